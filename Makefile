@@ -1,0 +1,70 @@
+# `make serve` and `make test` are all a newcomer needs; everything bootstraps itself with python3 -m venv and pip.
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?=
+ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+LINKS := .venv/.linked
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# The strict editable install links file by file (so that mypy and editors see the folders as one package): a new or
+# removed file needs the links made again, which takes three seconds. `.venv/.files` changes when the list does.
+FILES := $(shell find api fsm kernels actors server -type f ! -path '*/__pycache__/*' 2>/dev/null | LC_ALL=C sort)
+ifneq ($(FILES),$(shell cat .venv/.files 2>/dev/null))
+.PHONY: $(LINKS)
+endif
+
+export OMP_WAIT_POLICY := passive
+
+.PHONY: setup serve test test-long check format lint types imports docs bench clean help
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
+
+setup: $(LINKS)  ## create .venv and install NovaInfer with its development tools into it
+
+$(STAMP): pyproject.toml .ci/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install --upgrade "pip>=25.1" "setuptools>=77"
+	$(PIP) install -c .ci/constraints.txt torch
+	$(PIP) install -c .ci/constraints.txt --group dev -e .
+	touch $@
+
+$(LINKS): $(STAMP)
+	rm -rf build
+	$(PIP) install --no-deps --no-build-isolation -e . --config-settings editable_mode=strict 2>/dev/null
+	@echo "$(FILES)" > .venv/.files
+	@touch $@
+
+serve: setup     ## serve the demo model (or MODEL=path) at http://127.0.0.1:$(PORT)
+	$(BIN)/novainfer serve $(MODEL) --port $(PORT) $(ARGS)
+
+test: setup      ## run every test that ends within CI's time
+	$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+test-long: setup ## run everything, including what takes longer
+	$(BIN)/python -m pytest $(ARGS)
+
+check: format lint types imports test  ## what CI runs
+
+format: setup
+	$(BIN)/ruff format --check .
+
+lint: setup
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/lint-imports
+
+docs: setup      ## write the generated pages again (state machines)
+	$(BIN)/python -m novainfer.fsm.diagram docs/machines.md
+
+bench: setup     ## the benchmarks, with ratios to roofline and transformers
+	$(BIN)/novainfer bench all $(ARGS)
+
+clean:           ## remove the venv and caches
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

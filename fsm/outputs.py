@@ -1,0 +1,48 @@
+"""What a request gives back: deltas, their log probabilities, and how it ended."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class FinishReason(StrEnum):
+    """How a choice ended well; OpenAI's words. A request that ends badly raises an error instead."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """The log probability (natural) of one sampled token and, most likely first, those it competed with.
+
+    `token` and the middle item of each `top` entry are the token's bytes, which need not be valid UTF-8 alone.
+    """
+
+    token_id: int
+    token: bytes
+    logprob: float
+    top: list[tuple[int, bytes, float]]
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """What is new in one choice of a request since the last delta that was read; slow readers get merged ones.
+
+    `text` never splits a UTF-8 character or a stop string; `token_ids` may therefore run ahead of it.
+    `finish_reason` is set on the last delta of each choice. `prompt_token_ids` is set on the first delta.
+    Counts are totals so far, in tokens; `cached_tokens` of the prompt came from the prefix cache.
+    """
+
+    request_id: str
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    prompt_token_ids: list[int] | None = None
+    seed: int | None = None

@@ -1,0 +1,124 @@
+"""How a request wants its tokens chosen and where it wants to stop. Field names are vLLM's."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+
+from novainfer.fsm.errors import InvalidParameter
+
+TEMPERATURE_GREEDY_MAX = 1e-5  # vLLM's bound too: below it, dividing logits overflows fp32 before it changes a draw
+STOP_STRINGS_MAX = 16  # OpenAI allows 4; each one costs a search per token
+LOGPROBS_MAX = 20  # OpenAI's limit for top_logprobs
+NUM_CHOICES_MAX = 128  # OpenAI's limit for n
+SEED_BITS = 64
+
+TokenIds = Annotated[list[int], "token ids of the served model's vocabulary"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling and stopping of one request; raises `InvalidParameter`, naming the field, when a value cannot be used.
+
+    `temperature=0` is greedy. `max_tokens=None` means: as many as the context holds. `top_k` of 0 or -1 and `top_p`
+    of 1 switch those filters off. `seed=None` draws one, which the outputs return. `logprobs=k` returns, for each
+    token, its log probability and those of the k most likely ones (k may be 0). `timeout_s` is a deadline for the
+    whole request, queueing included.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: TokenIds | None = None
+    banned_token_ids: TokenIds = []
+    skip_special_tokens: bool = True
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check = _Check()
+        check.between("n", self.n, 1, NUM_CHOICES_MAX)
+        check.between("temperature", self.temperature, 0.0, 100.0)
+        check.above_up_to("top_p", self.top_p, 0.0, 1.0)
+        if self.top_k < -1:
+            raise InvalidParameter(f"top_k must be at least 1, or 0 for no limit, not {self.top_k}", param="top_k")
+        check.between("min_p", self.min_p, 0.0, 1.0)
+        check.above_up_to("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
+        check.between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check.between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None and not -(2 ** (SEED_BITS - 1)) <= self.seed < 2**SEED_BITS:
+            raise InvalidParameter(f"seed must fit {SEED_BITS} bits, not {self.seed}", param="seed")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidParameter(f"max_tokens must be at least 1, not {self.max_tokens}", param="max_tokens")
+        check.between("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else math.inf)
+        strings = self.stop_strings
+        if len(strings) > STOP_STRINGS_MAX:
+            raise InvalidParameter(f"stop takes at most {STOP_STRINGS_MAX} strings, not {len(strings)}", param="stop")
+        if any(not s for s in strings):
+            raise InvalidParameter("stop must not hold an empty string", param="stop")
+        if self.logprobs is not None:
+            check.between("logprobs", self.logprobs, 0, LOGPROBS_MAX)
+        for bias in self.logit_bias.values():
+            check.between("logit_bias", bias, -100.0, 100.0)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidParameter("allowed_token_ids must hold at least one token id", param="allowed_token_ids")
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise InvalidParameter(f"timeout_s must be more than 0 seconds, not {self.timeout_s}", param="timeout_s")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The stop strings as a list, whatever way they were given."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the most likely token is always taken."""
+        return self.temperature < TEMPERATURE_GREEDY_MAX
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `InvalidParameter` when a token id of any field is outside `[0, vocab_size)`."""
+        fields = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids or [],
+            "banned_token_ids": self.banned_token_ids,
+        }
+        for name, ids in fields.items():
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise InvalidParameter(
+                        f"{name} holds {token_id}, but token ids run from 0 to {vocab_size - 1}", param=name
+                    )
+        if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(self.banned_token_ids):
+            raise InvalidParameter("banned_token_ids bans every allowed token", param="banned_token_ids")
+
+
+class _Check:
+    """Range checks that say the field, the range and the value (nan is in no range)."""
+
+    @staticmethod
+    def between(name: str, value: float, low: float, high: float) -> None:
+        if not low <= value <= high:
+            limit = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+            raise InvalidParameter(f"{name} must be {limit}, not {value}", param=name)
+
+    @staticmethod
+    def above_up_to(name: str, value: float, low: float, high: float) -> None:
+        if not low < value <= high:
+            raise InvalidParameter(f"{name} must be more than {low} and at most {high}, not {value}", param=name)
