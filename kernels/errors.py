@@ -1,0 +1,9 @@
+"""What can go wrong between a model's folder and a loaded model."""
+
+from __future__ import annotations
+
+__all__ = ["LoadError"]
+
+
+class LoadError(Exception):
+    """The model cannot be loaded; the message is one sentence naming the file or setting at fault."""
