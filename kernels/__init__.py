@@ -1,1 +1,1 @@
-"""Everything that touches a device: models, attention, sampling, weights and buffers. Imports nothing here."""
+"""Everything that touches a device: models, attention, sampling, weights, buffers. Imports nothing."""

@@ -13,6 +13,10 @@ An implementation declares what it can do with `refuses(...)`: None, or the reas
 one that fails is skipped with one log line. `row_invariant` promises that a row's result has the same bits
 whatever other rows are computed beside it, and whether it is a row of a prefill, of a chunk or of a decode
 step: the order of every reduction depends on the row alone.
+
+A family of native kernels is one module with `implementations() -> list[tuple[Operation, type]]`, fastest
+first, which builds or loads its library and raises `KernelUnavailableError` with the reason when it cannot
+(`novainfer.kernels.cpu.native`).
 """
 
 from __future__ import annotations
