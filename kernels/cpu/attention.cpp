@@ -1,0 +1,449 @@
+// Causal attention over a paged KV cache.
+//
+// Layout, by layer, block and kv head: groups of 16 tokens, all keys of the block, then all values.
+//   keys   [unit of head_dim][16 tokens]: a vector is one unit of 16 tokens; a query's unit is broadcast against it
+//   values [unit of tokens][head_dim]:    a vector is one unit (bf16: two tokens) of 16 columns; a unit of
+//                                         probabilities is broadcast against it
+// so that both products are the linear's loop: load, broadcast, `dp`, and no horizontal step.
+//
+// The query heads that share a kv head are rows of one tile, together with neighbouring query tokens: keys and values
+// are read once for all of them.
+//
+// Row invariance: each row's context is cut at fixed multiples of TILE_GROUPS groups. A tile gives a maximum, a sum
+// and an accumulator by itself; tiles are merged in ascending order. Which rows are computed beside and which thread
+// takes which tile do not change a row's chain of operations: what lies behind its position is multiplied by an
+// exact zero, and merging an empty tile changes nothing.
+#include "attention.h"
+
+#include <algorithm>
+
+namespace nova {
+namespace {
+
+constexpr int ROWS = VL == 16 ? 6 : 3;          // rows of a register tile
+constexpr int VECTORS = 4;                      // vectors of a register tile
+constexpr int GROUP_VECTORS = GROUP / VL;       // vectors that hold a group's 16 lanes
+constexpr int WIDE = VECTORS / GROUP_VECTORS;   // groups of a register tile
+constexpr int ROWS_TARGET = 48;                 // query rows computed over one reading of the context
+constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
+
+// The groups of one KV tile: where they lie, which positions they hold.
+struct TileGroups {
+  const uint32_t* keys[TILE_GROUPS];
+  const uint32_t* values[TILE_GROUPS];
+  int position[TILE_GROUPS];  // of the first token
+  int tokens[TILE_GROUPS];    // 1..16
+  int count = 0;
+};
+
+void find_groups(const CacheDesc& cache, const uint32_t* layer, const int32_t* table, int head, long tile, long limit,
+                 TileGroups& g) {
+  const long per_block = cache.groups_per_block();
+  g.count = 0;
+  for (long i = tile * TILE_GROUPS; i < (tile + 1) * TILE_GROUPS; i++) {
+    const long block = i / per_block, in_block = i % per_block;
+    const long position = block * cache.block_size + in_block * GROUP;
+    if (position >= limit) break;
+    const uint32_t* base = layer + table[block] * cache.block_units() + head * cache.head_units();
+    g.keys[g.count] = base + in_block * cache.key_group();
+    g.values[g.count] = base + per_block * cache.key_group() + in_block * cache.value_group();
+    g.position[g.count] = (int)position;
+    g.tokens[g.count] = (int)std::min({(long)GROUP, cache.block_size - in_block * GROUP, limit - position});
+    g.count++;
+  }
+}
+
+inline void prefetch(const uint32_t* from, long units) {
+  for (long i = 0; i < units; i += 16) _mm_prefetch((const char*)(from + i), _MM_HINT_T0);
+}
+
+// scores[r][group * 16 + lane] = query row r . key, for MR rows and NG groups.
+template <class T, int MR, int NG>
+void score_tile(const uint32_t* q, long q_stride, const uint32_t* const* keys, long units, float* scores) {
+  constexpr int NVEC = NG * GROUP_VECTORS;
+  vf acc[MR][NVEC];
+  for (int r = 0; r < MR; r++)
+    for (int v = 0; v < NVEC; v++) acc[r][v] = zero();
+  for (long u = 0; u < units; u++) {
+    vi b[NVEC];
+    for (int v = 0; v < NVEC; v++) b[v] = loadi(keys[v / GROUP_VECTORS] + u * GROUP + v % GROUP_VECTORS * VL);
+    for (int r = 0; r < MR; r++) {
+      const vi a = broadcast_unit(q + r * q_stride + u);
+      for (int v = 0; v < NVEC; v++) acc[r][v] = T::dp(acc[r][v], a, b[v]);
+    }
+  }
+  for (int r = 0; r < MR; r++)
+    for (int v = 0; v < NVEC; v++) storef(scores + r * TILE_LANES + v * VL, acc[r][v]);
+}
+
+// out[r][column] = sum over the tile's tokens of p[r][token] * value[token][column], for MR rows and NC vectors of
+// columns; merged into what is there as `out * keep[r] + sum * take[r]` when `keep` is given.
+template <class T, int MR, int NC>
+void value_tile(const typename T::type* p, const TileGroups& g, long column, long width, float* out,
+                const float* keep, const float* take) {
+  vf acc[MR][NC];
+  for (int r = 0; r < MR; r++)
+    for (int v = 0; v < NC; v++) acc[r][v] = zero();
+  for (int i = 0; i < g.count; i++) {
+    const uint32_t* value = g.values[i] + column;
+    const typename T::type* pr = p + i * GROUP;
+    const int full = g.tokens[i] / T::E;
+    for (int u = 0; u < full; u++) {
+      vi b[NC];
+      for (int v = 0; v < NC; v++) b[v] = loadi(value + u * width + v * VL);
+      for (int r = 0; r < MR; r++) {
+        const vi a = broadcast_unit(pr + r * TILE_LANES + u * T::E);
+        for (int v = 0; v < NC; v++) acc[r][v] = T::dp(acc[r][v], a, b[v]);
+      }
+    }
+    if (g.tokens[i] % T::E) {
+      // Half a unit: the other token was never written for this sequence. Its probability is zero, but what an
+      // earlier owner of the block left there may be infinite or NaN.
+      const vi low = set1i(0xffffu);
+      for (int v = 0; v < NC; v++) {
+        const vi b = andi(loadi(value + full * width + v * VL), low);
+        for (int r = 0; r < MR; r++)
+          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + r * TILE_LANES + full * T::E), b);
+      }
+    }
+  }
+  for (int r = 0; r < MR; r++)
+    for (int v = 0; v < NC; v++) {
+      float* to = out + r * width + column + v * VL;
+      storef(to, keep ? fma(loadf(to), set1(keep[r]), mul(acc[r][v], set1(take[r]))) : acc[r][v]);
+    }
+}
+
+// Calls f<MR>(first row) over `rows` rows in register tiles of nearly equal height.
+template <class F>
+void over_rows(int rows, F&& f) {
+  const int tiles = (int)ceil_div(rows, ROWS);
+  for (int t = 0; t < tiles; t++) {
+    const int a = rows * t / tiles, b = rows * (t + 1) / tiles;
+    switch (b - a) {
+      case 1: f(std::integral_constant<int, 1>(), a); break;
+      case 2: f(std::integral_constant<int, 2>(), a); break;
+      case 3: f(std::integral_constant<int, 3>(), a); break;
+      case 4: if constexpr (ROWS > 3) f(std::integral_constant<int, 4>(), a); break;
+      case 5: if constexpr (ROWS > 3) f(std::integral_constant<int, 5>(), a); break;
+      case 6: if constexpr (ROWS > 3) f(std::integral_constant<int, 6>(), a); break;
+    }
+  }
+}
+
+// One thread's working memory for a group of query rows.
+template <class T>
+struct Scratch {
+  std::vector<uint32_t> query;             // [rows][key_units]
+  std::vector<float> scores;               // [rows][TILE_LANES]
+  std::vector<typename T::type> p;         // [rows][TILE_LANES]
+  std::vector<float> acc;                  // [rows][width]
+  std::vector<float> max, sum;             // [rows], merged so far
+  std::vector<float> tile_max, tile_sum;   // [rows]
+  std::vector<float> keep, take;           // [rows]
+
+  void fit(int rows, long key_units, long width) {
+    if ((int)max.size() >= rows && (long)query.size() >= rows * key_units && (long)acc.size() >= rows * width) return;
+    query.resize(rows * key_units);
+    scores.resize(rows * TILE_LANES);
+    p.resize(rows * TILE_LANES);
+    acc.resize(rows * width);
+    for (auto* v : {&max, &sum, &tile_max, &tile_sum, &keep, &take}) v->resize(rows);
+  }
+};
+
+// A tile's result in AttentionPlan::partials: max [rows], sum [rows], accumulator [rows][width].
+inline long partial_floats(long rows, long width) { return rows * (2 + width); }
+
+template <class T>
+struct Attention {
+  using E = typename T::type;
+  const CacheDesc& cache;
+  const Batch& batch;
+  AttentionPlan& plan;
+  const AttentionCall& call;
+  Scratch<T>& s;
+  const int ratio = cache.num_heads / cache.num_kv_heads;
+  const long key_units = cache.key_units(), width = cache.value_width();
+  const uint32_t* layer = (const uint32_t*)cache.data + call.layer * cache.layer_units();
+
+  void item(const AttentionPlan::Item& item) {
+    const AttentionPlan::Group& group = plan.groups[item.group];
+    const int rows = group.count * ratio;
+    const int queries = batch.query_start[group.seq + 1] - batch.query_start[group.seq];
+    const int position0 = batch.context_lens[group.seq] - queries + group.first;  // of the first query token
+    const int32_t* table = batch.block_tables + group.seq * batch.table_stride;
+    load_queries(group);
+    float* partial = group.parts > 1 ? &plan.partials[group.partial] : nullptr;
+    if (!partial) std::fill_n(s.max.begin(), rows, NEG_INF), std::fill_n(s.sum.begin(), rows, 0.0f);
+    if (!partial) std::fill_n(s.acc.begin(), rows * width, 0.0f);
+
+    TileGroups tiles[2];
+    find_groups(cache, layer, table, group.head, item.first_tile, position0 + group.count, tiles[0]);
+    for (int tile = item.first_tile, i = 0; tile < item.last_tile; tile++, i ^= 1) {
+      const TileGroups& g = tiles[i];
+      score(g, rows);
+      if (tile + 1 < item.last_tile) {
+        TileGroups& next = tiles[i ^ 1];
+        find_groups(cache, layer, table, group.head, tile + 1, position0 + group.count, next);
+        if (rows <= 2 * ROWS)
+          for (int j = 0; j < std::min(next.count, WIDE); j++) prefetch(next.keys[j], cache.key_group());
+      }
+      for (int r = 0; r < rows; r++) soften(g, r, position0 + r / ratio);
+      if (partial) {
+        float* to = partial + tile * partial_floats(rows, width);
+        std::copy_n(s.tile_max.begin(), rows, to);
+        std::copy_n(s.tile_sum.begin(), rows, to + rows);
+        weigh(g, rows, to + 2 * rows, false);
+      } else {
+        merge_sums(rows);
+        weigh(g, rows, s.acc.data(), true);
+      }
+    }
+    if (!partial) {
+      finish(group);
+    } else if (plan.pending[item.group].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      merge_partials(group, partial);
+      finish(group);
+    }
+  }
+
+  void load_queries(const AttentionPlan::Group& group) {
+    for (int r = 0; r < group.count * ratio; r++) {
+      const long token = batch.query_start[group.seq] + group.first + r / ratio;
+      const E* from = (const E*)call.query + token * call.query_stride +
+                      (group.head * ratio + r % ratio) * (long)cache.head_dim;
+      E* to = (E*)&s.query[r * key_units];
+      std::memcpy(to, from, cache.head_dim * sizeof(E));
+      if (cache.head_dim % T::E) to[cache.head_dim] = 0;
+    }
+  }
+
+  void score(const TileGroups& g, int rows) {
+    const bool stream = rows <= 2 * ROWS;  // few rows: the context is read from memory, not computed upon
+    int i = 0;
+    for (; i + WIDE <= g.count; i += WIDE) {
+      if (stream) {
+        for (int j = i + WIDE; j < std::min(g.count, i + 2 * WIDE); j++) prefetch(g.keys[j], cache.key_group());
+        for (int j = i; j < i + WIDE; j++) prefetch(g.values[j], cache.value_group());
+      }
+      over_rows(rows, [&](auto mr, int r) {
+        score_tile<T, mr, WIDE>(&s.query[r * key_units], key_units, g.keys + i, key_units,
+                                &s.scores[r * TILE_LANES + i * GROUP]);
+      });
+    }
+    for (; i < g.count; i++)
+      over_rows(rows, [&](auto mr, int r) {
+        score_tile<T, mr, 1>(&s.query[r * key_units], key_units, g.keys + i, key_units,
+                             &s.scores[r * TILE_LANES + i * GROUP]);
+      });
+  }
+
+  // Row r's probabilities in this tile, up to a common factor: 2^(score - tile_max).
+  void soften(const TileGroups& g, int r, int position) {
+    const vf scale = set1(call.scale * LOG2E), minus_inf = set1(NEG_INF);
+    float* scores = &s.scores[r * TILE_LANES];
+    E* p = &s.p[r * TILE_LANES];
+    vf most = minus_inf;
+    for (int i = 0; i < g.count; i++) {
+      const int seen = std::min(g.tokens[i], position + 1 - g.position[i]);
+      for (int v = 0; v < GROUP_VECTORS; v++) {
+        float* at = scores + i * GROUP + v * VL;
+        const vf x = select(first_lanes(seen - v * VL), mul(loadf(at), scale), minus_inf);
+        storef(at, x);
+        most = vmax(x, most);
+      }
+    }
+    const float max = hmax(most);
+    vf sum = zero();
+    for (int i = 0; i < g.count; i++) {
+      const int seen = std::min(g.tokens[i], position + 1 - g.position[i]);
+      for (int v = 0; v < GROUP_VECTORS; v++) {
+        const vf x = loadf(scores + i * GROUP + v * VL);
+        const vf e = select(first_lanes(seen - v * VL), exp2v(sub(x, set1(max))), zero());
+        sum = add(sum, e);
+        T::store(p + i * GROUP + v * VL, e);
+      }
+    }
+    s.tile_max[r] = max;
+    s.tile_sum[r] = hsum(sum);
+  }
+
+  void weigh(const TileGroups& g, int rows, float* out, bool merge) {
+    const float* keep = merge ? s.keep.data() : nullptr;
+    const float* take = s.take.data();
+    long column = 0;
+    for (; column + VECTORS * VL <= width; column += VECTORS * VL)
+      over_rows(rows, [&](auto mr, int r) {
+        value_tile<T, mr, VECTORS>(&s.p[r * TILE_LANES], g, column, width, out + r * width, keep ? keep + r : nullptr,
+                                   take + r);
+      });
+    for (; column < width; column += VL)
+      over_rows(rows, [&](auto mr, int r) {
+        value_tile<T, mr, 1>(&s.p[r * TILE_LANES], g, column, width, out + r * width, keep ? keep + r : nullptr,
+                             take + r);
+      });
+  }
+
+  // Takes the tile's maxima and sums in, and leaves the factors of the old and the new accumulators.
+  void merge_sums(int rows) {
+    for (int r = 0; r < rows; r++) {
+      const float max = std::max(s.max[r], s.tile_max[r]);
+      alignas(64) float power[VL] = {s.max[r] - max, s.tile_max[r] - max};
+      storef(power, exp2v(loadf(power)));
+      s.keep[r] = power[0], s.take[r] = power[1];
+      s.max[r] = max;
+      s.sum[r] = std::fma(s.sum[r], power[0], s.tile_sum[r] * power[1]);
+    }
+  }
+
+  void merge_partials(const AttentionPlan::Group& group, const float* partial) {
+    const int rows = group.count * ratio;
+    std::fill_n(s.max.begin(), rows, NEG_INF), std::fill_n(s.sum.begin(), rows, 0.0f);
+    std::fill_n(s.acc.begin(), rows * width, 0.0f);
+    for (int tile = 0; tile < group.tiles; tile++, partial += partial_floats(rows, width)) {
+      std::copy_n(partial, rows, s.tile_max.begin());
+      std::copy_n(partial + rows, rows, s.tile_sum.begin());
+      merge_sums(rows);
+      for (int r = 0; r < rows; r++)
+        for (long c = 0; c < width; c += VL) {
+          float* to = &s.acc[r * width + c];
+          const vf tile_acc = loadf(partial + 2 * rows + r * width + c);
+          storef(to, fma(loadf(to), set1(s.keep[r]), mul(tile_acc, set1(s.take[r]))));
+        }
+    }
+  }
+
+  void finish(const AttentionPlan::Group& group) {
+    for (int r = 0; r < group.count * ratio; r++) {
+      const long token = batch.query_start[group.seq] + group.first + r / ratio;
+      E* out = (E*)call.out + (token * cache.num_heads + group.head * ratio + r % ratio) * cache.head_dim;
+      const vf sum = set1(s.sum[r]);
+      for (long c = 0; c < cache.head_dim; c += VL)
+        store_first<T>(out + c, div(loadf(&s.acc[r * width + c]), sum), std::min<long>(VL, cache.head_dim - c));
+    }
+  }
+};
+
+template <class T>
+void run(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& plan, const AttentionCall& call) {
+  static thread_local Scratch<T> scratch;
+  scratch.fit(plan.rows_max, cache.key_units(), cache.value_width());
+  Attention<T> attention{cache, batch, plan, call, scratch};
+  team.loop((long)plan.items.size(), [&](long i) { attention.item(plan.items[i]); });
+}
+
+template <class T>
+void write(const CacheDesc& cache, int layer, int64_t slot, const typename T::type* key,
+           const typename T::type* value) {
+  if (slot < 0) return;
+  constexpr int E = T::E;
+  const long block = slot / cache.block_size, offset = slot % cache.block_size;
+  const long in_block = offset / GROUP, lane = offset % GROUP, width = cache.value_width();
+  for (int head = 0; head < cache.num_kv_heads; head++) {
+    uint32_t* base =
+        (uint32_t*)cache.data + layer * cache.layer_units() + block * cache.block_units() + head * cache.head_units();
+    typename T::type* k = (typename T::type*)(base + in_block * cache.key_group());
+    typename T::type* v =
+        (typename T::type*)(base + cache.groups_per_block() * cache.key_group() + in_block * cache.value_group());
+    for (int d = 0; d < cache.head_dim; d++) {
+      k[(d / E * GROUP + lane) * E + d % E] = key[head * cache.head_dim + d];
+      v[(lane / E * width + d) * E + lane % E] = value[head * cache.head_dim + d];
+    }
+  }
+}
+
+}  // namespace
+
+AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int threads) {
+  const int ratio = cache.num_heads / cache.num_kv_heads;
+  const int tokens_max = std::max(1, ROWS_TARGET / ratio);
+  double total = 0;
+  for (int seq = 0; seq < batch.num_seqs; seq++) {
+    const int queries = batch.query_start[seq + 1] - batch.query_start[seq];
+    const int before = batch.context_lens[seq] - queries;
+    const int chunks = (int)ceil_div(queries, tokens_max);
+    for (int c = 0; c < chunks; c++) {
+      const int first = (int)((long)queries * c / chunks), last = (int)((long)queries * (c + 1) / chunks);
+      const int tiles = (int)cache.tiles_of(before + last);
+      rows_max = std::max(rows_max, (last - first) * ratio);
+      for (int head = 0; head < cache.num_kv_heads; head++) {
+        groups.push_back({seq, head, first, last - first, tiles, 1, 0});
+        total += (double)tiles * (last - first);
+      }
+    }
+  }
+  // A group is divided along its context when it would be more than a quarter of a thread's share.
+  const double share = total / (4.0 * threads);
+  std::vector<std::pair<double, Item>> order;
+  long floats = 0;
+  for (int i = 0; i < (int)groups.size(); i++) {
+    Group& group = groups[i];
+    if (threads > 1)
+      group.parts = (int)std::min<double>(group.tiles, std::max(1.0, std::ceil(group.tiles * group.count / share)));
+    if (group.parts > 1) {
+      group.partial = floats;
+      floats += group.tiles * partial_floats(group.count * ratio, cache.value_width());
+    }
+    for (int part = 0; part < group.parts; part++) {
+      const int first = group.tiles * part / group.parts, last = group.tiles * (part + 1) / group.parts;
+      order.push_back({-(double)(last - first) * group.count, {i, first, last}});
+    }
+  }
+  std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  for (const auto& entry : order) items.push_back(entry.second);
+  partials.resize(floats);
+  pending.reset(new std::atomic<int>[groups.size()]);
+  reset();
+}
+
+void AttentionPlan::reset() {
+  for (size_t i = 0; i < groups.size(); i++) pending[i].store(groups[i].parts, std::memory_order_relaxed);
+}
+
+void attend_in_team(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& plan,
+                    const AttentionCall& call) {
+  if (cache.dtype == 0)
+    run<Bf16>(team, cache, batch, plan, call);
+  else
+    run<Fp32>(team, cache, batch, plan, call);
+}
+
+void write_token(const CacheDesc& cache, int layer, int64_t slot, const void* key, const void* value) {
+  if (cache.dtype == 0)
+    write<Bf16>(cache, layer, slot, (const uint16_t*)key, (const uint16_t*)value);
+  else
+    write<Fp32>(cache, layer, slot, (const float*)key, (const float*)value);
+}
+
+}  // namespace nova
+
+using namespace nova;
+
+extern "C" {
+
+int64_t nova_cache_block_bytes(const CacheDesc* cache) { return cache->block_units() * 4 * cache->num_layers; }
+
+void nova_cache_write(const CacheDesc* cache, int layer, const void* key, int64_t key_stride, const void* value,
+                      int64_t value_stride, const int64_t* slots, int64_t count, int threads) {
+  const long element = cache->dtype == 0 ? 2 : 4;
+  constexpr long chunk = 8;
+  run_team(threads, [&](Team& team) {
+    team.loop(ceil_div(count, chunk), [&](long c) {
+      for (long t = c * chunk; t < std::min(count, (c + 1) * chunk); t++)
+        write_token(*cache, layer, slots[t], (const char*)key + t * key_stride * element,
+                    (const char*)value + t * value_stride * element);
+    });
+  });
+}
+
+void nova_attend(const CacheDesc* cache, int layer, const void* query, int64_t query_stride,
+                 const int32_t* block_tables, int64_t table_stride, const int32_t* query_start,
+                 const int32_t* context_lens, int64_t num_seqs, float scale, void* out, int threads) {
+  const Batch batch{block_tables, table_stride, query_start, context_lens, num_seqs};
+  const AttentionCall call{layer, query, query_stride, out, scale};
+  AttentionPlan plan(*cache, batch, threads);
+  run_team(threads, [&](Team& team) { attend_in_team(team, *cache, batch, plan, call); });
+}
+
+}  // extern "C"

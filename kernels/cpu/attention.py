@@ -1,0 +1,111 @@
+"""Paged attention over a cache laid out for this CPU's vectors (attention.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from novainfer.kernels.cpu.memory import huge_zeros
+from novainfer.kernels.cpu.native import DTYPE_CODES, CacheDesc, library, num_threads
+from novainfer.kernels.registry import AttentionShape
+
+__all__ = ["NativeAttention"]
+
+# Below this much work one thread ends before a second one would have woken up.
+SERIAL_FLOPS_MAX = 2 << 20
+SERIAL_WRITE_BYTES_MAX = 64 << 10
+
+
+def _describe(shape: AttentionShape, num_blocks: int, dtype: torch.dtype) -> CacheDesc:
+    return CacheDesc(
+        data=None,
+        num_blocks=num_blocks,
+        block_size=shape.block_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=DTYPE_CODES[dtype],
+    )
+
+
+class NativeAttention:
+    """The KV cache of all layers in blocks, bf16 or fp32, and causal attention over block tables.
+
+    A row's context is cut at fixed positions and put together in ascending order, so its result depends on
+    its position and its context alone.
+    """
+
+    name: ClassVar[str] = "native"
+    row_invariant: ClassVar[bool] = True
+
+    def __init__(self, shape: AttentionShape, num_blocks: int, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.dtype = dtype
+        lib = library()
+        self.desc = _describe(shape, num_blocks, dtype)
+        self._desc = ctypes.byref(self.desc)
+        # Zeroed: a product with what was never written must be zero, not NaN.
+        self._data = huge_zeros(lib.nova_cache_block_bytes(self._desc) * num_blocks)
+        self.desc.data = self._data.data_ptr()
+        self._write = lib.nova_cache_write
+        self._attend = lib.nova_attend
+        self._flops_per_pair = 4 * shape.num_heads * shape.head_dim
+
+    @classmethod
+    def refuses(cls, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
+        """None when this geometry can be served; else the reason."""
+        if device.type != "cpu":
+            return f"runs on cpu, not on {device.type}"
+        if dtype not in DTYPE_CODES:
+            return f"computes in bfloat16 and float32, not in {dtype}"
+        if shape.num_heads % shape.num_kv_heads:
+            return f"{shape.num_heads} heads cannot share {shape.num_kv_heads} key heads evenly"
+        return None
+
+    @classmethod
+    def bytes_per_block(cls, shape: AttentionShape, dtype: torch.dtype) -> int:
+        """Bytes that one block takes over all layers, keys and values, padding included."""
+        desc = _describe(shape, 1, dtype)
+        return int(library().nova_cache_block_bytes(ctypes.byref(desc)))
+
+    @classmethod
+    def allocate(cls, shape: AttentionShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """Reserve the cache once; pages are taken from the system when they are first written."""
+        return cls(shape, num_blocks, dtype)
+
+    def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Store key and value [T, num_kv_heads, head_dim] at slot_mapping (int64 [T]); slots below 0 are skipped."""
+        count = slot_mapping.shape[0]
+        threads = 1 if key.numel() * key.itemsize < SERIAL_WRITE_BYTES_MAX else num_threads()
+        self._write(
+            self._desc, layer, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
+            slot_mapping.data_ptr(), count, threads,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        max_query_len: int,
+        max_context_len: int,
+    ) -> Tensor:
+        """Causal attention of each sequence's last tokens over its context -> [T, num_heads * head_dim]."""
+        tokens = query.shape[0]
+        out = torch.empty((tokens, self.shape.num_heads * self.shape.head_dim), dtype=self.dtype)
+        flops = self._flops_per_pair * tokens * max_context_len
+        threads = 1 if flops < SERIAL_FLOPS_MAX else num_threads()
+        self._attend(
+            self._desc, layer, query.data_ptr(), query.stride(0), block_tables.data_ptr(),
+            block_tables.stride(0), query_start.data_ptr(), context_lens.data_ptr(), context_lens.shape[0],
+            scale, out.data_ptr(), threads,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,85 @@
+"""Matrix products over weights packed for this CPU's vectors (linear.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from novainfer.kernels.cpu.memory import huge_zeros
+from novainfer.kernels.cpu.native import DTYPE_CODES, LinearDesc, library, num_threads
+
+__all__ = ["NativeLinear", "threads_for"]
+
+# Below this much work one thread ends before a second one would have woken up (about 15 us).
+SERIAL_BYTES_MAX = 512 << 10
+SERIAL_FLOPS_MAX = 4 << 20
+
+
+def threads_for(rows: int, weight_bytes: int, flops: int) -> int:
+    """How many threads a product is worth: 1 or torch's number."""
+    if rows * weight_bytes == 0 or (weight_bytes < SERIAL_BYTES_MAX and flops < SERIAL_FLOPS_MAX):
+        return 1
+    return num_threads()
+
+
+class NativeLinear:
+    """`y = x @ weight.T + bias`, bf16 or fp32, accumulated in fp32 in one fixed order along K."""
+
+    name: ClassVar[str] = "native"
+    row_invariant: ClassVar[bool] = True
+    gathers_rows: ClassVar[bool] = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        lib = library()
+        self.desc = LinearDesc(None, None, *weight.shape, DTYPE_CODES[weight.dtype], 0)
+        self._desc = ctypes.byref(self.desc)
+        size = lib.nova_linear_bytes(self._desc)
+        self._packed = huge_zeros(size)
+        self.desc.weight = self._packed.data_ptr()
+        lib.nova_linear_pack(self._desc, weight.contiguous().data_ptr(), self._packed.data_ptr(), num_threads())
+        self._bias: Tensor | None = None
+        if bias is not None:
+            self._bias = torch.empty(lib.nova_linear_columns(self._desc), dtype=torch.float32)
+            given = bias.float().contiguous()
+            lib.nova_linear_pack_bias(self._desc, given.data_ptr(), self._bias.data_ptr())
+            self.desc.bias = self._bias.data_ptr()
+        self.weight_bytes = size + (self._bias.nbytes if self._bias is not None else 0)
+        self._flops_per_row = 2 * self.out_features * self.in_features
+        self._linear = lib.nova_linear
+        self._rows = lib.nova_linear_rows
+
+    @classmethod
+    def refuses(cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> str | None:
+        """None when a weight [out_features, in_features] can be packed; else the reason."""
+        if device.type != "cpu":
+            return f"runs on cpu, not on {device.type}"
+        if dtype not in DTYPE_CODES:
+            return f"computes in bfloat16 and float32, not in {dtype}"
+        if out_features < 1 or in_features < 1:
+            return "the weight is empty"
+        return None
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:
+        """Take weight [N, K] and bias [N] into the packed layout; neither is referred to afterwards."""
+        return cls(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M, K] -> [M, N], same dtype. Rows of `x` may lie apart, elements of a row may not."""
+        rows = x.shape[0]
+        out = torch.empty((rows, self.out_features), dtype=self.dtype)
+        threads = threads_for(rows, self.weight_bytes, rows * self._flops_per_row)
+        self._linear(self._desc, x.data_ptr(), x.stride(0), rows, out.data_ptr(), None, 0, threads)
+        return out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight as given: int64 [n] -> [n, K], bit for bit."""
+        ids = ids.contiguous()
+        out = torch.empty((ids.numel(), self.in_features), dtype=self.dtype)
+        self._rows(self._desc, ids.data_ptr(), ids.numel(), out.data_ptr())
+        return out

@@ -1,0 +1,97 @@
+"""The compiled library's functions with their signatures, and the list of implementations for the registry."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch  # its libgomp must be in the process before ours is looked up: one thread pool for both
+
+from novainfer.kernels.cpu.build import build_library
+from novainfer.kernels.errors import KernelUnavailableError
+
+if TYPE_CHECKING:
+    from novainfer.kernels.registry import Operation
+
+__all__ = ["DTYPE_CODES", "CacheDesc", "LinearDesc", "implementations", "library", "num_threads"]
+
+DTYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
+
+_I = ctypes.c_int
+_L = ctypes.c_int64
+_P = ctypes.c_void_p
+
+
+class LinearDesc(ctypes.Structure):
+    """Mirrors `LinearDesc` in linear.h."""
+
+    _fields_ = (
+        ("weight", _P),
+        ("bias", _P),
+        ("n", _L),
+        ("k", _L),
+        ("dtype", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+    )
+
+
+class CacheDesc(ctypes.Structure):
+    """Mirrors `CacheDesc` in attention.h."""
+
+    _fields_ = (
+        ("data", _P),
+        ("num_blocks", _L),
+        ("block_size", _L),
+        ("num_layers", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+_DESC = ctypes.POINTER(LinearDesc)
+_CACHE = ctypes.POINTER(CacheDesc)
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "nova_linear_bytes": (_L, (_DESC,)),
+    "nova_linear_columns": (_L, (_DESC,)),
+    "nova_linear_pack": (None, (_DESC, _P, _P, _I)),
+    "nova_linear_pack_bias": (None, (_DESC, _P, _P)),
+    "nova_linear_rows": (None, (_DESC, _P, _L, _P)),
+    "nova_linear": (None, (_DESC, _P, _L, _L, _P, _P, _I, _I)),
+    "nova_cache_block_bytes": (_L, (_CACHE,)),
+    "nova_cache_write": (None, (_CACHE, _I, _P, _L, _P, _L, _P, _L, _I)),
+    "nova_attend": (None, (_CACHE, _I, _P, _L, _P, _L, _P, _P, _L, ctypes.c_float, _P, _I)),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled library, built at first use; raises `KernelUnavailableError` with the reason."""
+    path = build_library()
+    try:
+        return bind(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError) as error:
+        raise KernelUnavailableError(f"the native library {path} cannot be loaded: {error}") from error
+
+
+def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
+    """Give every function of the library its signature."""
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    return lib
+
+
+num_threads = torch.get_num_threads
+
+
+def implementations() -> list[tuple[Operation, type]]:
+    """What this machine can use, fastest first; raises `KernelUnavailableError` with the reason."""
+    library()
+    from novainfer.kernels.cpu.attention import NativeAttention
+    from novainfer.kernels.cpu.linear import NativeLinear
+
+    return [("linear", NativeLinear), ("attention", NativeAttention)]

@@ -1,0 +1,202 @@
+// One vector width and two element types behind a dozen names, so that linear, attention and small ops are
+// written once for AVX-512 (with or without BF16) and AVX2.
+//
+// Everything is stored in 32-bit "units": one fp32 or a pair of bf16. `dp` multiplies unit by unit and adds to fp32
+// lanes, so that one loop serves both types. Fused multiply-adds are spelled out, never left to contraction: the
+// same row must give the same bits from every instantiation of a kernel.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace nova {
+
+#if defined(__AVX512F__)
+constexpr int VL = 16;  // fp32 lanes in a vector
+using vf = __m512;
+using vi = __m512i;
+using vm = __mmask16;
+inline vf zero() { return _mm512_setzero_ps(); }
+inline vf set1(float x) { return _mm512_set1_ps(x); }
+inline vi set1i(uint32_t x) { return _mm512_set1_epi32((int)x); }
+inline vf loadf(const float* p) { return _mm512_loadu_ps(p); }
+inline void storef(float* p, vf x) { _mm512_storeu_ps(p, x); }
+inline vi loadi(const void* p) { return _mm512_loadu_si512(p); }
+inline vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
+inline vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+inline vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+inline vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
+inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
+inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
+inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+inline vf fnma(vf a, vf b, vf c) { return _mm512_fnmadd_ps(a, b, c); }
+inline vi andi(vi a, vi b) { return _mm512_and_si512(a, b); }
+inline vi shl16(vi a) { return _mm512_slli_epi32(a, 16); }
+inline vf asf(vi a) { return _mm512_castsi512_ps(a); }
+inline vf round_even(vf a) { return _mm512_roundscale_ps(a, 8); }
+inline vf pow2(vf n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
+inline vm first_lanes(long n) { return n >= 16 ? (vm)0xffff : n <= 0 ? (vm)0 : (vm)((1u << n) - 1); }
+inline vf select(vm m, vf yes, vf no) { return _mm512_mask_blend_ps(m, no, yes); }
+#else
+constexpr int VL = 8;
+using vf = __m256;
+using vi = __m256i;
+using vm = __m256;
+inline vf zero() { return _mm256_setzero_ps(); }
+inline vf set1(float x) { return _mm256_set1_ps(x); }
+inline vi set1i(uint32_t x) { return _mm256_set1_epi32((int)x); }
+inline vf loadf(const float* p) { return _mm256_loadu_ps(p); }
+inline void storef(float* p, vf x) { _mm256_storeu_ps(p, x); }
+inline vi loadi(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline vf add(vf a, vf b) { return _mm256_add_ps(a, b); }
+inline vf sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+inline vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+inline vf div(vf a, vf b) { return _mm256_div_ps(a, b); }
+inline vf vmax(vf a, vf b) { return _mm256_max_ps(a, b); }
+inline vf vmin(vf a, vf b) { return _mm256_min_ps(a, b); }
+inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+inline vf fnma(vf a, vf b, vf c) { return _mm256_fnmadd_ps(a, b, c); }
+inline vi andi(vi a, vi b) { return _mm256_and_si256(a, b); }
+inline vi shl16(vi a) { return _mm256_slli_epi32(a, 16); }
+inline vf asf(vi a) { return _mm256_castsi256_ps(a); }
+inline vf round_even(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline vf pow2(vf n) {  // n is integral and already clamped to [-126, 127]
+  return asf(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline vm first_lanes(long n) {
+  const __m256 iota = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmp_ps(iota, _mm256_set1_ps((float)(n > 8 ? 8 : n)), _CMP_LT_OQ);
+}
+inline vf select(vm m, vf yes, vf no) { return _mm256_blendv_ps(no, yes, m); }
+#endif
+
+// A fixed tree, the same for every caller: horizontal sums are part of what makes a row's result reproducible.
+inline float hsum(vf x) {
+  alignas(64) float lane[VL];
+  storef(lane, x);
+  for (int width = VL / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) lane[i] = lane[i] + lane[i + width];
+  return lane[0];
+}
+
+inline float hmax(vf x) {
+  alignas(64) float lane[VL];
+  storef(lane, x);
+  float best = lane[0];
+  for (int i = 1; i < VL; i++) best = lane[i] > best ? lane[i] : best;
+  return best;
+}
+
+// 2^x for x <= 127, relative error below 2e-7; everything under -126 becomes 0 or the smallest normal times 2^f.
+inline vf exp2v(vf x) {
+  x = vmax(set1(-126.0f), x);  // in this order a NaN stays one
+  const vf n = round_even(x);
+  const vf f = sub(x, n);  // [-0.5, 0.5]
+  vf p = set1(1.5403530393381610e-4f);
+  p = fma(p, f, set1(1.3333558146428443e-3f));
+  p = fma(p, f, set1(9.6181291076284772e-3f));
+  p = fma(p, f, set1(5.5504108664821580e-2f));
+  p = fma(p, f, set1(2.4022650695910072e-1f));
+  p = fma(p, f, set1(6.9314718055994531e-1f));
+  p = fma(p, f, set1(1.0f));
+  return mul(p, pow2(n));
+}
+constexpr float LOG2E = 1.4426950408889634f;
+
+inline float bf16_to_float(uint16_t h) {
+  uint32_t bits = (uint32_t)h << 16;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+inline uint16_t float_to_bf16(float x) {  // round to nearest even; NaN stays NaN
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40);
+  return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+struct Fp32 {
+  using type = float;
+  static constexpr int E = 1;  // elements in a unit
+  static vf dp(vf acc, vi a, vi b) { return fma(asf(a), asf(b), acc); }
+  static vf load(const type* p) { return loadf(p); }
+  static void store(type* p, vf x) { storef(p, x); }
+  static float get(type x) { return x; }
+  static type put(float x) { return x; }
+};
+
+struct Bf16 {
+  using type = uint16_t;
+  static constexpr int E = 2;
+#if defined(__AVX512BF16__)
+  static vf dp(vf acc, vi a, vi b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+#else
+  static vf dp(vf acc, vi a, vi b) {
+    const vi high = set1i(0xffff0000u);
+    acc = fma(asf(andi(a, high)), asf(andi(b, high)), acc);
+    return fma(asf(shl16(a)), asf(shl16(b)), acc);
+  }
+#endif
+#if defined(__AVX512F__)
+  static vf load(const type* p) {
+    return asf(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+  }
+#if defined(__AVX512BF16__)
+  static void store(type* p, vf x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+#else
+  static void store(type* p, vf x) {
+    const vi bits = _mm512_castps_si512(x);
+    const vi odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    vi half = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+    half = _mm512_mask_mov_epi32(half, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(half));
+  }
+#endif
+#else
+  static vf load(const type* p) {
+    return asf(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+  }
+  static void store(type* p, vf x) {
+    alignas(32) float lane[VL];
+    storef(lane, x);
+    for (int i = 0; i < VL; i++) p[i] = float_to_bf16(lane[i]);
+  }
+#endif
+  static float get(type x) { return bf16_to_float(x); }
+  static type put(float x) { return float_to_bf16(x); }
+};
+
+// The first n < VL elements, the others read as zero; nothing beyond them is touched.
+template <class T>
+inline vf load_first(const typename T::type* p, long n) {
+  if (n >= VL) return T::load(p);
+  typename T::type buffer[VL] = {};
+  std::memcpy(buffer, p, sizeof(typename T::type) * n);
+  return T::load(buffer);
+}
+
+template <class T>
+inline void store_first(typename T::type* p, vf x, long n) {
+  if (n >= VL) return T::store(p, x);
+  typename T::type buffer[VL];
+  T::store(buffer, x);
+  std::memcpy(p, buffer, sizeof(typename T::type) * n);
+}
+
+inline vi broadcast_unit(const void* p) {
+  uint32_t unit;
+  std::memcpy(&unit, p, 4);
+  return set1i(unit);
+}
+
+inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
+
+inline vf silu(vf x) { return div(x, add(set1(1.0f), exp2v(vmin(mul(x, set1(-LOG2E)), set1(127.0f))))); }
+
+}  // namespace nova
