@@ -1,0 +1,222 @@
+"""The KV cache's block pool: who owns which block, which blocks hold a known prefix, and how to take a step back.
+
+A block holds `block_size` tokens of one layer stack. It is in exactly one of three places:
+
+    free ──allocate──▶ owned (refcount ≥ 1) ──release──▶ cached (refcount 0, its prefix known, least recent first)
+      ▲                                  └──release──▶ free (its content has no name)
+      └───────────────── evict ◀───────────── cached (also: cached ──share──▶ owned)
+
+so `free + cached + owned = total` at every moment. The pool never reclaims on its own account: asked for more than
+free + cached, it says no, and the scheduler decides who must wait or go.
+
+Prefixes are named by a chained digest: a block's name covers all tokens up to its end. Names are 128-bit BLAKE2b,
+so that two users' prompts do not share a block by accident or on purpose.
+
+A journal remembers what a planned step changed. Undoing it gives back exactly the state before the plan; when the
+step had been launched, the device may have overwritten what its blocks held, so those that had been taken from the
+cache lose their names instead of getting them back.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+from hashlib import blake2b
+
+import msgspec
+
+BLOCK_NAME_BYTES = 16  # 128 bits: a collision among 2**40 blocks has odds of 2**-49
+
+
+def block_name(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The name of a full block: a digest of the name of the block before it and its own token ids."""
+    return blake2b(array("I", token_ids).tobytes(), key=parent, digest_size=BLOCK_NAME_BYTES).digest()
+
+
+class PoolStatistics(msgspec.Struct, frozen=True):
+    """Blocks by place; `num_free + num_cached + num_owned = num_blocks`."""
+
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_owned: int
+
+
+class _Did(Enum):
+    TOOK = auto()  # a free block became owned
+    EVICTED = auto()  # a cached block lost its name and became owned
+    SHARED = auto()  # one more reference to an owned block
+    REVIVED = auto()  # a cached block became owned, keeping its name
+    NAMED = auto()  # an owned block got a name
+
+
+class Journal:
+    """What one planned step did to a pool, in order; see `BlockPool.undo`."""
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[_Did, int, bytes]] = []
+
+
+class BlockPool:
+    """Blocks 0 to `num_blocks - 1` of `block_size` tokens each."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._index: dict[bytes, int] = {}  # name -> the block that holds that prefix
+        self._name: list[bytes] = [b""] * num_blocks
+        self._refs = [0] * num_blocks
+        self._released_at = [0] * num_blocks  # order of release: the recency that eviction and undo sort by
+        self._releases = 0
+        self._journal: Journal | None = None
+
+    @property
+    def num_available(self) -> int:
+        """How many blocks `allocate` could give now: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def statistics(self) -> PoolStatistics:
+        """Blocks by place."""
+        free, cached = len(self._free), len(self._cached)
+        return PoolStatistics(self.num_blocks, free, cached, self.num_blocks - free - cached)
+
+    # ---- inside a step: journaled --------------------------------------------------------------------------------
+
+    def open(self, journal: Journal) -> None:
+        """Write what follows into `journal`."""
+        assert self._journal is None, "a journal is open"
+        self._journal = journal
+
+    def close(self) -> None:
+        """Stop writing into the journal."""
+        self._journal = None
+
+    def allocate(self) -> int:
+        """Give one block to one owner; the caller has looked at `num_available`."""
+        if self._free:
+            block = self._free.pop()
+            self._note(_Did.TOOK, block, b"")
+        else:
+            block, _ = self._cached.popitem(last=False)
+            name = self._name[block]
+            del self._index[name]
+            self._name[block] = b""
+            self._note(_Did.EVICTED, block, name)
+        assert self._refs[block] == 0, f"block {block} was given away while it is owned"
+        self._refs[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more owner for a block that `find` gave."""
+        if self._refs[block] == 0:
+            del self._cached[block]
+            self._note(_Did.REVIVED, block, b"")
+        else:
+            self._note(_Did.SHARED, block, b"")
+        self._refs[block] += 1
+
+    def name(self, block: int, name: bytes) -> None:
+        """The owned `block` will hold the prefix `name` once this step has run; ignored where another holds it."""
+        if name in self._index or self._name[block]:
+            return
+        self._index[name] = block
+        self._name[block] = name
+        self._note(_Did.NAMED, block, name)
+
+    def find(self, name: bytes) -> int | None:
+        """The block that holds (or, within the step being planned, will hold) the prefix `name`."""
+        return self._index.get(name)
+
+    def is_cached(self, block: int) -> bool:
+        """True when nobody owns `block`, so that sharing it takes it from what is available."""
+        return self._refs[block] == 0
+
+    # ---- between steps: final ------------------------------------------------------------------------------------
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One owner less for each of `blocks`; give the last block of a request first, so that it is evicted first."""
+        assert self._journal is None, "blocks are released between steps only"
+        for block in blocks:
+            assert self._refs[block] > 0, f"block {block} was released twice"
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                self._put_back(block)
+
+    def undo(self, journal: Journal, *, launched: bool) -> None:
+        """Take back what `journal` holds, last first: exactly, if the step was never launched.
+
+        A launched step may have written into its blocks: those that had been evicted for it stay nameless.
+        """
+        assert self._journal is None, "close the journal before it is undone"
+        revived = False
+        overwritten: list[int] = []
+        for did, block, name in reversed(journal.entries):
+            if did is _Did.NAMED:
+                if self._index.get(name) == block:
+                    del self._index[name]
+                    self._name[block] = b""
+                continue
+            assert self._refs[block] > 0, f"undo of {did.name} for block {block}, which nobody owns"
+            self._refs[block] -= 1
+            if did is _Did.TOOK:
+                assert self._refs[block] == 0, f"block {block} is shared beyond its step"
+                self._free.append(block)
+            elif did is _Did.EVICTED:
+                assert self._refs[block] == 0, f"block {block} is shared beyond its step"
+                if launched or name in self._index:
+                    overwritten.append(block)
+                else:
+                    self._index[name] = block
+                    self._name[block] = name
+                    self._cached[block] = None
+                    self._cached.move_to_end(block, last=False)
+            elif self._refs[block] == 0:  # SHARED or REVIVED, and no other owner is left
+                self._cached[block] = None
+                revived = True
+        self._free.extend(overwritten)
+        if revived:  # they came out of the middle: sort by recency again
+            self._cached = OrderedDict.fromkeys(sorted(self._cached, key=self._released_at.__getitem__))
+
+    def _put_back(self, block: int) -> None:
+        self._releases += 1
+        self._released_at[block] = self._releases
+        if self._name[block]:
+            self._cached[block] = None
+        else:
+            self._free.append(block)
+
+    def _note(self, did: _Did, block: int, name: bytes) -> None:
+        if self._journal is not None:
+            self._journal.entries.append((did, block, name))
+
+    # ---- for checkers --------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Everything that decides what this pool will do, comparable."""
+        return (
+            tuple(self._free),
+            tuple(self._cached),
+            tuple(sorted(self._index.items())),
+            tuple(self._name),
+            tuple(self._refs),
+            tuple(self._released_at),
+        )
+
+    def check(self, owned: Iterable[int]) -> None:
+        """Assert that references match `owned` (each block once per owner) and that every block is in one place."""
+        counts = [0] * self.num_blocks
+        for block in owned:
+            counts[block] += 1
+        assert counts == self._refs, f"references {self._refs} do not match the owners {counts}"
+        places = [*self._free, *self._cached, *(b for b, refs in enumerate(self._refs) if refs)]
+        assert sorted(places) == list(range(self.num_blocks)), "a block is in no place, or in two"
+        for name, block in self._index.items():
+            assert self._name[block] == name, f"block {block} is indexed under a name it does not have"
+        assert all(self._name[block] in self._index for block in self._cached), "a cached block nobody can find"
+        assert not any(self._name[block] for block in self._free), "a free block has a name"

@@ -1,0 +1,311 @@
+"""The engine: the hub. It drives the step cycle, and knows which requests each stream stands for.
+
+    STARTING ──WorkerReady──▶ IDLE ──work arrives──▶ SCHEDULING ──Batch──▶ WAITING_WORKER
+                               ▲ ◀──Batch without a plan──┘ ▲                 │      │
+                               │                            └────StepDone─────┘      │ StepFailed
+                               └──Batch without a plan── ROLLBACK ◀──────────────────┘
+                                                            └──Batch: a smaller step──▶ WAITING_WORKER
+
+SCHEDULING and ROLLBACK both wait for the scheduler's Batch; the second says that a step was lost. One step is four
+messages, whatever its size: MakeBatch, Batch, Launch, StepDone. A plan is launched before the outputs of the step
+before it are handed on, so that the device never waits for readers. Any state goes to STOPPED.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+from novainfer.fsm.events import (
+    Arrive,
+    Batch,
+    Cancel,
+    CancelAll,
+    CancelRequest,
+    Cause,
+    Configure,
+    Departed,
+    Encode,
+    Encoded,
+    EncodeFailed,
+    End,
+    Launch,
+    MakeBatch,
+    Open,
+    Output,
+    Outputs,
+    Pause,
+    PauseRequest,
+    Resume,
+    ResumeRequest,
+    StepDone,
+    StepFailed,
+    Stop,
+    Submit,
+    WorkerFailed,
+    WorkerReady,
+)
+from novainfer.fsm.machine import Machine, Table, ignore, never, on, table
+
+
+class EngineState(StrEnum):
+    """Whom the engine waits for."""
+
+    STARTING = "STARTING"
+    IDLE = "IDLE"
+    SCHEDULING = "SCHEDULING"
+    WAITING_WORKER = "WAITING_WORKER"
+    ROLLBACK = "ROLLBACK"
+    STOPPED = "STOPPED"
+
+
+S = EngineState
+CYCLE = (S.IDLE, S.SCHEDULING, S.WAITING_WORKER, S.ROLLBACK)
+CLOSED_GATE = "the gate opens when the worker is warm"
+
+
+class Engine(Machine):
+    """See the module."""
+
+    TABLE: ClassVar[Table] = table(
+        S,
+        (
+            Arrive,
+            Encoded,
+            EncodeFailed,
+            Cancel,
+            CancelAll,
+            Pause,
+            Resume,
+            Batch,
+            Outputs,
+            StepDone,
+            StepFailed,
+            WorkerReady,
+            WorkerFailed,
+            Stop,
+        ),
+        on(S.STARTING, WorkerReady, "_ready", S.IDLE),
+        never((*CYCLE, S.STOPPED), WorkerReady, "the worker comes up once"),
+        on((S.STARTING, *CYCLE), WorkerFailed, "_worker_failed", S.STOPPED),
+        ignore(S.STOPPED, WorkerFailed, "everything has ended already"),
+        on(CYCLE, Arrive, "_arrive", *CYCLE),
+        never(S.STARTING, Arrive, CLOSED_GATE),
+        on(S.STOPPED, Arrive, "_too_late", S.STOPPED),
+        on(CYCLE, Encoded, "_encoded", *CYCLE),
+        never(S.STARTING, Encoded, CLOSED_GATE),
+        ignore(S.STOPPED, Encoded, "its stream has ended"),
+        on(CYCLE, EncodeFailed, "_encode_failed", *CYCLE),
+        never(S.STARTING, EncodeFailed, CLOSED_GATE),
+        ignore(S.STOPPED, EncodeFailed, "its stream has ended"),
+        on(CYCLE, Cancel, "_cancel", *CYCLE),
+        never(S.STARTING, Cancel, CLOSED_GATE),
+        ignore(S.STOPPED, Cancel, "its stream has ended"),
+        on(CYCLE, CancelAll, "_cancel_all", *CYCLE),
+        ignore(S.STARTING, CancelAll, "nothing has arrived yet"),
+        ignore(S.STOPPED, CancelAll, "every stream has ended"),
+        on(CYCLE, Pause, "_pause", *CYCLE),
+        never(S.STARTING, Pause, CLOSED_GATE),
+        ignore(S.STOPPED, Pause, "its stream has ended"),
+        on(CYCLE, Resume, "_resume", *CYCLE),
+        never(S.STARTING, Resume, CLOSED_GATE),
+        ignore(S.STOPPED, Resume, "its stream has ended"),
+        on((S.SCHEDULING, S.ROLLBACK), Batch, "_batch", S.WAITING_WORKER, S.SCHEDULING, S.IDLE),
+        never((S.STARTING, S.IDLE, S.WAITING_WORKER), Batch, "the scheduler answers MakeBatch, once"),
+        ignore(S.STOPPED, Batch, "its streams have ended"),
+        on(CYCLE, Outputs, "_outputs", *CYCLE),
+        never(S.STARTING, Outputs, CLOSED_GATE),
+        ignore(S.STOPPED, Outputs, "its streams have ended"),
+        on(S.WAITING_WORKER, StepDone, "_step_done", S.SCHEDULING, S.WAITING_WORKER),
+        ignore((S.IDLE, S.SCHEDULING, S.ROLLBACK), StepDone, "it came twice"),
+        never(S.STARTING, StepDone, CLOSED_GATE),
+        ignore(S.STOPPED, StepDone, "its streams have ended"),
+        on(S.WAITING_WORKER, StepFailed, "_step_failed", S.ROLLBACK, S.WAITING_WORKER),
+        ignore((S.IDLE, S.SCHEDULING, S.ROLLBACK), StepFailed, "it came twice"),
+        never(S.STARTING, StepFailed, CLOSED_GATE),
+        ignore(S.STOPPED, StepFailed, "its streams have ended"),
+        on((S.STARTING, *CYCLE), Stop, "_stop", S.STOPPED),
+        ignore(S.STOPPED, Stop, "stopping twice is stopping once"),
+    )
+
+    def __init__(self) -> None:
+        super().__init__(S.STARTING)
+        self._encoding: dict[int, Arrive] = {}  # streams at the tokenizer
+        self._live: dict[int, dict[int, int]] = {}  # stream -> its requests that have not ended, and their choices
+        self._last_arrived = -1
+        self._tombstones: dict[int, Cause] = {}  # cancels that overtook their Arrive
+        self._next_request_id = 0
+        self._work_sent = 0  # Submit and Resume messages sent to the scheduler
+        self._step: tuple[int, int] = (-1, -1)  # (step_id, epoch) of the step at the worker
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that have arrived and not ended."""
+        return len(self._encoding) + len(self._live)
+
+    # ---- coming up and going down --------------------------------------------------------------------------------
+
+    def _ready(self, event: WorkerReady) -> EngineState:
+        configure = Configure(event.num_blocks, event.max_model_len, event.vocab_size, event.eos_token_ids)
+        self._send("scheduler", configure)
+        self._send("gate", Open())
+        self._send("client", event)
+        return S.IDLE
+
+    def _worker_failed(self, event: WorkerFailed) -> EngineState:
+        self._send("client", event)
+        return self._stop(Stop(event.message))
+
+    def _stop(self, event: Stop) -> EngineState:
+        self._send("gate", event)
+        self._send("streams", event)
+        self._send("worker", event, urgent=True)
+        self._encoding.clear()
+        self._live.clear()
+        return S.STOPPED
+
+    def _too_late(self, event: Arrive) -> EngineState:
+        self._send("streams", _ended(event.stream_id, End(cause=Cause.DRAIN)))
+        return S.STOPPED
+
+    # ---- streams -------------------------------------------------------------------------------------------------
+
+    def _arrive(self, event: Arrive) -> StrEnum:
+        self._last_arrived = event.stream_id
+        if event.params.timeout_s is not None:
+            self._after(event.params.timeout_s, Cancel(event.stream_id, Cause.TIMEOUT))
+        cause = self._tombstones.pop(event.stream_id, None)
+        if cause is not None:
+            return self._end_unsubmitted(event.stream_id, End(cause=cause))
+        if isinstance(event.prompt, list):
+            return self._submit(event, event.prompt)
+        self._encoding[event.stream_id] = event
+        self._send("tokenizer", Encode(event.stream_id, event.prompt))
+        return self.state
+
+    def _encoded(self, event: Encoded) -> StrEnum:
+        arrival = self._encoding.pop(event.stream_id, None)
+        if arrival is None:  # it was cancelled meanwhile
+            return self.state
+        return self._submit(arrival, event.token_ids)
+
+    def _encode_failed(self, event: EncodeFailed) -> StrEnum:
+        if self._encoding.pop(event.stream_id, None) is None:
+            return self.state
+        end = End(error=event.message, code="invalid_value", param=event.param)
+        return self._end_unsubmitted(event.stream_id, end)
+
+    def _submit(self, arrival: Arrive, token_ids: list[int]) -> StrEnum:
+        live = self._live[arrival.stream_id] = {}
+        for choice in range(arrival.params.n):
+            request_id = self._next_request_id
+            self._next_request_id += 1
+            live[request_id] = choice
+            submit = Submit(
+                request_id=request_id,
+                stream_id=arrival.stream_id,
+                choice=choice,
+                token_ids=token_ids,
+                params=arrival.params,
+                seed=arrival.seed,
+            )
+            self._send("scheduler", submit)
+            self._work_sent += 1
+        return self._wake()
+
+    def _cancel(self, event: Cancel) -> StrEnum:
+        if event.stream_id in self._live:
+            for request_id in self._live[event.stream_id]:
+                self._send("scheduler", CancelRequest(request_id, event.cause), urgent=True)
+        elif self._encoding.pop(event.stream_id, None) is not None:
+            return self._end_unsubmitted(event.stream_id, End(cause=event.cause))
+        elif event.stream_id > self._last_arrived:
+            self._tombstones[event.stream_id] = event.cause
+        return self.state
+
+    def _cancel_all(self, event: CancelAll) -> StrEnum:
+        for stream_id in [*self._encoding, *self._live]:
+            self._cancel(Cancel(stream_id, event.cause))
+        return self.state
+
+    def _pause(self, event: Pause) -> StrEnum:
+        for request_id in self._live.get(event.stream_id, ()):
+            self._send("scheduler", PauseRequest(request_id))
+        return self.state
+
+    def _resume(self, event: Resume) -> StrEnum:
+        for request_id in self._live.get(event.stream_id, ()):
+            self._send("scheduler", ResumeRequest(request_id))
+            self._work_sent += 1
+        return self._wake()
+
+    def _end_unsubmitted(self, stream_id: int, end: End) -> StrEnum:
+        self._send("streams", _ended(stream_id, end))
+        self._send("gate", Departed([stream_id]))
+        return self.state
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> StrEnum:
+        """There is work for the scheduler: ask now if the engine is idle; else the next answer tells."""
+        if self.state is S.IDLE:
+            self._send("scheduler", MakeBatch())
+            return S.SCHEDULING
+        return self.state
+
+    def _batch(self, event: Batch) -> EngineState:
+        if event.plan is not None:
+            self._step = (event.plan.step_id, event.plan.epoch)
+            self._send("worker", Launch(event.plan))
+        if event.outputs:
+            self._send("streams", Outputs(event.outputs))
+            self._settle(event.outputs)
+        if event.started:
+            self._send("gate", Departed(event.started))
+        if event.plan is not None:
+            return S.WAITING_WORKER
+        if event.work_seen != self._work_sent:  # more came while the scheduler planned
+            self._send("scheduler", MakeBatch())
+            return S.SCHEDULING
+        return S.IDLE
+
+    def _outputs(self, event: Outputs) -> StrEnum:
+        self._send("streams", event)
+        self._settle(event.outputs)
+        return self.state
+
+    def _settle(self, outputs: list[Output]) -> None:
+        """Forget the requests that have ended; one that ended badly takes its siblings along."""
+        over: list[int] = []
+        for output in outputs:
+            end = output.end
+            if end is None:
+                continue
+            live = self._live.get(output.stream_id)
+            if live is None or live.pop(output.request_id, None) is None:
+                continue
+            if not live:
+                del self._live[output.stream_id]
+                over.append(output.stream_id)
+            elif end.finish_reason is None:
+                for sibling in live:
+                    self._send("scheduler", CancelRequest(sibling, Cause.SIBLING), urgent=True)
+        if over:
+            self._send("gate", Departed(over))
+
+    def _step_done(self, event: StepDone) -> EngineState:
+        if (event.step_id, event.epoch) != self._step:
+            return S.WAITING_WORKER
+        self._send("scheduler", MakeBatch(event))
+        return S.SCHEDULING
+
+    def _step_failed(self, event: StepFailed) -> EngineState:
+        if (event.step_id, event.epoch) != self._step:
+            return S.WAITING_WORKER
+        self._send("scheduler", MakeBatch(event))
+        return S.ROLLBACK
+
+
+def _ended(stream_id: int, end: End) -> Outputs:
+    """The end of a stream that the scheduler never saw."""
+    return Outputs([Output(-1, stream_id, 0, [], "", end=end)])

@@ -1,0 +1,370 @@
+"""The messages between actors, by boundary. Small Structs, so that each can be sent, recorded, replayed or encoded.
+
+Identity: a *stream* is what a client asked for, a *request* one choice of it. Both ids are integers that only grow,
+so a message about an id that is gone, or not there yet, can be told apart. A step has (step_id, epoch): the epoch
+grows whenever the worker is replaced, and an answer from an older one is dropped by state, never asserted.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from novainfer.fsm.outputs import FinishReason, TokenLogprob
+from novainfer.fsm.params import SamplingParams
+
+
+class Cause(StrEnum):
+    """Why a request was ended before its time."""
+
+    CLIENT = "client"  # the API's cancel, or the generator was left early
+    DISCONNECT = "disconnect"  # the client went away
+    TIMEOUT = "timeout"  # the request's own deadline passed
+    SIBLING = "sibling"  # another choice of the same stream failed
+    DRAIN = "drain"  # the engine shuts down
+
+
+class Fault(StrEnum):
+    """What a failed step died of."""
+
+    OOM = "oom"
+    EXCEPTION = "exception"
+
+
+class Chat(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation to be rendered by the model's chat template."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = {}
+
+
+Prompt = str | list[int] | Chat
+
+
+# ---- client -> gate -> engine -------------------------------------------------------------------------------------
+
+
+class Arrive(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's wish. `num_tokens` is what admission reserves for the prompt, settled once it is tokenised."""
+
+    stream_id: int
+    prompt: Prompt
+    params: SamplingParams
+    seed: int
+    num_tokens: int
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """End the stream, whatever state it is in; legal always, and twice is as good as once."""
+
+    stream_id: int
+    cause: Cause
+
+
+class CancelAll(msgspec.Struct, frozen=True):
+    """End every stream."""
+
+    cause: Cause
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """Take no new streams; those here may finish."""
+
+
+class Open(msgspec.Struct, frozen=True):
+    """The engine is warm: take streams."""
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """End everything now. `error` is what streams still open are told, if they should hear of a failure."""
+
+    error: str | None = None
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """The gate's answer to an Arrive it will not take: `reason` is "overloaded", "draining" or "closed"."""
+
+    stream_id: int
+    reason: str
+    message: str
+
+
+class Departed(msgspec.Struct, frozen=True):
+    """The engine's word to the gate: these streams have left the queue (they run, or have ended)."""
+
+    stream_ids: list[int]
+
+
+# ---- engine <-> tokenizer -----------------------------------------------------------------------------------------
+
+
+class Encode(msgspec.Struct, frozen=True):
+    """Render and tokenise `prompt`."""
+
+    stream_id: int
+    prompt: Prompt
+
+
+class Encoded(msgspec.Struct, frozen=True):
+    """The tokens of a prompt."""
+
+    stream_id: int
+    token_ids: list[int]
+
+
+class EncodeFailed(msgspec.Struct, frozen=True):
+    """The prompt cannot be rendered or tokenised; `message` says why, for the client, and `param` which field."""
+
+    stream_id: int
+    message: str
+    param: str | None = None
+
+
+# ---- engine <-> scheduler -----------------------------------------------------------------------------------------
+
+
+class Configure(msgspec.Struct, frozen=True):
+    """The worker is warm: this is how much it holds."""
+
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of a stream, tokenised and ready to be scheduled. `request_id`s are given in this order."""
+
+    request_id: int
+    stream_id: int
+    choice: int
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+
+
+class CancelRequest(msgspec.Struct, frozen=True):
+    """End one request. One that overtakes its own Submit leaves a tombstone that the Submit meets."""
+
+    request_id: int
+    cause: Cause
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """The reader of this stream is slow: compute no more of it for now."""
+
+    stream_id: int
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """The reader has caught up."""
+
+    stream_id: int
+
+
+class PauseRequest(msgspec.Struct, frozen=True):
+    """Leave this request out of the batch; it keeps its KV while memory lasts."""
+
+    request_id: int
+
+
+class ResumeRequest(msgspec.Struct, frozen=True):
+    """Take this request into the batch again."""
+
+    request_id: int
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """What a client learns when its request first runs: counts in tokens, and the seed that is used."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    prompt_token_ids: list[int]
+    seed: int
+
+
+class End(msgspec.Struct, frozen=True):
+    """How a request ended. `finish_reason` when well; otherwise `cause` (cancelled) or `error` with its `code`."""
+
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    cause: Cause | None = None
+    error: str | None = None
+    code: str = "step_failed"
+    param: str | None = None
+
+
+class Output(msgspec.Struct, gc=False):
+    """What a step (or a cancel) brought for one request; `end` on the last one."""
+
+    request_id: int
+    stream_id: int
+    choice: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprob] | None = None
+    first: Begun | None = None
+    end: End | None = None
+
+
+class MakeBatch(msgspec.Struct, frozen=True):
+    """Commit or roll back the step that `outcome` belongs to, if any, and plan the next one."""
+
+    outcome: StepDone | StepFailed | None = None
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """The scheduler's answer to MakeBatch: the next step (None: nothing to do), and what the last one brought.
+
+    `work_seen` counts the Submit, Resume and Cancel messages seen before planning: if the engine has sent more since,
+    an empty plan is not the last word.
+    """
+
+    plan: StepPlan | None
+    outputs: list[Output]
+    started: list[int]
+    work_seen: int
+
+
+class Outputs(msgspec.Struct, frozen=True):
+    """Outputs that did not come from a step: requests refused or cancelled."""
+
+    outputs: list[Output]
+
+
+# ---- engine <-> worker --------------------------------------------------------------------------------------------
+
+
+class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All the device must know to sample one request, sent once, when the request gets its slot."""
+
+    slot: int
+    params: SamplingParams
+    seed: int
+    choice: int
+    num_prompt_tokens: int
+    stop_ids: list[int]
+    token_ids: list[int] | None
+
+
+class StepPlan(msgspec.Struct, kw_only=True):
+    """One step for the device, as flat integer lists; the shapes are DESIGN.md's.
+
+    slots, query_lens, context_lens: [num_seqs]; input_ids: [num_tokens]; table_*: [num_table_updates], which set
+    block_table[slot, index] = block before the step; sample_seqs: [num_samples], indexes into slots.
+    """
+
+    step_id: int
+    epoch: int
+    slots: list[int]
+    query_lens: list[int]
+    context_lens: list[int]
+    input_ids: list[int]
+    table_slots: list[int]
+    table_indexes: list[int]
+    table_blocks: list[int]
+    sample_seqs: list[int]
+    admissions: list[SamplingSpec]
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """Run this step."""
+
+    plan: StepPlan
+
+
+class StepDone(msgspec.Struct, frozen=True):
+    """The step ran: one token per entry of the plan's sample_seqs; `logprobs` is empty when nobody asked."""
+
+    step_id: int
+    epoch: int
+    token_ids: list[int]
+    logprobs: list[tuple[float, list[int], list[float]] | None] = []
+
+
+class StepFailed(msgspec.Struct, frozen=True):
+    """The step did not run to its end. `launched`: the device may have written into the step's blocks."""
+
+    step_id: int
+    epoch: int
+    fault: Fault
+    message: str
+    launched: bool = True
+
+
+class WorkerReady(msgspec.Struct, frozen=True):
+    """Loaded, fitted and warm."""
+
+    epoch: int
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+
+
+class WorkerFailed(msgspec.Struct, frozen=True):
+    """The worker will not come up; `message` is one clear sentence for whoever started it."""
+
+    message: str
+
+
+# ---- streams <-> reader --------------------------------------------------------------------------------------------
+
+
+class Read(msgspec.Struct, frozen=True):
+    """The reader takes what is there."""
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """All choices have ended well, and everything was read."""
+
+
+# ---- worker <-> device --------------------------------------------------------------------------------------------
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """Come up."""
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Job: read the weights."""
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """Job: allocate the KV cache."""
+
+
+class Warm(msgspec.Struct, frozen=True):
+    """Job: run the kernels once."""
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Job: one step."""
+
+    plan: StepPlan
+
+
+class Reclaim(msgspec.Struct, frozen=True):
+    """Job: give back what an out-of-memory step left behind."""
+
+
+class Close(msgspec.Struct, frozen=True):
+    """Job: free the device."""
+
+
+class JobDone(msgspec.Struct, frozen=True):
+    """The job of this name ended; `value` is what it found (a dict of numbers, for Load and Fit)."""
+
+    job: str
+    value: Any = None
+
+
+class JobFailed(msgspec.Struct, frozen=True):
+    """The job of this name failed; `message` is one clear sentence."""
+
+    job: str
+    message: str

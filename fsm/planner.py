@@ -1,0 +1,370 @@
+"""Which requests run in the next step, and how many tokens of each: continuous batching under one token budget.
+
+Every request that decodes takes one token. What is left of the budget, but no more than `prefill_chunk_tokens`, goes
+to prompts, first come first served. A prompt longer than what is left is cut at a block boundary and goes on in the
+next step; while a short one stands behind it, a quarter of the chunk is kept for short ones, so that one long prompt
+starves nobody. A waiting request is admitted when its whole prompt, and one block to go on, fit beside what the
+prompts before it still need; it waits for nobody's blocks half-way.
+
+A prefix that another request is computing is not computed twice: planned in the same step or cached, its blocks are
+shared; if its turn comes in a later step, the newcomer waits for it by name, and becomes the producer itself when
+the first one ends.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from novainfer.fsm.blocks import BlockPool, Journal
+from novainfer.fsm.events import StepPlan
+from novainfer.fsm.request import ADMIT, PREEMPT, UNADMIT, Request, RequestState
+
+SHORT_SHARE = 4  # 1/4 of the chunk is kept for short prompts while a long one is ahead of them
+SHORT_LOOKAHEAD = 32  # waiting requests looked at to see whether a short one is there: bounds the scan of a long queue
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step may hold, in requests and tokens."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    prefill_chunk_tokens: int = 512
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+
+
+class Flight(msgspec.Struct, gc=False):
+    """A planned step, and all that is needed to commit it or to take it back."""
+
+    step_id: int
+    rows: list[tuple[Request, int, int]]  # the request, its tokens in this step, its blocks before the step
+    samples: list[Request]
+    admitted: list[Request]
+    journal: Journal
+    departed: list[Request]  # ended while the step was on the device; they own their blocks until it returns
+    before: object = None  # what `Planner.probe` gave before the step was planned
+
+
+class Planner:
+    """The queue, the running requests and the pool; plans steps and takes them back."""
+
+    def __init__(self, limits: Limits, num_blocks: int) -> None:
+        self.limits = limits
+        self.pool = BlockPool(num_blocks, limits.block_size)
+        self.waiting: list[Request] = []  # WAITING and PREEMPTED, in order of arrival
+        self.running: dict[int, Request] = {}  # PREFILL, DECODE and PAUSED, in order of admission
+        self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.producers: dict[bytes, int] = {}  # block name -> the running request that will compute it
+        self.num_preemptions = 0
+        self.probe: Callable[[], object] | None = None  # the simulator's: what a rollback has to give back
+
+    # ---- queue ---------------------------------------------------------------------------------------------------
+
+    def enqueue(self, request: Request) -> None:
+        """Put `request` into the queue, at its place by arrival."""
+        insort(self.waiting, request, key=_arrival)
+
+    def remove(self, request: Request) -> None:
+        """Take `request` out of the queue or the batch, and give back what it owns."""
+        if request.request_id in self.running:
+            del self.running[request.request_id]
+            self.release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def release(self, request: Request) -> None:
+        """Give back the blocks, the slot and the promises of `request`."""
+        self.pool.release(reversed(request.blocks))
+        request.blocks.clear()
+        if request.slot >= 0:
+            self.free_slots.append(request.slot)
+            request.slot = -1
+        self._stop_producing(request)
+
+    # ---- planning ------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, step_id: int, epoch: int, chunk: int, only: Collection[int] | None
+    ) -> tuple[StepPlan, Flight] | None:
+        """The next step, or None if nothing can run; `only` restricts it to some request ids (a bisection).
+
+        `chunk` is the number of prompt tokens it may hold. Requests are preempted when memory is short: that is a
+        decision of its own, which stays when the step is rolled back.
+        """
+        while True:
+            self._make_room(only)
+            draft = _Draft(self, step_id, epoch, chunk, only)
+            draft.flight.before = self.probe() if self.probe else None
+            self.pool.open(draft.flight.journal)
+            draft.add_decodes()
+            draft.add_prefills()
+            self.pool.close()
+            if draft.flight.rows:
+                return draft.plan, draft.flight
+            # Nothing fits. If somebody wants to run, take the blocks of whoever loses least, and try again.
+            wants_to_run = [r for r in (*self.running.values(), *self.waiting) if _runnable(r, only)]
+            if not wants_to_run or not self._preempt_one(keep=min(wants_to_run, key=_arrival)):
+                return None
+
+    def rollback(self, flight: Flight, *, launched: bool) -> None:
+        """Take back everything `flight` planned; exactly, if it was never launched."""
+        for request, num_tokens, num_blocks in flight.rows:
+            request.num_computed -= num_tokens
+            del request.blocks[num_blocks:]
+        self.pool.undo(flight.journal, launched=launched)
+        for request in reversed(flight.admitted):
+            # Its shared blocks went back with the journal; nothing else can have become its own.
+            request.blocks.clear()
+            request.num_computed = 0
+            self._stop_producing(request)
+            self.free_slots.append(request.slot)
+            request.slot = -1
+            request.handle(UNADMIT)
+            if not request.ended:
+                del self.running[request.request_id]
+                insort(self.waiting, request, key=_arrival)
+        for request, _, _ in flight.rows:
+            if not request.ended and request.state is RequestState.PREFILL:
+                self._produce(request)
+        for request in flight.departed:
+            self.release(request)
+
+    def _make_room(self, only: Collection[int] | None) -> None:
+        """Preempt until every decoding request can have the block its next token may need."""
+        pool = self.pool
+        if pool.num_available >= len(self.running):
+            return
+        size = self.limits.block_size
+        while True:
+            decoding = [r for r in self.running.values() if r.state is RequestState.DECODE and _allowed(r, only)]
+            needed = sum(r.num_computed == len(r.blocks) * size for r in decoding)
+            if needed <= pool.num_available or not self._preempt_one(keep=min(decoding, key=_arrival)):
+                return
+
+    def _preempt_one(self, keep: Request) -> bool:
+        """Take the blocks of the request that loses least; paused ones first, the oldest (`keep`) never."""
+        victims = [r for r in self.running.values() if r is not keep and r.blocks]
+        if not victims:
+            return False
+        victim = min(victims, key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, -r.request_id))
+        self.num_preemptions += 1
+        self.release(victim)
+        victim.handle(PREEMPT)
+        if victim.state is RequestState.PREEMPTED:
+            del self.running[victim.request_id]
+            self.enqueue(victim)
+        return True
+
+    # ---- promises ------------------------------------------------------------------------------------------------
+
+    def _produce(self, request: Request) -> None:
+        """Promise the names of the full blocks that `request` has still to compute."""
+        size = self.limits.block_size
+        worth_sharing = (len(request.token_ids) - 1) // size  # as `_find_prefix` looks no further
+        for name in request.names[request.num_computed // size : worth_sharing]:
+            if name not in self.producers and self.pool.find(name) is None:
+                self.producers[name] = request.request_id
+                request.producing.add(name)
+
+    def _stop_producing(self, request: Request) -> None:
+        for name in sorted(request.producing):
+            del self.producers[name]
+        request.producing.clear()
+
+    def fulfil(self, request: Request, name: bytes) -> None:
+        """`name` is planned: whoever waits for it can share the block."""
+        if name in request.producing:
+            request.producing.remove(name)
+            del self.producers[name]
+
+
+class _Draft:
+    """One step being planned."""
+
+    def __init__(self, planner: Planner, step_id: int, epoch: int, chunk: int, only: Collection[int] | None) -> None:
+        limits = planner.limits
+        self.planner = planner
+        self.size = limits.block_size
+        self.only = only
+        self.budget = limits.max_num_batched_tokens
+        self.chunk = chunk
+        self.flight = Flight(step_id, [], [], [], Journal(), [])
+        self.plan = StepPlan(
+            step_id=step_id,
+            epoch=epoch,
+            slots=[],
+            query_lens=[],
+            context_lens=[],
+            input_ids=[],
+            table_slots=[],
+            table_indexes=[],
+            table_blocks=[],
+            sample_seqs=[],
+            admissions=[],
+        )
+
+    def add_decodes(self) -> None:
+        """One token for every decoding request, in order of admission."""
+        planner, plan, flight, size = self.planner, self.plan, self.flight, self.size
+        pool, only, cached = planner.pool, self.only, planner.limits.enable_prefix_caching
+        rows, samples = flight.rows, flight.samples
+        slots, context_lens, input_ids = plan.slots, plan.context_lens, plan.input_ids
+        decode = RequestState.DECODE
+        for request in planner.running.values():
+            if request.state is not decode or (only is not None and request.request_id not in only):
+                continue
+            at = request.num_computed
+            num_blocks = len(request.blocks)
+            if at == num_blocks * size:
+                if not pool.num_available:
+                    continue
+                self._append_block(request, pool.allocate())
+            rows.append((request, 1, num_blocks))
+            samples.append(request)
+            slots.append(request.slot)
+            context_lens.append(at + 1)
+            input_ids.append(request.token_ids[at])
+            request.num_computed = at + 1
+            if cached and (at + 1) % size == 0:
+                self._name_blocks(request, at // size)
+        plan.query_lens = [1] * len(rows)
+        plan.sample_seqs = list(range(len(rows)))
+        self.budget -= len(rows)
+
+    def add_prefills(self) -> None:
+        """Prompt tokens, first come first served, within the chunk and the budget."""
+        planner = self.planner
+        left = min(self.chunk, self.budget)
+        short = max(self.chunk // SHORT_SHARE, 1)
+        prefilling = [r for r in planner.running.values() if r.state is RequestState.PREFILL and _allowed(r, self.only)]
+        waiting = [r for r in planner.waiting if _allowed(r, self.only)] if self.only else planner.waiting
+        candidates = [*prefilling, *waiting[:SHORT_LOOKAHEAD]]
+        long_left = left
+        if any(r.num_remaining > left for r in candidates) and any(r.num_remaining <= short for r in candidates):
+            long_left = left - short
+        reserved = sum(_blocks_for(r, self.size) - len(r.blocks) for r in prefilling)
+        for request in prefilling:
+            used = self._prefill(request, long_left if request.num_remaining > short else left)
+            left -= used
+            long_left = min(long_left - used if request.num_remaining > 0 else long_left, left)
+            reserved -= len(request.blocks) - self.flight.rows[-1][2] if used else 0
+        admitted: list[Request] = []
+        for request in waiting:
+            if left <= 0 or not planner.free_slots:
+                break
+            if self.only is None and request.waits_for in planner.producers:
+                continue
+            hits, request.waits_for = self._find_prefix(request)
+            if request.waits_for is not None:
+                continue
+            revived = sum(planner.pool.is_cached(block) for block in hits)
+            needed = _blocks_for(request, self.size) + 1 - len(hits) + revived
+            if needed > planner.pool.num_available - reserved and planner.running:
+                break  # first come, first served: nobody overtakes by being small
+            allowance = long_left if request.num_remaining - len(hits) * self.size > short else left
+            if allowance <= 0:
+                continue
+            self._admit(request, hits)
+            admitted.append(request)
+            used = self._prefill(request, allowance, num_blocks=0)
+            assert used, "what was admitted fits, or has the pool to itself"
+            left -= used
+            long_left = min(long_left - used if request.num_remaining > 0 else long_left, left)
+            reserved += _blocks_for(request, self.size) - len(request.blocks)
+        for request in admitted:
+            planner.waiting.remove(request)
+
+    def _find_prefix(self, request: Request) -> tuple[list[int], bytes | None]:
+        """The blocks that already hold the beginning of `request`, or the name of one that is worth waiting for."""
+        planner = self.planner
+        if not planner.limits.enable_prefix_caching:
+            return [], None
+        # At least one token must be computed: its logits are the point.
+        names = request.name_blocks((len(request.token_ids) - 1) // self.size, self.size)
+        hits: list[int] = []
+        for name in names:
+            block = planner.pool.find(name)
+            if block is None:
+                producer = planner.producers.get(name)
+                if producer is not None and (self.only is None or producer in self.only):
+                    return [], name
+                break
+            hits.append(block)
+        return hits, None
+
+    def _admit(self, request: Request, hits: list[int]) -> None:
+        planner, plan = self.planner, self.plan
+        request.handle(ADMIT)
+        request.slot = planner.free_slots.pop()
+        planner.running[request.request_id] = request
+        self.flight.admitted.append(request)
+        for block in hits:
+            planner.pool.share(block)
+            self._append_block(request, block)
+        request.num_computed = len(hits) * self.size
+        if request.is_first_output:
+            request.num_cached = request.num_computed
+        planner._produce(request)
+        plan.admissions.append(request.sampling_spec())
+
+    def _prefill(self, request: Request, allowance: int, num_blocks: int | None = None) -> int:
+        """Add up to `allowance` prompt tokens of `request`; returns how many."""
+        planner, plan, size = self.planner, self.plan, self.size
+        start = request.num_computed
+        owned = len(request.blocks)
+        total = len(request.token_ids)
+        count = min(total - start, allowance, (owned + planner.pool.num_available) * size - start)
+        if start + count < total and (start + count) % size and count > size:
+            count -= (start + count) % size
+        if count <= 0:
+            return 0
+        end = start + count
+        for _ in range(owned, -(-end // size)):
+            self._append_block(request, planner.pool.allocate())
+        self.flight.rows.append((request, count, owned if num_blocks is None else num_blocks))
+        if end == total:
+            self.flight.samples.append(request)
+            plan.sample_seqs.append(len(plan.slots))
+        plan.slots.append(request.slot)
+        plan.query_lens.append(count)
+        plan.context_lens.append(end)
+        plan.input_ids.extend(request.token_ids[start:end])
+        request.num_computed = end
+        if planner.limits.enable_prefix_caching:
+            self._name_blocks(request, start // size)
+        return count
+
+    def _name_blocks(self, request: Request, first: int) -> None:
+        """Name the blocks of `request` from `first` on that this step fills."""
+        num_full = request.num_computed // self.size
+        names = request.name_blocks(num_full, self.size)
+        for at in range(first, num_full):
+            self.planner.pool.name(request.blocks[at], names[at])
+            self.planner.fulfil(request, names[at])
+
+    def _append_block(self, request: Request, block: int) -> None:
+        plan = self.plan
+        plan.table_slots.append(request.slot)
+        plan.table_indexes.append(len(request.blocks))
+        plan.table_blocks.append(block)
+        request.blocks.append(block)
+
+
+def _arrival(request: Request) -> int:
+    return request.request_id
+
+
+def _allowed(request: Request, only: Collection[int] | None) -> bool:
+    return only is None or request.request_id in only
+
+
+def _runnable(request: Request, only: Collection[int] | None) -> bool:
+    return request.state is not RequestState.PAUSED and _allowed(request, only)
+
+
+def _blocks_for(request: Request, size: int) -> int:
+    """Blocks that hold all tokens `request` has so far."""
+    return -(-len(request.token_ids) // size)

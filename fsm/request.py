@@ -1,0 +1,226 @@
+"""One choice of one stream, from its submission to its end.
+
+    WAITING ──Admit──▶ PREFILL ──Prefilled──▶ DECODE ⇄ PAUSED (its reader is slow)
+       ▲ Unadmit ◀────────┘                     │
+    PREEMPTED ◀──Preempt── PREFILL, DECODE      └──Finish──▶ FINISHED_*   (from every state)
+
+A request owns KV blocks and a slot from Admit on; PREEMPTED and the ended states own nothing, except that a request
+ended while its step is on the device keeps what it owns until the step has returned. A PAUSED request keeps its
+blocks while memory lasts: it is the first to be preempted, and then needs a new prefill when its reader comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import ClassVar
+
+import msgspec
+
+from novainfer.fsm.blocks import block_name
+from novainfer.fsm.events import PauseRequest, ResumeRequest, SamplingSpec, Submit
+from novainfer.fsm.machine import Machine, Table, ignore, never, on, table
+from novainfer.fsm.text import TextAssembler, Vocabulary
+
+
+class RequestState(StrEnum):
+    """Where a request is; the names are those of the inspector and the metrics."""
+
+    WAITING = "WAITING"
+    PREFILL = "PREFILL"
+    DECODE = "DECODE"
+    PAUSED = "PAUSED"
+    PREEMPTED = "PREEMPTED"
+    FINISHED_STOPPED = "FINISHED_STOPPED"
+    FINISHED_LENGTH = "FINISHED_LENGTH"
+    FINISHED_ABORTED = "FINISHED_ABORTED"
+    FINISHED_TIMEOUT = "FINISHED_TIMEOUT"
+    FINISHED_IGNORED = "FINISHED_IGNORED"
+    FINISHED_ERROR = "FINISHED_ERROR"
+
+
+S = RequestState
+ENDED = frozenset(s for s in S if s.name.startswith("FINISHED"))
+QUEUED = (S.WAITING, S.PREEMPTED)
+LIVE = (S.WAITING, S.PREFILL, S.DECODE, S.PAUSED, S.PREEMPTED)
+
+
+class Admit(msgspec.Struct, frozen=True):
+    """It gets a slot and its first blocks, in the step being planned."""
+
+
+class Unadmit(msgspec.Struct, frozen=True):
+    """The step that admitted it was rolled back."""
+
+
+class Prefilled(msgspec.Struct, frozen=True):
+    """All its tokens are in the KV cache, and the next one is sampled."""
+
+
+class Preempt(msgspec.Struct, frozen=True):
+    """Its blocks are needed by an older request; it will be prefilled again from its own tokens."""
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """It ends in `state`."""
+
+    state: RequestState
+
+
+ADMIT, UNADMIT, PREFILLED, PREEMPT = Admit(), Unadmit(), Prefilled(), Preempt()
+
+
+class Request(Machine):
+    """A request's state and everything that is known of it. The scheduler owns it, and nobody else changes it."""
+
+    TABLE: ClassVar[Table] = table(
+        S,
+        (Admit, Unadmit, Prefilled, Preempt, PauseRequest, ResumeRequest, Finish),
+        on(QUEUED, Admit, "_admit", S.PREFILL),
+        never((S.PREFILL, S.DECODE, S.PAUSED), Admit, "it is admitted already"),
+        never(ENDED, Admit, "an ended request is in no queue"),
+        on(S.PREFILL, Unadmit, "_unadmit", S.WAITING, S.PREEMPTED),
+        never((*QUEUED, S.DECODE, S.PAUSED), Unadmit, "only the step being rolled back can have admitted it"),
+        ignore(ENDED, Unadmit, "it was cancelled while the step was on the device"),
+        on(S.PREFILL, Prefilled, "_prefilled", S.DECODE),
+        never((*QUEUED, S.DECODE, S.PAUSED), Prefilled, "only a prefill can complete"),
+        never(ENDED, Prefilled, "the scheduler drops the tokens of ended requests"),
+        on((S.PREFILL, S.DECODE), Preempt, "_preempt", S.PREEMPTED),
+        on(S.PAUSED, Preempt, "_stay_paused", S.PAUSED),
+        never(QUEUED, Preempt, "it owns nothing that could be taken"),
+        never(ENDED, Preempt, "it owns nothing that could be taken"),
+        on(S.DECODE, PauseRequest, "_pause", S.PAUSED),
+        ignore((*QUEUED, S.PREFILL), PauseRequest, "nothing is written now; a stalled stream asks again"),
+        ignore(S.PAUSED, PauseRequest, "a stalled stream asks at each delivery"),
+        ignore(ENDED, PauseRequest, "the end overtook the pause"),
+        on(S.PAUSED, ResumeRequest, "_resume", S.DECODE, S.PREEMPTED),
+        ignore((*QUEUED, S.PREFILL, S.DECODE), ResumeRequest, "its pause was ignored, or came to nothing"),
+        ignore(ENDED, ResumeRequest, "the end overtook the resume"),
+        on(LIVE, Finish, "_finish", *sorted(ENDED)),
+        ignore(ENDED, Finish, "a request ends once"),
+    )
+    __slots__ = (
+        "blocks",
+        "choice",
+        "failures",
+        "is_first_output",
+        "max_len",
+        "names",
+        "num_cached",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt",
+        "params",
+        "producing",
+        "request_id",
+        "seed",
+        "slot",
+        "stop_ids",
+        "stream_id",
+        "text",
+        "token_ids",
+        "waits_for",
+    )
+    state: RequestState
+
+    def __init__(self, submit: Submit, vocabulary: Vocabulary, eos_token_ids: Sequence[int], max_len: int) -> None:
+        super().__init__(S.WAITING)
+        params = submit.params
+        self.request_id = submit.request_id
+        self.stream_id = submit.stream_id
+        self.choice = submit.choice
+        self.params = params
+        self.seed = submit.seed
+        self.token_ids = list(submit.token_ids)  # the prompt, then what was sampled
+        self.num_prompt = len(submit.token_ids)
+        self.max_len = max_len  # tokens, prompt included, at which it ends with "length"
+        self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
+        self.text = TextAssembler(
+            vocabulary,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+        )
+        self.num_computed = 0  # tokens whose KV is in `blocks`, the step on the device included
+        self.num_cached = 0  # tokens of the prompt that the prefix cache had when it first ran
+        self.blocks: list[int] = []
+        self.slot = -1
+        self.names: list[bytes] = []  # of its full blocks, as far as they were needed
+        self.producing: set[bytes] = set()  # names others may wait for while it computes them
+        self.waits_for: bytes | None = None  # the name it waits for another request to compute
+        self.num_preemptions = 0
+        self.failures = 0  # failed steps in which it stood alone
+        self.is_first_output = True
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> bool:
+        """True once it is in one of the FINISHED states."""
+        return self.state in ENDED
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens still to be computed before the next one can be sampled."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.token_ids) - self.num_prompt
+
+    def name_blocks(self, num_full: int, block_size: int) -> list[bytes]:
+        """The names of its first `num_full` blocks, which its tokens must fill."""
+        names = self.names
+        while len(names) < num_full:
+            at = len(names) * block_size
+            names.append(block_name(names[-1] if names else b"", self.token_ids[at : at + block_size]))
+        return names[:num_full]
+
+    def sampling_spec(self) -> SamplingSpec:
+        """What the device must know before it can sample this request."""
+        params = self.params
+        penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
+            1.0,
+            0.0,
+            0.0,
+        )
+        return SamplingSpec(
+            slot=self.slot,
+            params=params,
+            seed=self.seed,
+            choice=self.choice,
+            num_prompt_tokens=self.num_prompt,
+            stop_ids=sorted(self.stop_ids),
+            token_ids=list(self.token_ids) if penalised else None,
+        )
+
+    # ---- actions -------------------------------------------------------------------------------------------------
+
+    def _admit(self, _: Admit) -> RequestState:
+        return S.PREFILL
+
+    def _unadmit(self, _: Unadmit) -> RequestState:
+        return S.PREEMPTED if self.num_preemptions else S.WAITING
+
+    def _prefilled(self, _: Prefilled) -> RequestState:
+        return S.DECODE
+
+    def _preempt(self, _: Preempt) -> RequestState:
+        self.num_preemptions += 1
+        self.num_computed = 0
+        return S.PREEMPTED
+
+    def _stay_paused(self, _: Preempt) -> RequestState:
+        self.num_preemptions += 1
+        self.num_computed = 0
+        return S.PAUSED
+
+    def _pause(self, _: PauseRequest) -> RequestState:
+        return S.PAUSED
+
+    def _resume(self, _: ResumeRequest) -> RequestState:
+        return S.DECODE if self.blocks else S.PREEMPTED
+
+    def _finish(self, event: Finish) -> RequestState:
+        return event.state

@@ -1,0 +1,393 @@
+"""The scheduler: owns the requests and the KV accounting, plans steps, and commits or takes back what they did.
+
+    STARTING ──Configure──▶ EMPTY ──MakeBatch: something to run──▶ FULL
+                              ▲ ◀──MakeBatch(outcome): nothing more ──┘ ↺ MakeBatch(outcome): the next step
+
+EMPTY and FULL say how many steps are on the device: none, or as many as may be (one; two and PARTIAL come with
+overlapped steps on CUDA). Every end of a request is decided here, before the next step is planned: end-of-sequence
+and stop tokens, stop strings (text is assembled here, from token bytes), length, cancels, failures.
+
+A failed step is taken back, and its requests are bisected: half of them are tried alone, then the other half, until
+all have run or the step that fails holds one request. That one is tried once more (with a smaller chunk, if memory
+was short and it is a prompt), and then ends with the error; nobody else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import ClassVar
+
+import msgspec
+
+from novainfer.fsm.blocks import PoolStatistics
+from novainfer.fsm.events import (
+    Batch,
+    Begun,
+    CancelRequest,
+    Cause,
+    Configure,
+    End,
+    Fault,
+    MakeBatch,
+    Output,
+    Outputs,
+    PauseRequest,
+    ResumeRequest,
+    StepDone,
+    StepFailed,
+    StepPlan,
+    Submit,
+)
+from novainfer.fsm.machine import Machine, Table, never, on, table
+from novainfer.fsm.outputs import FinishReason, TokenLogprob
+from novainfer.fsm.planner import Flight, Limits, Planner
+from novainfer.fsm.request import ENDED, PREFILLED, Finish, Request, RequestState
+from novainfer.fsm.text import Vocabulary
+
+CHUNK_RECOVERY_STEPS = 64  # good steps after which a chunk that was halved for lack of memory is doubled again
+TRIES_ALONE = 2  # a request that fails alone is tried once more: the first failure may have been another program's
+
+
+class SchedulerState(StrEnum):
+    """How many steps are on the device."""
+
+    STARTING = "STARTING"
+    EMPTY = "EMPTY"
+    FULL = "FULL"
+
+
+S = SchedulerState
+
+STATE_OF_CAUSE = {
+    Cause.CLIENT: RequestState.FINISHED_ABORTED,
+    Cause.DISCONNECT: RequestState.FINISHED_ABORTED,
+    Cause.SIBLING: RequestState.FINISHED_ABORTED,
+    Cause.DRAIN: RequestState.FINISHED_ABORTED,
+    Cause.TIMEOUT: RequestState.FINISHED_TIMEOUT,
+}
+
+
+class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts, in requests, blocks, tokens and steps; `*_total` only grow."""
+
+    num_waiting: int
+    num_running: int
+    num_paused: int
+    blocks: PoolStatistics
+    steps_total: int
+    step_failures_total: int
+    preemptions_total: int
+    prompt_tokens_total: int
+    generation_tokens_total: int
+    prefix_query_tokens_total: int
+    prefix_hit_tokens_total: int
+    finished_total: dict[str, int]
+
+
+class Scheduler(Machine):
+    """See the module; `vocabulary` gives the bytes of each token."""
+
+    TABLE: ClassVar[Table] = table(
+        S,
+        (Configure, Submit, CancelRequest, PauseRequest, ResumeRequest, MakeBatch),
+        on(S.STARTING, Configure, "_configure", S.EMPTY),
+        never((S.EMPTY, S.FULL), Configure, "the worker comes up once"),
+        on((S.EMPTY, S.FULL), Submit, "_submit", S.EMPTY, S.FULL),
+        on((S.EMPTY, S.FULL), CancelRequest, "_cancel", S.EMPTY, S.FULL),
+        on((S.EMPTY, S.FULL), PauseRequest, "_pause", S.EMPTY, S.FULL),
+        on((S.EMPTY, S.FULL), ResumeRequest, "_resume", S.EMPTY, S.FULL),
+        on(S.EMPTY, MakeBatch, "_first", S.EMPTY, S.FULL),
+        on(S.FULL, MakeBatch, "_next", S.EMPTY, S.FULL),
+        never(S.STARTING, Submit, "the gate opens when the worker is warm"),
+        never(S.STARTING, CancelRequest, "the gate opens when the worker is warm"),
+        never(S.STARTING, PauseRequest, "the gate opens when the worker is warm"),
+        never(S.STARTING, ResumeRequest, "the gate opens when the worker is warm"),
+        never(S.STARTING, MakeBatch, "the engine waits for the worker"),
+    )
+
+    def __init__(self, limits: Limits, vocabulary: Vocabulary) -> None:
+        super().__init__(S.STARTING)
+        self._limits = limits
+        self._vocabulary = vocabulary
+        self._eos_token_ids: Sequence[int] = ()
+        self._max_len = 0
+        self.planner = Planner(limits, 0)
+        self.requests: dict[int, Request] = {}
+        self._last_submitted = -1
+        self._tombstones: dict[int, Cause] = {}
+        self._work_seen = 0
+        self.flight: Flight | None = None
+        self._step_id = 0
+        self._chunk = limits.prefill_chunk_tokens
+        self._good_steps = 0
+        self._suspects: list[list[int]] = []  # groups of request ids to be run alone, the next one last
+        self._steps = self._failures = self._prompt_tokens = self._generated = 0
+        self._queried = self._hit = 0
+        self._finished: dict[str, int] = dict.fromkeys(sorted(ENDED), 0)
+
+    def statistics(self) -> SchedulerStatistics:
+        """An immutable record of the moment."""
+        paused = sum(r.state is RequestState.PAUSED for r in self.planner.running.values())
+        return SchedulerStatistics(
+            num_waiting=len(self.planner.waiting),
+            num_running=len(self.planner.running) - paused,
+            num_paused=paused,
+            blocks=self.planner.pool.statistics(),
+            steps_total=self._steps,
+            step_failures_total=self._failures,
+            preemptions_total=self.planner.num_preemptions,
+            prompt_tokens_total=self._prompt_tokens,
+            generation_tokens_total=self._generated,
+            prefix_query_tokens_total=self._queried,
+            prefix_hit_tokens_total=self._hit,
+            finished_total=dict(self._finished),
+        )
+
+    # ---- requests come and go ------------------------------------------------------------------------------------
+
+    def _configure(self, event: Configure) -> SchedulerState:
+        self.planner = Planner(self._limits, event.num_blocks)
+        self._eos_token_ids = event.eos_token_ids
+        self._max_len = min(event.max_model_len, event.num_blocks * self._limits.block_size)
+        return S.EMPTY
+
+    def _submit(self, event: Submit) -> StrEnum:
+        self._last_submitted = event.request_id
+        self._work_seen += 1
+        max_len = self._max_len
+        if event.params.max_tokens is not None:
+            max_len = min(max_len, len(event.token_ids) + event.params.max_tokens)
+        request = Request(event, self._vocabulary, self._eos_token_ids, max_len)
+        cause = self._tombstones.pop(event.request_id, None)
+        if cause is not None:
+            end = End(cause=cause)
+            self._send("engine", Outputs([self._end(request, STATE_OF_CAUSE[cause], end)]))
+        elif error := self._refusal(event):
+            self._send("engine", Outputs([self._end(request, RequestState.FINISHED_IGNORED, error)]))
+        else:
+            self.requests[request.request_id] = request
+            self.planner.enqueue(request)
+        return self.state
+
+    def _refusal(self, event: Submit) -> End | None:
+        """Why this request can never run, if so."""
+        num_prompt, max_tokens = len(event.token_ids), event.params.max_tokens
+        if num_prompt == 0:
+            return End(error="the prompt must hold at least one token", code="invalid_value", param="prompt")
+        if num_prompt + (max_tokens or 1) <= self._max_len:
+            return None
+        wish = f"{num_prompt} prompt tokens" + (f" plus max_tokens={max_tokens}" if max_tokens else "")
+        return End(
+            error=f"This model's maximum context length is {self._max_len} tokens, but {wish} were requested; "
+            "shorten the prompt or ask for fewer tokens.",
+            code="context_length_exceeded",
+            param="max_tokens" if num_prompt < self._max_len else "prompt",
+        )
+
+    def _cancel(self, event: CancelRequest) -> StrEnum:
+        request = self.requests.get(event.request_id)
+        if request is None:
+            if event.request_id > self._last_submitted:  # it overtook its own Submit
+                self._tombstones[event.request_id] = event.cause
+            return self.state
+        output = self._end(request, STATE_OF_CAUSE[event.cause], End(cause=event.cause))
+        self._send("engine", Outputs([output]))
+        return self.state
+
+    def _pause(self, event: PauseRequest) -> StrEnum:
+        if (request := self.requests.get(event.request_id)) is not None:
+            request.handle(event)
+        return self.state
+
+    def _resume(self, event: ResumeRequest) -> StrEnum:
+        self._work_seen += 1
+        if (request := self.requests.get(event.request_id)) is not None:
+            was_paused = request.state is RequestState.PAUSED
+            request.handle(event)
+            if was_paused and request.state is RequestState.PREEMPTED:
+                del self.planner.running[request.request_id]
+                self.planner.enqueue(request)
+        return self.state
+
+    def _end(self, request: Request, state: RequestState, end: End) -> Output:
+        """End `request`; what it owns goes back now, or with its step if that is on the device."""
+        request.handle(Finish(state))
+        self._finished[state] += 1
+        self.requests.pop(request.request_id, None)
+        if self.flight is not None and any(row[0] is request for row in self.flight.rows):
+            del self.planner.running[request.request_id]
+            self.flight.departed.append(request)
+        else:
+            self.planner.remove(request)
+        return Output(request.request_id, request.stream_id, request.choice, [], "", end=end)
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _first(self, event: MakeBatch) -> SchedulerState:
+        assert event.outcome is None, "no step is on the device"
+        return self._plan([])
+
+    def _next(self, event: MakeBatch) -> SchedulerState:
+        flight, outcome = self.flight, event.outcome
+        assert flight is not None
+        assert outcome is not None
+        assert outcome.step_id == flight.step_id, "the engine answers for the step that is on the device"
+        self.flight = None
+        if isinstance(outcome, StepDone):
+            return self._plan(self._commit(flight, outcome))
+        return self._plan(self._roll_back(flight, outcome))
+
+    def _plan(self, outputs: list[Output]) -> SchedulerState:
+        planned: tuple[StepPlan, Flight] | None = None
+        while self._suspects and planned is None:
+            group = [i for i in self._suspects[-1] if i in self.requests]
+            planned = self._try_plan(group) if group else None
+            if planned is None:
+                self._suspects.pop()
+        if planned is None:
+            planned = self._try_plan(None)
+        if planned is None:
+            assert not self.planner.waiting, "a waiting request was neither planned nor made room for"
+            self._send("engine", Batch(None, outputs, [], self._work_seen))
+            return S.EMPTY
+        plan, self.flight = planned
+        started = [r.stream_id for r in self.flight.admitted if r.is_first_output]
+        self._send("engine", Batch(plan, outputs, started, self._work_seen))
+        return S.FULL
+
+    def _try_plan(self, only: list[int] | None) -> tuple[StepPlan, Flight] | None:
+        self._step_id += 1
+        return self.planner.plan(self._step_id, 0, self._chunk, only)
+
+    def _commit(self, flight: Flight, outcome: StepDone) -> list[Output]:
+        """Append what was sampled, end what has ended, and say what is new."""
+        self._steps += 1
+        self._good_steps += 1
+        if self._good_steps % CHUNK_RECOVERY_STEPS == 0:
+            self._chunk = min(self._chunk * 2, self._limits.prefill_chunk_tokens)
+        if self._suspects:
+            self._suspects.pop()
+        assert len(outcome.token_ids) == len(flight.samples), "one token per sampled row"
+        logprobs = outcome.logprobs
+        prefill, finished = RequestState.PREFILL, ENDED
+        outputs: list[Output] = []
+        for at, (request, token_id) in enumerate(zip(flight.samples, outcome.token_ids, strict=True)):
+            state = request.state
+            if state in finished:
+                continue
+            if state is prefill:
+                request.handle(PREFILLED)
+            outputs.append(self._append(request, token_id, logprobs[at] if logprobs else None))
+        for request in flight.departed:
+            self.planner.release(request)
+        return outputs
+
+    def _append(self, request: Request, token_id: int, logprob: tuple[float, list[int], list[float]] | None) -> Output:
+        """The output for one sampled token."""
+        token_ids = request.token_ids
+        token_ids.append(token_id)
+        self._generated += 1
+        num_generated = len(token_ids) - request.num_prompt
+        output = Output(request.request_id, request.stream_id, request.choice, [token_id], "")
+        if logprob is not None:
+            output.logprobs = [self._logprob(token_id, logprob)]
+        if request.is_first_output:
+            request.is_first_output = False
+            self._prompt_tokens += request.num_prompt
+            self._queried += request.num_prompt
+            self._hit += request.num_cached
+            prompt = token_ids[: request.num_prompt] if request.choice == 0 else []
+            output.first = Begun(request.num_prompt, request.num_cached, prompt, request.seed)
+        text = request.text
+        may_stop = num_generated >= request.params.min_tokens
+        if may_stop and token_id in request.stop_ids:
+            is_eos = token_id in self._eos_token_ids
+            output.text = text.flush()
+            if request.params.include_stop_str_in_output and not is_eos:
+                output.text += self._vocabulary.bytes_of(token_id).decode("utf-8", "replace")
+            output.end = End(finish_reason=FinishReason.STOP, stop_reason=None if is_eos else token_id)
+            self._end(request, RequestState.FINISHED_STOPPED, output.end)
+            return output
+        output.text = text.push(token_id, may_stop=may_stop)
+        if text.stopped_by is not None:
+            output.end = End(finish_reason=FinishReason.STOP, stop_reason=text.stopped_by)
+            self._end(request, RequestState.FINISHED_STOPPED, output.end)
+        elif len(token_ids) >= request.max_len:
+            output.text += text.flush()
+            output.end = End(finish_reason=FinishReason.LENGTH)
+            self._end(request, RequestState.FINISHED_LENGTH, output.end)
+        return output
+
+    def _logprob(self, token_id: int, found: tuple[float, list[int], list[float]]) -> TokenLogprob:
+        logprob, ids, values = found
+        name = self._vocabulary.bytes_of
+        top = [(i, name(i), value) for i, value in zip(ids, values, strict=True)]
+        return TokenLogprob(token_id, name(token_id), logprob, top)
+
+    def _roll_back(self, flight: Flight, outcome: StepFailed) -> list[Output]:
+        """Take the step back, and decide whom to try next, or who has to end."""
+        self._failures += 1
+        self._good_steps = 0
+        if self._suspects:
+            self._suspects.pop()
+        self.planner.rollback(flight, launched=outcome.launched)
+        members = [request for request, _, _ in flight.rows if not request.ended]
+        if len(members) > 1:
+            ids = [r.request_id for r in members]
+            half = len(ids) // 2
+            self._suspects += [ids[half:], ids[:half]]
+            return []
+        outputs: list[Output] = []
+        for request in members:
+            request.failures += 1
+            num_tokens = flight.rows[0][1]
+            if outcome.fault is Fault.OOM and num_tokens > self._limits.block_size:
+                self._chunk = max(num_tokens // 2, self._limits.block_size)  # fewer tokens need less memory
+                self._suspects.append([request.request_id])
+            elif request.failures < TRIES_ALONE:
+                self._suspects.append([request.request_id])
+            else:
+                what = "ran out of memory" if outcome.fault is Fault.OOM else "failed"
+                error = End(error=f"the step that computed this request {what}: {outcome.message}")
+                outputs.append(self._end(request, RequestState.FINISHED_ERROR, error))
+        return outputs
+
+    # ---- for checkers --------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """All that a rollback of a step that was never launched must give back."""
+        planner = self.planner
+        return (
+            planner.pool.fingerprint(),
+            tuple(r.request_id for r in planner.waiting),
+            tuple(sorted(planner.running)),
+            tuple(planner.free_slots),
+            tuple(sorted(planner.producers.items())),
+            tuple(
+                (r.request_id, r.state, r.num_computed, tuple(r.blocks), r.slot, tuple(r.token_ids))
+                for r in self.requests.values()
+            ),
+        )
+
+    def check(self) -> None:
+        """Assert that every block and slot has exactly the owners it should have; for tests, slow."""
+        planner = self.planner
+        departed = self.flight.departed if self.flight else []
+        owners = [*self.requests.values(), *departed]
+        planner.pool.check(block for r in owners for block in r.blocks)
+        slots = sorted([*planner.free_slots, *(r.slot for r in owners if r.slot >= 0)])
+        assert slots == list(range(self._limits.max_num_seqs)), "a slot has two owners, or none"
+        assert all(r.ended for r in departed), "a departed request is not ended"
+        running = {RequestState.PREFILL, RequestState.DECODE, RequestState.PAUSED}
+        for request in self.requests.values():
+            assert not request.ended, f"ended request {request.request_id} is still known"
+            is_running = request.state in running
+            assert is_running == (request.request_id in planner.running)
+            assert is_running != (request in planner.waiting)
+            if not is_running:
+                assert not request.blocks, f"waiting request {request.request_id} owns blocks"
+                assert request.slot < 0, f"waiting request {request.request_id} owns a slot"
+            assert request.num_computed <= len(request.blocks) * self._limits.block_size
+        promised = {name: r.request_id for r in owners for name in r.producing}
+        assert promised == planner.producers, "a promised prefix has no producer"

@@ -1,0 +1,111 @@
+"""From token ids to text that may be sent: whole UTF-8 characters only, and never part of a stop string.
+
+The scheduler assembles text from a table of token bytes, so that a stop string ends a request before the next step
+is planned. What cannot be sent yet is held back: bytes of an unfinished character, and text that a stop string may
+still begin with.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """The bytes of each token id; special tokens give none unless a request asks for them."""
+
+    token_bytes: list[bytes]
+    special_ids: frozenset[int]
+    ascii: list[str | None]  # the token's text where it is plain ASCII, else None: the fast path
+
+    @classmethod
+    def build(cls, token_bytes: Sequence[bytes], special_ids: frozenset[int]) -> Vocabulary:
+        """From the bytes of each token id, `[vocab_size]`; `special_ids` are control tokens such as `<|im_end|>`."""
+        ascii_text = [
+            t.decode("ascii") if t.isascii() and i not in special_ids else None for i, t in enumerate(token_bytes)
+        ]
+        return cls(list(token_bytes), special_ids, ascii_text)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of `token_id`; none for ids that the model has and the tokenizer has not."""
+        return self.token_bytes[token_id] if token_id < len(self.token_bytes) else b""
+
+
+class TextAssembler:
+    """The text of one request. `push` gives what may be sent; `stopped_by` is set when a stop string was met."""
+
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_longest_stop",
+        "_plain",
+        "_show_special",
+        "_stops",
+        "_vocabulary",
+        "include_stop",
+        "stopped_by",
+    )
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stops: Sequence[str],
+        *,
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._stops = list(stops)
+        self._longest_stop = max(map(len, stops), default=0)
+        self._show_special = not skip_special
+        self._plain = vocabulary.ascii  # valid while no bytes are pending
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""  # text that a stop string may begin in
+        self.include_stop = include_stop
+        self.stopped_by: str | None = None
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """The text that `token_id` frees; with `may_stop` False a stop string is sent like any other text."""
+        plain = self._plain[token_id] if token_id < len(self._plain) else None
+        if plain is not None and not self._decoder.getstate()[0]:
+            text = plain
+        else:
+            text = self._decode(token_id)
+        if not self._stops:
+            return text
+        return self._release(text, may_stop)
+
+    def flush(self) -> str:
+        """What was held back, when the request ends for another reason; an unfinished character becomes U+FFFD."""
+        text = self._held + self._decoder.decode(b"", final=True)
+        self._held = ""
+        return text
+
+    def _decode(self, token_id: int) -> str:
+        if token_id in self._vocabulary.special_ids and not self._show_special:
+            return ""
+        return self._decoder.decode(self._vocabulary.bytes_of(token_id))
+
+    def _release(self, text: str, may_stop: bool) -> str:
+        held = self._held + text
+        if not may_stop:
+            self._held = ""
+            return held
+        first = min(((at, stop) for stop in self._stops if (at := held.find(stop)) >= 0), default=None)
+        if first is not None:
+            at, self.stopped_by = first
+            self._held = ""
+            return held[: at + len(self.stopped_by)] if self.include_stop else held[:at]
+        keep = self._overlap(held)
+        self._held = held[len(held) - keep :] if keep else ""
+        return held[: len(held) - keep]
+
+    def _overlap(self, text: str) -> int:
+        """The length of the longest end of `text` that a stop string begins with."""
+        for length in range(min(self._longest_stop - 1, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0
