@@ -49,9 +49,7 @@ class Linear(Protocol):
     weight_bytes: int  # bytes this object keeps, padding and bias included
 
     @classmethod
-    def refuses(
-        cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
-    ) -> str | None:
+    def refuses(cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> str | None:
         """None when a weight [out_features, in_features] can be packed; else the reason."""
 
     @classmethod
@@ -101,9 +99,7 @@ class AttentionBackend(Protocol):
         """Bytes that one block takes over all layers, keys and values, padding included."""
 
     @classmethod
-    def allocate(
-        cls, shape: AttentionShape, num_blocks: int, dtype: torch.dtype, device: torch.device
-    ) -> Self:
+    def allocate(cls, shape: AttentionShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Self:
         """Allocate the cache once, block ids 0 to `num_blocks - 1`; raises what the allocator raises."""
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -218,13 +214,9 @@ class Registry:
                 raise LoadError(f"the required {operation} kernel {name} cannot be used: {reason}")
             reasons.append(f"{name}: {reason}")
         wanted = "row-invariant " if self.batch_invariant else ""
-        raise LoadError(
-            f"no {wanted}{operation} kernel can be used here ({'; '.join(reasons) or 'none registered'})"
-        )
+        raise LoadError(f"no {wanted}{operation} kernel can be used here ({'; '.join(reasons) or 'none registered'})")
 
-    def _prove(
-        self, implementation: type[Any], selftest: Callable[[Any], str | None], key: object
-    ) -> str | None:
+    def _prove(self, implementation: type[Any], selftest: Callable[[Any], str | None], key: object) -> str | None:
         proof = (implementation, key)
         if proof not in self._proved:
             try:
@@ -232,7 +224,5 @@ class Registry:
             except Exception as error:  # a kernel that raises is as unusable as one that is wrong
                 self._proved[proof] = f"{type(error).__name__}: {error}"
             if self._proved[proof] is not None:
-                logger.warning(
-                    "kernel %s skipped: self-test failed: %s", implementation.name, self._proved[proof]
-                )
+                logger.warning("kernel %s skipped: self-test failed: %s", implementation.name, self._proved[proof])
         return self._proved[proof]

@@ -1,0 +1,157 @@
+"""Paged attention by torch's scaled_dot_product_attention: any device, any dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from novainfer.kernels.memory import lazy_zeros
+from novainfer.kernels.registry import AttentionShape
+
+__all__ = ["TorchAttention"]
+
+# Elements of keys gathered at once for a group of decoding sequences: bounds the scratch memory (64 MB of bf16).
+GATHERED_ELEMENTS_MAX = 32 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Sequences with one query row each, padded to the longest context among them."""
+
+    rows: Tensor  # int64 [n]: their query rows
+    blocks: Tensor  # int64 [n * num_blocks]
+    mask: Tensor  # bool [n, 1, group, num_blocks * block_size]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One sequence with several query rows."""
+
+    begin: int
+    end: int
+    blocks: Tensor  # int64 [num_blocks]
+    context_len: int
+    mask: Tensor | None  # bool [group * rows, context_len]; None when the chunk is the whole context
+
+
+class TorchAttention:
+    """Gathers the blocks of each sequence, then one fused attention call.
+
+    Sequences that decode are gathered together, and the heads that share a key head become query rows of that
+    head (no copy of keys per query head: 7 to 10 times faster than `enable_gqa` on the CPU).
+    """
+
+    name: ClassVar[str] = "torch"
+    row_invariant: ClassVar[bool] = False
+
+    def __init__(self, shape: AttentionShape, keys: Tensor, values: Tensor) -> None:
+        self.shape = shape
+        self.keys = keys  # [num_layers, num_blocks, block_size, num_kv_heads, head_dim]
+        self.values = values
+        self._decodes: list[_Decodes] = []
+        self._chunks: list[_Chunk] = []
+
+    @classmethod
+    def refuses(cls, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Takes everything."""
+        return None
+
+    @classmethod
+    def bytes_per_block(cls, shape: AttentionShape, dtype: torch.dtype) -> int:
+        """Keys and values of one block in all layers."""
+        per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+        return per_token * shape.block_size * dtype.itemsize
+
+    @classmethod
+    def allocate(cls, shape: AttentionShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """A cache of zeros (resident on the CPU only where it was written)."""
+        size = (shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        return cls(shape, lazy_zeros(size, dtype, device), lazy_zeros(size, dtype, device))
+
+    def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Store rows [T, num_kv_heads, head_dim] at their slots."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, key)
+        self.values[layer].flatten(0, 1).index_copy_(0, slot_mapping, value)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        max_query_len: int,
+        max_context_len: int,
+    ) -> Tensor:
+        """Decoding sequences in groups, chunks one by one -> [T, num_heads * head_dim]."""
+        if layer == 0:
+            self._plan(block_tables, query_start, context_lens)
+        shape = self.shape
+        group = shape.num_heads // shape.num_kv_heads
+        keys, values = self.keys[layer], self.values[layer]
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for decodes in self._decodes:
+            n = len(decodes.rows)
+            k = keys.index_select(0, decodes.blocks).view(n, -1, shape.num_kv_heads, shape.head_dim)
+            v = values.index_select(0, decodes.blocks).view(n, -1, shape.num_kv_heads, shape.head_dim)
+            q = query.index_select(0, decodes.rows).view(n, shape.num_kv_heads, group, shape.head_dim)
+            o = scaled_dot_product_attention(
+                q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=decodes.mask, scale=scale
+            )
+            out.index_copy_(0, decodes.rows, o.reshape(n, shape.num_heads, shape.head_dim))
+        for chunk in self._chunks:
+            k = keys.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.context_len].transpose(0, 1)
+            v = values.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.context_len].transpose(0, 1)
+            q = query[chunk.begin : chunk.end].transpose(0, 1)  # [heads, rows, head_dim]
+            if chunk.mask is None:
+                k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+                o = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale)[0]
+            else:
+                q = q.reshape(shape.num_kv_heads, -1, shape.head_dim)
+                o = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=chunk.mask, scale=scale)
+                o = o.view(shape.num_heads, chunk.end - chunk.begin, shape.head_dim)
+            out[chunk.begin : chunk.end] = o.transpose(0, 1)
+        return out.flatten(1)
+
+    def _plan(self, block_tables: Tensor, query_start: Tensor, context_lens: Tensor) -> None:
+        """What depends on the step alone, prepared at layer 0 (layers come in order)."""
+        shape, device = self.shape, block_tables.device
+        group = shape.num_heads // shape.num_kv_heads
+        starts, contexts = query_start.tolist(), context_lens.tolist()
+        num_blocks = [-(-context // shape.block_size) for context in contexts]
+        self._chunks = []
+        decoding: list[int] = []
+        for seq, context in enumerate(contexts):
+            begin, end = starts[seq], starts[seq + 1]
+            if end - begin == 1:
+                decoding.append(seq)
+                continue
+            mask = None
+            if end - begin < context:
+                positions = torch.arange(context - (end - begin), context, device=device)
+                mask = torch.arange(context, device=device) <= positions[:, None]
+                mask = mask.repeat(group, 1)
+            blocks = block_tables[seq, : num_blocks[seq]].long()
+            self._chunks.append(_Chunk(begin, end, blocks, context, mask))
+        decoding.sort(key=contexts.__getitem__)  # equal lengths together: little padding
+        self._decodes = []
+        per_block = shape.block_size * shape.num_kv_heads * shape.head_dim
+        while decoding:
+            longest = num_blocks[decoding[-1]]
+            count = max(1, min(len(decoding), GATHERED_ELEMENTS_MAX // (longest * per_block)))
+            members = decoding[-count:]
+            del decoding[-count:]
+            seqs = torch.tensor(members, device=device)
+            lens = context_lens[seqs]
+            rows = query_start[seqs].long()
+            needed = (lens + shape.block_size - 1) // shape.block_size
+            blocks = block_tables[seqs, :longest].long()
+            blocks.masked_fill_(torch.arange(longest, device=device) >= needed[:, None], 0)
+            visible = torch.arange(longest * shape.block_size, device=device) < lens[:, None]
+            mask = visible[:, None, None, :].expand(-1, 1, group, -1)
+            self._decodes.append(_Decodes(rows, blocks.flatten(), mask))

@@ -1,0 +1,79 @@
+"""How much memory a device has left, and memory that costs nothing until it is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["free_bytes", "lazy_zeros", "release_freed_pages"]
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device (on the CPU: without swapping, within the cgroup)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    candidates = [free for free in (_meminfo_available(), _cgroup_available()) if free is not None]
+    if candidates:
+        return min(candidates)
+    # macOS has neither file; half of the physical memory is a cautious guess.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _cgroup_available() -> int | None:
+    """What the cgroup (v2) of a container still grants; its reclaimable file cache counts as free."""
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return None
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros; on the CPU its pages become resident when they are first written, in huge pages.
+
+    Raises MemoryError (CPU) or torch.OutOfMemoryError (CUDA) when there is no room.
+    """
+    if device.type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = max(1, math.prod(shape) * dtype.itemsize)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=flags)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{num_bytes} bytes cannot be mapped: {error}") from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without transparent huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    # The tensor holds the only reference to the map, which is unmapped with it.
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+def release_freed_pages() -> None:
+    """Give pages that the C heap has freed back to the system, so that loading leaves nothing resident."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # musl has no malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,52 @@
+"""The row operations in as few torch calls as torch has for them: any device, any dtype."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+__all__ = ["TorchRowOps"]
+
+
+class TorchRowOps:
+    """`F.rms_norm`, `F.silu` and rotation in the rows' own memory."""
+
+    name: ClassVar[str] = "torch"
+    row_invariant: ClassVar[bool] = False  # torch promises nothing about its vectorised tails
+
+    @classmethod
+    def refuses(cls, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Takes everything."""
+        return None
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[M, K], [K] -> [M, K]."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    @staticmethod
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x`, then the norm of it."""
+        residual += x
+        return F.rms_norm(residual, weight.shape, weight, eps)
+
+    @staticmethod
+    def rope(qkv: Tensor, cos_sin: Tensor, positions: Tensor, num_rotated: int, head_dim: int) -> None:
+        """Rotate the first `num_rotated` heads of each row in place; products in fp32, rounded once."""
+        half = head_dim // 2
+        angles = cos_sin.index_select(0, positions).unsqueeze(1)  # [T, 1, head_dim]
+        cos, sin = angles[..., :half], angles[..., half:]
+        heads = qkv[:, : num_rotated * head_dim].view(-1, num_rotated, head_dim)
+        low, high = heads[..., :half], heads[..., half:]
+        rotated_low = low * cos - high * sin  # type promotion makes these fp32
+        high.copy_(high * cos + low * sin)
+        low.copy_(rotated_low)
+
+    @staticmethod
+    def silu_mul(gate_up: Tensor) -> Tensor:
+        """[M, 2 * I] -> [M, I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up

@@ -1,0 +1,230 @@
+"""The device side of a worker: one loaded model that computes one step at a time.
+
+All calls come from one thread. Nothing here knows of requests: a `Batch` says which slots compute which
+tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from novainfer.kernels.batch import Batch, Sampled
+from novainfer.kernels.checkpoint import Checkpoint
+from novainfer.kernels.choice import KernelChoice, build_registry
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.loader import GIB, choose_dtype, load_decoder, tensor_shapes
+from novainfer.kernels.memory import free_bytes
+from novainfer.kernels.models.decoder import Decoder
+from novainfer.kernels.models.registry import read_config
+from novainfer.kernels.sampler import Sampler
+from novainfer.kernels.step import StepBuffers
+
+__all__ = ["ModelInfo", "ModelRunner"]
+
+logger = logging.getLogger(__name__)
+
+# Rows whose logits exist at once: bounds their memory (64 rows of 152k tokens: 20 MB in bf16 and 39 MB in fp32),
+# and a matrix product of 64 rows is already bound by arithmetic.
+LOGIT_ROWS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a loaded model is, for those who plan its steps and for people."""
+
+    architecture: str
+    dtype: str  # "float32", "bfloat16", "float16"
+    device: str
+    vocab_size: int
+    num_layers: int
+    max_model_len: int  # tokens
+    block_size: int  # tokens
+    eos_token_ids: tuple[int, ...]  # config.json and generation_config.json together
+    kv_bytes_per_block: int
+    weight_bytes: int
+    num_parameters: int
+    kernels: dict[str, str]  # operation -> names of the implementations in use
+    row_invariant: bool
+
+
+class ModelRunner:
+    """A model on a device: `load`, `fit`, `warm`, then `execute` step by step, `close` at the end."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: KernelChoice,
+        info: ModelInfo,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.info = info
+        self.num_blocks = 0
+        self._decoder = decoder
+        self._kernels = kernels
+        self._max_num_seqs = max_num_seqs
+        max_blocks = -(-info.max_model_len // info.block_size)
+        self._max_blocks = max_blocks
+        self._buffers = StepBuffers(max_num_seqs, max_num_batched_tokens, max_blocks, info.block_size, kernels.device)
+        self._sampler = Sampler(info.vocab_size, max_num_seqs, info.max_model_len, kernels.device)
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int | None,
+        block_size: int = 16,
+        num_threads: int | None = None,
+        native: str | None = None,
+        batch_invariant: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> ModelRunner:
+        """Read, check and pack a Hugging Face folder; raises `LoadError` with one clear sentence.
+
+        `max_model_len` (tokens) defaults to the model's own. `native` is "0", "1" or "require" (default:
+        the environment's NOVAINFER_NATIVE, else "1"). `on_progress(tensors read, tensors in all)` is called
+        on the way.
+        """
+        torch_device = _device(device)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        config = read_config(Path(model_dir))
+        limit = config.max_position_embeddings
+        if max_model_len is not None and max_model_len > limit:
+            raise LoadError(f"max_model_len ({max_model_len}) is more than the {limit} tokens the model was made for")
+        context = max_model_len or limit
+        checkpoint = Checkpoint(Path(model_dir))
+        registry = build_registry(torch_device, native=native, batch_invariant=batch_invariant)
+        kernels = KernelChoice(registry, choose_dtype(dtype, config, checkpoint, torch_device), torch_device)
+        with torch.inference_mode():
+            decoder, weight_bytes = load_decoder(config, checkpoint, kernels, context, on_progress)
+            shape = decoder.attention_shape(block_size)
+            attention = kernels.attention(shape)
+        info = ModelInfo(
+            architecture=config.architecture,
+            dtype=str(kernels.dtype).removeprefix("torch."),
+            device=device,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_layers,
+            max_model_len=context,
+            block_size=block_size,
+            eos_token_ids=config.eos_token_ids,
+            kv_bytes_per_block=attention.bytes_per_block(shape, kernels.dtype),
+            weight_bytes=weight_bytes,
+            num_parameters=sum(math.prod(shape) for shape in tensor_shapes(config).values()),
+            kernels=dict(kernels.names),
+            row_invariant=kernels.row_invariant,
+        )
+        logger.info(
+            "loaded %s: %.2f GiB of weights in %s, kernels %s",
+            model_dir,
+            weight_bytes / GIB,
+            info.dtype,
+            info.kernels,
+        )
+        return cls(decoder, kernels, info, max_num_seqs, max_num_batched_tokens)
+
+    def fit(
+        self, *, mode: Literal["auto", "fixed"], num_blocks: int | None = None, memory_utilization: float = 0.6
+    ) -> int:
+        """Allocate the KV cache once and give its number of blocks.
+
+        "auto" takes what `max_num_seqs` sequences of `max_model_len` tokens can use, within
+        `memory_utilization` of the free memory; "fixed" takes `num_blocks`. Raises `LoadError` when one
+        sequence of `max_model_len` tokens would not fit: then the message says how many tokens would.
+        """
+        info = self.info
+        if mode == "fixed":
+            if num_blocks is None:
+                raise LoadError('the KV cache capacity mode "fixed" needs a number of blocks')
+            limit = wanted = num_blocks
+            where = f"{num_blocks} KV blocks"
+            needed, free = num_blocks * info.kv_bytes_per_block, free_bytes(self._kernels.device)
+            if needed > free:
+                raise LoadError(
+                    f"{num_blocks} KV blocks need {needed / GIB:.2f} GiB, but only {free / GIB:.2f} GiB are free: at "
+                    f"most {free // info.kv_bytes_per_block} blocks fit"
+                )
+        else:
+            budget = int(free_bytes(self._kernels.device) * memory_utilization)
+            limit = budget // info.kv_bytes_per_block
+            where = f"{budget / GIB:.2f} GiB ({memory_utilization:g} of the free memory)"
+            wanted = min(limit, self._max_num_seqs * self._max_blocks)
+        if limit < self._max_blocks:
+            raise LoadError(
+                f"one sequence of max_model_len {info.max_model_len} needs {self._max_blocks} KV blocks of "
+                f"{info.block_size} tokens, but {where} hold {limit}: max_model_len must be at most "
+                f"{limit * info.block_size}"
+            )
+        shape = self._decoder.attention_shape(info.block_size)
+        kernel = self._kernels.attention(shape)
+        try:
+            self._decoder.attention = kernel.allocate(shape, wanted, self._kernels.dtype, self._kernels.device)
+        except (MemoryError, RuntimeError) as error:
+            size = wanted * info.kv_bytes_per_block
+            raise LoadError(f"{wanted} KV blocks ({size / GIB:.2f} GiB) cannot be allocated: {error}") from None
+        self.num_blocks = wanted
+        return wanted
+
+    def warm(self) -> None:
+        """Run a small prefill and a decode in block 0, so that the first request meets no first-time cost."""
+        length = max(1, min(8, self.info.max_model_len - 1, self._buffers.max_num_batched_tokens))
+        self.execute(Batch([0], [length], [length], [0] * length, [0], [0], [0], [0]))
+        if self.info.max_model_len > length:
+            self.execute(Batch([0], [1], [length + 1], [0], [0], [length // self.info.block_size], [0], [0]))
+
+    def execute(self, batch: Batch) -> Sampled:
+        """Compute one step and sample; whatever the device raises (out of memory among it) comes through."""
+        with torch.inference_mode():
+            for admission in batch.admissions:
+                self._sampler.admit(admission)
+            step = self._buffers.fill(batch)
+            hidden = self._decoder.forward(step)
+            if hidden is None:
+                return Sampled()
+            slots = [batch.slots[seq] for seq in batch.sample_seqs]
+            positions = [batch.context_lens[seq] for seq in batch.sample_seqs]
+            if len(slots) <= LOGIT_ROWS_MAX:
+                return self._sampler.sample(self._decoder.head(hidden), slots, positions)
+            parts = []
+            for begin in range(0, len(slots), LOGIT_ROWS_MAX):
+                part = slice(begin, begin + LOGIT_ROWS_MAX)
+                logits = self._decoder.head(hidden[part])
+                parts.append(self._sampler.sample(logits, slots[part], positions[part]))
+            return _joined(parts)
+
+    def close(self) -> None:
+        """Let weights and cache go; the runner cannot be used afterwards."""
+        self._decoder.attention = None
+        self._decoder.layers.clear()
+        del self._decoder, self._sampler, self._buffers, self._kernels
+
+
+def _joined(parts: list[Sampled]) -> Sampled:
+    joined = Sampled([token_id for part in parts for token_id in part.token_ids])
+    if any(part.logprobs for part in parts):
+        for part in parts:
+            joined.logprobs.extend(part.logprobs or [None] * len(part.token_ids))
+    return joined
+
+
+def _device(name: str) -> torch.device:
+    if name == "cpu":
+        return torch.device("cpu")
+    if name in ("cuda", "nvidia"):
+        if not torch.cuda.is_available():
+            raise LoadError("device cuda was asked for, but torch finds no CUDA device here")
+        return torch.device("cuda", torch.cuda.current_device())
+    raise LoadError(f"device must be cpu or cuda, not {name!r}")

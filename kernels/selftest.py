@@ -1,0 +1,173 @@
+"""Proves one kernel against the torch reference on this machine: numbers, rows given back, row invariance.
+
+Each function gives None, or one phrase that says what was wrong. They run at load, so they are small: a few
+milliseconds each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from novainfer.kernels.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
+from novainfer.kernels.registry import AttentionShape
+
+__all__ = ["check_attention", "check_linear", "check_row_ops"]
+
+# Largest error over the largest value. bf16 rounds to 2**-9 and may round twice on the way.
+TOLERANCE: dict[torch.dtype, float] = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+LINEAR_SHAPES = ((64, 96), (160, 64), (33, 48))  # (N, K); those that the kernel refuses are left out
+ROWS = (1, 2, 7, 33)
+EPS = 1e-6
+
+
+def _wrong(what: str, got: Tensor, expected: Tensor) -> str | None:
+    scale = expected.float().abs().max().clamp_min(1e-30)
+    error = ((got.float() - expected.float()).abs().max() / scale).item()
+    if error <= TOLERANCE.get(expected.dtype, 1e-9):  # nan is not
+        return None
+    return f"{what} is off by {error:.1e} of the largest value"
+
+
+def _normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+
+def check_linear(linear: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Products with and without bias, rows that lie apart, gathered rows, and rows alone against rows together."""
+    for n, k in LINEAR_SHAPES:
+        if linear.refuses(n, k, dtype, device) is not None:
+            continue
+        for bias in (None, _normal((n,), 1, dtype, device)):
+            weight = _normal((n, k), 2, dtype, device)
+            packed = linear.pack(weight.clone(), bias)
+            reference = ReferenceLinear.pack(weight, bias)
+            x = _normal((max(ROWS), k + 16), 3, dtype, device)[:, :k]
+            together = packed(x)
+            for rows in ROWS:
+                got = packed(x[:rows])
+                wrong = _wrong(f"[{rows}, {k}] @ [{k}, {n}]", got, reference(x[:rows]))
+                if wrong is not None:
+                    return wrong
+                if linear.row_invariant and not torch.equal(got, together[:rows]):
+                    return f"{rows} rows of [{k}, {n}] differ from the same rows in a larger batch"
+            ids = torch.tensor([n - 1, 0, n // 2, 0], device=device)
+            if linear.gathers_rows and not torch.equal(packed.rows(ids), weight[ids]):
+                return f"gathered rows of a [{n}, {k}] weight are not those packed"
+    return None
+
+
+def check_row_ops(ops: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Each operation on rows of two widths."""
+    for width in (32, 72):
+        for rows in ROWS:
+            x = _normal((rows, width), 4, dtype, device)
+            weight = 1 + _normal((width,), 5, dtype, device) / 4
+            residual = _normal((rows, width), 6, dtype, device)
+            expected_residual = residual.clone()
+            expected = ReferenceRowOps.add_rms_norm(x, expected_residual, weight, EPS)
+            wrong = (
+                _wrong("rms_norm", ops.rms_norm(x, weight, EPS), ReferenceRowOps.rms_norm(x, weight, EPS))
+                or _wrong("add_rms_norm", ops.add_rms_norm(x, residual, weight, EPS), expected)
+                or _wrong("the sum of add_rms_norm", residual, expected_residual)
+                or _wrong("silu_mul", ops.silu_mul(x), ReferenceRowOps.silu_mul(x))
+                or _check_rope(ops, rows, width, dtype, device)
+            )
+            if wrong is not None:
+                return wrong
+            if ops.row_invariant and not torch.equal(
+                ops.rms_norm(x[-1:].clone(), weight, EPS)[0], ops.rms_norm(x, weight, EPS)[-1]
+            ):
+                return "a row's rms_norm differs from the same row in a larger batch"
+    return None
+
+
+def _check_rope(ops: Any, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Five rotated heads of seven, so that the values behind them must stay."""
+    cos_sin = _normal((64, head_dim), 7, torch.float32, device)
+    positions = torch.arange(rows, device=device) * 5 % 64
+    qkv = _normal((rows, 7 * head_dim), 8, dtype, device)
+    expected = qkv.clone()
+    ReferenceRowOps.rope(expected, cos_sin, positions, 5, head_dim)
+    ops.rope(qkv, cos_sin, positions, 5, head_dim)
+    if not torch.equal(qkv[:, 5 * head_dim :], expected[:, 5 * head_dim :]):
+        return "rope changed what it must not rotate"
+    return _wrong("rope", qkv, expected)
+
+
+def check_attention(attention: Any, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    """A mixed step over scattered blocks: a prefill, a chunk, decodes, and a block that two sequences share."""
+    small = AttentionShape(2, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size)
+    size = shape.block_size
+    contexts, query_lens = [size + 3, 2 * size + 1, 3 * size, 1, size + 2], [size + 3, 5, 1, 1, 2]
+    tables = torch.full((5, 3), 10**9, dtype=torch.int32)  # what is behind the context must not be read
+    tables[0, :2] = torch.tensor([9, 2])
+    tables[1] = torch.tensor([4, 7, 0])
+    tables[2] = torch.tensor([11, 3, 8])
+    tables[3, :1] = torch.tensor([6])
+    tables[4, :2] = torch.tensor([9, 5])  # its first block is written by sequence 0 in this very step
+    expected, got = (
+        _run_step(backend, small, contexts, query_lens, tables, dtype, device)
+        for backend in (ReferenceAttention, attention)
+    )
+    wrong = _wrong("attention over a mixed step", got, expected)
+    if wrong is not None or not attention.row_invariant:
+        return wrong
+    # The same tokens, the last of each sequence computed alone: rows must not know their batch.
+    ends = [sum(query_lens[: i + 1]) - 1 for i in range(len(query_lens))]
+    alone = _run_step(attention, small, contexts, query_lens, tables, dtype, device, alone=ends)
+    if not torch.equal(alone, got[ends]):
+        return "a row's attention differs between a chunk and a decode"
+    return None
+
+
+def _run_step(
+    backend: Any,
+    shape: AttentionShape,
+    contexts: list[int],
+    query_lens: list[int],
+    tables: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    alone: list[int] | None = None,
+) -> Tensor:
+    """Fill the cache with every context and attend over layer 1 -> [T, heads * head_dim].
+
+    With `alone`, each sequence's last query row (those rows of the step) attends as a decode of its own.
+    """
+    heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.block_size
+    cache = backend.allocate(shape, 12, dtype, device)
+    starts = [0]
+    for length in query_lens:
+        starts.append(starts[-1] + length)
+    for seq, context in enumerate(contexts):
+        tokens = torch.arange(size if seq == 4 else 0, context)  # sequence 4 finds its first block written
+        slots = (tables[seq, tokens // size].long() * size + tokens % size).to(device)
+        qkv = _normal((len(tokens), heads + 2 * kv_heads, shape.head_dim), 20 + seq, dtype, device)
+        for layer in (0, 1):
+            key, value = qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+            cache.write(layer, key if layer else value, value if layer else key, slots)
+    query = _normal((starts[-1], heads + 2 * kv_heads, shape.head_dim), 30, dtype, device)[:, :heads]
+    scale = shape.head_dim**-0.5
+    lens = torch.tensor(contexts, dtype=torch.int32, device=device)
+    tables = tables.to(device)
+
+    def attend(layer: int, rows: Tensor, *args: Any) -> Tensor:
+        out: Tensor = cache.attend(layer, rows, *args)
+        return out
+
+    if alone is None:
+        query_start = torch.tensor(starts, dtype=torch.int32, device=device)
+        args = (tables, query_start, lens, scale, max(query_lens), max(contexts))
+        attend(0, query, *args)
+        return attend(1, query, *args)
+    one = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    rows = []
+    for seq, row in enumerate(alone):
+        args = (tables[seq : seq + 1], one, lens[seq : seq + 1], scale, 1, contexts[seq])
+        attend(0, query[row : row + 1], *args)
+        rows.append(attend(1, query[row : row + 1], *args))
+    return torch.cat(rows)
