@@ -1,0 +1,44 @@
+"""From what a user calls a model to a folder on disk: a path, or an id of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from novainfer.kernels.errors import LoadError
+
+__all__ = ["resolve_model"]
+
+HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
+FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # weights, configs, tokenizer, chat template
+
+
+def resolve_model(name: str | Path) -> Path:
+    """The folder of a model; an id such as "Qwen/Qwen2.5-0.5B-Instruct" is fetched (or found in the hub's
+    cache).
+
+    Raises `LoadError` with one sentence when there is no such folder and the hub does not give one.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise LoadError(f"model {name} is a file; the folder that holds config.json is needed")
+    if isinstance(name, Path) or not HUB_ID.fullmatch(name) or name.startswith((".", "~")):
+        raise LoadError(f"model {name} is neither a folder here nor a hub id of the form organisation/name")
+    # Imported here: time that a local folder need not pay.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except GatedRepoError:
+        reason = "access to it must be asked for at huggingface.co, and HF_TOKEN set"
+    except RepositoryNotFoundError:
+        reason = "the Hugging Face hub has no such repository, or HF_TOKEN does not open it"
+    except LocalEntryNotFoundError:
+        reason = "it is not in the local cache, and the Hugging Face hub cannot be reached"
+    except Exception as error:  # the hub client lets its HTTP library's and the system's errors through
+        text = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = f"the Hugging Face hub did not give it ({text})"
+    raise LoadError(f"model {name} is not a folder here, and {reason}")
