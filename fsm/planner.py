@@ -45,6 +45,7 @@ class Flight(msgspec.Struct, gc=False):
     admitted: list[Request]
     journal: Journal
     departed: list[Request]  # ended while the step was on the device; they own their blocks until it returns
+    fulfilled: list[tuple[bytes, Request]]  # promised names that this step computes, and who had promised them
     before: object = None  # what `Planner.probe` gave before the step was planned
 
 
@@ -126,9 +127,10 @@ class Planner:
             if not request.ended:
                 del self.running[request.request_id]
                 insort(self.waiting, request, key=_arrival)
-        for request, _, _ in flight.rows:
+        for name, request in reversed(flight.fulfilled):
             if not request.ended and request.state is RequestState.PREFILL:
-                self._produce(request)
+                self.producers[name] = request.request_id
+                request.producing.add(name)
         for request in flight.departed:
             self.release(request)
 
@@ -174,11 +176,13 @@ class Planner:
             del self.producers[name]
         request.producing.clear()
 
-    def fulfil(self, request: Request, name: bytes) -> None:
-        """`name` is planned: whoever waits for it can share the block."""
-        if name in request.producing:
+    def fulfil(self, name: bytes, flight: Flight) -> None:
+        """`name` is planned, by whomever: who waits for it can share the block."""
+        request_id = self.producers.pop(name, None)
+        if request_id is not None:
+            request = self.running[request_id]
             request.producing.remove(name)
-            del self.producers[name]
+            flight.fulfilled.append((name, request))
 
 
 class _Draft:
@@ -191,7 +195,7 @@ class _Draft:
         self.only = only
         self.budget = limits.max_num_batched_tokens
         self.chunk = chunk
-        self.flight = Flight(step_id, [], [], [], Journal(), [])
+        self.flight = Flight(step_id, [], [], [], Journal(), [], [])
         self.plan = StepPlan(
             step_id=step_id,
             epoch=epoch,
@@ -238,13 +242,13 @@ class _Draft:
         """Prompt tokens, first come first served, within the chunk and the budget."""
         planner = self.planner
         left = min(self.chunk, self.budget)
-        short = max(self.chunk // SHORT_SHARE, 1)
+        short = self.chunk // SHORT_SHARE
         prefilling = [r for r in planner.running.values() if r.state is RequestState.PREFILL and _allowed(r, self.only)]
         waiting = [r for r in planner.waiting if _allowed(r, self.only)] if self.only else planner.waiting
-        candidates = [*prefilling, *waiting[:SHORT_LOOKAHEAD]]
+        candidates = [*prefilling, *(waiting[:SHORT_LOOKAHEAD] if planner.free_slots else ())]
         long_left = left
         if any(r.num_remaining > left for r in candidates) and any(r.num_remaining <= short for r in candidates):
-            long_left = left - short
+            long_left = max(left - short, 1)  # the long one goes on, whoever else can or cannot use the rest
         reserved = sum(_blocks_for(r, self.size) - len(r.blocks) for r in prefilling)
         for request in prefilling:
             used = self._prefill(request, long_left if request.num_remaining > short else left)
@@ -343,7 +347,7 @@ class _Draft:
         names = request.name_blocks(num_full, self.size)
         for at in range(first, num_full):
             self.planner.pool.name(request.blocks[at], names[at])
-            self.planner.fulfil(request, names[at])
+            self.planner.fulfil(names[at], self.flight)
 
     def _append_block(self, request: Request, block: int) -> None:
         plan = self.plan
