@@ -1,0 +1,160 @@
+"""Writes a random checkpoint with exactly the shape of a known model, for benchmarks: `make_checkpoint(...)`.
+
+The weights mean nothing (normal, standard deviation 0.02, as the models were initialised; norms 1), so the
+text is noise; the time and the memory are the real model's. Tensors are generated and written one at a
+time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from novainfer.kernels.config import ConfigReader, ModelConfig
+from novainfer.kernels.loader import tensor_shapes
+from novainfer.kernels.models.qwen2 import parse_config
+
+__all__ = ["SHAPES", "make_checkpoint"]
+
+STD = 0.02  # initializer_range of Qwen2
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# Qwen2's own pattern (tokenizer.json of Qwen2.5): contractions, words, single digits, punctuation, white space.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# hidden, intermediate, layers, heads, key heads, vocabulary, context, tied (config.json of Qwen/Qwen2.5-0.5B, -1.5B)
+SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
+    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151_936, 32_768, True),
+    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151_936, 32_768, True),
+    "tiny": (64, 160, 2, 4, 2, 512, 2048, True),
+}
+
+
+def make_checkpoint(like: str, out_dir: Path, *, seed: int = 0) -> Path:
+    """Write config, bf16 weights and a byte-level tokenizer of the named shape to `out_dir`; gives `out_dir`.
+
+    Raises ValueError, naming the known shapes, when `like` is none of them.
+    """
+    if like not in SHAPES:
+        raise ValueError(f"there is no shape {like!r}; known shapes: {', '.join(SHAPES)}")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    values = _config(like)
+    _write_json(out_dir / "config.json", values)
+    _write_json(out_dir / "generation_config.json", {"eos_token_id": values["eos_token_id"], "do_sample": False})
+    config = parse_config(ConfigReader(values, out_dir / "config.json"))
+    _write_weights(out_dir / "model.safetensors", config, seed)
+    _write_tokenizer(out_dir)
+    return out_dir
+
+
+def _config(like: str) -> dict[str, Any]:
+    hidden, intermediate, layers, heads, kv_heads, vocab_size, context, tied = SHAPES[like]
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "bos_token_id": 256,
+        "eos_token_id": 258,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": STD,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": context,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": vocab_size,
+    }
+
+
+def _write_weights(path: Path, config: ModelConfig, seed: int) -> None:
+    """safetensors by hand: its package wants all tensors in memory at once."""
+    shapes = tensor_shapes(config)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + torch.Size(shape).numel() * torch.bfloat16.itemsize
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # data starts at a multiple of 8, as the format asks
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for chunk in _random_chunks(shapes, seed):
+            file.write(chunk.view(torch.uint8).numpy().data)
+
+
+def _random_chunks(shapes: dict[str, tuple[int, ...]], seed: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    chunk_elements = 16 * 1024 * 1024  # 64 MB of fp32 at once
+    for name, shape in shapes.items():
+        count = torch.Size(shape).numel()
+        for begin in range(0, count, chunk_elements):
+            size = min(chunk_elements, count - begin)
+            if "norm" in name:
+                yield torch.ones(size, dtype=torch.bfloat16)
+            else:
+                yield torch.empty(size).normal_(0.0, STD, generator=generator).bfloat16()
+
+
+def _write_tokenizer(out_dir: Path) -> None:
+    """One token per byte, Qwen2's special tokens behind them; the rest of the vocabulary has no text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(out_dir / "tokenizer.json"))
+    _write_json(
+        out_dir / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": None,
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "unk_token": None,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 32_768,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """`python -m novainfer.kernels.make_checkpoint SHAPE FOLDER`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("like", choices=sorted(SHAPES))
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    print(make_checkpoint(arguments.like, arguments.out_dir, seed=arguments.seed))
+
+
+if __name__ == "__main__":
+    main()
