@@ -1,1 +1,1 @@
-"""."""
+"""The ways in from outside: the OpenAI-compatible HTTP server and the `novainfer` command line."""

@@ -1,0 +1,59 @@
+"""The ASGI application: which handler answers which path, inside the guard."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from novainfer.server import info
+from novainfer.server.chat import create_chat_completion
+from novainfer.server.completions import create_completion
+from novainfer.server.engine import ServedEngine
+from novainfer.server.guard import Guard
+from novainfer.server.openapi import build_openapi
+from novainfer.server.service import Service
+from novainfer.server.settings import ServerSettings
+
+Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/chat/completions", create_chat_completion),
+    ("POST", "/v1/completions", create_completion),
+    ("GET", "/v1/models", info.list_models),
+    ("GET", "/v1/models/{model:path}", info.get_model),
+    ("POST", "/v1/requests/{request_id}/cancel", info.cancel_request),
+    ("GET", "/health", info.health),
+    ("GET", "/healthz", info.health),
+    ("GET", "/readyz", info.health),
+    ("GET", "/ping", info.health),
+    ("GET", "/livez", info.live),
+    ("GET", "/metrics", info.metrics),
+    ("GET", "/version", info.version),
+)
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The app that serves `service`; it neither starts nor stops the engine."""
+    document = msgspec.json.encode(build_openapi(service.version))
+
+    async def openapi(service: Service, request: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    labels: dict[object, str] = {}
+    routes = []
+    for method, path, handler in (*ROUTES, ("GET", "/openapi.json", openapi)):
+        endpoint = partial(handler, service)
+        labels[endpoint] = path
+        routes.append(Route(path, endpoint, methods=[method], name=path))
+    return Guard(Router(routes, redirect_slashes=False), service, labels)
+
+
+def app_for(engine: ServedEngine, settings: ServerSettings | None = None) -> ASGIApp:
+    """An app over an engine that somebody else runs: to mount NovaInfer's API in another server."""
+    return create_app(Service(engine, settings or ServerSettings()))

@@ -1,0 +1,60 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from novainfer.server.chunks import ChatChunks, ChunkOptions
+from novainfer.server.decode import decode
+from novainfer.server.exchange import SCOPE_KEY, Exchange
+from novainfer.server.generation import Generation, wanted_id
+from novainfer.server.protocol import ChatCompletionRequest
+from novainfer.server.replies import AssistantMessage, ChatChoice, ChatCompletion, chat_logprobs
+from novainfer.server.service import Service
+from novainfer.server.sse import EventStream
+from novainfer.server.unsupported import header_value
+
+
+async def create_chat_completion(service: Service, request: Request) -> Response | EventStream:
+    """Answer a conversation, as one object or as a stream of chunks."""
+    exchange: Exchange = request.scope[SCOPE_KEY]
+    body, ignored = decode(ChatCompletionRequest, exchange.body)
+    exchange.ignored = header_value(ignored)
+    service.check_model(body.model)
+    params = body.sampling_params()
+    prompt = body.prompt()
+    generation = Generation(service, "chatcmpl", wanted_id(body.request_id, exchange.request_id), [prompt], params)
+    if body.stream:
+        first = await generation.first()
+        options = ChunkOptions(
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+            token_ids=bool(body.return_token_ids),
+        )
+        encoder = ChatChunks(
+            generation.id, generation.created, generation.model, generation.tally, options, n=generation.n
+        )
+        return EventStream(generation, first, encoder, service.settings)
+
+    choices = await generation.collect()
+    reply = ChatCompletion(
+        id=generation.id,
+        created=generation.created,
+        model=generation.model,
+        choices=[
+            ChatChoice(
+                index=index,
+                message=AssistantMessage(choice.text),
+                logprobs=chat_logprobs(choice.logprobs) if body.logprobs else None,
+                token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
+                **choice.ending(),
+            )
+            for index, choice in enumerate(choices)
+        ],
+        usage=generation.tally.usage(),
+    )
+    if body.return_token_ids:
+        reply.prompt_token_ids = choices[0].prompt_token_ids
+    return Response(msgspec.json.encode(reply), media_type="application/json")

@@ -1,0 +1,79 @@
+"""What the server needs of an engine, and nothing else; `novainfer.Engine` has it, and so has the tests' fake one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from novainfer.fsm.outputs import Delta
+from novainfer.fsm.params import SamplingParams
+
+
+class ModelInfo(Protocol):
+    """The served model; `created` is in seconds since 1970."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def created(self) -> int: ...
+
+
+class Statistics(Protocol):
+    """Gauges and totals of an engine at one moment; counts are in tokens, blocks, requests and steps."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def kv_blocks_total(self) -> int: ...
+    @property
+    def kv_blocks_free(self) -> int: ...
+    @property
+    def kv_blocks_cached(self) -> int: ...
+    @property
+    def kv_blocks_owned(self) -> int: ...
+    @property
+    def prompt_tokens_total(self) -> int: ...
+    @property
+    def generation_tokens_total(self) -> int: ...
+    @property
+    def prefix_cache_queries(self) -> int: ...
+    @property
+    def prefix_cache_hits(self) -> int: ...
+    @property
+    def preemptions(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def requests_finished(self) -> Mapping[str, int]: ...
+
+
+class ServedEngine(Protocol):
+    """An engine behind the HTTP API; each method is as in `novainfer.Engine`."""
+
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def model_info(self) -> ModelInfo: ...
+    def generate(
+        self, prompt: Any, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncGenerator[Delta, None]: ...
+    def cancel(self, request_id: str) -> bool: ...
+    def statistics(self) -> Statistics: ...
+    async def start(self) -> None: ...
+    async def drain(self, timeout_s: float) -> None: ...
+    async def aclose(self) -> None: ...
+
+
+class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """Messages for the model's chat template."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = {}

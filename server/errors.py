@@ -1,0 +1,150 @@
+"""From an exception to what a client reads: status, OpenAI's error body, and the headers that say when to try again.
+
+Errors that only HTTP can have extend the one tree of `novainfer` here:
+
+    CallerError
+    ├── MalformedBody         400  the body is not JSON
+    ├── AuthenticationError   401  no API key, or a wrong one
+    ├── PathNotFound          404  nothing is served at this path
+    ├── MethodNotAllowed      405  not with this method
+    ├── BodyTimeout           408  the body did not arrive in time
+    ├── PayloadTooLarge       413  the body is over the limit
+    └── UnsupportedMediaType  415  the body is not declared as JSON
+    ServerError
+    └── ModelLoading          503  the model is not loaded yet
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from novainfer.fsm.errors import CallerError, EngineOverloaded, NovaInferError, ServerError
+
+log = logging.getLogger("novainfer.server")
+
+Headers = list[tuple[bytes, bytes]]
+
+RETRY_AFTER_S = 2.0  # for a server that starts or stops; openai-python ignores anything over 120 s
+INTERNAL_MESSAGE = "The server failed on this request; its log says why. Other requests go on."
+
+
+class MalformedBody(CallerError):
+    """The body is not the JSON object it should be."""
+
+    code = "invalid_json"
+
+
+class AuthenticationError(CallerError):
+    """The request has no API key, or one that this server does not know."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class PathNotFound(CallerError):
+    """Nothing is served at this path."""
+
+    status = 404
+    type = "not_found_error"
+    code = "path_not_found"
+
+
+class MethodNotAllowed(CallerError):
+    """The path exists, but not for this method; `allow` lists those it has."""
+
+    status = 405
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        super().__init__(message)
+        self.allow = allow
+
+
+class BodyTimeout(CallerError):
+    """The body did not arrive in time."""
+
+    status = 408
+    type = "timeout_error"
+    code = "request_timeout"
+
+
+class PayloadTooLarge(CallerError):
+    """The body is over the limit."""
+
+    status = 413
+    code = "payload_too_large"
+
+
+class UnsupportedMediaType(CallerError):
+    """The body is not declared as JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class ModelLoading(ServerError):
+    """The model is not loaded and warm yet."""
+
+    code = "model_loading"
+
+
+class ErrorDetail(msgspec.Struct):
+    """The inside of OpenAI's error object; all of it is for programs but `message`, which is for people."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """OpenAI's error object, as a body and as the data of an SSE error event."""
+
+    error: ErrorDetail
+
+
+def error_body(error: Exception) -> bytes:
+    """The JSON body of `error`; the text of errors that are not ours stays in the log."""
+    if isinstance(error, NovaInferError):
+        detail = ErrorDetail(error.message, error.type, error.param, error.code)
+    else:
+        detail = ErrorDetail(INTERNAL_MESSAGE, NovaInferError.type, None, NovaInferError.code)
+    return msgspec.json.encode(ErrorBody(detail))
+
+
+def error_status(error: Exception) -> int:
+    """The HTTP status of `error`."""
+    return error.status if isinstance(error, NovaInferError) else 500
+
+
+def error_headers(error: Exception) -> Headers:
+    """The headers that go with `error`: when to try again, which methods there are, which authentication."""
+    headers: Headers = [(b"content-type", b"application/json")]
+    if isinstance(error, MethodNotAllowed):
+        headers.append((b"allow", error.allow.encode("ascii")))
+    elif isinstance(error, AuthenticationError):
+        headers.append((b"www-authenticate", b"Bearer"))
+    elif isinstance(error, ServerError) and error.status == 503:
+        wait_s = error.retry_after_s if isinstance(error, EngineOverloaded) else RETRY_AFTER_S
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
+        headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))))
+    return headers
+
+
+def log_if_ours(error: Exception, request_id: str) -> None:
+    """Log a failure that the caller did not cause; unknown exceptions with their traceback."""
+    if not isinstance(error, NovaInferError):
+        log.error("request %s failed", request_id, exc_info=error)
+    elif error.status == 500:
+        log.error("request %s failed: %s", request_id, error.message)
+
+
+def one_of(names: Iterable[str]) -> str:
+    """`a, b or c`: for sentences that say what would be right."""
+    *head, last = list(names)
+    return f"{', '.join(head)} or {last}" if head else last

@@ -1,0 +1,75 @@
+"""One HTTP request and its answer, as the guard and the handlers both see it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from starlette.types import Message, Scope, Send
+
+REQUEST_ID_CHARS_MAX = 128
+SCOPE_KEY = "nova.exchange"
+
+
+class Exchange:
+    """Follows an answer on its way out: adds the headers every answer has, and knows whether it began and ended."""
+
+    __slots__ = ("_send", "body", "ended", "ignored", "method", "num_bytes", "path", "request_id", "started", "status")
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.started = time.perf_counter()
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.request_id = _request_id(scope)
+        self.body = b""
+        self.ignored = b""  # the value of x-nova-ignored-fields
+        self.status = 0  # 0: no answer yet
+        self.ended = False
+        self.num_bytes = 0
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        """ASGI's `send`, for the handlers."""
+        if message["type"] == "http.response.start":
+            elapsed_ms = (time.perf_counter() - self.started) * 1000
+            headers = list(message.get("headers", ()))
+            headers.append((b"x-request-id", self.request_id.encode("ascii")))
+            headers.append((b"openai-processing-ms", b"%d" % elapsed_ms))
+            if self.ignored:
+                headers.append((b"x-nova-ignored-fields", self.ignored))
+            self.status = message["status"]
+            await self._send({**message, "headers": headers})
+            return
+        if message["type"] == "http.response.body":
+            self.num_bytes += len(message.get("body", b""))
+            self.ended = not message.get("more_body", False)
+        await self._send(message)
+
+    async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """Send a whole answer."""
+        headers = [*headers, (b"content-length", b"%d" % len(body))]
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header called `name` (lower case), or None."""
+    for key, value in scope["headers"]:
+        if key.lower() == name:
+            return bytes(value)
+    return None
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own x-request-id where it is fit to be a header and a log entry; else a new one."""
+    given = header(scope, b"x-request-id")
+    if given is not None and len(given) <= REQUEST_ID_CHARS_MAX:
+        text = given.decode("latin-1")
+        if is_printable_id(text):
+            return text
+    return secrets.token_hex(16)
+
+
+def is_printable_id(text: str) -> bool:
+    """True for 1 to 128 printable ASCII characters without spaces or quotes."""
+    return 0 < len(text) <= REQUEST_ID_CHARS_MAX and all("!" <= c <= "~" and c not in "\"'\\" for c in text)

@@ -1,0 +1,119 @@
+"""One HTTP request's work in the engine, whatever its shape: prompts in, deltas out, counted and timed as they pass."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from novainfer.fsm.errors import EngineOverloaded, InvalidParameter
+from novainfer.fsm.outputs import Delta
+from novainfer.fsm.params import SamplingParams
+from novainfer.server.exchange import is_printable_id
+from novainfer.server.merge import merge_deltas
+from novainfer.server.replies import Choice, Tally
+from novainfer.server.service import Service
+
+FIRST_DELTA_WAIT_S_MAX = 15.0  # then the stream begins without it, so that proxies and clients see life
+
+
+class Generation:
+    """A generator of deltas over all prompts; `close` once, whatever happened."""
+
+    def __init__(
+        self, service: Service, prefix: str, wanted_id: str, prompts: Sequence[Any], params: SamplingParams
+    ) -> None:
+        engine = service.ready_engine()
+        self._service = service
+        self.n = params.n
+        self.num_choices = len(prompts) * params.n
+        self.created = int(time.time())
+        self.model = engine.model_info.name
+        self.tally = Tally(len(prompts), params.n)
+        self._live = service.live.open(prefix, wanted_id, len(prompts))
+        sources = [
+            engine.generate(prompt, params, request_id=engine_id)
+            for prompt, engine_id in zip(prompts, self._live.engine_ids, strict=True)
+        ]
+        self.deltas = sources[0] if len(sources) == 1 else merge_deltas(sources, params.n)
+        self._started = time.perf_counter()
+        self._last = 0.0
+        self._is_closed = False
+
+    @property
+    def id(self) -> str:
+        return self._live.id
+
+    def note(self, delta: Delta) -> None:
+        """Count and time one delta."""
+        now = time.perf_counter()
+        metrics = self._service.metrics
+        num_tokens = len(delta.token_ids)
+        if not self._last:
+            metrics.time_to_first_token.observe(now - self._started)
+            self._live.engine_ids[delta.index // self.n] = delta.request_id  # the engine may have made it unique
+            self._last = now
+        elif num_tokens:
+            metrics.inter_token_latency.observe((now - self._last) / num_tokens, num_tokens)
+            self._last = now
+        self.tally.add(delta)
+
+    async def first(self) -> asyncio.Task[Delta]:
+        """Wait for the first delta, but not for ever; raises what went wrong before it, so that it gets a status."""
+        task = asyncio.ensure_future(anext(self.deltas))
+        interval_s = self._service.settings.sse_keep_alive_interval_s
+        try:
+            await asyncio.wait({task}, timeout=min(interval_s, FIRST_DELTA_WAIT_S_MAX) or FIRST_DELTA_WAIT_S_MAX)
+            if task.done():
+                task.result()
+        except BaseException as error:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self.close(error)
+            raise
+        return task
+
+    async def collect(self) -> list[Choice]:
+        """All deltas, put together by choice."""
+        choices = [Choice() for _ in range(self.num_choices)]
+        try:
+            async for delta in self.deltas:
+                self.note(delta)
+                choices[delta.index].add(delta)
+        except BaseException as error:
+            await self.close(error)
+            raise
+        await self.close(None)
+        return choices
+
+    async def close(self, error: BaseException | None) -> None:
+        """End the generation: cancels what still runs, and counts the end once; `error` is what ended it early."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        metrics = self._service.metrics
+        if error is None:
+            metrics.terminal_events["finish"] += 1
+            metrics.e2e_request_latency.observe(time.perf_counter() - self._started)
+            metrics.prompt_tokens.observe(self.tally.prompt_tokens)
+            metrics.generation_tokens.observe(self.tally.completion_tokens)
+        else:
+            metrics.terminal_events["error" if isinstance(error, Exception) else "disconnect"] += 1
+            if isinstance(error, EngineOverloaded):
+                metrics.rejections[error.code] += 1
+        try:
+            await self.deltas.aclose()
+        finally:
+            self._service.live.close(self._live)
+
+
+def wanted_id(body_id: str | None, exchange_id: str) -> str:
+    """The id the client would like: the body's, else the x-request-id."""
+    if body_id is None:
+        return exchange_id
+    if not is_printable_id(body_id):
+        raise InvalidParameter(
+            "request_id must be 1 to 128 printable ASCII characters without spaces and quotes", param="request_id"
+        )
+    return body_id

@@ -1,0 +1,168 @@
+"""The one ASGI wrapper around all endpoints: nothing gets in unchecked, nothing is left hanging on the way out.
+
+It reads the body first (bounded in size and time), runs the handler in this very task while a watcher waits for the
+client to leave, cancels the handler the moment it does, turns every exception into one answer, and lets none out once
+an answer has begun. Cancelling the handler is what cancels the request in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from novainfer.fsm.errors import NovaInferError
+from novainfer.server.errors import (
+    MethodNotAllowed,
+    PathNotFound,
+    error_body,
+    error_headers,
+    error_status,
+    log_if_ours,
+)
+from novainfer.server.exchange import SCOPE_KEY, Exchange
+from novainfer.server.limits import ClientGone, check_content_type, check_key, read_body
+from novainfer.server.service import Service
+
+access_log = logging.getLogger("novainfer.access")
+
+CLIENT_GONE_STATUS = 499  # nginx's; for the log and the metrics only
+
+
+class Guard:
+    """ASGI app around the router."""
+
+    def __init__(self, router: ASGIApp, service: Service, labels: Mapping[object, str]) -> None:
+        self._router = router
+        self._service = service
+        self._labels = labels  # endpoint -> path template, for the metrics
+        self._keys = tuple(key.encode("ascii") for key in service.settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1003})
+        else:
+            await self._http(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, send)
+        scope[SCOPE_KEY] = exchange
+        scope["app"] = self
+        task = asyncio.current_task()
+        assert task is not None
+        gone = False
+
+        async def watch() -> None:
+            nonlocal gone
+            while (await receive())["type"] != "http.disconnect":
+                pass  # a second request body event cannot come
+            if not exchange.ended:  # Hypercorn reports its own end of a complete answer as a disconnect, too
+                gone = True
+                task.cancel()
+
+        watcher: asyncio.Task[None] | None = None
+        try:
+            try:
+                await self._admit(scope, receive, exchange)
+                watcher = asyncio.create_task(watch())
+                await self._router(scope, _replay(exchange.body, watcher), exchange.send)
+            except ClientGone:
+                gone = True
+            except Exception as error:
+                await _fail(exchange, error, timeout_s=self._service.settings.write_stall_timeout_s)
+        except asyncio.CancelledError:
+            if not gone:
+                raise  # the server is being stopped
+            task.uncancel()
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+            self._record(scope, exchange, gone=gone)
+
+    async def _admit(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
+        refusal: NovaInferError | None = None
+        try:
+            check_key(scope, self._keys)
+            if scope["method"] == "POST":
+                check_content_type(scope)
+        except NovaInferError as error:
+            refusal = error
+        settings = self._service.settings
+        bytes_max = 0 if refusal is not None else self._service.body_bytes_max
+        try:
+            exchange.body = await read_body(receive, bytes_max=bytes_max, timeout_s=settings.body_timeout_s)
+        except NovaInferError as error:
+            raise refusal or error from None
+        if refusal is not None:
+            raise refusal
+
+    def _record(self, scope: Scope, exchange: Exchange, *, gone: bool) -> None:
+        status = CLIENT_GONE_STATUS if gone else exchange.status
+        route = self._labels.get(scope.get("endpoint"), "other")
+        method = exchange.method if exchange.method in _METHODS else "other"  # bounded labels
+        self._service.metrics.http_requests[method, route, status] += 1
+        if self._service.settings.access_log:
+            client = scope.get("client")
+            access_log.info(
+                '%s "%s %s HTTP/%s" %d %dB %.3fs id=%s',
+                client[0] if client else "-",
+                exchange.method,
+                exchange.path.encode("unicode_escape").decode("ascii")[:256],  # no forged lines in the log
+                scope["http_version"],
+                status,
+                exchange.num_bytes,
+                time.perf_counter() - exchange.started,
+                exchange.request_id,
+            )
+
+
+_METHODS = frozenset({"GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"})
+
+
+async def _fail(exchange: Exchange, error: Exception, *, timeout_s: float) -> None:
+    """Answer with `error`, or say it in the log when the answer has already begun (returning then ends the stream)."""
+    if isinstance(error, HTTPException):
+        error = _routing_error(error, exchange)
+    log_if_ours(error, exchange.request_id)
+    if not exchange.status:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await exchange.answer(error_status(error), error_headers(error), error_body(error))
+
+
+def _routing_error(error: HTTPException, exchange: Exchange) -> NovaInferError:
+    if error.status_code == 405:
+        allow = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+        return MethodNotAllowed(f"{exchange.path} takes {allow}, not {exchange.method}", allow=allow)
+    return PathNotFound(f"Nothing is served at {exchange.path[:200]}: see /openapi.json for what is")
+
+
+def _replay(body: bytes, watcher: asyncio.Task[None]) -> Receive:
+    """A `receive` for handlers: the body that was read already, then the client's leaving."""
+    sent = False
+
+    async def receive() -> Message:
+        nonlocal sent
+        if not sent:
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await asyncio.wait([watcher])
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """Nothing to do at either end: `serve` starts and stops the engine, in an order that lifespan cannot express."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,111 @@
+"""The small endpoints: models, health, version, cancel, metrics, and the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from novainfer.fsm.errors import ModelNotFound, RequestNotFound
+from novainfer.server.metrics import CONTENT_TYPE
+from novainfer.server.service import Service
+
+
+class Model(msgspec.Struct, kw_only=True):
+    """A served model; `max_model_len` is its context in tokens."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "novainfer"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+    permission: list[Any] = []
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """The answer of `GET /v1/models`."""
+
+    object: str = "list"
+    data: list[Model]
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """The answer of the health probes when all is well."""
+
+    status: str = "ok"
+    model: str
+
+
+class Cancelled(msgspec.Struct, kw_only=True):
+    """The answer of a cancel: `cancelled`, or `finished` when there was nothing left to cancel."""
+
+    id: str
+    object: str = "request.cancel"
+    status: str
+
+
+class Version(msgspec.Struct, kw_only=True):
+    """The answer of `GET /version`."""
+
+    version: str
+
+
+def json_response(reply: msgspec.Struct) -> Response:
+    """A 200 with `reply` as JSON."""
+    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+def _model(service: Service) -> Model:
+    info = service.ready_engine().model_info
+    return Model(id=info.name, root=info.name, created=info.created, max_model_len=info.max_model_len)
+
+
+async def list_models(service: Service, request: Request) -> Response:
+    """The one model that is served."""
+    return json_response(ModelList(data=[_model(service)]))
+
+
+async def get_model(service: Service, request: Request) -> Response:
+    """The model of this name, or 404."""
+    model, name = _model(service), request.path_params["model"]
+    if name != model.id:
+        raise ModelNotFound(f"The model {name!r} is not served here: use {model.id!r}", param="model")
+    return json_response(model)
+
+
+async def health(service: Service, request: Request) -> Response:
+    """200 when a request sent now would be taken; else 503 with the reason."""
+    return json_response(Health(model=service.ready_engine().model_info.name))
+
+
+async def live(service: Service, request: Request) -> Response:
+    """200 as long as the loop turns: restart the process only when this one fails."""
+    return Response(b'{"status":"ok"}', media_type="application/json")
+
+
+async def version(service: Service, request: Request) -> Response:
+    """The version of NovaInfer."""
+    return json_response(Version(version=service.version))
+
+
+async def cancel_request(service: Service, request: Request) -> Response:
+    """Cancel by the answer's id or the client's x-request-id; again is fine, unknown is 404."""
+    request_id: str = request.path_params["request_id"]
+    found = service.live.find(request_id)
+    if found is None:
+        raise RequestNotFound(f"There is no request {request_id[:200]!r}: it never was, or is long gone")
+    engine = service.ready_engine() if not service.is_draining else service.engine
+    assert engine is not None, "a request is live without an engine"
+    for generation in found:
+        for engine_id in generation.engine_ids:
+            engine.cancel(engine_id)
+    return json_response(Cancelled(id=request_id, status="cancelled" if found else "finished"))
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    """Prometheus's text format."""
+    return Response(service.metrics.expose(service), headers={"content-type": CONTENT_TYPE})

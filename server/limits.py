@@ -1,0 +1,73 @@
+"""What is checked before a handler sees a request: API key, content type, the body's size and its arrival in time.
+
+A refused body is still read, up to a limit, before the answer goes out: an early answer makes HTTP/1.1 clients lose
+it to a connection reset, and some HTTP/2 clients too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+
+from starlette.types import Receive, Scope
+
+from novainfer.server.errors import AuthenticationError, BodyTimeout, PayloadTooLarge, UnsupportedMediaType
+from novainfer.server.exchange import header
+
+PUBLIC_PATHS = frozenset({"/health", "/healthz", "/livez", "/readyz", "/ping"})
+DISCARDED_BYTES_MAX = 16 * 1024 * 1024  # read and dropped from a body over the limit, so that its sender hears why
+
+
+class ClientGone(Exception):
+    """The client went away before its request was complete."""
+
+
+def check_key(scope: Scope, keys: tuple[bytes, ...]) -> None:
+    """Raise `AuthenticationError` unless the path is a probe's, no keys are set, or the request carries one of them."""
+    if not keys or scope["path"] in PUBLIC_PATHS:
+        return
+    given = header(scope, b"authorization")
+    if given is None:
+        raise AuthenticationError("This server needs an API key: send the header `Authorization: Bearer KEY`")
+    scheme, _, key = given.partition(b" ")
+    # every key is compared, so that the time taken says nothing about which one came close
+    matches = [hmac.compare_digest(key.strip(), known) for known in keys]
+    if scheme.lower() != b"bearer" or not any(matches):
+        raise AuthenticationError("The API key is not valid on this server")
+
+
+def check_content_type(scope: Scope) -> None:
+    """Raise `UnsupportedMediaType` unless a body is declared as JSON, or not declared at all."""
+    given = header(scope, b"content-type")
+    if given is None:
+        return
+    media_type = given.split(b";", 1)[0].strip().lower()
+    if media_type != b"application/json" and not media_type.endswith(b"+json"):
+        raise UnsupportedMediaType(
+            f"The content type must be application/json, not {media_type.decode('latin-1')[:100]!r}"
+        )
+
+
+async def read_body(receive: Receive, *, bytes_max: int, timeout_s: float) -> bytes:
+    """The whole body; raises `PayloadTooLarge`, `BodyTimeout`, or `ClientGone`."""
+    chunks: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunk: bytes = message.get("body", b"")
+                num_bytes += len(chunk)
+                if num_bytes <= bytes_max:
+                    chunks.append(chunk)
+                elif num_bytes > bytes_max + DISCARDED_BYTES_MAX:
+                    break
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        raise BodyTimeout(f"The body did not arrive within {timeout_s:g} seconds") from None
+    if num_bytes > bytes_max:
+        raise PayloadTooLarge(f"The body is over this server's limit of {bytes_max} bytes")
+    return b"".join(chunks)

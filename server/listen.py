@@ -1,0 +1,70 @@
+"""The listening socket, and Hypercorn's configuration around it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import ssl
+from pathlib import Path
+
+from hypercorn.config import Config
+
+from novainfer.fsm.errors import InvalidParameter
+from novainfer.server.settings import ServerSettings
+
+FLUSH_TIMEOUT_S = 3.0  # for the last bytes of answers that are already written, after the engine has drained
+REQUESTS_PER_CONNECTION_MAX = 1_000_000_000  # Hypercorn's own limit of 1000 silences streams in flight
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A listening socket; raises `InvalidParameter` in one sentence when the address cannot be had."""
+    host, port = settings.host.strip("[]"), settings.port
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.create_server(
+            address[:2],
+            family=family,
+            backlog=settings.backlog,
+            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+        )
+    except socket.gaierror as error:
+        raise InvalidParameter(f"host {host!r} is not known: {error.strerror}", param="host") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InvalidParameter(
+                f"port {port} of {host} is in use: choose another, or stop what listens there", param="port"
+            ) from None
+        raise InvalidParameter(
+            f"port {port} of {host} cannot be used: {os.strerror(error.errno or 0)}", param="port"
+        ) from None
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # A client that stopped reading is dropped by the kernel, whatever layer above waits for it.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.write_stall_timeout_s * 1000))
+    return sock
+
+
+def hypercorn_config(settings: ServerSettings, sock: socket.socket, certificate: tuple[Path, Path] | None) -> Config:
+    """Hypercorn on `sock` (which it takes over); raises `InvalidParameter` when the certificate cannot be used."""
+    config = Config()
+    if certificate is not None:
+        config.certfile, config.keyfile = (str(path) for path in certificate)
+        try:
+            config.create_ssl_context()
+        except (OSError, ssl.SSLError) as error:
+            reason = error.strerror or error.args[-1]
+            raise InvalidParameter(
+                f"ssl_certfile or ssl_keyfile cannot be used: {reason}", param="ssl_certfile"
+            ) from None
+    config.bind = [f"fd://{sock.detach()}"]
+    config.errorlog = logging.getLogger("novainfer.http")
+    config.accesslog = None  # it copies os.environ for every line; ours is in guard.py
+    config.include_server_header = False
+    config.backlog = settings.backlog
+    config.graceful_timeout = FLUSH_TIMEOUT_S
+    config.keep_alive_timeout = settings.keep_alive_timeout_s
+    config.keep_alive_max_requests = REQUESTS_PER_CONNECTION_MAX
+    config.h2_max_concurrent_streams = settings.http2_max_concurrent_streams
+    config.max_app_queue_size = 0  # a full queue of an app that has ended would hold its connection's task for ever
+    return config

@@ -1,0 +1,95 @@
+"""The OpenAPI 3.1 document, made from the very Structs that decode and encode the bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from novainfer.server.errors import ErrorBody
+from novainfer.server.info import Cancelled, Health, Model, ModelList, Version
+from novainfer.server.protocol import ChatCompletionRequest, CompletionRequest
+from novainfer.server.replies import ChatCompletion, Completion
+
+ERRORS = {
+    400: "a field is wrong, unsupported, or too long for the context",
+    401: "the API key is missing or wrong",
+    404: "no such model, request or path",
+    408: "the body, or the request's own deadline, took too long",
+    413: "the body is over the limit",
+    415: "the body is not declared as JSON",
+    500: "the server failed on this request",
+    503: "full, loading or shutting down; see Retry-After",
+}
+
+
+def _content(schema: dict[str, Any], media_type: str = "application/json") -> dict[str, Any]:
+    return {media_type: {"schema": schema}}
+
+
+def build_openapi(version: str) -> dict[str, Any]:
+    """The document as a dict."""
+    types = (
+        *(ChatCompletionRequest, CompletionRequest, ChatCompletion, Completion),
+        *(ModelList, Model, Health, Cancelled, Version, ErrorBody),
+    )
+    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    by_type: dict[type, dict[str, Any]] = dict(zip(types, schemas, strict=True))
+
+    def operation(
+        summary: str,
+        answer: type | None,
+        *,
+        body: type | None = None,
+        errors: tuple[int, ...] = (401, 503),
+        streams: bool = False,
+        media_type: str = "application/json",
+        parameter: str | None = None,
+        public: bool = False,
+    ) -> dict[str, Any]:
+        content = _content(by_type[answer] if answer is not None else {"type": "string"}, media_type)
+        if streams:
+            content |= _content({"type": "string"}, "text/event-stream")
+        responses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
+        for status in errors:
+            responses[str(status)] = {"description": ERRORS[status], "content": _content(by_type[ErrorBody])}
+        entry: dict[str, Any] = {"summary": summary, "responses": responses}
+        if body is not None:
+            entry["requestBody"] = {"required": True, "content": _content(by_type[body])}
+        if parameter is not None:
+            entry["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}]
+        if public:
+            entry["security"] = []
+        return entry
+
+    generates: dict[str, Any] = {"errors": (400, 401, 404, 408, 413, 415, 500, 503), "streams": True}
+    probe: dict[str, Any] = {"public": True, "errors": (503,)}
+    paths: dict[str, Any] = {
+        "/v1/chat/completions": {
+            "post": operation("Answer a conversation", ChatCompletion, body=ChatCompletionRequest, **generates)
+        },
+        "/v1/completions": {
+            "post": operation("Continue one prompt or several", Completion, body=CompletionRequest, **generates)
+        },
+        "/v1/models": {"get": operation("List the models", ModelList)},
+        "/v1/models/{model}": {
+            "get": operation("One model", Model, errors=(401, 404, 503), parameter="model"),
+        },
+        "/v1/requests/{request_id}/cancel": {
+            "post": operation("Cancel a request", Cancelled, errors=(401, 404, 503), parameter="request_id")
+        },
+        "/health": {"get": operation("Ready for requests?", Health, **probe)},
+        "/healthz": {"get": operation("Ready for requests?", Health, **probe)},
+        "/version": {"get": operation("Version", Version)},
+        "/metrics": {"get": operation("Prometheus metrics", None, media_type="text/plain", errors=(401,))},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "NovaInfer", "version": version, "description": "OpenAI-compatible inference over HTTP/2"},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"apiKey": []}],
+    }

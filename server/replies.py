@@ -1,0 +1,216 @@
+"""What goes back: OpenAI's response objects, usage, and log probabilities in the two shapes that OpenAI has."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from novainfer.fsm.outputs import Delta, FinishReason, TokenLogprob
+
+LOGPROB_MIN = -9999.0  # JSON has no -inf; vLLM's value
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Token counts of the whole request, all prompts and choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log probabilities as chat completions give them."""
+
+    content: list[ChatLogprob]
+    refusal: str | None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log probabilities as completions give them: parallel lists, offsets in characters of the choice's text."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class AssistantMessage(msgspec.Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """`seed` reproduces the draw; `token_ids` only with `return_token_ids`."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    seed: int | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """The answer of `POST /v1/chat/completions` without `stream`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """`seed` reproduces the draw; token ids only with `return_token_ids`."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    seed: int | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """The answer of `POST /v1/completions` without `stream`."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Tally:
+    """Counts tokens of one HTTP request as its deltas pass; choice i belongs to prompt i // n."""
+
+    def __init__(self, num_prompts: int, n: int) -> None:
+        self._n = n
+        self._prompt_tokens = [0] * num_prompts
+        self._cached_tokens = [0] * num_prompts
+        self.completion_tokens = 0
+
+    def add(self, delta: Delta) -> None:
+        prompt_index = delta.index // self._n
+        self._prompt_tokens[prompt_index] = delta.num_prompt_tokens
+        self._cached_tokens[prompt_index] = delta.num_cached_tokens
+        self.completion_tokens += len(delta.token_ids)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self._prompt_tokens)
+
+    def usage(self) -> Usage:
+        prompt_tokens = self.prompt_tokens
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=prompt_tokens + self.completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(sum(self._cached_tokens)),
+        )
+
+
+class Choice:
+    """One choice put together from its deltas, for an answer that is not streamed."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_token_ids: list[int] = []
+        self.last: Delta | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            self.logprobs.extend(delta.logprobs)
+        if delta.prompt_token_ids is not None:
+            self.prompt_token_ids = delta.prompt_token_ids
+        self.last = delta
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def ending(self) -> dict[str, Any]:
+        """`finish_reason`, `stop_reason` and `seed`, for the choice's constructor."""
+        assert self.last is not None, "a choice ended without a delta"
+        assert self.last.finish_reason is not None, "a choice ended without a reason"
+        return {
+            "finish_reason": self.last.finish_reason,
+            "stop_reason": self.last.stop_reason,
+            "seed": self.last.seed,
+        }
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOGPROB_MIN
+
+
+def chat_logprobs(logprobs: list[TokenLogprob]) -> ChatLogprobs:
+    """Chat's shape; a token that is no whole character reads as U+FFFD and is exact in `bytes`."""
+    return ChatLogprobs(
+        [
+            ChatLogprob(
+                item.token.decode("utf-8", "replace"),
+                _finite(item.logprob),
+                list(item.token),
+                [
+                    TopLogprob(token.decode("utf-8", "replace"), _finite(logprob), list(token))
+                    for _, token, logprob in item.top
+                ],
+            )
+            for item in logprobs
+        ]
+    )
+
+
+def _key(token: bytes) -> str:
+    """A token as the key of `top_logprobs`: its text, or OpenAI's `bytes:\\xe2\\x96` where it is no whole character."""
+    try:
+        return token.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def completion_logprobs(logprobs: list[TokenLogprob], *, offset: int = 0) -> CompletionLogprobs:
+    """Completions' shape; `offset` is where the first of these tokens begins, in characters."""
+    reply = CompletionLogprobs([], [], [], [])
+    for item in logprobs:
+        text = _key(item.token)
+        top = {_key(token): _finite(logprob) for _, token, logprob in item.top}
+        top.setdefault(text, _finite(item.logprob))  # lm-eval looks the chosen token up here
+        reply.text_offset.append(offset)
+        reply.token_logprobs.append(_finite(item.logprob))
+        reply.tokens.append(text)
+        reply.top_logprobs.append(top)
+        offset += len(item.token.decode("utf-8", "replace"))
+    return reply

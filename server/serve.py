@@ -1,0 +1,178 @@
+"""Runs an engine behind HTTP until told to stop, in one event loop.
+
+bind            a port in use is told before the model loads
+listen          /health answers 503 `model_loading`, everything else too
+engine.start    then the ready line
+stop            by SIGINT, SIGTERM or `stop.set()`: new requests get 503 `draining`, running ones go on for
+                `shutdown_timeout_s`, the rest end with an error event
+close           what is written is flushed, connections and engine are closed; a second signal ends at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import hypercorn.asyncio
+
+from novainfer.server import http2
+from novainfer.server.app import create_app
+from novainfer.server.engine import ServedEngine
+from novainfer.server.listen import FLUSH_TIMEOUT_S, bind, hypercorn_config
+from novainfer.server.service import Service
+from novainfer.server.settings import ServerSettings
+from novainfer.server.tls import write_self_signed
+
+log = logging.getLogger("novainfer.server")
+
+MakeEngine = Callable[[], ServedEngine]
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+class Server:
+    """One listening socket and what is served on it; `run` returns when it has been stopped and all is closed."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.service = Service(None, settings)
+        self.stop = asyncio.Event()
+        self.is_listening = asyncio.Event()
+        self.ready = asyncio.Event()
+        self._sock = bind(settings)
+        self.port: int = self._sock.getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches the server."""
+        has_tls = self.settings.self_signed or self.settings.ssl_certfile is not None
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.settings.host, self.settings.host)
+        if ":" in host and not host.startswith("["):
+            host = f"[{host}]"
+        return f"{'https' if has_tls else 'http'}://{host}:{self.port}"
+
+    async def run(self, make_engine: MakeEngine, *, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until `stop` is set; raises what `make_engine` or `engine.start` raise, after closing everything."""
+        close_http = asyncio.Event()
+        with ExitStack() as stack:
+            config = hypercorn_config(self.settings, self._sock, self._certificate(stack))
+            http2.install()
+
+            async def until_closed() -> None:
+                self.is_listening.set()
+                await close_http.wait()
+
+            app = create_app(self.service)
+            http = asyncio.create_task(
+                hypercorn.asyncio.serve(app, config, shutdown_trigger=until_closed)  # type: ignore[arg-type]
+            )
+            try:
+                await self._run_engine(make_engine, on_ready)
+            finally:
+                self.service.is_draining = True
+                close_http.set()
+                # Hypercorn waits FLUSH_TIMEOUT_S itself; from Python 3.12 on it may wait for ever (its issue 308)
+                await asyncio.wait({http}, timeout=FLUSH_TIMEOUT_S + 1.0)
+                http.cancel()
+                await asyncio.gather(http, return_exceptions=True)
+                if self.service.engine is not None:
+                    await self.service.engine.aclose()
+
+    def _certificate(self, stack: ExitStack) -> tuple[Path, Path] | None:
+        if self.settings.self_signed:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="novainfer-"))
+            return write_self_signed(Path(folder), self.settings.host)
+        if self.settings.ssl_certfile is not None and self.settings.ssl_keyfile is not None:
+            return self.settings.ssl_certfile, self.settings.ssl_keyfile
+        return None
+
+    async def _run_engine(self, make_engine: MakeEngine, on_ready: Callable[[], None]) -> None:
+        stop = asyncio.create_task(self.stop.wait())
+        try:
+            engine = await asyncio.to_thread(make_engine)
+            self.service.engine = engine
+            start = asyncio.create_task(engine.start())
+            try:
+                await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not start.done():
+                    start.cancel()
+                    await asyncio.gather(start, return_exceptions=True)
+            if start.cancelled():
+                return
+            start.result()
+            self.ready.set()
+            on_ready()
+            await stop
+            self.service.is_draining = True
+            await engine.drain(self.settings.shutdown_timeout_s)
+        finally:
+            stop.cancel()
+
+
+def run_server(settings: ServerSettings, make_engine: MakeEngine) -> int:
+    """The command `novainfer serve`: until a signal comes; returns the exit code."""
+    started = time.perf_counter()
+
+    async def main() -> None:
+        server = Server(settings)
+        _stop_on_signals(server)
+        print(f"Loading the model; {server.url}/health says when it is ready", file=sys.stderr, flush=True)
+
+        def on_ready() -> None:
+            print(ready_line(server, time.perf_counter() - started), flush=True)
+
+        await server.run(make_engine, on_ready=on_ready)
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(main())
+    return 0
+
+
+def ready_line(server: Server, elapsed_s: float) -> str:
+    """What a user sees when the server is warm: where it is, and a command to try."""
+    engine = server.service.engine
+    assert engine is not None, "ready without an engine"
+    name = engine.model_info.name
+    options = " -k" if server.settings.self_signed else ""
+    key = " \\\n    -H 'authorization: Bearer KEY'" if server.settings.api_keys else ""
+    return (
+        f"NovaInfer {server.service.version} serves {name} at {server.url} (ready in {elapsed_s:.1f} s)\n"
+        f"  curl -N{options} {server.url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n"
+        f'    -d \'{{"model": "{name}", "stream": true, '
+        '"messages": [{"role": "user", "content": "Hello, who are you?"}]}\''
+    )
+
+
+def _stop_on_signals(server: Server) -> None:
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if server.stop.is_set():
+            os._exit(EXIT_INTERRUPTED)
+        server.stop.set()
+        print(
+            f"\nStopping: {server.service.live.num_live} running requests have up to "
+            f"{server.settings.shutdown_timeout_s:g} s; once more ends at once",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

@@ -1,0 +1,59 @@
+"""What all handlers share: the engine once it is there, settings, metrics, the directory of live requests."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from novainfer.fsm.errors import EngineDraining, ModelNotFound
+from novainfer.server.engine import ServedEngine
+from novainfer.server.errors import ModelLoading
+from novainfer.server.live import LiveRequests
+from novainfer.server.metrics import Metrics
+from novainfer.server.settings import ServerSettings
+
+
+def package_version() -> str:
+    """The installed version of NovaInfer."""
+    try:
+        return version("novainfer")
+    except PackageNotFoundError:  # run from a source tree
+        return "0+unknown"
+
+
+class Service:
+    """State of one app; `engine` is None until its configuration was accepted, and not ready until it is warm."""
+
+    def __init__(self, engine: ServedEngine | None, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.metrics = Metrics()
+        self.live = LiveRequests()
+        self.is_draining = False
+        self.version = package_version()
+
+    @property
+    def is_ready(self) -> bool:
+        """True when a request sent now would be taken."""
+        return self.engine is not None and self.engine.is_ready and not self.is_draining
+
+    def ready_engine(self) -> ServedEngine:
+        """The engine; raises `EngineDraining` or `ModelLoading` when it takes no requests."""
+        if self.is_draining:
+            raise EngineDraining("The server is shutting down: send the request to another one, or try again later")
+        if self.engine is None or not self.engine.is_ready:
+            raise ModelLoading("The model is still loading: try again in a moment")
+        return self.engine
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `ModelNotFound` unless `name` is the served model (or left out, as there is only one)."""
+        served = self.ready_engine().model_info.name
+        if name is not None and name != served:
+            raise ModelNotFound(
+                f"The model {name!r} is not served here: use {served!r} (GET /v1/models lists it)", param="model"
+            )
+
+    @property
+    def body_bytes_max(self) -> int:
+        """The body limit in bytes; while the model loads, that of a short context."""
+        max_model_len = self.engine.model_info.max_model_len if self.is_ready and self.engine is not None else 0
+        return self.settings.body_bytes_max(max_model_len)

@@ -1,0 +1,62 @@
+"""Everything the HTTP side can be told, in one immutable record; the engine has its own (`EngineConfig`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from novainfer.fsm.errors import InvalidParameter
+
+BODY_BYTES_MIN = 1_000_000  # a long chat history; grows with the model's context (`body_bytes_max`)
+BODY_BYTES_PER_TOKEN = 16  # an English token is 4 bytes of text, or up to 9 as a number in a JSON list
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the server listens and what it lets in; raises `InvalidParameter`, naming the field.
+
+    `sse_keep_alive_interval_s` is the longest silence on a stream before a comment line (0 switches them off).
+    `write_stall_timeout_s` ends a stream whose client has taken nothing for so long. `body_bytes` limits a request's
+    body; None means 1 MB, or more when the model's context is long. `shutdown_timeout_s` is what running requests
+    get to finish when the server is told to stop.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    self_signed: bool = False
+    access_log: bool = False
+    sse_keep_alive_interval_s: float = 15.0
+    write_stall_timeout_s: float = 120.0
+    shutdown_timeout_s: float = 30.0
+    body_bytes: int | None = None
+    body_timeout_s: float = 30.0
+    http2_max_concurrent_streams: int = 1000
+    keep_alive_timeout_s: float = 75.0  # nginx's and SGLang's; above the 60 s of common load balancers
+    backlog: int = 1024
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise InvalidParameter(f"port must be between 0 and 65535, not {self.port}", param="port")
+        for name in ("write_stall_timeout_s", "body_timeout_s", "keep_alive_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidParameter(f"{name} must be more than 0 seconds", param=name)
+        for name in ("sse_keep_alive_interval_s", "shutdown_timeout_s"):
+            if not getattr(self, name) >= 0:
+                raise InvalidParameter(f"{name} must be at least 0 seconds", param=name)
+        for name in ("http2_max_concurrent_streams", "body_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidParameter(f"{name} must be at least 1, not {value}", param=name)
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise InvalidParameter("ssl_certfile and ssl_keyfile go together", param="ssl_certfile")
+        if self.self_signed and self.ssl_certfile is not None:
+            raise InvalidParameter("self_signed makes its own certificate; leave ssl_certfile out", param="self_signed")
+        if any(not key or not key.isascii() for key in self.api_keys):
+            raise InvalidParameter("api_key must be ASCII and not empty", param="api_key")
+
+    def body_bytes_max(self, max_model_len: int) -> int:
+        """The body limit in bytes for a model whose context is `max_model_len` tokens."""
+        return self.body_bytes or max(BODY_BYTES_MIN, BODY_BYTES_PER_TOKEN * max_model_len)

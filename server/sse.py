@@ -1,0 +1,130 @@
+"""A generation as server-sent events, with exactly one ending.
+
+    ok      … chunks …   [usage chunk]   data: [DONE]      end of stream
+    error   … chunks …   data: {"error": {…}}              end of stream, no [DONE]: strict clients take it as success
+    client gone, or it stopped reading for `write_stall_timeout_s`: the generation is cancelled, nothing more is sent
+
+Between events, a comment line goes out after each silent interval. One timer per stream does that and looks for stalled
+writes: it is not re-armed per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from starlette.types import Receive, Scope, Send
+
+from novainfer.fsm.outputs import Delta
+from novainfer.server.chunks import KEEP_ALIVE, StreamEncoder
+from novainfer.server.errors import error_body, log_if_ours
+from novainfer.server.generation import Generation
+from novainfer.server.settings import ServerSettings
+
+log = logging.getLogger("novainfer.server")
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
+]
+
+
+class EventStream:
+    """ASGI response: the chunks of `generation`, whose first delta is (or will be) in `first`."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        first: asyncio.Task[Delta],
+        encoder: StreamEncoder,
+        settings: ServerSettings,
+    ) -> None:
+        self._generation = generation
+        self._first = first
+        self._encoder = encoder
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation, encoder = self._generation, self._encoder
+        writer = _Writer(send, self._settings)
+        ended_by: BaseException | None = None
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            begin = encoder.begin()
+            if not self._first.done():
+                await writer.write(begin)
+                begin = b""
+            delta = await self._first
+            generation.note(delta)
+            await writer.write(begin + encoder.delta(delta))
+            async for delta in generation.deltas:
+                generation.note(delta)
+                if data := encoder.delta(delta):
+                    await writer.write(data)
+            await writer.write(encoder.end(), is_last=True)
+        except Exception as error:
+            ended_by = error
+            log_if_ours(error, generation.id)
+            await writer.write(b"data: " + error_body(error) + b"\n\n", is_last=True)
+        except asyncio.CancelledError as error:
+            ended_by = error
+            if not writer.has_stalled:
+                raise
+            log.warning("request %s: the client took nothing for too long, cancelled", generation.id)
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+        finally:
+            writer.close()
+            self._first.cancel()
+            await generation.close(ended_by)
+
+
+class _Writer:
+    """Sends events, and comment lines when there are none; cancels its task when a send makes no progress."""
+
+    def __init__(self, send: Send, settings: ServerSettings) -> None:
+        self._send = send
+        self._keep_alive_s = settings.sse_keep_alive_interval_s
+        self._stall_s = settings.write_stall_timeout_s
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._ping: asyncio.Task[None] | None = None
+        self._last = self._loop.time()  # when the last send ended
+        self._is_sending = False
+        self.has_stalled = False
+        self._period_s = min(self._keep_alive_s, self._stall_s) if self._keep_alive_s else self._stall_s
+        self._timer = self._loop.call_later(self._period_s, self._beat)
+
+    async def write(self, data: bytes, *, is_last: bool = False) -> None:
+        if not data and not is_last:
+            return
+        self._is_sending = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        self._is_sending = False
+        self._last = self._loop.time()
+
+    def _beat(self) -> None:
+        silent_s = self._loop.time() - self._last
+        if self._is_sending or (self._ping is not None and not self._ping.done()):
+            if silent_s >= self._stall_s:
+                self.has_stalled = True
+                self._task.cancel()
+                return
+        elif self._keep_alive_s and silent_s >= self._keep_alive_s:
+            self._ping = self._loop.create_task(self._send_ping())
+            silent_s = 0.0
+        wait_s = self._period_s - silent_s if silent_s < self._period_s else self._period_s
+        self._timer = self._loop.call_later(max(wait_s, 0.001), self._beat)
+
+    async def _send_ping(self) -> None:
+        await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        self._last = self._loop.time()
+
+    def close(self) -> None:
+        self._timer.cancel()
+        if self._ping is not None:
+            self._ping.cancel()

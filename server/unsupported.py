@@ -1,0 +1,82 @@
+"""Fields that are known and not built: neutral values pass, others are refused, because to ignore them would lie.
+
+A field is refused when it would change the answer (or what a caller relies on, as `cache_salt`'s isolation). Fields
+that only hint, and unknown ones, are let through; the answer names them in its `x-nova-ignored-fields` header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from novainfer.fsm.errors import UnsupportedParameter
+
+NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
+
+# field -> values that mean what the server does anyway (NOTHING always does)
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": (),
+    "tool_choice": ("none", "auto"),  # with no tools, which is checked on its own
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "grammar": (),
+    "stop_regex": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "suffix": (),
+    "use_beam_search": (),
+    "length_penalty": (1, 1.0),
+    "prompt_logprobs": (),
+    "bad_words": (),
+    "logits_processors": (),
+    "truncate_prompt_tokens": (),
+    "chat_template": (),
+    "documents": (),
+    "prompt_embeds": (),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+}
+ADD_SPECIAL_TOKENS = "add_special_tokens"  # its neutral value differs between the two endpoints
+
+WITHOUT_EFFECT = frozenset({"user", "metadata"})  # never meant to have one, so not worth a header
+HEADER_BYTES_MAX = 1024
+NAME_CHARS_MAX = 64
+
+
+def ignored_fields(fields: Mapping[str, msgspec.Raw], known: frozenset[str], *, adds_special_tokens: bool) -> list[str]:
+    """The names in `fields` (a body's top level) that have no effect; raises `UnsupportedParameter` for the others."""
+    ignored = []
+    for name, raw in fields.items():
+        if name in known:
+            continue
+        if name == ADD_SPECIAL_TOKENS:
+            neutral: tuple[Any, ...] = (None, adds_special_tokens)
+        elif name in UNSUPPORTED:
+            neutral = NOTHING + UNSUPPORTED[name]
+        else:
+            if name not in WITHOUT_EFFECT:
+                ignored.append(name)
+            continue
+        value = msgspec.json.decode(raw)
+        if not any(value == item and type(value) is type(item) for item in neutral):
+            raise UnsupportedParameter(f"{name} is not supported by this server: leave it out", param=name)
+    return ignored
+
+
+def header_value(names: list[str]) -> bytes:
+    """The names as a header's value: ASCII names only, cut to a sane length."""
+    kept = [name for name in names if len(name) <= NAME_CHARS_MAX and name.replace("_", "").replace("-", "").isalnum()]
+    return ", ".join(name for name in kept if name.isascii()).encode()[:HEADER_BYTES_MAX]

@@ -1,0 +1,75 @@
+"""Servers on ephemeral loopback ports, each in the test's own event loop, over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from novainfer.server.engine import ServedEngine
+from novainfer.server.serve import Server
+from novainfer.server.settings import ServerSettings
+from tests.server.fakes import FakeEngine
+
+TIMEOUT_S = 10.0
+
+
+@asynccontextmanager
+async def running(engine: ServedEngine, *, wait_ready: bool = True, **settings: Any) -> AsyncIterator[Server]:
+    """A server of `engine` on a free port, stopped at the end."""
+    server = Server(ServerSettings(port=0, **settings))
+    task = asyncio.create_task(server.run(lambda: engine))
+    try:
+        waits = {asyncio.create_task(server.is_listening.wait())}
+        if wait_ready:
+            waits.add(asyncio.create_task(server.ready.wait()))
+        async with asyncio.timeout(TIMEOUT_S):
+            while waits and not task.done():
+                _, pending = await asyncio.wait({task, *waits}, return_when=asyncio.FIRST_COMPLETED)
+                waits = pending - {task}
+        for wait in waits:
+            wait.cancel()
+        if task.done():
+            task.result()
+        yield server
+    finally:
+        server.stop.set()
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.gather(task, return_exceptions=True)
+
+
+Serve = Callable[..., Awaitable[Server]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """`await serve(engine, **settings)`: a running server, stopped after the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(engine: ServedEngine, **settings: Any) -> Server:
+            settings.setdefault("shutdown_timeout_s", 0.0)
+            return await stack.enter_async_context(running(engine, **settings))
+
+        yield start
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+async def server(serve: Serve, engine: FakeEngine) -> Server:
+    return await serve(engine)
+
+
+@pytest.fixture(params=["http/1.1", "h2c"])
+async def client(request: pytest.FixtureRequest, server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of `server`, over each version of HTTP."""
+    http2 = request.param == "h2c"
+    async with httpx.AsyncClient(base_url=server.url, http1=not http2, http2=http2, timeout=TIMEOUT_S) as client:
+        yield client

@@ -1,0 +1,196 @@
+"""A scripted engine with the interface that the server needs: tokens on demand, failures where a test wants them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import msgspec
+
+from novainfer.fsm.errors import (
+    ContextLengthExceeded,
+    EngineDraining,
+    EngineOverloaded,
+    NovaInferError,
+    RequestCancelled,
+)
+from novainfer.fsm.outputs import Delta, FinishReason, TokenLogprob
+from novainfer.fsm.params import SamplingParams
+
+ANSWER = ("Hello", ",", " wor", "ld", "!")
+
+
+class FakeModelInfo(msgspec.Struct, frozen=True):
+    name: str = "fake"
+    max_model_len: int = 64
+    created: int = 1_700_000_000
+
+
+class FakeStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 100
+    kv_blocks_free: int = 90
+    kv_blocks_cached: int = 6
+    kv_blocks_owned: int = 4
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    prefix_cache_queries: int = 10
+    prefix_cache_hits: int = 5
+    preemptions: int = 0
+    steps: int = 0
+    requests_finished: dict[str, int] = {}
+
+
+class Active:
+    """A request in progress: how many tokens it may still give, and the error that is to end it."""
+
+    def __init__(self) -> None:
+        self.permits = 0
+        self.error: NovaInferError | None = None
+        self.changed = asyncio.Event()
+
+
+class FakeEngine:
+    """Answers every prompt with `answer`, a token per piece.
+
+    `is_paced`: a token goes out only when `release` allows it. `fail_at` raises `failure` in place of that token.
+    `overloaded` refuses everything. `is_ready` may be set by hand.
+    """
+
+    def __init__(self, *, answer: tuple[str, ...] = ANSWER, is_paced: bool = False, is_ready: bool = True) -> None:
+        self.answer = answer
+        self.is_paced = is_paced
+        self.is_ready = False
+        self._ready_after_start = is_ready
+        self.model_info = FakeModelInfo()
+        self.fail_at: int | None = None
+        self.failure: Exception = RuntimeError("a secret that must not leave the server")
+        self.start_failure: NovaInferError | None = None
+        self.overloaded = False
+        self.is_draining = False
+        self.is_closed = False
+        self.active: dict[str, Active] = {}
+        self.seen: list[tuple[Any, SamplingParams, str]] = []  # prompt, params, id of every request
+        self.left_early: list[str] = []  # ids of requests whose reader went away before their end
+        self.changed = asyncio.Condition()
+        self.start_gate: asyncio.Event | None = None
+
+    async def start(self) -> None:
+        if self.start_gate is not None:
+            await self.start_gate.wait()
+        if self.start_failure is not None:
+            raise self.start_failure
+        self.is_ready = self._ready_after_start
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+        self.is_ready = False
+
+    async def drain(self, timeout_s: float) -> None:
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.wait_until(lambda: not self.active)
+        except TimeoutError:
+            for active in self.active.values():
+                active.error = EngineDraining("The server is shutting down")
+                active.changed.set()
+            await self.wait_until(lambda: not self.active)
+
+    def cancel(self, request_id: str) -> bool:
+        active = self.active.get(request_id)
+        if active is None:
+            return False
+        active.error = RequestCancelled("The request was cancelled")
+        active.changed.set()
+        return True
+
+    def statistics(self) -> FakeStatistics:
+        return FakeStatistics(num_running=len(self.active))
+
+    def release(self, num_tokens: int = 1) -> None:
+        for active in self.active.values():
+            active.permits += num_tokens
+            active.changed.set()
+
+    async def wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait for something about this engine's requests; they tell when they begin and end."""
+        async with self.changed:
+            await self.changed.wait_for(condition)
+
+    async def _tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        params = params or SamplingParams()
+        assert request_id is not None
+        if self.overloaded:
+            raise EngineOverloaded("The queue is full", retry_after_s=1.5)
+        if self.is_draining:
+            raise EngineDraining("The server is shutting down")
+        self.seen.append((prompt, params, request_id))
+        active = self.active[request_id] = Active()
+        is_over = False
+        await self._tell()
+        try:
+            num_prompt_tokens = len(prompt) if isinstance(prompt, str) else 7
+            if isinstance(prompt, str) and num_prompt_tokens > self.model_info.max_model_len:
+                is_over = True
+                raise ContextLengthExceeded(
+                    f"This model's maximum context length is {self.model_info.max_model_len} tokens", param="prompt"
+                )
+            for position in range(len(self.answer)):
+                for index in range(params.n):
+                    await self._turn(active)
+                    if position == self.fail_at:
+                        is_over = True
+                        raise self.failure
+                    yield self._delta(request_id, index, position, num_prompt_tokens, params)
+            is_over = True
+        except NovaInferError:
+            is_over = True
+            raise
+        finally:
+            del self.active[request_id]
+            if not is_over:
+                self.left_early.append(request_id)
+            await self._tell()
+
+    async def _turn(self, active: Active) -> None:
+        if not self.is_paced:
+            await asyncio.sleep(0)
+        while self.is_paced and not active.permits and active.error is None:
+            active.changed.clear()
+            await active.changed.wait()
+        if active.error is not None:
+            raise active.error
+        active.permits -= 1
+
+    def _delta(
+        self, request_id: str, index: int, position: int, num_prompt_tokens: int, params: SamplingParams
+    ) -> Delta:
+        text = self.answer[position]
+        limit = len(self.answer) if params.max_tokens is None else min(params.max_tokens, len(self.answer))
+        is_last = position == len(self.answer) - 1
+        logprobs = None
+        if params.logprobs is not None:
+            top = [(position, text.encode(), -0.5), (99, b"\xff", float("-inf"))][: params.logprobs]
+            logprobs = [TokenLogprob(position, text.encode(), -0.5, top)]
+        return Delta(
+            request_id=request_id,
+            index=index,
+            text=text,
+            token_ids=[position],
+            logprobs=logprobs,
+            finish_reason=(FinishReason.LENGTH if limit < len(self.answer) else FinishReason.STOP) if is_last else None,
+            num_prompt_tokens=num_prompt_tokens,
+            num_cached_tokens=3,
+            num_generated_tokens=position + 1,
+            prompt_token_ids=[1, 2, 3] if position == 0 else None,
+            seed=1234,
+        )

@@ -1,0 +1,163 @@
+"""Chat completions: what OpenAI's clients rely on, field by field."""
+
+import json
+from typing import Any
+
+import httpx
+
+from tests.server.fakes import FakeEngine
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def events(text: str) -> list[Any]:
+    """The data of each SSE event, decoded; `[DONE]` as it is."""
+    blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
+    assert all(block.startswith("data: ") for block in blocks)
+    data = [block.removeprefix("data: ") for block in blocks]
+    return [item if item == "[DONE]" else json.loads(item) for item in data]
+
+
+async def chat(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
+    return await client.post("/v1/chat/completions", json={"messages": USER, **body})
+
+
+async def test_an_answer_has_openais_shape(client: httpx.AsyncClient) -> None:
+    response = await chat(client, model="fake")
+    assert response.status_code == 200, response.text
+    reply = response.json()
+    assert reply["object"] == "chat.completion"
+    assert reply["model"] == "fake"
+    [choice] = reply["choices"]
+    assert choice["message"] == {"content": "Hello, world!", "role": "assistant", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert choice["seed"] == 1234
+    assert reply["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 5,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    assert int(response.headers["openai-processing-ms"]) >= 0
+
+
+async def test_a_stream_is_role_content_finish_done(client: httpx.AsyncClient) -> None:
+    response = await chat(client, stream=True)
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    *chunks, done = events(response.text)
+    assert done == "[DONE]"
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert [delta["content"] for delta in deltas[1:-1]] == ["Hello", ",", " wor", "ld", "!"]
+    assert deltas[-1] == {}
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 6 + ["stop"]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_usage_comes_in_a_chunk_of_its_own_before_done(client: httpx.AsyncClient) -> None:
+    response = await chat(client, stream=True, stream_options={"include_usage": True})
+    *chunks, last, _ = events(response.text)
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 12
+    assert all(chunk["usage"] is None for chunk in chunks)
+
+
+async def test_continuous_usage_counts_up(client: httpx.AsyncClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, _, _ = events((await chat(client, stream=True, stream_options=options)).text)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 3, 4, 5, 5]
+
+
+async def test_several_choices_come_by_index(client: httpx.AsyncClient) -> None:
+    reply = (await chat(client, n=3)).json()
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+    assert all(choice["message"]["content"] == "Hello, world!" for choice in reply["choices"])
+    assert reply["usage"]["completion_tokens"] == 15
+    *chunks, _ = events((await chat(client, n=2, stream=True)).text)
+    for index in (0, 1):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == "Hello, world!"
+        assert mine[-1]["finish_reason"] == "stop"
+
+
+async def test_logprobs_give_bytes_and_no_infinity(client: httpx.AsyncClient) -> None:
+    reply = (await chat(client, logprobs=True, top_logprobs=2)).json()
+    first = reply["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["logprob"], first["bytes"]) == ("Hello", -0.5, list(b"Hello"))
+    assert first["top_logprobs"][1] == {"token": "\ufffd", "logprob": -9999.0, "bytes": [255]}
+    *chunks, _ = events((await chat(client, logprobs=True, stream=True)).text)
+    tokens = [item["token"] for chunk in chunks for item in (chunk["choices"][0]["logprobs"] or {}).get("content", [])]
+    assert tokens == ["Hello", ",", " wor", "ld", "!"]
+
+
+async def test_token_ids_come_when_asked_for(client: httpx.AsyncClient) -> None:
+    reply = (await chat(client, return_token_ids=True)).json()
+    assert reply["prompt_token_ids"] == [1, 2, 3]
+    assert reply["choices"][0]["token_ids"] == [0, 1, 2, 3, 4]
+    *chunks, _ = events((await chat(client, return_token_ids=True, stream=True)).text)
+    assert [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", [])] == [0, 1, 2, 3, 4]
+    assert chunks[1]["choices"][0]["prompt_token_ids"] == [1, 2, 3]
+    assert "token_ids" not in (await chat(client)).json()["choices"][0]
+
+
+async def test_sampling_fields_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    fields = {
+        **{"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 7},
+        **{"presence_penalty": 0.2, "frequency_penalty": -0.2, "stop": ["a", "b"], "stop_token_ids": [3], "n": 2},
+        **{"min_tokens": 2, "ignore_eos": True, "logit_bias": {"5": -100}, "allowed_token_ids": [1, 5]},
+        **{"skip_special_tokens": False, "include_stop_str_in_output": True},
+    }
+    response = await chat(client, max_tokens=3, max_completion_tokens=9, timeout=5, **fields)
+    assert response.status_code == 200, response.text
+    params = engine.seen[-1][1]
+    assert params.max_tokens == 9
+    assert params.timeout_s == 5
+    assert {name: getattr(params, name) for name in fields} == {**fields, "logit_bias": {5: -100}}
+
+
+async def test_chat_fills_the_context_unless_told_otherwise(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await chat(client)
+    assert engine.seen[-1][1].max_tokens is None
+
+
+async def test_null_means_the_default(client: httpx.AsyncClient) -> None:
+    fields = ("temperature", "n", "stop", "max_tokens", "logit_bias", "tools", "stream_options", "response_format")
+    assert (await chat(client, **dict.fromkeys(fields))).status_code == 200
+
+
+async def test_text_parts_are_joined_and_developer_is_system(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    messages = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+    ]
+    assert (await chat(client, messages=messages)).status_code == 200
+    prompt = engine.seen[-1][0]
+    assert prompt.messages == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "one\ntwo"}]
+    assert prompt.add_generation_prompt
+
+
+async def test_a_final_message_can_be_continued(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    messages = [*USER, {"role": "assistant", "content": "Well,"}]
+    assert (await chat(client, messages=messages, continue_final_message=True)).status_code == 200
+    assert engine.seen[-1][0].continue_final_message
+    assert not engine.seen[-1][0].add_generation_prompt
+
+
+async def test_ids_are_the_clients_where_it_has_one(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    response = await client.post("/v1/chat/completions", json={"messages": USER}, headers={"x-request-id": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1"
+    assert response.json()["id"] == "chatcmpl-mine-1"
+    assert engine.seen[-1][2] == "chatcmpl-mine-1"
+    assert (await chat(client, request_id="body-1")).json()["id"] == "chatcmpl-body-1"
+    assert len((await chat(client)).headers["x-request-id"]) == 32
+
+
+async def test_ignored_fields_are_named(client: httpx.AsyncClient) -> None:
+    response = await chat(client, user="u", reasoning_effort="low", my_field=1, service_tier="auto")
+    assert response.headers["x-nova-ignored-fields"] == "reasoning_effort, my_field, service_tier"
+    assert "x-nova-ignored-fields" not in (await chat(client, user="u")).headers
