@@ -23,6 +23,7 @@ from novainfer.kernels.loader import GIB, choose_dtype, load_decoder, tensor_sha
 from novainfer.kernels.memory import free_bytes
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
+from novainfer.kernels.registry import Registry
 from novainfer.kernels.sampler import Sampler
 from novainfer.kernels.step import StepBuffers
 
@@ -90,6 +91,7 @@ class ModelRunner:
         native: str | None = None,
         batch_invariant: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
+        registry: Registry | None = None,
     ) -> ModelRunner:
         """Read, check and pack a Hugging Face folder; raises `LoadError` with one clear sentence.
 
@@ -106,7 +108,8 @@ class ModelRunner:
             raise LoadError(f"max_model_len ({max_model_len}) is more than the {limit} tokens the model was made for")
         context = max_model_len or limit
         checkpoint = Checkpoint(Path(model_dir))
-        registry = build_registry(torch_device, native=native, batch_invariant=batch_invariant)
+        if registry is None:
+            registry = build_registry(torch_device, native=native, batch_invariant=batch_invariant)
         kernels = KernelChoice(registry, choose_dtype(dtype, config, checkpoint, torch_device), torch_device)
         with torch.inference_mode():
             decoder, weight_bytes = load_decoder(config, checkpoint, kernels, context, on_progress)

@@ -1,0 +1,90 @@
+"""Tiny random Qwen2 checkpoints made with transformers: biases that are not 0, norm weights that are not 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["GRID", "Shape", "greedy", "load_transformers", "save_checkpoint"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What differs between the checkpoints of the grid."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    tied: bool = True
+    sharded: bool = False
+    rope_theta: float = 10_000.0
+    num_layers: int = 2
+    intermediate_size: int = 72
+    eos_token_id: int | None = None
+
+
+GRID = (
+    Shape("mha", 4, 4, 8, 32, 257),
+    Shape("mqa", 4, 1, 32, 64, 301, tied=False),
+    Shape("wide-heads", 6, 2, 24, 96, 1000, sharded=True),
+    Shape("like-0.5b", 14, 2, 64, 112, 515, rope_theta=1e6, num_layers=3),
+    Shape("narrow-hidden", 8, 4, 128, 48, 400, tied=False, sharded=True, rope_theta=500.0),
+    Shape("odd", 3, 3, 10, 30, 127, intermediate_size=43),
+)
+
+
+def save_checkpoint(shape: Shape, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Write the checkpoint and give its folder."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=256,
+        tie_word_embeddings=shape.tied,
+        rope_parameters={"rope_theta": shape.rope_theta, "rope_type": "default"},
+        eos_token_id=shape.eos_token_id,
+        dtype=dtype,
+    )
+    model = Qwen2ForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean, std = (0.0, 0.3) if name.endswith("bias") else (1.0, 0.2) if "norm" in name else (0.0, 0.12)
+            parameter.copy_(torch.empty_like(parameter).normal_(mean, std, generator=generator))
+    model.to(dtype).save_pretrained(folder, max_shard_size="60KB" if shape.sharded else "1GB")
+    return folder
+
+
+def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
+    """The same checkpoint in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def greedy(model: Any, prompt: list[int], num_tokens: int) -> tuple[list[int], torch.Tensor]:
+    """transformers' greedy continuation, and the fp32 logits [num_tokens, vocab_size] each token came from."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).float()

@@ -1,0 +1,152 @@
+"""Drives a `ModelRunner` by hand: sequences with scattered blocks, and steps that say who computes how much."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from novainfer.kernels.batch import Admission, Batch, Sampled, SamplingRow
+from novainfer.kernels.choice import build_registry
+from novainfer.kernels.registry import Registry
+from novainfer.kernels.runner import ModelRunner
+
+__all__ = ["BACKENDS", "Driver", "Sequence", "make_runner"]
+
+CPU = torch.device("cpu")
+BACKENDS = ("reference", "torch", "mkldnn", "native")
+
+
+def backend_registry(backend: str) -> Registry:
+    """Kernels of one family only; what the family lacks (mkldnn has only linears) is torch's."""
+    everything = build_registry(CPU, native="1")
+    chosen = Registry()
+    for operation in ("linear", "attention", "ops"):
+        names = {kernel.name: kernel for kernel in everything.implementations(operation)}
+        for name in (backend, "torch", "reference"):
+            if name in names:
+                chosen.register(operation, names[name])
+    return chosen
+
+
+def make_runner(folder: Path, backend: str = "torch", num_blocks: int = 64, **options: Any) -> ModelRunner:
+    """A runner on the kernels of one family, warm."""
+    registry = backend_registry(backend)
+    defaults = {"max_num_seqs": 6, "max_num_batched_tokens": 256, "max_model_len": None, "registry": registry}
+    runner = ModelRunner.load(folder, **(defaults | options))
+    runner.fit(mode="fixed", num_blocks=num_blocks)
+    runner.warm()
+    return runner
+
+
+@dataclass
+class Sequence:
+    """A sequence as the test sees it."""
+
+    slot: int
+    tokens: list[int]
+    sampling: SamplingRow = field(default_factory=SamplingRow)
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    admitted: bool = False
+    num_sent_blocks: int = 0
+
+
+class CapturingSampler:
+    """Stands where the sampler does: takes the most likely token and keeps the logits of the step."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def admit(self, admission: Admission) -> None:
+        """Nothing to keep."""
+
+    def sample(self, logits: Tensor, slots: Items[int], positions: Items[int]) -> Sampled:
+        """Greedy."""
+        self.logits += list(logits.float().clone())
+        return Sampled(logits.argmax(-1).tolist())
+
+
+class Driver:
+    """Blocks are handed out in a scrambled order, so that no test passes because blocks happen to be in order."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0, capture: bool = False) -> None:
+        self.runner = runner
+        self.block_size = runner.info.block_size
+        self.free = list(range(runner.num_blocks))
+        random.Random(seed).shuffle(self.free)
+        self.capturing = CapturingSampler()
+        if capture:
+            runner._sampler = self.capturing  # type: ignore[assignment]
+
+    def add(self, slot: int, tokens: Items[int], sampling: SamplingRow | None = None) -> Sequence:
+        """A new sequence in a slot."""
+        return Sequence(slot, list(tokens), sampling or SamplingRow())
+
+    def share(self, slot: int, tokens: Items[int], other: Sequence) -> Sequence:
+        """A new sequence whose first full blocks are another's: they hold the same tokens."""
+        sequence = self.add(slot, tokens)
+        common = 0
+        limit = min(len(tokens) - 1, len(other.tokens))
+        while common < limit and sequence.tokens[common] == other.tokens[common]:
+            common += 1
+        num_blocks = common // self.block_size
+        assert num_blocks
+        self._grow(other, num_blocks * self.block_size)
+        sequence.blocks = other.blocks[:num_blocks]
+        sequence.num_computed = num_blocks * self.block_size
+        return sequence
+
+    def release(self, sequence: Sequence) -> None:
+        """Give the blocks back and start over (what a preemption does)."""
+        self.free += sequence.blocks
+        sequence.blocks, sequence.num_computed, sequence.num_sent_blocks = [], 0, 0
+        sequence.admitted = False
+
+    def step(self, *work: Sequence | tuple[Sequence, int]) -> list[int]:
+        """One step: a sequence alone computes all its tokens, (sequence, n) the next n; ends are sampled."""
+        batch = Batch([], [], [], [])
+        sampled: list[Sequence] = []
+        for item in work:
+            sequence, count = item if isinstance(item, tuple) else (item, len(item.tokens) - item.num_computed)
+            end = sequence.num_computed + count
+            assert 0 < count <= len(sequence.tokens) - sequence.num_computed
+            self._grow(sequence, end)
+            if not sequence.admitted:
+                tokens = list(sequence.tokens) if sequence.sampling.needs_history else None
+                batch.admissions.append(Admission(sequence.slot, sequence.sampling, tokens))
+                sequence.admitted = True
+            for index in range(sequence.num_sent_blocks, len(sequence.blocks)):
+                batch.table_slots.append(sequence.slot)
+                batch.table_indexes.append(index)
+                batch.table_blocks.append(sequence.blocks[index])
+            sequence.num_sent_blocks = len(sequence.blocks)
+            if end == len(sequence.tokens):
+                batch.sample_seqs.append(len(batch.slots))
+                sampled.append(sequence)
+            batch.slots.append(sequence.slot)
+            batch.query_lens.append(count)
+            batch.context_lens.append(end)
+            batch.input_ids += sequence.tokens[sequence.num_computed : end]
+            sequence.num_computed = end
+        result = self.runner.execute(batch)
+        self.last = result
+        for sequence, token_id in zip(sampled, result.token_ids, strict=True):
+            sequence.tokens.append(token_id)
+        return result.token_ids
+
+    def generate(self, sequences: Items[Sequence], num_tokens: int) -> list[list[int]]:
+        """Prefill all in one step, decode together, give what was generated."""
+        starts = [len(sequence.tokens) for sequence in sequences]
+        for _ in range(num_tokens):
+            self.step(*sequences)
+        return [s.tokens[start:] for s, start in zip(sequences, starts, strict=True)]
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
+        while len(sequence.blocks) * self.block_size < num_tokens:
+            sequence.blocks.append(self.free.pop())
