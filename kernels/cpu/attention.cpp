@@ -62,17 +62,24 @@ template <class T, int MR, int NG>
 void score_tile(const uint32_t* q, long q_stride, const uint32_t* const* keys, long units, float* scores) {
   constexpr int NVEC = NG * GROUP_VECTORS;
   vf acc[MR][NVEC];
+#pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
+#pragma GCC unroll 16
     for (int v = 0; v < NVEC; v++) acc[r][v] = zero();
   for (long u = 0; u < units; u++) {
     vi b[NVEC];
+#pragma GCC unroll 16
     for (int v = 0; v < NVEC; v++) b[v] = loadi(keys[v / GROUP_VECTORS] + u * GROUP + v % GROUP_VECTORS * VL);
+#pragma GCC unroll 16
     for (int r = 0; r < MR; r++) {
       const vi a = broadcast_unit(q + r * q_stride + u);
+#pragma GCC unroll 16
       for (int v = 0; v < NVEC; v++) acc[r][v] = T::dp(acc[r][v], a, b[v]);
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
+#pragma GCC unroll 16
     for (int v = 0; v < NVEC; v++) storef(scores + r * TILE_LANES + v * VL, acc[r][v]);
 }
 
@@ -82,7 +89,9 @@ template <class T, int MR, int NC>
 void value_tile(const typename T::type* p, const TileGroups& g, long column, long width, float* out,
                 const float* keep, const float* take) {
   vf acc[MR][NC];
+#pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
+#pragma GCC unroll 16
     for (int v = 0; v < NC; v++) acc[r][v] = zero();
   for (int i = 0; i < g.count; i++) {
     const uint32_t* value = g.values[i] + column;
@@ -90,9 +99,12 @@ void value_tile(const typename T::type* p, const TileGroups& g, long column, lon
     const int full = g.tokens[i] / T::E;
     for (int u = 0; u < full; u++) {
       vi b[NC];
+#pragma GCC unroll 16
       for (int v = 0; v < NC; v++) b[v] = loadi(value + u * width + v * VL);
+#pragma GCC unroll 16
       for (int r = 0; r < MR; r++) {
         const vi a = broadcast_unit(pr + r * TILE_LANES + u * T::E);
+#pragma GCC unroll 16
         for (int v = 0; v < NC; v++) acc[r][v] = T::dp(acc[r][v], a, b[v]);
       }
     }
@@ -100,14 +112,18 @@ void value_tile(const typename T::type* p, const TileGroups& g, long column, lon
       // Half a unit: the other token was never written for this sequence. Its probability is zero, but what an
       // earlier owner of the block left there may be infinite or NaN.
       const vi low = set1i(0xffffu);
+#pragma GCC unroll 16
       for (int v = 0; v < NC; v++) {
         const vi b = andi(loadi(value + full * width + v * VL), low);
+#pragma GCC unroll 16
         for (int r = 0; r < MR; r++)
           acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + r * TILE_LANES + full * T::E), b);
       }
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
+#pragma GCC unroll 16
     for (int v = 0; v < NC; v++) {
       float* to = out + r * width + column + v * VL;
       storef(to, keep ? fma(loadf(to), set1(keep[r]), mul(acc[r][v], set1(take[r]))) : acc[r][v]);
@@ -135,8 +151,8 @@ void over_rows(int rows, F&& f) {
 template <class T>
 struct Scratch {
   std::vector<uint32_t> query;             // [rows][key_units]
-  std::vector<float> scores;               // [rows][TILE_LANES]
-  std::vector<typename T::type> p;         // [rows][TILE_LANES]
+  std::vector<float> scores = std::vector<float>(ROWS * TILE_LANES);
+  std::vector<typename T::type> p = std::vector<typename T::type>(ROWS * TILE_LANES);
   std::vector<float> acc;                  // [rows][width]
   std::vector<float> max, sum;             // [rows], merged so far
   std::vector<float> tile_max, tile_sum;   // [rows]
@@ -145,8 +161,6 @@ struct Scratch {
   void fit(int rows, long key_units, long width) {
     if ((int)max.size() >= rows && (long)query.size() >= rows * key_units && (long)acc.size() >= rows * width) return;
     query.resize(rows * key_units);
-    scores.resize(rows * TILE_LANES);
-    p.resize(rows * TILE_LANES);
     acc.resize(rows * width);
     for (auto* v : {&max, &sum, &tile_max, &tile_sum, &keep, &take}) v->resize(rows);
   }
@@ -181,24 +195,12 @@ struct Attention {
     TileGroups tiles[2];
     find_groups(cache, layer, table, group.head, item.first_tile, position0 + group.count, tiles[0]);
     for (int tile = item.first_tile, i = 0; tile < item.last_tile; tile++, i ^= 1) {
-      const TileGroups& g = tiles[i];
-      score(g, rows);
-      if (tile + 1 < item.last_tile) {
-        TileGroups& next = tiles[i ^ 1];
+      TileGroups& next = tiles[i ^ 1];
+      next.count = 0;
+      if (tile + 1 < item.last_tile)
         find_groups(cache, layer, table, group.head, tile + 1, position0 + group.count, next);
-        if (rows <= 2 * ROWS)
-          for (int j = 0; j < std::min(next.count, WIDE); j++) prefetch(next.keys[j], cache.key_group());
-      }
-      for (int r = 0; r < rows; r++) soften(g, r, position0 + r / ratio);
-      if (partial) {
-        float* to = partial + tile * partial_floats(rows, width);
-        std::copy_n(s.tile_max.begin(), rows, to);
-        std::copy_n(s.tile_sum.begin(), rows, to + rows);
-        weigh(g, rows, to + 2 * rows, false);
-      } else {
-        merge_sums(rows);
-        weigh(g, rows, s.acc.data(), true);
-      }
+      float* out = partial ? partial + tile * partial_floats(rows, width) : nullptr;
+      over_rows(rows, [&](auto mr, int r) { rows_of_tile<mr>(tiles[i], next, r, position0, rows, out); });
     }
     if (!partial) {
       finish(group);
@@ -219,75 +221,85 @@ struct Attention {
     }
   }
 
-  void score(const TileGroups& g, int rows) {
-    const bool stream = rows <= 2 * ROWS;  // few rows: the context is read from memory, not computed upon
+  // MR rows against one tile, into `partial` or merged into the scratch.
+  template <int MR>
+  void rows_of_tile(const TileGroups& g, const TileGroups& next, int r, int position0, int rows, float* partial) {
+    score<MR>(g, r, r == 0 && rows <= 2 * ROWS);
+    for (int j = 0; j < MR; j++) soften(g, j, r + j, position0 + (r + j) / ratio);
+    if (partial) {
+      std::copy_n(&s.tile_max[r], MR, partial + r);
+      std::copy_n(&s.tile_sum[r], MR, partial + rows + r);
+      weigh<MR>(g, partial + 2 * rows + r * width, nullptr, nullptr);
+    } else {
+      merge_sums(r, r + MR);
+      weigh<MR>(g, &s.acc[r * width], &s.keep[r], &s.take[r]);
+    }
+    if (r == 0 && rows <= 2 * ROWS)
+      for (int i = 0; i < std::min(next.count, WIDE); i++) prefetch(next.keys[i], cache.key_group());
+  }
+
+  // `stream`: few rows, so the context is waited for; ask for what comes next while this is computed.
+  template <int MR>
+  void score(const TileGroups& g, int r, bool stream) {
+    const uint32_t* q = &s.query[r * key_units];
     int i = 0;
     for (; i + WIDE <= g.count; i += WIDE) {
       if (stream) {
         for (int j = i + WIDE; j < std::min(g.count, i + 2 * WIDE); j++) prefetch(g.keys[j], cache.key_group());
         for (int j = i; j < i + WIDE; j++) prefetch(g.values[j], cache.value_group());
       }
-      over_rows(rows, [&](auto mr, int r) {
-        score_tile<T, mr, WIDE>(&s.query[r * key_units], key_units, g.keys + i, key_units,
-                                &s.scores[r * TILE_LANES + i * GROUP]);
-      });
+      score_tile<T, MR, WIDE>(q, key_units, g.keys + i, key_units, &s.scores[i * GROUP]);
     }
-    for (; i < g.count; i++)
-      over_rows(rows, [&](auto mr, int r) {
-        score_tile<T, mr, 1>(&s.query[r * key_units], key_units, g.keys + i, key_units,
-                             &s.scores[r * TILE_LANES + i * GROUP]);
-      });
+    for (; i < g.count; i++) score_tile<T, MR, 1>(q, key_units, g.keys + i, key_units, &s.scores[i * GROUP]);
   }
 
-  // Row r's probabilities in this tile, up to a common factor: 2^(score - tile_max).
-  void soften(const TileGroups& g, int r, int position) {
-    const vf scale = set1(call.scale * LOG2E), minus_inf = set1(NEG_INF);
-    float* scores = &s.scores[r * TILE_LANES];
-    E* p = &s.p[r * TILE_LANES];
+  // Turns row j of the scores (row r of the group) into probabilities up to a common factor: 2^(score - tile_max).
+  void soften(const TileGroups& g, int j, int r, int position) {
+    const vf minus_inf = set1(NEG_INF), scale = set1(call.scale * LOG2E);
+    float* scores = &s.scores[j * TILE_LANES];
+    E* p = &s.p[j * TILE_LANES];
+    int whole = 0;  // groups that this row sees entirely
+    while (whole < g.count && g.tokens[whole] == GROUP && g.position[whole] + GROUP <= position + 1) whole++;
+
     vf most = minus_inf;
-    for (int i = 0; i < g.count; i++) {
+    for (int v = 0; v < whole * GROUP_VECTORS; v++) most = vmax(loadf(scores + v * VL), most);
+    for (int i = whole; i < g.count; i++) {
       const int seen = std::min(g.tokens[i], position + 1 - g.position[i]);
-      for (int v = 0; v < GROUP_VECTORS; v++) {
-        float* at = scores + i * GROUP + v * VL;
-        const vf x = select(first_lanes(seen - v * VL), mul(loadf(at), scale), minus_inf);
-        storef(at, x);
-        most = vmax(x, most);
-      }
+      for (int v = 0; v < GROUP_VECTORS; v++)
+        most = vmax(select(first_lanes(seen - v * VL), loadf(scores + i * GROUP + v * VL), minus_inf), most);
     }
-    const float max = hmax(most);
+    const float max = hmax(most) * (call.scale * LOG2E);
+    const vf minus_max = set1(-max);
     vf sum = zero();
-    for (int i = 0; i < g.count; i++) {
+    for (int v = 0; v < whole * GROUP_VECTORS; v++) {
+      const vf e = exp2v<T::E == 2>(fma(loadf(scores + v * VL), scale, minus_max));
+      sum = add(sum, e);
+      T::store(p + v * VL, e);
+    }
+    for (int i = whole; i < g.count; i++) {
       const int seen = std::min(g.tokens[i], position + 1 - g.position[i]);
       for (int v = 0; v < GROUP_VECTORS; v++) {
-        const vf x = loadf(scores + i * GROUP + v * VL);
-        const vf e = select(first_lanes(seen - v * VL), exp2v(sub(x, set1(max))), zero());
-        sum = add(sum, e);
-        T::store(p + i * GROUP + v * VL, e);
+        const vf e = exp2v<T::E == 2>(fma(loadf(scores + i * GROUP + v * VL), scale, minus_max));
+        const vf kept = select(first_lanes(seen - v * VL), e, zero());
+        sum = add(sum, kept);
+        T::store(p + i * GROUP + v * VL, kept);
       }
     }
     s.tile_max[r] = max;
     s.tile_sum[r] = hsum(sum);
   }
 
-  void weigh(const TileGroups& g, int rows, float* out, bool merge) {
-    const float* keep = merge ? s.keep.data() : nullptr;
-    const float* take = s.take.data();
+  template <int MR>
+  void weigh(const TileGroups& g, float* out, const float* keep, const float* take) {
     long column = 0;
     for (; column + VECTORS * VL <= width; column += VECTORS * VL)
-      over_rows(rows, [&](auto mr, int r) {
-        value_tile<T, mr, VECTORS>(&s.p[r * TILE_LANES], g, column, width, out + r * width, keep ? keep + r : nullptr,
-                                   take + r);
-      });
-    for (; column < width; column += VL)
-      over_rows(rows, [&](auto mr, int r) {
-        value_tile<T, mr, 1>(&s.p[r * TILE_LANES], g, column, width, out + r * width, keep ? keep + r : nullptr,
-                             take + r);
-      });
+      value_tile<T, MR, VECTORS>(s.p.data(), g, column, width, out, keep, take);
+    for (; column < width; column += VL) value_tile<T, MR, 1>(s.p.data(), g, column, width, out, keep, take);
   }
 
   // Takes the tile's maxima and sums in, and leaves the factors of the old and the new accumulators.
-  void merge_sums(int rows) {
-    for (int r = 0; r < rows; r++) {
+  void merge_sums(int first, int last) {
+    for (int r = first; r < last; r++) {
       const float max = std::max(s.max[r], s.tile_max[r]);
       alignas(64) float power[VL] = {s.max[r] - max, s.tile_max[r] - max};
       storef(power, exp2v(loadf(power)));
@@ -304,7 +316,7 @@ struct Attention {
     for (int tile = 0; tile < group.tiles; tile++, partial += partial_floats(rows, width)) {
       std::copy_n(partial, rows, s.tile_max.begin());
       std::copy_n(partial + rows, rows, s.tile_sum.begin());
-      merge_sums(rows);
+      merge_sums(0, rows);
       for (int r = 0; r < rows; r++)
         for (long c = 0; c < width; c += VL) {
           float* to = &s.acc[r * width + c];

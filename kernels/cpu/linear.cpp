@@ -100,8 +100,8 @@ void row_tile(int rows, const Epilogue<T>& epilogue, const char* x, long stride_
 // Tuning (Zen 5, two cores sharing 40 GB/s): see tests/bench/kernels.py.
 constexpr long STREAM_ITEM_BYTES = 192 << 10;  // weights of one item when rows are few
 constexpr long L2_ITEM_BYTES = 320 << 10;      // weights of one item that the row tiles pass by
-constexpr long ROW_BLOCK = 240;                // rows of one item: their activations share L2 with the panels
-constexpr long PREFETCH_UNITS = 1024;          // 4 KiB ahead
+constexpr long ROW_BLOCK = 512;               // rows of one item: their activations stay in L2 or L3 beside it
+constexpr long PREFETCH_UNITS = 2048;          // 8 KiB ahead
 
 template <class T>
 void run(Team& team, const LinearDesc& d, const LinearCall& call) {

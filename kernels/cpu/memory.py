@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from typing import Any
@@ -15,19 +16,17 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def huge_zeros(num_bytes: int) -> Tensor:
-    """Zeroed uint8 [num_bytes] on huge pages where the kernel gives them; freed with the tensor.
+    """Zeroed uint8 [num_bytes], on huge pages as far as whole ones fit; freed with the tensor.
 
-    The pages are the process's own from the first touch on, and asking costs nothing where it is refused.
+    The pages become the process's own when they are first touched; asking costs nothing where it is refused.
     """
-    if num_bytes < HUGE_PAGE_BYTES:
+    whole = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if whole == 0:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     buffer = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % HUGE_PAGE_BYTES
     advice: Any = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
-        try:
-            buffer.madvise(advice)
-        except OSError:
-            pass
-    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    offset = -address % HUGE_PAGE_BYTES
-    return torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes, offset=offset)
+        with contextlib.suppress(OSError):
+            buffer.madvise(advice, start, whole)
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes, offset=start)

@@ -38,7 +38,7 @@ inline vi andi(vi a, vi b) { return _mm512_and_si512(a, b); }
 inline vi shl16(vi a) { return _mm512_slli_epi32(a, 16); }
 inline vf asf(vi a) { return _mm512_castsi512_ps(a); }
 inline vf round_even(vf a) { return _mm512_roundscale_ps(a, 8); }
-inline vf pow2(vf n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
+inline vf times_pow2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 inline vm first_lanes(long n) { return n >= 16 ? (vm)0xffff : n <= 0 ? (vm)0 : (vm)((1u << n) - 1); }
 inline vf select(vm m, vf yes, vf no) { return _mm512_mask_blend_ps(m, no, yes); }
 #else
@@ -64,8 +64,8 @@ inline vi andi(vi a, vi b) { return _mm256_and_si256(a, b); }
 inline vi shl16(vi a) { return _mm256_slli_epi32(a, 16); }
 inline vf asf(vi a) { return _mm256_castsi256_ps(a); }
 inline vf round_even(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline vf pow2(vf n) {  // n is integral and already clamped to [-126, 127]
-  return asf(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+inline vf times_pow2(vf x, vf n) {  // n is integral, in [-126, 127]
+  return mul(x, asf(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)));
 }
 inline vm first_lanes(long n) {
   const __m256 iota = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
@@ -75,35 +75,47 @@ inline vf select(vm m, vf yes, vf no) { return _mm256_blendv_ps(no, yes, m); }
 #endif
 
 // A fixed tree, the same for every caller: horizontal sums are part of what makes a row's result reproducible.
+inline __m256 halve(vf x, __m256 (*combine)(__m256, __m256)) {
+#if defined(__AVX512F__)
+  return combine(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+#else
+  (void)combine;
+  return x;
+#endif
+}
+
 inline float hsum(vf x) {
-  alignas(64) float lane[VL];
-  storef(lane, x);
-  for (int width = VL / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) lane[i] = lane[i] + lane[i + width];
-  return lane[0];
+  const __m256 eight = halve(x, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
 inline float hmax(vf x) {
-  alignas(64) float lane[VL];
-  storef(lane, x);
-  float best = lane[0];
-  for (int i = 1; i < VL; i++) best = lane[i] > best ? lane[i] : best;
-  return best;
+  const __m256 eight = halve(x, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 
-// 2^x for x <= 127, relative error below 2e-7; everything under -126 becomes 0 or the smallest normal times 2^f.
+// 2^x for x <= 127; relative error below 2e-7, or 4e-6 with COARSE; 2^-126 for everything smaller.
+template <bool COARSE = false>
 inline vf exp2v(vf x) {
   x = vmax(set1(-126.0f), x);  // in this order a NaN stays one
   const vf n = round_even(x);
   const vf f = sub(x, n);  // [-0.5, 0.5]
-  vf p = set1(1.5403530393381610e-4f);
-  p = fma(p, f, set1(1.3333558146428443e-3f));
-  p = fma(p, f, set1(9.6181291076284772e-3f));
-  p = fma(p, f, set1(5.5504108664821580e-2f));
+  vf p;
+  if (COARSE) {
+    p = fma(set1(9.6181291076284772e-3f), f, set1(5.5504108664821580e-2f));
+  } else {
+    p = fma(set1(1.5403530393381610e-4f), f, set1(1.3333558146428443e-3f));
+    p = fma(p, f, set1(9.6181291076284772e-3f));
+    p = fma(p, f, set1(5.5504108664821580e-2f));
+  }
   p = fma(p, f, set1(2.4022650695910072e-1f));
   p = fma(p, f, set1(6.9314718055994531e-1f));
   p = fma(p, f, set1(1.0f));
-  return mul(p, pow2(n));
+  return times_pow2(p, n);
 }
 constexpr float LOG2E = 1.4426950408889634f;
 
