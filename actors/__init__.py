@@ -1,1 +1,1 @@
-"""."""
+"""Where the machines of `novainfer.fsm` meet asyncio, threads and devices. Thin: nothing is decided here."""

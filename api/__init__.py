@@ -1,1 +1,118 @@
-"""."""
+"""NovaInfer: LLM inference for Qwen2-family models, as an asyncio library.
+
+    from novainfer import Engine, SamplingParams
+
+    async with Engine() as engine:                         # no arguments: the demo model, on the CPU
+        async for delta in engine.generate("Hello", SamplingParams(max_tokens=32)):
+            print(delta.text, end="")
+
+`LLM` is the same, blocking. `novainfer.server` puts it behind OpenAI's HTTP API; `novainfer --help` is the command
+line. Names are loaded when they are first used: importing novainfer imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from novainfer.config import EngineConfig
+    from novainfer.engine import Engine, EngineStatistics, ModelInfo
+    from novainfer.fsm.errors import (
+        CallerError,
+        ContextLengthExceeded,
+        DeviceError,
+        EngineClosed,
+        EngineDead,
+        EngineDraining,
+        EngineOverloaded,
+        InvalidParameter,
+        ModelLoadError,
+        ModelNotFound,
+        NovaInferError,
+        RequestCancelled,
+        RequestNotFound,
+        RequestTimeout,
+        ServerError,
+        StepFailedError,
+        UnsupportedParameter,
+    )
+    from novainfer.fsm.events import Chat
+    from novainfer.fsm.outputs import Delta, FinishReason, TokenLogprob
+    from novainfer.fsm.params import SamplingParams
+    from novainfer.llm import LLM, CompletionOutput, RequestOutput
+
+_HOMES = {
+    "novainfer.config": ("EngineConfig",),
+    "novainfer.engine": ("Engine", "EngineStatistics", "ModelInfo"),
+    "novainfer.fsm.errors": (
+        "CallerError",
+        "ContextLengthExceeded",
+        "DeviceError",
+        "EngineClosed",
+        "EngineDead",
+        "EngineDraining",
+        "EngineOverloaded",
+        "InvalidParameter",
+        "ModelLoadError",
+        "ModelNotFound",
+        "NovaInferError",
+        "RequestCancelled",
+        "RequestNotFound",
+        "RequestTimeout",
+        "ServerError",
+        "StepFailedError",
+        "UnsupportedParameter",
+    ),
+    "novainfer.fsm.events": ("Chat",),
+    "novainfer.fsm.outputs": ("Delta", "FinishReason", "TokenLogprob"),
+    "novainfer.fsm.params": ("SamplingParams",),
+    "novainfer.llm": ("LLM", "CompletionOutput", "RequestOutput"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "LLM",
+    "CallerError",
+    "Chat",
+    "CompletionOutput",
+    "ContextLengthExceeded",
+    "Delta",
+    "DeviceError",
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineDead",
+    "EngineDraining",
+    "EngineOverloaded",
+    "EngineStatistics",
+    "FinishReason",
+    "InvalidParameter",
+    "ModelInfo",
+    "ModelLoadError",
+    "ModelNotFound",
+    "NovaInferError",
+    "RequestCancelled",
+    "RequestNotFound",
+    "RequestOutput",
+    "RequestTimeout",
+    "SamplingParams",
+    "ServerError",
+    "StepFailedError",
+    "TokenLogprob",
+    "UnsupportedParameter",
+    "__version__",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -128,6 +128,8 @@ class Engine(Machine):
         ignore(S.STOPPED, Stop, "stopping twice is stopping once"),
     )
 
+    state: EngineState
+
     def __init__(self) -> None:
         super().__init__(S.STARTING)
         self._encoding: dict[int, Arrive] = {}  # streams at the tokenizer

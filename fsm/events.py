@@ -297,13 +297,14 @@ class StepFailed(msgspec.Struct, frozen=True):
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
-    """Loaded, fitted and warm."""
+    """Loaded, fitted and warm; `facts` is all that Load and Fit found out, for people to read."""
 
     epoch: int
     num_blocks: int
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
+    facts: dict[str, Any] = {}
 
 
 class WorkerFailed(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ was short and it is a prompt), and then ends with the error; nobody else does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import ClassVar
 
@@ -114,6 +114,7 @@ class Scheduler(Machine):
         self._max_len = 0
         self.planner = Planner(limits, 0)
         self.requests: dict[int, Request] = {}
+        self.request_type: Callable[[Submit, Vocabulary, Sequence[int], int], Request] = Request  # the simulator's counts
         self._last_submitted = -1
         self._tombstones: dict[int, Cause] = {}
         self._work_seen = 0
@@ -158,7 +159,7 @@ class Scheduler(Machine):
         max_len = self._max_len
         if event.params.max_tokens is not None:
             max_len = min(max_len, len(event.token_ids) + event.params.max_tokens)
-        request = Request(event, self._vocabulary, self._eos_token_ids, max_len)
+        request = self.request_type(event, self._vocabulary, self._eos_token_ids, max_len)
         cause = self._tombstones.pop(event.request_id, None)
         if cause is not None:
             end = End(cause=cause)

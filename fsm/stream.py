@@ -35,7 +35,10 @@ S = StreamState
 
 
 class Stream(Machine):
-    """One client's stream of `num_choices` choices; `name` is the request id that the client knows."""
+    """One client's stream of `num_choices` choices; `name` is the request id that the client knows.
+
+    It stalls above `stall_high` unread tokens, and is open again at `stall_low`.
+    """
 
     TABLE: ClassVar[Table] = table(
         S,
@@ -49,11 +52,32 @@ class Stream(Machine):
         on((S.OPEN, S.STALLED), Stop, "_stop", S.CLOSED),
         ignore(S.CLOSED, Stop, "it has ended already"),
     )
-    __slots__ = ("_begun", "_end", "_generated", "_num_open", "_pending", "_unread", "name", "stream_id")
+    __slots__ = (
+        "_begun",
+        "_end",
+        "_generated",
+        "_num_open",
+        "_pending",
+        "_stall_high",
+        "_stall_low",
+        "_unread",
+        "name",
+        "stream_id",
+    )
     state: StreamState
 
-    def __init__(self, stream_id: int, name: str, num_choices: int) -> None:
+    def __init__(
+        self,
+        stream_id: int,
+        name: str,
+        num_choices: int,
+        *,
+        stall_high: int = STALL_TOKENS_HIGH,
+        stall_low: int = STALL_TOKENS_LOW,
+    ) -> None:
         super().__init__(S.OPEN)
+        self._stall_high = stall_high
+        self._stall_low = stall_low
         self.stream_id = stream_id
         self.name = name
         self._num_open = num_choices
@@ -67,6 +91,16 @@ class Stream(Machine):
     def num_unread_tokens(self) -> int:
         """Tokens that the reader has not taken."""
         return self._unread
+
+    @property
+    def num_choices_unread(self) -> int:
+        """Choices with something that was not read."""
+        return len(self._pending)
+
+    @property
+    def ended_well(self) -> bool:
+        """True once every choice has its finish reason."""
+        return self.state is S.CLOSED and self._end is None
 
     @property
     def has_news(self) -> bool:
@@ -113,7 +147,7 @@ class Stream(Machine):
             self._num_open -= 1
             if self._num_open == 0:
                 return S.CLOSED
-        if self._unread > STALL_TOKENS_HIGH or self.state is S.STALLED:
+        if self._unread > self._stall_high or self.state is S.STALLED:
             self._send("engine", Pause(self.stream_id))
             return S.STALLED
         return S.OPEN
@@ -121,7 +155,7 @@ class Stream(Machine):
     def _read(self, _: Read) -> StreamState:
         self._give_one()
         if self.state is S.STALLED:
-            if self._unread > STALL_TOKENS_LOW:
+            if self._unread > self._stall_low:
                 return S.STALLED
             self._send("engine", Resume(self.stream_id))
         return S.OPEN

@@ -119,6 +119,7 @@ class Worker(Machine):
             max_model_len=found["max_model_len"],
             vocab_size=found["vocab_size"],
             eos_token_ids=found["eos_token_ids"],
+            facts=found,
         )
         self._send("engine", ready)
         return S.READY

@@ -1,8 +1,9 @@
 """A device whose next token depends on what its KV blocks really hold, so that no accounting mistake goes unseen.
 
 It keeps the block table and the blocks as a real one does, but stores token ids instead of keys and values. The token
-it samples is a function of the whole context as read back through the block table. A block that was shared, evicted,
-overwritten or freed wrongly changes a context, and with it a token; `expected_token` says what it should have been.
+it samples is a function of the whole context as read back through the block table, and of the seed and choice that
+the slot was given. A block that was shared, evicted, overwritten or freed wrongly changes a context, and with it a
+token; a slot with another's parameters changes it too; `expected_token` says what it should have been.
 """
 
 from __future__ import annotations
@@ -10,42 +11,61 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from novainfer.fsm.events import StepDone, StepPlan
+from novainfer.fsm.events import SamplingSpec, StepDone, StepPlan
 
 VOCAB_SIZE = 64
 EOS = 0
 GARBAGE = 255  # what a failed step leaves in the blocks it had begun to write; no token id
+CHOICES_MAX = 8  # choices and seeds must not meet in one number
+
+Logprob = tuple[float, list[int], list[float]]
 
 
-def expected_token(context: Sequence[int]) -> int:
+def expected_token(context: Sequence[int], seed: int, choice: int) -> int:
     """The token that follows `context`, any ids below 256: a fixed function, EOS about once in 64."""
-    return zlib.crc32(bytes(context)) % VOCAB_SIZE
+    return zlib.crc32(bytes(context), seed * CHOICES_MAX + choice) % VOCAB_SIZE
+
+
+def expected_logprob(token_id: int, num_top: int) -> Logprob:
+    """What the device says of `token_id` and the `num_top` it competed with."""
+    return -token_id / 8, [(token_id + i) % VOCAB_SIZE for i in range(num_top)], [-i / 4 for i in range(num_top)]
 
 
 class ScriptedDevice:
-    """`num_blocks` blocks of `block_size` tokens and `num_slots` rows of block table."""
+    """`num_slots` rows of block table over blocks of `block_size` tokens."""
 
     def __init__(self, num_blocks: int, block_size: int, num_slots: int) -> None:
-        self.num_blocks = num_blocks
         self.block_size = block_size
         self._kv = [[GARBAGE] * block_size for _ in range(num_blocks)]
         self._tables: list[dict[int, int]] = [{} for _ in range(num_slots)]
+        self._specs: list[SamplingSpec | None] = [None] * num_slots
+        self.is_closed = False
 
     def run(self, plan: StepPlan) -> StepDone:
         """Compute one step."""
         self._write(plan, None)
-        tokens = []
+        tokens: list[int] = []
+        logprobs: list[Logprob | None] = []
         for seq in plan.sample_seqs:
-            context = self._read(plan.slots[seq], plan.context_lens[seq])
+            slot = plan.slots[seq]
+            context = self._read(slot, plan.context_lens[seq])
+            spec = self._specs[slot]
+            assert spec is not None, f"step {plan.step_id} samples in slot {slot}, which was never given parameters"
             assert GARBAGE not in context, f"step {plan.step_id} attends to what was never computed, or overwritten"
-            tokens.append(expected_token(context))
-        return StepDone(plan.step_id, plan.epoch, tokens)
+            token = expected_token(context, spec.seed, spec.choice)
+            tokens.append(token)
+            num_top = spec.params.logprobs
+            logprobs.append(None if num_top is None else expected_logprob(token, num_top))
+        return StepDone(plan.step_id, plan.epoch, tokens, logprobs if any(logprobs) else [])
 
     def spoil(self, plan: StepPlan) -> None:
         """Fail in the middle of a step: its blocks hold garbage where it would have written."""
         self._write(plan, GARBAGE)
 
     def _write(self, plan: StepPlan, value: int | None) -> None:
+        assert not self.is_closed, f"step {plan.step_id} runs on a device that is closed"
+        for spec in plan.admissions:
+            self._specs[spec.slot] = spec
         for slot, index, block in zip(plan.table_slots, plan.table_indexes, plan.table_blocks, strict=True):
             self._tables[slot][index] = block
         at = 0

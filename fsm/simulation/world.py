@@ -1,38 +1,36 @@
-"""The machines of one engine, the links between them, its clients, and what must hold after every event.
+"""The machines of one engine, the links between them, its clients, and everything that may happen to them.
 
-A link is FIFO from one sender to one receiver and lane; between links any order may happen. Everything that may
-happen next is a `Move`; whoever drives the world (a seed, or the explorer) picks one. Checked after each:
-
-    every block and slot has exactly its owners           free + cached + owned = total
-    a step taken back leaves what was there before it     (exactly, when it was never launched)
-    each token is the one its context demands             whatever was batched, preempted, shared or retried
-    each stream ends exactly once, and says why           nothing comes after the end
-    an idle engine has nothing left to do                 no wake-up is lost
+A link is FIFO from one sender to one receiver and lane; between links any order may happen. Whatever may happen next
+is a *move*, a tuple of its kind and arguments; whoever drives the world (a seed, or the explorer) picks one and has
+it made. Moves of the machine room (`moves`) go on until nothing is left to do; clients and faults come on top.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from novainfer.fsm.engine import Engine, EngineState
+from novainfer.fsm.engine import Engine
 from novainfer.fsm.events import (
     Arrive,
     Begin,
     Cancel,
+    CancelAll,
     Cause,
+    Close,
+    Drain,
     Encode,
     Encoded,
+    EncodeFailed,
     End,
     Fault,
     Finished,
     JobDone,
+    JobFailed,
     MakeBatch,
-    Output,
     Outputs,
     Read,
     Rejected,
@@ -43,21 +41,24 @@ from novainfer.fsm.events import (
 )
 from novainfer.fsm.gate import Gate
 from novainfer.fsm.machine import After, Effect, Machine, Send, Start
-from novainfer.fsm.outputs import Delta, FinishReason
+from novainfer.fsm.outputs import Delta
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
-from novainfer.fsm.request import ENDED
-from novainfer.fsm.scheduler import Scheduler, SchedulerState
-from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice, expected_token
+from novainfer.fsm.request import Request
+from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.simulation.checks import Checks
+from novainfer.fsm.simulation.client import Client
+from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
+from novainfer.fsm.simulation.oracle import VOCABULARY, Violation
 from novainfer.fsm.stream import Stream
-from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.worker import Worker
 
-VOCABULARY = Vocabulary.build([bytes([65 + i % 26]) for i in range(VOCAB_SIZE)], frozenset([EOS]))
+Link = tuple[str, str, bool]  # sender, receiver, whether it is the control lane
+Move = tuple[Any, ...]  # the name of a method of World, then its arguments
 
-
-class Violation(AssertionError):
-    """Something that must hold does not."""
+TO_WORKER: Link = ("device", "worker", False)
+FROM_WORKER: Link = ("worker", "engine", False)
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,30 +71,33 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunk_tokens: int = 8
     max_model_len: int = 40
     max_num_queued_reqs: int = 64
+    max_num_queued_tokens: int = 1 << 20
     enable_prefix_caching: bool = True
+    stall_high: int = 4
+    stall_low: int = 1
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that one request may hold, prompt included."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
-class Move(msgspec.Struct, frozen=True):
-    """One thing that may happen next: its kind, for weights and counts, and how to make it happen."""
+class _Watched(Request):
+    """A request whose transitions are counted."""
 
-    kind: str
-    go: Callable[[], None]
+    __slots__ = ("_taken",)
+    _taken: Counter[tuple[str, str, str]]
 
-
-class Client(msgspec.Struct):
-    """What one client was told so far."""
-
-    arrive: Arrive
-    tokens: list[list[int]]
-    finished: set[int]
-    end: End | Finished | Rejected | None = None
-    cancelled: bool = False
+    def handle(self, event: Any) -> list[Effect]:
+        """As `Request.handle`."""
+        self._taken["Request", self.state, type(event).__name__] += 1
+        return super().handle(event)
 
 
 class World:
-    """See the module. `perform` effects, list `moves`, `check`."""
+    """See the module. `trace` is given the bytes of every event that a machine takes."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, trace: Callable[[bytes], None] | None = None) -> None:
         self.shape = shape
         limits = Limits(
             max_num_seqs=shape.max_num_seqs,
@@ -102,9 +106,10 @@ class World:
             block_size=shape.block_size,
             enable_prefix_caching=shape.enable_prefix_caching,
         )
-        self.gate = Gate(shape.max_num_queued_reqs, 1 << 20)
+        self.gate = Gate(shape.max_num_queued_reqs, shape.max_num_queued_tokens)
         self.engine = Engine()
         self.scheduler = Scheduler(limits, VOCABULARY)
+        self.scheduler.request_type = self._new_request
         self.worker = Worker()
         self.machines: dict[str, Machine] = {
             "gate": self.gate,
@@ -113,16 +118,24 @@ class World:
             "worker": self.worker,
         }
         self.device = ScriptedDevice(shape.num_blocks, shape.block_size, shape.max_num_seqs)
-        self.links: dict[tuple[str, str, bool], deque[Any]] = {}
+        self.links: dict[Link, deque[Any]] = {}
         self.jobs: deque[Any] = deque()  # at the device
-        self.timers: list[Any] = []
+        self.encodings: list[Encode] = []  # at the tokenizer
+        self.timers: list[tuple[str, Any]] = []
+        self.late: list[tuple[Link, Any]] = []  # what came, and will come once more
         self.streams: dict[int, Stream] = {}
         self.clients: dict[int, Client] = {}
-        self.counts: Counter[str] = Counter()
+        self.is_draining = self.is_stopped = False
+        self.counts: Counter[str] = Counter()  # what happened, by kind
         self.taken: Counter[tuple[str, str, str]] = Counter()  # (machine, state, event): rows taken
-        self._ended: set[int] = set()  # requests
-        self._quiet = False  # nothing but MakeBatch reached the scheduler since its last savepoint
-        self._deliver("worker", Begin())
+        self.checks = Checks(self)
+        self._trace = trace
+        self.perform("shell", [Send("worker", Begin())])
+
+    def _new_request(self, *args: Any) -> Request:
+        request = _Watched(*args)
+        request._taken = self.taken
+        return request
 
     # ---- what the world does with effects ------------------------------------------------------------------------
 
@@ -130,7 +143,11 @@ class World:
         """Put each effect where it belongs."""
         for effect in effects:
             if type(effect) is Send:
-                self.links.setdefault((source, effect.to, effect.urgent), deque()).append(effect.event)
+                link = (source, effect.to, effect.urgent)
+                queue = self.links.get(link)
+                if queue is None:
+                    queue = self.links[link] = deque()
+                queue.append(effect.event)
             elif type(effect) is Start:
                 self.jobs.append(effect.job)
             elif type(effect) is After:
@@ -138,79 +155,200 @@ class World:
 
     def handle(self, name: str, machine: Machine, event: Any) -> None:
         """One event for one machine, and its effects."""
-        self.taken[type(machine).__name__, machine.state, type(event).__name__] += 1
+        kind = type(event).__name__
+        self.taken[type(machine).__name__, machine.state, kind] += 1
+        if self._trace is not None:
+            self._trace(_encode((name, kind, event)))
         self.perform(name, machine.handle(event))
 
     def _deliver(self, to: str, event: Any) -> None:
-        if to == "tokenizer":
-            assert isinstance(event, Encode)
-            assert isinstance(event.prompt, str)
-            self.perform("tokenizer", [Send("engine", Encoded(event.stream_id, [ord(c) for c in event.prompt]))])
+        if to == "scheduler":
+            self._to_scheduler(event)
         elif to == "streams":
             self._to_streams(event)
-        elif to == "client":
-            if isinstance(event, Rejected):
-                self.clients[event.stream_id].end = event
-        elif to == "scheduler":
-            self._to_scheduler(event)
-        else:
+        elif to == "tokenizer":
+            self.encodings.append(event)
+        elif to != "client":  # who hears that the worker is up, or will not come up
             self.handle(to, self.machines[to], event)
 
     def _to_scheduler(self, event: Any) -> None:
-        scheduler = self.scheduler
-        flight = scheduler.flight
-        was_quiet, self._quiet = self._quiet, self._quiet and isinstance(event, MakeBatch)
-        failed = isinstance(event, MakeBatch) and isinstance(event.outcome, StepFailed)
-        if failed and flight is not None:
-            self._check_rollback(flight, event.outcome, exact=was_quiet)
-        self.handle("scheduler", scheduler, event)
-        scheduler.planner.probe = scheduler.fingerprint
-        if isinstance(event, MakeBatch):
-            self._quiet = True
+        self.checks.before_scheduler(event)
+        self.handle("scheduler", self.scheduler, event)
+        self.checks.after_scheduler(event)
 
-    def _check_rollback(self, flight: Any, outcome: StepFailed, *, exact: bool) -> None:
-        """Wrap the coming rollback: afterwards the state must be that of before the plan."""
-        planner, rollback = self.scheduler.planner, self.scheduler.planner.rollback
-
-        def checked(flight: Any, *, launched: bool) -> None:
-            rollback(flight, launched=launched)
-            del planner.rollback
-            if exact and flight.before is not None:
-                now, before = self.scheduler.fingerprint(), flight.before
-                if launched:  # names of blocks that were evicted for the step stay lost
-                    now, before = now[1:], before[1:]
-                if now != before:
-                    raise Violation(f"rollback of step {flight.step_id}: {before} became {now}")
-                self.counts["rollbacks_checked"] += 1
-
-        planner.rollback = checked  # type: ignore[method-assign]
-
-    def _to_streams(self, event: Any) -> None:
+    def _to_streams(self, event: Stop | Outputs) -> None:
         if isinstance(event, Stop):
             for stream in self.streams.values():
                 self.handle("streams", stream, event)
             return
-        assert isinstance(event, Outputs)
         for output in event.outputs:
-            self._check_output(output)
+            self.checks.output(output)
             self.handle("streams", self.streams[output.stream_id], output)
+
+    # ---- moves of the machine room -------------------------------------------------------------------------------
+
+    def moves(self) -> list[Move]:
+        """What may happen next: each link's first message, the device's oldest job, any prompt at the tokenizer."""
+        moves: list[Move] = [("deliver", link) for link, queue in self.links.items() if queue]
+        if self.jobs:
+            moves.append(("finish_job",))
+        if self.encodings:
+            moves += [("encode", at) for at in range(len(self.encodings))]
+        return moves
+
+    def make(self, move: Move) -> None:
+        """Make `move`."""
+        getattr(self, move[0])(*move[1:])
+
+    def deliver(self, link: Link) -> None:
+        """The first message of `link` arrives."""
+        self._deliver(link[1], self.links[link].popleft())
+
+    def finish_job(self) -> None:
+        """The device does its oldest job, well."""
+        job = self.jobs.popleft()
+        if isinstance(job, Run):
+            self.counts["steps"] += 1
+            self._answer(self.device.run(job.plan))
+            return
+        if isinstance(job, Close):
+            self.device.is_closed = True
+        shape = self.shape
+        found = {
+            "num_blocks": shape.num_blocks,
+            "max_model_len": shape.max_model_len,
+            "vocab_size": VOCAB_SIZE,
+            "eos_token_ids": [EOS],
+        }
+        self._answer(JobDone(type(job).__name__, found))
+
+    def _answer(self, event: StepDone | StepFailed | JobDone | JobFailed) -> None:
+        self.perform("device", [Send("worker", event)])
+
+    def encode(self, at: int) -> None:
+        """The tokenizer answers one of its prompts."""
+        event = self.encodings.pop(at)
+        assert isinstance(event.prompt, str)
+        self.perform("tokenizer", [Send("engine", Encoded(event.stream_id, [ord(c) for c in event.prompt]))])
+
+    def fire_timer(self, at: int) -> None:
+        """A timer runs out."""
+        name, event = self.timers.pop(at)
+        self.counts["timeout"] += 1
+        self.clients[event.stream_id].causes.add(event.cause)
+        self._deliver(name, event)
+
+    # ---- faults --------------------------------------------------------------------------------------------------
+
+    def fail_step(self, fault: Fault, launched: bool) -> None:
+        """The device fails its oldest job, which is a step; a launched one leaves garbage behind."""
+        job = self.jobs.popleft()
+        if launched:
+            self.device.spoil(job.plan)
+        self.counts[fault if launched else f"{fault} before launch"] += 1
+        self._answer(StepFailed(job.plan.step_id, job.plan.epoch, fault, "injected", launched))
+
+    def fail_job(self) -> None:
+        """The device fails its oldest job, which is no step."""
+        job = self.jobs.popleft()
+        if isinstance(job, Close):
+            self.device.is_closed = True
+        self.counts[f"{type(job).__name__} failed"] += 1
+        self.is_stopped = True
+        self.everybody(Cause.DRAIN)
+        self._answer(JobFailed(type(job).__name__, "injected"))
+
+    def fail_encode(self, at: int) -> None:
+        """The tokenizer cannot do one of its prompts."""
+        event = self.encodings.pop(at)
+        self.counts["encode failed"] += 1
+        self.clients[event.stream_id].encoding_failed = True
+        self.perform("tokenizer", [Send("engine", EncodeFailed(event.stream_id, "injected", "prompt"))])
+
+    def duplicate(self, link: Link) -> None:
+        """What is first on `link` will come once more, at any later time."""
+        event = self.links[link][0]
+        self.late.append((link, event))
+        self.counts["duplicate"] += 1
+
+    def contradict(self, link: Link) -> None:
+        """The job that is done will be called failed as well, when its device dies a little later."""
+        self.late.append((link, JobFailed(self.links[link][0].job, "injected")))
+        self.counts["contradiction"] += 1
+
+    def come_late(self, at: int) -> None:
+        """A duplicate arrives."""
+        link, event = self.late.pop(at)
+        if isinstance(event, JobFailed) and self.worker.state in ("LOADING", "FITTING", "WARMING", "OOM"):
+            self.everybody(Cause.DRAIN)  # it may be the failure of the job that is being done
+            self.is_stopped = True
+        self._deliver(link[1], event)
+
+    def repeatable(self) -> list[Link]:
+        """Links whose first message may come twice: the device's, which may be another process, and the worker's."""
+        found = [TO_WORKER] if self.links.get(TO_WORKER) else []
+        queue = self.links.get(FROM_WORKER)
+        if queue and isinstance(queue[0], StepDone | StepFailed):
+            found.append(FROM_WORKER)
+        return found
 
     # ---- clients -------------------------------------------------------------------------------------------------
 
-    def arrive(self, prompt: str | list[int], params: SamplingParams) -> int:
-        """A client asks for something; returns its stream id."""
+    def arrive(self, prompt: str | list[int], params: SamplingParams, seed: int = 1) -> int:
+        """A client asks for something; returns its stream id. The gate answers at once."""
         stream_id = len(self.clients)
-        arrive = Arrive(stream_id=stream_id, prompt=prompt, params=params, seed=1, num_tokens=len(prompt))
-        self.clients[stream_id] = Client(arrive, [[] for _ in range(params.n)], set())
-        self.streams[stream_id] = Stream(stream_id, str(stream_id), params.n)
+        arrive = Arrive(stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=len(prompt))
+        client = self.clients[stream_id] = Client(arrive, self.shape.context_len)
+        shape = self.shape
+        self.streams[stream_id] = Stream(
+            stream_id, str(stream_id), params.n, stall_high=shape.stall_high, stall_low=shape.stall_low
+        )
+        before = self.gate.num_queued
         self.handle("gate", self.gate, arrive)
+        answers = self.links.get(("gate", "client", False))
+        if answers:
+            rejected: Rejected = answers.popleft()
+            client.end = rejected
+            self.counts[f"rejected: {rejected.reason}"] += 1
+            self.checks.rejection(rejected, before)
+        else:
+            client.was_let_in = True
         return stream_id
 
     def cancel(self, stream_id: int, cause: Cause = Cause.CLIENT) -> None:
-        """A client gives up, or its connection is lost."""
-        self.clients[stream_id].cancelled = True
+        """A client gives up, or its connection is lost; it may do so twice, and when its stream has ended."""
+        self.clients[stream_id].causes.add(cause)
         self.counts["cancel"] += 1
         self.perform("client", [Send("engine", Cancel(stream_id, cause), urgent=True)])
+
+    def cancel_all(self) -> None:
+        """Somebody ends every stream."""
+        self.everybody(Cause.CLIENT)
+        self.counts["cancel all"] += 1
+        self.perform("owner", [Send("engine", CancelAll(Cause.CLIENT), urgent=True)])
+
+    def drain(self) -> None:
+        """The owner takes no new streams."""
+        self.is_draining = True
+        self.counts["drain"] += 1
+        self.perform("owner", [Send("gate", Drain())])
+
+    def stop(self, error: str | None) -> None:
+        """The owner ends everything now."""
+        self.is_stopped = True
+        self.everybody(Cause.DRAIN)
+        self.counts["stop"] += 1
+        self.perform("owner", [Send("engine", Stop(error), urgent=True)])
+
+    def everybody(self, cause: Cause) -> None:
+        """Every client may be told `cause` from now on."""
+        for client in self.clients.values():
+            client.causes.add(cause)
+
+    def news(self) -> list[int]:
+        """Streams that a read would give something."""
+        clients = self.clients
+        return [s for s, stream in self.streams.items() if clients[s].end is None and stream.has_news]
 
     def read(self, stream_id: int) -> None:
         """A client takes what is there, and checks it."""
@@ -221,124 +359,10 @@ class World:
             if effect.to != "reader":
                 self.perform("streams", [effect])
             elif isinstance(effect.event, Delta):
-                self._check_delta(client, effect.event)
+                client.take(effect.event)
             else:
-                client.end = effect.event
-                if isinstance(client.end, Finished) and len(client.finished) != client.arrive.params.n:
-                    raise Violation(f"stream {stream_id} finished before its choices had")
+                assert isinstance(effect.event, End | Finished)
+                client.take_end(effect.event)
 
-    # ---- moves ---------------------------------------------------------------------------------------------------
 
-    def moves(self) -> list[Move]:
-        """What may happen next inside the engine: each link's first message, and the device's oldest job."""
-        moves = [Move("deliver", partial(self._deliver_next, link)) for link, queue in self.links.items() if queue]
-        if self.jobs:
-            moves.append(Move("job", self.finish_job))
-        return moves
-
-    def _deliver_next(self, link: tuple[str, str, bool]) -> None:
-        self._deliver(link[1], self.links[link].popleft())
-
-    def finish_job(self) -> None:
-        """The device does its oldest job, well."""
-        job = self.jobs.popleft()
-        if isinstance(job, Run):
-            self.perform("device", [Send("worker", self.device.run(job.plan))])
-            self.counts["steps"] += 1
-        else:
-            shape = self.shape
-            found = {
-                "num_blocks": shape.num_blocks,
-                "max_model_len": shape.max_model_len,
-                "vocab_size": VOCAB_SIZE,
-                "eos_token_ids": [EOS],
-            }
-            self.perform("device", [Send("worker", JobDone(type(job).__name__, found))])
-
-    def fail_job(self, fault: Fault, *, launched: bool) -> None:
-        """The device fails its oldest job, which is a step; a launched one leaves garbage behind."""
-        job = self.jobs.popleft()
-        assert isinstance(job, Run)
-        if launched:
-            self.device.spoil(job.plan)
-        self.counts[f"{fault}{'' if launched else ' before launch'}"] += 1
-        failed = StepFailed(job.plan.step_id, job.plan.epoch, fault, "injected", launched)
-        self.perform("device", [Send("worker", failed)])
-
-    def duplicate(self, link: tuple[str, str, bool]) -> None:
-        """The message at the head of `link` will come once more, later."""
-        self.links[link].append(self.links[link][0])
-        self.counts["duplicate"] += 1
-
-    def duplicable(self) -> list[tuple[str, str, bool]]:
-        """Links whose next message may come twice: those to and from a device that may be another process."""
-        return [k for k, q in self.links.items() if q and k[0] == "device" and isinstance(q[0], StepDone | StepFailed)]
-
-    def fire_timer(self, at: int) -> None:
-        """A timer runs out."""
-        name, event = self.timers.pop(at)
-        self.counts["timeout"] += 1
-        self.clients[event.stream_id].cancelled = True
-        self._deliver(name, event)
-
-    # ---- checkers ------------------------------------------------------------------------------------------------
-
-    def _check_output(self, output: Output) -> None:
-        if output.stream_id not in self.streams:
-            raise Violation(f"output for stream {output.stream_id}, which nobody asked for")
-        if output.request_id in self._ended:
-            raise Violation(f"request {output.request_id} got something after its end")
-        if output.end is not None and output.request_id >= 0:
-            self._ended.add(output.request_id)
-
-    def _check_delta(self, client: Client, delta: Delta) -> None:
-        if delta.index in client.finished:
-            raise Violation(f"choice {delta.index} of stream {delta.request_id} got something after its end")
-        tokens = client.tokens[delta.index]
-        prompt = client.arrive.prompt
-        context = [ord(c) for c in prompt] if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
-        context += tokens
-        for token in delta.token_ids:
-            if token != (right := expected_token(context)):
-                raise Violation(f"stream {delta.request_id}: token {len(tokens)} is {token}, not {right}")
-            context.append(token)
-            tokens.append(token)
-        if delta.num_generated_tokens < len(tokens):
-            raise Violation(
-                f"stream {delta.request_id}: {len(tokens)} tokens came, {delta.num_generated_tokens} counted"
-            )
-        if delta.finish_reason is not None:
-            client.finished.add(delta.index)
-            limit = client.arrive.params.max_tokens
-            right_end = FinishReason.STOP if tokens[-1] == EOS else FinishReason.LENGTH
-            if delta.finish_reason is not right_end:
-                raise Violation(f"stream {delta.request_id} ended with {delta.finish_reason}, not {right_end}")
-            if right_end is FinishReason.LENGTH and limit is not None and len(tokens) != limit:
-                raise Violation(f"stream {delta.request_id} ended with {len(tokens)} of {limit} tokens")
-
-    def check(self) -> None:
-        """What holds at every moment."""
-        if self.scheduler.state is not SchedulerState.STARTING:
-            self.scheduler.check()
-            stats = self.scheduler.planner.pool.statistics()
-            if stats.num_free + stats.num_cached + stats.num_owned != stats.num_blocks:
-                raise Violation(f"blocks are missing: {stats}")
-
-    def check_end(self) -> None:
-        """What holds when nothing can happen any more."""
-        if self.engine.state not in (EngineState.IDLE, EngineState.STOPPED):
-            raise Violation(f"nothing can happen, but the engine is {self.engine.state}")
-        for stream_id, client in self.clients.items():
-            if client.end is None:
-                raise Violation(f"stream {stream_id} never ended: {self.streams[stream_id].state}")
-            if client.cancelled or isinstance(client.end, Finished | Rejected):
-                continue
-            if client.end.error is None or client.end.cause is Cause.SIBLING:
-                raise Violation(f"stream {stream_id} ended with {client.end}, and nobody had asked for that")
-        stats = self.scheduler.planner.pool.statistics()
-        if stats.num_owned:
-            raise Violation(f"{stats.num_owned} blocks are owned when every request has ended")
-        if self.scheduler.requests or self.engine.num_streams or self.gate.num_queued:
-            raise Violation("something is left behind")
-        finished = self.scheduler.statistics().finished_total
-        assert set(finished) == set(ENDED)
+__all__ = ["FROM_WORKER", "TO_WORKER", "Link", "MakeBatch", "Move", "Shape", "Violation", "World"]

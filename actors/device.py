@@ -1,0 +1,240 @@
+"""The worker's device side: what a device must be able to do, and the one that runs a model.
+
+Everything here is called from the device's thread. A device knows plans, not requests; `novainfer.kernels` knows
+tensors. This is the only file of the actors that touches the kernels, and it loads them (and torch) on first use.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import msgspec
+
+from novainfer.actors.location import ModelLocation
+from novainfer.fsm.errors import NovaInferError
+from novainfer.fsm.events import (
+    Close,
+    Fault,
+    Fit,
+    JobDone,
+    JobFailed,
+    Load,
+    Reclaim,
+    Run,
+    SamplingSpec,
+    StepDone,
+    StepFailed,
+    StepPlan,
+    Warm,
+)
+
+if TYPE_CHECKING:
+    from novainfer.kernels.batch import Admission
+    from novainfer.kernels.runner import ModelRunner
+
+
+class Device(Protocol):
+    """One device with one model; calls come one at a time, from one thread."""
+
+    def load(self) -> dict[str, Any]:
+        """Read the weights; gives at least `max_model_len`, `vocab_size` and `eos_token_ids`."""
+
+    def fit(self) -> dict[str, Any]:
+        """Allocate the KV cache; gives `num_blocks`."""
+
+    def warm(self) -> None:
+        """Run the kernels once, so that the first request finds them ready."""
+
+    def run(self, plan: StepPlan) -> StepDone:
+        """Compute one step; raises MemoryError when memory was short, anything else when it failed."""
+
+    def reclaim(self) -> None:
+        """Give back what a step left behind that ran out of memory."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+def do_jobs(device: Device, jobs: list[Any]) -> list[Any]:
+    """The device thread's work: each job, and the event that says how it went."""
+    return [_do(device, job) for job in jobs]
+
+
+def _do(device: Device, job: Any) -> Any:
+    if type(job) is Run:
+        return _run(device, job.plan)
+    name = type(job).__name__
+    try:
+        return JobDone(name, _OTHER_JOBS[type(job)](device))
+    except Exception as error:
+        return JobFailed(name, _sentence(error))
+
+
+_OTHER_JOBS: dict[type, Callable[[Device], Any]] = {
+    Load: lambda device: device.load(),
+    Fit: lambda device: device.fit(),
+    Warm: lambda device: device.warm(),
+    Reclaim: lambda device: device.reclaim(),
+    Close: lambda device: device.close(),
+}
+
+
+def _run(device: Device, plan: StepPlan) -> StepDone | StepFailed:
+    try:
+        return device.run(plan)
+    except MemoryError as error:
+        return StepFailed(plan.step_id, plan.epoch, Fault.OOM, _sentence(error))
+    except Exception as error:
+        return StepFailed(plan.step_id, plan.epoch, Fault.EXCEPTION, _sentence(error))
+
+
+def _sentence(error: BaseException) -> str:
+    """What to tell of `error`: its own words, after its kind where they do not stand alone."""
+    text = str(error).strip().split("\n")[0]
+    if isinstance(error, NovaInferError) or type(error).__module__.startswith("novainfer."):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `ModelDevice` needs to know; see `EngineConfig` for meanings and units."""
+
+    location: ModelLocation
+    device: str
+    dtype: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    kv_cache_capacity_mode: Literal["auto", "fixed"]
+    kv_cache_memory_utilization: float
+    num_kv_blocks: int | None
+    num_threads: int | None
+    native: str | None
+    batch_invariant: bool
+
+
+class ModelDevice:
+    """A model of `novainfer.kernels` on a CPU or a CUDA device."""
+
+    def __init__(self, settings: ModelSettings, on_progress: Callable[[int, int], None] | None = None) -> None:
+        self._settings = settings
+        self._on_progress = on_progress
+        self._runner: ModelRunner | None = None
+
+    def load(self) -> dict[str, Any]:
+        """Import torch and the kernels, and read the weights."""
+        from novainfer.kernels.runner import ModelRunner
+
+        s = self._settings
+        self._runner = ModelRunner.load(
+            s.location.path(),
+            device=s.device,
+            dtype=s.dtype,
+            max_num_seqs=s.max_num_seqs,
+            max_num_batched_tokens=s.max_num_batched_tokens,
+            max_model_len=s.max_model_len,
+            block_size=s.block_size,
+            num_threads=s.num_threads,
+            native=s.native,
+            batch_invariant=s.batch_invariant,
+            on_progress=self._on_progress,
+        )
+        info = self._runner.info
+        return {
+            "architecture": info.architecture,
+            "dtype": str(info.dtype).removeprefix("torch."),
+            "max_model_len": info.max_model_len,
+            "vocab_size": info.vocab_size,
+            "eos_token_ids": list(info.eos_token_ids),
+            "weight_bytes": info.weight_bytes,
+            "kv_bytes_per_block": info.kv_bytes_per_block,
+            "row_invariant": info.row_invariant,
+        }
+
+    def fit(self) -> dict[str, Any]:
+        """Allocate the KV cache."""
+        s = self._settings
+        num_blocks = self._model.fit(
+            mode=s.kv_cache_capacity_mode,
+            num_blocks=s.num_kv_blocks,
+            memory_utilization=s.kv_cache_memory_utilization,
+        )
+        return {"num_blocks": num_blocks}
+
+    def warm(self) -> None:
+        """A small prefill and a decode step."""
+        self._model.warm()
+
+    def run(self, plan: StepPlan) -> StepDone:
+        """One step; torch's out-of-memory errors become MemoryError."""
+        import torch
+
+        from novainfer.kernels.batch import Batch
+
+        batch = Batch(
+            slots=plan.slots,
+            query_lens=plan.query_lens,
+            context_lens=plan.context_lens,
+            input_ids=plan.input_ids,
+            table_slots=plan.table_slots,
+            table_indexes=plan.table_indexes,
+            table_blocks=plan.table_blocks,
+            sample_seqs=plan.sample_seqs,
+            admissions=[_admission(spec) for spec in plan.admissions],
+        )
+        try:
+            sampled = self._model.execute(batch)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+        except RuntimeError as error:
+            if "DefaultCPUAllocator" in str(error) or "bad_alloc" in str(error):
+                raise MemoryError(str(error)) from error
+            raise
+        return StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs)
+
+    def reclaim(self) -> None:
+        """Collect garbage, and on CUDA return cached segments to the driver."""
+        import torch
+
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Free weights and KV cache."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    @property
+    def _model(self) -> ModelRunner:
+        assert self._runner is not None, "load comes first"
+        return self._runner
+
+
+def _admission(spec: SamplingSpec) -> Admission:
+    from novainfer.kernels.batch import Admission, SamplingRow
+
+    params = spec.params
+    row = SamplingRow(
+        temperature=0.0 if params.is_greedy else params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        seed=spec.seed,
+        choice=spec.choice,
+        prompt_len=spec.num_prompt_tokens,
+        min_position=spec.num_prompt_tokens + params.min_tokens,
+        stop_ids=spec.stop_ids,
+        logit_bias=params.logit_bias,
+        allowed_ids=params.allowed_token_ids,
+        banned_ids=params.banned_token_ids,
+        logprobs=params.logprobs,
+    )
+    return Admission(slot=spec.slot, sampling=row, token_ids=spec.token_ids)

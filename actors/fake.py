@@ -1,0 +1,85 @@
+"""A device and a tokenizer without weights, for tests of everything around them and for measuring the loop.
+
+Fakes, not mocks: they do what they promise, only simply. The device's next token is a fixed function of the last one;
+a test that wants to see what the KV blocks hold uses the simulator's device instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from novainfer.fsm.events import Chat, StepDone, StepPlan
+from novainfer.fsm.text import Vocabulary
+
+EOS = 256  # after the 256 byte tokens
+
+
+def successor(token_id: int) -> int:
+    """The token after `token_id`: the next printable byte, round and round; never EOS."""
+    return 32 + (token_id - 31) % 95
+
+
+class FakeDevice:
+    """Answers at once. `on_step(plan)` runs before each step and may raise, or wait: it is in the device's thread."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 4096,
+        max_model_len: int = 2048,
+        next_token: Callable[[int], int] = successor,
+        on_step: Callable[[StepPlan], None] | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.max_model_len = max_model_len
+        self._next = next_token
+        self._on_step = on_step
+        self.is_closed = False
+
+    def load(self) -> dict[str, Any]:
+        """A vocabulary of bytes."""
+        return {"max_model_len": self.max_model_len, "vocab_size": EOS + 1, "eos_token_ids": [EOS], "dtype": "none"}
+
+    def fit(self) -> dict[str, Any]:
+        """As many blocks as the test wants."""
+        return {"num_blocks": self.num_blocks}
+
+    def warm(self) -> None:
+        """Nothing to warm."""
+
+    def run(self, plan: StepPlan) -> StepDone:
+        """One successor for each sampled row."""
+        if self._on_step is not None:
+            self._on_step(plan)
+        ends: list[int] = []
+        total = 0
+        for count in plan.query_lens:
+            total += count
+            ends.append(total)
+        tokens = [self._next(plan.input_ids[ends[seq] - 1]) for seq in plan.sample_seqs]
+        return StepDone(plan.step_id, plan.epoch, tokens)
+
+    def reclaim(self) -> None:
+        """Nothing to give back."""
+
+    def close(self) -> None:
+        """Remember that it was closed."""
+        self.is_closed = True
+
+
+class ByteTokenizer:
+    """Token ids are UTF-8 bytes; a chat is its messages' contents, one a line."""
+
+    def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
+        """The ids of each prompt, or why it has none."""
+        return [list(self._text(prompt).encode()) for prompt in prompts]
+
+    def vocabulary(self) -> Vocabulary:
+        """256 bytes and EOS."""
+        return Vocabulary.build([bytes([i]) for i in range(256)] + [b"<eos>"], frozenset([EOS]))
+
+    def _text(self, prompt: str | Chat) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return "\n".join(str(message.get("content", "")) for message in prompt.messages)

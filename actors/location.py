@@ -1,0 +1,38 @@
+"""Where a model lies on disk, found once, off the loop: a hub id may take minutes to fetch."""
+
+from __future__ import annotations
+
+import threading
+from importlib.resources import files
+from pathlib import Path
+
+from novainfer.fsm.errors import ModelLoadError
+
+DEMO_MODEL = "demo"
+
+
+class ModelLocation:
+    """What a user calls a model: "demo", a directory, or a hub id. `path` may be asked from any thread."""
+
+    def __init__(self, name: str | Path) -> None:
+        self.name = name
+        self._lock = threading.Lock()
+        self._path: Path | None = None
+
+    def path(self) -> Path:
+        """The model's directory; raises `ModelLoadError` with one sentence when there is none."""
+        with self._lock:
+            if self._path is None:
+                self._path = self._find()
+            return self._path
+
+    def _find(self) -> Path:
+        if self.name == DEMO_MODEL:
+            return Path(str(files("novainfer.kernels"))) / "demo" / "model"
+        from novainfer.kernels.errors import LoadError
+        from novainfer.kernels.hub import resolve_model
+
+        try:
+            return resolve_model(self.name)
+        except LoadError as error:
+            raise ModelLoadError(str(error), param="model") from error

@@ -1,0 +1,342 @@
+"""One engine's actors: made, connected, supervised, and taken down.
+
+    gate ──Arrive──▶ engine ⇄ scheduler        tokenizer: a thread, batched
+                       │  └──▶ streams ──▶ readers
+                       └──▶ worker ⇄ device: a thread
+
+The two threads live as tasks of one anyio task group, inside a root task, so that `aclose` may come from any task. An
+actor that raises is dead: every stream is told exactly once, and the system stops with the error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import anyio
+
+from novainfer.actors.device import Device, do_jobs
+from novainfer.actors.mailbox import Actor, ActorStatistics
+from novainfer.actors.streams import StreamHandle, Streams
+from novainfer.actors.thread import JobThread
+from novainfer.actors.tokenizer import Tokenizer, encode_jobs
+from novainfer.fsm.engine import Engine, EngineState
+from novainfer.fsm.errors import (
+    EngineClosed,
+    EngineDraining,
+    EngineOverloaded,
+    ModelLoadError,
+    NovaInferError,
+)
+from novainfer.fsm.events import (
+    Arrive,
+    Begin,
+    Cancel,
+    CancelAll,
+    Cause,
+    Chat,
+    Departed,
+    Drain,
+    Prompt,
+    Rejected,
+    Stop,
+    WorkerFailed,
+    WorkerReady,
+)
+from novainfer.fsm.gate import Gate
+from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.planner import Limits
+from novainfer.fsm.scheduler import Scheduler, SchedulerStatistics
+from novainfer.fsm.text import Vocabulary
+from novainfer.fsm.worker import Worker
+
+DRAIN_RATE_WINDOW = 64  # departures that the drain rate is computed from
+RETRY_AFTER_S_DEFAULT = 1.0  # while nothing has departed yet there is no rate
+RETRY_AFTER_S_MAX = 60.0  # openai-python gives up above 120 s
+LOAD_TOKENIZER = "load"  # the tokenizer thread's first job
+BYTES_PER_TOKEN = 3  # what admission reserves for text before it is tokenised: Qwen2's English average is about 4
+
+
+class System:
+    """The actors of one engine, on the running loop."""
+
+    def __init__(
+        self, *, device: Device, load_tokenizer: Callable[[], Tokenizer], limits: Limits, max_queue: tuple[int, int]
+    ) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._limits = limits
+        self._gate = Gate(*max_queue)
+        self._engine = Engine()
+        self._scheduler: Scheduler | None = None
+        self._streams = Streams(self._route)
+        self._actors = {
+            "gate": self._make_actor("gate", self._gate),
+            "engine": self._make_actor("engine", self._engine),
+            "worker": self._make_actor("worker", Worker()),
+        }
+        self._device_thread = JobThread("novainfer-device", partial(do_jobs, device), partial(self._tell, "worker"))
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_thread = JobThread(
+            "novainfer-tokenizer", self._work_of_tokenizer, self._from_tokenizer, batched=True
+        )
+        self._departures: deque[float] = deque(maxlen=DRAIN_RATE_WINDOW)
+        self._next_stream_id = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._root: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[WorkerReady] | None = None
+        self._stopping: anyio.Event | None = None
+        self._idle: asyncio.Event | None = None
+        self._vocabulary: asyncio.Future[Vocabulary] | None = None
+        self._rejected: Rejected | None = None  # the gate's answer to the stream just added
+        self.error: str | None = None  # what it died of
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> WorkerReady:
+        """Load tokenizer and model, fit and warm; raises `ModelLoadError` with one clear sentence."""
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
+        self._stopping = anyio.Event()
+        self._idle = asyncio.Event()
+        self._vocabulary = self._loop.create_future()
+        self._root = self._loop.create_task(self._live(), name="novainfer")
+        try:
+            return await asyncio.shield(self._ready)
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """End everything that still runs; streams hear of it. From any task, any number of times."""
+        if self._root is None:
+            return
+        assert self._stopping is not None
+        self._stopping.set()
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([self._root])
+        if self._ready is not None and self._ready.done() and not self._ready.cancelled():
+            self._ready.exception()  # seen: nobody else will look
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new streams; wait until those here have ended, `timeout_s` at most; end the rest."""
+        self._actors["gate"].handle(Drain())
+        with anyio.move_on_after(timeout_s):
+            await self._wait_idle()
+            return
+        self._tell("engine", CancelAll(Cause.DRAIN), True)
+        await self._wait_idle()
+
+    async def _live(self) -> None:
+        """The root task: owns the task group, and ends when everything has ended."""
+        assert self._loop is not None
+        assert self._stopping is not None
+        assert self._vocabulary is not None
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._device_thread.run)
+                group.start_soon(self._tokenizer_thread.run)
+                self._actors["worker"].open(self._loop)
+                self._tell("worker", Begin())
+                self._tokenizer_thread.put(LOAD_TOKENIZER)
+                try:
+                    self._open(await self._vocabulary)
+                    await self._stopping.wait()
+                finally:
+                    self._shut()
+        except BaseException as error:
+            self._fail(error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+
+    def _open(self, vocabulary: Vocabulary) -> None:
+        """Everything is there: the actors that waited for the vocabulary may take their turns."""
+        assert self._loop is not None
+        self._scheduler = Scheduler(self._limits, vocabulary)
+        self._actors["scheduler"] = self._make_actor("scheduler", self._scheduler)
+        for name in ("scheduler", "gate", "engine"):
+            self._actors[name].open(self._loop)
+
+    def _shut(self) -> None:
+        """Stop every actor; what streams are left hear why."""
+        stop = Stop(self.error)
+        if self._engine.state is not EngineState.STOPPED:
+            self._actors["engine"].handle(stop)
+        self._actors["gate"].handle(stop)
+        self._streams.take(stop)
+        self._actors["worker"].handle(stop)  # its last effect closes the device
+        for actor in self._actors.values():
+            actor.close()
+        self._device_thread.stop()
+        self._tokenizer_thread.stop()
+        if self._idle is not None:
+            self._idle.set()
+
+    def _fail(self, error: BaseException) -> None:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if self._ready is not None and not self._ready.done():
+            wrapped = error if isinstance(error, NovaInferError) else ModelLoadError(f"cannot start: {error}")
+            self._ready.set_exception(wrapped)
+        elif self.error is None and not isinstance(error, asyncio.CancelledError):
+            self.error = f"{type(error).__name__}: {error}"
+
+    def _died(self, name: str, error: BaseException) -> None:
+        """An actor raised: a bug. Its streams end with an error, and the system stops."""
+        self.error = f"the {name} died: {type(error).__name__}: {error}"
+        if self._loop is not None:
+            context = {"message": f"novainfer: {self.error}", "exception": error}
+            self._loop.call_exception_handler(context)
+        if self._stopping is not None:
+            self._stopping.set()
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, prompt: Prompt, params: SamplingParams, seed: int) -> StreamHandle:
+        """Ask for admission; raises `EngineOverloaded`, `EngineDraining` or `EngineClosed` when it is refused."""
+        stream_id = self._next_stream_id
+        arrive = Arrive(
+            stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=_estimate_tokens(prompt)
+        )
+        handle = self._streams.add(stream_id, name, params.n)
+        self._actors["gate"].handle(arrive)
+        rejected, self._rejected = self._rejected, None
+        if rejected is not None:
+            self._streams.forget(stream_id)
+            raise self._refusal(rejected)
+        self._next_stream_id += 1
+        assert self._idle is not None
+        self._idle.clear()
+        return handle
+
+    def cancel(self, stream_id: int, cause: Cause) -> None:
+        """End this stream; harmless when it has ended."""
+        self._tell("engine", Cancel(stream_id, cause), True)
+
+    def abandon(self, stream_id: int) -> None:
+        """Its reader has left: cancel it, and drop what it may still say."""
+        self.cancel(stream_id, Cause.DISCONNECT)
+        self._streams.forget(stream_id)
+
+    def _refusal(self, rejected: Rejected) -> NovaInferError:
+        if rejected.reason == "draining":
+            return EngineDraining(rejected.message)
+        if rejected.reason == "closed":
+            return EngineClosed(self.error or rejected.message)
+        return EngineOverloaded(rejected.message, retry_after_s=self.retry_after_s())
+
+    def retry_after_s(self) -> float:
+        """Seconds until the queue will have drained, at the rate it drains now."""
+        times = self._departures
+        if self._loop is None or len(times) < 2:
+            return RETRY_AFTER_S_DEFAULT
+        rate = len(times) / max(self._loop.time() - times[0], 1e-3)
+        return min(max(self._gate.num_queued / rate, RETRY_AFTER_S_DEFAULT), RETRY_AFTER_S_MAX)
+
+    async def _wait_idle(self) -> None:
+        assert self._idle is not None
+        while self._engine.num_streams or self._gate.num_queued:
+            self._idle.clear()
+            await self._idle.wait()
+
+    # ---- what actors see of each other ---------------------------------------------------------------------------
+
+    def _make_actor(self, name: str, machine: Any) -> Actor:
+        return Actor(name, machine, route=self._route, start=self._start_job, died=self._died)
+
+    def _route(self, to: str, event: Any, urgent: bool) -> None:
+        if to == "streams":
+            # Not a mailbox but a call, once per step and after Launch: readers only get their wake-up here.
+            self._streams.take(event)
+        elif to == "tokenizer":
+            self._tokenizer_thread.put(event)
+        elif to == "client":
+            self._to_client(event)
+        else:
+            if type(event) is Departed:
+                self._note_departures(event)
+            self._tell(to, event, urgent)
+
+    def _tell(self, to: str, event: Any, urgent: bool = False) -> None:
+        actor = self._actors[to]
+        if not actor.tell(event, urgent):
+            assert actor.statistics().state == "DEAD", f"the mailbox of {to} is full: admission should have seen to it"
+
+    def _start_job(self, job: Any) -> None:
+        self._device_thread.put(job)
+
+    def _work_of_tokenizer(self, jobs: list[Any]) -> list[Any]:
+        """In the tokenizer's thread: load it, which is always the first job, and then encode."""
+        if self._tokenizer is not None:
+            return list(encode_jobs(self._tokenizer, jobs))
+        assert jobs == [LOAD_TOKENIZER]
+        try:
+            self._tokenizer = self._load_tokenizer()
+            return [self._tokenizer.vocabulary()]
+        except Exception as error:
+            return [error]
+
+    def _from_tokenizer(self, result: Any) -> None:
+        assert self._vocabulary is not None
+        if isinstance(result, Vocabulary):
+            self._vocabulary.set_result(result)
+        elif isinstance(result, Exception):
+            self._vocabulary.set_exception(result)
+        else:
+            self._tell("engine", result)
+
+    def _note_departures(self, event: Departed) -> None:
+        assert self._loop is not None
+        self._departures.extend([self._loop.time()] * len(event.stream_ids))
+        if self._idle is not None:
+            self._loop.call_soon(self._idle.set)
+
+    def _to_client(self, event: Any) -> None:
+        if isinstance(event, Rejected):
+            self._rejected = event
+            return
+        assert self._ready is not None
+        if isinstance(event, WorkerReady) and not self._ready.done():
+            self._ready.set_result(event)
+        elif isinstance(event, WorkerFailed):
+            self.error = event.message
+            if not self._ready.done():
+                self._ready.set_exception(ModelLoadError(event.message))
+            assert self._stopping is not None
+            self._stopping.set()
+
+    # ---- looking in ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """True while streams are let in."""
+        return str(self._gate.state) == "OPEN"
+
+    @property
+    def engine_state(self) -> EngineState:
+        """What the engine waits for."""
+        return self._engine.state
+
+    def scheduler_statistics(self) -> SchedulerStatistics | None:
+        """Counts of the scheduler; None before it is there."""
+        return self._scheduler.statistics() if self._scheduler else None
+
+    @property
+    def num_queued(self) -> int:
+        """Streams that have been let in and have not run yet."""
+        return self._gate.num_queued
+
+    def actors(self) -> list[ActorStatistics]:
+        """Each actor's state, dwell time and mailbox depth."""
+        return [actor.statistics() for actor in self._actors.values()]
+
+
+def _estimate_tokens(prompt: Prompt) -> int:
+    """What admission reserves for a prompt before it is tokenised, in tokens."""
+    if isinstance(prompt, list):
+        return len(prompt)
+    if isinstance(prompt, Chat):
+        return sum(len(str(m.get("content", ""))) for m in prompt.messages) // BYTES_PER_TOKEN + len(prompt.messages)
+    return len(prompt) // BYTES_PER_TOKEN + 1

@@ -1,0 +1,131 @@
+"""The tokenizer actor exists because tokenising takes milliseconds that the loop does not have.
+
+It renders chats and tokenises prompts in a thread of its own, all that wait as one batch. transformers is imported
+here and nowhere else outside the kernels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from novainfer.fsm.errors import ModelLoadError
+from novainfer.fsm.events import Chat, Encode, Encoded, EncodeFailed
+from novainfer.fsm.text import Vocabulary
+
+
+class Tokenizer(Protocol):
+    """Text to token ids, and the bytes of each token id. Called from one thread."""
+
+    def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
+        """The token ids of each prompt, or a sentence saying why it has none."""
+
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of each token id, and which ids are control tokens."""
+
+
+def encode_jobs(tokenizer: Tokenizer, jobs: list[Any]) -> list[Encoded | EncodeFailed]:
+    """The tokenizer thread's work: all waiting Encodes in one batch."""
+    encodes: list[Encode] = jobs
+    prompts = [job.prompt for job in encodes if not isinstance(job.prompt, list)]
+    assert len(prompts) == len(encodes), "token ids need no tokenizer"
+    results = tokenizer.encode_batch(prompts)
+    answers: list[Encoded | EncodeFailed] = []
+    for job, result in zip(encodes, results, strict=True):
+        if isinstance(result, str):
+            param = "messages" if isinstance(job.prompt, Chat) else "prompt"
+            answers.append(EncodeFailed(job.stream_id, result, param))
+        else:
+            answers.append(Encoded(job.stream_id, result))
+    return answers
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer with a byte-level vocabulary (Qwen2's kind), from a directory or a hub id."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(path))
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ModelLoadError(f"cannot load a tokenizer from {path}: {reason}", param="tokenizer") from error
+        decoder = json.loads(self._tokenizer.backend_tokenizer.to_str()).get("decoder") or {}
+        if decoder.get("type") != "ByteLevel":
+            raise ModelLoadError(
+                f"the tokenizer in {path} is not byte-level ({decoder.get('type')}): only Qwen2's kind is supported",
+                param="tokenizer",
+            )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True when conversations can be rendered."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
+        """Render the chats, then tokenise everything in one call."""
+        texts: list[str] = []
+        places: list[int] = []
+        results: list[list[int] | str] = [""] * len(prompts)
+        for at, prompt in enumerate(prompts):
+            try:
+                texts.append(prompt if isinstance(prompt, str) else self._render(prompt))
+                places.append(at)
+            except Exception as error:
+                results[at] = f"the chat template cannot render these messages: {error}"
+        for at, ids in zip(places, self._encode(texts), strict=True):
+            results[at] = ids
+        return results
+
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of each id: the inverse of the byte-level alphabet; added tokens stand for their own text."""
+        alphabet = {char: byte for byte, char in enumerate(_byte_alphabet())}
+        added = self._tokenizer.added_tokens_decoder
+        table: list[bytes] = [b""] * (max([*self._tokenizer.get_vocab().values(), *added]) + 1)
+        for token, token_id in self._tokenizer.get_vocab().items():
+            if token_id in added:
+                table[token_id] = added[token_id].content.encode()
+            else:
+                table[token_id] = bytes(alphabet[char] for char in token)
+        special = frozenset(token_id for token_id, token in added.items() if token.special)
+        return Vocabulary.build(table, special)
+
+    def _encode(self, texts: list[str]) -> list[list[int] | str]:
+        """The ids of each text; one that cannot be encoded (half a surrogate pair) spoils only itself."""
+        try:
+            # Templates write the control tokens themselves, and Qwen2 adds none to plain text.
+            return list(self._tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
+        except Exception as error:
+            if len(texts) == 1:
+                return [f"the prompt is not text that can be tokenised: {error}"]
+            return [self._encode([text])[0] for text in texts]
+
+    def _render(self, chat: Chat) -> str:
+        if not self.has_chat_template:
+            raise ValueError("this model's tokenizer has no chat template; use a plain prompt")
+        text = self._tokenizer.apply_chat_template(
+            chat.messages,
+            tokenize=False,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            **chat.template_kwargs,
+        )
+        assert isinstance(text, str)
+        return text
+
+
+def _byte_alphabet() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary (GPT-2's): printable ones for themselves."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    chars: list[str] = []
+    shifted = 256
+    for byte in range(256):
+        if byte in printable:
+            chars.append(chr(byte))
+        else:
+            chars.append(chr(shifted))
+            shifted += 1
+    return chars

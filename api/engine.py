@@ -1,0 +1,337 @@
+"""The engine as an asyncio library: it lives on the caller's loop, and leaves nothing behind.
+
+    async with Engine() as engine:
+        async for delta in engine.generate("Once upon a time", SamplingParams(max_tokens=64)):
+            print(delta.text, end="")
+
+No signal handlers, no loop policy, no subprocess. Model and tokenizer work in two threads of their own.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from novainfer.actors.device import Device, ModelDevice, ModelSettings
+from novainfer.actors.location import ModelLocation
+from novainfer.actors.streams import StreamHandle
+from novainfer.actors.system import System
+from novainfer.actors.tokenizer import HFTokenizer, Tokenizer
+from novainfer.config import EngineConfig
+from novainfer.fsm.errors import (
+    ContextLengthExceeded,
+    EngineClosed,
+    EngineDead,
+    EngineDraining,
+    InvalidParameter,
+    NovaInferError,
+    RequestCancelled,
+    RequestNotFound,
+    RequestTimeout,
+    StepFailedError,
+)
+from novainfer.fsm.events import Cause, Chat, End, Finished, Prompt
+from novainfer.fsm.outputs import Delta
+from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.planner import Limits
+from novainfer.fsm.stream import StreamState
+
+SEED_MASK = 2**64 - 1
+PromptLike = str | list[int] | Chat | dict[str, Any] | list[dict[str, Any]]
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that is served; `created` is when it was loaded, in seconds since 1970."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    device: str
+    num_kv_blocks: int
+    created: int
+
+
+class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine at one moment; counts are in requests, tokens, blocks and steps, and totals only grow."""
+
+    state: str
+    num_running: int = 0
+    num_waiting: int = 0
+    num_paused: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0
+    kv_blocks_cached: int = 0
+    kv_blocks_owned: int = 0
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_failures: int = 0
+    requests_finished: dict[str, int] = {}
+
+
+class Engine:
+    """One model, many requests. `device` and `tokenizer` replace the model's own: tests pass fakes."""
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        device: Device | None = None,
+        tokenizer: Tokenizer | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.config = config = config or EngineConfig()
+        location = ModelLocation(config.model)
+        tokenizer_location = ModelLocation(config.tokenizer) if config.tokenizer is not None else location
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefill_chunk_tokens=min(config.prefill_chunk_tokens, config.max_num_batched_tokens),
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._system = System(
+            device=device or ModelDevice(_settings(config, location), on_progress),
+            load_tokenizer=lambda: tokenizer or HFTokenizer(tokenizer_location.path()),
+            limits=limits,
+            max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens),
+        )
+        self._random = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+        self._handles: dict[str, StreamHandle] = {}
+        self._info: ModelInfo | None = None
+        self._is_started = False
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load and warm the model; raises `ModelLoadError` with one sentence that says what is wrong."""
+        if self._is_started:
+            raise EngineClosed("an engine starts once; make a new one")
+        self._is_started = True
+        ready = await self._system.start()
+        self._info = ModelInfo(
+            name=self.config.served_model_name or str(self.config.model),
+            max_model_len=min(ready.max_model_len, ready.num_blocks * self.config.block_size),
+            vocab_size=ready.vocab_size,
+            dtype=str(ready.facts.get("dtype", "unknown")),
+            device=self.config.device,
+            num_kv_blocks=ready.num_blocks,
+            created=int(time.time()),
+        )
+
+    async def aclose(self) -> None:
+        """End everything now; requests still open end with `EngineDraining`. From any task, any number of times."""
+        await self._system.aclose()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new requests; those here may finish for `timeout_s` seconds, then the rest end with an error."""
+        await self._system.drain(timeout_s)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt: PromptLike, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """Stream the answer to `prompt`; leaving early (break, aclose, a cancelled task) cancels the request.
+
+        Raises `EngineOverloaded` (with `retry_after_s`), `EngineDraining`, `InvalidParameter`,
+        `ContextLengthExceeded`, `RequestCancelled`, `RequestTimeout`, `StepFailedError` or `EngineDead`.
+        """
+        name = self.add_request(prompt, params, request_id=request_id)
+        try:
+            while (delta := await self.wait_result(name)) is not None:
+                yield delta
+        finally:
+            self._leave(name)
+
+    def add_request(
+        self, prompt: PromptLike, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> str:
+        """Begin a request without waiting; returns its id, which is `request_id` if that is given and not in use.
+
+        Without `params` it samples with the defaults, for as many tokens as the context holds.
+        """
+        if self._info is None:
+            raise EngineClosed("the engine was not started")
+        params = params if params is not None else SamplingParams(max_tokens=None)
+        params.check_vocabulary(self._info.vocab_size)
+        if params.n > self.config.max_num_queued_reqs:
+            limit = self.config.max_num_queued_reqs
+            raise InvalidParameter(f"n must be at most {limit}, not {params.n}", param="n")
+        wanted = _prompt(prompt, self._info.vocab_size)
+        seed = params.seed if params.seed is not None else self._random.getrandbits(63)
+        name = request_id or secrets.token_hex(8)
+        if name in self._handles:
+            name = f"{name}-{secrets.token_hex(4)}"
+        self._handles[name] = self._system.add(name, wanted, params, seed & SEED_MASK)
+        return name
+
+    async def wait_result(self, request_id: str) -> Delta | None:
+        """Wait for what is new, one choice at a time; None when all choices have finished."""
+        handle = self._handle(request_id)
+        return self._take(request_id, await handle.read())
+
+    def poll_result(self, request_id: str) -> Delta | None:
+        """What is new, if anything; all deltas with a finish reason come before the id is forgotten."""
+        handle = self._handle(request_id)
+        delta = self._take(request_id, handle.read_nowait())
+        if delta is not None and handle.state is StreamState.CLOSED and not handle.has_deltas and handle.ended_well:
+            self._handles.pop(request_id, None)
+            handle.read_nowait()
+        return delta
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request; False if there is none of this id (any more). Twice is as good as once."""
+        handle = self._handles.get(request_id)
+        if handle is None:
+            return False
+        self._system.cancel(handle.stream_id, Cause.CLIENT)
+        return True
+
+    # ---- looking in ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """True while requests are taken."""
+        return self._info is not None and self._system.is_ready
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """The served model; raises `EngineClosed` before `start`."""
+        if self._info is None:
+            raise EngineClosed("the engine was not started")
+        return self._info
+
+    def statistics(self) -> EngineStatistics:
+        """An immutable record of the moment, at any time."""
+        state = str(self._system.engine_state)
+        found = self._system.scheduler_statistics()
+        if found is None:
+            return EngineStatistics(state=state)
+        return EngineStatistics(
+            state=state,
+            num_running=found.num_running,
+            num_waiting=max(found.num_waiting, self._system.num_queued),
+            num_paused=found.num_paused,
+            kv_blocks_total=found.blocks.num_blocks,
+            kv_blocks_free=found.blocks.num_free,
+            kv_blocks_cached=found.blocks.num_cached,
+            kv_blocks_owned=found.blocks.num_owned,
+            prompt_tokens_total=found.prompt_tokens_total,
+            generation_tokens_total=found.generation_tokens_total,
+            prefix_cache_queries=found.prefix_query_tokens_total,
+            prefix_cache_hits=found.prefix_hit_tokens_total,
+            preemptions=found.preemptions_total,
+            steps=found.steps_total,
+            step_failures=found.step_failures_total,
+            requests_finished=found.finished_total,
+        )
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _handle(self, request_id: str) -> StreamHandle:
+        handle = self._handles.get(request_id)
+        if handle is None:
+            raise RequestNotFound(f"there is no request {request_id}", param="request_id")
+        return handle
+
+    def _take(self, request_id: str, found: Delta | Finished | End | None) -> Delta | None:
+        if found is None or isinstance(found, Delta):
+            return found
+        self._handles.pop(request_id, None)
+        if isinstance(found, End):
+            raise error_of(found)
+        return None
+
+    def _leave(self, request_id: str) -> None:
+        """The reader goes: nobody will ask for the rest."""
+        handle = self._handles.pop(request_id, None)
+        if handle is not None and not handle.is_over:
+            self._system.abandon(handle.stream_id)
+
+
+def error_of(end: End) -> NovaInferError:
+    """The exception for a bad end."""
+    if end.cause is Cause.TIMEOUT:
+        return RequestTimeout("the request's deadline passed before it finished", param="timeout_s")
+    if end.cause is Cause.DRAIN:
+        return EngineDraining("the engine shut down before the request finished")
+    if end.cause is not None:
+        return RequestCancelled("the request was cancelled")
+    message = end.error or "the request failed"
+    kinds: dict[str, type[NovaInferError]] = {
+        "context_length_exceeded": ContextLengthExceeded,
+        "invalid_value": InvalidParameter,
+        "draining": EngineDraining,
+        "engine_dead": EngineDead,
+    }
+    return kinds.get(end.code, StepFailedError)(message, param=end.param)
+
+
+def _prompt(prompt: PromptLike, vocab_size: int) -> Prompt:
+    """Any of the forms a caller may write, checked."""
+    if isinstance(prompt, dict):
+        if "prompt_token_ids" in prompt:
+            prompt = prompt["prompt_token_ids"]
+        elif "prompt" in prompt:
+            prompt = prompt["prompt"]
+        else:
+            raise InvalidParameter('a prompt dict needs "prompt" or "prompt_token_ids"', param="prompt")
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InvalidParameter("the prompt must not be empty", param="prompt")
+        return prompt
+    if isinstance(prompt, Chat):
+        if not prompt.messages:
+            raise InvalidParameter("messages must hold at least one message", param="messages")
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        kinds = "a string, a list of token ids, or messages"
+        raise InvalidParameter(f"the prompt must be {kinds}, and not empty", param="prompt")
+    if all(isinstance(item, dict) for item in prompt):
+        return Chat(messages=[item for item in prompt if isinstance(item, dict)])
+    ids: list[int] = []
+    for item in prompt:
+        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < vocab_size:
+            raise InvalidParameter(
+                f"prompt token ids must be integers from 0 to {vocab_size - 1}, not {item!r}", param="prompt"
+            )
+        ids.append(item)
+    return ids
+
+
+def _settings(config: EngineConfig, location: ModelLocation) -> ModelSettings:
+    return ModelSettings(
+        location=location,
+        device=config.device,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        kv_cache_capacity_mode=config.kv_cache_capacity_mode,
+        kv_cache_memory_utilization=config.kv_cache_memory_utilization,
+        num_kv_blocks=config.num_kv_blocks,
+        num_threads=config.num_threads,
+        native=config.native,
+        batch_invariant=config.batch_invariant,
+    )

@@ -1,0 +1,171 @@
+"""What must hold in a world after every event, and what when nothing can happen any more.
+
+    every block and slot has exactly its owners           free + cached + owned = total
+    a step taken back leaves what was there before it     (exactly, when it was never launched)
+    blocks of a cancelled request return with its step    and not before it
+    the oldest request that may run is in every plan      first come, first served, also after a preemption
+    nobody is computed while its reader is slow
+    each stream ends exactly once, and says why           nothing comes after the end
+    an idle engine has nothing left to do                 no wake-up is lost
+
+That each token is the one its context demands, whatever was batched, preempted, shared or retried, is what `Client`
+checks at every read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from novainfer.fsm.engine import EngineState
+from novainfer.fsm.events import CancelRequest, MakeBatch, Output, Rejected, StepFailed
+from novainfer.fsm.planner import Flight
+from novainfer.fsm.request import ENDED, RequestState
+from novainfer.fsm.scheduler import SchedulerState
+from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.worker import WorkerState
+
+if TYPE_CHECKING:
+    from novainfer.fsm.simulation.world import World
+
+COMPUTED = (RequestState.PREFILL, RequestState.DECODE)
+
+
+class Checks:
+    """The checks of one world; they keep what they must remember."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._ended: set[int] = set()  # requests
+        self._quiet = False  # nothing but MakeBatch reached the scheduler since its last savepoint
+        self._step_blocks: list[int] = []  # all blocks that the step on the device may touch
+
+    # ---- the scheduler -------------------------------------------------------------------------------------------
+
+    def before_scheduler(self, event: Any) -> None:
+        """`event` is about to be handled by the scheduler."""
+        if not isinstance(event, MakeBatch):
+            return
+        scheduler = self.world.scheduler
+        flight = scheduler.flight
+        if isinstance(event.outcome, StepFailed) and flight is not None:
+            members = {request.stream_id for request, _, _ in flight.rows if not request.ended}
+            if sum(not request.ended for request, _, _ in flight.rows) == 1:
+                self.world.clients[members.pop()].failed_alone += 1
+            self._watch_rollback(event.outcome, exact=self._quiet)
+
+    def _watch_rollback(self, outcome: StepFailed, *, exact: bool) -> None:
+        """Wrap the coming rollback: afterwards the state must be that of before the plan."""
+        planner = self.world.scheduler.planner
+        rollback = planner.rollback
+
+        def watched(flight: Flight, *, launched: bool) -> None:
+            rollback(flight, launched=launched)
+            del planner.rollback
+            if launched is not outcome.launched:
+                raise Violation(f"step {flight.step_id} was taken back as launched={launched}")
+            if exact and flight.before is not None:
+                now: Any = self.world.scheduler.fingerprint()
+                before: Any = flight.before
+                if launched:  # names of blocks that were evicted for the step stay lost
+                    now, before = now[1:], before[1:]
+                if now != before:
+                    raise Violation(f"rollback of step {flight.step_id}: {before} became {now}")
+                self.world.counts["rollbacks checked"] += 1
+
+        planner.rollback = watched  # type: ignore[method-assign]
+
+    def after_scheduler(self, event: Any) -> None:
+        """The scheduler has handled `event`."""
+        scheduler = self.world.scheduler
+        if scheduler.state is SchedulerState.STARTING:
+            return
+        planner = scheduler.planner
+        if planner.probe is None:
+            planner.probe = scheduler.fingerprint
+        if isinstance(event, MakeBatch):
+            self._quiet = True
+            self._plan(scheduler.flight)
+        else:
+            self._quiet = False
+        scheduler.check()
+        if any(planner.pool.is_cached(block) for block in self._step_blocks):
+            raise Violation("a block that the step on the device may touch has no owner")
+        stats = planner.pool.statistics()
+        if stats.num_free + stats.num_cached + stats.num_owned != stats.num_blocks:
+            raise Violation(f"blocks are missing: {stats}")
+        arrivals = [request.request_id for request in planner.waiting]
+        if arrivals != sorted(arrivals):
+            raise Violation(f"the queue is out of order: {arrivals}")
+        if isinstance(event, CancelRequest) and event.request_id in scheduler.requests:
+            raise Violation(f"request {event.request_id} was cancelled and is still there")
+
+    def _plan(self, flight: Flight | None) -> None:
+        """A step was planned, or nothing was."""
+        world = self.world
+        scheduler = world.scheduler
+        planner, shape = scheduler.planner, world.shape
+        if flight is None:
+            self._step_blocks = []
+            return
+        self._step_blocks = [block for request, _, _ in flight.rows for block in request.blocks]
+        planned = {request.request_id for request, _, _ in flight.rows}
+        if len(planned) != len(flight.rows):
+            raise Violation(f"step {flight.step_id} computes a request twice")
+        for request, _, _ in flight.rows:
+            if request.state not in COMPUTED:
+                raise Violation(f"request {request.request_id} is {request.state}, and step {flight.step_id} computes it")
+        num_tokens = sum(count for _, count, _ in flight.rows)
+        if num_tokens > max(shape.max_num_batched_tokens, len(planned)) or len(planned) > shape.max_num_seqs:
+            raise Violation(f"step {flight.step_id} has {num_tokens} tokens of {len(planned)} requests")
+        may_run = [i for i, request in planner.running.items() if request.state in COMPUTED]
+        if not scheduler._suspects and may_run and min(may_run) not in planned:
+            raise Violation(f"request {min(may_run)} is the oldest, and step {flight.step_id} leaves it out")
+
+    # ---- clients -------------------------------------------------------------------------------------------------
+
+    def output(self, output: Output) -> None:
+        """The streams are about to get `output`."""
+        if output.stream_id not in self.world.streams:
+            raise Violation(f"output for stream {output.stream_id}, which nobody asked for")
+        if output.request_id in self._ended:
+            raise Violation(f"request {output.request_id} got something after its end")
+        if output.end is not None and output.request_id >= 0:
+            self._ended.add(output.request_id)
+
+    def rejection(self, rejected: Rejected, num_queued: int) -> None:
+        """The gate has let somebody stand outside, while `num_queued` were inside."""
+        world = self.world
+        right = {
+            "overloaded": num_queued >= min(world.shape.max_num_queued_reqs, 1),
+            "draining": world.is_draining,
+            "closed": world.is_draining or world.is_stopped or world.engine.state is EngineState.STARTING,
+        }
+        if not right[rejected.reason] and world.gate.state != "STARTING":
+            raise Violation(f"rejected: {rejected.reason}, for no reason")
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """What holds when nothing can happen any more."""
+        world = self.world
+        engine, scheduler = world.engine, world.scheduler
+        if engine.state not in (EngineState.IDLE, EngineState.STOPPED):
+            raise Violation(f"nothing can happen, but the engine is {engine.state}")
+        for stream_id, client in world.clients.items():
+            if client.end is None:
+                raise Violation(f"stream {stream_id} never ended: {world.streams[stream_id].state}")
+        if engine.num_streams or world.gate.num_queued:
+            raise Violation("the engine knows streams, or the gate holds credits, and nobody is there")
+        if engine.state is EngineState.STOPPED:
+            if not world.is_stopped:
+                raise Violation("the engine stopped, and nobody had asked for that")
+            if world.worker.state is not WorkerState.STOPPED or not world.device.is_closed:
+                raise Violation(f"the engine is stopped, and the worker is {world.worker.state}")
+            return
+        if world.is_stopped:
+            raise Violation("the engine was stopped, and is not")
+        stats = scheduler.planner.pool.statistics()
+        if stats.num_owned or scheduler.requests or scheduler._tombstones or engine._tombstones:
+            raise Violation(f"something is left behind: {stats}, {scheduler._tombstones}, {engine._tombstones}")
+        if set(scheduler.statistics().finished_total) != set(ENDED):
+            raise Violation("the counts by end are not complete")
