@@ -175,6 +175,8 @@ class Http2(H2Protocol):
         self._ready: dict[int, None] = {}  # streams with something to send and no reason not to, in turn
         self._wake_sender = asyncio.Event()
         self._is_flushing = False
+        self._frame_bytes_max = config.h2_max_inbound_frame_size + 9
+        self._received_bytes = 0  # of bodies, not yet given back to the connection's window
 
     @property
     def idle(self) -> bool:
@@ -205,6 +207,13 @@ class Http2(H2Protocol):
                 return
             for h2_event in events:
                 await self._handle_event(h2_event)
+            self._open_connection_window()
+            # h2 checks a frame's size only when all of it has come: up to 16 MB of nothing
+            if len(getattr(self.connection.incoming_buffer, "_data", b"")) > self._frame_bytes_max:
+                self._say_goodbye(ErrorCodes.FRAME_SIZE_ERROR)
+                await self._flush()
+                await self.send(Closed())
+                return
             await self._flush()
         elif isinstance(event, Closed):
             await self._close()
@@ -219,10 +228,9 @@ class Http2(H2Protocol):
         elif isinstance(event, h2.events.DataReceived):
             assert event.stream_id is not None
             flow_bytes = event.flow_controlled_length or 0
+            self._received_bytes += flow_bytes
             stream = self._open.get(event.stream_id)
-            if stream is None:
-                self._taken(event.stream_id, flow_bytes)  # answered already: drop it, keep the connection's window open
-            else:
+            if stream is not None:  # else it was answered already, and its data is dropped
                 stream.inbox.add_body(event.data or b"", flow_bytes)
         elif isinstance(event, h2.events.StreamEnded):
             assert event.stream_id is not None
@@ -285,12 +293,19 @@ class Http2(H2Protocol):
             await stream.http.handle(stream_events.EndBody(stream_id=stream_id))
 
     def _taken(self, stream_id: int, flow_bytes: int) -> None:
-        if flow_bytes and not self.closed:
-            try:
-                self.connection.acknowledge_received_data(flow_bytes, stream_id)
-            except h2.exceptions.ProtocolError:
-                return  # the connection is closing
+        """The app has read part of a body: let the client send as much again on this stream."""
+        if stream_id not in self._open:
+            return
+        with contextlib.suppress(h2.exceptions.ProtocolError):  # the client has sent its last byte
+            self.connection.increment_flow_control_window(flow_bytes, stream_id)
             self._wake_sender.set()
+
+    def _open_connection_window(self) -> None:
+        """Give back the connection's window at once; what a stream may hold is bounded by its own."""
+        num_bytes, self._received_bytes = self._received_bytes, 0
+        if num_bytes:
+            with contextlib.suppress(h2.exceptions.ProtocolError):
+                self.connection.increment_flow_control_window(num_bytes)
 
     # What the app sends
 
@@ -326,7 +341,9 @@ class Http2(H2Protocol):
             if not stream.is_finished:
                 self.connection.reset_stream(stream_id, ErrorCodes.INTERNAL_ERROR)
             elif not stream.request_ended:
-                self.connection.reset_stream(stream_id, ErrorCodes.NO_ERROR)  # RFC 9113, 8.1: stop sending
+                # RFC 9113, 8.1: stop sending. Clients that wait for a window (httpcore) do not notice a reset.
+                self.connection.increment_flow_control_window(self.connection.max_inbound_frame_size, stream_id)
+                self.connection.reset_stream(stream_id, ErrorCodes.NO_ERROR)
         except h2.exceptions.ProtocolError:
             pass
         self._wake_sender.set()
@@ -422,9 +439,9 @@ class Http2(H2Protocol):
             await self._flush()
         await self.send(Updated(idle=True))
 
-    def _say_goodbye(self) -> None:
+    def _say_goodbye(self, error_code: ErrorCodes = ErrorCodes.NO_ERROR) -> None:
         with contextlib.suppress(h2.exceptions.ProtocolError):
-            self.connection.close_connection()
+            self.connection.close_connection(error_code)
 
     async def _close(self) -> None:
         if self.closed:

@@ -15,7 +15,7 @@ from novainfer.server.errors import AuthenticationError, BodyTimeout, PayloadToo
 from novainfer.server.exchange import header
 
 PUBLIC_PATHS = frozenset({"/health", "/healthz", "/livez", "/readyz", "/ping"})
-DISCARDED_BYTES_MAX = 16 * 1024 * 1024  # read and dropped from a body over the limit, so that its sender hears why
+DISCARDED_BYTES_MAX = 4 * 1024 * 1024  # read and dropped from a body over the limit, so that its sender hears why
 
 
 class ClientGone(Exception):

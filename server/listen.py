@@ -45,18 +45,22 @@ def bind(settings: ServerSettings) -> socket.socket:
     return sock
 
 
+def check_certificate(certfile: Path, keyfile: Path) -> None:
+    """Raise `InvalidParameter` in one sentence when TLS cannot use them."""
+    config = Config()
+    config.certfile, config.keyfile = str(certfile), str(keyfile)
+    try:
+        config.create_ssl_context()
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror or error.args[-1]
+        raise InvalidParameter(f"ssl_certfile {certfile} cannot be used: {reason}", param="ssl_certfile") from None
+
+
 def hypercorn_config(settings: ServerSettings, sock: socket.socket, certificate: tuple[Path, Path] | None) -> Config:
-    """Hypercorn on `sock` (which it takes over); raises `InvalidParameter` when the certificate cannot be used."""
+    """Hypercorn on `sock`, which it takes over."""
     config = Config()
     if certificate is not None:
         config.certfile, config.keyfile = (str(path) for path in certificate)
-        try:
-            config.create_ssl_context()
-        except (OSError, ssl.SSLError) as error:
-            reason = error.strerror or error.args[-1]
-            raise InvalidParameter(
-                f"ssl_certfile or ssl_keyfile cannot be used: {reason}", param="ssl_certfile"
-            ) from None
     config.bind = [f"fd://{sock.detach()}"]
     config.errorlog = logging.getLogger("novainfer.http")
     config.accesslog = None  # it copies os.environ for every line; ours is in guard.py

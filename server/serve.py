@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import hypercorn.asyncio
@@ -26,7 +25,7 @@ import hypercorn.asyncio
 from novainfer.server import http2
 from novainfer.server.app import create_app
 from novainfer.server.engine import ServedEngine
-from novainfer.server.listen import FLUSH_TIMEOUT_S, bind, hypercorn_config
+from novainfer.server.listen import FLUSH_TIMEOUT_S, bind, check_certificate, hypercorn_config
 from novainfer.server.service import Service
 from novainfer.server.settings import ServerSettings
 from novainfer.server.tls import write_self_signed
@@ -38,7 +37,10 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 class Server:
-    """One listening socket and what is served on it; `run` returns when it has been stopped and all is closed."""
+    """One listening socket and what is served on it; `run` returns when it has been stopped and all is closed.
+
+    Raises `InvalidParameter` when the address or the certificate cannot be used.
+    """
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -46,6 +48,8 @@ class Server:
         self.stop = asyncio.Event()
         self.is_listening = asyncio.Event()
         self.ready = asyncio.Event()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._certificate = self._find_certificate()
         self._sock = bind(settings)
         self.port: int = self._sock.getsockname()[1]
 
@@ -61,37 +65,40 @@ class Server:
     async def run(self, make_engine: MakeEngine, *, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until `stop` is set; raises what `make_engine` or `engine.start` raise, after closing everything."""
         close_http = asyncio.Event()
-        with ExitStack() as stack:
-            config = hypercorn_config(self.settings, self._sock, self._certificate(stack))
-            http2.install()
+        config = hypercorn_config(self.settings, self._sock, self._certificate)
+        http2.install()
 
-            async def until_closed() -> None:
-                self.is_listening.set()
-                await close_http.wait()
+        async def until_closed() -> None:
+            self.is_listening.set()
+            await close_http.wait()
 
-            app = create_app(self.service)
-            http = asyncio.create_task(
-                hypercorn.asyncio.serve(app, config, shutdown_trigger=until_closed)  # type: ignore[arg-type]
-            )
-            try:
-                await self._run_engine(make_engine, on_ready)
-            finally:
-                self.service.is_draining = True
-                close_http.set()
-                # Hypercorn waits FLUSH_TIMEOUT_S itself; from Python 3.12 on it may wait for ever (its issue 308)
-                await asyncio.wait({http}, timeout=FLUSH_TIMEOUT_S + 1.0)
-                http.cancel()
-                await asyncio.gather(http, return_exceptions=True)
-                if self.service.engine is not None:
-                    await self.service.engine.aclose()
+        app = create_app(self.service)
+        http = asyncio.create_task(
+            hypercorn.asyncio.serve(app, config, shutdown_trigger=until_closed)  # type: ignore[arg-type]
+        )
+        try:
+            await self._run_engine(make_engine, on_ready)
+        finally:
+            self.service.is_draining = True
+            close_http.set()
+            # Hypercorn waits FLUSH_TIMEOUT_S itself; from Python 3.12 on it may wait for ever (its issue 308)
+            await asyncio.wait({http}, timeout=FLUSH_TIMEOUT_S + 1.0)
+            http.cancel()
+            await asyncio.gather(http, return_exceptions=True)
+            if self.service.engine is not None:
+                await self.service.engine.aclose()
+            if self._folder is not None:
+                self._folder.cleanup()
 
-    def _certificate(self, stack: ExitStack) -> tuple[Path, Path] | None:
-        if self.settings.self_signed:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="novainfer-"))
-            return write_self_signed(Path(folder), self.settings.host)
-        if self.settings.ssl_certfile is not None and self.settings.ssl_keyfile is not None:
-            return self.settings.ssl_certfile, self.settings.ssl_keyfile
-        return None
+    def _find_certificate(self) -> tuple[Path, Path] | None:
+        settings = self.settings
+        if settings.self_signed:
+            self._folder = tempfile.TemporaryDirectory(prefix="novainfer-")
+            return write_self_signed(Path(self._folder.name), settings.host)
+        if settings.ssl_certfile is None or settings.ssl_keyfile is None:
+            return None
+        check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+        return settings.ssl_certfile, settings.ssl_keyfile
 
     async def _run_engine(self, make_engine: MakeEngine, on_ready: Callable[[], None]) -> None:
         stop = asyncio.create_task(self.stop.wait())

@@ -14,6 +14,7 @@ from novainfer.server.engine import ServedEngine
 from novainfer.server.serve import Server
 from novainfer.server.settings import ServerSettings
 from tests.server.fakes import FakeEngine
+from tests.server.rawh2 import RawH2
 
 TIMEOUT_S = 10.0
 
@@ -40,6 +41,22 @@ async def running(engine: ServedEngine, *, wait_ready: bool = True, **settings: 
         server.stop.set()
         async with asyncio.timeout(TIMEOUT_S):
             await asyncio.gather(task, return_exceptions=True)
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Let the loop turn until `condition` holds: for what has no event to wait for."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+async def close_raw_clients() -> AsyncIterator[None]:
+    yield
+    while RawH2.opened:
+        client = RawH2.opened.pop()
+        client.writer.transport.abort()
+        await asyncio.gather(client.writer.wait_closed(), return_exceptions=True)
 
 
 Serve = Callable[..., Awaitable[Server]]

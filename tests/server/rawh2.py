@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import h2.config
 import h2.connection
@@ -16,7 +16,9 @@ TIMEOUT_S = 10.0  # of any wait: a hang is a failure, not a stuck test run
 
 
 class RawH2:
-    """One connection; everything received is kept per stream."""
+    """One connection; everything received is kept per stream. conftest.py closes what a failed test left open."""
+
+    opened: ClassVar[list[RawH2]] = []
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, takes_data: bool) -> None:
         self.reader, self.writer = reader, writer
@@ -28,6 +30,7 @@ class RawH2:
         self.resets: dict[int, int] = {}
         self.goaway: int | None = None
         self.is_closed = False
+        self.opened.append(self)
 
     @classmethod
     async def connect(

@@ -107,10 +107,23 @@ async def test_token_ids_come_when_asked_for(client: httpx.AsyncClient) -> None:
 
 async def test_sampling_fields_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     fields = {
-        **{"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 7},
-        **{"presence_penalty": 0.2, "frequency_penalty": -0.2, "stop": ["a", "b"], "stop_token_ids": [3], "n": 2},
-        **{"min_tokens": 2, "ignore_eos": True, "logit_bias": {"5": -100}, "allowed_token_ids": [1, 5]},
-        **{"skip_special_tokens": False, "include_stop_str_in_output": True},
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "seed": 7,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.2,
+        "stop": ["a", "b"],
+        "stop_token_ids": [3],
+        "n": 2,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "logit_bias": {"5": -100},
+        "allowed_token_ids": [1, 5],
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
     }
     response = await chat(client, max_tokens=3, max_completion_tokens=9, timeout=5, **fields)
     assert response.status_code == 200, response.text

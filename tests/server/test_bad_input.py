@@ -1,0 +1,183 @@
+"""Bad input gets one clear sentence with the field, and the server goes on."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fakes import FakeEngine
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error object, which must have OpenAI's four fields and a one-sentence message."""
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert "\n" not in error["message"]
+    assert "Traceback" not in response.text
+    return error
+
+
+CHAT_FAULTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": None}, "messages", "invalid_value"),
+    ({"messages": "hi"}, "messages", "invalid_value"),
+    ({"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role", "invalid_value"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "invalid_value"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "invalid_value"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_value"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+        "unsupported_parameter",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "invalid_value"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported_parameter"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": "9"}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 1.5}, "max_tokens", "invalid_value"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "invalid_value"),
+    ({"temperature": -1}, "temperature", "invalid_value"),
+    ({"temperature": "hot"}, "temperature", "invalid_value"),
+    ({"top_p": 0}, "top_p", "invalid_value"),
+    ({"top_k": -2}, "top_k", "invalid_value"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 129}, "n", "invalid_value"),
+    ({"n": True}, "n", "invalid_value"),
+    ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
+    ({"seed": 1 << 70}, "seed", "invalid_value"),
+    ({"stop": [""]}, "stop", "invalid_value"),
+    ({"stop": ["x"] * 17}, "stop", "invalid_value"),
+    ({"stop": [1]}, "stop[0]", "invalid_value"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"1": 101}}, "logit_bias", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"top_logprobs": 1}, "top_logprobs", "invalid_value"),
+    ({"timeout": 0}, "timeout", "invalid_value"),
+    ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"request_id": "a b"}, "request_id", "invalid_value"),
+    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"functions": [{}]}, "functions", "unsupported_parameter"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "unsupported_parameter"),
+    ({"guided_json": {"type": "object"}}, "guided_json", "unsupported_parameter"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs", "unsupported_parameter"),
+    ({"cache_salt": "s"}, "cache_salt", "unsupported_parameter"),
+    ({"chat_template": "{{ x }}"}, "chat_template", "unsupported_parameter"),
+    ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
+    ({"add_special_tokens": True}, "add_special_tokens", "unsupported_parameter"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), CHAT_FAULTS, ids=[f"{f}"[:60] for f, _, _ in CHAT_FAULTS])
+async def test_a_faulty_chat_field_is_named(
+    client: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any], param: str, code: str
+) -> None:
+    for stream in (False, True):
+        response = await client.post("/v1/chat/completions", json={"messages": USER, "stream": stream, **fields})
+        assert response.status_code == 400
+        error = error_of(response)
+        assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+        field = param.split(".")[0].split("[")[0]
+        assert field in error["message"] or "content of type" in error["message"] or "role" in error["message"]
+    assert not engine.seen
+    assert (await client.post("/v1/chat/completions", json={"messages": USER})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"prompt": [1, "a"]}, "prompt[1]"),
+        ({"prompt": [[1], ["a"]]}, "prompt[1][0]"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": [1], "echo": True}, "echo"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "x" * 65}, "prompt"),
+    ],
+    ids=str,
+)
+async def test_a_faulty_completion_field_is_named(
+    client: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    for stream in (False, True):
+        response = await client.post("/v1/completions", json={"stream": stream, **fields})
+        assert response.status_code == 400, response.text
+        assert error_of(response)["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"x"', b'{"messages":[]}x', b"\xff\xfe", b"[" * 100_000, b'{"messages":' + b"[" * 100_000],
+)
+async def test_what_is_not_a_json_object_is_told_so(client: httpx.AsyncClient, body: bytes) -> None:
+    response = await client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert error_of(response)["code"] in ("invalid_json", "invalid_value")
+
+
+async def test_an_unknown_model_is_404_and_names_the_right_one(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/chat/completions", json={"model": "gpt-9", "messages": USER})
+    assert response.status_code == 404
+    error = error_of(response)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "'fake'" in error["message"]
+
+
+async def test_a_long_prompt_says_the_maximum_context_length(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"prompt": "x" * 1000, "stream": True})
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["code"] == "context_length_exceeded"
+    assert "maximum context length is 64 tokens" in error["message"]
+
+
+@pytest.mark.parametrize("size", [1_000_001, 3_000_000, 8_000_000])
+async def test_a_body_over_the_limit_is_413(client: httpx.AsyncClient, size: int) -> None:
+    try:
+        response = await client.post("/v1/completions", json={"prompt": "x" * size})
+    except httpx.HTTPError:
+        assert size > 5_000_000  # cut off while it was still sending
+    else:
+        assert response.status_code == 413
+        assert error_of(response)["code"] == "payload_too_large"
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_another_content_type_is_415(client: httpx.AsyncClient) -> None:
+    for content_type in ("text/plain", "application/x-www-form-urlencoded"):
+        response = await client.post(
+            "/v1/chat/completions", content=json.dumps({"messages": USER}), headers={"content-type": content_type}
+        )
+        assert response.status_code == 415
+        assert "application/json" in error_of(response)["message"]
+
+
+async def test_an_unknown_path_is_404_and_a_wrong_method_405(client: httpx.AsyncClient) -> None:
+    response = await client.get("/v2/nothing")
+    assert response.status_code == 404
+    assert error_of(response)["code"] == "path_not_found"
+    response = await client.get("/v1/chat/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert error_of(response)["code"] == "method_not_allowed"
+
+
+async def test_an_error_of_ours_keeps_its_secret(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.fail_at = 0
+    response = await client.post("/v1/chat/completions", json={"messages": USER})
+    assert response.status_code == 500
+    assert error_of(response)["code"] == "internal_error"
+    assert "secret" not in response.text

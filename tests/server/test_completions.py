@@ -1,0 +1,73 @@
+"""Completions: prompts in every form that OpenAI's endpoint takes."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fakes import FakeEngine
+from tests.server.test_chat import events
+
+
+async def complete(client: httpx.AsyncClient, prompt: Any, **body: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json={"prompt": prompt, **body})
+
+
+async def test_a_string_gives_one_choice_of_16_tokens_at_most(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    reply = (await complete(client, "Say hello")).json()
+    assert reply["object"] == "text_completion"
+    assert [choice["text"] for choice in reply["choices"]] == ["Hello, world!"]
+    assert reply["id"].startswith("cmpl-")
+    assert engine.seen[-1][1].max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seen"),
+    [
+        (["a", "b"], ["a", "b"]),
+        ([1, 2, 3], [{"prompt_token_ids": [1, 2, 3]}]),
+        ([[1, 2], [3]], [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]),
+    ],
+)
+async def test_lists_and_token_ids(client: httpx.AsyncClient, engine: FakeEngine, prompt: Any, seen: Any) -> None:
+    reply = (await complete(client, prompt, n=2)).json()
+    assert [given for given, _, _ in engine.seen] == seen
+    assert [choice["index"] for choice in reply["choices"]] == list(range(2 * len(seen)))
+    assert reply["usage"]["completion_tokens"] == 10 * len(seen)
+
+
+async def test_several_prompts_stream_as_one_answer(client: httpx.AsyncClient) -> None:
+    options = {"include_usage": True}
+    *chunks, usage, done = events((await complete(client, ["a", "bb"], stream=True, n=2, stream_options=options)).text)
+    assert done == "[DONE]"
+    for index in range(4):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == "Hello, world!"
+        assert [choice["finish_reason"] for choice in mine] == [None] * 4 + ["stop"]
+    assert usage["usage"]["prompt_tokens"] == 3
+    assert usage["usage"]["completion_tokens"] == 20
+
+
+async def test_echo_puts_the_prompt_first(client: httpx.AsyncClient) -> None:
+    assert (await complete(client, "Say: ", echo=True)).json()["choices"][0]["text"] == "Say: Hello, world!"
+    *chunks, _ = events((await complete(client, ["A: ", "B: "], echo=True, stream=True)).text)
+    texts = ["".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == i) for i in (0, 1)]
+    assert texts == ["A: Hello, world!", "B: Hello, world!"]
+
+
+async def test_logprobs_are_parallel_lists(client: httpx.AsyncClient) -> None:
+    logprobs = (await complete(client, "x", logprobs=2)).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["Hello", ",", " wor", "ld", "!"]
+    assert logprobs["text_offset"] == [0, 5, 6, 10, 12]
+    assert logprobs["token_logprobs"] == [-0.5] * 5
+    assert logprobs["top_logprobs"][0] == {"Hello": -0.5, "bytes:\\xff": -9999.0}
+    *chunks, _ = events((await complete(client, "x", logprobs=0, stream=True)).text)
+    assert [chunk["choices"][0]["logprobs"]["text_offset"][0] for chunk in chunks] == [0, 5, 6, 10, 12]
+    assert chunks[0]["choices"][0]["logprobs"]["top_logprobs"] == [{"Hello": -0.5}]
+
+
+async def test_one_bad_prompt_ends_the_others(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    response = await complete(client, ["short", "x" * 65])
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert not engine.active

@@ -1,0 +1,141 @@
+"""Every stream ends exactly once, and a client that leaves takes its request with it."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from novainfer.fsm.errors import StepFailedError
+from tests.server.conftest import Serve, eventually
+from tests.server.fakes import FakeEngine
+from tests.server.rawh2 import RawH2
+from tests.server.test_chat import USER, events
+
+BODY = json.dumps({"messages": USER, "stream": True}).encode()
+
+
+async def test_a_failure_mid_stream_is_one_error_event_and_no_done(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.fail_at = 2
+    for failure, code in ((StepFailedError("The step failed"), "step_failed"), (ValueError("x"), "internal_error")):
+        engine.failure = failure
+        response = await client.post("/v1/chat/completions", content=BODY)
+        assert response.status_code == 200
+        *chunks, last = events(response.text)
+        assert last["error"]["code"] == code
+        assert "[DONE]" not in response.text
+        assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "Hello", ","]
+
+
+async def test_a_failure_before_the_first_token_is_a_status(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.fail_at, engine.failure = 0, StepFailedError("The step failed")
+    response = await client.post("/v1/chat/completions", content=BODY)
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "step_failed"
+
+
+async def test_a_full_queue_is_503_with_retry_after(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.overloaded = True
+    for stream in (True, False):
+        response = await client.post("/v1/chat/completions", json={"messages": USER, "stream": stream})
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "server_is_overloaded"
+        assert response.json()["error"]["type"] == "service_unavailable_error"
+        assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("2", "1500")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("http2", [True, False])
+async def test_a_client_that_leaves_cancels_its_request(serve: Serve, path: str, stream: bool, http2: bool) -> None:
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine)
+    body = {"stream": stream} | ({"messages": USER} if "chat" in path else {"prompt": ["a", "b"]})
+    async with httpx.AsyncClient(base_url=server.url, http1=not http2, http2=http2) as client:
+        request = asyncio.create_task(client.post(path, json=body))
+        await engine.wait_until(lambda: engine.active)
+        engine.release(2)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+    await engine.wait_until(lambda: not engine.active)
+    assert len(engine.left_early) == (1 if "chat" in path else 2)
+    await eventually(lambda: server.service.live.num_live == 0)
+
+
+async def test_an_rst_stream_cancels_only_its_own_request(serve: Serve) -> None:
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine)
+    client = await RawH2.connect(server.port)
+    first = await client.request("/v1/chat/completions", BODY, headers=(("x-request-id", "first"),))
+    second = await client.request("/v1/chat/completions", BODY, headers=(("x-request-id", "second"),))
+    await engine.wait_until(lambda: len(engine.active) == 2)
+    engine.release(1)
+    await client.read_until(lambda: client.data[first] and client.data[second])
+    await client.reset(first)
+    await engine.wait_until(lambda: len(engine.active) == 1)
+    assert engine.left_early == ["chatcmpl-first"]
+    engine.release(10)
+    status, data = await client.response(second)
+    assert status == 200
+    assert data.endswith(b"data: [DONE]\n\n")
+    await client.close()
+
+
+async def test_cancel_by_api_ends_the_stream_with_an_error_event(serve: Serve) -> None:
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine)
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        headers = {"x-request-id": "job-1"}
+        answer = asyncio.create_task(client.post("/v1/chat/completions", content=BODY, headers=headers))
+        await engine.wait_until(lambda: engine.active)
+        engine.release(2)
+        assert (await client.post("/v1/requests/unknown/cancel")).status_code == 404
+        response = await client.post("/v1/requests/job-1/cancel")
+        assert response.json() == {"id": "job-1", "object": "request.cancel", "status": "cancelled"}
+        text = (await answer).text
+        assert '"code":"request_cancelled"' in text
+        assert "[DONE]" not in text
+        for name in ("job-1", "chatcmpl-job-1"):  # again is fine, by either name
+            response = await client.post(f"/v1/requests/{name}/cancel")
+            assert (response.status_code, response.json()["status"]) == (200, "finished")
+
+
+async def test_the_same_id_twice_gets_a_suffix(serve: Serve) -> None:
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine)
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        headers = {"x-request-id": "twin"}
+        answers = [
+            asyncio.create_task(client.post("/v1/chat/completions", content=BODY, headers=headers)) for _ in range(2)
+        ]
+        await engine.wait_until(lambda: len(engine.active) == 2)
+        assert sorted(engine.active)[0] == "chatcmpl-twin"
+        engine.release(10)
+        ids = {events((await answer).text)[0]["id"] for answer in answers}
+        assert len(ids) == 2
+
+
+async def test_silence_is_filled_with_comments(serve: Serve) -> None:
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine, sse_keep_alive_interval_s=0.01)
+    client = await RawH2.connect(server.port)
+    stream = await client.request("/v1/chat/completions", BODY)
+    await client.read_until(lambda: client.data[stream].count(b": keep-alive\n\n") >= 3)
+    assert client.headers[stream][":status"] == "200"  # committed, because the first token took too long
+    engine.release(10)
+    _, data = await client.response(stream)
+    assert events(data.decode())[-1] == "[DONE]"
+    await client.close()
+
+
+async def test_a_reader_that_takes_nothing_is_dropped_in_the_end(serve: Serve) -> None:
+    engine = FakeEngine(answer=tuple("x" * 10_000 for _ in range(20)))
+    server = await serve(engine, write_stall_timeout_s=0.05)
+    client = await RawH2.connect(server.port, takes_data=False)
+    stream = await client.request("/v1/chat/completions", BODY)
+    await client.read_until(lambda: stream in client.resets)
+    assert client.resets[stream] == 2  # INTERNAL_ERROR: not a complete answer
+    assert engine.left_early
+    await client.close()

@@ -1,0 +1,159 @@
+"""Keys, limits and the small endpoints."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from tests.server.conftest import Serve
+from tests.server.fakes import FakeEngine
+from tests.server.rawh2 import RawH2
+from tests.server.test_bad_input import error_of
+from tests.server.test_chat import USER
+
+PUBLIC = ("/health", "/healthz", "/livez", "/readyz", "/ping")
+GUARDED = ("/v1/models", "/v1/models/fake", "/metrics", "/version", "/openapi.json", "/nothing", "/")
+
+
+async def test_every_path_but_the_probes_needs_a_key(serve: Serve, engine: FakeEngine) -> None:
+    server = await serve(engine, api_keys=("first-key", "second-key"))
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        for path in PUBLIC:
+            assert (await client.get(path)).status_code == 200
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first-key"}):
+            for path in GUARDED:
+                response = await client.get(path, headers=headers)
+                assert response.status_code == 401
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert error_of(response)["code"] == "invalid_api_key"
+            for path in ("/v1/chat/completions", "/v1/completions", "/v1/requests/x/cancel", "/nothing"):
+                assert (await client.post(path, json={"messages": USER}, headers=headers)).status_code == 401
+        assert not engine.seen
+        for key in ("first-key", "second-key"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await client.post("/v1/chat/completions", json={"messages": USER}, headers=headers)).is_success
+
+
+async def test_a_body_that_trickles_in_is_408_and_holds_up_nobody(serve: Serve, engine: FakeEngine) -> None:
+    server = await serve(engine, body_timeout_s=0.05)
+    client = await RawH2.connect(server.port)
+    slow = await client.request("/v1/completions", b'{"prompt":', end=False)
+    status, _ = await client.response(await client.request("/health"))
+    assert status == 200
+    status, body = await client.response(slow)
+    assert status == 408
+    assert b"within 0.05 seconds" in body
+
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_the_limit_is_settable_and_exact(serve: Serve, engine: FakeEngine) -> None:
+    server = await serve(engine, body_bytes=100)
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        body = b'{"prompt":"x"}'
+        assert (await client.post("/v1/completions", content=body.ljust(100))).status_code == 200
+        response = await client.post("/v1/completions", content=body.ljust(101))
+        assert response.status_code == 413
+        assert "100 bytes" in error_of(response)["message"]
+
+
+async def test_a_client_that_leaves_during_its_body_is_forgotten(serve: Serve, engine: FakeEngine) -> None:
+    server = await serve(engine)
+    client = await RawH2.connect(server.port)
+    stream = await client.request("/v1/completions", b'{"prompt":', end=False)
+    await client.reset(stream)
+    assert (await client.response(await client.request("/health")))[0] == 200
+    assert server.service.metrics.http_requests["POST", "other", 499] == 1
+
+
+async def test_nothing_is_served_while_the_model_loads(serve: Serve) -> None:
+    engine = FakeEngine()
+    engine.start_gate = asyncio.Event()
+    server = await serve(engine, wait_ready=False)
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        for path in ("/health", "/healthz", "/readyz", "/ping", "/v1/models"):
+            response = await client.get(path)
+            assert response.status_code == 503
+            assert error_of(response)["code"] == "model_loading"
+            assert int(response.headers["retry-after"]) >= 1
+        response = await client.post("/v1/chat/completions", json={"messages": USER})
+        assert error_of(response)["code"] == "model_loading"
+        assert (await client.get("/livez")).status_code == 200
+        assert (await client.get("/metrics")).status_code == 200
+        engine.start_gate.set()
+        await server.ready.wait()
+        assert (await client.get("/health")).json() == {"status": "ok", "model": "fake"}
+
+
+async def test_models_are_listed(client: httpx.AsyncClient) -> None:
+    listed = (await client.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    [model] = listed["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("fake", "model", 64)
+    assert (await client.get("/v1/models/fake")).json() == model
+    response = await client.get("/v1/models/org/other")
+    assert response.status_code == 404
+    assert error_of(response)["code"] == "model_not_found"
+
+
+async def test_metrics_count_what_happened(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    for stream in (True, False):
+        await client.post("/v1/chat/completions", json={"messages": USER, "stream": stream})
+    engine.fail_at = 1
+    await client.post("/v1/chat/completions", json={"messages": USER, "stream": True})
+    await client.get("/wp-admin.php")
+    response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    lines = set(response.text.splitlines())
+    labels = 'engine="0",model_name="fake"'
+    assert f"vllm:num_requests_running{{{labels}}} 0.0" in lines
+    assert f"vllm:kv_cache_usage_perc{{{labels}}} 0.04" in lines
+    assert f"vllm:prefix_cache_hits_total{{{labels}}} 5.0" in lines
+    assert f"vllm:time_to_first_token_seconds_count{{{labels}}} 3.0" in lines
+    assert f"vllm:inter_token_latency_seconds_count{{{labels}}} 8.0" in lines
+    assert f"vllm:e2e_request_latency_seconds_count{{{labels}}} 2.0" in lines
+    assert 'vllm:request_generation_tokens_bucket{engine="0",le="5.0",model_name="fake"} 2.0' in lines
+    assert 'nova_terminal_events_total{kind="finish"} 2.0' in lines
+    assert 'nova_terminal_events_total{kind="error"} 1.0' in lines
+    assert 'nova_http_requests_total{method="POST",route="/v1/chat/completions",status="200"} 3.0' in lines
+    assert 'nova_http_requests_total{method="GET",route="other",status="404"} 1.0' in lines
+    assert 'nova_kv_blocks{state="owned"} 4.0' in lines
+
+
+async def test_two_apps_in_one_process_have_metrics_of_their_own(serve: Serve) -> None:
+    first, second = await serve(FakeEngine()), await serve(FakeEngine())
+    async with httpx.AsyncClient() as client:
+        await client.post(f"{first.url}/v1/completions", json={"prompt": "x"})
+        assert 'kind="finish"} 1.0' in (await client.get(f"{first.url}/metrics")).text
+        assert 'kind="finish"} 0.0' in (await client.get(f"{second.url}/metrics")).text
+
+
+async def test_the_openapi_document_describes_every_route(client: httpx.AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    assert document["openapi"] == "3.1.0"
+    assert "/v1/chat/completions" in document["paths"]
+    schema = document["components"]["schemas"]["ChatCompletionRequest"]
+    assert schema["required"] == ["messages"]
+    assert "max_completion_tokens" in schema["properties"]
+    for path in document["paths"]:
+        name = path.replace("{model}", "fake").replace("{request_id}", "x")
+        assert (await client.options(name)).status_code == 405, f"{path} is described but not served"
+
+
+async def test_head_and_version(client: httpx.AsyncClient) -> None:
+    response = await client.head("/health")
+    assert (response.status_code, response.content) == (200, b"")
+    assert (await client.get("/version")).json()["version"]
+
+
+@pytest.mark.parametrize("bad", ["a b", "x" * 200, 'a"b', ""])
+async def test_a_request_id_unfit_for_a_log_is_replaced(server: object, client: httpx.AsyncClient, bad: str) -> None:
+    response = await client.get("/health", headers={"x-request-id": bad})
+    assert response.headers["x-request-id"] != bad
+    assert len(response.headers["x-request-id"]) == 32
