@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.batch import Admission, Logprobs, Sampled, SamplingRow
-from novainfer.kernels.draw import draw_filtered, draw_unfiltered, uniforms
+from novainfer.kernels.draw import draw
+from novainfer.kernels.draw_row import argmax, draw_row, log_normaliser, most_likely
 from novainfer.kernels.memory import lazy_zeros
+from novainfer.kernels.uniform import uniforms
 
 __all__ = ["Sampler"]
 
@@ -33,6 +35,7 @@ class Sampler:
     def __init__(self, vocab_size: int, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
+        self._on_cpu = device.type == "cpu"
         self._rows: list[SamplingRow] = [SamplingRow() for _ in range(max_num_seqs)]
         self._plain = [True] * max_num_seqs  # greedy, unadorned, without log probabilities
         self._history_shape = (max_num_seqs, max_model_len + 1)  # the last token is sampled, never computed
@@ -60,8 +63,7 @@ class Sampler:
         it is, and the absolute position that the sampled token will have.
         """
         if all(self._plain[slot] for slot in slots):
-            tokens: list[int] = logits.argmax(-1).tolist()
-            return Sampled(tokens)
+            return Sampled(self._argmax(logits).tolist())
         rows = [self._rows[slot] for slot in slots]
         logits = logits.float()
         asked = [i for i, row in enumerate(rows) if row.logprobs is not None]
@@ -71,15 +73,14 @@ class Sampler:
                 _adorn(logits[i], row, position)
             if row.needs_history:
                 _penalise(logits[i], row, self._tokens()[slot, :position])
-        drawn = self._draw(logits, rows, positions)
-        token_ids: list[int] = drawn.tolist()
+        token_ids: list[int] = self._draw(logits, rows, positions).tolist()
         for row, slot, position, token_id in zip(rows, slots, positions, token_ids, strict=True):
             if row.needs_history:
                 self._tokens()[slot, position] = token_id
         sampled = Sampled(token_ids)
         if raw is not None:
             sampled.logprobs = [None] * len(rows)
-            found = _logprobs(raw, drawn[asked], [rows[i].logprobs or 0 for i in asked])
+            found = self._logprobs(raw, [token_ids[i] for i in asked], [rows[i].logprobs or 0 for i in asked])
             for i, logprobs in zip(asked, found, strict=True):
                 sampled.logprobs[i] = logprobs
         return sampled
@@ -89,42 +90,46 @@ class Sampler:
             self._history = lazy_zeros(self._history_shape, torch.int32, self.device)
         return self._history
 
+    def _argmax(self, logits: Tensor) -> Tensor:
+        return torch.from_numpy(argmax(logits)) if self._on_cpu else logits.argmax(-1)
+
     def _draw(self, logits: Tensor, rows: list[SamplingRow], positions: Sequence[int]) -> Tensor:
-        """Argmax of the greedy rows; temperature, filters and a uniform number for the others -> int64 [n]."""
+        """Argmax of the greedy rows, a draw for the others -> int64 [n]."""
         random = [i for i, row in enumerate(rows) if row.temperature >= TEMPERATURE_GREEDY_MAX]
+        tokens = self._argmax(logits) if len(random) < len(rows) else torch.empty(len(rows), dtype=torch.int64)
         if not random:
-            return logits.argmax(-1)
-        device = self.device
+            return tokens
         chosen = [rows[i] for i in random]
         u = uniforms([r.seed for r in chosen], [r.choice for r in chosen], [positions[i] for i in random])
-        top_k = np.array([r.top_k if 0 < r.top_k < self.vocab_size else self.vocab_size for r in chosen])
-        top_p = np.array([r.top_p for r in chosen], dtype=np.float64)
-        min_p = np.array([r.min_p for r in chosen], dtype=np.float32)
-        temperature = torch.tensor([r.temperature for r in chosen], dtype=torch.float32, device=device)
+        if self._on_cpu:
+            x = logits.numpy()
+            for i, row, number in zip(random, chosen, u.tolist(), strict=True):
+                x[i] /= np.float32(row.temperature)
+                tokens[i] = draw_row(x[i], row.top_k, row.top_p, row.min_p, number)
+            return tokens
+        device, vocab_size = self.device, self.vocab_size
         indexes = torch.tensor(random, device=device)
-        x = (logits if len(random) == len(rows) else logits[indexes]).div_(temperature[:, None])
-        filtered = (top_k < self.vocab_size) | (top_p < 1.0)
-        drawn = torch.empty(len(random), dtype=torch.int64, device=device)
-        for part, is_filtered in ((np.flatnonzero(filtered), True), (np.flatnonzero(~filtered), False)):
-            if not len(part):
-                continue
-            members = torch.from_numpy(part).to(device)
-            rows_x = x if len(part) == len(random) else x[members]
-            rows_u = torch.from_numpy(u[part]).to(device)
-            rows_min_p = torch.from_numpy(min_p[part]).to(device) if min_p[part].any() else None
-            if is_filtered:
-                if rows_min_p is not None:
-                    floor = rows_x.amax(1) + rows_min_p.log()  # log(0) is -inf: no floor
-                    rows_x.masked_fill_(rows_x < floor[:, None], -torch.inf)
-                k, p = torch.from_numpy(top_k[part]).to(device), torch.from_numpy(top_p[part]).to(device)
-                drawn[members] = draw_filtered(rows_x, k, p, rows_u)
-            else:
-                drawn[members] = draw_unfiltered(rows_x, rows_min_p, rows_u)
-        if len(random) == len(rows):
-            return drawn
-        tokens = logits.argmax(-1)
-        tokens[indexes] = drawn
+        temperatures = torch.tensor([r.temperature for r in chosen], dtype=torch.float32, device=device)
+        top_k = [r.top_k if 0 < r.top_k < vocab_size else vocab_size for r in chosen]
+        tokens = tokens.to(device)
+        tokens[indexes] = draw(
+            logits[indexes] / temperatures[:, None],
+            torch.tensor(top_k, device=device),
+            torch.tensor([r.top_p for r in chosen], dtype=torch.float64, device=device),
+            torch.tensor([r.min_p for r in chosen], dtype=torch.float32, device=device),
+            torch.from_numpy(u).to(device),
+        )
         return tokens
+
+    def _logprobs(self, raw: Tensor, tokens: list[int], num_top: list[int]) -> list[Logprobs]:
+        """Log-softmax of raw logits fp32 [n, vocab_size] at the sampled tokens and at the most likely ones."""
+        found: list[Logprobs] = []
+        for row, token_id, count in zip(raw.cpu().numpy(), tokens, num_top, strict=True):
+            normaliser = log_normaliser(row)
+            ids = most_likely(row, count) if count else np.empty(0, dtype=np.int64)
+            ids = ids[np.argsort(-row[ids], kind="stable")][:count]
+            found.append((float(row[token_id]) - normaliser, ids.tolist(), (row[ids] - normaliser).tolist()))
+        return found
 
 
 def _adorned(row: SamplingRow) -> bool:
@@ -166,14 +171,3 @@ def _penalise(logits: Tensor, row: SamplingRow, tokens: Tensor) -> None:
     if len(output) and (row.presence_penalty or row.frequency_penalty):
         ids, counts = torch.unique(output.long(), return_counts=True)
         logits[ids] -= row.frequency_penalty * counts + row.presence_penalty
-
-
-def _logprobs(raw: Tensor, tokens: Tensor, num_top: list[int]) -> list[Logprobs]:
-    """Log-softmax of raw logits fp32 [n, vocab_size] at the sampled tokens, and the `num_top` most likely ones."""
-    normaliser = raw.logsumexp(1)
-    sampled: list[float] = (raw.gather(1, tokens[:, None])[:, 0] - normaliser).tolist()
-    count = min(max(num_top), raw.shape[1])
-    values, ids = raw.topk(count, dim=1)
-    top_values: list[list[float]] = (values - normaliser[:, None]).tolist()
-    top_ids: list[list[int]] = ids.tolist()
-    return [(sampled[i], top_ids[i][:num], top_values[i][:num]) for i, num in enumerate(num_top)]

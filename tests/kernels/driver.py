@@ -39,6 +39,11 @@ def make_runner(folder: Path, backend: str = "torch", num_blocks: int = 64, **op
     registry = backend_registry(backend)
     defaults = {"max_num_seqs": 6, "max_num_batched_tokens": 256, "max_model_len": None, "registry": registry}
     runner = ModelRunner.load(folder, **(defaults | options))
+    if registry is options.get("registry", registry):
+        offered = {op: [k.name for k in registry.implementations(op)] for op in ("linear", "attention", "ops")}
+        used = {op: offered[op][0] for op in offered}
+        # Otherwise a kernel failed its self-test, and the test would be one of its substitute.
+        assert runner.info.kernels == used, f"{backend} kernels were not used: {runner.info.kernels}"
     runner.fit(mode="fixed", num_blocks=num_blocks)
     runner.warm()
     return runner

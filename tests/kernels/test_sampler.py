@@ -1,0 +1,256 @@
+"""Each way of choosing a token: exact distributions, bans and penalties, and independence of the batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from novainfer.kernels.batch import Admission, Sampled, SamplingRow
+from novainfer.kernels.draw import draw
+from novainfer.kernels.draw_row import draw_row
+from novainfer.kernels.sampler import Sampler
+from novainfer.kernels.uniform import uniforms
+
+CPU = torch.device("cpu")
+VOCAB = 1300  # more than two segments, and a rest
+
+
+def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB, std: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * std
+
+
+def sample(logits: torch.Tensor, *rows: SamplingRow, position: int = 5, tokens: Any = None) -> Sampled:
+    """One step of a fresh sampler, row i in slot i."""
+    sampler = Sampler(logits.shape[1], len(rows), 4096, CPU)
+    for slot, row in enumerate(rows):
+        sampler.admit(Admission(slot, row, tokens))
+    return sampler.sample(logits.clone(), range(len(rows)), [position] * len(rows))
+
+
+def expected_distribution(
+    logits: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> np.ndarray:
+    """The definition, in float64 and with a sort."""
+    x = logits.double().numpy() / temperature
+    p = np.exp(x - x.max())
+    p[p < min_p] = 0
+    if top_k:
+        p[p < np.sort(p)[-top_k]] = 0
+    p /= p.sum()
+    order = np.lexsort((np.arange(len(p)), -p))
+    before = np.cumsum(p[order]) - p[order]
+    p[order[before >= top_p]] = 0
+    return p / p.sum()
+
+
+def chi_square_fits(counts: np.ndarray, p: np.ndarray) -> bool:
+    """Whether the counts could come from p: a bound that a true sampler passes but once in about a million."""
+    n = counts.sum()
+    common = p * n >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(p[common] * n, p[~common].sum() * n)
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    freedom = max(1, len(observed) - 1)
+    # Wilson and Hilferty: the cube root of chi-square over its freedom is close to normal.
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    return z < 4.9
+
+
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 5},
+    {"top_k": 700},
+    {"top_p": 0.8},
+    {"top_p": 0.3},
+    {"min_p": 0.02},
+    {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 2.5, "top_p": 0.95},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_draws_follow_the_exact_distribution(filters: dict[str, Any]) -> None:
+    logits = logits_of(1, vocab=1300)[0]
+    p = expected_distribution(logits, **filters)
+    sampler = Sampler(VOCAB, 1, 40_000, CPU)
+    row = SamplingRow(seed=7, **({"temperature": 1.0} | filters))
+    sampler.admit(Admission(0, row))
+    counts = np.zeros(VOCAB)
+    for position in range(4000):
+        counts[sampler.sample(logits[None].clone(), [0], [position]).token_ids[0]] += 1
+    assert counts[p == 0].sum() == 0, "a filtered token was drawn"
+    assert chi_square_fits(counts, p)
+
+
+def test_the_chi_square_bound_finds_a_wrong_distribution() -> None:
+    p = expected_distribution(logits_of(1)[0])
+    q = expected_distribution(logits_of(1)[0], temperature=1.1)
+    counts = np.random.default_rng(0).multinomial(4000, q)
+    assert not chi_square_fits(counts, p)
+    assert chi_square_fits(np.random.default_rng(0).multinomial(4000, p), p)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 64, 511, 512, 1025, 20_000])
+def test_the_row_draw_is_the_batch_draw(vocab: int) -> None:
+    logits = logits_of(2, rows=40, vocab=vocab).bfloat16().float()  # bf16: many ties
+    rng = np.random.default_rng(3)
+    u = torch.from_numpy(rng.random(40))
+    u[0], u[1] = 0.0, 1.0 - 2.0**-53
+    for top_k, top_p, min_p in [(0, 1.0, 0.0), (1, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.7, 0.0), (0, 0.999, 0.0),
+                                (300, 0.6, 0.001), (0, 1e-9, 0.0), (0, 0.5, 0.3)]:  # fmt: skip
+        k = top_k if 0 < top_k < vocab else vocab
+        batch = draw(
+            logits,
+            torch.full((40,), k),
+            torch.full((40,), top_p, dtype=torch.float64),
+            torch.full((40,), min_p),
+            u,
+        )
+        rows = [draw_row(logits[i].numpy().copy(), top_k, top_p, min_p, float(u[i])) for i in range(40)]
+        assert rows == batch.tolist(), (top_k, top_p, min_p)
+
+
+def test_equal_tokens_are_kept_by_top_k_and_cut_by_id_in_top_p() -> None:
+    logits = torch.zeros(1, 10)
+    k3 = {sample(logits, SamplingRow(temperature=1.0, top_k=3, seed=s)).token_ids[0] for s in range(300)}
+    assert k3 == set(range(10))
+    half = {sample(logits, SamplingRow(temperature=1.0, top_p=0.5, seed=s)).token_ids[0] for s in range(300)}
+    assert half == set(range(5))
+    # The token that crosses p stays: 0.5 is reached by the first, so 0.51 needs the second too.
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    crossed = {sample(logits, SamplingRow(temperature=1.0, top_p=0.51, seed=s)).token_ids[0] for s in range(300)}
+    assert crossed == {0, 1}
+
+
+def test_a_seeded_row_draws_the_same_token_in_any_batch() -> None:
+    logits = logits_of(4, rows=24, vocab=5000)
+    rng = np.random.default_rng(5)
+    rows = [
+        SamplingRow(
+            temperature=float(rng.choice([0.0, 0.5, 1.0, 3.0])),
+            top_k=int(rng.choice([0, 3, 90, 400])),
+            top_p=float(rng.choice([1.0, 0.9, 0.2])),
+            min_p=float(rng.choice([0.0, 0.05])),
+            seed=int(rng.integers(2**63)),
+            choice=i % 3,
+        )
+        for i in range(24)
+    ]
+    together = sample(logits, *rows).token_ids
+    assert [sample(logits[i : i + 1], rows[i]).token_ids[0] for i in range(24)] == together
+    backwards = sample(logits.flip(0), *reversed(rows)).token_ids
+    assert backwards == together[::-1]
+
+
+def test_uniforms_differ_by_seed_choice_and_position_and_are_uniform() -> None:
+    assert uniforms([1], [0], [5]).tolist() == uniforms([9, 1], [0, 0], [5, 5]).tolist()[1:]
+    n = 50_000
+    for arguments in (
+        (range(n), [0] * n, [0] * n),
+        ([3] * n, range(n), [0] * n),
+        ([3] * n, [0] * n, range(n)),
+    ):
+        u = uniforms(*arguments)
+        assert len(set(u.tolist())) == n
+        assert u.min() >= 0
+        assert u.max() < 1
+        assert chi_square_fits(np.histogram(u, 256, (0, 1))[0], np.full(256, 1 / 256))
+        assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.02
+    # A seed counts by its lowest 64 bits; the value is a promise to users.
+    assert uniforms([-1], [0], [0]) == uniforms([2**64 - 1], [0], [0])
+    assert uniforms([42], [1], [7])[0] == 0.10584086659863745
+
+
+def test_greedy_takes_the_first_of_equals_also_where_all_are_negative() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.tensor([[-3.0, -1.0, -1.0], [0.0, 2.0, 2.0], [-0.0, 0.0, -5.0]], dtype=dtype)
+        assert sample(logits, *[SamplingRow()] * 3).token_ids == [1, 1, 0]
+    assert sample(torch.tensor([[0.0, 1.0]]), SamplingRow(temperature=1e-6)).token_ids == [1]
+
+
+def test_banned_allowed_and_biased_tokens() -> None:
+    logits = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0]])
+    assert sample(logits, SamplingRow(banned_ids=[0, 1])).token_ids == [2]
+    assert sample(logits, SamplingRow(allowed_ids=[4, 3])).token_ids == [3]
+    assert sample(logits, SamplingRow(allowed_ids=[0, 3], banned_ids=[0])).token_ids == [3]
+    assert sample(logits, SamplingRow(logit_bias={4: 10.0, 0: -1.0})).token_ids == [4]
+    assert sample(logits, SamplingRow(logit_bias={4: 10.0}, allowed_ids=[2])).token_ids == [2]
+    drawn = {sample(logits, SamplingRow(temperature=9.0, banned_ids=[2], seed=s)).token_ids[0] for s in range(200)}
+    assert drawn == {0, 1, 3, 4}
+
+
+def test_stop_tokens_are_banned_until_their_position() -> None:
+    logits = torch.tensor([[5.0, 4.0, 3.0]])
+    row = SamplingRow(stop_ids=[0], min_position=6)
+    assert sample(logits, row, position=5).token_ids == [1]
+    assert sample(logits, row, position=6).token_ids == [0]
+    only = SamplingRow(stop_ids=[0], min_position=6, allowed_ids=[0])  # something must be drawn
+    assert sample(logits, only, position=5).token_ids == [0]
+
+
+def test_penalties_are_those_of_transformers_and_openai() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = logits_of(6, vocab=50)
+    tokens = [3, 3, 7, 11, 3, 9]
+    row = SamplingRow(repetition_penalty=1.7, prompt_len=2, logprobs=None, temperature=1.0)
+    processor = RepetitionPenaltyLogitsProcessor(penalty=1.7)
+    expected = processor(torch.tensor([tokens]), logits.clone())
+    got = penalised(logits, row, tokens)
+    assert torch.allclose(got, expected)
+    row = SamplingRow(presence_penalty=0.5, frequency_penalty=0.25, prompt_len=2)
+    expected = logits.clone()
+    for token_id, count in {7: 1, 11: 1, 3: 1, 9: 1}.items():  # the prompt's two 3s do not count
+        expected[0, token_id] -= 0.5 + 0.25 * count
+    assert torch.allclose(penalised(logits, row, tokens), expected)
+
+
+def penalised(logits: torch.Tensor, row: SamplingRow, tokens: list[int]) -> torch.Tensor:
+    """The logits as the draw sees them: the sampler works in the memory it is given."""
+    logits = logits.clone()
+    sampler = Sampler(logits.shape[1], 1, 64, CPU)
+    row.temperature = 0.0
+    sampler.admit(Admission(0, row, tokens))
+    sampler.sample(logits, [0], [len(tokens)])
+    return logits
+
+
+def test_sampled_tokens_join_the_history_and_a_repeated_step_overwrites_them() -> None:
+    sampler = Sampler(6, 2, 64, CPU)
+    row = SamplingRow(frequency_penalty=2.0, prompt_len=1)
+    sampler.admit(Admission(1, row, [0]))
+    logits = torch.tensor([[0.0, 3.0, 2.5, 0.0, 0.0, 0.0]])
+    drawn = [sampler.sample(logits.clone(), [1], [position]).token_ids[0] for position in (1, 2, 3)]
+    assert drawn == [1, 2, 1]
+    # A rolled-back step is computed again at its own position: what it had written does not count twice.
+    assert sampler.sample(logits.clone(), [1], [2]).token_ids == [2]
+    assert sampler.sample(logits.clone(), [1], [3]).token_ids == [1]
+    sampler.admit(Admission(1, row, [0, 1, 1, 1]))  # the slot's next owner knows nothing of the last one
+    assert sampler.sample(logits.clone(), [1], [4]).token_ids == [2]
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = logits_of(8, rows=3)
+    rows = [
+        SamplingRow(logprobs=4, temperature=2.0, top_k=2, seed=1, banned_ids=[int(logits[0].argmax())]),
+        SamplingRow(),
+        SamplingRow(logprobs=0),
+    ]
+    sampled = sample(logits, *rows)
+    exact = logits.double().log_softmax(1)
+    assert sampled.logprobs[1] is None
+    for i, count in ((0, 4), (2, 0)):
+        entry = sampled.logprobs[i]
+        assert entry is not None
+        logprob, ids, values = entry
+        assert logprob == pytest.approx(float(exact[i, sampled.token_ids[i]]), abs=1e-5)
+        top = exact[i].topk(count) if count else None
+        assert ids == (top.indices.tolist() if top is not None else [])
+        assert values == pytest.approx(top.values.tolist() if top is not None else [], abs=1e-5)
+    assert sample(logits, *[SamplingRow()] * 3).logprobs == []
