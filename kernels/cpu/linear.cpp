@@ -9,6 +9,8 @@
 //
 // Items: (block of rows, few panels). With few rows the product is a stream of W through the cores, and prefetching
 // ahead in the panel is what reaches the memory's speed; with many, a panel stays in L2 while the row tiles pass by.
+//
+// The epilogues round where separate operations would have rounded, so a fused step gives the same bits as its parts.
 #include "linear.h"
 
 #include <algorithm>
@@ -17,48 +19,12 @@
 namespace nova {
 namespace {
 
-template <class T>
-struct Epilogue {
-  using E = typename T::type;
-  const LinearDesc& d;
-  const LinearCall& call;
-
-  void store(long row, long column, vf value, long count) const {
-    if (call.residual) {
-      const E* residual = (const E*)call.residual + row * call.out_stride + column;
-      value = add(value, load_first<T>(residual, count));
-    }
-    if (call.out_fp32)
-      store_first<Fp32>((float*)call.out + row * call.out_stride + column, value, count);
-    else
-      store_first<T>((E*)call.out + row * call.out_stride + column, value, count);
-  }
-
-  template <int MR>
-  void operator()(long row, long panel, vf (&acc)[MR][NV]) const {
-    if (d.bias)
-      for (int v = 0; v < NV; v++) {
-        const vf bias = loadf(d.bias + panel * PANEL + v * VL);
-        for (int r = 0; r < MR; r++) acc[r][v] = add(acc[r][v], bias);
-      }
-    if (d.kind == 1) {
-      const long column = panel * VL, count = std::min<long>(VL, d.n / 2 - column);
-      for (int r = 0; r < MR; r++) store(row + r, column, mul(silu(acc[r][0]), acc[r][1]), count);
-      return;
-    }
-    for (int v = 0; v < NV; v++) {
-      const long column = panel * PANEL + v * VL, count = std::min<long>(VL, d.n - column);
-      if (count <= 0) break;
-      for (int r = 0; r < MR; r++) store(row + r, column, acc[r][v], count);
-    }
-  }
-};
-
-// Rows are addressed as base[r / 3] + (r % 3) * stride: with 12 rows that is 4 pointers and the addressing mode's
-// scaled index instead of 12 pointers, which would not fit into the general registers.
+// out[r][lane] = x[r] . panel row `lane`, for MR rows. Rows are addressed as base[r / 3] + (r % 3) * stride: with 12
+// rows that is 4 pointers and the addressing mode's scaled index instead of 12 pointers, which would not fit into the
+// general registers.
 template <class T, int MR, bool PREFETCH>
-inline __attribute__((always_inline)) void tile(const char* x, long stride_bytes, const uint32_t* w, long units,
-                                                 long ahead, vf (&acc)[MR][NV]) {
+void tile(const char* x, long stride_bytes, const uint32_t* w, long units, long ahead, float* out) {
+  vf acc[MR][NV];
   for (int r = 0; r < MR; r++)
     for (int v = 0; v < NV; v++) acc[r][v] = zero();
   const char* base[(MR + 2) / 3];
@@ -76,87 +42,129 @@ inline __attribute__((always_inline)) void tile(const char* x, long stride_bytes
     }
     w += PANEL;
   }
+  for (int r = 0; r < MR; r++)
+    for (int v = 0; v < NV; v++) storef(out + r * PANEL + v * VL, acc[r][v]);
 }
+
+using Tile = void (*)(const char*, long, const uint32_t*, long, long, float*);
 
 template <class T, bool PREFETCH>
-void row_tile(int rows, const Epilogue<T>& epilogue, const char* x, long stride_bytes, const uint32_t* w, long units,
-              long ahead, long row, long panel) {
-  switch (rows) {
-#define CASE(MR)                                                   \
-  case MR: {                                                       \
-    vf acc[MR][NV];                                                \
-    tile<T, MR, PREFETCH>(x, stride_bytes, w, units, ahead, acc);  \
-    epilogue(row, panel, acc);                                     \
-    break;                                                         \
-  }
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+constexpr Tile tiles[] = {nullptr,
+                          tile<T, 1, PREFETCH>,
+                          tile<T, 2, PREFETCH>,
+                          tile<T, 3, PREFETCH>,
+                          tile<T, 4, PREFETCH>,
+                          tile<T, 5, PREFETCH>,
+                          tile<T, 6, PREFETCH>,
 #if defined(__AVX512F__)
-    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+                          tile<T, 7, PREFETCH>,
+                          tile<T, 8, PREFETCH>,
+                          tile<T, 9, PREFETCH>,
+                          tile<T, 10, PREFETCH>,
+                          tile<T, 11, PREFETCH>,
+                          tile<T, 12, PREFETCH>
 #endif
-#undef CASE
-  }
-}
+};
 
-// Tuning (Zen 5, two cores sharing 40 GB/s): see tests/bench/kernels.py.
+// Tuning: tests/bench/kernels.py; Zen 5, two cores.
 constexpr long STREAM_ITEM_BYTES = 192 << 10;  // weights of one item when rows are few
 constexpr long L2_ITEM_BYTES = 320 << 10;      // weights of one item that the row tiles pass by
-constexpr long ROW_BLOCK = 512;               // rows of one item: their activations stay in L2 or L3 beside it
+constexpr long ROW_BLOCK = 512;                // rows of one item: their activations stay in the caches beside it
 constexpr long PREFETCH_UNITS = 2048;          // 8 KiB ahead
 
 template <class T>
-void run(Team& team, const LinearDesc& d, const LinearCall& call) {
-  constexpr int E = T::E;
-  const long units = ceil_div(d.k, E), panels = num_panels(d), m = call.m;
-  const char* x = (const char*)call.x;
-  long stride_bytes = call.x_stride * (4 / E);
-  std::vector<typename T::type> padded;
-  if (d.k % E) {  // the last unit of a row is half filled: pad it, in every member's own copy
-    padded.assign(m * units * E, 0);
-    for (long r = 0; r < m; r++)
-      std::memcpy(&padded[r * units * E], x + r * stride_bytes, d.k * sizeof(typename T::type));
-    x = (const char*)padded.data();
-    stride_bytes = units * 4;
+struct Product {
+  using E = typename T::type;
+  const LinearDesc& d;
+  const LinearCall& call;
+
+  // A vector of a finished tile, bias included.
+  vf value(const float* tile, int r, long panel, int v) const {
+    const vf x = loadf(tile + r * PANEL + v * VL);
+    return d.bias ? add(x, loadf(d.bias + panel * PANEL + v * VL)) : x;
   }
-  const Epilogue<T> epilogue{d, call};
-  const uint32_t* weight = (const uint32_t*)d.weight;
-  const long panel_units = units * PANEL, panel_bytes = panel_units * 4;
 
-  const bool stream = m <= MR_MAX;
-  const long row_blocks = stream ? 1 : ceil_div(m, ROW_BLOCK);
-  long group = std::max<long>(1, (stream ? STREAM_ITEM_BYTES : L2_ITEM_BYTES) / panel_bytes);
-  // At least four items for each member, so that one who comes late finds others done.
-  group = std::max<long>(1, std::min(group, panels * row_blocks / (4 * team.size)));
-  const long groups = ceil_div(panels, group);
-
-  team.loop(row_blocks * groups, [&](long item) {
-    const long block = item / groups, first = (item % groups) * group, last = std::min(panels, first + group);
-    const long row0 = m * block / row_blocks, row1 = m * (block + 1) / row_blocks;
-    const long tiles = ceil_div(row1 - row0, MR_MAX);
-    for (long t = 0; t < tiles; t++) {  // tiles of nearly equal height: 13 rows are 7 + 6, not 12 + 1
-      const long a = row0 + (row1 - row0) * t / tiles, b = row0 + (row1 - row0) * (t + 1) / tiles;
-      for (long panel = first; panel < last; panel++) {
-        const uint32_t* w = weight + panel * panel_units;
-        if (stream)
-          row_tile<T, true>((int)(b - a), epilogue, x + a * stride_bytes, stride_bytes, w, units, PREFETCH_UNITS, a,
-                            panel);
-        else
-          row_tile<T, false>((int)(b - a), epilogue, x + a * stride_bytes, stride_bytes, w, units, 0, a, panel);
+  void store(const float* tile, int rows, long row, long panel) const {
+    for (int v = 0; v < NV; v++) {
+      const long column = panel * PANEL + v * VL, count = std::min<long>(VL, d.n - column);
+      if (count <= 0) break;
+      for (int r = 0; r < rows; r++) {
+        const long at = (row + r) * d.n + column;
+        vf y = value(tile, r, panel, v);
+        if (call.residual) y = add(load_first<T>((const E*)call.residual + at, count), rounded<T>(y));
+        store_first<T>((E*)call.out + at, y, count);
       }
     }
-  });
-}
+  }
+
+  void store_gated(const float* gate, const float* up, int rows, long row, long panel, long up_panel) const {
+    for (int r = 0; r < rows; r++)
+      for (int v = 0; v < NV; v++) {
+        const vf g = rounded<T>(value(gate, r, panel, v)), u = rounded<T>(value(up, r, up_panel, v));
+        T::store((E*)call.out + (row + r) * (d.n / 2) + panel * PANEL + v * VL, mul(silu(g), u));
+      }
+  }
+
+  void run(Team& team) const {
+    constexpr int E = T::E;
+    const long units = ceil_div(d.k, E), m = call.m;
+    const long panels = call.gated ? d.n / 2 / PANEL : ceil_div(d.n, PANEL);
+    const char* x = (const char*)call.x;
+    long stride_bytes = call.x_stride * (4 / E);
+    std::vector<typename T::type> padded;
+    if (d.k % E) {  // the last unit of a row is half filled: pad it, in every member's own copy
+      padded.assign(m * units * E, 0);
+      for (long r = 0; r < m; r++)
+        std::memcpy(&padded[r * units * E], x + r * stride_bytes, d.k * sizeof(typename T::type));
+      x = (const char*)padded.data();
+      stride_bytes = units * 4;
+    }
+    const long panel_units = units * PANEL, panel_bytes = panel_units * 4 * (call.gated ? 2 : 1);
+    const bool stream = m <= MR_MAX;
+    const Tile* tile = stream ? tiles<T, true> : tiles<T, false>;
+
+    const long row_blocks = stream ? 1 : ceil_div(m, ROW_BLOCK);
+    long group = (stream ? STREAM_ITEM_BYTES : L2_ITEM_BYTES) / panel_bytes;
+    // At least four items for each member, so that one who comes late finds others done.
+    group = std::max<long>(1, std::min(group, panels * row_blocks / (4 * team.size)));
+    const long groups = ceil_div(panels, group);
+
+    team.loop(row_blocks * groups, [&](long item) {
+      const long block = item / groups, first = (item % groups) * group, last = std::min(panels, first + group);
+      const long row0 = m * block / row_blocks, row1 = m * (block + 1) / row_blocks;
+      const long row_tiles = ceil_div(row1 - row0, MR_MAX);
+      alignas(64) float result[2][MR_MAX * PANEL];
+      for (long t = 0; t < row_tiles; t++) {  // of nearly equal height: 13 rows are 7 + 6, not 12 + 1
+        const long a = row0 + (row1 - row0) * t / row_tiles, b = row0 + (row1 - row0) * (t + 1) / row_tiles;
+        const int rows = (int)(b - a);
+        const char* xa = x + a * stride_bytes;
+        for (long panel = first; panel < last; panel++) {
+          const uint32_t* w = (const uint32_t*)d.weight + panel * panel_units;
+          tile[rows](xa, stride_bytes, w, units, PREFETCH_UNITS, result[0]);
+          if (call.gated) {
+            tile[rows](xa, stride_bytes, w + panels * panel_units, units, PREFETCH_UNITS, result[1]);
+            store_gated(result[0], result[1], rows, a, panel, panel + panels);
+          } else {
+            store(result[0], rows, a, panel);
+          }
+        }
+      }
+    });
+  }
+};
 
 template <class T>
 void pack(const LinearDesc& d, const typename T::type* weight, typename T::type* out, int threads) {
   constexpr int E = T::E;
-  const long units = ceil_div(d.k, E), panels = num_panels(d);
+  const long units = ceil_div(d.k, E), panels = ceil_div(d.n, PANEL);
   run_team(threads, [&](Team& team) {
     team.loop(panels, [&](long panel) {
       typename T::type* to = out + panel * units * PANEL * E;
       for (int lane = 0; lane < PANEL; lane++) {
-        const long row = source_row(d, panel, lane);
+        const long row = panel * PANEL + lane;
         const typename T::type* from = weight + row * d.k;
-        for (long k = 0; k < units * E; k++) to[(k / E * PANEL + lane) * E + k % E] = row >= 0 && k < d.k ? from[k] : 0;
+        for (long k = 0; k < units * E; k++)
+          to[(k / E * PANEL + lane) * E + k % E] = row < d.n && k < d.k ? from[k] : 0;
       }
     });
   });
@@ -177,9 +185,9 @@ void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::typ
 
 void linear_in_team(Team& team, const LinearDesc& d, const LinearCall& call) {
   if (d.dtype == 0)
-    run<Bf16>(team, d, call);
+    Product<Bf16>{d, call}.run(team);
   else
-    run<Fp32>(team, d, call);
+    Product<Fp32>{d, call}.run(team);
 }
 
 }  // namespace nova
@@ -188,11 +196,12 @@ using namespace nova;
 
 extern "C" {
 
+// Bytes of the packed weight; floats of the bias, padded to whole panels.
 int64_t nova_linear_bytes(const LinearDesc* d) {
-  return num_panels(*d) * ceil_div(d->k, d->dtype == 0 ? 2 : 1) * PANEL * 4;
+  return ceil_div(d->n, PANEL) * ceil_div(d->k, d->dtype == 0 ? 2 : 1) * PANEL * 4;
 }
 
-int64_t nova_linear_columns(const LinearDesc* d) { return num_panels(*d) * PANEL; }
+int64_t nova_linear_columns(const LinearDesc* d) { return ceil_div(d->n, PANEL) * PANEL; }
 
 void nova_linear_pack(const LinearDesc* d, const void* weight, void* out, int threads) {
   if (d->dtype == 0)
@@ -201,15 +210,7 @@ void nova_linear_pack(const LinearDesc* d, const void* weight, void* out, int th
     pack<Fp32>(*d, (const float*)weight, (float*)out, threads);
 }
 
-void nova_linear_pack_bias(const LinearDesc* d, const float* bias, float* out) {
-  for (long panel = 0; panel < num_panels(*d); panel++)
-    for (int lane = 0; lane < PANEL; lane++) {
-      const long row = source_row(*d, panel, lane);
-      out[panel * PANEL + lane] = row >= 0 ? bias[row] : 0.0f;
-    }
-}
-
-// Rows of the weight as given, bit for bit; for plain packing only.
+// Rows of the weight as given, bit for bit.
 void nova_linear_rows(const LinearDesc* d, const int64_t* ids, int64_t count, void* out) {
   if (d->dtype == 0)
     gather<Bf16>(*d, ids, count, (uint16_t*)out);
@@ -217,10 +218,8 @@ void nova_linear_rows(const LinearDesc* d, const int64_t* ids, int64_t count, vo
     gather<Fp32>(*d, ids, count, (float*)out);
 }
 
-void nova_linear(const LinearDesc* d, const void* x, int64_t x_stride, int64_t m, void* out, const void* residual,
-                 int out_fp32, int threads) {
-  const int64_t width = d->kind == 1 ? d->n / 2 : d->n;
-  const LinearCall call{x, x_stride, m, out, width, residual, out_fp32};
+void nova_linear(const LinearDesc* d, const void* x, int64_t x_stride, int64_t m, void* out, int threads) {
+  const LinearCall call{x, x_stride, m, out};
   run_team(threads, [&](Team& team) { linear_in_team(team, *d, call); });
 }
 

@@ -9,40 +9,27 @@ namespace nova {
 // Mirrors `LinearDesc` in native.py.
 struct LinearDesc {
   const void* weight;  // packed units [panel][ceil(K / E)][PANEL]
-  const float* bias;   // [num_panels * PANEL] in packed order, or null
-  int64_t n, k;        // rows of the weight as given, columns
+  const float* bias;   // [num_panels * PANEL], or null
+  int64_t n, k;        // rows and columns of the weight as given
   int32_t dtype;       // 0 bf16, 1 fp32
-  int32_t kind;        // 0 plain, 1 gate-up: halves interleaved by vector, output silu(gate) * up of n / 2 columns
 };
 
-constexpr int NV = 2;            // vectors in a panel
-constexpr int PANEL = NV * VL;   // weight rows in a panel
+constexpr int NV = 2;                      // vectors in a panel
+constexpr int PANEL = NV * VL;             // weight rows in a panel
 constexpr int MR_MAX = VL == 16 ? 12 : 6;  // activation rows in a tile: MR * NV accumulators fill the registers
-
-inline long num_panels(const LinearDesc& d) {
-  return d.kind == 1 ? ceil_div(d.n / 2, VL) : ceil_div(d.n, PANEL);
-}
-
-// Which row of the given weight stands in this lane of this panel; -1 for padding.
-inline long source_row(const LinearDesc& d, long panel, int lane) {
-  if (d.kind == 1) {
-    const long column = panel * VL + lane % VL;
-    return column < d.n / 2 ? (lane / VL) * (d.n / 2) + column : -1;
-  }
-  const long row = panel * PANEL + lane;
-  return row < d.n ? row : -1;
-}
 
 // What one product reads and writes. Strides in elements.
 struct LinearCall {
-  const void* x;         // [m, k]
+  const void* x;  // [m, k]
   long x_stride;
   long m;
-  void* out;             // [m, n] (or n / 2)
-  long out_stride;
-  const void* residual;  // [m, n] added before rounding, may be `out` itself; or null
-  int out_fp32;          // write fp32 whatever the weight's type (logits)
+  void* out;                       // [m, n], or [m, n / 2] when gated
+  const void* residual = nullptr;  // [m, n]: out = round(residual + round(product)); may be `out` itself
+  bool gated = false;              // out = round(silu(round(left half)) * round(right half))
 };
+
+// Whether a product can be gated: the halves must not share a panel.
+inline bool can_gate(const LinearDesc& d) { return d.n % (2 * PANEL) == 0; }
 
 // All members of the team call it with the same arguments; the result is whole after their next barrier.
 void linear_in_team(Team& team, const LinearDesc& d, const LinearCall& call);

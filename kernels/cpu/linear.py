@@ -36,7 +36,7 @@ class NativeLinear:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         lib = library()
-        self.desc = LinearDesc(None, None, *weight.shape, DTYPE_CODES[weight.dtype], 0)
+        self.desc = LinearDesc(None, None, *weight.shape, DTYPE_CODES[weight.dtype])
         self._desc = ctypes.byref(self.desc)
         size = lib.nova_linear_bytes(self._desc)
         self._packed = huge_zeros(size)
@@ -44,9 +44,8 @@ class NativeLinear:
         lib.nova_linear_pack(self._desc, weight.contiguous().data_ptr(), self._packed.data_ptr(), num_threads())
         self._bias: Tensor | None = None
         if bias is not None:
-            self._bias = torch.empty(lib.nova_linear_columns(self._desc), dtype=torch.float32)
-            given = bias.float().contiguous()
-            lib.nova_linear_pack_bias(self._desc, given.data_ptr(), self._bias.data_ptr())
+            self._bias = torch.zeros(lib.nova_linear_columns(self._desc), dtype=torch.float32)
+            self._bias[: bias.shape[0]] = bias
             self.desc.bias = self._bias.data_ptr()
         self.weight_bytes = size + (self._bias.nbytes if self._bias is not None else 0)
         self._flops_per_row = 2 * self.out_features * self.in_features
@@ -74,7 +73,7 @@ class NativeLinear:
         rows = x.shape[0]
         out = torch.empty((rows, self.out_features), dtype=self.dtype)
         threads = threads_for(rows, self.weight_bytes, rows * self._flops_per_row)
-        self._linear(self._desc, x.data_ptr(), x.stride(0), rows, out.data_ptr(), None, 0, threads)
+        self._linear(self._desc, x.data_ptr(), x.stride(0), rows, out.data_ptr(), threads)
         return out
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ DTYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
 _I = ctypes.c_int
 _L = ctypes.c_int64
 _P = ctypes.c_void_p
+_F = ctypes.c_float
 
 
 class LinearDesc(ctypes.Structure):
@@ -32,7 +33,6 @@ class LinearDesc(ctypes.Structure):
         ("n", _L),
         ("k", _L),
         ("dtype", ctypes.c_int32),
-        ("kind", ctypes.c_int32),
     )
 
 
@@ -57,12 +57,16 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nova_linear_bytes": (_L, (_DESC,)),
     "nova_linear_columns": (_L, (_DESC,)),
     "nova_linear_pack": (None, (_DESC, _P, _P, _I)),
-    "nova_linear_pack_bias": (None, (_DESC, _P, _P)),
     "nova_linear_rows": (None, (_DESC, _P, _L, _P)),
-    "nova_linear": (None, (_DESC, _P, _L, _L, _P, _P, _I, _I)),
+    "nova_linear": (None, (_DESC, _P, _L, _L, _P, _I)),
     "nova_cache_block_bytes": (_L, (_CACHE,)),
     "nova_cache_write": (None, (_CACHE, _I, _P, _L, _P, _L, _P, _L, _I)),
-    "nova_attend": (None, (_CACHE, _I, _P, _L, _P, _L, _P, _P, _L, ctypes.c_float, _P, _I)),
+    "nova_attend": (None, (_CACHE, _I, _P, _L, _P, _L, _P, _P, _L, _F, _P, _I)),
+    "nova_rms_norm": (None, (_I, _P, _L, _P, _F, _P, _L, _L, _I)),
+    "nova_add_rms_norm": (None, (_I, _P, _P, _P, _F, _P, _L, _L, _I)),
+    "nova_silu_mul": (None, (_I, _P, _P, _L, _L, _I)),
+    "nova_rope": (None, (_I, _P, _L, _P, _P, _I, _I, _L, _I)),
+    "nova_argmax": (None, (_I, _P, _L, _L, _L, _P, _I)),
 }
 
 
@@ -93,5 +97,6 @@ def implementations() -> list[tuple[Operation, type]]:
     library()
     from novainfer.kernels.cpu.attention import NativeAttention
     from novainfer.kernels.cpu.linear import NativeLinear
+    from novainfer.kernels.cpu.ops import NativeRowOps
 
-    return [("linear", NativeLinear), ("attention", NativeAttention)]
+    return [("linear", NativeLinear), ("attention", NativeAttention), ("ops", NativeRowOps)]

@@ -119,13 +119,6 @@ inline vf exp2v(vf x) {
 }
 constexpr float LOG2E = 1.4426950408889634f;
 
-inline float bf16_to_float(uint16_t h) {
-  uint32_t bits = (uint32_t)h << 16;
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
 inline uint16_t float_to_bf16(float x) {  // round to nearest even; NaN stays NaN
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -139,8 +132,6 @@ struct Fp32 {
   static vf dp(vf acc, vi a, vi b) { return fma(asf(a), asf(b), acc); }
   static vf load(const type* p) { return loadf(p); }
   static void store(type* p, vf x) { storef(p, x); }
-  static float get(type x) { return x; }
-  static type put(float x) { return x; }
 };
 
 struct Bf16 {
@@ -180,9 +171,25 @@ struct Bf16 {
     for (int i = 0; i < VL; i++) p[i] = float_to_bf16(lane[i]);
   }
 #endif
-  static float get(type x) { return bf16_to_float(x); }
-  static type put(float x) { return float_to_bf16(x); }
 };
+
+template <class T>
+inline float scalar(typename T::type x) {
+  if constexpr (T::E == 1) return x;
+  const uint32_t bits = (uint32_t)x << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// What a store and a load would make of it.
+template <class T>
+inline vf rounded(vf x) {
+  if (T::E == 1) return x;
+  typename T::type buffer[VL];
+  T::store(buffer, x);
+  return T::load(buffer);
+}
 
 // The first n < VL elements, the others read as zero; nothing beyond them is touched.
 template <class T>

@@ -1,0 +1,113 @@
+// The row operations as calls of their own.
+#include "ops.h"
+
+#include <algorithm>
+
+#include "team.h"
+
+using namespace nova;
+
+namespace {
+
+// f(row) for all rows, a few at a time.
+template <class F>
+void rows_in_team(int threads, long m, F&& f) {
+  const long chunk = std::max<long>(1, m / (8 * std::max(threads, 1)));
+  run_team(threads, [&](Team& team) {
+    team.loop(ceil_div(m, chunk), [&](long c) {
+      for (long row = c * chunk; row < std::min(m, (c + 1) * chunk); row++) f(row);
+    });
+  });
+}
+
+template <class T>
+void rms_norm(const void* x, long x_stride, const void* weight, float eps, void* out, long m, long k, int threads) {
+  using E = typename T::type;
+  rows_in_team(threads, m, [&](long row) {
+    rms_norm_row<T>((const E*)x + row * x_stride, (const E*)weight, eps, (E*)out + row * k, k);
+  });
+}
+
+template <class T>
+void add_rms_norm(const void* x, void* residual, const void* weight, float eps, void* out, long m, long k,
+                  int threads) {
+  using E = typename T::type;
+  rows_in_team(threads, m, [&](long row) {
+    E* sum = (E*)residual + row * k;
+    add_row<T>((const E*)x + row * k, sum, k);
+    rms_norm_row<T>(sum, (const E*)weight, eps, (E*)out + row * k, k);
+  });
+}
+
+template <class T>
+void silu_mul(const void* gate_up, void* out, long m, long width, int threads) {
+  using E = typename T::type;
+  rows_in_team(threads, m, [&](long row) {
+    silu_mul_row<T>((const E*)gate_up + row * 2 * width, (E*)out + row * width, width);
+  });
+}
+
+template <class T>
+void rope(void* qkv, long stride, const float* cos_sin, const int64_t* positions, int heads, int head_dim, long m,
+          int threads) {
+  using E = typename T::type;
+  rows_in_team(threads, m, [&](long row) {
+    rope_row<T>((E*)qkv + row * stride, cos_sin + positions[row] * head_dim, heads, head_dim);
+  });
+}
+
+// The first of the largest; a NaN counts as largest, as in torch.
+template <class T>
+int64_t argmax_row(const typename T::type* x, long n) {
+  const vf minus_inf = set1(-std::numeric_limits<float>::infinity());
+  vf most = minus_inf, poison = zero();
+  for (long i = 0; i < n; i += VL) {
+    const vf value = select(first_lanes(n - i), load_first<T>(x + i, n - i), minus_inf);
+    poison = fma(value, zero(), poison);  // becomes NaN for a NaN, and for an infinity
+    most = vmax(value, most);
+  }
+  const float max = hmax(most);
+  if (std::isnan(hsum(poison)))
+    for (long i = 0; i < n; i++)
+      if (std::isnan(scalar<T>(x[i]))) return i;
+  long i = 0;
+  while (i < n - 1 && scalar<T>(x[i]) != max) i++;
+  return i;
+}
+
+template <class T>
+void argmax(const void* x, long stride, long m, long n, int64_t* out, int threads) {
+  using E = typename T::type;
+  rows_in_team(threads, m, [&](long row) { out[row] = argmax_row<T>((const E*)x + row * stride, n); });
+}
+
+}  // namespace
+
+#define BY_TYPE(f, ...) (dtype == 0 ? f<Bf16>(__VA_ARGS__) : f<Fp32>(__VA_ARGS__))
+
+extern "C" {
+
+void nova_rms_norm(int dtype, const void* x, int64_t x_stride, const void* weight, float eps, void* out, int64_t m,
+                   int64_t k, int threads) {
+  BY_TYPE(rms_norm, x, x_stride, weight, eps, out, m, k, threads);
+}
+
+void nova_add_rms_norm(int dtype, const void* x, void* residual, const void* weight, float eps, void* out, int64_t m,
+                       int64_t k, int threads) {
+  BY_TYPE(add_rms_norm, x, residual, weight, eps, out, m, k, threads);
+}
+
+void nova_silu_mul(int dtype, const void* gate_up, void* out, int64_t m, int64_t width, int threads) {
+  BY_TYPE(silu_mul, gate_up, out, m, width, threads);
+}
+
+void nova_rope(int dtype, void* qkv, int64_t stride, const float* cos_sin, const int64_t* positions, int heads,
+               int head_dim, int64_t m, int threads) {
+  BY_TYPE(rope, qkv, stride, cos_sin, positions, heads, head_dim, m, threads);
+}
+
+void nova_argmax(int dtype, const void* x, int64_t stride, int64_t m, int64_t n, int64_t* out, int threads) {
+  BY_TYPE(argmax, x, stride, m, n, out, threads);
+}
+
+}  // extern "C"

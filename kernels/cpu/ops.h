@@ -1,0 +1,53 @@
+// The small operations between matrix products, one row at a time; each row's result depends on the row alone.
+#pragma once
+
+#include "simd.h"
+
+namespace nova {
+
+// out = x / sqrt(mean(x^2) + eps) * weight
+template <class T>
+inline void rms_norm_row(const typename T::type* x, const typename T::type* weight, float eps, typename T::type* out,
+                         long k) {
+  vf squares[2] = {zero(), zero()};
+  int turn = 0;
+  for (long i = 0; i < k; i += VL, turn ^= 1) {
+    const vf value = load_first<T>(x + i, k - i);
+    squares[turn] = fma(value, value, squares[turn]);
+  }
+  const vf factor = set1(1.0f / std::sqrt(hsum(add(squares[0], squares[1])) / (float)k + eps));
+  for (long i = 0; i < k; i += VL)
+    store_first<T>(out + i, mul(mul(load_first<T>(x + i, k - i), factor), load_first<T>(weight + i, k - i)), k - i);
+}
+
+// residual = round(residual + x)
+template <class T>
+inline void add_row(const typename T::type* x, typename T::type* residual, long k) {
+  for (long i = 0; i < k; i += VL)
+    store_first<T>(residual + i, add(load_first<T>(residual + i, k - i), load_first<T>(x + i, k - i)), k - i);
+}
+
+// out = silu(gate) * up, gate and up side by side
+template <class T>
+inline void silu_mul_row(const typename T::type* gate_up, typename T::type* out, long width) {
+  for (long i = 0; i < width; i += VL)
+    store_first<T>(out + i,
+                   mul(silu(load_first<T>(gate_up + i, width - i)), load_first<T>(gate_up + width + i, width - i)),
+                   width - i);
+}
+
+// Rotates `heads` heads in place; cos_sin holds head_dim / 2 cosines, then as many sines. The halves are paired.
+template <class T>
+inline void rope_row(typename T::type* row, const float* cos_sin, int heads, int head_dim) {
+  const int half = head_dim / 2;
+  for (int head = 0; head < heads; head++, row += head_dim)
+    for (int i = 0; i < half; i += VL) {
+      const long count = half - i;
+      const vf low = load_first<T>(row + i, count), high = load_first<T>(row + half + i, count);
+      const vf cos = load_first<Fp32>(cos_sin + i, count), sin = load_first<Fp32>(cos_sin + half + i, count);
+      store_first<T>(row + i, sub(mul(low, cos), mul(high, sin)), count);
+      store_first<T>(row + half + i, add(mul(high, cos), mul(low, sin)), count);
+    }
+}
+
+}  // namespace nova

@@ -1,0 +1,87 @@
+"""The small operations between matrix products, one call each (ops.cpp)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from novainfer.kernels.cpu.native import DTYPE_CODES, library, num_threads
+
+__all__ = ["NativeRowOps"]
+
+# Elements below which one thread ends before a second one would have woken up.
+SERIAL_ELEMENTS_MAX = 64 << 10
+
+
+def _threads(elements: int) -> int:
+    return 1 if elements < SERIAL_ELEMENTS_MAX else num_threads()
+
+
+class NativeRowOps:
+    """Row operations in bf16 and fp32; computed in fp32 and rounded once."""
+
+    name: ClassVar[str] = "native"
+    row_invariant: ClassVar[bool] = True
+
+    @classmethod
+    def refuses(cls, dtype: torch.dtype, device: torch.device) -> str | None:
+        """None when rows of this dtype can be computed on this device; else the reason."""
+        if device.type != "cpu":
+            return f"runs on cpu, not on {device.type}"
+        if dtype not in DTYPE_CODES:
+            return f"computes in bfloat16 and float32, not in {dtype}"
+        return None
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[M, K], [K] -> new [M, K]."""
+        rows, width = x.shape
+        out = torch.empty((rows, width), dtype=x.dtype)
+        library().nova_rms_norm(
+            DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), eps, out.data_ptr(), rows, width,
+            _threads(rows * width),
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x` in place (both contiguous), then `rms_norm(residual)` -> new [M, K]."""
+        rows, width = x.shape
+        out = torch.empty((rows, width), dtype=x.dtype)
+        library().nova_add_rms_norm(
+            DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), rows,
+            width, _threads(rows * width),
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def rope(qkv: Tensor, cos_sin: Tensor, positions: Tensor, num_rotated: int, head_dim: int) -> None:
+        """Rotate the first `num_rotated` heads of each row of qkv [T, heads * head_dim] in place."""
+        rows = qkv.shape[0]
+        library().nova_rope(
+            DTYPE_CODES[qkv.dtype], qkv.data_ptr(), qkv.stride(0), cos_sin.data_ptr(), positions.data_ptr(),
+            num_rotated, head_dim, rows, _threads(rows * num_rotated * head_dim),
+        )  # fmt: skip
+
+    @staticmethod
+    def silu_mul(gate_up: Tensor) -> Tensor:
+        """Contiguous [M, 2 * I] (gate, then up) -> new [M, I]."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((rows, width), dtype=gate_up.dtype)
+        library().nova_silu_mul(
+            DTYPE_CODES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, width, _threads(rows * width)
+        )
+        return out
+
+    @staticmethod
+    def argmax(logits: Tensor) -> Tensor:
+        """[M, N] -> int64 [M]: the first of each row's largest; a NaN counts as largest."""
+        rows, width = logits.shape
+        out = torch.empty(rows, dtype=torch.int64)
+        library().nova_argmax(
+            DTYPE_CODES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, width, out.data_ptr(),
+            _threads(rows * width) if rows > 1 else 1,
+        )  # fmt: skip
+        return out
