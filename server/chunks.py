@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from novainfer.fsm.outputs import Delta
+from novainfer import Delta
 from novainfer.server.replies import Tally, chat_logprobs, completion_logprobs
 
 DONE = b"data: [DONE]\n\n"

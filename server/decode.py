@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from novainfer.fsm.errors import InvalidParameter
+from novainfer import InvalidParameter
 from novainfer.server.errors import MalformedBody
 from novainfer.server.protocol import ChatCompletionRequest, CompletionRequest
 from novainfer.server.unsupported import ignored_fields

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
-import msgspec
-
-from novainfer.fsm.outputs import Delta
-from novainfer.fsm.params import SamplingParams
+from novainfer import Delta, SamplingParams
 
 
 class ModelInfo(Protocol):
@@ -68,12 +65,3 @@ class ServedEngine(Protocol):
     async def start(self) -> None: ...
     async def drain(self, timeout_s: float) -> None: ...
     async def aclose(self) -> None: ...
-
-
-class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """Messages for the model's chat template."""
-
-    messages: list[dict[str, Any]]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_kwargs: dict[str, Any] = {}

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from novainfer.fsm.errors import CallerError, EngineOverloaded, NovaInferError, ServerError
+from novainfer import CallerError, EngineOverloaded, NovaInferError, ServerError
 
 log = logging.getLogger("novainfer.server")
 

@@ -7,9 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from novainfer.fsm.errors import EngineOverloaded, InvalidParameter
-from novainfer.fsm.outputs import Delta
-from novainfer.fsm.params import SamplingParams
+from novainfer import Delta, EngineOverloaded, InvalidParameter, SamplingParams
 from novainfer.server.exchange import is_printable_id
 from novainfer.server.merge import merge_deltas
 from novainfer.server.replies import Choice, Tally

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from novainfer.fsm.errors import NovaInferError
+from novainfer import NovaInferError
 from novainfer.server.errors import (
     MethodNotAllowed,
     PathNotFound,

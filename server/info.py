@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from novainfer.fsm.errors import ModelNotFound, RequestNotFound
+from novainfer import ModelNotFound, RequestNotFound
 from novainfer.server.metrics import CONTENT_TYPE
 from novainfer.server.service import Service
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from novainfer.fsm.outputs import Delta
+from novainfer import Delta
 
 BUFFERED_MAX = 64  # deltas between the prompts and their one reader; the engine merges what waits behind them
 

@@ -10,9 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from novainfer.fsm.errors import InvalidParameter, UnsupportedParameter
-from novainfer.fsm.params import SamplingParams
-from novainfer.server.engine import ChatPrompt
+from novainfer import Chat, InvalidParameter, SamplingParams, UnsupportedParameter
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chat fills the context
 PROMPTS_MAX = 2048  # OpenAI's limit for a list of inputs
@@ -152,7 +150,7 @@ class ChatCompletionRequest(CommonRequest, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def prompt(self) -> ChatPrompt:
+    def prompt(self) -> Chat:
         """The conversation, checked."""
         if not self.messages:
             raise InvalidParameter("messages must hold at least one message", param="messages")
@@ -162,7 +160,7 @@ class ChatCompletionRequest(CommonRequest, kw_only=True):
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
         generation_prompt = not continued if self.add_generation_prompt is None else self.add_generation_prompt
-        return ChatPrompt(
+        return Chat(
             messages=[message.as_template_input(f"messages[{i}]") for i, message in enumerate(self.messages)],
             add_generation_prompt=generation_prompt,
             continue_final_message=continued,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from novainfer.fsm.outputs import Delta, FinishReason, TokenLogprob
+from novainfer import Delta, FinishReason, TokenLogprob
 
 LOGPROB_MIN = -9999.0  # JSON has no -inf; vLLM's value
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import hypercorn.asyncio
 
+from novainfer import EngineDead
 from novainfer.server import http2
 from novainfer.server.app import create_app
 from novainfer.server.engine import ServedEngine
@@ -33,6 +34,7 @@ from novainfer.server.tls import write_self_signed
 log = logging.getLogger("novainfer.server")
 
 MakeEngine = Callable[[], ServedEngine]
+ALIVE_CHECK_S = 0.5  # between looks at whether the engine lives: a dead one must not keep a server alive
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
@@ -115,9 +117,13 @@ class Server:
             if start.cancelled():
                 return
             start.result()
+            self.service.was_ready = True
             self.ready.set()
             on_ready()
-            await stop
+            while not stop.done():
+                await asyncio.wait({stop}, timeout=ALIVE_CHECK_S)
+                if not stop.done() and not engine.is_ready:
+                    raise EngineDead("The engine died; every request has been told, and the log says why")
             self.service.is_draining = True
             await engine.drain(self.settings.shutdown_timeout_s)
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from novainfer.fsm.errors import EngineDraining, ModelNotFound
+from novainfer import EngineClosed, EngineDraining, ModelNotFound
 from novainfer.server.engine import ServedEngine
 from novainfer.server.errors import ModelLoading
 from novainfer.server.live import LiveRequests
@@ -29,6 +29,7 @@ class Service:
         self.metrics = Metrics()
         self.live = LiveRequests()
         self.is_draining = False
+        self.was_ready = False
         self.version = package_version()
 
     @property
@@ -40,9 +41,11 @@ class Service:
         """The engine; raises `EngineDraining` or `ModelLoading` when it takes no requests."""
         if self.is_draining:
             raise EngineDraining("The server is shutting down: send the request to another one, or try again later")
-        if self.engine is None or not self.engine.is_ready:
-            raise ModelLoading("The model is still loading: try again in a moment")
-        return self.engine
+        if self.engine is not None and self.engine.is_ready:
+            return self.engine
+        if self.was_ready:
+            raise EngineClosed("The engine has stopped; the log of the server says why")
+        raise ModelLoading("The model is still loading: try again in a moment")
 
     def check_model(self, name: str | None) -> None:
         """Raise `ModelNotFound` unless `name` is the served model (or left out, as there is only one)."""

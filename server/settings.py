@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from novainfer.fsm.errors import InvalidParameter
+from novainfer import InvalidParameter
 
 BODY_BYTES_MIN = 1_000_000  # a long chat history; grows with the model's context (`body_bytes_max`)
 BODY_BYTES_PER_TOKEN = 16  # an English token is 4 bytes of text, or up to 9 as a number in a JSON list

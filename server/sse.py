@@ -15,7 +15,7 @@ import logging
 
 from starlette.types import Receive, Scope, Send
 
-from novainfer.fsm.outputs import Delta
+from novainfer import Delta
 from novainfer.server.chunks import KEEP_ALIVE, StreamEncoder
 from novainfer.server.errors import error_body, log_if_ours
 from novainfer.server.generation import Generation

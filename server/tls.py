@@ -6,7 +6,7 @@ import datetime
 import ipaddress
 from pathlib import Path
 
-from novainfer.fsm.errors import InvalidParameter
+from novainfer import InvalidParameter
 
 VALID_DAYS = 30  # it is made anew at every start
 

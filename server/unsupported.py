@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from novainfer.fsm.errors import UnsupportedParameter
+from novainfer import UnsupportedParameter
 
 NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
 

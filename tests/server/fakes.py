@@ -8,15 +8,17 @@ from typing import Any
 
 import msgspec
 
-from novainfer.fsm.errors import (
+from novainfer import (
     ContextLengthExceeded,
+    Delta,
     EngineDraining,
     EngineOverloaded,
+    FinishReason,
     NovaInferError,
     RequestCancelled,
+    SamplingParams,
+    TokenLogprob,
 )
-from novainfer.fsm.outputs import Delta, FinishReason, TokenLogprob
-from novainfer.fsm.params import SamplingParams
 
 ANSWER = ("Hello", ",", " wor", "ld", "!")
 

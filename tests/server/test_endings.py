@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from novainfer.fsm.errors import StepFailedError
+from novainfer import StepFailedError
 from tests.server.conftest import Serve, eventually
 from tests.server.fakes import FakeEngine
 from tests.server.rawh2 import RawH2

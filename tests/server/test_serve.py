@@ -9,7 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from novainfer.fsm.errors import InvalidParameter, ModelLoadError
+from novainfer import EngineDead, InvalidParameter, ModelLoadError
+from novainfer.server import serve as serve_module
 from novainfer.server.serve import Server, ready_line
 from novainfer.server.settings import ServerSettings
 from novainfer.server.tls import write_self_signed
@@ -152,3 +153,14 @@ async def test_the_ready_lines_curl_works_as_printed(serve: Serve) -> None:
     process = await asyncio.create_subprocess_shell(command + " -sS", stdout=asyncio.subprocess.PIPE)
     out, _ = await process.communicate()
     assert events(out.decode())[-1] == "[DONE]"
+
+
+async def test_a_dead_engine_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_module, "ALIVE_CHECK_S", 0.01)
+    engine = FakeEngine()
+    server = Server(ServerSettings(port=0))
+    task = asyncio.create_task(server.run(lambda: engine))
+    await server.ready.wait()
+    engine.is_ready = False
+    with pytest.raises(EngineDead):
+        await task
