@@ -14,7 +14,17 @@ from novainfer.kernels.errors import KernelUnavailableError
 if TYPE_CHECKING:
     from novainfer.kernels.registry import Operation
 
-__all__ = ["DTYPE_CODES", "CacheDesc", "LinearDesc", "implementations", "library", "num_threads"]
+__all__ = [
+    "DTYPE_CODES",
+    "CacheDesc",
+    "LayerDesc",
+    "LinearDesc",
+    "ModelDesc",
+    "StepDesc",
+    "implementations",
+    "library",
+    "num_threads",
+]
 
 DTYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
 
@@ -53,6 +63,56 @@ class CacheDesc(ctypes.Structure):
 
 _DESC = ctypes.POINTER(LinearDesc)
 _CACHE = ctypes.POINTER(CacheDesc)
+
+
+class LayerDesc(ctypes.Structure):
+    """Mirrors `LayerDesc` in forward.cpp."""
+
+    _fields_ = (
+        ("input_norm", _P),
+        ("qkv", _DESC),
+        ("o", _DESC),
+        ("post_norm", _P),
+        ("gate_up", _DESC),
+        ("down", _DESC),
+    )
+
+
+class ModelDesc(ctypes.Structure):
+    """Mirrors `ModelDesc` in forward.cpp."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(LayerDesc)),
+        ("num_layers", _L),
+        ("final_norm", _P),
+        ("cos_sin", _P),
+        ("cache", _CACHE),
+        ("eps", _F),
+        ("scale", _F),
+    )
+
+
+class StepDesc(ctypes.Structure):
+    """Mirrors `StepDesc` in forward.cpp."""
+
+    _fields_ = (
+        ("num_tokens", _L),
+        ("num_seqs", _L),
+        ("num_samples", _L),
+        ("positions", _P),
+        ("slot_mapping", _P),
+        ("block_tables", _P),
+        ("table_stride", _L),
+        ("query_start", _P),
+        ("context_lens", _P),
+        ("logit_rows", _P),
+        ("residual", _P),
+        ("out", _P),
+    )
+
+
+_MODEL = ctypes.POINTER(ModelDesc)
+_STEP = ctypes.POINTER(StepDesc)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nova_linear_bytes": (_L, (_DESC,)),
     "nova_linear_columns": (_L, (_DESC,)),
@@ -66,6 +126,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nova_add_rms_norm": (None, (_I, _P, _P, _P, _F, _P, _L, _L, _I)),
     "nova_silu_mul": (None, (_I, _P, _P, _L, _L, _I)),
     "nova_rope": (None, (_I, _P, _L, _P, _P, _I, _I, _L, _I)),
+    "nova_forward": (None, (_MODEL, _STEP, _I)),
     "nova_argmax": (None, (_I, _P, _L, _L, _L, _P, _I)),
 }
 

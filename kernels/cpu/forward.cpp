@@ -1,0 +1,160 @@
+// All layers of a pre-norm decoder in one call and one parallel region.
+//
+// With one call for each operation a decode step of 24 layers pays 200 calls and as many wake-ups of a sleeping pool;
+// here the team wakes once and meets at spinning barriers, and the interpreter is left for the whole step, so that
+// the event loop beside it has the GIL. Every part is the one that stands alone too (linear.cpp, attention.cpp,
+// ops.h), rounded at the same places: the hidden states have the same bits either way.
+#include <algorithm>
+#include <memory>
+
+#include "attention.h"
+#include "linear.h"
+#include "ops.h"
+#include "team.h"
+
+namespace nova {
+
+// The structures of native.py.
+struct LayerDesc {
+  const void* input_norm;
+  const LinearDesc* qkv;
+  const LinearDesc* o;
+  const void* post_norm;
+  const LinearDesc* gate_up;
+  const LinearDesc* down;
+};
+
+struct ModelDesc {
+  const LayerDesc* layers;
+  int64_t num_layers;
+  const void* final_norm;
+  const float* cos_sin;  // [max_positions, head_dim]
+  const CacheDesc* cache;
+  float eps, scale;
+};
+
+struct StepDesc {
+  int64_t num_tokens, num_seqs, num_samples;
+  const int64_t* positions;
+  const int64_t* slot_mapping;
+  const int32_t* block_tables;
+  int64_t table_stride;
+  const int32_t* query_start;
+  const int32_t* context_lens;
+  const int64_t* logit_rows;  // [num_samples], or null: every row, in order
+  void* residual;             // [num_tokens, hidden]: the embeddings; overwritten
+  void* out;                  // [num_samples, hidden]: normed hidden states of the sampled rows
+};
+
+namespace {
+
+template <class T>
+struct Forward {
+  using E = typename T::type;
+  const ModelDesc& model;
+  const StepDesc& step;
+  const CacheDesc& cache = *model.cache;
+  const long hidden = model.layers[0].qkv->k;
+  const long intermediate = model.layers[0].down->k;
+  const long head_dim = cache.head_dim;
+  const long attended = cache.num_heads * head_dim;
+  const long qkv_width = attended + 2 * cache.num_kv_heads * head_dim;
+  const bool gated = can_gate(*model.layers[0].gate_up);
+  const Batch batch{step.block_tables, step.table_stride, step.query_start, step.context_lens, step.num_seqs};
+
+  // Working memory of the step, in rows of num_tokens.
+  std::unique_ptr<E[]> x_ = rows(hidden), qkv_ = rows(qkv_width), attended_ = rows(attended);
+  std::unique_ptr<E[]> gate_up_ = gated ? nullptr : rows(2 * intermediate), inner_ = rows(intermediate);
+  std::unique_ptr<E[]> sampled_ = std::unique_ptr<E[]>(new E[step.num_samples * (attended + hidden)]);
+  AttentionPlan plan;
+
+  Forward(const ModelDesc& model, const StepDesc& step, int threads)
+      : model(model), step(step), plan(*model.cache, batch, threads) {}
+
+  std::unique_ptr<E[]> rows(long width) const { return std::unique_ptr<E[]>(new E[step.num_tokens * width]); }
+
+  void run(Team& team) {
+    E* x = x_.get();
+    E* residual = (E*)step.residual;
+    const E* attention = attended_.get();
+    long m = step.num_tokens;
+    norm(team, residual, model.layers[0].input_norm, x, m);
+    for (long l = 0; l < model.num_layers; l++) {
+      const LayerDesc& layer = model.layers[l];
+      const bool last = l + 1 == model.num_layers;
+      linear_in_team(team, *layer.qkv, {x, hidden, m, qkv_.get()});
+      if (team.rank == 0) plan.reset();
+      team.barrier();
+      over(team, m, [&](long row) { rotate_and_write((int)l, row); });
+      if (last && step.num_samples == 0) return;
+      attend_in_team(team, cache, batch, plan, {(int)l, qkv_.get(), qkv_width, attended_.get(), model.scale});
+      team.barrier();
+      if (last && step.logit_rows) {  // from here on only what is sampled from
+        E* attention_of = sampled_.get();
+        E* residual_of = attention_of + step.num_samples * attended;
+        over(team, step.num_samples, [&](long i) {
+          std::copy_n(attention + step.logit_rows[i] * attended, attended, attention_of + i * attended);
+          std::copy_n(residual + step.logit_rows[i] * hidden, hidden, residual_of + i * hidden);
+        });
+        attention = attention_of, residual = residual_of, m = step.num_samples;
+      }
+      linear_in_team(team, *layer.o, {attention, attended, m, residual, residual});
+      team.barrier();
+      norm(team, residual, layer.post_norm, x, m);
+      if (gated) {
+        linear_in_team(team, *layer.gate_up, {x, hidden, m, inner_.get(), nullptr, true});
+        team.barrier();
+      } else {
+        linear_in_team(team, *layer.gate_up, {x, hidden, m, gate_up_.get()});
+        team.barrier();
+        over(team, m, [&](long row) {
+          silu_mul_row<T>(&gate_up_[row * 2 * intermediate], &inner_[row * intermediate], intermediate);
+        });
+      }
+      linear_in_team(team, *layer.down, {inner_.get(), intermediate, m, residual, residual});
+      team.barrier();
+      norm(team, residual, last ? model.final_norm : model.layers[l + 1].input_norm, last ? (E*)step.out : x, m);
+    }
+  }
+
+  // f(row) for all rows, a few at a time, and a barrier.
+  template <class F>
+  void over(Team& team, long m, F&& f) {
+    const long chunk = std::max<long>(1, m / (8 * team.size));
+    team.loop(ceil_div(m, chunk), [&](long c) {
+      for (long row = c * chunk; row < std::min(m, (c + 1) * chunk); row++) f(row);
+    });
+    team.barrier();
+  }
+
+  void norm(Team& team, const E* from, const void* weight, E* to, long m) {
+    over(team, m, [&](long row) {
+      rms_norm_row<T>(from + row * hidden, (const E*)weight, model.eps, to + row * hidden, hidden);
+    });
+  }
+
+  void rotate_and_write(int layer, long row) {
+    E* qkv = &qkv_[row * qkv_width];
+    E* key = qkv + attended;
+    rope_row<T>(qkv, model.cos_sin + step.positions[row] * head_dim, cache.num_heads + cache.num_kv_heads, head_dim);
+    write_token(cache, layer, step.slot_mapping[row], key, key + cache.num_kv_heads * head_dim);
+  }
+};
+
+template <class T>
+void forward(const ModelDesc& model, const StepDesc& step, int threads) {
+  Forward<T> forward(model, step, threads);
+  run_team(threads, [&](Team& team) { forward.run(team); });
+}
+
+}  // namespace
+}  // namespace nova
+
+using namespace nova;
+
+extern "C" void nova_forward(const ModelDesc* model, const StepDesc* step, int threads) {
+  if (model->cache->dtype == 0)
+    forward<Bf16>(*model, *step, threads);
+  else
+    forward<Fp32>(*model, *step, threads);
+}
