@@ -118,18 +118,20 @@ class Actor:
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        self._is_awake = False
+        # The actor stays awake for the turn: what comes meanwhile waits for the next one, which is asked for once.
+        lanes = ((self._control, len(self._control)), (self._data, len(self._data)))
         try:
-            for lane in (self._control, self._data):
-                for _ in range(len(lane)):
+            for lane, count in lanes:
+                for _ in range(count):
                     self.handle(lane.popleft())
                     if self._is_dead:
                         return
         except Exception as error:
             self.close()
             self._died(self.name, error)
-            return
-        self._wake()
+        finally:
+            self._is_awake = False
+            self._wake()
 
     def _set_timer(self, effect: After) -> None:
         assert self._loop is not None

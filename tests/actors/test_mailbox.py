@@ -1,0 +1,265 @@
+"""A mailbox is bounded, has two lanes, wakes its actor once, and gives turns that end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import msgspec
+
+from novainfer.actors.mailbox import Actor
+from novainfer.fsm.machine import Effect, Machine, Table, on, table
+
+
+class Say(msgspec.Struct, frozen=True):
+    """A message of these tests."""
+
+    word: str
+
+
+class State(StrEnum):
+    """Of the machine of these tests."""
+
+    CALM = "CALM"
+    LOUD = "LOUD"
+
+
+class Listener(Machine):
+    """Writes down what it hears; `on_word` may answer with effects by `send` and `after`."""
+
+    TABLE: ClassVar[Table] = table(State, (Say,), on(State, Say, "_hear", *State))
+
+    def __init__(self) -> None:
+        super().__init__(State.CALM)
+        self.heard: list[str] = []
+        self.on_word: Callable[[str], None] = lambda word: None
+
+    def _hear(self, event: Say) -> State:
+        self.heard.append(event.word)
+        self.on_word(event.word)
+        return State.LOUD if event.word == "loud" else State.CALM
+
+    def send(self, to: str, word: str, *, urgent: bool = False) -> None:
+        self._send(to, Say(word), urgent=urgent)
+
+    def start(self, job: str) -> None:
+        self._start(job)
+
+    def after(self, delay_s: float, word: str) -> None:
+        self._after(delay_s, Say(word))
+
+
+class World:
+    """One actor that can write to itself, and what it asked of the world."""
+
+    def __init__(self, limit: int = 100) -> None:
+        self.machine = Listener()
+        self.deaths: list[tuple[str, BaseException]] = []
+        self.jobs: list[Any] = []
+        self.routed: list[tuple[str, str]] = []
+        self.actor = Actor(
+            "listener", self.machine, route=self._route, start=self.jobs.append, died=self._died, limit=limit
+        )
+
+    def _route(self, to: str, event: Any, urgent: bool) -> None:
+        self.routed.append((to, event.word))
+        if to == "self":
+            self.actor.tell(event, urgent)
+
+    def _died(self, name: str, error: BaseException) -> None:
+        self.deaths.append((name, error))
+
+    def say(self, *words: str, urgent: bool = False) -> list[bool]:
+        return [self.actor.tell(Say(word), urgent) for word in words]
+
+
+async def a_turn() -> None:
+    """Let the loop go round once."""
+    await asyncio.sleep(0)
+
+
+async def test_messages_are_handled_in_order_on_the_next_turn_of_the_loop() -> None:
+    world = World()
+    world.actor.open(asyncio.get_running_loop())
+    world.say("a", "b", "c")
+    assert world.machine.heard == []
+    await a_turn()
+    assert world.machine.heard == ["a", "b", "c"]
+
+
+async def test_what_was_told_before_the_actor_opened_waits_for_it() -> None:
+    world = World()
+    world.say("early")
+    await a_turn()
+    assert world.machine.heard == []
+    world.actor.open(asyncio.get_running_loop())
+    await a_turn()
+    assert world.machine.heard == ["early"]
+
+
+async def test_a_full_lane_says_no_and_keeps_what_it_has() -> None:
+    world = World(limit=2)
+    world.actor.open(asyncio.get_running_loop())
+    assert world.say("a", "b", "c") == [True, True, False]
+    await a_turn()
+    assert world.machine.heard == ["a", "b"]
+    assert world.say("d") == [True]
+    await a_turn()
+
+
+async def test_a_control_message_overtakes_a_full_data_lane() -> None:
+    world = World(limit=2)
+    world.actor.open(asyncio.get_running_loop())
+    assert world.say("a", "b", "c") == [True, True, False]
+    assert world.say("stop", urgent=True) == [True]
+    await a_turn()
+    assert world.machine.heard == ["stop", "a", "b"]
+
+
+async def test_the_control_lane_is_bounded_too() -> None:
+    world = World(limit=1)
+    assert world.say("a", "b", urgent=True) == [True, False]
+
+
+async def test_a_turn_handles_only_what_was_there_when_it_began() -> None:
+    world = World()
+    machine = world.machine
+    machine.on_word = lambda word: machine.send("self", "echo") if word == "data" else None
+    world.actor.open(asyncio.get_running_loop())
+    world.say("data")
+    await a_turn()
+    assert machine.heard == ["data"]
+    await a_turn()
+    assert machine.heard == ["data", "echo"]
+
+
+async def test_data_written_while_the_control_lane_is_read_waits_for_the_next_turn() -> None:
+    world = World()
+    machine = world.machine
+    machine.on_word = lambda word: machine.send("self", "echo") if word == "control" else None
+    world.actor.open(asyncio.get_running_loop())
+    world.say("control", urgent=True)
+    await a_turn()
+    assert machine.heard == ["control"]
+    await a_turn()
+    assert machine.heard == ["control", "echo"]
+
+
+async def test_one_wake_up_is_pending_however_many_messages_come(monkeypatch: Any) -> None:
+    world = World()
+    machine = world.machine
+    loop = asyncio.get_running_loop()
+    turns = 0
+    take_turn = world.actor._turn
+
+    def counted() -> None:
+        nonlocal turns
+        turns += 1
+        take_turn()
+
+    monkeypatch.setattr(world.actor, "_turn", counted)
+    # Each of the first ten answers itself, in its turn: one more turn is due, not eleven.
+    machine.on_word = lambda word: machine.send("self", "echo") if word != "echo" else None
+    world.actor.open(loop)
+    world.say(*(f"word {i}" for i in range(10)))
+    for _ in range(10):
+        await a_turn()
+    assert len(machine.heard) == 20
+    assert turns == 2
+
+
+async def test_a_machine_that_raises_is_dead_and_reported_once() -> None:
+    world = World()
+
+    def fall(word: str) -> None:
+        if word == "bad":
+            raise ValueError("a bug")
+
+    world.machine.on_word = fall
+    world.actor.open(asyncio.get_running_loop())
+    world.say("good", "bad", "never", "bad")
+    for _ in range(3):
+        await a_turn()
+    assert world.machine.heard == ["good", "bad"]
+    assert [(name, str(error)) for name, error in world.deaths] == [("listener", "a bug")]
+    assert world.actor.statistics().state == "DEAD"
+    assert world.actor.statistics().mailbox_depth == 0
+    assert world.say("anyone?") == [False]
+
+
+async def test_closing_in_the_middle_of_a_turn_ends_the_turn() -> None:
+    world = World()
+    world.machine.on_word = lambda word: world.actor.close()
+    world.actor.open(asyncio.get_running_loop())
+    world.say("a", "b")
+    await a_turn()
+    assert world.machine.heard == ["a"]
+    assert world.deaths == []
+
+
+async def test_a_job_starts_and_a_message_goes_out_in_the_order_of_the_effects() -> None:
+    world = World()
+    machine = world.machine
+
+    def answer(word: str) -> None:
+        machine.send("north", "first")
+        machine.start("work")
+        machine.send("south", "second")
+
+    machine.on_word = answer
+    world.actor.open(asyncio.get_running_loop())
+    world.say("go")
+    await a_turn()
+    assert world.routed == [("north", "first"), ("south", "second")]
+    assert world.jobs == ["work"]
+
+
+async def test_a_timer_brings_its_event_back_on_the_control_lane() -> None:
+    world = World()
+    machine = world.machine
+    rang = asyncio.Event()
+
+    def answer(word: str) -> None:
+        if word == "go":
+            machine.after(0.0, "ring")
+        if word == "ring":
+            rang.set()
+
+    machine.on_word = answer
+    world.actor.open(asyncio.get_running_loop())
+    world.say("go")
+    await asyncio.wait_for(rang.wait(), 5)
+    assert machine.heard == ["go", "ring"]
+
+
+async def test_closing_an_actor_cancels_its_timers() -> None:
+    world = World()
+    machine = world.machine
+    machine.on_word = lambda word: machine.after(0.0, "ring")
+    world.actor.open(asyncio.get_running_loop())
+    world.say("go")
+    await a_turn()
+    world.actor.close()
+    for _ in range(5):
+        await a_turn()
+    assert machine.heard == ["go"]
+
+
+async def test_statistics_tell_state_depth_and_how_long_it_has_been_so() -> None:
+    world = World()
+    loop = asyncio.get_running_loop()
+    world.actor.open(loop)
+    world.say("loud", "loud")
+    before = world.actor.statistics()
+    assert (before.state, before.mailbox_depth, before.handled_total) == ("CALM", 2, 0)
+    await a_turn()
+    after = world.actor.statistics()
+    assert (after.name, after.state, after.mailbox_depth, after.handled_total) == ("listener", "LOUD", 0, 2)
+    assert 0 <= after.dwell_s <= loop.time()
+
+
+def test_effects_of_a_machine_are_known_to_the_shell() -> None:
+    kinds = {kind.__name__ for kind in Effect.__args__}
+    assert kinds == {"Send", "Start", "After"}
