@@ -60,6 +60,11 @@ class Gate(Machine):
         """Streams that hold credits."""
         return len(self._queued)
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that those streams reserve."""
+        return self._tokens
+
     def _open(self, _: Open) -> GateState:
         return S.OPEN
 

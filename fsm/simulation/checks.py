@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.events import CancelRequest, MakeBatch, Output, Rejected, StepFailed
+from novainfer.fsm.gate import GateState
 from novainfer.fsm.planner import Flight
 from novainfer.fsm.request import ENDED, RequestState
 from novainfer.fsm.scheduler import SchedulerState
@@ -84,6 +85,8 @@ class Checks:
             planner.probe = scheduler.fingerprint
         if isinstance(event, MakeBatch):
             self._quiet = True
+            if "rollback" in planner.__dict__:
+                raise Violation("a step failed and was not taken back")
             self._plan(scheduler.flight)
         else:
             self._quiet = False
@@ -113,7 +116,9 @@ class Checks:
             raise Violation(f"step {flight.step_id} computes a request twice")
         for request, _, _ in flight.rows:
             if request.state not in COMPUTED:
-                raise Violation(f"request {request.request_id} is {request.state}, and step {flight.step_id} computes it")
+                raise Violation(
+                    f"request {request.request_id} is {request.state}, and step {flight.step_id} computes it"
+                )
         num_tokens = sum(count for _, count, _ in flight.rows)
         if num_tokens > max(shape.max_num_batched_tokens, len(planned)) or len(planned) > shape.max_num_seqs:
             raise Violation(f"step {flight.step_id} has {num_tokens} tokens of {len(planned)} requests")
@@ -125,23 +130,23 @@ class Checks:
 
     def output(self, output: Output) -> None:
         """The streams are about to get `output`."""
-        if output.stream_id not in self.world.streams:
+        if output.stream_id not in self.world.clients:
             raise Violation(f"output for stream {output.stream_id}, which nobody asked for")
         if output.request_id in self._ended:
             raise Violation(f"request {output.request_id} got something after its end")
         if output.end is not None and output.request_id >= 0:
             self._ended.add(output.request_id)
 
-    def rejection(self, rejected: Rejected, num_queued: int) -> None:
-        """The gate has let somebody stand outside, while `num_queued` were inside."""
+    def rejection(self, rejected: Rejected, was_full: bool) -> None:
+        """The gate has refused somebody."""
         world = self.world
         right = {
-            "overloaded": num_queued >= min(world.shape.max_num_queued_reqs, 1),
+            "overloaded": was_full,
             "draining": world.is_draining,
-            "closed": world.is_draining or world.is_stopped or world.engine.state is EngineState.STARTING,
+            "closed": world.is_draining or world.is_stopped or world.gate.state is GateState.STARTING,
         }
-        if not right[rejected.reason] and world.gate.state != "STARTING":
-            raise Violation(f"rejected: {rejected.reason}, for no reason")
+        if not right[rejected.reason]:
+            raise Violation(f"stream {rejected.stream_id} was rejected as {rejected.reason}, for no reason")
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -153,7 +158,7 @@ class Checks:
             raise Violation(f"nothing can happen, but the engine is {engine.state}")
         for stream_id, client in world.clients.items():
             if client.end is None:
-                raise Violation(f"stream {stream_id} never ended: {world.streams[stream_id].state}")
+                raise Violation(f"stream {stream_id} never ended: it is {world.streams[stream_id].state}")
         if engine.num_streams or world.gate.num_queued:
             raise Violation("the engine knows streams, or the gate holds credits, and nobody is there")
         if engine.state is EngineState.STOPPED:

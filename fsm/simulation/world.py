@@ -30,7 +30,6 @@ from novainfer.fsm.events import (
     Finished,
     JobDone,
     JobFailed,
-    MakeBatch,
     Outputs,
     Read,
     Rejected,
@@ -49,9 +48,9 @@ from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.client import Client
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
-from novainfer.fsm.simulation.oracle import VOCABULARY, Violation
+from novainfer.fsm.simulation.oracle import VOCABULARY
 from novainfer.fsm.stream import Stream
-from novainfer.fsm.worker import Worker
+from novainfer.fsm.worker import Worker, WorkerState
 
 Link = tuple[str, str, bool]  # sender, receiver, whether it is the control lane
 Move = tuple[Any, ...]  # the name of a method of World, then its arguments
@@ -169,7 +168,11 @@ class World:
         elif to == "tokenizer":
             self.encodings.append(event)
         elif to != "client":  # who hears that the worker is up, or will not come up
+            if isinstance(event, CancelAll):
+                self._everybody(event.cause)
             self.handle(to, self.machines[to], event)
+            if self.worker.state is WorkerState.FAILED and not self.is_stopped:
+                self._stopped()
 
     def _to_scheduler(self, event: Any) -> None:
         self.checks.before_scheduler(event)
@@ -183,7 +186,8 @@ class World:
             return
         for output in event.outputs:
             self.checks.output(output)
-            self.handle("streams", self.streams[output.stream_id], output)
+            if output.stream_id in self.streams:
+                self.handle("streams", self.streams[output.stream_id], output)
 
     # ---- moves of the machine room -------------------------------------------------------------------------------
 
@@ -236,7 +240,7 @@ class World:
         name, event = self.timers.pop(at)
         self.counts["timeout"] += 1
         self.clients[event.stream_id].causes.add(event.cause)
-        self._deliver(name, event)
+        self.perform("timer", [Send(name, event, urgent=True)])
 
     # ---- faults --------------------------------------------------------------------------------------------------
 
@@ -254,8 +258,6 @@ class World:
         if isinstance(job, Close):
             self.device.is_closed = True
         self.counts[f"{type(job).__name__} failed"] += 1
-        self.is_stopped = True
-        self.everybody(Cause.DRAIN)
         self._answer(JobFailed(type(job).__name__, "injected"))
 
     def fail_encode(self, at: int) -> None:
@@ -279,9 +281,6 @@ class World:
     def come_late(self, at: int) -> None:
         """A duplicate arrives."""
         link, event = self.late.pop(at)
-        if isinstance(event, JobFailed) and self.worker.state in ("LOADING", "FITTING", "WARMING", "OOM"):
-            self.everybody(Cause.DRAIN)  # it may be the failure of the job that is being done
-            self.is_stopped = True
         self._deliver(link[1], event)
 
     def repeatable(self) -> list[Link]:
@@ -303,14 +302,17 @@ class World:
         self.streams[stream_id] = Stream(
             stream_id, str(stream_id), params.n, stall_high=shape.stall_high, stall_low=shape.stall_low
         )
-        before = self.gate.num_queued
+        if self.is_stopped:
+            client.causes.add(Cause.DRAIN)
+        waiting, tokens = self.gate.num_queued, self.gate.num_queued_tokens
+        was_full = waiting >= shape.max_num_queued_reqs or tokens + len(prompt) > shape.max_num_queued_tokens
         self.handle("gate", self.gate, arrive)
         answers = self.links.get(("gate", "client", False))
         if answers:
             rejected: Rejected = answers.popleft()
             client.end = rejected
             self.counts[f"rejected: {rejected.reason}"] += 1
-            self.checks.rejection(rejected, before)
+            self.checks.rejection(rejected, was_full)
         else:
             client.was_let_in = True
         return stream_id
@@ -323,7 +325,6 @@ class World:
 
     def cancel_all(self) -> None:
         """Somebody ends every stream."""
-        self.everybody(Cause.CLIENT)
         self.counts["cancel all"] += 1
         self.perform("owner", [Send("engine", CancelAll(Cause.CLIENT), urgent=True)])
 
@@ -333,15 +334,24 @@ class World:
         self.counts["drain"] += 1
         self.perform("owner", [Send("gate", Drain())])
 
-    def stop(self, error: str | None) -> None:
-        """The owner ends everything now."""
-        self.is_stopped = True
-        self.everybody(Cause.DRAIN)
+    def stop(self, error: str | None, to: Sequence[str] = ("engine",)) -> None:
+        """The owner ends everything now: tells the engine, or everybody at once, as the shell does when it dies."""
+        self._stopped()
         self.counts["stop"] += 1
-        self.perform("owner", [Send("engine", Stop(error), urgent=True)])
+        self.perform("owner", [Send(name, Stop(error), urgent=True) for name in to])
 
-    def everybody(self, cause: Cause) -> None:
-        """Every client may be told `cause` from now on."""
+    def abandon(self, stream_id: int) -> None:
+        """A client goes away without reading on: its stream is forgotten, and its requests are cancelled."""
+        self.cancel(stream_id, Cause.DISCONNECT)
+        self.clients[stream_id].end = End(cause=Cause.DISCONNECT)
+        del self.streams[stream_id]
+
+    def _stopped(self) -> None:
+        """The engine stops, or will: every client may be told so from now on."""
+        self.is_stopped = True
+        self._everybody(Cause.DRAIN)
+
+    def _everybody(self, cause: Cause) -> None:
         for client in self.clients.values():
             client.causes.add(cause)
 
@@ -363,6 +373,3 @@ class World:
             else:
                 assert isinstance(effect.event, End | Finished)
                 client.take_end(effect.event)
-
-
-__all__ = ["FROM_WORKER", "TO_WORKER", "Link", "MakeBatch", "Move", "Shape", "Violation", "World"]

@@ -1,0 +1,41 @@
+"""Which rows of the tables were taken: `never` rows cannot be, and every other one should be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from novainfer.fsm.engine import Engine
+from novainfer.fsm.gate import Gate
+from novainfer.fsm.machine import Machine
+from novainfer.fsm.request import Request
+from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.stream import Stream
+from novainfer.fsm.worker import Worker
+
+MACHINES: tuple[type[Machine], ...] = (Gate, Engine, Scheduler, Request, Worker, Stream)
+
+RowId = tuple[str, str, str]  # machine, state, event
+
+
+class Coverage(msgspec.Struct, frozen=True):
+    """Rows of one machine that can be taken, how many were, and which were not."""
+
+    machine: str
+    total: int
+    taken: int
+    never: int
+    missing: list[RowId]
+
+
+def coverage(taken: Mapping[RowId, int]) -> list[Coverage]:
+    """By machine; `taken` counts rows by (machine, state, event)."""
+    report = []
+    for machine in MACHINES:
+        name = machine.__name__
+        rows = {(name, str(s), e.__name__): row for (s, e), row in machine.TABLE.items()}
+        possible = [key for key, row in rows.items() if not row.impossible]
+        missing = [key for key in possible if not taken.get(key)]
+        report.append(Coverage(name, len(possible), len(possible) - len(missing), len(rows) - len(possible), missing))
+    return report
