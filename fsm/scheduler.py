@@ -94,13 +94,12 @@ class Scheduler(Machine):
         on(S.STARTING, Configure, "_configure", S.EMPTY),
         never((S.EMPTY, S.FULL), Configure, "the worker comes up once"),
         on((S.EMPTY, S.FULL), Submit, "_submit", S.EMPTY, S.FULL),
-        on((S.EMPTY, S.FULL), CancelRequest, "_cancel", S.EMPTY, S.FULL),
+        on(S, CancelRequest, "_cancel", *S),  # in STARTING: on the control lane it overtakes Configure and its Submit
         on((S.EMPTY, S.FULL), PauseRequest, "_pause", S.EMPTY, S.FULL),
         on((S.EMPTY, S.FULL), ResumeRequest, "_resume", S.EMPTY, S.FULL),
         on(S.EMPTY, MakeBatch, "_first", S.EMPTY, S.FULL),
         on(S.FULL, MakeBatch, "_next", S.EMPTY, S.FULL),
         never(S.STARTING, Submit, "the gate opens when the worker is warm"),
-        never(S.STARTING, CancelRequest, "the gate opens when the worker is warm"),
         never(S.STARTING, PauseRequest, "the gate opens when the worker is warm"),
         never(S.STARTING, ResumeRequest, "the gate opens when the worker is warm"),
         never(S.STARTING, MakeBatch, "the engine waits for the worker"),
@@ -114,7 +113,9 @@ class Scheduler(Machine):
         self._max_len = 0
         self.planner = Planner(limits, 0)
         self.requests: dict[int, Request] = {}
-        self.request_type: Callable[[Submit, Vocabulary, Sequence[int], int], Request] = Request  # the simulator's counts
+        self.request_type: Callable[[Submit, Vocabulary, Sequence[int], int], Request] = (
+            Request  # the simulator's counts
+        )
         self._last_submitted = -1
         self._tombstones: dict[int, Cause] = {}
         self._work_seen = 0
