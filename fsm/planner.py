@@ -135,15 +135,22 @@ class Planner:
             self.release(request)
 
     def _make_room(self, only: Collection[int] | None) -> None:
-        """Preempt until every decoding request can have the block its next token may need."""
+        """Preempt until every decoding request, and the oldest one, can have the block that it needs next."""
         pool = self.pool
         if pool.num_available >= len(self.running):
             return
         size = self.limits.block_size
         while True:
-            decoding = [r for r in self.running.values() if r.state is RequestState.DECODE and _allowed(r, only)]
-            needed = sum(r.num_computed == len(r.blocks) * size for r in decoding)
-            if needed <= pool.num_available or not self._preempt_one(keep=min(decoding, key=_arrival)):
+            runnable = [r for r in self.running.values() if _runnable(r, only)]
+            if not runnable:
+                return
+            oldest = min(runnable, key=_arrival)
+            needed = sum(
+                r.num_computed == len(r.blocks) * size
+                for r in runnable
+                if r is oldest or r.state is RequestState.DECODE
+            )
+            if needed <= pool.num_available or not self._preempt_one(keep=oldest):
                 return
 
     def _preempt_one(self, keep: Request) -> bool:
@@ -244,6 +251,7 @@ class _Draft:
         left = min(self.chunk, self.budget)
         short = self.chunk // SHORT_SHARE
         prefilling = [r for r in planner.running.values() if r.state is RequestState.PREFILL and _allowed(r, self.only)]
+        prefilling.sort(key=_arrival)
         waiting = [r for r in planner.waiting if _allowed(r, self.only)] if self.only else planner.waiting
         candidates = [*prefilling, *(waiting[:SHORT_LOOKAHEAD] if planner.free_slots else ())]
         long_left = left
@@ -266,7 +274,7 @@ class _Draft:
                 continue
             revived = sum(planner.pool.is_cached(block) for block in hits)
             needed = _blocks_for(request, self.size) + 1 - len(hits) + revived
-            if needed > planner.pool.num_available - reserved and planner.running:
+            if needed > planner.pool.num_available - reserved and any(r.blocks for r in planner.running.values()):
                 break  # first come, first served: nobody overtakes by being small
             allowance = long_left if request.num_remaining - len(hits) * self.size > short else left
             if allowance <= 0:
