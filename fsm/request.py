@@ -41,6 +41,7 @@ class RequestState(StrEnum):
 
 S = RequestState
 ENDED = frozenset(s for s in S if s.name.startswith("FINISHED"))
+CANCELLED = frozenset([S.FINISHED_ABORTED, S.FINISHED_TIMEOUT])
 QUEUED = (S.WAITING, S.PREEMPTED)
 LIVE = (S.WAITING, S.PREFILL, S.DECODE, S.PAUSED, S.PREEMPTED)
 
@@ -81,7 +82,8 @@ class Request(Machine):
         never(ENDED, Admit, "an ended request is in no queue"),
         on(S.PREFILL, Unadmit, "_unadmit", S.WAITING, S.PREEMPTED),
         never((*QUEUED, S.DECODE, S.PAUSED), Unadmit, "only the step being rolled back can have admitted it"),
-        ignore(ENDED, Unadmit, "it was cancelled while the step was on the device"),
+        ignore(CANCELLED, Unadmit, "it was cancelled while the step was on the device"),
+        never(ENDED - CANCELLED, Unadmit, "while its step is on the device it can only be cancelled"),
         on(S.PREFILL, Prefilled, "_prefilled", S.DECODE),
         never((*QUEUED, S.DECODE, S.PAUSED), Prefilled, "only a prefill can complete"),
         never(ENDED, Prefilled, "the scheduler drops the tokens of ended requests"),
@@ -92,12 +94,12 @@ class Request(Machine):
         on(S.DECODE, PauseRequest, "_pause", S.PAUSED),
         ignore((*QUEUED, S.PREFILL), PauseRequest, "nothing is written now; a stalled stream asks again"),
         ignore(S.PAUSED, PauseRequest, "a stalled stream asks at each delivery"),
-        ignore(ENDED, PauseRequest, "the end overtook the pause"),
+        never(ENDED, PauseRequest, "the scheduler forgets ended requests, and drops what comes for them"),
         on(S.PAUSED, ResumeRequest, "_resume", S.DECODE, S.PREEMPTED),
         ignore((*QUEUED, S.PREFILL, S.DECODE), ResumeRequest, "its pause was ignored, or came to nothing"),
-        ignore(ENDED, ResumeRequest, "the end overtook the resume"),
+        never(ENDED, ResumeRequest, "the scheduler forgets ended requests, and drops what comes for them"),
         on(LIVE, Finish, "_finish", *sorted(ENDED)),
-        ignore(ENDED, Finish, "a request ends once"),
+        never(ENDED, Finish, "a request ends once"),
     )
     __slots__ = (
         "blocks",
