@@ -16,7 +16,7 @@ from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.choice import KernelChoice
 from novainfer.kernels.config import DTYPES, ModelConfig
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.memory import free_bytes, release_freed_pages
+from novainfer.kernels.memory import free_bytes, lazy_zeros, release_freed_pages
 from novainfer.kernels.models.decoder import Decoder, Embedding, Layer, rope_table
 from novainfer.kernels.registry import Linear
 
@@ -127,7 +127,8 @@ class _Reader:
         """The tensors of these names, one behind the other along the first dimension."""
         lengths = [self.shapes[name][0] for name in names]
         shape = (sum(lengths), *self.shapes[names[0]][1:])
-        out = torch.empty(shape, dtype=self.kernels.dtype)
+        # Mapped, not from the heap: freed between small tensors that stay, heap memory would never go back.
+        out = lazy_zeros(shape, self.kernels.dtype, torch.device("cpu"))
         begin = 0
         for name, length in zip(names, lengths, strict=True):
             self.checkpoint.read_into(name, out[begin : begin + length])

@@ -171,6 +171,7 @@ def test_greedy_takes_the_first_of_equals_also_where_all_are_negative() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.tensor([[-3.0, -1.0, -1.0], [0.0, 2.0, 2.0], [-0.0, 0.0, -5.0]], dtype=dtype)
         assert sample(logits, *[SamplingRow()] * 3).token_ids == [1, 1, 0]
+        assert [sample(row[None], SamplingRow()).token_ids for row in logits] == [[1], [1], [0]]
     assert sample(torch.tensor([[0.0, 1.0]]), SamplingRow(temperature=1e-6)).token_ids == [1]
 
 

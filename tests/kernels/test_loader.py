@@ -1,0 +1,243 @@
+"""Folders that cannot be loaded get one clear sentence; those that can are read in every form they come in."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Shape, save_checkpoint
+from driver import Driver, make_runner
+from safetensors.torch import load_file, save_file
+
+from novainfer.kernels import memory
+from novainfer.kernels.checkpoint import Checkpoint
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.hub import resolve_model
+from novainfer.kernels.models.registry import read_config
+from novainfer.kernels.runner import ModelRunner
+
+SHAPE = Shape("plain", 4, 2, 16, 64, 160, sharded=True, eos_token_id=3)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(SHAPE, tmp_path_factory.mktemp("pristine"))
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "model"))
+
+
+def load(folder: Path, **options: Any) -> ModelRunner:
+    defaults = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": None, "native": "0"}
+    return ModelRunner.load(folder, **(defaults | options))
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(LoadError) as caught:
+        load(folder, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({name: value for name, value in config.items() if value != "DELETE"}))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Rewrite the shards as one file, changed."""
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(shard)
+        shard.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: Qwen2ForCausalLM"),
+        ({"architectures": "DELETE"}, "architecture none (model_type 'qwen2') is not supported"),
+        ({"hidden_size": "DELETE"}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number of at least 1, not '64'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1, not 0"),
+        ({"num_key_value_heads": 3}, "(4) must be a multiple of num_key_value_heads (3)"),
+        ({"head_dim": None, "num_attention_heads": 6}, "(64) must be a multiple of num_attention_heads (6)"),
+        ({"head_dim": 15}, "head_dim must be even"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a number above 0"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear' is not supported"),
+        ({"use_sliding_window": True, "layer_types": None}, "sliding-window attention is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is not supported"),
+        ({"dtype": "int8"}, "dtype 'int8' is not supported"),
+        ({"eos_token_id": "end"}, "eos_token_id must be a token id or a list"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_cannot_be_served_is_named(folder: Path, values: dict[str, Any], expected: str) -> None:
+    edit_config(folder, **values)
+    message = refusal(folder)
+    assert expected in message
+    assert "config.json" in message
+
+
+def test_missing_and_broken_files_are_named(folder: Path) -> None:
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    whole = shards[1].read_bytes()
+
+    shards[1].write_bytes(whole[: len(whole) - 100])
+    assert "was cut off" in refusal(folder)
+    shards[1].write_bytes(whole[:5])
+    assert "its header is not complete" in refusal(folder)
+    shards[1].write_bytes(whole[:8] + b"x" * (len(whole) - 8))
+    assert f"{shards[1]} is corrupt: its header is not valid JSON" in refusal(folder)
+    shards[1].unlink()
+    assert f"lacks 1 of {len(shards)} shards" in refusal(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text("{}")
+    assert 'must hold a "weight_map"' in refusal(folder)
+    index.write_text('{"weight_map": {"a": "../other.safetensors"}}')
+    assert "files of its own folder" in refusal(folder)
+    index.unlink()
+    assert "holds no model.safetensors" in refusal(folder)
+    (folder / "pytorch_model.bin").touch()
+    assert "pytorch_model.bin is a pickle file" in refusal(folder)
+    (folder / "config.json").write_text("{nonsense")
+    assert "config.json is not valid JSON" in refusal(folder)
+    (folder / "config.json").unlink()
+    assert "holds no config.json" in refusal(folder)
+
+
+def test_tensors_that_do_not_fit_are_listed_and_counted(folder: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 5)
+        for i in range(7):
+            tensors[f"extra.{i}"] = torch.zeros(1)
+
+    edit_weights(folder, change)
+    message = refusal(folder)
+    assert "1 missing (model.norm.weight)" in message
+    assert "7 unexpected (extra.0, extra.1, extra.2, extra.3, extra.4, …)" in message
+    assert "1 mis-shaped (model.layers.0.mlp.up_proj.weight [3, 5] instead of [72, 64])" in message
+
+
+def test_an_integer_tensor_is_refused(folder: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"] = torch.zeros(64, dtype=torch.int32)
+
+    edit_weights(folder, change)
+    assert "model.norm.weight has dtype I32, but only F32, BF16, F16 are supported" in refusal(folder)
+
+
+def test_a_single_file_and_shards_hold_the_same_model(folder: Path, pristine: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(160, 64)}))  # tied: ignored
+    generated = []
+    for path in (folder, pristine):
+        driver = Driver(make_runner(path))
+        generated.append(driver.generate([driver.add(0, [5, 6, 7])], 8))
+    assert generated[0] == generated[1]
+
+
+def test_old_field_names_are_read(folder: Path) -> None:
+    config = read_config(folder)
+    edit_config(folder, dtype="DELETE", torch_dtype="float32", rope_parameters="DELETE", rope_theta=10_000.0)
+    assert read_config(folder) == config
+    assert config.eos_token_ids == (3,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 3, 999999]}')
+    assert read_config(folder).eos_token_ids == (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "used"),
+    [
+        (torch.float32, "auto", "float32"),
+        (torch.bfloat16, "auto", "bfloat16"),
+        (torch.float16, "auto", "float32"),  # held exactly
+        (torch.float16, "float16", "float32"),
+        (torch.bfloat16, "float32", "float32"),
+        (torch.float32, "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_dtype_is_the_checkpoints_unless_another_is_asked_for(
+    stored: torch.dtype, asked: str, used: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_checkpoint(SHAPE, tmp_path, stored)
+    with caplog.at_level(logging.WARNING):
+        info = load(folder, dtype=asked).info
+    assert info.dtype == used
+    assert ("float16 is computed in float32" in caplog.text) == (stored == torch.float16)
+
+
+def test_a_model_too_big_for_the_memory_says_how_much_it_needs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("novainfer.kernels.loader.free_bytes", lambda device: 1000)
+    message = refusal(folder)
+    needed = sum(4 * tensor.numel() for tensor in _tensors(folder))
+    assert f"({needed} and 1000 bytes)" in message
+
+
+def _tensors(folder: Path) -> list[torch.Tensor]:
+    return [tensor for shard in folder.glob("*.safetensors") for tensor in load_file(shard).values()]
+
+
+def test_settings_that_do_not_fit_are_refused(folder: Path) -> None:
+    assert "max_model_len (300) is more than the 256 tokens" in refusal(folder, max_model_len=300)
+    assert "dtype must be auto, float32, bfloat16, float16" in refusal(folder, dtype="int8")
+    assert "device must be cpu or cuda" in refusal(folder, device="tpu")
+    assert 'must be "0", "1" or "require"' in refusal(folder, native="yes")
+    if not torch.cuda.is_available():
+        assert "torch finds no CUDA device" in refusal(folder, device="cuda")
+    assert "no row-invariant linear kernel" in refusal(folder, batch_invariant=True)
+
+
+def test_names_that_are_no_model_get_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model(tmp_path) == tmp_path
+    assert resolve_model(str(tmp_path)) == tmp_path
+    (tmp_path / "file").touch()
+    for name, expected in [
+        (tmp_path / "file", "is a file"),
+        ("/no/such/folder", "neither a folder here nor a hub id"),
+        ("nonsense", "neither a folder here nor a hub id"),
+        ("../up/there", "neither a folder here nor a hub id"),
+    ]:
+        with pytest.raises(LoadError, match=expected):
+            resolve_model(name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(LoadError, match="the Hugging Face hub cannot be reached"):
+        resolve_model("nobody/nothing")
+
+
+def test_progress_counts_every_tensor(folder: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    load(folder, on_progress=lambda done, total: calls.append((done, total)))
+    total = len(Checkpoint(folder).entries)
+    assert calls == [(i + 1, total) for i in range(total)]
+
+
+def test_free_memory_is_the_least_of_machine_and_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    machine = memory.free_bytes(cpu)
+    assert machine > 1024
+    for name, value in (("max", "5000"), ("current", "4500")):
+        (tmp_path / f"memory.{name}").write_text(value + "\n")
+    (tmp_path / "memory.stat").write_text("anon 4000\ninactive_file 400\n")
+    assert memory.free_bytes(cpu) == 900
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_bytes(cpu) > 5000
