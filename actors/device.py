@@ -152,6 +152,7 @@ class ModelDevice:
             "weight_bytes": info.weight_bytes,
             "kv_bytes_per_block": info.kv_bytes_per_block,
             "row_invariant": info.row_invariant,
+            "kernels": info.kernels,
         }
 
     def fit(self) -> dict[str, Any]:

@@ -64,13 +64,16 @@ class StreamHandle:
 
     async def read(self) -> Delta | Finished | End:
         """Wait for what is new."""
-        while (found := self.read_nowait()) is None:
+        stream = self._stream
+        while not stream.has_news:  # asked first: most reads of a reader that keeps up find nothing yet
             assert self._waiter is None, "a stream has one reader"
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+        found = self.read_nowait()
+        assert found is not None, "there was news"
         return found
 
     def wake(self) -> None:

@@ -47,7 +47,10 @@ PromptLike = str | list[int] | Chat | dict[str, Any] | list[dict[str, Any]]
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that is served; `created` is when it was loaded, in seconds since 1970."""
+    """The model that is served; `created` is when it was loaded, in seconds since 1970.
+
+    `kernels` names, for each operation, the implementations that compute it.
+    """
 
     name: str
     max_model_len: int
@@ -56,6 +59,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     num_kv_blocks: int
     created: int
+    weight_bytes: int = 0
+    kv_bytes_per_block: int = 0
+    kernels: dict[str, str] = {}
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +133,9 @@ class Engine:
             device=self.config.device,
             num_kv_blocks=ready.num_blocks,
             created=int(time.time()),
+            weight_bytes=int(ready.facts.get("weight_bytes", 0)),
+            kv_bytes_per_block=int(ready.facts.get("kv_bytes_per_block", 0)),
+            kernels=dict(ready.facts.get("kernels", {})),
         )
 
     async def aclose(self) -> None:

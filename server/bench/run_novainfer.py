@@ -27,7 +27,7 @@ class NovaInfer:
     version = __version__
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        self._runner = asyncio.Runner(loop_factory=_loop_factory())
+        self._runner = asyncio.Runner(loop_factory=loop_factory())
         self._engine = Engine(EngineConfig(model=model, **options))
         self._runner.run(self._engine.start())
         info = self._engine.model_info
@@ -65,7 +65,7 @@ class NovaInfer:
         return memory
 
 
-def _loop_factory() -> Any:
+def loop_factory() -> Any:
     try:
         import uvloop
     except ImportError:

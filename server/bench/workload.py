@@ -45,7 +45,9 @@ WORKLOADS = (
 MAX_LEN = max(w.prompt_len + w.max_tokens for w in WORKLOADS)
 MAX_TOKENS_AT_ONCE = max(w.num_requests * (w.prompt_len + w.max_tokens) for w in WORKLOADS)
 # A request whose long beginning is in the cache, against the one that put it there.
-PREFIX = Workload(name="prefix", title="768 cached + 32 in", num_requests=2, prompt_len=800, max_tokens=2, shared_len=768)
+PREFIX = Workload(
+    name="prefix", title="768 cached + 32 in", num_requests=2, prompt_len=800, max_tokens=2, shared_len=768
+)
 
 
 def scaled(workload: Workload, divisor: int) -> Workload:

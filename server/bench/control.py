@@ -1,0 +1,118 @@
+"""The control plane alone: engine, scheduler, worker and streams over a device that answers at once.
+
+What is counted is the CPU time of the loop's thread (`time.thread_time`), from the step's plan to the reader that has
+its delta; the device has a thread of its own, and HTTP is not there. A step costs a fixed part and a part per token:
+batches of several sizes are measured in turns, and a straight line through their medians tells the two apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from typing import Any
+
+from novainfer import Engine, EngineConfig, SamplingParams
+from novainfer.server.bench.machine import describe
+from novainfer.server.bench.report import Target, table, targets_json, targets_table
+from novainfer.server.bench.run_novainfer import loop_factory
+from novainfer.server.bench.statistic import line_fit
+from novainfer.testing import ByteTokenizer, FakeDevice, StepPlan
+
+BATCHES = (16, 64, 128, 256)
+STEPS = 400
+PROMPT_LEN = 16
+BLOCK_SIZE = 16
+WARM_STEPS = 10  # after which every request decodes
+TOKEN_US_MAX = 8.0  # the targets: at 256 requests and 50 steps/s, a tenth of a core
+STEP_US_MAX = 200.0
+
+
+def run(batches: tuple[int, ...] = BATCHES, steps: int = STEPS, repeat: int = 5) -> tuple[dict[str, Any], str]:
+    """The report and its tables."""
+    found: dict[int, list[dict[str, float]]] = {batch: [] for batch in batches}
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        for _ in range(repeat):
+            for batch in batches:
+                found[batch].append(runner.run(_one(batch, steps)))
+    rows = {
+        batch: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for batch, runs in found.items()
+    }
+    fixed_us, token_us = line_fit(list(rows), [row["loop_us_per_step"] for row in rows.values()])
+    targets = [
+        Target(name="loop CPU per token, us", wanted=TOKEN_US_MAX, measured=token_us, at_most=True),
+        Target(name="loop CPU per step, us", wanted=STEP_US_MAX, measured=fixed_us, at_most=True),
+    ]
+    report = {
+        "benchmark": "control",
+        "machine": describe(),
+        "repeat": repeat,
+        "steps": steps,
+        "us_per_token": token_us,
+        "us_per_step": fixed_us,
+        "batches": {str(batch): row for batch, row in rows.items()},
+        "runs": {str(batch): runs for batch, runs in found.items()},
+        "targets": targets_json(targets),
+    }
+    header = ("running requests", "loop CPU us/step", "us/token", "wall us/step", "steps/s", "tokens/s")
+    lines = [
+        (
+            batch,
+            row["loop_us_per_step"],
+            row["loop_us_per_step"] / batch,
+            row["wall_us_per_step"],
+            1e6 / row["wall_us_per_step"],
+            batch * 1e6 / row["wall_us_per_step"],
+        )
+        for batch, row in rows.items()
+    ]
+    title = f"Control plane, a device that answers at once ({repeat} x {steps} steps, medians)"
+    return report, table(title, header, lines) + "\n\n" + targets_table(targets)
+
+
+async def _one(batch: int, steps: int) -> dict[str, float]:
+    """Microseconds a step with `batch` requests decoding, each with a task that reads it."""
+    max_tokens = steps + 2 * WARM_STEPS
+    blocks = -(-(PROMPT_LEN + max_tokens) // BLOCK_SIZE) + 1
+    clock = _Clock(batch, steps)
+    device = FakeDevice(num_blocks=batch * blocks, max_model_len=PROMPT_LEN + max_tokens, on_step=clock.on_step)
+    config = EngineConfig(
+        max_num_seqs=batch, max_num_batched_tokens=max(2048, batch), max_num_queued_reqs=batch, block_size=BLOCK_SIZE
+    )
+    async with Engine(config, device=device, tokenizer=ByteTokenizer()) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        chance = random.Random(batch)
+
+        async def read() -> None:
+            prompt = chance.choices(range(32, 127), k=PROMPT_LEN)
+            async for _ in engine.generate(prompt, params):
+                pass
+
+        await asyncio.gather(*(read() for _ in range(batch)))
+    (cpu_s, wall_s), (cpu_end_s, wall_end_s) = clock.marks
+    return {
+        "loop_us_per_step": (cpu_end_s - cpu_s) / steps * 1e6,
+        "wall_us_per_step": (wall_end_s - wall_s) / steps * 1e6,
+    }
+
+
+class _Clock:
+    """Reads the clocks, on the loop's thread, when `WARM_STEPS` full steps have run and `steps` steps later."""
+
+    def __init__(self, batch: int, steps: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._batch = batch
+        self._when = (WARM_STEPS, WARM_STEPS + steps)
+        self._num_full = 0  # steps in which every request decoded
+        self.marks: list[tuple[float, float]] = []  # CPU seconds of the loop's thread, wall seconds
+
+    def on_step(self, plan: StepPlan) -> None:
+        """The device's hook, in its thread, before each step."""
+        if len(plan.input_ids) == len(plan.sample_seqs) == self._batch:
+            self._num_full += 1
+            if self._num_full in self._when:
+                self._loop.call_soon_threadsafe(self._mark)
+
+    def _mark(self) -> None:
+        self.marks.append((time.thread_time(), time.perf_counter()))
