@@ -71,9 +71,15 @@ class ModelRunner:
         self._decoder = decoder
         self._kernels = kernels
         self._max_num_seqs = max_num_seqs
-        max_blocks = -(-info.max_model_len // info.block_size)
-        self._max_blocks = max_blocks
-        self._buffers = StepBuffers(max_num_seqs, max_num_batched_tokens, max_blocks, info.block_size, kernels.device)
+        self._max_blocks = -(-info.max_model_len // info.block_size)
+        self._buffers = StepBuffers(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            block_size=info.block_size,
+            vocab_size=info.vocab_size,
+            device=kernels.device,
+        )
         self._sampler = Sampler(info.vocab_size, max_num_seqs, info.max_model_len, kernels.device)
 
     @classmethod
@@ -178,7 +184,7 @@ class ModelRunner:
         except (MemoryError, RuntimeError) as error:
             size = wanted * info.kv_bytes_per_block
             raise LoadError(f"{wanted} KV blocks ({size / GIB:.2f} GiB) cannot be allocated: {error}") from None
-        self.num_blocks = wanted
+        self.num_blocks = self._buffers.num_blocks = wanted
         return wanted
 
     def warm(self) -> None:

@@ -42,9 +42,20 @@ class StepBuffers:
     """The buffers behind `StepTensors`, allocated once, and the block table that persists from step to step."""
 
     def __init__(
-        self, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int, block_size: int, device: torch.device
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
+        max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.num_blocks = 0  # of the KV cache, when it has been fitted
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.device = device
@@ -63,21 +74,27 @@ class StepBuffers:
 
     def fill(self, batch: Batch) -> StepTensors:
         """Apply the block-table updates and lay out the step; a batch over the limits is a programmer's error."""
-        if batch.table_slots:
-            self.block_table[batch.table_slots, batch.table_indexes] = batch.table_blocks
         num_seqs, num_tokens, num_samples = len(batch.slots), len(batch.input_ids), len(batch.sample_seqs)
-        assert 0 < num_seqs <= self.max_num_seqs
-        assert num_seqs <= num_tokens <= self.max_num_batched_tokens
+        max_query_len, max_context_len = max(batch.query_lens), max(batch.context_lens)
+        # Kernels read what these numbers point to without asking: a wrong one must not get that far.
+        assert num_seqs <= self.max_num_seqs
+        assert num_tokens <= self.max_num_batched_tokens
+        assert num_tokens == sum(batch.query_lens), "query_lens must sum to the number of input_ids"
+        assert min(batch.query_lens) > 0
+        assert max_context_len <= self.max_model_len
+        if batch.table_slots:
+            assert 0 <= min(batch.table_blocks) <= max(batch.table_blocks) < self.num_blocks
+            self.block_table[batch.table_slots, batch.table_indexes] = batch.table_blocks
 
         i64, i32 = self._ints64, self._ints32
         ids, positions = i64[:num_tokens], i64[num_tokens : 2 * num_tokens]
         slots, logit_rows = i64[2 * num_tokens : 3 * num_tokens], i64[3 * num_tokens : 3 * num_tokens + num_samples]
         starts, contexts = i32[: num_seqs + 1], i32[num_seqs + 1 : 2 * num_seqs + 1]
         ids[:] = batch.input_ids
+        assert 0 <= ids.min() <= ids.max() < self.vocab_size
         contexts[:] = batch.context_lens
         starts[0] = 0
         seq_slots = np.array(batch.slots, dtype=np.int64)
-        max_query_len, max_context_len = max(batch.query_lens), max(batch.context_lens)
         if max_query_len == 1:
             starts[1:] = self._arange[1 : num_seqs + 1] if num_seqs < len(self._arange) else range(1, num_seqs + 1)
             np.subtract(contexts, 1, out=positions, casting="unsafe")
@@ -88,7 +105,6 @@ class StepBuffers:
             first_positions = contexts - query_lens - starts[:-1]
             np.add(self._arange[:num_tokens], np.repeat(first_positions, query_lens), out=positions)
             token_slots = np.repeat(seq_slots, query_lens)
-        assert starts[-1] == num_tokens, "query_lens must sum to the number of input_ids"
         blocks = self.block_table[token_slots, positions // self.block_size]
         np.multiply(blocks, self.block_size, out=slots, casting="unsafe")
         slots += positions % self.block_size

@@ -1,0 +1,180 @@
+"""Kernels are taken fastest first, and only those that prove themselves on this machine."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from novainfer.kernels import choice
+from novainfer.kernels.attention import TorchAttention
+from novainfer.kernels.choice import KernelChoice, build_registry
+from novainfer.kernels.errors import KernelUnavailableError, LoadError
+from novainfer.kernels.linear import MkldnnLinear, TorchLinear
+from novainfer.kernels.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
+from novainfer.kernels.registry import AttentionShape, Registry
+from novainfer.kernels.row_ops import TorchRowOps
+from novainfer.kernels.selftest import check_attention, check_linear, check_row_ops
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(2, 6, 2, 24, 16)
+
+
+class WrongLinear(TorchLinear):
+    """Forgets the bias of its last column."""
+
+    name = "native-wrong"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = super().__call__(x)
+        if self.bias is not None:
+            y[:, -1] -= self.bias[-1]
+        return y
+
+
+class RaisingLinear(TorchLinear):
+    """Cannot even pack."""
+
+    name = "raising"
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None) -> Any:
+        raise RuntimeError("no such instruction")
+
+
+class ForgetfulLinear(TorchLinear):
+    """Gives other rows back than it got."""
+
+    name = "forgetful"
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.weight[ids] + 1e-3
+
+
+class BatchMindedLinear(TorchLinear):
+    """Claims row invariance and rounds by the size of the batch."""
+
+    name = "batch-minded"
+    row_invariant = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * (1 + len(x) * 1e-7)
+
+
+class PeekingAttention(TorchAttention):
+    """Sees one token of the future."""
+
+    name = "peeking"
+
+    def attend(self, layer: int, query: Tensor, tables: Tensor, start: Tensor, lens: Tensor, *args: Any) -> Tensor:
+        return super().attend(layer, query, tables, start, torch.clamp(lens + 1, max=40), *args)
+
+
+class BatchMindedAttention(TorchAttention):
+    """Claims row invariance; its decode is another computation than its chunk."""
+
+    name = "batch-minded"
+    row_invariant = True
+
+    def attend(self, layer: int, query: Tensor, tables: Tensor, start: Tensor, lens: Tensor, *args: Any) -> Tensor:
+        return super().attend(layer, query, tables, start, lens, *args) * (1 + len(query) * 1e-7)
+
+
+class HalfTurnOps(TorchRowOps):
+    """Rotates the values too."""
+
+    name = "half-turn"
+
+    @staticmethod
+    def rope(qkv: Tensor, cos_sin: Tensor, positions: Tensor, num_rotated: int, head_dim: int) -> None:
+        TorchRowOps.rope(qkv, cos_sin, positions, qkv.shape[1] // head_dim, head_dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_registered_kernel_passes_its_own_self_test(dtype: torch.dtype) -> None:
+    registry = build_registry(CPU)
+    for linear in registry.implementations("linear"):
+        assert check_linear(linear, dtype, CPU) is None, linear
+    for ops in registry.implementations("ops"):
+        assert check_row_ops(ops, dtype, CPU) is None, ops
+    for attention in registry.implementations("attention"):
+        for shape in (SHAPE, AttentionShape(2, 4, 4, 8, 16), AttentionShape(2, 7, 1, 128, 8)):
+            assert check_attention(attention, shape, dtype, CPU) is None, (attention, shape)
+
+
+def test_self_tests_find_what_is_wrong() -> None:
+    assert "off by" in (check_linear(WrongLinear, torch.float32, CPU) or "")
+    assert "gathered rows" in (check_linear(ForgetfulLinear, torch.float32, CPU) or "")
+    assert "larger batch" in (check_linear(BatchMindedLinear, torch.float32, CPU) or "")
+    assert "off by" in (check_attention(PeekingAttention, SHAPE, torch.float32, CPU) or "")
+    assert "between a chunk and a decode" in (check_attention(BatchMindedAttention, SHAPE, torch.float32, CPU) or "")
+    assert "must not rotate" in (check_row_ops(HalfTurnOps, torch.float32, CPU) or "")
+
+
+def kernels(*linears: Any, **options: Any) -> KernelChoice:
+    registry = Registry(**options)
+    for linear in linears:
+        registry.register("linear", linear)
+    return KernelChoice(registry, torch.float32, CPU)
+
+
+def test_a_kernel_that_fails_its_self_test_is_skipped_with_one_log_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chosen = kernels(WrongLinear, RaisingLinear, ReferenceLinear)
+    with caplog.at_level(logging.WARNING):
+        assert all(chosen.linear(8, 8) is ReferenceLinear for _ in range(5))
+    assert [record.getMessage().split(" skipped")[0] for record in caplog.records] == [
+        "kernel native-wrong",
+        "kernel raising",
+    ]
+    assert "no such instruction" in caplog.text
+    assert chosen.names == {"linear": "reference"}
+
+
+def test_a_required_kernel_that_fails_raises() -> None:
+    with pytest.raises(LoadError, match="the required linear kernel native-wrong cannot be used"):
+        kernels(WrongLinear, ReferenceLinear, require="native").linear(8, 8)
+
+
+def test_batch_invariant_takes_only_kernels_that_promise_it() -> None:
+    with pytest.raises(LoadError, match="no row-invariant linear kernel can be used here"):
+        kernels(TorchLinear, batch_invariant=True).linear(8, 8)
+    with pytest.raises(LoadError, match="larger batch"):  # the promise is tested, too
+        kernels(BatchMindedLinear, batch_invariant=True).linear(8, 8)
+
+
+def test_without_native_kernels_torch_is_taken_with_one_log_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unavailable() -> Any:
+        raise KernelUnavailableError("there is no C++ compiler")
+
+    monkeypatch.setattr("novainfer.kernels.cpu.native.implementations", unavailable)
+    monkeypatch.delenv(choice.NATIVE_VARIABLE, raising=False)
+    with caplog.at_level(logging.WARNING):
+        registry = build_registry(CPU)
+    assert [r.getMessage() for r in caplog.records] == [
+        "native CPU kernels cannot be used (there is no C++ compiler); torch computes instead"
+    ]
+    assert registry.implementations("attention") == (TorchAttention, ReferenceAttention)
+    assert registry.implementations("ops") == (TorchRowOps, ReferenceRowOps)
+    with pytest.raises(LoadError, match="native CPU kernels are required, but cannot be used"):
+        build_registry(CPU, native="require")
+    monkeypatch.setenv(choice.NATIVE_VARIABLE, "require")
+    with pytest.raises(LoadError, match="there is no C\\+\\+ compiler"):
+        build_registry(CPU)
+    assert build_registry(CPU, native="0").implementations("linear")[0] is MkldnnLinear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(1, 8), (40, 64), (915, 192), (1000, 300), (2049, 33)])
+def test_rows_come_back_from_every_packed_weight(size: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ids = torch.cat((torch.arange(min(300, size[0])), torch.tensor([size[0] - 1])))
+    for linear in build_registry(CPU).implementations("linear"):
+        if linear.refuses(*size, dtype, CPU) is None:
+            assert torch.equal(linear.pack(weight.clone(), None).rows(ids), weight[ids]), linear

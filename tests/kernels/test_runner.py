@@ -1,0 +1,174 @@
+"""The runner's contract with its worker: capacity, steps of any mix, errors that come through, nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Shape, save_checkpoint
+from driver import Driver, make_runner
+
+from novainfer.kernels.batch import Admission, Batch, SamplingRow
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.make_checkpoint import SHAPES, make_checkpoint
+from novainfer.kernels.runner import LOGIT_ROWS_MAX, ModelRunner
+
+SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(SHAPE, tmp_path_factory.mktemp("plain"))
+
+
+def load(folder: Path, **options: Any) -> ModelRunner:
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": None}
+    return ModelRunner.load(folder, **(defaults | options))
+
+
+def test_info_says_what_was_loaded(folder: Path) -> None:
+    info = load(folder, max_model_len=100).info
+    assert (info.architecture, info.dtype, info.device) == ("Qwen2ForCausalLM", "float32", "cpu")
+    assert (info.vocab_size, info.num_layers, info.max_model_len) == (160, 2, 100)
+    assert info.eos_token_ids == (3,)
+    weights = 160 * 64 + 2 * (64 * (64 + 2 * 32) + 128 + 64 * 64 + 3 * 64 * 72 + 2 * 64) + 64
+    assert info.num_parameters == weights
+    assert info.weight_bytes >= 4 * weights
+    assert info.kv_bytes_per_block >= 2 * 2 * 2 * 16 * 16 * 4
+    assert set(info.kernels) == {"linear", "attention", "ops"}
+
+
+def test_auto_capacity_is_what_all_sequences_can_use(folder: Path) -> None:
+    runner = load(folder, max_model_len=100)
+    assert runner.fit(mode="auto", memory_utilization=0.5) == 4 * 7  # seven blocks of 16 hold 100 tokens
+
+
+def test_auto_capacity_stays_within_the_share_of_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = load(folder, max_model_len=100)
+    per_block = runner.info.kv_bytes_per_block
+    monkeypatch.setattr("novainfer.kernels.runner.free_bytes", lambda device: 20 * per_block)
+    assert runner.fit(mode="auto", memory_utilization=0.5) == 10
+    with pytest.raises(LoadError, match=r"needs 7 KV blocks of 16 tokens, but .* hold 6: .* at most 96"):
+        runner.fit(mode="auto", memory_utilization=0.3)
+    with pytest.raises(LoadError, match=r"only .* GiB are free: at most 20 blocks fit"):
+        runner.fit(mode="fixed", num_blocks=21)
+
+
+def test_fixed_capacity_must_hold_one_sequence(folder: Path) -> None:
+    runner = load(folder, max_model_len=100)
+    with pytest.raises(LoadError, match="but 6 KV blocks hold 6: max_model_len must be at most 96"):
+        runner.fit(mode="fixed", num_blocks=6)
+    with pytest.raises(LoadError, match="needs a number of blocks"):
+        runner.fit(mode="fixed")
+    assert runner.fit(mode="fixed", num_blocks=7) == 7
+
+
+def test_more_samples_than_logit_rows_are_sampled_in_parts(folder: Path) -> None:
+    count = LOGIT_ROWS_MAX + 7
+    runner = make_runner(folder, num_blocks=2 * count, max_num_seqs=count)
+    driver = Driver(runner)
+    prompts = [[7, i % 50, i // 50] for i in range(count)]
+    rows = [SamplingRow(logprobs=1) if i == count - 1 else SamplingRow() for i in range(count)]
+    together = [driver.add(i, prompt, row) for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))]
+    tokens = driver.step(*together)
+    logprobs = driver.last.logprobs
+    assert len(logprobs) == count
+    assert [entry is not None for entry in logprobs] == [False] * (count - 1) + [True]
+    for i in (0, LOGIT_ROWS_MAX - 1, LOGIT_ROWS_MAX, count - 1):
+        driver.release(together[i])
+        alone = driver.add(i, prompts[i])
+        assert driver.step(alone) == [tokens[i]]
+
+
+def test_samples_come_in_the_order_asked_for(folder: Path) -> None:
+    driver = Driver(make_runner(folder))
+    a, b, c = (driver.add(i, [9 + i, 4, 30 * i]) for i in range(3))
+    driver.step(a, b, c)
+    expected = driver.step(a, b, c)
+    for sequence in (a, b, c):
+        assert sequence.num_computed == 4
+    blocks = [(s.slot, 0, s.blocks[0]) for s in (a, b, c)]
+    batch = Batch(
+        [a.slot, b.slot, c.slot], [1, 1, 1], [4, 4, 4], [s.tokens[3] for s in (a, b, c)],
+        [slot for slot, _, _ in blocks], [index for _, index, _ in blocks], [block for _, _, block in blocks],
+        [2, 0],
+    )  # fmt: skip
+    assert driver.runner.execute(batch).token_ids == [expected[2], expected[0]]
+
+
+def test_a_full_context_can_be_computed(folder: Path) -> None:
+    runner = make_runner(folder, max_model_len=64, max_num_batched_tokens=64, num_blocks=4)
+    driver = Driver(runner)
+    sequence = driver.add(0, [5] * 60, SamplingRow(temperature=1.0, frequency_penalty=0.1, prompt_len=60))
+    driver.generate([sequence], 5)  # the token after the last position of the context is still sampled
+    assert len(sequence.tokens) == 65
+
+
+def test_a_batch_over_the_limits_is_a_programmers_error(folder: Path) -> None:
+    runner = make_runner(folder, max_num_batched_tokens=8)
+    for batch in (
+        Batch([0], [9], [9], [1] * 9, [0], [0], [0], [0]),  # more tokens than a step may have
+        Batch([0], [3], [3], [1, 2], [0], [0], [0], [0]),
+        Batch([0, 1], [2, 0], [2, 1], [1, 2], [0], [0], [0], [0]),
+        Batch([0], [1], [257], [1], [0], [16], [0], [0]),  # behind the context
+        Batch([0], [1], [1], [160], [0], [0], [0], [0]),  # no such token
+        Batch([0], [1], [1], [1], [0], [0], [64], [0]),  # no such block
+    ):
+        with pytest.raises((AssertionError, IndexError)):
+            runner.execute(batch)
+
+
+def test_what_the_device_raises_comes_through_and_the_next_step_works(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(folder)
+    batch = Batch([0], [2], [2], [5, 6], [0], [0], [3], [0], [Admission(0, SamplingRow())])
+    expected = runner.execute(batch).token_ids
+
+    def out_of_memory(x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._decoder, "head", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            runner.execute(batch)
+    assert runner.execute(batch).token_ids == expected
+
+
+def test_closing_frees_weights_and_cache(folder: Path) -> None:
+    def live() -> int:
+        gc.collect()
+        return sum(type(o) is torch.Tensor for o in gc.get_objects())
+
+    def cycle() -> None:
+        runner = make_runner(folder)
+        runner.execute(Batch([0], [2], [2], [5, 6], [0], [0], [3], [0], [Admission(0, SamplingRow(temperature=1.0))]))
+        runner.close()
+
+    cycle()
+    before = live()
+    for _ in range(3):
+        cycle()
+    assert live() <= before
+
+
+def test_a_made_checkpoint_has_the_shape_it_is_named_after_and_a_working_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    make_checkpoint("tiny", tmp_path)
+    runner = make_runner(tmp_path, max_model_len=256)
+    assert (runner.info.dtype, runner.info.num_layers, runner.info.vocab_size) == ("bfloat16", 2, 512)
+    driver = Driver(runner)
+    assert len(driver.generate([driver.add(0, [72, 101])], 3)[0]) == 3
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "Grüße, 12 кошек\n<|im_end|>"
+    ids = tokenizer(text).input_ids
+    assert tokenizer.decode(ids) == text
+    assert ids[-1] == 258
+    assert runner.info.eos_token_ids == (258,)
+    with pytest.raises(ValueError, match="known shapes: qwen"):
+        make_checkpoint("gpt-7", tmp_path)
+    assert {"qwen2.5-0.5b", "qwen2.5-1.5b"} <= set(SHAPES)
