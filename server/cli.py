@@ -1,2 +1,104 @@
+"""The `novainfer` command. Commands are imported when they are called, so that `novainfer --help` is there at once.
+
+Whatever a user gets wrong is one sentence on stderr and exit code 2; a model that cannot be loaded, too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+# Before anything loads torch: a spinning OpenMP pool beside a live event loop costs it a factor of 100.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import click
+
+from novainfer import InvalidParameter, ModelLoadError, NovaInferError, __version__
+
+EXIT_USAGE = 2
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+
+# name -> where it is, and what it is for
+COMMANDS = {
+    "serve": ("novainfer.server.cli_serve:serve", "Serve a model over OpenAI's HTTP API (HTTP/1.1 and HTTP/2)."),
+    "chat": ("novainfer.server.cli_chat:chat", "Talk to a model in the terminal."),
+    "generate": ("novainfer.server.cli_generate:generate", "Answer a JSONL file of prompts with a JSONL file."),
+    "bench": ("novainfer.server.bench.cli:bench", "Measure speed, beside the roofline and transformers."),
+    "simulate": ("novainfer.fsm.simulation.cli:simulate", "Run the scheduler under a seeded simulator with faults."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported only to run them or to show their own help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        try:
+            command = getattr(import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module.startswith(error.name):
+                raise
+            raise click.ClickException(f"{cmd_name} is not part of this build of NovaInfer") from None
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="novainfer")
+def novainfer() -> None:
+    """LLM inference for Qwen2-family models: a server, a terminal chat, batches and benchmarks.
+
+    Without a model, all of them use the small one that comes with NovaInfer.
+    """
+
+
 def main(argv: list[str] | None = None) -> int:
-    return 0
+    """Run the command line; returns the exit code."""
+    try:
+        result = novainfer.main(argv, prog_name="novainfer", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else "", err=True)
+        return EXIT_USAGE
+    except click.exceptions.Abort:
+        return EXIT_INTERRUPTED
+    except click.ClickException as error:
+        click.echo(f"Error: {error.format_message()}", err=True)
+        return error.exit_code
+    except (InvalidParameter, ModelLoadError) as error:
+        click.echo(f"Error: {as_flags(error)}", err=True)
+        return EXIT_USAGE
+    except NovaInferError as error:
+        click.echo(f"Error: {error.message}", err=True)
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+def as_flags(error: NovaInferError) -> str:
+    """The message with the field named as the flag it came from: `max_num_seqs` reads `--max-num-seqs`."""
+    if error.param is None:
+        return error.message
+    flag = "--" + _FLAGS.get(error.param, error.param).replace("_", "-")
+    return error.message.replace(error.param, flag, 1) if error.param in error.message else f"{flag}: {error.message}"
+
+
+_FLAGS = {  # settings with a unit in their name
+    "sse_keep_alive_interval_s": "sse_keep_alive_interval",
+    "shutdown_timeout_s": "shutdown_timeout",
+    "body_bytes": "max_body_bytes",
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

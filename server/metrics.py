@@ -26,6 +26,16 @@ INTER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 
 LATENCY_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
+# the words of vLLM's own `finished_reason`, and ours for what it has no word for
+VLLM_REASONS = {
+    "FINISHED_STOPPED": "stop",
+    "FINISHED_LENGTH": "length",
+    "FINISHED_ABORTED": "abort",
+    "FINISHED_ERROR": "error",
+    "FINISHED_TIMEOUT": "timeout",
+    "FINISHED_IGNORED": "ignored",
+}
+
 
 class Histogram:
     """Counts of observations by bucket; single-threaded."""
@@ -121,7 +131,7 @@ def _engine(service: Service) -> Iterator[Metric]:
     yield _counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache", stats.prefix_cache_hits, labels)
     finished = CounterMetricFamily("vllm:request_success", "Finished", labels=[*labels, "finished_reason"])
     for reason, count in sorted(stats.requests_finished.items()):
-        finished.add_metric([*labels.values(), reason], count)
+        finished.add_metric([*labels.values(), VLLM_REASONS.get(reason, reason)], count)
     yield finished
     blocks = GaugeMetricFamily("nova_kv_blocks", "KV blocks by state; they add up to the total", labels=["state"])
     blocks.add_metric(["free"], stats.kv_blocks_free)

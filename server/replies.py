@@ -207,7 +207,7 @@ def completion_logprobs(logprobs: list[TokenLogprob], *, offset: int = 0) -> Com
     for item in logprobs:
         text = _key(item.token)
         top = {_key(token): _finite(logprob) for _, token, logprob in item.top}
-        top.setdefault(text, _finite(item.logprob))  # lm-eval looks the chosen token up here
+        top[text] = _finite(item.logprob)  # lm-eval looks the chosen token up here, and compares exactly
         reply.text_offset.append(offset)
         reply.token_logprobs.append(_finite(item.logprob))
         reply.tokens.append(text)

@@ -27,6 +27,7 @@ from novainfer.server import http2
 from novainfer.server.app import create_app
 from novainfer.server.engine import ServedEngine
 from novainfer.server.listen import FLUSH_TIMEOUT_S, bind, check_certificate, hypercorn_config
+from novainfer.server.loop import loop_factory
 from novainfer.server.service import Service
 from novainfer.server.settings import ServerSettings
 from novainfer.server.tls import write_self_signed
@@ -144,7 +145,7 @@ def run_server(settings: ServerSettings, make_engine: MakeEngine) -> int:
 
         await server.run(make_engine, on_ready=on_ready)
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(main())
     return 0
 
@@ -171,21 +172,9 @@ def _stop_on_signals(server: Server) -> None:
         if server.stop.is_set():
             os._exit(EXIT_INTERRUPTED)
         server.stop.set()
-        print(
-            f"\nStopping: {server.service.live.num_live} running requests have up to "
-            f"{server.settings.shutdown_timeout_s:g} s; once more ends at once",
-            file=sys.stderr,
-            flush=True,
-        )
+        num_live = server.service.live.num_live
+        wait = f": {num_live} running requests have up to {server.settings.shutdown_timeout_s:g} s" if num_live else ""
+        print(f"\nStopping{wait}; once more ends at once", file=sys.stderr, flush=True)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory

@@ -130,7 +130,7 @@ class FakeEngine:
         self, prompt: Any, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncGenerator[Delta, None]:
         params = params or SamplingParams()
-        assert request_id is not None
+        request_id = request_id or f"unnamed-{len(self.seen)}"
         if self.overloaded:
             raise EngineOverloaded("The queue is full", retry_after_s=1.5)
         if self.is_draining:

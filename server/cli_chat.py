@@ -1,0 +1,224 @@
+"""`novainfer chat`: a conversation in the terminal, with a model of our own or with a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Protocol, Self
+from urllib.parse import urlsplit
+
+import click
+
+from novainfer import Chat, EngineConfig, InvalidParameter, NovaInferError, SamplingParams
+from novainfer.server.cli_options import engine_config, engine_options, set_up_logging
+from novainfer.server.cli_serve import make_engine
+from novainfer.server.loop import loop_factory
+
+HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+PROMPT = "> "
+
+Messages = list[dict[str, str]]
+
+
+class Partner(Protocol):
+    """Whoever answers: `answer` yields text as it comes and raises `NovaInferError`; closing it stops the answer."""
+
+    @property
+    def name(self) -> str: ...
+    def answer(self, messages: Messages, params: SamplingParams) -> Iterator[str]: ...
+
+
+class LocalModel:
+    """An engine in this process; its loop turns while it loads and while it answers."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._runner = asyncio.Runner(loop_factory=loop_factory())
+        self._engine = make_engine(config)
+
+    def __enter__(self) -> Self:
+        try:
+            self._runner.run(self._engine.start())
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._runner.run(self._engine.aclose())
+        self._runner.close()
+
+    @property
+    def name(self) -> str:
+        return self._engine.model_info.name
+
+    def answer(self, messages: Messages, params: SamplingParams) -> Iterator[str]:
+        deltas = self._engine.generate(Chat(messages=list(messages)), params)
+
+        async def next_text() -> str | None:
+            delta = await anext(deltas, None)
+            return None if delta is None else delta.text
+
+        try:
+            while (text := self._runner.run(next_text())) is not None:
+                yield text
+        finally:
+            self._runner.run(deltas.aclose())
+
+
+class RemoteServer:
+    """A server that speaks OpenAI's API; the connection is closed to stop an answer."""
+
+    def __init__(self, url: str, api_key: str | None, model: str | None) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidParameter(f"url must look like http://127.0.0.1:8000, not {url!r}", param="url")
+        self._parts = parts
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self.name = model or self._first_model()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        assert self._parts.hostname is not None
+        return kind(self._parts.hostname, self._parts.port)
+
+    def _request(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None) -> Any:
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, f"{self._base}{path}", data, self._headers)
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise NovaInferError(f"{self._parts.geturl()} does not answer: {error}") from None
+        if response.status != 200:
+            raise NovaInferError(_error_text(response.status, response.read()))
+        return response
+
+    def _first_model(self) -> str:
+        connection = self._connect()
+        try:
+            return str(json.load(self._request(connection, "GET", "/v1/models"))["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            raise NovaInferError(f"{self._parts.geturl()} lists no model") from None
+        finally:
+            connection.close()
+
+    def answer(self, messages: Messages, params: SamplingParams) -> Iterator[str]:
+        body: dict[str, Any] = {"model": self.name, "messages": messages, "stream": True}
+        body |= {"temperature": params.temperature, "top_p": params.top_p}
+        if params.max_tokens is not None:
+            body["max_tokens"] = params.max_tokens
+        connection = self._connect()
+        try:
+            for line in self._request(connection, "POST", "/v1/chat/completions", body):
+                if not line.startswith(b"data: "):
+                    continue
+                data = line[len(b"data: ") :].strip()
+                if data == b"[DONE]":
+                    return
+                event = json.loads(data)
+                if event.get("error"):
+                    raise NovaInferError(_error_text(200, data))
+                for choice in event["choices"]:
+                    yield choice["delta"].get("content") or ""
+            raise NovaInferError("the server ended the answer before it was complete")
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise NovaInferError(f"the answer broke off: {error}") from None
+        finally:
+            connection.close()
+
+
+def _error_text(status: int, body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"the server answered {status}"
+
+
+def converse(partner: Partner, system: str | None, params: SamplingParams) -> None:
+    """Read questions and write answers until the end of input, /exit, or Ctrl-C at an empty prompt."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # gives input() its history and line editing
+        click.echo(f"{partner.name}. {HELP}", err=True)
+    beginning: Messages = [{"role": "system", "content": system}] if system else []
+    messages = list(beginning)
+    while True:
+        try:
+            question = input(PROMPT if is_terminal else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            return
+        if question in ("/exit", "/quit"):
+            return
+        if question == "/reset":
+            messages = list(beginning)
+            click.echo("(forgotten)", err=True)
+        elif question.startswith("/"):
+            click.echo(HELP, err=True)
+        elif question:
+            messages.append({"role": "user", "content": question})
+            answer = _say(partner, messages, params)
+            if answer is None:
+                messages.pop()  # it was refused: the conversation goes on without it
+            else:
+                messages.append({"role": "assistant", "content": answer})
+
+
+def _say(partner: Partner, messages: Messages, params: SamplingParams) -> str | None:
+    """Print the answer as it comes; returns what was said, or None when there was an error instead."""
+    said: list[str] = []
+    texts = partner.answer(messages, params)
+    try:
+        for text in texts:
+            said.append(text)
+            click.echo(text, nl=False)
+    except KeyboardInterrupt:
+        click.echo(" (stopped)", nl=False, err=True)
+    except NovaInferError as error:
+        click.echo(f"Error: {error.message}", err=True)
+        return None
+    finally:
+        texts.close()  # type: ignore[attr-defined]
+    click.echo()
+    return "".join(said)
+
+
+@click.command()
+@engine_options
+@click.option("--url", help="Talk to the server at this address instead of loading a model.")
+@click.option("--api-key", envvar="NOVA_API_KEY", help="For --url. [env: NOVA_API_KEY]")
+@click.option("--system", help="What the model is told before the conversation.")
+@click.option("--temperature", type=float, default=0.7, show_default=True, help="0: always the likeliest token.")
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--max-tokens", type=int, help="Longest answer; default: what the context holds.")
+@click.pass_context
+def chat(ctx: click.Context, /, **options: Any) -> None:
+    """Talk to MODEL (a folder, a hub name, or the demo model), or to a running server with --url."""
+    params = SamplingParams(
+        temperature=options["temperature"], top_p=options["top_p"], max_tokens=options["max_tokens"]
+    )
+    if options["log_level"] == "info":
+        options["log_level"] = "warning"  # a conversation is no place for log lines
+    set_up_logging(options)
+    config = engine_config(ctx, options)
+    if options["url"]:
+        model = options["served_model_name"] or options["model_argument"] or options["model"]
+        converse(RemoteServer(options["url"], options["api_key"], model), options["system"], params)
+    else:
+        with LocalModel(config) as partner:
+            converse(partner, options["system"], params)

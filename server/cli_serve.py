@@ -1,0 +1,68 @@
+"""`novainfer serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from novainfer import EngineConfig
+from novainfer.server.cli_options import engine_config, engine_options, set_up_logging
+from novainfer.server.engine import ServedEngine
+from novainfer.server.settings import ServerSettings
+
+_PATH = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command()
+@engine_options
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0 for everywhere.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    envvar="NOVA_API_KEY",
+    help="A key that requests must carry; may be given several times. Probes need none. [env: NOVA_API_KEY]",
+)
+@click.option("--ssl-certfile", type=_PATH, help="Certificate (PEM): HTTPS, with HTTP/2 by ALPN.")
+@click.option("--ssl-keyfile", type=_PATH, help="Its key (PEM).")
+@click.option("--self-signed", is_flag=True, help="HTTPS with a certificate made for this run.")
+@click.option("--access-log/--no-access-log", default=False, help="A line for each request.")
+@click.option(
+    "--sse-keep-alive-interval", type=float, default=15.0, show_default=True, help="Seconds of silence; 0: never."
+)
+@click.option(
+    "--shutdown-timeout", type=float, default=30.0, show_default=True, help="Seconds that running requests get."
+)
+@click.option("--max-body-bytes", type=int, help="Largest request body. [default: 1 MB, more for long contexts]")
+@click.option("--http2-max-concurrent-streams", type=int, default=1000, show_default=True, help="Per connection.")
+@click.pass_context
+def serve(ctx: click.Context, /, **options: Any) -> int:
+    """Serve MODEL (a folder, a hub name, or the demo model) over OpenAI's HTTP API until Ctrl-C."""
+    from novainfer.server.serve import run_server
+
+    config = engine_config(ctx, options)
+    settings = ServerSettings(
+        host=options["host"],
+        port=options["port"],
+        api_keys=tuple(options["api_keys"]),
+        ssl_certfile=options["ssl_certfile"],
+        ssl_keyfile=options["ssl_keyfile"],
+        self_signed=options["self_signed"],
+        access_log=options["access_log"],
+        sse_keep_alive_interval_s=options["sse_keep_alive_interval"],
+        shutdown_timeout_s=options["shutdown_timeout"],
+        body_bytes=options["max_body_bytes"],
+        http2_max_concurrent_streams=options["http2_max_concurrent_streams"],
+    )
+    set_up_logging(options, access_log=settings.access_log)
+    return run_server(settings, lambda: make_engine(config))
+
+
+def make_engine(config: EngineConfig) -> ServedEngine:
+    """The real engine; imported here, because it brings torch along."""
+    from novainfer import Engine
+
+    return Engine(config)

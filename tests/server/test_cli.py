@@ -1,0 +1,359 @@
+"""The command line: flags, the configuration file, and one sentence for what is wrong."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from novainfer import EngineConfig, ModelLoadError
+from novainfer.server import cli_chat, cli_generate, cli_serve
+from novainfer.server.cli import COMMANDS, main
+from novainfer.server.settings import ServerSettings
+from tests.server.fakes import FakeEngine
+
+
+class Served(Exception):
+    """Raised in place of serving, with what would have been served."""
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`served(*argv)`: the two configurations that `novainfer serve *argv` arrives at."""
+    found: list[tuple[EngineConfig, ServerSettings]] = []
+    configs: list[EngineConfig] = []
+
+    def make_engine(config: EngineConfig) -> FakeEngine:
+        configs.append(config)
+        return FakeEngine()
+
+    def run_server(settings: ServerSettings, make: Any) -> int:
+        make()
+        found.append((configs[-1], settings))
+        return 0
+
+    monkeypatch.setattr(cli_serve, "make_engine", make_engine)
+    monkeypatch.setattr("novainfer.server.serve.run_server", run_server)
+
+    def call(*argv: str) -> tuple[EngineConfig, ServerSettings]:
+        assert main(["serve", *argv]) == 0
+        return found[-1]
+
+    return call
+
+
+def test_without_flags_it_is_the_defaults(served: Any) -> None:
+    assert served() == (EngineConfig(), ServerSettings())
+
+
+def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
+    for name in ("cert.pem", "key.pem"):
+        (tmp_path / name).touch()
+    config, settings = served(
+        *("org/model", "--tokenizer", "org/other", "--served-model-name", "nova", "--device", "nvidia"),
+        *("--dtype", "half", "--seed", "3", "--max-model-len", "99", "--max-num-seqs", "4"),
+        *("--max-num-batched-tokens", "64", "--prefill-chunk-tokens", "32", "--block-size", "8"),
+        *("--no-enable-prefix-caching", "--kv-cache-capacity-mode", "fixed", "--num-kv-blocks", "77"),
+        *("--gpu-memory-utilization", "0.3", "--max-num-queued-reqs", "5", "--max-num-queued-tokens", "600"),
+        *("--num-threads", "2", "--native", "0", "--batch-invariant", "--model-type", "qwen2", "--verbose"),
+        *("--host", "0.0.0.0", "--port", "0", "--api-key", "a", "--api-key", "b", "--access-log"),
+        *("--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem")),
+        *("--sse-keep-alive-interval", "7", "--shutdown-timeout", "9", "--max-body-bytes", "1234"),
+        *("--http2-max-concurrent-streams", "12", "--log-level", "warning"),
+    )
+    assert config == EngineConfig(
+        model="org/model",
+        tokenizer="org/other",
+        served_model_name="nova",
+        device="cuda",
+        dtype="float16",
+        seed=3,
+        max_model_len=99,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        prefill_chunk_tokens=32,
+        block_size=8,
+        enable_prefix_caching=False,
+        kv_cache_capacity_mode="fixed",
+        kv_cache_memory_utilization=0.3,
+        num_kv_blocks=77,
+        max_num_queued_reqs=5,
+        max_num_queued_tokens=600,
+        num_threads=2,
+        native="0",
+        batch_invariant=True,
+    )
+    assert settings == ServerSettings(
+        host="0.0.0.0",
+        port=0,
+        api_keys=("a", "b"),
+        ssl_certfile=tmp_path / "cert.pem",
+        ssl_keyfile=tmp_path / "key.pem",
+        access_log=True,
+        sse_keep_alive_interval_s=7,
+        shutdown_timeout_s=9,
+        body_bytes=1234,
+        http2_max_concurrent_streams=12,
+    )
+
+
+@pytest.mark.parametrize("flag", ["--model", "--model-path", "--hf-checkpoint", "--checkpoint-path"])
+def test_a_model_has_many_names(served: Any, tmp_path: Path, flag: str) -> None:
+    assert served(flag, str(tmp_path))[0].model == str(tmp_path)
+    assert served(flag, str(tmp_path), str(tmp_path))[0].model == str(tmp_path)  # the same twice is no conflict
+
+
+def test_a_file_gives_defaults_and_flags_win(served: Any, tmp_path: Path) -> None:
+    file = tmp_path / "nova.yaml"
+    file.write_text(
+        "model: org/from-file\nmax-num-seqs: 3\nblock_size: 4\napi-key: [x, y]\nno-enable-prefix-caching: true\n"
+        "gpu-memory-utilization: 0.25\naccess-log: true\nport: 1\n"
+    )
+    config, settings = served("--config", str(file), "--block-size", "32")
+    assert (config.model, config.max_num_seqs, config.block_size) == ("org/from-file", 3, 32)
+    assert (config.enable_prefix_caching, config.kv_cache_memory_utilization) == (False, 0.25)
+    assert (settings.api_keys, settings.access_log, settings.port) == (("x", "y"), True, 1)
+    assert served("org/typed", "--config", str(file))[0].model == "org/typed"
+
+
+def test_keys_come_from_the_environment(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOVA_API_KEY", "secret")
+    assert served()[1].api_keys == ("secret",)
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["--port", "x"], "--port"),
+    (["--port", "70000"], "--port"),
+    (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1, not 0"),
+    (["--max-num-seqs", "many"], "--max-num-seqs"),
+    (["--max-num-seqs", "512", "--max-num-batched-tokens", "100"], "--max-num-batched-tokens"),
+    (["--kv-cache-memory-utilization", "1.5"], "--kv-cache-memory-utilization"),
+    (["--kv-cache-capacity-mode", "fixed"], "--num-kv-blocks"),
+    (["--kv-cache-capacity-mode", "huge"], "--kv-cache-capacity-mode"),
+    (["--dtype", "int3"], "--dtype"),
+    (["--device", "tpu"], "--device"),
+    (["--model-type", "gpt2"], "--model-type"),
+    (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
+    (["--max-body-bytes", "0"], "--max-body-bytes"),
+    (["--ssl-certfile", "/no/such/file"], "--ssl-certfile"),
+    (["--ssl-certfile", "pyproject.toml"], "--ssl-certfile"),
+    (["--hf-checkpoint", "a", "--checkpoint-path", "."], "--hf-checkpoint and --checkpoint-path"),
+    (["a", "--model", "b"], "MODEL and --model"),
+    (["--checkpoint-path", "/no/such/folder"], "--checkpoint-path"),
+    (["--no-such-flag"], "--no-such-flag"),
+    (["--config", "/no/such/file"], "--config"),
+    (["--api-key", ""], "--api-key"),
+]
+
+
+@pytest.mark.parametrize(("argv", "said"), WRONG, ids=[" ".join(argv) for argv, _ in WRONG])
+def test_what_is_wrong_is_one_sentence_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    assert main(["serve", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Error: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max-num-sqes: 3", "'max-num-sqes'"),
+        ("- a\n- b", "flag: value"),
+        ("a: [", "cannot be read"),
+        ("max-num-seqs: many", "--max-num-seqs"),
+        ("port: {a: 1}", "one value"),
+        ("no-access-log: 3", "true or false"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_one_sentence_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, said: str
+) -> None:
+    file = tmp_path / "nova.yaml"
+    file.write_text(text)
+    assert main(["serve", "--config", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_a_model_that_cannot_be_loaded_is_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine()
+    engine.start_failure = ModelLoadError("/models/x has no config.json")
+    for module in (cli_serve, cli_chat, cli_generate):
+        monkeypatch.setattr(module, "make_engine", lambda config: engine)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    for argv in (["serve", "--port", "0"], ["chat"], ["generate"]):
+        assert main(argv) == 2
+        assert capsys.readouterr().err.endswith("Error: /models/x has no config.json\n")
+
+
+def test_help_names_every_command_without_loading_it() -> None:
+    code = "import sys; from novainfer.server.cli import main; main(['--help']); print(sorted(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    text, modules = out.rsplit("\n[", 1)
+    assert all(name in text for name in COMMANDS)
+    for module in ("torch", "transformers", "hypercorn", "starlette", "novainfer.engine"):
+        assert f"'{module}'" not in modules
+
+
+@pytest.mark.parametrize("name", ["serve", "chat", "generate"])
+def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert "--max-num-seqs" in capsys.readouterr().out
+
+
+def test_every_option_has_a_hyphenated_name_and_no_double() -> None:
+    for command in (cli_serve.serve, cli_chat.chat, cli_generate.generate):
+        names = [opt for param in command.params for opt in param.opts if isinstance(param, click.Option)]
+        assert len(names) == len(set(names))
+        assert not any("_" in name for name in names)
+
+
+@pytest.fixture
+def fake_generate(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
+    """The engines that `novainfer generate` makes, fake ones."""
+    engines: list[FakeEngine] = []
+
+    def make_engine(config: EngineConfig) -> FakeEngine:
+        engines.append(FakeEngine())
+        return engines[-1]
+
+    monkeypatch.setattr(cli_generate, "make_engine", make_engine)
+    return engines
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_generate_answers_each_line_in_order(fake_generate: list[FakeEngine], tmp_path: Path) -> None:
+    source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        '{"prompt": "a", "id": "first", "note": 1}',
+        '{"messages": [{"role": "user", "content": "hi"}], "n": 2, "max_completion_tokens": 9}',
+        "",
+        '{"prompt_token_ids": [1, 2], "logprobs": 1, "return_token_ids": true}',
+        "nonsense",
+        '{"prompt": "b", "tools": [1], "id": 5}',
+        '{"prompt": "b", "messages": []}',
+        '{"prompt": "a", "temperature": 99999}',
+        '{"prompt": ["a", "b"]}',
+        '{"prompt": "a", "stream": true}',
+        '{"prompt": "' + "x" * 65 + '"}',
+        '{"prompt": "last"}',
+    ]
+    source.write_text("\n".join(lines))
+    argv = ["generate", "-i", str(source), "-o", str(sink), "--max-tokens", "7", "--temperature", "0.5"]
+    assert main(argv) == 0
+    results = read(sink)
+    assert [result["index"] for result in results] == list(range(11))
+    assert [result["id"] for result in results] == ["first", None, None, None, 5] + [None] * 6
+    assert results[0]["choices"] == [{"index": 0, "text": "Hello, world!", "finish_reason": "stop"}]
+    assert results[0]["ignored_fields"] == ["note"]
+    assert len(results[1]["choices"]) == 2
+    assert results[2]["choices"][0]["token_ids"] == [0, 1, 2, 3, 4]
+    assert results[2]["choices"][0]["logprobs"]["tokens"][0] == "Hello"
+    params = [None, "tools", "prompt", "temperature", "prompt", "stream", "prompt"]
+    assert [result["error"]["param"] for result in results[3:10]] == params
+    assert results[9]["error"]["code"] == "context_length_exceeded"
+    assert "choices" in results[10]
+    sent = {request_id: params for _, params, request_id in fake_generate[0].seen}
+    assert (sent["batch-0"].max_tokens, sent["batch-0"].temperature) == (7, 0.5)
+    assert sent["batch-1"].max_tokens == 9
+    assert fake_generate[0].is_closed
+
+
+def test_generate_goes_on_where_it_stopped(fake_generate: list[FakeEngine], tmp_path: Path) -> None:
+    source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(5)))
+    argv = ["generate", "-i", str(source), "-o", str(sink)]
+    assert main(argv) == 0
+    complete = sink.read_bytes()
+    cut = complete.splitlines(keepends=True)
+    sink.write_bytes(b"".join(cut[:2]) + cut[2][:20])  # as a crash leaves it
+    assert main(argv) == 0
+    assert sink.read_bytes() == complete
+    assert [prompt for prompt, _, _ in fake_generate[1].seen] == ["2", "3", "4"]
+    assert main(argv) == 0
+    assert fake_generate[2].seen == []
+    assert sink.read_bytes() == complete
+
+
+def test_generate_does_not_touch_a_file_of_another_kind(
+    fake_generate: list[FakeEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    assert main(["generate", "-i", str(source), "-o", str(source)]) == 2
+    assert "--output" in capsys.readouterr().err
+    assert source.read_text() == '{"prompt": "x"}\n'
+    assert not fake_generate
+
+
+def test_generate_reads_and_writes_standard_streams(
+    fake_generate: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}\n')))
+    with os.fdopen(os.dup(1), "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["generate"]) == 0
+    assert json.loads(capfdbinary.readouterr().out)["choices"][0]["text"] == "Hello, world!"
+
+
+def chat_with(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, text: str, *argv: str) -> None:
+    monkeypatch.setattr(cli_chat, "make_engine", lambda config: engine)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert main(["chat", *argv]) == 0
+
+
+def test_chat_remembers_until_told_to_forget(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine()
+    chat_with(monkeypatch, engine, "one\ntwo\n/reset\nthree\n/help\n/exit\nfour\n", "--system", "be kind")
+    assert capsys.readouterr().out == "Hello, world!\n" * 3
+    seen = [[message["content"] for message in prompt.messages] for prompt, _, _ in engine.seen]
+    answer = "Hello, world!"
+    assert seen == [["be kind", "one"], ["be kind", "one", answer, "two"], ["be kind", "three"]]
+    assert engine.is_closed
+
+
+def test_chat_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine()
+    engine.overloaded = True
+    chat_with(monkeypatch, engine, "one\ntwo\n")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "Error: The queue is full\n" * 2
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine()
+    echo = click.echo
+    said = 0
+
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        nonlocal said
+        echo(*args, **kwargs)
+        said += 1
+        if said == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("novainfer.server.cli_chat.click.echo", interrupt)
+    chat_with(monkeypatch, engine, "one\ntwo\n")
+    assert capsys.readouterr().out == "Hello,\nHello, world!\n"
+    assert len(engine.left_early) == 1
+    assert engine.seen[1][0].messages[1] == {"role": "assistant", "content": "Hello,"}
