@@ -205,6 +205,7 @@ struct Attention {
     if (!partial) {
       finish(group);
     } else if (plan.pending[item.group].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      plan.pending[item.group].store(group.parts, std::memory_order_relaxed);  // for the next layer
       merge_partials(group, partial);
       finish(group);
     }
@@ -339,10 +340,11 @@ struct Attention {
 
 template <class T>
 void run(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& plan, const AttentionCall& call) {
-  static thread_local Scratch<T> scratch;
-  scratch.fit(plan.rows_max, cache.key_units(), cache.value_width());
-  Attention<T> attention{cache, batch, plan, call, scratch};
-  team.loop((long)plan.items.size(), [&](long i) { attention.item(plan.items[i]); });
+  team.loop((long)plan.items.size(), [&](long i) {
+    static thread_local Scratch<T> scratch;
+    scratch.fit(plan.rows_max, cache.key_units(), cache.value_width());
+    Attention<T>{cache, batch, plan, call, scratch}.item(plan.items[i]);
+  });
 }
 
 template <class T>
@@ -406,15 +408,10 @@ AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int thr
   for (const auto& entry : order) items.push_back(entry.second);
   partials.resize(floats);
   pending.reset(new std::atomic<int>[groups.size()]);
-  reset();
-}
-
-void AttentionPlan::reset() {
   for (size_t i = 0; i < groups.size(); i++) pending[i].store(groups[i].parts, std::memory_order_relaxed);
 }
 
-void attend_in_team(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& plan,
-                    const AttentionCall& call) {
+void attend(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& plan, const AttentionCall& call) {
   if (cache.dtype == 0)
     run<Bf16>(team, cache, batch, plan, call);
   else
@@ -439,13 +436,9 @@ int64_t nova_cache_block_bytes(const CacheDesc* cache) { return cache->block_uni
 void nova_cache_write(const CacheDesc* cache, int layer, const void* key, int64_t key_stride, const void* value,
                       int64_t value_stride, const int64_t* slots, int64_t count, int threads) {
   const long element = cache->dtype == 0 ? 2 : 4;
-  constexpr long chunk = 8;
-  run_team(threads, [&](Team& team) {
-    team.loop(ceil_div(count, chunk), [&](long c) {
-      for (long t = c * chunk; t < std::min(count, (c + 1) * chunk); t++)
-        write_token(*cache, layer, slots[t], (const char*)key + t * key_stride * element,
-                    (const char*)value + t * value_stride * element);
-    });
+  Team(threads).rows(count, [&](long t) {
+    write_token(*cache, layer, slots[t], (const char*)key + t * key_stride * element,
+                (const char*)value + t * value_stride * element);
   });
 }
 
@@ -453,9 +446,9 @@ void nova_attend(const CacheDesc* cache, int layer, const void* query, int64_t q
                  const int32_t* block_tables, int64_t table_stride, const int32_t* query_start,
                  const int32_t* context_lens, int64_t num_seqs, float scale, void* out, int threads) {
   const Batch batch{block_tables, table_stride, query_start, context_lens, num_seqs};
-  const AttentionCall call{layer, query, query_stride, out, scale};
-  AttentionPlan plan(*cache, batch, threads);
-  run_team(threads, [&](Team& team) { attend_in_team(team, *cache, batch, plan, call); });
+  Team team(threads);
+  AttentionPlan plan(*cache, batch, team.size());
+  attend(team, *cache, batch, plan, {layer, query, query_stride, out, scale});
 }
 
 }  // extern "C"

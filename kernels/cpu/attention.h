@@ -1,4 +1,4 @@
-// The paged KV cache and attention over it, callable from inside a team (attention.cpp says how it works).
+// The paged KV cache and attention over it, on a team of threads (attention.cpp says how it works).
 #pragma once
 
 #include <atomic>
@@ -62,13 +62,12 @@ class AttentionPlan {
     int group, first_tile, last_tile;
   };
   AttentionPlan(const CacheDesc& cache, const Batch& batch, int threads);
-  void reset();  // before each layer
 
   std::vector<Group> groups;
   std::vector<Item> items;  // the most expensive first
   int rows_max = 0;         // query rows (tokens x heads of the kv head) of the largest group
   std::vector<float> partials;                  // of divided groups, by tile: see Partial in attention.cpp
-  std::unique_ptr<std::atomic<int>[]> pending;  // items not done yet, by group
+  std::unique_ptr<std::atomic<int>[]> pending;  // items not done yet, by group; reset by the last
 };
 
 struct AttentionCall {
@@ -79,8 +78,7 @@ struct AttentionCall {
   float scale;
 };
 
-void attend_in_team(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& plan,
-                    const AttentionCall& call);
+void attend(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& plan, const AttentionCall& call);
 
 // Writes token t's key and value [num_kv_heads, head_dim] to its slot; negative slots are skipped.
 void write_token(const CacheDesc& cache, int layer, int64_t slot, const void* key, const void* value);

@@ -22,7 +22,7 @@ from novainfer.kernels.errors import KernelUnavailableError
 __all__ = ["build_library", "cache_dir", "cpu_flags", "isa_flags"]
 
 SOURCE_DIR = Path(__file__).parent
-COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-w")
+COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-ffp-contract=off", "-w")
 # Fastest first: the features /proc/cpuinfo must name, and the flags that use them.
 ISA_LEVELS: tuple[tuple[frozenset[str], tuple[str, ...]], ...] = (
     (

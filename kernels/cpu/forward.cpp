@@ -1,8 +1,7 @@
-// All layers of a pre-norm decoder in one call and one parallel region.
+// All layers of a pre-norm decoder in one call.
 //
-// With one call for each operation a decode step of 24 layers pays 200 calls and as many wake-ups of a sleeping pool;
-// here the team wakes once and meets at spinning barriers, and the interpreter is left for the whole step, so that
-// the event loop beside it has the GIL. Every part is the one that stands alone too (linear.cpp, attention.cpp,
+// With one call for each operation a decode step of 24 layers pays 200 calls and holds the GIL between them; here the
+// helpers stay awake from loop to loop, and the event loop beside it has the interpreter for the whole step. Every part is the one that stands alone too (linear.cpp, attention.cpp,
 // ops.h), rounded at the same places: the hidden states have the same bits either way.
 #include <algorithm>
 #include <memory>
@@ -82,53 +81,36 @@ struct Forward {
     for (long l = 0; l < model.num_layers; l++) {
       const LayerDesc& layer = model.layers[l];
       const bool last = l + 1 == model.num_layers;
-      linear_in_team(team, *layer.qkv, {x, hidden, m, qkv_.get()});
-      if (team.rank == 0) plan.reset();
-      team.barrier();
-      over(team, m, [&](long row) { rotate_and_write((int)l, row); });
+      linear(team, *layer.qkv, {x, hidden, m, qkv_.get()});
+      team.rows(m, [&](long row) { rotate_and_write((int)l, row); });
       if (last && step.num_samples == 0) return;
-      attend_in_team(team, cache, batch, plan, {(int)l, qkv_.get(), qkv_width, attended_.get(), model.scale});
-      team.barrier();
+      attend(team, cache, batch, plan, {(int)l, qkv_.get(), qkv_width, attended_.get(), model.scale});
       if (last && step.logit_rows) {  // from here on only what is sampled from
         E* attention_of = sampled_.get();
         E* residual_of = attention_of + step.num_samples * attended;
-        over(team, step.num_samples, [&](long i) {
+        team.rows(step.num_samples, [&](long i) {
           std::copy_n(attention + step.logit_rows[i] * attended, attended, attention_of + i * attended);
           std::copy_n(residual + step.logit_rows[i] * hidden, hidden, residual_of + i * hidden);
         });
         attention = attention_of, residual = residual_of, m = step.num_samples;
       }
-      linear_in_team(team, *layer.o, {attention, attended, m, residual, residual});
-      team.barrier();
+      linear(team, *layer.o, {attention, attended, m, residual, residual});
       norm(team, residual, layer.post_norm, x, m);
       if (gated) {
-        linear_in_team(team, *layer.gate_up, {x, hidden, m, inner_.get(), nullptr, true});
-        team.barrier();
-      } else {
-        linear_in_team(team, *layer.gate_up, {x, hidden, m, gate_up_.get()});
-        team.barrier();
-        over(team, m, [&](long row) {
+        linear(team, *layer.gate_up, {x, hidden, m, inner_.get(), nullptr, true});
+        } else {
+        linear(team, *layer.gate_up, {x, hidden, m, gate_up_.get()});
+          team.rows(m, [&](long row) {
           silu_mul_row<T>(&gate_up_[row * 2 * intermediate], &inner_[row * intermediate], intermediate);
         });
       }
-      linear_in_team(team, *layer.down, {inner_.get(), intermediate, m, residual, residual});
-      team.barrier();
+      linear(team, *layer.down, {inner_.get(), intermediate, m, residual, residual});
       norm(team, residual, last ? model.final_norm : model.layers[l + 1].input_norm, last ? (E*)step.out : x, m);
     }
   }
 
-  // f(row) for all rows, a few at a time, and a barrier.
-  template <class F>
-  void over(Team& team, long m, F&& f) {
-    const long chunk = std::max<long>(1, m / (8 * team.size));
-    team.loop(ceil_div(m, chunk), [&](long c) {
-      for (long row = c * chunk; row < std::min(m, (c + 1) * chunk); row++) f(row);
-    });
-    team.barrier();
-  }
-
   void norm(Team& team, const E* from, const void* weight, E* to, long m) {
-    over(team, m, [&](long row) {
+    team.rows(m, [&](long row) {
       rms_norm_row<T>(from + row * hidden, (const E*)weight, model.eps, to + row * hidden, hidden);
     });
   }
@@ -143,8 +125,8 @@ struct Forward {
 
 template <class T>
 void forward(const ModelDesc& model, const StepDesc& step, int threads) {
-  Forward<T> forward(model, step, threads);
-  run_team(threads, [&](Team& team) { forward.run(team); });
+  Team team(threads);
+  Forward<T>(model, step, team.size()).run(team);
 }
 
 }  // namespace

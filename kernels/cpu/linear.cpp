@@ -112,7 +112,7 @@ struct Product {
     const char* x = (const char*)call.x;
     long stride_bytes = call.x_stride * (4 / E);
     std::vector<typename T::type> padded;
-    if (d.k % E) {  // the last unit of a row is half filled: pad it, in every member's own copy
+    if (d.k % E) {  // the last unit of a row is half filled: pad it
       padded.assign(m * units * E, 0);
       for (long r = 0; r < m; r++)
         std::memcpy(&padded[r * units * E], x + r * stride_bytes, d.k * sizeof(typename T::type));
@@ -126,7 +126,7 @@ struct Product {
     const long row_blocks = stream ? 1 : ceil_div(m, ROW_BLOCK);
     long group = (stream ? STREAM_ITEM_BYTES : L2_ITEM_BYTES) / panel_bytes;
     // At least four items for each member, so that one who comes late finds others done.
-    group = std::max<long>(1, std::min(group, panels * row_blocks / (4 * team.size)));
+    group = std::max<long>(1, std::min(group, panels * row_blocks / (4 * team.size())));
     const long groups = ceil_div(panels, group);
 
     team.loop(row_blocks * groups, [&](long item) {
@@ -157,16 +157,14 @@ template <class T>
 void pack(const LinearDesc& d, const typename T::type* weight, typename T::type* out, int threads) {
   constexpr int E = T::E;
   const long units = ceil_div(d.k, E), panels = ceil_div(d.n, PANEL);
-  run_team(threads, [&](Team& team) {
-    team.loop(panels, [&](long panel) {
-      typename T::type* to = out + panel * units * PANEL * E;
-      for (int lane = 0; lane < PANEL; lane++) {
-        const long row = panel * PANEL + lane;
-        const typename T::type* from = weight + row * d.k;
-        for (long k = 0; k < units * E; k++)
-          to[(k / E * PANEL + lane) * E + k % E] = row < d.n && k < d.k ? from[k] : 0;
-      }
-    });
+  Team(threads).loop(panels, [&](long panel) {
+    typename T::type* to = out + panel * units * PANEL * E;
+    for (int lane = 0; lane < PANEL; lane++) {
+      const long row = panel * PANEL + lane;
+      const typename T::type* from = weight + row * d.k;
+      for (long k = 0; k < units * E; k++)
+        to[(k / E * PANEL + lane) * E + k % E] = row < d.n && k < d.k ? from[k] : 0;
+    }
   });
 }
 
@@ -183,7 +181,7 @@ void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::typ
 
 }  // namespace
 
-void linear_in_team(Team& team, const LinearDesc& d, const LinearCall& call) {
+void linear(Team& team, const LinearDesc& d, const LinearCall& call) {
   if (d.dtype == 0)
     Product<Bf16>{d, call}.run(team);
   else
@@ -219,8 +217,8 @@ void nova_linear_rows(const LinearDesc* d, const int64_t* ids, int64_t count, vo
 }
 
 void nova_linear(const LinearDesc* d, const void* x, int64_t x_stride, int64_t m, void* out, int threads) {
-  const LinearCall call{x, x_stride, m, out};
-  run_team(threads, [&](Team& team) { linear_in_team(team, *d, call); });
+  Team team(threads);
+  linear(team, *d, {x, x_stride, m, out});
 }
 
 }  // extern "C"

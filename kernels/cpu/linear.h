@@ -1,4 +1,4 @@
-// Packed weights and the matrix product over them, callable from inside a team (linear.cpp says how it works).
+// Packed weights and the matrix product over them, on a team of threads (linear.cpp says how it works).
 #pragma once
 
 #include "simd.h"
@@ -31,7 +31,6 @@ struct LinearCall {
 // Whether a product can be gated: the halves must not share a panel.
 inline bool can_gate(const LinearDesc& d) { return d.n % (2 * PANEL) == 0; }
 
-// All members of the team call it with the same arguments; the result is whole after their next barrier.
-void linear_in_team(Team& team, const LinearDesc& d, const LinearCall& call);
+void linear(Team& team, const LinearDesc& d, const LinearCall& call);
 
 }  // namespace nova

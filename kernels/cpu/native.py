@@ -6,7 +6,7 @@ import ctypes
 import functools
 from typing import TYPE_CHECKING, Any
 
-import torch  # its libgomp must be in the process before ours is looked up: one thread pool for both
+import torch
 
 from novainfer.kernels.cpu.build import build_library
 from novainfer.kernels.errors import KernelUnavailableError

@@ -1,29 +1,16 @@
 // The row operations as calls of their own.
 #include "ops.h"
 
-#include <algorithm>
-
 #include "team.h"
 
 using namespace nova;
 
 namespace {
 
-// f(row) for all rows, a few at a time.
-template <class F>
-void rows_in_team(int threads, long m, F&& f) {
-  const long chunk = std::max<long>(1, m / (8 * std::max(threads, 1)));
-  run_team(threads, [&](Team& team) {
-    team.loop(ceil_div(m, chunk), [&](long c) {
-      for (long row = c * chunk; row < std::min(m, (c + 1) * chunk); row++) f(row);
-    });
-  });
-}
-
 template <class T>
 void rms_norm(const void* x, long x_stride, const void* weight, float eps, void* out, long m, long k, int threads) {
   using E = typename T::type;
-  rows_in_team(threads, m, [&](long row) {
+  Team(threads).rows(m, [&](long row) {
     rms_norm_row<T>((const E*)x + row * x_stride, (const E*)weight, eps, (E*)out + row * k, k);
   });
 }
@@ -32,7 +19,7 @@ template <class T>
 void add_rms_norm(const void* x, void* residual, const void* weight, float eps, void* out, long m, long k,
                   int threads) {
   using E = typename T::type;
-  rows_in_team(threads, m, [&](long row) {
+  Team(threads).rows(m, [&](long row) {
     E* sum = (E*)residual + row * k;
     add_row<T>((const E*)x + row * k, sum, k);
     rms_norm_row<T>(sum, (const E*)weight, eps, (E*)out + row * k, k);
@@ -42,7 +29,7 @@ void add_rms_norm(const void* x, void* residual, const void* weight, float eps, 
 template <class T>
 void silu_mul(const void* gate_up, void* out, long m, long width, int threads) {
   using E = typename T::type;
-  rows_in_team(threads, m, [&](long row) {
+  Team(threads).rows(m, [&](long row) {
     silu_mul_row<T>((const E*)gate_up + row * 2 * width, (E*)out + row * width, width);
   });
 }
@@ -51,7 +38,7 @@ template <class T>
 void rope(void* qkv, long stride, const float* cos_sin, const int64_t* positions, int heads, int head_dim, long m,
           int threads) {
   using E = typename T::type;
-  rows_in_team(threads, m, [&](long row) {
+  Team(threads).rows(m, [&](long row) {
     rope_row<T>((E*)qkv + row * stride, cos_sin + positions[row] * head_dim, heads, head_dim);
   });
 }
@@ -78,7 +65,7 @@ int64_t argmax_row(const typename T::type* x, long n) {
 template <class T>
 void argmax(const void* x, long stride, long m, long n, int64_t* out, int threads) {
   using E = typename T::type;
-  rows_in_team(threads, m, [&](long row) { out[row] = argmax_row<T>((const E*)x + row * stride, n); });
+  Team(threads).rows(m, [&](long row) { out[row] = argmax_row<T>((const E*)x + row * stride, n); });
 }
 
 }  // namespace

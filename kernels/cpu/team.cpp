@@ -1,0 +1,144 @@
+#include "team.h"
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <mutex>
+
+namespace nova {
+namespace {
+
+constexpr int SPIN_MAX = 2000;  // pauses, about 30 us: what a sleep and a wake-up cost
+constexpr int HELPERS_MAX = 255;
+
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void wake(std::atomic<uint32_t>& word, int count) {
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+}
+
+// The loop that is being shared out. `function`, `context` and `n` are read only by who holds one of its items, and
+// stay until all of them are done.
+struct Pool {
+  std::mutex in_use;  // by one caller at a time
+  void (*function)(void*, long) = nullptr;
+  void* context = nullptr;
+  long n = 0;
+
+  alignas(64) std::atomic<uint64_t> ticket{0};  // loop number (high half) and items not begun (low half)
+  alignas(64) std::atomic<uint32_t> done{0};    // items ended
+  std::atomic<uint32_t> caller_sleeps{0};
+  alignas(64) std::atomic<uint32_t> calls{0};  // futex of the sleeping helpers
+  std::atomic<int> sleepers{0};
+  std::atomic<int> wanted{0};  // helpers of this number and above stay out
+  int helpers = 0;
+
+  // Takes one item of the current loop and computes it; false when none is left.
+  bool take() {
+    uint64_t t = ticket.load(std::memory_order_acquire);
+    do {
+      if ((uint32_t)t == 0) return false;
+    } while (!ticket.compare_exchange_weak(t, t - 1, std::memory_order_acq_rel, std::memory_order_acquire));
+    const long total = n;
+    function(context, total - (long)(uint32_t)t);
+    if ((long)done.fetch_add(1) + 1 == total && caller_sleeps.load()) wake(done, 1);
+    return true;
+  }
+
+  void help(int number) {
+    for (;;) {
+      const uint32_t call = calls.load();
+      if (number < wanted.load(std::memory_order_relaxed))
+        for (int spin = 0; spin < SPIN_MAX; spin++) {
+          while (take()) spin = 0;
+          _mm_pause();
+        }
+      sleepers.fetch_add(1);
+      // Whoever publishes a loop either sees this sleeper, or has raised `calls` before it falls asleep.
+      if (number >= wanted.load() || (uint32_t)ticket.load() == 0) sleep_while(calls, call);
+      sleepers.fetch_sub(1);
+    }
+  }
+
+  void share(long items, void (*f)(void*, long), void* c) {
+    function = f, context = c, n = items;
+    done.store(0, std::memory_order_relaxed);
+    const uint64_t loop = (ticket.load(std::memory_order_relaxed) >> 32) + 1;
+    ticket.store(loop << 32 | (uint64_t)items);
+    calls.fetch_add(1);
+    if (sleepers.load() > 0) wake(calls, wanted.load() < helpers ? INT_MAX : (int)std::min<long>(items - 1, INT_MAX));
+    while (take()) {
+    }
+    for (int spin = 0; spin < SPIN_MAX; spin++) {
+      if ((long)done.load(std::memory_order_acquire) == items) return;
+      _mm_pause();
+    }
+    caller_sleeps.store(1);
+    for (uint32_t ended; (long)(ended = done.load()) != items;) sleep_while(done, ended);
+    caller_sleeps.store(0);
+  }
+
+  void grow(int count) {
+    for (; helpers < std::min(count, HELPERS_MAX); helpers++) {
+      struct Start {
+        Pool* pool;
+        int number;
+      };
+      auto* start = new Start{this, helpers};
+      pthread_attr_t attributes;
+      pthread_attr_init(&attributes);
+      pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+      sigset_t all, before;  // signals are the interpreter's
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
+      pthread_t thread;
+      const int failed = pthread_create(
+          &thread, &attributes,
+          [](void* argument) -> void* {
+            const Start mine = *(Start*)argument;
+            delete (Start*)argument;
+            mine.pool->help(mine.number);
+            return nullptr;
+          },
+          start);
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      pthread_attr_destroy(&attributes);
+      if (failed) {
+        delete start;
+        return;
+      }
+      pthread_setname_np(thread, "novainfer-cpu");
+    }
+  }
+};
+
+// Never destroyed: helpers sleep in it when the process ends. A forked child has no helpers and begins anew.
+Pool* pool = new Pool;
+const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+
+}  // namespace
+
+Team::Team(int threads) : size_(1) {
+  if (threads <= 1 || !pool->in_use.try_lock()) return;
+  pool->grow(threads - 1);
+  pool->wanted.store(threads - 1, std::memory_order_relaxed);
+  size_ = std::min(threads, pool->helpers + 1);
+  if (size_ == 1) pool->in_use.unlock();
+}
+
+Team::~Team() {
+  if (size_ > 1) pool->in_use.unlock();
+}
+
+void Team::share(long n, Function f, void* context) { pool->share(n, f, context); }
+
+}  // namespace nova
