@@ -69,7 +69,7 @@ def _do(device: Device, job: Any) -> Any:
     try:
         return JobDone(name, _OTHER_JOBS[type(job)](device))
     except Exception as error:
-        return JobFailed(name, _sentence(error))
+        return JobFailed(name, sentence_of(error))
 
 
 _OTHER_JOBS: dict[type, Callable[[Device], Any]] = {
@@ -85,12 +85,12 @@ def _run(device: Device, plan: StepPlan) -> StepDone | StepFailed:
     try:
         return device.run(plan)
     except MemoryError as error:
-        return StepFailed(plan.step_id, plan.epoch, Fault.OOM, _sentence(error))
+        return StepFailed(plan.step_id, plan.epoch, Fault.OOM, sentence_of(error))
     except Exception as error:
-        return StepFailed(plan.step_id, plan.epoch, Fault.EXCEPTION, _sentence(error))
+        return StepFailed(plan.step_id, plan.epoch, Fault.EXCEPTION, sentence_of(error))
 
 
-def _sentence(error: BaseException) -> str:
+def sentence_of(error: BaseException) -> str:
     """What to tell of `error`: its own words, after its kind where they do not stand alone."""
     text = str(error).strip().split("\n")[0]
     if isinstance(error, NovaInferError) or type(error).__module__.startswith("novainfer."):

@@ -18,7 +18,7 @@ from typing import Any
 
 import anyio
 
-from novainfer.actors.device import Device, do_jobs
+from novainfer.actors.device import Device, do_jobs, sentence_of
 from novainfer.actors.mailbox import Actor, ActorStatistics
 from novainfer.actors.streams import StreamHandle, Streams
 from novainfer.actors.thread import JobThread
@@ -57,6 +57,7 @@ DRAIN_RATE_WINDOW = 64  # departures that the drain rate is computed from
 RETRY_AFTER_S_DEFAULT = 1.0  # while nothing has departed yet there is no rate
 RETRY_AFTER_S_MAX = 60.0  # openai-python gives up above 120 s
 LOAD_TOKENIZER = "load"  # the tokenizer thread's first job
+TOKENIZER_BATCH_MAX = 64  # prompts: enough to keep every core busy, and close need not wait for a thousand
 BYTES_PER_TOKEN = 3  # what admission reserves for text before it is tokenised: Qwen2's English average is about 4
 
 
@@ -80,7 +81,7 @@ class System:
         self._device_thread = JobThread("novainfer-device", partial(do_jobs, device), partial(self._tell, "worker"))
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_thread = JobThread(
-            "novainfer-tokenizer", self._work_of_tokenizer, self._from_tokenizer, batched=True
+            "novainfer-tokenizer", self._work_of_tokenizer, self._from_tokenizer, batch_max=TOKENIZER_BATCH_MAX
         )
         self._departures: deque[float] = deque(maxlen=DRAIN_RATE_WINDOW)
         self._next_stream_id = 0
@@ -89,7 +90,7 @@ class System:
         self._ready: asyncio.Future[WorkerReady] | None = None
         self._stopping: anyio.Event | None = None
         self._idle: asyncio.Event | None = None
-        self._vocabulary: asyncio.Future[Vocabulary] | None = None
+        self._vocabulary: asyncio.Future[Vocabulary | None] | None = None  # None: stopped before it was there
         self._rejected: Rejected | None = None  # the gate's answer to the stream just added
         self.error: str | None = None  # what it died of
 
@@ -113,8 +114,7 @@ class System:
         """End everything that still runs; streams hear of it. From any task, any number of times."""
         if self._root is None:
             return
-        assert self._stopping is not None
-        self._stopping.set()
+        self._stop()
         with anyio.CancelScope(shield=True):
             await asyncio.wait([self._root])
         if self._ready is not None and self._ready.done() and not self._ready.cancelled():
@@ -122,6 +122,8 @@ class System:
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new streams; wait until those here have ended, `timeout_s` at most; end the rest."""
+        if self._root is None:
+            return
         self._actors["gate"].handle(Drain())
         with anyio.move_on_after(timeout_s):
             await self._wait_idle()
@@ -136,20 +138,38 @@ class System:
         assert self._vocabulary is not None
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(self._device_thread.run)
-                group.start_soon(self._tokenizer_thread.run)
+                group.start_soon(self._watch, "device thread", self._device_thread)
+                group.start_soon(self._watch, "tokenizer thread", self._tokenizer_thread)
                 self._actors["worker"].open(self._loop)
                 self._tell("worker", Begin())
                 self._tokenizer_thread.put(LOAD_TOKENIZER)
                 try:
-                    self._open(await self._vocabulary)
+                    if (vocabulary := await self._vocabulary) is not None:
+                        self._open(vocabulary)
                     await self._stopping.wait()
                 finally:
                     self._shut()
-        except BaseException as error:
+        except Exception as error:
             self._fail(error)
-            if isinstance(error, asyncio.CancelledError):
-                raise
+        finally:
+            if self._ready is not None and not self._ready.done():
+                closed = EngineClosed("the engine was closed while it was starting")
+                self._ready.set_exception(ModelLoadError(self.error) if self.error else closed)
+                self._ready.exception()  # seen: whoever started it may have left
+
+    async def _watch(self, name: str, thread: JobThread) -> None:
+        """Live as long as `thread`; its death is an actor's death."""
+        try:
+            await thread.run()
+        except Exception as error:
+            self._died(name, error)
+
+    def _stop(self) -> None:
+        """Let the root task go on to its end."""
+        assert self._stopping is not None
+        self._stopping.set()
+        if self._vocabulary is not None and not self._vocabulary.done():
+            self._vocabulary.set_result(None)
 
     def _open(self, vocabulary: Vocabulary) -> None:
         """Everything is there: the actors that waited for the vocabulary may take their turns."""
@@ -160,37 +180,41 @@ class System:
             self._actors[name].open(self._loop)
 
     def _shut(self) -> None:
-        """Stop every actor; what streams are left hear why."""
+        """Stop every actor, also when some of them are broken; what streams are left hear why."""
         stop = Stop(self.error)
-        if self._engine.state is not EngineState.STOPPED:
-            self._actors["engine"].handle(stop)
-        self._actors["gate"].handle(stop)
-        self._streams.take(stop)
-        self._actors["worker"].handle(stop)  # its last effect closes the device
+        takers: list[Callable[[Any], None]] = [self._actors[name].handle for name in ("engine", "gate")]
+        # The worker's last effect closes the device.
+        for take in (*takers, self._streams.take, self._actors["worker"].handle):
+            try:
+                take(stop)
+            except Exception as error:
+                self._report("an actor could not be stopped", error)
         for actor in self._actors.values():
             actor.close()
         self._device_thread.stop()
-        self._tokenizer_thread.stop()
+        self._tokenizer_thread.stop(drop_waiting=True)
         if self._idle is not None:
             self._idle.set()
 
     def _fail(self, error: BaseException) -> None:
+        """The start failed by `error`: whoever waits for it is told."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
+        wrapped = error if isinstance(error, NovaInferError) else ModelLoadError(f"cannot start: {sentence_of(error)}")
+        self.error = wrapped.message
         if self._ready is not None and not self._ready.done():
-            wrapped = error if isinstance(error, NovaInferError) else ModelLoadError(f"cannot start: {error}")
             self._ready.set_exception(wrapped)
-        elif self.error is None and not isinstance(error, asyncio.CancelledError):
-            self.error = f"{type(error).__name__}: {error}"
 
     def _died(self, name: str, error: BaseException) -> None:
         """An actor raised: a bug. Its streams end with an error, and the system stops."""
-        self.error = f"the {name} died: {type(error).__name__}: {error}"
+        if self.error is None:
+            self.error = f"the {name} died: {sentence_of(error)}"
+        self._report(self.error, error)
+        self._stop()
+
+    def _report(self, message: str, error: BaseException) -> None:
         if self._loop is not None:
-            context = {"message": f"novainfer: {self.error}", "exception": error}
-            self._loop.call_exception_handler(context)
-        if self._stopping is not None:
-            self._stopping.set()
+            self._loop.call_exception_handler({"message": f"novainfer: {message}", "exception": error})
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -237,7 +261,8 @@ class System:
 
     async def _wait_idle(self) -> None:
         assert self._idle is not None
-        while self._engine.num_streams or self._gate.num_queued:
+        assert self._stopping is not None
+        while (self._engine.num_streams or self._gate.num_queued) and not self._stopping.is_set():
             self._idle.clear()
             await self._idle.wait()
 
@@ -280,10 +305,13 @@ class System:
 
     def _from_tokenizer(self, result: Any) -> None:
         assert self._vocabulary is not None
-        if isinstance(result, Vocabulary):
-            self._vocabulary.set_result(result)
-        elif isinstance(result, Exception):
-            self._vocabulary.set_exception(result)
+        if isinstance(result, Vocabulary | Exception):
+            if self._vocabulary.done():  # closed, or cancelled, while the tokenizer loaded
+                return
+            if isinstance(result, Vocabulary):
+                self._vocabulary.set_result(result)
+            else:
+                self._vocabulary.set_exception(result)
         else:
             self._tell("engine", result)
 
@@ -304,8 +332,7 @@ class System:
             self.error = event.message
             if not self._ready.done():
                 self._ready.set_exception(ModelLoadError(event.message))
-            assert self._stopping is not None
-            self._stopping.set()
+            self._stop()
 
     # ---- looking in ----------------------------------------------------------------------------------------------
 

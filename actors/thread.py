@@ -17,7 +17,7 @@ import anyio
 
 
 class JobThread:
-    """`work(jobs)` runs in the thread with the jobs that wait; `deliver(result)`, on the loop, takes each result."""
+    """`work(jobs)` runs in the thread with the jobs that wait, `batch_max` at most; `deliver(result)` is on the loop."""
 
     def __init__(
         self,
@@ -25,13 +25,15 @@ class JobThread:
         work: Callable[[list[Any]], list[Any]],
         deliver: Callable[[Any], None],
         *,
-        batched: bool = False,
+        batch_max: int = 1,
     ) -> None:
         self._name = name
         self._work = work
         self._deliver = deliver
-        self._batched = batched
+        self._batch_max = batch_max
         self._jobs: SimpleQueue[Any] = SimpleQueue()
+        self._is_dropping = False
+        self._is_at_end = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = anyio.Event()
@@ -41,8 +43,9 @@ class JobThread:
         """Do `job` after those before it."""
         self._jobs.put(job)
 
-    def stop(self) -> None:
-        """End after the jobs that were put before."""
+    def stop(self, *, drop_waiting: bool = False) -> None:
+        """End after the jobs that were put before, or (`drop_waiting`) after the one that runs."""
+        self._is_dropping = self._is_dropping or drop_waiting
         self._jobs.put(None)
 
     async def run(self) -> None:
@@ -65,16 +68,22 @@ class JobThread:
     def _main(self) -> None:
         assert self._loop is not None
         try:
-            while (job := self._jobs.get()) is not None:
-                jobs = [job]
-                while self._batched and not self._jobs.empty():
-                    if (more := self._jobs.get()) is None:
-                        self._jobs.put(None)
-                        break
-                    jobs.append(more)
+            while jobs := self._next_jobs():
                 for result in self._work(jobs):
                     self._loop.call_soon_threadsafe(self._deliver, result)
-        except BaseException as error:
+        except Exception as error:
             self._error = error
+        except BaseException as error:  # raised as it is, a SystemExit would go through the caller's loop and end it
+            self._error = RuntimeError(f"{self._name} was ended by {type(error).__name__}({error})")
         finally:
             self._loop.call_soon_threadsafe(self._ended.set)
+
+    def _next_jobs(self) -> list[Any]:
+        """Wait for a job, and take those that wait behind it if they go in batches; none at the end."""
+        jobs: list[Any] = []
+        while not self._is_at_end and (not jobs or (len(jobs) < self._batch_max and not self._jobs.empty())):
+            job = self._jobs.get()
+            self._is_at_end = job is None or self._is_dropping
+            if not self._is_at_end:
+                jobs.append(job)
+        return [] if self._is_dropping else jobs

@@ -1,0 +1,331 @@
+"""An engine's actors come up, serve, and go down, whoever closes them and whenever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from novainfer.actors.fake import ByteTokenizer, FakeDevice
+from novainfer.actors.system import System
+from novainfer.fsm.errors import EngineClosed, ModelLoadError
+from novainfer.fsm.events import Cause
+from tests.actors.helpers import (
+    WAIT_S,
+    Valve,
+    all_blocks_back,
+    answer,
+    ask,
+    eventually,
+    expected,
+    make_system,
+    params,
+    read_all,
+    running,
+)
+from tests.leftovers import other_tasks
+
+
+class FailingDevice(FakeDevice):
+    """Fails in one of its jobs."""
+
+    def __init__(self, job: str, error: BaseException) -> None:
+        super().__init__()
+        self._job = job
+        self._error = error
+
+    def load(self) -> dict[str, Any]:
+        return self._maybe("load", super().load())
+
+    def fit(self) -> dict[str, Any]:
+        return self._maybe("fit", super().fit())
+
+    def warm(self) -> None:
+        self._maybe("warm", None)
+
+    def _maybe(self, job: str, value: Any) -> Any:
+        if job == self._job:
+            raise self._error
+        return value
+
+
+class SlowDevice(FakeDevice):
+    """Loads when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_load = threading.Event()
+        self.is_loading = threading.Event()
+
+    def load(self) -> dict[str, Any]:
+        self.is_loading.set()
+        assert self.may_load.wait(WAIT_S)
+        return super().load()
+
+
+def fail_to_load() -> ByteTokenizer:
+    raise ModelLoadError("cannot load a tokenizer from nowhere", param="tokenizer")
+
+
+async def test_a_full_life() -> None:
+    device = FakeDevice()
+    system = make_system(device)
+    assert not system.is_ready
+    ready = await system.start()
+    assert ready.num_blocks == 4096
+    assert system.is_ready
+    found = await answer(system, "hello")
+    assert found.is_well
+    assert found.token_ids == expected("hello", 8)
+    assert "".join(delta.text for delta in found.deltas) == bytes(expected("hello", 8)).decode()
+    await all_blocks_back(system)
+    await system.aclose()
+    assert device.is_closed
+    assert not system.is_ready
+    assert other_tasks() == set()
+
+
+async def test_many_streams_at_once_get_their_own_tokens() -> None:
+    async with running() as system:
+        prompts = [f"prompt number {i}" for i in range(150)]
+        found = await asyncio.gather(*(answer(system, prompt, params(12)) for prompt in prompts))
+        assert [f.token_ids for f in found] == [expected(prompt, 12) for prompt in prompts]
+        await all_blocks_back(system)
+
+
+@pytest.mark.parametrize("job", ["load", "fit", "warm"])
+async def test_a_device_that_fails_to_come_up_says_why_in_one_sentence(job: str) -> None:
+    device = FailingDevice(job, RuntimeError("there is a hole in the disk"))
+    system = make_system(device)
+    with pytest.raises(ModelLoadError, match="^RuntimeError: there is a hole in the disk$"):
+        await system.start()
+    assert device.is_closed
+    assert other_tasks() == set()
+
+
+async def test_an_error_that_novainfer_wrote_is_told_as_it_is() -> None:
+    system = make_system(FailingDevice("load", ModelLoadError("model x is a file")))
+    with pytest.raises(ModelLoadError, match="^model x is a file$"):
+        await system.start()
+
+
+async def test_a_tokenizer_that_fails_to_load_ends_the_start() -> None:
+    system = make_system(load_tokenizer=fail_to_load)
+    with pytest.raises(ModelLoadError, match="^cannot load a tokenizer from nowhere$"):
+        await system.start()
+    assert other_tasks() == set()
+
+
+async def test_a_tokenizer_of_the_wrong_kind_ends_the_start_with_the_kind_of_its_error() -> None:
+    def load() -> ByteTokenizer:
+        raise KeyError("Ġ")
+
+    system = make_system(load_tokenizer=load)
+    with pytest.raises(ModelLoadError, match="KeyError: 'Ġ'"):
+        await system.start()
+
+
+async def test_both_failing_is_one_error() -> None:
+    system = make_system(FailingDevice("load", OSError("no disk")), load_tokenizer=fail_to_load)
+    with pytest.raises(ModelLoadError):
+        await system.start()
+    assert other_tasks() == set()
+
+
+async def test_nothing_is_let_in_before_it_is_ready() -> None:
+    device = SlowDevice()
+    system = make_system(device)
+    start = asyncio.create_task(system.start())
+    await asyncio.to_thread(device.is_loading.wait, WAIT_S)
+    with pytest.raises(EngineClosed):
+        ask(system, "hello")
+    device.may_load.set()
+    await start
+    assert (await answer(system, "hello")).is_well
+    await system.aclose()
+
+
+async def test_closing_before_the_start_does_nothing() -> None:
+    system = make_system()
+    await system.aclose()
+
+
+async def test_draining_before_the_start_does_nothing() -> None:
+    system = make_system()
+    await system.drain(1.0)
+    await system.start()
+    assert (await answer(system, "hello")).is_well
+    await system.aclose()
+
+
+async def test_closing_twice_and_from_several_tasks_at_once_is_closing_once() -> None:
+    system = make_system()
+    await system.start()
+    await asyncio.gather(*(asyncio.create_task(system.aclose()) for _ in range(5)))
+    await system.aclose()
+    assert other_tasks() == set()
+
+
+async def test_closing_from_another_task_while_it_loads_ends_the_start_with_an_error() -> None:
+    device = SlowDevice()
+    system = make_system(device)
+    start = asyncio.create_task(system.start())
+    await asyncio.to_thread(device.is_loading.wait, WAIT_S)
+    close = asyncio.create_task(system.aclose())
+    device.may_load.set()
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(EngineClosed, match="closed while it was starting"):
+            await start
+        await close
+    assert device.is_closed
+    assert other_tasks() == set()
+
+
+async def test_closing_while_the_tokenizer_loads() -> None:
+    is_loading, may_load = threading.Event(), threading.Event()
+
+    def load() -> ByteTokenizer:
+        is_loading.set()
+        assert may_load.wait(WAIT_S)
+        return ByteTokenizer()
+
+    system = make_system(load_tokenizer=load)
+    start = asyncio.create_task(system.start())
+    await asyncio.to_thread(is_loading.wait, WAIT_S)
+    close = asyncio.create_task(system.aclose())
+    await asyncio.sleep(0)
+    may_load.set()
+    with pytest.raises(EngineClosed):
+        await start
+    await close
+    assert other_tasks() == set()
+
+
+async def test_the_caller_cancelled_while_it_starts_leaves_nothing() -> None:
+    device = SlowDevice()
+    system = make_system(device)
+    start = asyncio.create_task(system.start())
+    await asyncio.to_thread(device.is_loading.wait, WAIT_S)
+    start.cancel()
+    await asyncio.sleep(0)
+    device.may_load.set()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert device.is_closed
+    assert other_tasks() == set()
+
+
+@pytest.mark.parametrize("cancel_while", ["device loads", "tokenizer loads"])
+def test_the_whole_loop_ending_while_it_starts_leaves_nothing(cancel_while: str) -> None:
+    device = SlowDevice()
+    may_go = threading.Event()
+
+    def load() -> ByteTokenizer:
+        assert may_go.wait(WAIT_S)
+        return ByteTokenizer()
+
+    async def main() -> None:
+        system = make_system(device, load_tokenizer=load)
+        start = asyncio.create_task(system.start())
+        await asyncio.to_thread(device.is_loading.wait, WAIT_S)
+        if cancel_while == "device loads":
+            may_go.set()
+            await eventually(lambda: system._scheduler is not None)
+        assert not start.done()
+        # asyncio.run now cancels every task there is, the root task among them.
+        asyncio.get_running_loop().call_later(0.01, device.may_load.set)
+        asyncio.get_running_loop().call_later(0.01, may_go.set)
+
+    asyncio.run(main())
+
+
+async def test_closing_waits_for_the_step_on_the_device_and_then_frees_it() -> None:
+    valve = Valve()
+    device = FakeDevice(on_step=valve)
+    system = make_system(device)
+    await system.start()
+    reader = asyncio.create_task(answer(system, "hello"))
+    await valve.step_arrived()
+    close = asyncio.create_task(system.aclose())
+    found = await reader  # the reader need not wait for the step
+    assert found.end.code == "draining"
+    assert not close.done()
+    assert not device.is_closed
+    valve.open()
+    await close
+    assert device.is_closed
+
+
+async def test_closing_does_not_wait_for_prompts_in_the_tokenizers_queue() -> None:
+    started, go = threading.Event(), threading.Event()
+    tokenized: list[int] = []
+
+    class Slow(ByteTokenizer):
+        def encode_batch(self, prompts: Any) -> Any:
+            started.set()
+            assert go.wait(WAIT_S)
+            tokenized.append(len(prompts))
+            return super().encode_batch(prompts)
+
+    system = make_system(tokenizer=Slow())
+    await system.start()
+    readers = [asyncio.create_task(answer(system, f"{i}")) for i in range(500)]
+    await asyncio.to_thread(started.wait, WAIT_S)
+    close = asyncio.create_task(system.aclose())
+    await asyncio.wait(readers)
+    go.set()
+    await close
+    assert sum(tokenized) < 200
+    assert {reader.result().end.code for reader in readers} == {"draining"}
+
+
+async def test_after_it_was_closed_it_refuses_politely() -> None:
+    system = make_system()
+    await system.start()
+    await system.aclose()
+    with pytest.raises(EngineClosed):
+        ask(system, "hello")
+    system.cancel(0, Cause.CLIENT)
+    system.abandon(0)
+    await system.drain(0.0)
+    assert {actor.state for actor in system.actors()} == {"DEAD"}
+
+
+async def test_two_systems_in_one_loop_do_not_meet() -> None:
+    async with running() as one, running() as two:
+        a, b = await asyncio.gather(answer(one, "abc"), answer(two, "xyz"))
+        assert a.token_ids == expected("abc", 8)
+        assert b.token_ids == expected("xyz", 8)
+        await one.aclose()
+        assert (await answer(two, "still")).token_ids == expected("still", 8)
+
+
+def test_it_can_be_made_outside_the_loop_that_it_will_live_on() -> None:
+    system = make_system()
+
+    async def live(system: System) -> list[int]:
+        await system.start()
+        try:
+            return (await answer(system, "abc")).token_ids
+        finally:
+            await system.aclose()
+
+    assert asyncio.run(live(system)) == expected("abc", 8)
+
+
+async def test_what_was_computed_before_the_close_can_still_be_read() -> None:
+    valve = Valve()
+    system = make_system(FakeDevice(on_step=valve))
+    await system.start()
+    handle = ask(system, [65])
+    valve.let(3)
+    for _ in range(4):
+        await valve.step_arrived()
+    close = asyncio.create_task(system.aclose())
+    valve.open()
+    await close
+    found = await read_all(handle)
+    assert found.token_ids == expected([65], 3)
+    assert found.end.code == "draining"
