@@ -1,0 +1,223 @@
+"""The whole path: OpenAI's own client, over each version of HTTP, to the demo model."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import httpx
+import httpx2
+import openai
+import pytest
+
+from novainfer import Engine, EngineConfig
+from novainfer.server.serve import Server
+from novainfer.server.settings import ServerSettings
+from tests.server.test_chat import events
+
+pytestmark = pytest.mark.slow  # loading torch takes two seconds
+
+KEY = "test-key"
+SUM = [{"role": "user", "content": "What is 7 + 5?"}]
+
+
+class DemoServer:
+    """The demo model behind HTTP, in a thread with a loop of its own, as an application beside its clients."""
+
+    def __init__(self) -> None:
+        self.server: Server
+        self.engine: Engine
+        self._loop: asyncio.AbstractEventLoop
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.server = Server(ServerSettings(port=0, api_keys=(KEY,), shutdown_timeout_s=0.0))
+
+        def make_engine() -> Engine:
+            self.engine = Engine(EngineConfig(num_threads=2, max_num_seqs=64))
+            return self.engine
+
+        await self.server.run(make_engine, on_ready=self._ready.set)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self.server.stop.set)
+        self._thread.join()
+        assert self._error is None
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[DemoServer]:
+    server = DemoServer()
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["http/1.1", "h2c"])
+def client(request: pytest.FixtureRequest, demo: DemoServer) -> openai.AsyncOpenAI:
+    """OpenAI's client, plain and with an HTTP/2 transport."""
+    http2 = request.param == "h2c"
+    return openai.AsyncOpenAI(
+        base_url=f"{demo.server.url}/v1",
+        api_key=KEY,
+        max_retries=0,
+        http_client=httpx2.AsyncClient(http1=not http2, http2=http2, timeout=30),
+    )
+
+
+async def idle(demo: DemoServer) -> None:
+    """Wait until the engine has nothing to do: what was cancelled must be gone, blocks and all."""
+    async with asyncio.timeout(10):
+        while (found := demo.engine.statistics()).num_running or found.num_waiting or found.kv_blocks_owned:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)  # the engine lives in another thread's loop
+
+
+async def test_openais_client_streams_a_sensible_answer(client: openai.AsyncOpenAI) -> None:
+    async with client:
+        stream = await client.chat.completions.create(
+            model="demo", messages=SUM, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+        assert "12" in text
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert usage.completion_tokens > 3
+        whole = await client.chat.completions.create(model="demo", messages=SUM, temperature=0)
+        assert whole.choices[0].message.content == text
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == usage.completion_tokens
+        assert [model.id async for model in client.models.list()] == ["demo"]
+
+
+async def test_completions_take_every_form_of_prompt(client: openai.AsyncOpenAI) -> None:
+    async with client:
+        text = await client.completions.create(model="demo", prompt=["Once upon"] * 2, max_tokens=8, temperature=0, n=2)
+        assert len({choice.text for choice in text.choices}) == 1
+        assert [choice.index for choice in text.choices] == [0, 1, 2, 3]
+        extra = {"return_token_ids": True}
+        by_ids = await client.completions.create(
+            model="demo", prompt=[[300, 301], [302]], max_tokens=3, logprobs=2, extra_body=extra
+        )
+        assert by_ids.choices[1].model_extra is not None
+        assert by_ids.choices[1].model_extra["prompt_token_ids"] == [302]
+        logprobs = by_ids.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.tokens is not None
+        assert len(logprobs.tokens) == 3
+
+
+async def test_a_seed_gives_the_same_answer_again(client: openai.AsyncOpenAI) -> None:
+    async with client:
+
+        async def story(seed: int | None) -> openai.types.Completion:
+            return await client.completions.create(
+                model="demo", prompt="Once", max_tokens=20, temperature=1.5, seed=seed
+            )
+
+        first = await story(None)
+        assert first.choices[0].model_extra is not None
+        drawn = first.choices[0].model_extra["seed"]
+        again, other = await asyncio.gather(story(drawn), story(drawn + 1))
+        assert again.choices[0].text == first.choices[0].text
+        assert other.choices[0].text != first.choices[0].text
+
+
+async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(client: openai.AsyncOpenAI) -> None:
+    async with client:
+        reply = await client.completions.create(
+            model="demo", prompt="Once upon", max_tokens=30, temperature=0, stop=[" there"]
+        )
+        assert reply.choices[0].finish_reason == "stop"
+        assert reply.choices[0].text == " a time,"
+
+
+async def test_32_at_once_are_batched(demo: DemoServer, client: openai.AsyncOpenAI) -> None:
+    async with client:
+        before = demo.engine.statistics()
+        replies = await asyncio.gather(
+            *(
+                client.completions.create(
+                    model="demo", prompt=f"{i} +", max_tokens=40, temperature=0, extra_body={"ignore_eos": True}
+                )
+                for i in range(32)
+            )
+        )
+        after = demo.engine.statistics()
+        assert sum(reply.usage.completion_tokens for reply in replies if reply.usage) == 32 * 40
+        assert after.steps - before.steps < 32 * 40 / 4
+
+
+async def test_errors_are_openais_exceptions(client: openai.AsyncOpenAI) -> None:
+    async with client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="demo", messages=SUM, temperature=-1)
+        assert caught.value.param == "temperature"
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 2048 tokens") as caught:
+            await client.completions.create(model="demo", prompt="a b " * 2000, stream=True)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match="max_tokens"):
+            await client.completions.create(model="demo", prompt="a", max_tokens=5000)
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="gpt-5", messages=SUM)
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="wrong").models.list()
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model="demo", prompt=[1 << 40])
+        assert caught.value.param == "prompt"
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model="demo", prompt="a", logit_bias={"99999": 1})
+        assert caught.value.param == "logit_bias"
+
+
+async def test_who_leaves_or_is_cancelled_is_gone_at_once(
+    demo: DemoServer, client: openai.AsyncOpenAI, request: pytest.FixtureRequest
+) -> None:
+    endless = {"ignore_eos": True}
+    async with client:
+        # httpcore does not reset a stream that is closed early on HTTP/2 (its issue 943); test_endings.py does
+        is_http2 = "h2c" in request.node.name
+        for how in ("cancel",) if is_http2 else ("close", "cancel"):
+            stream = await client.completions.create(
+                model="demo", prompt="Once", max_tokens=2000, stream=True, extra_body=endless
+            )
+            first = await anext(aiter(stream))
+            if how == "close":
+                await stream.close()
+            else:
+                await client.post(f"/requests/{first.id}/cancel", cast_to=object)
+                with pytest.raises(openai.APIError, match="cancelled"):
+                    async for _ in stream:
+                        pass
+            await idle(demo)
+
+
+async def test_two_conversations_share_their_beginning(demo: DemoServer) -> None:
+    long = [{"role": "system", "content": "You are a helpful model. " * 20}, *SUM]
+    async with httpx.AsyncClient(base_url=demo.server.url, headers={"authorization": f"Bearer {KEY}"}) as http:
+        cached = []
+        for _ in range(2):
+            response = await http.post("/v1/chat/completions", json={"messages": long, "max_tokens": 4})
+            cached.append(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached[0] < cached[1]
+        response = await http.post("/v1/chat/completions", json={"messages": SUM, "stream": True, "max_tokens": 4})
+        assert events(response.text)[-1] == "[DONE]"
+        metrics = (await http.get("/metrics")).text
+        assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="demo"}' in metrics
