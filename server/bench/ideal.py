@@ -46,6 +46,11 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def is_reference(self) -> bool:
+        """True for Qwen2.5-0.5B's sizes: the shape that the targets are written for."""
+        return (self.hidden, self.layers, self.vocab_size) == (896, 24, 151_936)
+
+    @property
     def body_parameters(self) -> int:
         """Weights that every token is multiplied with: the linear layers without the head."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)

@@ -18,6 +18,8 @@ import click
 import msgspec
 
 from novainfer.server.bench.ideal import Roof
+from novainfer.server.bench.report import table
+from novainfer.server.bench.statistic import medians
 
 PACKAGES = ("novainfer", "torch", "transformers")
 GIB = 1024**3
@@ -81,23 +83,30 @@ def find_checkpoint(like: str) -> Path:
     return folder
 
 
-class Roofline(msgspec.Struct, frozen=True):
-    """A measurement of this machine; `raw` is all that the program said."""
-
-    roof: Roof
-    raw: dict[str, Any]
-
-
-def measure_roofline(dtype: str = "bfloat16") -> Roofline:
-    """Read bandwidth, and the GEMM peak in `dtype`, with all cores; takes a few seconds."""
+def measure_raw() -> dict[str, Any]:
+    """Read bandwidth and matrix-product peaks with all cores, as the kernels' program tells them."""
     out = _run("novainfer.kernels.roofline", "--json")
     raw: dict[str, Any] = msgspec.json.decode(out.strip().splitlines()[-1])
-    return Roofline(roof_of(raw, dtype), raw)
+    return raw
 
 
-def roof_of(raw: dict[str, Any], dtype: str) -> Roof:
+def measure_roof() -> Roof:
+    """What bounds a bf16 model here; takes a few seconds."""
+    return roof_of(measure_raw())
+
+
+def roof_of(raw: dict[str, Any], dtype: str = "bfloat16") -> Roof:
     """The two numbers that the ideal times need."""
     return Roof(bytes_per_s=raw["read_gb_s"] * 1e9, flops_per_s=raw[f"{dtype}_gflop_s"] * 1e9)
+
+
+def roofline_report(repeat: int) -> tuple[dict[str, Any], str]:
+    """The report of `bench roofline` and its table."""
+    runs = [measure_raw() for _ in range(repeat)]
+    found = medians(runs)
+    report = {"benchmark": "roofline", "machine": describe(), "repeat": repeat, **found, "runs": runs}
+    rows = [(key, value) for key, value in found.items() if isinstance(value, int | float)]
+    return report, table(f"Roofline of {describe()['cpu']}, {repeat} x, medians", ("", "measured"), rows)
 
 
 def _run(module: str, *arguments: str) -> str:

@@ -70,4 +70,13 @@ def emit(report: dict[str, Any], text: str, as_json: bool) -> None:
     """The tables, and with `--json` the object as the last line."""
     click.echo(text)
     if as_json:
-        click.echo(msgspec.json.encode(report).decode())
+        click.echo(msgspec.json.encode(rounded(report)).decode())
+
+
+def rounded(value: Any) -> Any:
+    """Floats to six digits, all the way down: what is measured has no more, and people read these files."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value

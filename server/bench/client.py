@@ -1,0 +1,198 @@
+"""Small streaming clients over HTTP/1.1 and HTTP/2 that cost the machine they measure as little as possible.
+
+`connect` gives one of two connections with the same way of use: `post` yields pieces of the body as they come. An
+HTTP/1.1 connection carries one request at a time; an HTTP/2 one as many as the server allows (prior knowledge on
+http, ALPN on https). Certificates are not checked: whoever measures a server knows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from typing import Literal, Protocol
+from urllib.parse import urlsplit
+
+import h2.config
+import h2.connection
+import h2.events
+import h2.exceptions
+import h2.settings
+import msgspec
+
+Version = Literal["h1", "h2"]
+READ_BYTES = 65_536
+WINDOW_BYTES = 2**24  # of a stream and of the connection: a reader that keeps up must never be what is measured
+
+
+class HTTPFailure(Exception):
+    """The server answered with another status than 200, or broke off; the message says which."""
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a server is."""
+
+    host: str
+    port: int
+    tls: bool
+
+    @classmethod
+    def parse(cls, url: str) -> Origin:
+        """From http://host:port; raises ValueError when it is none."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is no http:// or https:// address")
+        tls = parts.scheme == "https"
+        return cls(host=parts.hostname, port=parts.port or (443 if tls else 80), tls=tls)
+
+    @property
+    def authority(self) -> str:
+        """As the host header has it."""
+        return f"{self.host}:{self.port}"
+
+
+class Connection(Protocol):
+    """One connection to a server."""
+
+    def post(self, path: str, body: bytes, headers: dict[str, str]) -> AsyncIterator[bytes]: ...
+    async def close(self) -> None: ...
+
+
+async def connect(origin: Origin, version: Version) -> Connection:
+    """Open a connection; raises OSError when nobody listens."""
+    context = None
+    if origin.tls:
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.set_alpn_protocols(["h2" if version == "h2" else "http/1.1"])
+    reader, writer = await asyncio.open_connection(origin.host, origin.port, ssl=context)
+    if version == "h1":
+        return HTTP1(origin, reader, writer)
+    return HTTP2(origin, reader, writer)
+
+
+class HTTP1:
+    """One request at a time."""
+
+    def __init__(self, origin: Origin, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._origin = origin
+        self._reader = reader
+        self._writer = writer
+
+    async def post(self, path: str, body: bytes, headers: dict[str, str]) -> AsyncIterator[bytes]:
+        """The body's chunks; raises `HTTPFailure`."""
+        lines = [f"POST {path} HTTP/1.1", f"host: {self._origin.authority}", f"content-length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self._writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        try:
+            head = await self._reader.readuntil(b"\r\n\r\n")
+            status = int(head.split(b" ", 2)[1])
+            chunks = self._chunks(head.lower())
+            if status != 200:
+                raise HTTPFailure(_failure(status, b"".join([chunk async for chunk in chunks])))
+            async for chunk in chunks:
+                yield chunk
+        except asyncio.IncompleteReadError:
+            raise HTTPFailure("the server closed the connection in the middle of an answer") from None
+
+    async def _chunks(self, head: bytes) -> AsyncIterator[bytes]:
+        if b"transfer-encoding: chunked" not in head:
+            length = int(head.partition(b"content-length:")[2].split(b"\r\n", 1)[0] or 0)
+            yield await self._reader.readexactly(length)
+            return
+        while size := int(await self._reader.readuntil(b"\r\n"), 16):
+            yield (await self._reader.readexactly(size + 2))[:-2]
+        await self._reader.readuntil(b"\r\n")
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self._writer.close()
+
+
+class HTTP2:
+    """Many requests at a time; one task reads for all of them."""
+
+    def __init__(self, origin: Origin, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._origin = origin
+        self._reader = reader
+        self._writer = writer
+        self._h2 = h2.connection.H2Connection(h2.config.H2Configuration())
+        self._streams: dict[int, asyncio.Queue[bytes | int | None]] = {}  # status, body pieces, None at the end
+        self._h2.initiate_connection()
+        self._h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: WINDOW_BYTES})
+        self._h2.increment_flow_control_window(WINDOW_BYTES)
+        self._flush()
+        self._task = asyncio.create_task(self._read())
+
+    async def post(self, path: str, body: bytes, headers: dict[str, str]) -> AsyncIterator[bytes]:
+        """The body's pieces; raises `HTTPFailure`."""
+        stream_id = self._h2.get_next_available_stream_id()
+        pieces = self._streams[stream_id] = asyncio.Queue()
+        fixed = {":method": "POST", ":path": path, ":authority": self._origin.authority}
+        scheme = "https" if self._origin.tls else "http"
+        self._h2.send_headers(stream_id, list({**fixed, ":scheme": scheme, **headers}.items()))
+        largest = self._h2.max_outbound_frame_size
+        for begin in range(0, len(body), largest):
+            self._h2.send_data(stream_id, body[begin : begin + largest])
+        self._h2.end_stream(stream_id)
+        self._flush()
+        try:
+            status = await pieces.get()
+            if not isinstance(status, int):
+                raise HTTPFailure("the server ended the stream without an answer")
+            if status != 200:
+                text = b""
+                while isinstance(piece := await pieces.get(), bytes):
+                    text += piece
+                raise HTTPFailure(_failure(status, text))
+            while (piece := await pieces.get()) is not None:
+                if isinstance(piece, int):
+                    raise HTTPFailure(f"the server reset the stream with error {-piece}")
+                yield piece
+        finally:
+            del self._streams[stream_id]
+
+    async def close(self) -> None:
+        """Close the connection and end the reading task."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._writer.close()
+
+    def _flush(self) -> None:
+        self._writer.write(self._h2.data_to_send())
+
+    async def _read(self) -> None:
+        try:
+            while data := await self._reader.read(READ_BYTES):
+                for event in self._h2.receive_data(data):
+                    self._take(event)
+                self._flush()
+        except (OSError, h2.exceptions.ProtocolError):
+            pass
+        finally:
+            for pieces in self._streams.values():
+                pieces.put_nowait(None)
+
+    def _take(self, event: h2.events.Event) -> None:
+        stream_id = getattr(event, "stream_id", None)
+        pieces = self._streams.get(stream_id) if stream_id is not None else None
+        if isinstance(event, h2.events.DataReceived):
+            assert event.flow_controlled_length is not None
+            self._h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id or 0)
+            if pieces is not None and event.data:
+                pieces.put_nowait(event.data)
+        elif pieces is None:
+            return
+        elif isinstance(event, h2.events.ResponseReceived):
+            assert event.headers is not None
+            pieces.put_nowait(int(dict(event.headers)[b":status"]))
+        elif isinstance(event, h2.events.StreamEnded):
+            pieces.put_nowait(None)
+        elif isinstance(event, h2.events.StreamReset):
+            pieces.put_nowait(-int(event.error_code or 0))
+
+
+def _failure(status: int, body: bytes) -> str:
+    """One line: the status, and the beginning of what the server said."""
+    return f"status {status}: {body[:200].decode('utf-8', 'replace')}"
