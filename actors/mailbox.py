@@ -16,8 +16,7 @@ import msgspec
 
 from novainfer.fsm.machine import After, Effect, Machine, Send
 
-# Messages. Admission bounds what is in flight, so a full internal mailbox is a bug; this is far above what the
-# largest queue of requests (each one Submit) can put there.
+# Messages, where nobody says how many can be in flight.
 MAILBOX_LIMIT = 65_536
 
 

@@ -40,6 +40,8 @@ from novainfer.fsm.events import (
     Chat,
     Departed,
     Drain,
+    Encoded,
+    EncodeFailed,
     Prompt,
     Rejected,
     Stop,
@@ -47,7 +49,7 @@ from novainfer.fsm.events import (
     WorkerReady,
 )
 from novainfer.fsm.gate import Gate
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.params import NUM_CHOICES_MAX, SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.scheduler import Scheduler, SchedulerStatistics
 from novainfer.fsm.text import Vocabulary
@@ -57,6 +59,7 @@ DRAIN_RATE_WINDOW = 64  # departures that the drain rate is computed from
 RETRY_AFTER_S_DEFAULT = 1.0  # while nothing has departed yet there is no rate
 RETRY_AFTER_S_MAX = 60.0  # openai-python gives up above 120 s
 LOAD_TOKENIZER = "load"  # the tokenizer thread's first job
+MAILBOX_SPARE = 1024  # messages that belong to no stream: steps, drain, stop, cancels sent twice
 TOKENIZER_BATCH_MAX = 64  # prompts: enough to keep every core busy, and close need not wait for a thousand
 BYTES_PER_TOKEN = 3  # what admission reserves for text before it is tokenised: Qwen2's English average is about 4
 
@@ -69,6 +72,9 @@ class System:
     ) -> None:
         self._load_tokenizer = load_tokenizer
         self._limits = limits
+        # Admission bounds what is in flight, so a full mailbox is a bug: every choice of every stream let in may send
+        # its Submit and its cancel in one turn.
+        self._mailbox_limit = MAILBOX_SPARE + 2 * NUM_CHOICES_MAX * (max_queue[0] + limits.max_num_seqs)
         self._gate = Gate(*max_queue)
         self._engine = Engine()
         self._scheduler: Scheduler | None = None
@@ -91,6 +97,7 @@ class System:
         self._stopping: anyio.Event | None = None
         self._idle: asyncio.Event | None = None
         self._vocabulary: asyncio.Future[Vocabulary | None] | None = None  # None: stopped before it was there
+        self._ids_end: int | None = None  # set when the tokenizer has ids that the model has not
         self._rejected: Rejected | None = None  # the gate's answer to the stream just added
         self.error: str | None = None  # what it died of
 
@@ -220,6 +227,8 @@ class System:
 
     def add(self, name: str, prompt: Prompt, params: SamplingParams, seed: int) -> StreamHandle:
         """Ask for admission; raises `EngineOverloaded`, `EngineDraining` or `EngineClosed` when it is refused."""
+        if self._stopping is not None and self._stopping.is_set():
+            raise EngineClosed(self.error or "the engine is not running")
         stream_id = self._next_stream_id
         arrive = Arrive(
             stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=_estimate_tokens(prompt)
@@ -269,7 +278,8 @@ class System:
     # ---- what actors see of each other ---------------------------------------------------------------------------
 
     def _make_actor(self, name: str, machine: Any) -> Actor:
-        return Actor(name, machine, route=self._route, start=self._start_job, died=self._died)
+        limit = self._mailbox_limit
+        return Actor(name, machine, route=self._route, start=self._start_job, died=self._died, limit=limit)
 
     def _route(self, to: str, event: Any, urgent: bool) -> None:
         if to == "streams":
@@ -313,7 +323,17 @@ class System:
             else:
                 self._vocabulary.set_exception(result)
         else:
-            self._tell("engine", result)
+            self._tell("engine", self._checked(result))
+
+    def _checked(self, result: Encoded | EncodeFailed) -> Encoded | EncodeFailed:
+        """`result`, unless the tokenizer used a token that the model has no row for."""
+        if self._ids_end is None or isinstance(result, EncodeFailed):
+            return result
+        highest = max(result.token_ids, default=0)
+        if highest < self._ids_end:
+            return result
+        what = f"the tokenizer's token {highest} is not in the model's vocabulary of {self._ids_end}"
+        return EncodeFailed(result.stream_id, f"{what}: this tokenizer belongs to another model", "prompt")
 
     def _note_departures(self, event: Departed) -> None:
         assert self._loop is not None
@@ -327,6 +347,10 @@ class System:
             return
         assert self._ready is not None
         if isinstance(event, WorkerReady) and not self._ready.done():
+            assert self._vocabulary is not None
+            vocabulary = self._vocabulary.result()
+            if vocabulary is not None and len(vocabulary.token_bytes) > event.vocab_size:
+                self._ids_end = event.vocab_size
             self._ready.set_result(event)
         elif isinstance(event, WorkerFailed):
             self.error = event.message

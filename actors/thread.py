@@ -17,7 +17,7 @@ import anyio
 
 
 class JobThread:
-    """`work(jobs)` runs in the thread with the jobs that wait, `batch_max` at most; `deliver(result)` is on the loop."""
+    """`work(jobs)` runs in the thread, with at most `batch_max` of those that wait; `deliver(result)` on the loop."""
 
     def __init__(
         self,

@@ -287,12 +287,13 @@ class Engine(Machine):
             live = self._live.get(output.stream_id)
             if live is None or live.pop(output.request_id, None) is None:
                 continue
+            if end.error is not None:  # a cancel goes to every choice anyway
+                for sibling in live:
+                    self._send("scheduler", CancelRequest(sibling, Cause.SIBLING), urgent=True)
+                live.clear()
             if not live:
                 del self._live[output.stream_id]
                 over.append(output.stream_id)
-            elif end.finish_reason is None:
-                for sibling in live:
-                    self._send("scheduler", CancelRequest(sibling, Cause.SIBLING), urgent=True)
         if over:
             self._send("gate", Departed(over))
 

@@ -99,7 +99,7 @@ async def test_many_streams_at_once_get_their_own_tokens() -> None:
 async def test_a_device_that_fails_to_come_up_says_why_in_one_sentence(job: str) -> None:
     device = FailingDevice(job, RuntimeError("there is a hole in the disk"))
     system = make_system(device)
-    with pytest.raises(ModelLoadError, match="^RuntimeError: there is a hole in the disk$"):
+    with pytest.raises(ModelLoadError, match=r"^RuntimeError: there is a hole in the disk$"):
         await system.start()
     assert device.is_closed
     assert other_tasks() == set()
@@ -107,13 +107,13 @@ async def test_a_device_that_fails_to_come_up_says_why_in_one_sentence(job: str)
 
 async def test_an_error_that_novainfer_wrote_is_told_as_it_is() -> None:
     system = make_system(FailingDevice("load", ModelLoadError("model x is a file")))
-    with pytest.raises(ModelLoadError, match="^model x is a file$"):
+    with pytest.raises(ModelLoadError, match=r"^model x is a file$"):
         await system.start()
 
 
 async def test_a_tokenizer_that_fails_to_load_ends_the_start() -> None:
     system = make_system(load_tokenizer=fail_to_load)
-    with pytest.raises(ModelLoadError, match="^cannot load a tokenizer from nowhere$"):
+    with pytest.raises(ModelLoadError, match=r"^cannot load a tokenizer from nowhere$"):
         await system.start()
     assert other_tasks() == set()
 
