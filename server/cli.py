@@ -6,6 +6,7 @@ Whatever a user gets wrong is one sentence on stderr and exit code 2; a model th
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib import import_module
 
@@ -88,10 +89,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def as_flags(error: NovaInferError) -> str:
     """The message with the field named as the flag it came from: `max_num_seqs` reads `--max-num-seqs`."""
-    if error.param is None:
+    field = error.param or error.message.split(" ", 1)[0]
+    if error.param is None and not re.fullmatch("[a-z]+(_[a-z]+)+", field):
         return error.message
-    flag = "--" + _FLAGS.get(error.param, error.param).replace("_", "-")
-    return error.message.replace(error.param, flag, 1) if error.param in error.message else f"{flag}: {error.message}"
+    flag = "--" + _FLAGS.get(field, field).replace("_", "-")
+    return error.message.replace(field, flag, 1) if field in error.message else f"{flag}: {error.message}"
 
 
 _FLAGS = {  # settings with a unit in their name

@@ -11,12 +11,26 @@ import httpx
 import pytest
 
 from novainfer.server.engine import ServedEngine
+from novainfer.server.loop import loop_factory
 from novainfer.server.serve import Server
 from novainfer.server.settings import ServerSettings
 from tests.server.fakes import FakeEngine
 from tests.server.rawh2 import RawH2
 
 TIMEOUT_S = 10.0
+BOTH_LOOPS = {"test_http2.py", "test_endings.py", "test_serve.py"}  # what depends on how a loop treats sockets
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that `novainfer serve` runs in, and asyncio's own where it might matter."""
+    factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {}
+    if (factory := loop_factory()) is not None:
+        factories["uvloop"] = factory
+    if not factories or item.path.name in BOTH_LOOPS:
+        factories["asyncio"] = asyncio.new_event_loop
+    return factories
 
 
 @asynccontextmanager

@@ -11,9 +11,9 @@ from typing import Any
 import click
 import pytest
 
-from novainfer import EngineConfig, ModelLoadError
+from novainfer import EngineConfig, InvalidParameter, ModelLoadError, NovaInferError
 from novainfer.server import cli_chat, cli_generate, cli_serve
-from novainfer.server.cli import COMMANDS, main
+from novainfer.server.cli import COMMANDS, as_flags, main
 from novainfer.server.settings import ServerSettings
 from tests.server.fakes import FakeEngine
 
@@ -196,6 +196,22 @@ def test_a_model_that_cannot_be_loaded_is_exit_code_2(
     for argv in (["serve", "--port", "0"], ["chat"], ["generate"]):
         assert main(argv) == 2
         assert capsys.readouterr().err.endswith("Error: /models/x has no config.json\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            InvalidParameter("max_num_seqs must be at least 1", param="max_num_seqs"),
+            "--max-num-seqs must be at least 1",
+        ),
+        (ModelLoadError("max_model_len (9) is more than 8"), "--max-model-len (9) is more than 8"),
+        (InvalidParameter("must not be empty", param="host"), "--host: must not be empty"),
+        (ModelLoadError("/models/a_b has no config.json"), "/models/a_b has no config.json"),
+    ],
+)
+def test_fields_are_named_as_flags(error: NovaInferError, said: str) -> None:
+    assert as_flags(error) == said
 
 
 def test_help_names_every_command_without_loading_it() -> None:
