@@ -1,0 +1,194 @@
+"""Paged attention against fp64 over scattered blocks, and the same row in every company."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from novainfer.kernels.cpu.attention import NativeAttention
+from novainfer.kernels.registry import AttentionShape
+
+CPU = torch.device("cpu")
+DTYPES = (torch.bfloat16, torch.float32)
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 5e-6}  # of the largest value
+# (heads, kv heads, head_dim, block_size): Qwen2.5-0.5B; no groups; one kv head, wide; dims and blocks that fill
+# neither vector nor unit.
+GEOMETRIES = (
+    (14, 2, 64, 16),
+    (4, 4, 8, 16),
+    (6, 2, 80, 32),
+    (2, 1, 256, 8),
+    (10, 2, 24, 5),
+    (3, 1, 15, 48),
+    (4, 2, 32, 1),
+)
+# (context, query rows) of each sequence: decodes, whole prompts, chunks; contexts of several tiles.
+MIXED = ((700, 1), (7, 1), (300, 20), (530, 530), (1, 1), (257, 2), (65, 64))
+
+pytestmark = pytest.mark.usefixtures("level")
+
+
+@dataclass
+class World:
+    """Sequences in a cache whose every other byte is NaN."""
+
+    cache: NativeAttention
+    queries: list[Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
+    tables: Tensor
+    lens: Tensor
+    scale: float
+
+    def attend(self, seq_rows: list[tuple[int, int, int]]) -> Tensor:
+        """Rows [first, last) of some sequences' queries, each with the context up to its last row."""
+        query = torch.cat([self.queries[seq][first:last] for seq, first, last in seq_rows])
+        lengths = [last - first for _, first, last in seq_rows]
+        seqs = torch.tensor([seq for seq, _, _ in seq_rows])
+        cut = torch.tensor([len(self.queries[seq]) - last for seq, _, last in seq_rows])
+        contexts = (self.lens[seqs] - cut).int()
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        return self.cache.attend(
+            1, query, self.tables[seqs], starts, contexts, self.scale, max(lengths), int(contexts.max())
+        )
+
+    def everything(self) -> list[tuple[int, int, int]]:
+        return [(seq, 0, len(rows)) for seq, rows in enumerate(self.queries)]
+
+
+def make_world(
+    geometry: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    sequences: tuple[tuple[int, int], ...] = MIXED,
+    seed: int = 0,
+) -> World:
+    heads, kv_heads, dim, size = geometry
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    num_blocks = sum(-(-context // size) for context, _ in sequences) + 3
+    cache = NativeAttention.allocate(AttentionShape(2, heads, kv_heads, dim, size), num_blocks, dtype, CPU)
+    # What an earlier owner left: every slot of every block was written with NaN once.
+    nan = torch.full((num_blocks * size, kv_heads, dim), float("nan"), dtype=dtype)
+    for layer in (0, 1):
+        cache.write(layer, nan, nan, torch.arange(num_blocks * size))
+    free = list(range(num_blocks))
+    random.Random(seed).shuffle(free)
+    tables = torch.full(
+        (len(sequences), max(-(-context // size) for context, _ in sequences)), 10**9, dtype=torch.int32
+    )
+    queries, keys, values, slots = [], [], [], []
+    for seq, (context, rows) in enumerate(sequences):
+        blocks = [free.pop() for _ in range(-(-context // size))]
+        tables[seq, : len(blocks)] = torch.tensor(blocks)
+        slots += [blocks[token // size] * size + token % size for token in range(context)]
+        queries.append(normal(rows, heads, dim))
+        keys.append(normal(context, kv_heads, dim))
+        values.append(normal(context, kv_heads, dim))
+    cache.write(1, torch.cat(keys), torch.cat(values), torch.tensor(slots))
+    lens = torch.tensor([context for context, _ in sequences], dtype=torch.int32)
+    return World(cache, queries, keys, values, tables, lens, dim**-0.5)
+
+
+def in_double(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("nhd,chd->hnc", query.double(), keys) * scale
+    rows, context = query.shape[0], keys.shape[0]
+    hidden = torch.arange(context)[None, :] > torch.arange(context - rows, context)[:, None]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hnc,chd->nhd", weights, values).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_a_mixed_step_equals_double_precision(geometry: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    world = make_world(geometry, dtype)
+    got = world.attend(world.everything())
+    expected = torch.cat(
+        [in_double(*parts, world.scale) for parts in zip(world.queries, world.keys, world.values, strict=True)]
+    )
+    assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_a_row_has_the_same_bits_in_prefill_chunk_and_decode(
+    geometry: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    world = make_world(geometry, dtype)
+    together = world.attend(world.everything())
+    start = 0
+    threads = torch.get_num_threads()
+    try:
+        for seq, rows in enumerate(world.queries):
+            count = len(rows)
+            for first, last in {(0, count), (count // 2, count), (0, (count + 1) // 2), (count // 3, count // 3 + 1)}:
+                for number in (1, 2, 7):
+                    torch.set_num_threads(number)
+                    alone = world.attend([(seq, first, last)])
+                    assert torch.equal(alone, together[start + first : start + last]), (seq, first, last, number)
+            start += count
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_order_and_company_of_sequences_do_not_matter() -> None:
+    world = make_world(GEOMETRIES[0], torch.bfloat16)
+    order = world.everything()
+    together = world.attend(order)
+    parts = dict(zip(range(len(order)), together.split([last - first for _, first, last in order]), strict=True))
+    shuffled = order[::-1]
+    assert torch.equal(world.attend(shuffled), torch.cat([parts[seq] for seq, _, _ in shuffled]))
+
+
+def test_heads_of_a_fused_row_may_lie_apart() -> None:
+    heads, kv_heads, dim, size = 4, 2, 32, 16
+    fused = torch.randn(20, heads + 2 * kv_heads, dim).to(torch.bfloat16)
+    query, key, value = fused.split([heads, kv_heads, kv_heads], dim=1)
+    results = []
+    for parts in ((query, key, value), tuple(x.contiguous() for x in (query, key, value))):
+        cache = NativeAttention.allocate(AttentionShape(1, heads, kv_heads, dim, size), 2, torch.bfloat16, CPU)
+        cache.write(0, parts[1], parts[2], torch.arange(20))
+        starts, lens = torch.tensor([0, 20], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+        results.append(cache.attend(0, parts[0], torch.tensor([[0, 1]], dtype=torch.int32), starts, lens, 0.2, 20, 20))
+    assert torch.equal(*results)
+
+
+def test_negative_slots_are_not_written() -> None:
+    cache = NativeAttention.allocate(AttentionShape(1, 1, 1, 16, 16), 1, torch.float32, CPU)
+    ones = torch.ones(2, 1, 16)
+    cache.write(0, ones, ones, torch.tensor([0, -1]))
+    assert int((cache._data.view(torch.float32) != 0).sum()) == 2 * 16
+
+
+def test_large_scores_neither_overflow_nor_vanish() -> None:
+    cache = NativeAttention.allocate(AttentionShape(1, 1, 1, 16, 16), 40, torch.float32, CPU)
+    keys, values = torch.randn(600, 1, 16) * 100, torch.randn(600, 1, 16)
+    cache.write(0, keys, values, torch.arange(600))
+    query = torch.randn(1, 1, 16) * 100
+    table = torch.arange(40, dtype=torch.int32)[None]
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([600], dtype=torch.int32)
+    got = cache.attend(0, query, table, starts, lens, 0.25, 1, 600)
+    assert (got.double() - in_double(query, keys, values, 0.25)).abs().max() < 1e-3
+
+
+def test_memory_is_counted_as_it_is_taken() -> None:
+    shape = AttentionShape(3, 4, 2, 64, 16)
+    for dtype in DTYPES:
+        per_block = NativeAttention.bytes_per_block(shape, dtype)
+        assert per_block == 3 * 2 * 2 * 16 * 64 * dtype.itemsize
+        assert NativeAttention.allocate(shape, 5, dtype, CPU)._data.nbytes == 5 * per_block
+
+
+def test_it_says_what_it_cannot_do() -> None:
+    shape = AttentionShape(1, 4, 2, 64, 16)
+    assert NativeAttention.refuses(shape, torch.bfloat16, CPU) is None
+    assert "float16" in str(NativeAttention.refuses(shape, torch.float16, CPU))
+    assert "evenly" in str(NativeAttention.refuses(AttentionShape(1, 5, 2, 64, 16), torch.float32, CPU))
