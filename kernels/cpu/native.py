@@ -126,6 +126,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nova_add_rms_norm": (None, (_I, _P, _P, _P, _F, _P, _L, _L, _I)),
     "nova_silu_mul": (None, (_I, _P, _P, _L, _L, _I)),
     "nova_rope": (None, (_I, _P, _L, _P, _P, _I, _I, _L, _I)),
+    "nova_read": (ctypes.c_uint64, (_P, _L, _I)),
     "nova_forward": (None, (_MODEL, _STEP, _I)),
     "nova_argmax": (None, (_I, _P, _L, _L, _L, _P, _I)),
 }

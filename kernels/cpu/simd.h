@@ -35,6 +35,7 @@ inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline vf fnma(vf a, vf b, vf c) { return _mm512_fnmadd_ps(a, b, c); }
 inline vi andi(vi a, vi b) { return _mm512_and_si512(a, b); }
+inline vi xori(vi a, vi b) { return _mm512_xor_si512(a, b); }
 inline vi shl16(vi a) { return _mm512_slli_epi32(a, 16); }
 inline vf asf(vi a) { return _mm512_castsi512_ps(a); }
 inline vf round_even(vf a) { return _mm512_roundscale_ps(a, 8); }
@@ -61,6 +62,7 @@ inline vf vmin(vf a, vf b) { return _mm256_min_ps(a, b); }
 inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 inline vf fnma(vf a, vf b, vf c) { return _mm256_fnmadd_ps(a, b, c); }
 inline vi andi(vi a, vi b) { return _mm256_and_si256(a, b); }
+inline vi xori(vi a, vi b) { return _mm256_xor_si256(a, b); }
 inline vi shl16(vi a) { return _mm256_slli_epi32(a, 16); }
 inline vf asf(vi a) { return _mm256_castsi256_ps(a); }
 inline vf round_even(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

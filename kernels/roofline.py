@@ -1,0 +1,100 @@
+"""What this CPU can do at best: the ceilings that benchmarks are put beside.
+
+A decode step of few sequences reads every weight once, so memory bandwidth bounds it; a prefill computes on
+each weight hundreds of times, so the rate of matrix products bounds it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from novainfer.kernels.cpu import native
+from novainfer.kernels.cpu.linear import NativeLinear
+from novainfer.kernels.errors import KernelUnavailableError
+
+__all__ = ["Roofline", "measure_roofline"]
+
+READ_BYTES = 256 << 20  # several times the last-level cache
+GEMM_SHAPE = (512, 1024, 8192)  # M, K, N: rows of a prefill chunk
+SECONDS_PER_MEASUREMENT = 1.0
+REPEATS_MIN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Ceilings of this machine with `num_threads` threads: the best of many repetitions of each measurement."""
+
+    num_threads: int
+    read_gb_per_s: float  # 1e9 bytes per second, read from memory
+    bf16_gflops: float  # 1e9 floating-point operations per second in products of bf16 matrices
+    fp32_gflops: float
+
+    def decode_step_ms(self, weight_bytes: int, kv_bytes: int = 0) -> float:
+        """The least time of a decode step that reads these bytes."""
+        return (weight_bytes + kv_bytes) / self.read_gb_per_s / 1e6
+
+    def prefill_tokens_per_s(self, num_parameters: int, dtype: torch.dtype) -> float:
+        """The most tokens per second of a prefill through this many parameters, attention not counted."""
+        gflops = self.bf16_gflops if dtype == torch.bfloat16 else self.fp32_gflops
+        return gflops * 1e9 / (2 * num_parameters)
+
+
+def measure_roofline(num_threads: int | None = None) -> Roofline:
+    """Measure for about five seconds; `num_threads` defaults to torch's.
+
+    The faster of the native kernels and torch counts, so that the ceiling is never below what runs under it.
+    """
+    before = torch.get_num_threads()
+    threads = num_threads or before
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            return Roofline(threads, _read_rate(threads), _gemm_rate(torch.bfloat16), _gemm_rate(torch.float32))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _best_seconds(*variants: Callable[[], object]) -> float:
+    best = float("inf")
+    for variant in variants:
+        variant()
+    start = time.perf_counter()
+    repeats = 0
+    while repeats < REPEATS_MIN or time.perf_counter() - start < SECONDS_PER_MEASUREMENT:
+        for variant in variants:
+            begin = time.perf_counter()
+            variant()
+            best = min(best, time.perf_counter() - begin)
+        repeats += 1
+    return best
+
+
+def _read_rate(threads: int) -> float:
+    data = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+    variants: list[Callable[[], object]] = [data.sum]
+    library = _library()
+    if library is not None:
+        variants.append(lambda: library.nova_read(data.data_ptr(), READ_BYTES, threads))
+    return READ_BYTES / _best_seconds(*variants) / 1e9
+
+
+def _gemm_rate(dtype: torch.dtype) -> float:
+    m, k, n = GEMM_SHAPE
+    x, weight = torch.ones(m, k, dtype=dtype), torch.ones(n, k, dtype=dtype)
+    variants: list[Callable[[], object]] = [lambda: x @ weight.T]
+    if _library() is not None:
+        packed = NativeLinear.pack(weight, None)
+        variants.append(lambda: packed(x))
+    return 2 * m * k * n / _best_seconds(*variants) / 1e9
+
+
+def _library() -> ctypes.CDLL | None:
+    try:
+        return native.library()
+    except KernelUnavailableError:
+        return None
