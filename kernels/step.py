@@ -50,7 +50,9 @@ class StepBuffers:
         block_size: int,
         vocab_size: int,
         device: torch.device,
+        staged: bool | None = None,
     ) -> None:
+        """`staged` (default: on any device but the CPU) says that the arrays go over in two copies."""
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
         self.max_model_len = max_model_len
@@ -58,14 +60,14 @@ class StepBuffers:
         self.num_blocks = 0  # of the KV cache, when it has been fitted
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.device = device
+        self._staged = device.type != "cpu" if staged is None else staged
         pinned = device.type == "cuda"
         num64 = 3 * max_num_batched_tokens + max_num_seqs
         num32 = 2 * max_num_seqs + 1 + max_num_seqs * max_blocks
         self._host64 = torch.zeros(num64, dtype=torch.int64, pin_memory=pinned)
         self._host32 = torch.zeros(num32, dtype=torch.int32, pin_memory=pinned)
-        self._device64 = torch.zeros(num64, dtype=torch.int64, device=device) if pinned else self._host64
-        self._device32 = torch.zeros(num32, dtype=torch.int32, device=device) if pinned else self._host32
+        self._device64 = torch.zeros_like(self._host64, device=device) if self._staged else self._host64
+        self._device32 = torch.zeros_like(self._host32, device=device) if self._staged else self._host32
         self._ints64: Ints64 = self._host64.numpy()
         self._ints32: Ints32 = self._host32.numpy()
         self._table_tensor = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
@@ -115,15 +117,14 @@ class StepBuffers:
 
         num_blocks = -(-max_context_len // self.block_size)
         num32 = 2 * num_seqs + 1
-        on_device = self.device.type != "cpu"
         first = batch.slots[0]
-        if not on_device and batch.slots == list(range(first, first + num_seqs)):
+        if not self._staged and batch.slots == list(range(first, first + num_seqs)):
             tables = self._table_tensor[first : first + num_seqs, :num_blocks]
         else:
             rows = i32[num32 : num32 + num_seqs * num_blocks].reshape(num_seqs, num_blocks)
             rows[:] = self.block_table[seq_slots, :num_blocks]
             tables = self._device32[num32 : num32 + num_seqs * num_blocks].view(num_seqs, num_blocks)
-        if on_device:
+        if self._staged:
             used64, used32 = 3 * num_tokens + num_samples, num32 + num_seqs * num_blocks
             self._device64[:used64].copy_(self._host64[:used64], non_blocking=True)
             self._device32[:used32].copy_(self._host32[:used32], non_blocking=True)

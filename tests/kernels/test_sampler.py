@@ -144,6 +144,11 @@ def test_a_seeded_row_draws_the_same_token_in_any_batch() -> None:
     ]
     together = sample(logits, *rows).token_ids
     assert [sample(logits[i : i + 1], rows[i]).token_ids[0] for i in range(24)] == together
+    on_device = Sampler(5000, 24, 64, CPU)
+    on_device._on_cpu = False  # the way of other devices, which numpy cannot read
+    for slot, row in enumerate(rows):
+        on_device.admit(Admission(slot, row))
+    assert on_device.sample(logits.clone(), range(24), [5] * 24).token_ids == together
     backwards = sample(logits.flip(0), *reversed(rows)).token_ids
     assert backwards == together[::-1]
 

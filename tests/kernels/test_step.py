@@ -1,0 +1,82 @@
+"""The arrays of a step: positions, slots, block tables and rows to sample, for any mix of sequences."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from novainfer.kernels.batch import Batch
+from novainfer.kernels.step import StepBuffers
+
+NUM_SLOTS, BLOCK = 6, 4
+
+
+def buffers(*, staged: bool) -> StepBuffers:
+    made = StepBuffers(
+        max_num_seqs=NUM_SLOTS,
+        max_num_batched_tokens=64,
+        max_model_len=40,
+        block_size=BLOCK,
+        vocab_size=100,
+        device=torch.device("cpu"),
+        staged=staged,
+    )
+    made.num_blocks = 60
+    return made
+
+
+def random_batch(draw: random.Random, tables: list[list[int]]) -> Batch:
+    """Some slots in some order; their tables scattered, some decoding and some in chunks."""
+    slots = draw.sample(range(NUM_SLOTS), draw.randint(1, NUM_SLOTS))
+    if draw.random() < 0.4:
+        slots = list(range(slots[0], NUM_SLOTS))
+    decode_only = draw.random() < 0.5
+    batch = Batch(slots, [], [], [])
+    for index, slot in enumerate(slots):
+        context = draw.randint(1, 40)
+        query = 1 if decode_only else draw.randint(1, min(context, 9))
+        for block in range(-(-context // BLOCK)):
+            tables[slot][block] = draw.randrange(60)
+            batch.table_slots.append(slot)
+            batch.table_indexes.append(block)
+            batch.table_blocks.append(tables[slot][block])
+        batch.query_lens.append(query)
+        batch.context_lens.append(context)
+        batch.input_ids += [draw.randrange(100) for _ in range(query)]
+        if draw.random() < 0.8:
+            batch.sample_seqs.append(index)
+    return batch
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_arrays_are_what_their_definition_says(staged: bool) -> None:
+    draw = random.Random(1)
+    made = buffers(staged=staged)
+    tables = [[0] * 10 for _ in range(NUM_SLOTS)]
+    for _ in range(200):
+        batch = random_batch(draw, tables)
+        step = made.fill(batch)
+        positions, slots, ends, start = [], [], [], 0
+        for slot, query, context in zip(batch.slots, batch.query_lens, batch.context_lens, strict=True):
+            for position in range(context - query, context):
+                positions.append(position)
+                slots.append(tables[slot][position // BLOCK] * BLOCK + position % BLOCK)
+            start += query
+            ends.append(start)
+        assert step.input_ids.tolist() == batch.input_ids
+        assert step.positions.tolist() == positions
+        assert step.slot_mapping.tolist() == slots
+        assert step.query_start.tolist() == [0, *ends]
+        assert step.context_lens.tolist() == batch.context_lens
+        assert (step.max_query_len, step.max_context_len) == (max(batch.query_lens), max(batch.context_lens))
+        for row, slot, context in zip(step.block_tables.tolist(), batch.slots, batch.context_lens, strict=True):
+            used = -(-context // BLOCK)
+            assert row[:used] == tables[slot][:used]
+        rows = [ends[seq] - 1 for seq in batch.sample_seqs]
+        assert step.num_samples == len(rows)
+        if step.logit_rows is None:
+            assert rows == list(range(len(positions)))
+        else:
+            assert step.logit_rows.tolist() == rows
