@@ -6,10 +6,12 @@ each weight hundreds of times, so the rate of matrix products bounds it.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -30,18 +32,9 @@ class Roofline:
     """Ceilings of this machine with `num_threads` threads: the best of many repetitions of each measurement."""
 
     num_threads: int
-    read_gb_per_s: float  # 1e9 bytes per second, read from memory
-    bf16_gflops: float  # 1e9 floating-point operations per second in products of bf16 matrices
-    fp32_gflops: float
-
-    def decode_step_ms(self, weight_bytes: int, kv_bytes: int = 0) -> float:
-        """The least time of a decode step that reads these bytes."""
-        return (weight_bytes + kv_bytes) / self.read_gb_per_s / 1e6
-
-    def prefill_tokens_per_s(self, num_parameters: int, dtype: torch.dtype) -> float:
-        """The most tokens per second of a prefill through this many parameters, attention not counted."""
-        gflops = self.bf16_gflops if dtype == torch.bfloat16 else self.fp32_gflops
-        return gflops * 1e9 / (2 * num_parameters)
+    read_gb_s: float  # 1e9 bytes per second, read from memory
+    bfloat16_gflop_s: float  # 1e9 floating-point operations per second in products of matrices
+    float32_gflop_s: float
 
 
 def measure_roofline(num_threads: int | None = None) -> Roofline:
@@ -98,3 +91,17 @@ def _library() -> ctypes.CDLL | None:
         return native.library()
     except KernelUnavailableError:
         return None
+
+
+def main() -> None:
+    """Print what was measured; with --json as one object."""
+    parser = argparse.ArgumentParser(description="Measure memory read rate and matrix-product rates of this CPU.")
+    parser.add_argument("--num-threads", type=int, default=None, help="default: torch's")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    found = asdict(measure_roofline(args.num_threads))
+    print(json.dumps(found) if args.json else "\n".join(f"{key:18} {value:.6g}" for key, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()
