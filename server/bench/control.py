@@ -16,8 +16,8 @@ from typing import Any
 from novainfer import Engine, EngineConfig, SamplingParams
 from novainfer.server.bench.machine import describe
 from novainfer.server.bench.report import Target, table, targets_json, targets_table
-from novainfer.server.bench.run_novainfer import loop_factory
 from novainfer.server.bench.statistic import line_fit
+from novainfer.server.loop import loop_factory
 from novainfer.testing import ByteTokenizer, FakeDevice, StepPlan
 
 BATCHES = (16, 64, 128, 256)

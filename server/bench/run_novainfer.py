@@ -18,6 +18,7 @@ from typing import Any
 from novainfer import Engine, EngineConfig, SamplingParams, __version__
 from novainfer.server.bench.statistic import Timeline
 from novainfer.server.bench.worker import Memory, resident, serve
+from novainfer.server.loop import loop_factory
 
 
 class NovaInfer:
@@ -63,14 +64,6 @@ class NovaInfer:
         memory.weight_bytes = info.weight_bytes
         memory.kv_bytes = (found.kv_blocks_owned + found.kv_blocks_cached) * info.kv_bytes_per_block
         return memory
-
-
-def loop_factory() -> Any:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 def main() -> None:

@@ -1,0 +1,31 @@
+"""A system under test whose token takes as long as it is told, without waiting: `fake_system.py SECONDS [fail]`."""
+
+import sys
+from typing import Any
+
+from novainfer.server.bench.statistic import Timeline
+from novainfer.server.bench.worker import Memory, resident, serve
+
+
+class FakeSystem:
+    name = "fake"
+    version = "1"
+
+    def __init__(self) -> None:
+        if "fail" in sys.argv:
+            raise RuntimeError("this peer is not installed")
+        self.facts: dict[str, Any] = {"vocab_size": 512}
+
+    def answer(self, prompts: list[list[int]], max_tokens: int) -> list[Timeline]:
+        assert all(prompts), "a prompt of 0 tokens"
+        times_s = [float(sys.argv[1]) * (at + 1) for at in range(max_tokens)]
+        return [Timeline(num_prompt_tokens=len(prompts), times_s=times_s, counts=[1] * max_tokens) for _ in prompts]
+
+    def memory(self) -> Memory:
+        memory = resident()
+        memory.weight_bytes, memory.kv_bytes = 1_000_000, 2_000_000
+        return memory
+
+
+if __name__ == "__main__":
+    serve(FakeSystem, import_s=0.0)

@@ -1,0 +1,80 @@
+"""`novainfer bench` from the command line: JSON last, one sentence for what is wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from novainfer.server.bench.cli import bench
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(bench, list(arguments))
+
+
+def last_json(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
+    return found
+
+
+def test_control_separates_the_fixed_part_from_the_part_per_token() -> None:
+    result = call("control", "--repeat", "1", "--steps", "20", "--batches", "2,8", "--json")
+    found = last_json(result)
+    assert found["benchmark"] == "control"
+    assert set(found["batches"]) == {"2", "8"}
+    two, eight = (found["batches"][batch]["loop_us_per_step"] for batch in ("2", "8"))
+    assert found["us_per_token"] == pytest.approx((eight - two) / 6, rel=1e-3)
+    assert found["us_per_step"] == pytest.approx(two - 2 * found["us_per_token"], rel=1e-2, abs=1e-2)
+    assert found["machine"]["cores"] >= 1
+    assert "loop CPU per token, us" in result.stdout
+
+
+def test_without_json_there_is_the_table_alone() -> None:
+    result = call("control", "--repeat", "1", "--steps", "5", "--batches", "1,2")
+    assert result.exit_code == 0
+    assert "{" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["control", "--batches", "4"], "two different numbers"),
+        (["control", "--batches", "4,x"], "not a list of numbers"),
+        (["offline", "--workloads", "W9"], "there is no workload 'W9'"),
+        (["serve", "nowhere"], "neither an http:// address nor a model's folder"),
+        (["serve", "http://127.0.0.1:9"], "no server answers"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(arguments: list[str], words: str) -> None:
+    result = call(*arguments, "--json")
+    assert result.exit_code != 0
+    assert words in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_written_and_measured(tmp_path: Path) -> None:
+    made = last_json(call("make-checkpoint", "--like", "tiny", str(tmp_path), "--json"))
+    assert made["bytes"] > 100_000
+    options = ("--model", str(tmp_path), "--scale", "8", "--repeat", "1", "--no-roofline", "--no-peers", "--json")
+    found = last_json(call("offline", *options))
+    assert list(found["workloads"]) == ["W1", "W2", "W3", "W4"]
+    for workload in found["workloads"].values():
+        own = workload["novainfer"]
+        assert own["output_tok_s"] > 0
+        assert own["ttft_ms"]["p50"] <= own["ttft_ms"]["p95"]
+    memory = found["memory"]["novainfer"]
+    assert memory["weights_mb"] > 0
+    assert memory["kv_mb"] > 0
+    assert found["prefix"]["first_ttft_ms"] > 0
+    assert found["systems"]["novainfer"]["kernels"]
+
+
+@pytest.mark.slow
+def test_an_unknown_shape_names_the_known_ones(tmp_path: Path) -> None:
+    result = call("make-checkpoint", "--like", "gpt-9", str(tmp_path))
+    assert result.exit_code != 0
+    assert "tiny" in result.output

@@ -1,0 +1,149 @@
+"""The arithmetic behind the reports: percentiles, intervals, medians, ratios, roofline."""
+
+import math
+
+import msgspec
+import pytest
+
+from novainfer.server.bench.ideal import Geometry, Roof, decode_step_s, ideal_s, prefill_s
+from novainfer.server.bench.report import Target, number, rounded, table, targets_json
+from novainfer.server.bench.statistic import (
+    Timeline,
+    first_tokens_s,
+    intervals_s,
+    line_fit,
+    median_ratio,
+    medians,
+    percentile,
+    summary,
+)
+from novainfer.server.bench.workload import MAX_LEN, PREFIX, WORKLOADS, Workload, scaled
+
+QWEN = Geometry(
+    hidden=896,
+    intermediate=4864,
+    layers=24,
+    heads=14,
+    kv_heads=2,
+    head_dim=64,
+    vocab_size=151_936,
+    bytes_per_value=2,
+)
+
+
+def line(times_s: list[float], counts: list[int] | None = None, error: str | None = None) -> Timeline:
+    return Timeline(num_prompt_tokens=10, times_s=times_s, counts=counts or [1] * len(times_s), error=error)
+
+
+@pytest.mark.parametrize(("percent", "wanted"), [(0, 1.0), (50, 2.5), (95, 3.85), (100, 4.0)])
+def test_a_percentile_lies_between_its_neighbours(percent: float, wanted: float) -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], percent) == pytest.approx(wanted)
+
+
+def test_a_percentile_of_nothing_is_no_number() -> None:
+    assert math.isnan(percentile([], 50))
+    assert number(percentile([], 50)) == "-"
+
+
+def test_tokens_that_come_together_share_the_gap_before_them() -> None:
+    lines = [line([1.0, 1.5, 2.1], [1, 1, 3]), line([2.0])]
+    assert first_tokens_s(lines) == [1.0, 2.0]
+    assert intervals_s(lines) == pytest.approx([0.5, 0.2, 0.2, 0.2])
+
+
+def test_a_failed_request_counts_as_an_error_and_nothing_else() -> None:
+    found = summary([line([1.0, 2.0]), line([0.1, 0.2], error="reset")], wall_s=4.0)
+    assert found["requests"] == 1
+    assert found["errors"] == 1
+    assert found["output_tok_s"] == pytest.approx(2 / 4)
+    assert found["total_tok_s"] == pytest.approx(12 / 4)
+    assert found["ttft_ms"]["p50"] == pytest.approx(1000)
+
+
+def test_medians_are_taken_number_by_number() -> None:
+    runs = [
+        {"a": 1.0, "deep": {"b": 10}, "name": "x", "none": None},
+        {"a": 9.0, "deep": {"b": 30}, "name": "x", "none": None},
+        {"a": 2.0, "deep": {"b": 20}, "name": "y", "none": None},
+    ]
+    assert medians(runs) == {"a": 2.0, "deep": {"b": 20}, "name": "y", "none": None}
+
+
+def test_ratios_are_formed_within_a_repetition() -> None:
+    # a disturbance that slows both systems of one repetition leaves its ratio alone
+    assert median_ratio([20.0, 2.0, 30.0], [10.0, 1.0, 10.0]) == 2.0
+
+
+def test_a_line_tells_the_fixed_part_from_the_part_per_token() -> None:
+    fixed, slope = line_fit([16, 64, 256], [100 + 4 * n for n in (16, 64, 256)])
+    assert (fixed, slope) == pytest.approx((100, 4))
+
+
+def test_the_geometry_of_qwen_is_half_a_billion() -> None:
+    assert QWEN.body_parameters == 24 * (896 * 1152 + 896 * 896 + 3 * 896 * 4864)
+    assert QWEN.body_parameters + QWEN.head_parameters == pytest.approx(0.494e9, rel=0.001)
+    assert QWEN.kv_bytes_per_token == 12_288
+    assert QWEN.is_reference
+
+
+def test_a_small_batch_is_bound_by_reading_and_a_large_one_by_multiplying() -> None:
+    roof = Roof(bytes_per_s=50e9, flops_per_s=470e9)
+    one, many = decode_step_s(QWEN, roof, 1, 0), decode_step_s(QWEN, roof, 32, 0)
+    assert one == pytest.approx(0.988e9 / 50e9, rel=0.01)
+    assert many == pytest.approx(32 * 2 * 0.494e9 / 470e9, rel=0.01)
+
+
+def test_the_ideal_of_a_workload_is_its_prompts_and_its_steps() -> None:
+    roof = Roof(bytes_per_s=50e9, flops_per_s=470e9)
+    work = Workload(name="x", title="", num_requests=2, prompt_len=100, max_tokens=3)
+    prompts = prefill_s(QWEN, roof, 200, 2 * 100 * 101 / 2, 2)
+    steps = decode_step_s(QWEN, roof, 2, 101) + decode_step_s(QWEN, roof, 2, 102)
+    assert ideal_s(work, QWEN, roof) == pytest.approx(prompts + steps)
+
+
+def test_a_shared_beginning_is_computed_once_in_the_ideal() -> None:
+    roof = Roof(bytes_per_s=1e15, flops_per_s=470e9)
+    own = Workload(name="x", title="", num_requests=16, prompt_len=800, max_tokens=1)
+    shared = msgspec.structs.replace(own, shared_len=768)
+    tokens = (768 + 16 * 32) / (16 * 800)
+    assert ideal_s(shared, QWEN, roof) / ideal_s(own, QWEN, roof) == pytest.approx(tokens, rel=0.15)
+
+
+@pytest.mark.parametrize("work", [*WORKLOADS, PREFIX], ids=lambda work: work.name)
+def test_prompts_share_exactly_their_beginning_and_nothing_with_another_seed(work: Workload) -> None:
+    prompts, others = work.prompts(151_936, 0), work.prompts(151_936, 1)
+    assert [len(p) for p in prompts] == [work.prompt_len] * work.num_requests
+    assert prompts == work.prompts(151_936, 0)
+    assert len({tuple(p[: work.shared_len]) for p in prompts}) == 1
+    assert len({tuple(p[work.shared_len : work.shared_len + 16]) for p in prompts}) == work.num_requests
+    assert prompts[0][:16] != others[0][:16]
+    assert work.prompt_len + work.max_tokens <= MAX_LEN
+
+
+def test_a_scaled_workload_keeps_its_shape() -> None:
+    small = scaled(WORKLOADS[3], 8)
+    assert (small.num_requests, small.prompt_len, small.shared_len, small.max_tokens) == (2, 100, 96, 2)
+
+
+def test_a_target_is_met_from_the_right_side() -> None:
+    targets = [
+        Target(name="speed", wanted=2.0, measured=2.5),
+        Target(name="cost", wanted=2.0, measured=2.5, at_most=True),
+        Target(name="unknown", wanted=2.0, measured=None),
+    ]
+    assert [t.is_met for t in targets] == [True, False, None]
+    assert targets_json(targets)["cost"] == {"wanted": 2.0, "at_most": True, "measured": 2.5, "met": False}
+
+
+def test_tables_line_up_and_numbers_have_three_digits() -> None:
+    assert [number(x) for x in (12345.6, 99.96, 1.234, 0.01234, 7, None)] == [
+        "12346",
+        "100.0",
+        "1.23",
+        "0.0123",
+        "7",
+        "-",
+    ]
+    text = table("Title", ("", "speed"), [("a", 1.0), ("long name", 123.0)])
+    assert text.splitlines() == ["Title", "           speed", "a           1.00", "long name    123"]
+    assert rounded({"a": [1.23456789, 2]}) == {"a": [1.23457, 2]}

@@ -1,0 +1,86 @@
+"""`bench offline` with systems that need no model: what is reported of them, and what becomes of one that fails."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from novainfer.server.bench import offline
+from novainfer.server.bench.ideal import Roof
+from novainfer.server.bench.worker import Child, ChildError, Task
+from novainfer.server.bench.workload import PREFIX, WORKLOADS, scaled
+
+CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+FAKE = Path(__file__).with_name("fake_system.py")
+
+
+def command(token_s: float, *extra: str) -> list[str]:
+    return [sys.executable, str(FAKE), str(token_s), *extra]
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def run(model_dir: Path, **commands: list[str]) -> tuple[dict[str, Any], str]:
+    return offline.run(
+        model_dir,
+        commands,
+        measure_roof=lambda: Roof(bytes_per_s=1e9, flops_per_s=1e9),
+        workloads=[scaled(work, 8) for work in WORKLOADS],
+        prefix=scaled(PREFIX, 8),
+        repeat=2,
+    )
+
+
+def test_the_report_holds_rates_ratios_memory_and_the_share_of_the_roofline(model_dir: Path) -> None:
+    report, text = run(model_dir, novainfer=command(0.5), transformers=command(1.0))
+    assert list(report["workloads"]) == ["W1", "W2", "W3", "W4"]
+    for found in report["workloads"].values():
+        own, peer = found["novainfer"], found["transformers"]
+        # the fake's clock is its own: a token takes exactly what it was told
+        assert own["ttft_ms"]["p50"] == pytest.approx(500)
+        assert own["itl_ms"]["p95"] == pytest.approx(500)
+        assert peer["itl_ms"]["p50"] == pytest.approx(1000)
+        assert len(own["runs"]) == len(peer["runs"]) == 2
+        assert own["ratio"] == 1.0
+        rates = zip(own["runs"], peer["runs"], strict=True)
+        ratios = sorted(a["output_tok_s"] / b["output_tok_s"] for a, b in rates)
+        assert peer["ratio"] == pytest.approx(sum(ratios) / 2)
+        assert own["share_of_roofline"] > 0
+    assert report["prefix"]["ratio"] == pytest.approx(1.0)
+    memory = report["memory"]["novainfer"]
+    assert memory["rest_mb"] == pytest.approx(memory["peak_mb"] - memory["weights_mb"] - memory["kv_mb"])
+    assert report["targets"] == {}, "the targets are written for one shape only"
+    assert "transformers" in text
+
+
+def test_a_peer_that_does_not_start_is_left_out_with_its_reason(model_dir: Path) -> None:
+    report, text = run(model_dir, novainfer=command(0.5), vllm=command(0.5, "fail"))
+    assert "this peer is not installed" in report["skipped"]["vllm"]
+    assert "vllm was left out" in text
+    assert list(report["systems"]) == ["novainfer"]
+
+
+def test_a_child_that_dies_tells_its_last_words() -> None:
+    with Child(command(0.5)) as child, pytest.raises(ChildError, match="a prompt of 0 tokens"):
+        child.run(Task(prompts=[[]], max_tokens=1))
+
+
+def test_one_by_one_is_one_call_a_prompt() -> None:
+    with Child(command(0.5)) as child:
+        together = child.run(Task(prompts=[[1], [2]], max_tokens=3))
+        apart = child.run(Task(prompts=[[1], [2]], max_tokens=3, one_by_one=True))
+    assert [line.num_prompt_tokens for line in together.timelines] == [2, 2], "the fake tells its batch's size"
+    assert [line.num_prompt_tokens for line in apart.timelines] == [1, 1]
