@@ -1,8 +1,13 @@
 """The whole path: OpenAI's own client, over each version of HTTP, to the demo model."""
 
 import asyncio
+import re
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import httpx2
@@ -23,7 +28,8 @@ SUM = [{"role": "user", "content": "What is 7 + 5?"}]
 class DemoServer:
     """The demo model behind HTTP, in a thread with a loop of its own, as an application beside its clients."""
 
-    def __init__(self) -> None:
+    def __init__(self, *api_keys: str) -> None:
+        self._api_keys = api_keys
         self.server: Server
         self.engine: Engine
         self._loop: asyncio.AbstractEventLoop
@@ -41,7 +47,7 @@ class DemoServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.server = Server(ServerSettings(port=0, api_keys=(KEY,), shutdown_timeout_s=0.0))
+        self.server = Server(ServerSettings(port=0, api_keys=self._api_keys, shutdown_timeout_s=0.0))
 
         def make_engine() -> Engine:
             self.engine = Engine(EngineConfig(num_threads=2, max_num_seqs=64))
@@ -63,6 +69,15 @@ class DemoServer:
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[DemoServer]:
+    server = DemoServer(KEY)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def open_demo() -> Iterator[DemoServer]:
+    """One that wants no key, as the docs assume."""
     server = DemoServer()
     server.start()
     yield server
@@ -221,3 +236,21 @@ async def test_two_conversations_share_their_beginning(demo: DemoServer) -> None
         assert events(response.text)[-1] == "[DONE]"
         metrics = (await http.get("/metrics")).text
         assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="demo"}' in metrics
+
+
+@pytest.mark.parametrize("language", ["bash", "python"])
+def test_the_commands_in_the_docs_run(open_demo: DemoServer, language: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    blocks = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        code = block.replace("http://127.0.0.1:8000", open_demo.server.url)
+        if language == "bash":
+            if shutil.which("curl") is None:
+                pytest.skip("curl is not installed")
+            command = ["bash", "-e", "-c", code.replace("curl ", "curl -sS --fail ")]
+        else:
+            command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "12" in done.stdout
