@@ -55,7 +55,8 @@ from novainfer.fsm.scheduler import Scheduler, SchedulerStatistics
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.worker import Worker
 
-DRAIN_RATE_WINDOW = 64  # departures that the drain rate is computed from
+DRAIN_RATE_WINDOW = 64  # departures from the queue that its drain rate is computed from, and
+DRAIN_RATE_WINDOW_S = 60.0  # how old they may be
 RETRY_AFTER_S_DEFAULT = 1.0  # while nothing has departed yet there is no rate
 RETRY_AFTER_S_MAX = 60.0  # openai-python gives up above 120 s
 LOAD_TOKENIZER = "load"  # the tokenizer thread's first job
@@ -263,6 +264,8 @@ class System:
     def retry_after_s(self) -> float:
         """Seconds until the queue will have drained, at the rate it drains now."""
         times = self._departures
+        while times and self._loop is not None and times[0] < self._loop.time() - DRAIN_RATE_WINDOW_S:
+            times.popleft()
         if self._loop is None or len(times) < 2:
             return RETRY_AFTER_S_DEFAULT
         rate = len(times) / max(self._loop.time() - times[0], 1e-3)
@@ -337,7 +340,8 @@ class System:
 
     def _note_departures(self, event: Departed) -> None:
         assert self._loop is not None
-        self._departures.extend([self._loop.time()] * len(event.stream_ids))
+        num_left = sum(map(self._gate.holds, set(event.stream_ids)))  # the others left when they first ran
+        self._departures.extend([self._loop.time()] * num_left)
         if self._idle is not None:
             self._loop.call_soon(self._idle.set)
 

@@ -7,6 +7,7 @@ here and nowhere else outside the kernels.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,10 @@ from typing import Any, Protocol
 from novainfer.fsm.errors import ModelLoadError
 from novainfer.fsm.events import Chat, Encode, Encoded, EncodeFailed
 from novainfer.fsm.text import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json")
 
 
 class Tokenizer(Protocol):
@@ -42,12 +47,39 @@ def encode_jobs(tokenizer: Tokenizer, jobs: list[Any]) -> list[Encoded | EncodeF
     return answers
 
 
+def load_tokenizer(path: Path, *, is_asked_for: bool = False) -> Tokenizer:
+    """The tokenizer in a folder; of a model that has none, one that takes token ids only.
+
+    Raises `ModelLoadError` when it is damaged, or when there is none though it `is_asked_for`.
+    """
+    if is_asked_for or any((path / name).exists() for name in (*VOCABULARY_FILES, "tokenizer_config.json")):
+        return HFTokenizer(path)
+    logger.warning("%s holds no tokenizer: prompts must be token ids, and answers have no text", path)
+    return NoTokenizer()
+
+
+class NoTokenizer:
+    """For a checkpoint that is only weights: prompts are token ids, and no token has text."""
+
+    def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
+        """A refusal for each."""
+        return ["this model has no tokenizer: its prompts must be token ids"] * len(prompts)
+
+    def vocabulary(self) -> Vocabulary:
+        """Nothing."""
+        return Vocabulary.build([], frozenset())
+
+
 class HFTokenizer:
     """A Hugging Face tokenizer with a byte-level vocabulary (Qwen2's kind), from a directory or a hub id."""
 
     def __init__(self, path: Path) -> None:
         from transformers import AutoTokenizer
 
+        if path.is_dir() and not any((path / name).exists() for name in VOCABULARY_FILES):
+            # transformers would make an empty tokenizer without a word.
+            names = " nor ".join(VOCABULARY_FILES)
+            raise ModelLoadError(f"there is no tokenizer in {path}: neither {names}", param="tokenizer")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path))
         except Exception as error:
@@ -100,6 +132,8 @@ class HFTokenizer:
             return list(self._tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
         except Exception as error:
             if len(texts) == 1:
+                if any("\ud800" <= char <= "\udfff" for char in texts[0]):
+                    return ["the prompt is not valid Unicode: it holds half of a surrogate pair"]
                 return [f"the prompt is not text that can be tokenised: {error}"]
             return [self._encode([text])[0] for text in texts]
 

@@ -22,7 +22,7 @@ from novainfer.actors.device import Device, ModelDevice, ModelSettings
 from novainfer.actors.location import ModelLocation
 from novainfer.actors.streams import StreamHandle
 from novainfer.actors.system import System
-from novainfer.actors.tokenizer import HFTokenizer, Tokenizer
+from novainfer.actors.tokenizer import Tokenizer, load_tokenizer
 from novainfer.config import EngineConfig
 from novainfer.fsm.errors import (
     ContextLengthExceeded,
@@ -98,6 +98,7 @@ class Engine:
     ) -> None:
         self.config = config = config or EngineConfig()
         location = ModelLocation(config.model)
+        is_asked_for = config.tokenizer is not None
         tokenizer_location = ModelLocation(config.tokenizer) if config.tokenizer is not None else location
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -108,7 +109,7 @@ class Engine:
         )
         self._system = System(
             device=device or ModelDevice(_settings(config, location), on_progress),
-            load_tokenizer=lambda: tokenizer or HFTokenizer(tokenizer_location.path()),
+            load_tokenizer=lambda: tokenizer or load_tokenizer(tokenizer_location.path(), is_asked_for=is_asked_for),
             limits=limits,
             max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens),
         )

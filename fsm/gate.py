@@ -65,6 +65,10 @@ class Gate(Machine):
         """Prompt tokens that those streams reserve."""
         return self._tokens
 
+    def holds(self, stream_id: int) -> bool:
+        """True while the stream waits in the queue."""
+        return stream_id in self._queued
+
     def _open(self, _: Open) -> GateState:
         return S.OPEN
 

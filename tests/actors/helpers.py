@@ -51,6 +51,8 @@ async def running(device: Device | None = None, **more: Any) -> AsyncIterator[Sy
     try:
         yield system
     finally:
+        if isinstance(valve := getattr(device, "_on_step", None), Valve):
+            valve.open()  # closing waits for the step on the device
         async with asyncio.timeout(WAIT_S):
             await system.aclose()
 

@@ -1,4 +1,4 @@
-"""Whatever fails, each stream ends exactly once, with a reason, and those that are not at fault get their exact tokens."""
+"""Whatever fails, each stream ends exactly once, with a reason, and those not at fault get their exact tokens."""
 
 from __future__ import annotations
 

@@ -1,0 +1,156 @@
+"""A reader gets what its stream has, wakes once a batch, and leaves no trace when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from novainfer.actors.streams import StreamHandle, Streams
+from novainfer.fsm.events import End, Finished, Output, Outputs, Pause, Resume, Stop
+from novainfer.fsm.outputs import Delta, FinishReason
+from novainfer.fsm.stream import STALL_TOKENS_HIGH
+
+
+class Desk:
+    """Streams, and what they asked of the engine."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.streams = Streams(lambda to, event, urgent: self.asked.append(event))
+
+    def give(self, *outputs: Output) -> None:
+        self.streams.take(Outputs(list(outputs)))
+
+
+def output(stream_id: int, *token_ids: int, choice: int = 0, end: End | None = None) -> Output:
+    return Output(stream_id, stream_id, choice, list(token_ids), "".join(map(chr, token_ids)), end=end)
+
+
+STOP = End(finish_reason=FinishReason.STOP)
+FAILED = End(error="no luck")
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def open_stream(desk: Desk, stream_id: int = 1, num_choices: int = 1) -> StreamHandle:
+    return desk.streams.add(stream_id, "name", num_choices)
+
+
+async def test_reading_waits_for_a_delta_and_then_for_the_end(desk: Desk) -> None:
+    handle = open_stream(desk)
+    reader = asyncio.create_task(handle.read())
+    await asyncio.sleep(0)
+    assert not reader.done()
+    desk.give(output(1, 65))
+    first = await reader
+    assert isinstance(first, Delta)
+    assert (first.text, first.request_id) == ("A", "name")
+    desk.give(output(1, 66, end=STOP))
+    last = await handle.read()
+    assert isinstance(last, Delta)
+    assert last.finish_reason is FinishReason.STOP
+    assert isinstance(await handle.read(), Finished)
+    assert handle.is_over
+    assert len(desk.streams) == 0
+
+
+def test_polling_gives_nothing_when_there_is_nothing(desk: Desk) -> None:
+    handle = open_stream(desk)
+    assert handle.read_nowait() is None
+    assert not handle.has_deltas
+    desk.give(output(1, 65))
+    assert handle.has_deltas
+    assert isinstance(handle.read_nowait(), Delta)
+    assert handle.read_nowait() is None
+
+
+async def test_a_bad_end_comes_after_what_was_not_read(desk: Desk) -> None:
+    handle = open_stream(desk)
+    desk.give(output(1, 65), output(1, end=FAILED))
+    assert isinstance(await handle.read(), Delta)
+    assert await handle.read() == FAILED
+    assert not handle.ended_well
+
+
+async def test_a_stop_ends_every_stream_and_wakes_every_reader(desk: Desk) -> None:
+    handles = [open_stream(desk, i) for i in range(3)]
+    readers = [asyncio.create_task(handle.read()) for handle in handles]
+    await asyncio.sleep(0)
+    desk.streams.take(Stop("lightning"))
+    ends = await asyncio.gather(*readers)
+    assert [end.error for end in ends if isinstance(end, End)] == ["lightning"] * 3
+
+
+async def test_a_cancelled_reader_may_be_followed_by_another(desk: Desk) -> None:
+    handle = open_stream(desk)
+    reader = asyncio.create_task(handle.read())
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    desk.give(output(1, 65))
+    assert isinstance(await handle.read(), Delta)
+
+
+async def test_a_delta_that_comes_while_its_reader_is_cancelled_is_not_lost(desk: Desk) -> None:
+    handle = open_stream(desk)
+    reader = asyncio.create_task(handle.read())
+    await asyncio.sleep(0)
+    desk.give(output(1, 65))
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    found = await handle.read()
+    assert isinstance(found, Delta)
+    assert found.token_ids == [65]
+
+
+async def test_two_readers_of_one_stream_are_a_programmers_error(desk: Desk) -> None:
+    handle = open_stream(desk)
+    reader = asyncio.create_task(handle.read())
+    await asyncio.sleep(0)
+    with pytest.raises(AssertionError, match="one reader"):
+        await handle.read()
+    reader.cancel()
+
+
+async def test_a_waiting_reader_wakes_once_for_a_batch_of_outputs(desk: Desk) -> None:
+    handle = open_stream(desk)
+    reader = asyncio.create_task(handle.read())
+    await asyncio.sleep(0)
+    desk.give(*(output(1, 65 + i) for i in range(10)))
+    found = await reader
+    assert isinstance(found, Delta)
+    assert found.text == "ABCDEFGHIJ"
+
+
+def test_outputs_of_a_stream_that_was_forgotten_go_nowhere(desk: Desk) -> None:
+    open_stream(desk)
+    desk.streams.forget(1)
+    desk.streams.forget(1)
+    desk.give(output(1, 65), output(77, 65))
+    assert len(desk.streams) == 0
+
+
+def test_a_reader_that_does_not_keep_up_pauses_its_stream_and_reading_resumes_it(desk: Desk) -> None:
+    handle = open_stream(desk)
+    desk.give(output(1, *[65] * (STALL_TOKENS_HIGH + 1)))
+    assert desk.asked == [Pause(1)]
+    assert handle.state == "STALLED"
+    assert isinstance(handle.read_nowait(), Delta)
+    assert desk.asked == [Pause(1), Resume(1)]
+    assert handle.state == "OPEN"
+
+
+async def test_choices_are_read_one_at_a_time_oldest_first(desk: Desk) -> None:
+    handle = open_stream(desk, num_choices=2)
+    desk.give(output(1, 66, choice=1), output(1, 65, choice=0), output(1, 67, choice=1))
+    first, second = await handle.read(), await handle.read()
+    assert isinstance(first, Delta)
+    assert isinstance(second, Delta)
+    assert [(first.index, first.text), (second.index, second.text)] == [(1, "BC"), (0, "A")]

@@ -1,0 +1,435 @@
+"""Admission, cancel, deadlines, drain and slow readers, with the steps of a fake device in the test's hand."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from novainfer.actors.fake import FakeDevice, successor
+from novainfer.actors.system import RETRY_AFTER_S_DEFAULT, RETRY_AFTER_S_MAX, System
+from novainfer.fsm.errors import EngineDraining, EngineOverloaded
+from novainfer.fsm.events import Cause
+from novainfer.fsm.planner import Limits
+from tests.actors.helpers import (
+    WAIT_S,
+    Valve,
+    all_blocks_back,
+    answer,
+    ask,
+    eventually,
+    expected,
+    params,
+    read_all,
+    running,
+)
+
+ONE_AT_A_TIME = Limits(
+    max_num_seqs=1, max_num_batched_tokens=64, prefill_chunk_tokens=64, block_size=16, enable_prefix_caching=False
+)
+
+# ---- four messages a step ----------------------------------------------------------------
+
+
+def count_messages(system: System, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count what the actors tell each other from now on, by the kind of message."""
+    counted: Counter[str] = Counter()
+    tell, take = system._tell, system._streams.take
+
+    def counted_tell(to: str, event: Any, urgent: bool = False) -> None:
+        counted[type(event).__name__] += 1
+        tell(to, event, urgent)
+
+    def counted_take(event: Any) -> None:
+        counted["to streams"] += 1
+        take(event)
+
+    monkeypatch.setattr(system, "_tell", counted_tell)
+    monkeypatch.setattr(system._streams, "take", counted_take)
+    return counted
+
+
+@pytest.mark.parametrize("batch", [1, 8, 60])
+async def test_a_step_is_four_messages_and_one_of_outputs_whatever_the_batch(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve)) as system:
+        readers = [asyncio.create_task(answer(system, [65 + i % 26], params(1000))) for i in range(batch)]
+        valve.let(8)
+        for _ in range(9):  # all prompts are in, every stream decodes
+            await valve.step_arrived()
+        assert len(valve.plans[-1].slots) == batch
+        steps_before = len(valve.plans)
+        counted = count_messages(system, monkeypatch)
+        valve.let(10)
+        for _ in range(10):
+            await valve.step_arrived()
+        assert len(valve.plans) == steps_before + 10
+        assert counted == {"StepDone": 10, "MakeBatch": 10, "Batch": 10, "Launch": 10, "to streams": 10}
+        for reader in readers:
+            reader.cancel()
+        valve.open()
+        await asyncio.wait(readers)
+
+
+async def test_the_next_step_is_sent_off_before_readers_hear_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    async with running() as system:
+        tell, take = system._tell, system._streams.take
+
+        def noted_tell(to: str, event: Any, urgent: bool = False) -> None:
+            order.append(type(event).__name__)
+            tell(to, event, urgent)
+
+        monkeypatch.setattr(system, "_tell", noted_tell)
+        monkeypatch.setattr(system._streams, "take", lambda event: (order.append("outputs"), take(event)))
+        await answer(system, [65], params(3))
+    steps = [what for what in order if what in ("Launch", "outputs")]
+    assert steps[:6] == ["Launch", "Launch", "outputs", "Launch", "outputs", "outputs"]
+
+
+# ---- admission ----------------------------------------------------------------
+
+
+async def test_a_full_queue_is_an_answer_with_the_time_to_wait() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve), limits=ONE_AT_A_TIME, max_queue=(3, 10_000)) as system:
+        readers = [asyncio.create_task(answer(system, [65], params(2)))]
+        await valve.step_arrived()
+        readers += [asyncio.create_task(answer(system, [70 + i], params(2))) for i in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineOverloaded, match="the queue is full: 3 requests are waiting") as refused:
+            ask(system, [99])
+        assert refused.value.retry_after_s == RETRY_AFTER_S_DEFAULT
+        valve.open()
+        found = await asyncio.gather(*readers)
+        assert all(f.is_well for f in found)
+        assert (await answer(system, [99])).is_well
+
+
+async def test_a_queue_full_of_prompt_tokens_is_full() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve), max_queue=(100, 50)) as system:
+        first = asyncio.create_task(answer(system, [65] * 500, params(1)))  # one is always let in
+        await asyncio.sleep(0)
+        with pytest.raises(EngineOverloaded, match="500 prompt tokens are waiting"):
+            ask(system, [66])
+        valve.open()
+        assert (await first).is_well
+        assert (await answer(system, [66])).is_well
+
+
+async def test_a_refused_stream_leaves_nothing_behind() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve), max_queue=(1, 100)) as system:
+        handle = ask(system, [65])
+        for _ in range(50):
+            with pytest.raises(EngineOverloaded):
+                ask(system, [66])
+        assert len(system._streams) == 1
+        valve.open()
+        assert (await read_all(handle)).is_well
+        assert len(system._streams) == 0
+
+
+class Clock:
+    """The loop's clock, in the test's hand."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.now_s = 1000.0
+        self.call_later = loop.call_later
+
+    def time(self) -> float:
+        return self.now_s
+
+
+async def test_retry_after_is_the_time_the_queue_takes_to_drain_at_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve), limits=ONE_AT_A_TIME, max_queue=(1000, 10_000)) as system:
+        clock = Clock(asyncio.get_running_loop())
+        monkeypatch.setattr(system, "_loop", clock)
+        monkeypatch.setattr(clock, "call_soon", asyncio.get_running_loop().call_soon, raising=False)
+        readers = [asyncio.create_task(answer(system, [65], params(1))) for _ in range(40)]
+        await valve.step_arrived()
+        # One stream a step and one step every two seconds: half a stream a second leaves the queue.
+        for _ in range(9):
+            clock.now_s += 2.0
+            valve.let()
+            await valve.step_arrived()
+        clock.now_s += 2.0
+        assert system.num_queued == 30
+        assert system.retry_after_s() == pytest.approx(60.0, rel=0.15)
+        # What it did ten minutes ago says nothing about now.
+        clock.now_s += 600.0
+        assert system.retry_after_s() == RETRY_AFTER_S_DEFAULT
+        valve.open()
+        await asyncio.gather(*readers)
+
+
+def test_retry_after_has_bounds() -> None:
+    assert 0 < RETRY_AFTER_S_DEFAULT < RETRY_AFTER_S_MAX <= 120
+
+
+# ---- cancel in each state ----------------------------------------------------------------
+
+
+async def test_cancelled_before_the_engine_has_seen_it() -> None:
+    async with running() as system:
+        handle = ask(system, "hello")
+        system.cancel(handle.stream_id, Cause.CLIENT)
+        found = await read_all(handle)
+        assert (found.token_ids, found.end.cause) == ([], Cause.CLIENT)
+        await eventually(lambda: system.num_queued == 0)
+        await all_blocks_back(system)
+
+
+async def test_cancelled_at_the_tokenizer() -> None:
+    async with running() as system:
+        handle = ask(system, "hello")
+        await eventually(lambda: system._engine._encoding)
+        system.cancel(handle.stream_id, Cause.CLIENT)
+        assert (await read_all(handle)).end.cause is Cause.CLIENT
+        await all_blocks_back(system)
+        assert (await answer(system, "next")).is_well
+
+
+async def test_cancelled_while_it_waits_for_its_first_step() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve)) as system:
+        running_one = asyncio.create_task(answer(system, [65], params(3)))
+        await valve.step_arrived()
+        waiting = ask(system, [66])
+        scheduler = system._scheduler
+        assert scheduler is not None
+        await eventually(lambda: scheduler.statistics().num_waiting == 1)
+        system.cancel(waiting.stream_id, Cause.CLIENT)
+        assert (await read_all(waiting)).end.cause is Cause.CLIENT  # though the device is still busy
+        valve.open()
+        assert (await running_one).token_ids == expected([65], 3)
+        await all_blocks_back(system)
+        assert all(66 not in plan.input_ids[:1] for plan in valve.plans[:1])
+
+
+async def test_cancelled_while_it_is_on_the_device_it_ends_at_once_and_its_blocks_follow_with_the_step() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve)) as system:
+        other = asyncio.create_task(answer(system, [90], params(30)))
+        handle = ask(system, [65] * 100, params(1000))
+        valve.let(5)
+        for _ in range(6):
+            await valve.step_arrived()
+        scheduler = system._scheduler
+        assert scheduler is not None
+        steps = len(valve.plans)
+        system.cancel(handle.stream_id, Cause.CLIENT)
+        found = await read_all(handle)
+        assert found.end.cause is Cause.CLIENT
+        assert scheduler.statistics().blocks.num_owned >= 7  # the step may still write into them
+        valve.let()
+        await valve.step_arrived()
+        assert scheduler.statistics().blocks.num_owned <= 3
+        assert all(len(plan.slots) == 1 for plan in valve.plans[steps:])
+        valve.open()
+        assert (await other).token_ids == expected([90], 30)
+        await all_blocks_back(system)
+
+
+async def test_cancelled_while_its_reader_is_slow() -> None:
+    async with running() as system:
+        handle = ask(system, [65], params(1500))
+        await eventually(lambda: handle.state == "STALLED")
+        system.cancel(handle.stream_id, Cause.CLIENT)
+        found = await read_all(handle)
+        assert found.end.cause is Cause.CLIENT
+        assert found.token_ids == expected([65], len(found.token_ids))
+        await all_blocks_back(system)
+
+
+async def test_cancelling_after_the_end_and_twice_is_harmless() -> None:
+    async with running() as system:
+        handle = ask(system, [65])
+        assert (await read_all(handle)).is_well
+        for cause in (Cause.CLIENT, Cause.DISCONNECT):
+            system.cancel(handle.stream_id, cause)
+        other = ask(system, [66], params(100))
+        system.cancel(other.stream_id, Cause.CLIENT)
+        system.cancel(other.stream_id, Cause.CLIENT)
+        assert (await read_all(other)).end.cause is Cause.CLIENT
+        assert (await answer(system, [67])).is_well
+        await all_blocks_back(system)
+
+
+async def test_cancelling_one_of_many_touches_nobody_else() -> None:
+    async with running() as system:
+        handles = [ask(system, [65 + i], params(60)) for i in range(20)]
+        tasks = [asyncio.create_task(read_all(handle)) for handle in handles]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        for handle in handles[::3]:
+            system.cancel(handle.stream_id, Cause.CLIENT)
+        found = await asyncio.gather(*tasks)
+        assert {f.end.cause for f in found[::3]} == {Cause.CLIENT}
+        for i, f in enumerate(found):
+            assert f.token_ids == expected([65 + i], 60 if i % 3 else len(f.token_ids))
+        await all_blocks_back(system)
+
+
+async def test_a_reader_that_leaves_frees_everything_and_is_forgotten() -> None:
+    async with running() as system:
+        handles = [ask(system, [65 + i], params(1000)) for i in range(10)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        for handle in handles:
+            system.abandon(handle.stream_id)
+        assert len(system._streams) == 0
+        await all_blocks_back(system)
+
+
+async def test_all_choices_of_a_cancelled_stream_end() -> None:
+    async with running() as system:
+        handle = ask(system, [65], params(1000, n=5))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        system.cancel(handle.stream_id, Cause.CLIENT)
+        found = await read_all(handle)
+        assert found.end.cause is Cause.CLIENT
+        await all_blocks_back(system)
+        assert system._engine.num_streams == 0
+
+
+# ---- deadlines ----------------------------------------------------------------
+
+
+async def test_a_deadline_ends_a_request_that_runs() -> None:
+    hold = threading.Event()
+
+    def on_step(plan: Any) -> None:
+        if plan.context_lens[0] == 100:
+            assert hold.wait(WAIT_S)
+
+    async with running(FakeDevice(on_step=on_step)) as system:
+        found = await answer(system, [65], params(2000, timeout_s=0.05))
+        hold.set()
+        assert found.end.cause is Cause.TIMEOUT
+        assert found.token_ids == expected([65], len(found.token_ids))
+        await all_blocks_back(system)
+
+
+async def test_a_deadline_counts_the_time_in_the_queue() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve)) as system:
+        first = asyncio.create_task(answer(system, [65], params(2)))
+        await valve.step_arrived()
+        found = await answer(system, [66], params(2, timeout_s=0.01))  # the device is held: it cannot begin
+        assert (found.end.cause, found.token_ids) == (Cause.TIMEOUT, [])
+        valve.open()
+        assert (await first).is_well
+        await all_blocks_back(system)
+
+
+async def test_a_deadline_that_comes_after_the_end_is_harmless() -> None:
+    async with running() as system:
+        assert (await answer(system, [65], params(2, timeout_s=0.001 + 0.05))).is_well
+        await asyncio.sleep(0.06)
+        assert (await answer(system, [66])).is_well
+
+
+# ---- drain ----------------------------------------------------------------
+
+
+async def test_draining_lets_those_here_finish_and_takes_nobody_else() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve)) as system:
+        readers = [asyncio.create_task(answer(system, [65 + i], params(10))) for i in range(5)]
+        await valve.step_arrived()
+        drain = asyncio.create_task(system.drain(60.0))
+        await asyncio.sleep(0)
+        assert not system.is_ready
+        with pytest.raises(EngineDraining):
+            ask(system, [99])
+        assert not drain.done()
+        valve.open()
+        await drain
+        found = await asyncio.gather(*readers)
+        assert [f.token_ids for f in found] == [expected([65 + i], 10) for i in range(5)]
+        await all_blocks_back(system)
+
+
+async def test_draining_ends_those_who_take_too_long() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve)) as system:
+        readers = [asyncio.create_task(answer(system, prompt, params(10))) for prompt in ([65], "text", [66])]
+        await valve.step_arrived()
+        await system.drain(0.01)
+        found = await asyncio.gather(*readers)
+        assert {f.end.cause for f in found} == {Cause.DRAIN}
+        valve.open()
+        await all_blocks_back(system)
+
+
+async def test_draining_an_idle_engine_is_over_at_once_and_twice_is_once() -> None:
+    async with running() as system:
+        await answer(system, [65])
+        await asyncio.gather(system.drain(60.0), system.drain(60.0))
+        await system.drain(0.0)
+
+
+async def test_closing_ends_a_drain() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve)) as system:
+        reader = asyncio.create_task(answer(system, [65], params(10)))
+        await valve.step_arrived()
+        drain = asyncio.create_task(system.drain(60.0))
+        await asyncio.sleep(0)
+        close = asyncio.create_task(system.aclose())
+        assert (await reader).end.code == "draining"
+        await drain
+        valve.open()
+        await close
+
+
+# ---- slow readers ----------------------------------------------------------------
+
+
+async def test_a_slow_reader_pauses_and_others_never_notice() -> None:
+    async with running() as system:
+        slow = ask(system, [65], params(1800))
+        await eventually(lambda: slow.state == "STALLED")
+        scheduler = system._scheduler
+        assert scheduler is not None
+        await eventually(lambda: scheduler.statistics().num_paused == 1 and scheduler.flight is None)
+        paused_at = scheduler.statistics().generation_tokens_total
+        others = await asyncio.gather(*(answer(system, [70 + i], params(50)) for i in range(5)))
+        assert [f.token_ids for f in others] == [expected([70 + i], 50) for i in range(5)]
+        assert scheduler.statistics().generation_tokens_total == paused_at + 250
+        found = await read_all(slow)
+        assert found.token_ids == expected([65], 1800)
+        assert found.is_well
+        await all_blocks_back(system)
+
+
+async def test_what_a_slow_reader_has_not_read_is_merged() -> None:
+    async with running() as system:
+        handle = ask(system, [65], params(400))
+        await eventually(lambda: handle.state == "CLOSED")
+        found = await read_all(handle)
+        assert len(found.deltas) == 1
+        assert found.token_ids == expected([65], 400)
+        assert found.deltas[0].num_generated_tokens == 400
+
+
+async def test_choices_of_a_stream_each_get_their_own_deltas() -> None:
+    async with running() as system:
+        found = await answer(system, [65], params(5, n=3))
+        assert found.is_well
+        assert [found.tokens_of(choice) for choice in range(3)] == [expected([65], 5)] * 3
+        reasons = {delta.index: delta.finish_reason for delta in found.deltas if delta.finish_reason}
+        assert reasons == {0: "length", 1: "length", 2: "length"}
+
+
+def test_the_fake_device_goes_round_in_printable_bytes() -> None:
+    assert [successor(i) for i in (31, 32, 125, 126)] == [32, 33, 126, 32]

@@ -1,0 +1,215 @@
+"""The demo model's tokenizer: every text comes back from its tokens' bytes, and a bad prompt spoils only itself."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import unicodedata
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from novainfer.actors.tokenizer import HFTokenizer, encode_jobs, load_tokenizer
+from novainfer.fsm.errors import ModelLoadError
+from novainfer.fsm.events import Chat, Encode, Encoded, EncodeFailed
+from novainfer.fsm.text import TextAssembler, Vocabulary
+
+DEMO = Path(str(files("novainfer.kernels"))) / "demo" / "model"
+HELLO = Chat(messages=[{"role": "user", "content": "Hello"}])
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HFTokenizer:
+    return HFTokenizer(DEMO)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: HFTokenizer) -> Vocabulary:
+    return tokenizer.vocabulary()
+
+
+def ids_of(tokenizer: HFTokenizer, prompt: str | Chat) -> list[int]:
+    (found,) = tokenizer.encode_batch([prompt])
+    assert isinstance(found, list), found
+    return found
+
+
+def refusal_of(tokenizer: HFTokenizer, prompt: str | Chat) -> str:
+    (found,) = tokenizer.encode_batch([prompt])
+    assert isinstance(found, str), found
+    return found
+
+
+def bytes_of(vocabulary: Vocabulary, ids: list[int]) -> bytes:
+    return b"".join(map(vocabulary.bytes_of, ids))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello, world!",
+        " two  spaces ",
+        "naïve café",
+        "日本語のテキスト",
+        "👩‍👩‍👧 family",
+        "\t\r\n\x00\x7f",
+        "3 + 4 = 7",
+    ],
+)
+def test_a_text_is_the_bytes_of_its_tokens(tokenizer: HFTokenizer, vocabulary: Vocabulary, text: str) -> None:
+    assert bytes_of(vocabulary, ids_of(tokenizer, text)).decode() == text
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_so_is_every_normalised_text(text: str) -> None:
+    tokenizer, vocabulary = _shared()
+    text = unicodedata.normalize("NFC", text)  # Qwen2's tokenizer normalises
+    assert bytes_of(vocabulary, ids_of(tokenizer, text)).decode() == text
+
+
+_SHARED: list[tuple[HFTokenizer, Vocabulary]] = []
+
+
+def _shared() -> tuple[HFTokenizer, Vocabulary]:
+    if not _SHARED:
+        tokenizer = HFTokenizer(DEMO)
+        _SHARED.append((tokenizer, tokenizer.vocabulary()))
+    return _SHARED[0]
+
+
+def test_the_table_of_bytes_gives_what_the_tokenizer_decodes(tokenizer: HFTokenizer, vocabulary: Vocabulary) -> None:
+    rng = random.Random(7)
+    plain = [i for i in range(len(vocabulary.token_bytes)) if i not in vocabulary.special_ids]
+    for _ in range(50):
+        ids = [rng.choice(plain) for _ in range(30)]
+        assembler = TextAssembler(vocabulary, [])
+        text = "".join(assembler.push(i) for i in ids) + assembler.flush()
+        assert text == tokenizer._tokenizer.decode(ids)
+
+
+def test_every_byte_has_a_token(vocabulary: Vocabulary) -> None:
+    assert {bytes([i]) for i in range(256)} <= set(vocabulary.token_bytes)
+
+
+def test_control_tokens_stand_for_their_own_text(tokenizer: HFTokenizer, vocabulary: Vocabulary) -> None:
+    names = {vocabulary.bytes_of(i) for i in vocabulary.special_ids}
+    assert {b"<|im_start|>", b"<|im_end|>", b"<|endoftext|>"} <= names
+    config = json.loads((DEMO / "config.json").read_text())
+    assert config["eos_token_id"] in vocabulary.special_ids
+    (end,) = ids_of(tokenizer, "<|im_end|>")
+    assert end in vocabulary.special_ids
+
+
+def test_a_chat_is_rendered_by_the_models_template(tokenizer: HFTokenizer, vocabulary: Vocabulary) -> None:
+    text = bytes_of(vocabulary, ids_of(tokenizer, HELLO)).decode()
+    assert text.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+    expected = tokenizer._tokenizer.apply_chat_template(HELLO.messages, tokenize=False, add_generation_prompt=True)
+    assert text == expected
+
+
+def test_a_chat_can_go_on_with_its_last_message(tokenizer: HFTokenizer, vocabulary: Vocabulary) -> None:
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hel"}]
+    chat = Chat(messages=messages, add_generation_prompt=False, continue_final_message=True)
+    assert bytes_of(vocabulary, ids_of(tokenizer, chat)).decode().endswith("<|im_start|>assistant\nHel")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[{"role": "user"}], [{"content": "no role"}], [{"role": "user", "content": 5}], [], ["not a message"]],
+    ids=repr,
+)
+def test_messages_that_the_template_cannot_render_are_refused_in_a_sentence(
+    tokenizer: HFTokenizer, messages: list[dict[str, object]]
+) -> None:
+    refusal = refusal_of(tokenizer, Chat(messages=messages))
+    assert refusal.startswith("the chat template cannot render these messages: ")
+    assert "\n" not in refusal
+
+
+def test_half_a_surrogate_pair_is_refused_in_words(tokenizer: HFTokenizer) -> None:
+    assert refusal_of(tokenizer, "ab\ud800cd") == "the prompt is not valid Unicode: it holds half of a surrogate pair"
+    chat = Chat(messages=[{"role": "user", "content": "\udfff"}])
+    assert "surrogate" in refusal_of(tokenizer, chat)
+
+
+def test_one_bad_prompt_spoils_only_itself(tokenizer: HFTokenizer) -> None:
+    prompts: list[str | Chat] = ["one", "\ud800", HELLO, Chat(messages=[{"role": "user"}]), "two"]
+    found = tokenizer.encode_batch(prompts)
+    assert found[0] == ids_of(tokenizer, "one")
+    assert isinstance(found[1], str)
+    assert found[2] == ids_of(tokenizer, HELLO)
+    assert isinstance(found[3], str)
+    assert found[4] == ids_of(tokenizer, "two")
+
+
+def test_nothing_to_encode_is_nothing(tokenizer: HFTokenizer) -> None:
+    assert tokenizer.encode_batch([]) == []
+    assert tokenizer.encode_batch([""]) == [[]]
+
+
+def test_jobs_are_answered_in_order_and_name_the_field_at_fault(tokenizer: HFTokenizer) -> None:
+    jobs = [Encode(4, "one"), Encode(5, "\ud800"), Encode(6, Chat(messages=[{"role": "user"}]))]
+    one, two, three = encode_jobs(tokenizer, list(jobs))
+    assert one == Encoded(4, ids_of(tokenizer, "one"))
+    assert isinstance(two, EncodeFailed)
+    assert isinstance(three, EncodeFailed)
+    assert (two.stream_id, two.param) == (5, "prompt")
+    assert (three.stream_id, three.param) == (6, "messages")
+
+
+def copy_of_demo(folder: Path) -> Path:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder / name)
+    return folder
+
+
+def test_without_a_chat_template_a_chat_is_refused_and_a_text_is_not(tmp_path: Path) -> None:
+    folder = copy_of_demo(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = HFTokenizer(folder)
+    assert not tokenizer.has_chat_template
+    assert "no chat template; use a plain prompt" in refusal_of(tokenizer, HELLO)
+    assert ids_of(tokenizer, "Hello")
+
+
+@pytest.mark.parametrize("damage", ["missing", "not json", "empty"])
+def test_a_tokenizer_that_cannot_be_read_is_one_sentence_that_names_the_folder(tmp_path: Path, damage: str) -> None:
+    folder = copy_of_demo(tmp_path)
+    if damage == "missing":
+        (folder / "tokenizer.json").unlink()  # but tokenizer_config.json is there
+    else:
+        (folder / "tokenizer.json").write_text("{" if damage == "not json" else "")
+    with pytest.raises(ModelLoadError) as caught:
+        load_tokenizer(folder)
+    assert str(folder) in caught.value.message
+    assert "\n" not in caught.value.message
+    assert caught.value.param == "tokenizer"
+
+
+def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = copy_of_demo(tmp_path)
+    text = json.loads((folder / "tokenizer.json").read_text())
+    text["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").unlink()  # else transformers takes the model's own kind
+    with pytest.raises(ModelLoadError, match=r"not byte-level \(WordPiece\)"):
+        HFTokenizer(folder)
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tmp_path)
+    assert (
+        tokenizer.encode_batch(["Hello", HELLO]) == ["this model has no tokenizer: its prompts must be token ids"] * 2
+    )
+    assert tokenizer.vocabulary().bytes_of(5) == b""
+    with pytest.raises(ModelLoadError, match="there is no tokenizer in"):
+        load_tokenizer(tmp_path, is_asked_for=True)
