@@ -12,9 +12,11 @@ from checkpoints import Shape, save_checkpoint
 from driver import Driver, make_runner
 
 from novainfer.kernels.batch import Admission, Batch, SamplingRow
+from novainfer.kernels.draw_row import draw_row
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.make_checkpoint import SHAPES, make_checkpoint
 from novainfer.kernels.runner import LOGIT_ROWS_MAX, ModelRunner
+from novainfer.kernels.uniform import uniforms
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)
 
@@ -94,9 +96,24 @@ def test_samples_come_in_the_order_asked_for(folder: Path) -> None:
     batch = Batch(
         [a.slot, b.slot, c.slot], [1, 1, 1], [4, 4, 4], [s.tokens[3] for s in (a, b, c)],
         [slot for slot, _, _ in blocks], [index for _, index, _ in blocks], [block for _, _, block in blocks],
-        [2, 0],
     )  # fmt: skip
-    assert driver.runner.execute(batch).token_ids == [expected[2], expected[0]]
+    for order in ([2, 0], [2, 0, 1], [1], [0, 1, 2]):
+        batch.sample_seqs = order
+        assert driver.runner.execute(batch).token_ids == [expected[seq] for seq in order]
+
+
+def test_a_token_is_drawn_by_the_position_it_will_have(folder: Path) -> None:
+    """The promise of a seed is (seed, choice, absolute position), whatever was computed in the step."""
+    driver = Driver(make_runner(folder), capture=True)
+    prompt = [4, 8, 15, 16, 23, 42]
+    driver.step(driver.add(0, prompt))
+    row = driver.capturing.logits[0].numpy().copy()
+    expected = draw_row(row, 0, 1.0, 0.0, float(uniforms([11], [2], [len(prompt)])[0]))
+    driver = Driver(make_runner(folder))
+    sampling = SamplingRow(temperature=1.0, seed=11, choice=2)
+    sequence = driver.add(1, prompt, sampling)
+    driver.step((sequence, 2))
+    assert driver.step(sequence) == [expected]
 
 
 def test_a_full_context_can_be_computed(folder: Path) -> None:
