@@ -180,7 +180,7 @@ class ModelRunner:
         shape = self._decoder.attention_shape(info.block_size)
         kernel = self._kernels.attention(shape)
         try:
-            self._decoder.attention = kernel.allocate(shape, wanted, self._kernels.dtype, self._kernels.device)
+            self._decoder.attach(kernel.allocate(shape, wanted, self._kernels.dtype, self._kernels.device))
         except (MemoryError, RuntimeError) as error:
             size = wanted * info.kv_bytes_per_block
             raise LoadError(f"{wanted} KV blocks ({size / GIB:.2f} GiB) cannot be allocated: {error}") from None
@@ -216,7 +216,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let weights and cache go; the runner cannot be used afterwards."""
-        self._decoder.attention = None
+        self._decoder.detach()
         self._decoder.layers.clear()
         del self._decoder, self._sampler, self._buffers, self._kernels
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.config import ModelConfig
+from novainfer.kernels.cpu.forward import NativeForward
+from novainfer.kernels.cpu.ops import NativeRowOps
 from novainfer.kernels.registry import AttentionBackend, AttentionShape, Linear, RowOps
 from novainfer.kernels.step import StepTensors
 
@@ -55,7 +57,7 @@ def rope_table(config: ModelConfig, max_model_len: int, device: torch.device) ->
 
 @dataclass(slots=True)
 class Decoder:
-    """A loaded model; `attention` is set when the KV cache has been fitted."""
+    """A loaded model; `attach` gives it the KV cache when that has been fitted."""
 
     config: ModelConfig
     embedding: Embedding
@@ -65,6 +67,18 @@ class Decoder:
     ops: type[RowOps]
     cos_sin: Tensor  # fp32 [max_model_len, head_dim]
     attention: AttentionBackend | None = None
+    fused: NativeForward | None = None  # all layers in one call, where every part is native
+
+    def attach(self, attention: AttentionBackend) -> None:
+        """Take the KV cache into use; raises nothing."""
+        self.attention = attention
+        if self.ops is NativeRowOps:
+            eps, scale = self.config.rms_norm_eps, self.config.head_dim**-0.5
+            self.fused = NativeForward.of(self.layers, self.final_norm, self.cos_sin, attention, eps, scale)
+
+    def detach(self) -> None:
+        """Let the KV cache go."""
+        self.attention = self.fused = None
 
     def attention_shape(self, block_size: int) -> AttentionShape:
         """The geometry its KV cache must have."""
@@ -86,6 +100,8 @@ class Decoder:
         last = len(self.layers) - 1
 
         residual = self.embedding(step.input_ids)  # [T, hidden_size]
+        if self.fused is not None:
+            return self.fused(residual, step)  # the same bits as what follows
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(x)
