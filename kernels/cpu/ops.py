@@ -12,7 +12,7 @@ from novainfer.kernels.cpu.native import DTYPE_CODES, library, num_threads
 __all__ = ["NativeRowOps"]
 
 # Elements below which one thread ends before a second one would have woken up.
-SERIAL_ELEMENTS_MAX = 64 << 10
+SERIAL_ELEMENTS_MAX = 128 << 10
 
 
 def _threads(elements: int) -> int:

@@ -1,6 +1,8 @@
 """Native CPU kernels beside torch's own, interleaved: medians, ratios, GB/s and GF/s.
 
     python tests/bench/kernels.py linear [--dtype bfloat16] [--rows 1,8,64] [--layers qkv,down]
+    python tests/bench/kernels.py attention [--dtype bfloat16]
+    python tests/bench/kernels.py ops [--dtype bfloat16] [--rows 1,8,64]
 
 The variants take turns call by call, so that what else runs on the machine hits all alike; the weights rotate
 through more copies than the last-level cache holds, as the layers of a model do.
@@ -19,7 +21,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from novainfer.kernels.attention import TorchAttention
+from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.linear import NativeLinear
+from novainfer.kernels.cpu.ops import NativeRowOps
+from novainfer.kernels.registry import AttentionShape
+from novainfer.kernels.row_ops import TorchRowOps
 
 LAYERS = {  # Qwen2.5-0.5B: rows of the weight, columns
     "qkv": (1152, 896),
@@ -28,6 +35,18 @@ LAYERS = {  # Qwen2.5-0.5B: rows of the weight, columns
     "down": (896, 4864),
     "lm_head": (151936, 896),
 }
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 16
+# (sequences, context, query rows of each): decodes, whole prompts, a chunk.
+ATTENTION = (
+    (1, 64, 1),
+    (1, 1024, 1),
+    (8, 1024, 1),
+    (32, 1024, 1),
+    (8, 4096, 1),
+    (1, 1024, 1024),
+    (4, 1024, 1024),
+    (1, 2048, 512),
+)
 ROTATED_BYTES = 150 << 20
 SECONDS_PER_CASE = 0.6
 
@@ -78,14 +97,83 @@ def bench_linear(dtype: torch.dtype, rows: list[int], layers: list[str]) -> None
         del weights, native, packed
 
 
+def bench_attention(dtype: torch.dtype) -> None:
+    cpu = torch.device("cpu")
+    print(f"{dtype}, {torch.get_num_threads()} threads, one layer; medians in us")
+    header = ("seqs", "context", "rows", "native", "torch", "torch/native", "GB/s", "GF/s")
+    print("{:>5} {:>7} {:>5} {:>9} {:>9} {:>12} {:>6} {:>6}".format(*header))
+    for seqs, context, rows in ATTENTION:
+        blocks = seqs * context // BLOCK_SIZE
+        size = 2 * seqs * context * KV_HEADS * HEAD_DIM * dtype.itemsize
+        layers = max(1, min(24, ROTATED_BYTES // size))
+        shape = AttentionShape(layers, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+        tables = torch.randperm(blocks, dtype=torch.int32).view(seqs, -1)
+        query = torch.randn(seqs * rows, HEADS, HEAD_DIM).to(dtype)
+        starts = torch.arange(0, seqs * rows + 1, rows, dtype=torch.int32)
+        lens = torch.full((seqs,), context, dtype=torch.int32)
+        variants: dict[str, list[Callable[[], object]]] = {}
+        for backend in (NativeAttention, TorchAttention):
+            cache = backend.allocate(shape, blocks, dtype, cpu)
+            for layer in range(layers):
+                key = torch.randn(blocks * BLOCK_SIZE, KV_HEADS, HEAD_DIM).to(dtype)
+                cache.write(layer, key, key, torch.arange(blocks * BLOCK_SIZE))
+            args = (query, tables, starts, lens, HEAD_DIM**-0.5, rows, context)
+            variants[backend.name] = [lambda c=cache, i=i, a=args: c.attend(i, *a) for i in range(layers)]
+        us = interleaved(variants, SECONDS_PER_CASE)
+        own = us["native"]
+        flops = 4 * HEADS * HEAD_DIM * seqs * sum(range(context - rows + 1, context + 1))
+        print(
+            f"{seqs:>5} {context:>7} {rows:>5} {own:9.0f} {us['torch']:9.0f} {us['torch'] / own:12.1f}"
+            f" {size / own / 1e3:6.1f} {flops / own / 1e3:6.0f}",
+            flush=True,
+        )
+
+
+def bench_ops(dtype: torch.dtype, rows: list[int]) -> None:
+    print(f"{dtype}, {torch.get_num_threads()} threads; medians in us")
+    print(f"{'M':>4} {'':>12} {'native':>9} {'torch':>9} {'torch/native':>12}")
+    for m in rows:
+        native, plain = ops_calls(NativeRowOps, dtype, m), ops_calls(TorchRowOps, dtype, m)
+        for name in native:
+            us = interleaved({"native": [native[name]], "torch": [plain[name]]}, 0.2)
+            print(
+                f"{m:>4} {name:>12} {us['native']:9.1f} {us['torch']:9.1f} {us['torch'] / us['native']:12.1f}",
+                flush=True,
+            )
+
+
+def ops_calls(
+    ops: type[NativeRowOps] | type[TorchRowOps], dtype: torch.dtype, m: int
+) -> dict[str, Callable[[], object]]:
+    hidden, intermediate = LAYERS["o"][0], LAYERS["down"][1]
+    x, residual = torch.randn(m, hidden).to(dtype), torch.zeros(m, hidden).to(dtype)
+    weight, gate_up = torch.ones(hidden).to(dtype), torch.randn(m, 2 * intermediate).to(dtype)
+    qkv, table = torch.randn(m, (HEADS + 2 * KV_HEADS) * HEAD_DIM).to(dtype), torch.randn(4096, HEAD_DIM)
+    positions, logits = torch.arange(m), torch.randn(m, LAYERS["lm_head"][0]).to(dtype)
+    return {
+        "rms_norm": lambda: ops.rms_norm(x, weight, 1e-6),
+        "add_rms_norm": lambda: ops.add_rms_norm(x, residual, weight, 1e-6),
+        "rope": lambda: ops.rope(qkv, table, positions, HEADS + KV_HEADS, HEAD_DIM),
+        "silu_mul": lambda: ops.silu_mul(gate_up),
+        "argmax": lambda: ops.argmax(logits) if ops is NativeRowOps else logits.argmax(-1),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["linear"])
+    parser.add_argument("what", choices=["linear", "attention", "ops"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", default="1,8,32,64,256,512")
     parser.add_argument("--layers", default=",".join(LAYERS))
     args = parser.parse_args()
-    bench_linear(getattr(torch, args.dtype), [int(m) for m in args.rows.split(",")], args.layers.split(","))
+    dtype, rows = getattr(torch, args.dtype), [int(m) for m in args.rows.split(",")]
+    with torch.inference_mode():
+        if args.what == "linear":
+            bench_linear(dtype, rows, args.layers.split(","))
+        elif args.what == "attention":
+            bench_attention(dtype)
+        else:
+            bench_ops(dtype, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from novainfer.kernels.cpu.ops import NativeRowOps
 DTYPES = (torch.bfloat16, torch.float32)
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 1e-6}
 EPS = 1e-6
-ROWS, WIDTHS = 100, (896, 192, 24, 7, 1)  # 100 rows of 896 go to several threads
+ROWS, WIDTHS = 200, (896, 192, 24, 7, 1)  # 200 rows of 896 go to several threads
 
 pytestmark = pytest.mark.usefixtures("level")
 
