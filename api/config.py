@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from novainfer.fsm.errors import InvalidParameter
+from novainfer.fsm.params import check_types
 
 DEMO_MODEL = "demo"  # the model that ships with NovaInfer
 
@@ -45,6 +46,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("model", "tokenizer"):
+            value = getattr(self, name)
+            if not isinstance(value, str | Path) and not (name == "tokenizer" and value is None):
+                raise InvalidParameter(f"{name} must be a folder or a hub id, not {value!r}", param=name)
         positive = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "block_size", "num_threads")
         for name in (*positive, "max_model_len", "num_kv_blocks", "max_num_queued_reqs", "max_num_queued_tokens"):
             value = getattr(self, name)
@@ -58,6 +64,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.kv_cache_capacity_mode == "fixed" and self.num_kv_blocks is None:
             raise InvalidParameter('kv_cache_capacity_mode "fixed" needs num_kv_blocks', param="num_kv_blocks")
+        if self.kv_cache_capacity_mode == "auto" and self.num_kv_blocks is not None:
+            raise InvalidParameter('num_kv_blocks needs kv_cache_capacity_mode "fixed"', param="num_kv_blocks")
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise InvalidParameter(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

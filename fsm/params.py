@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+import re
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -50,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         check = _Check()
         check.between("n", self.n, 1, NUM_CHOICES_MAX)
         check.between("temperature", self.temperature, 0.0, 100.0)
@@ -107,6 +111,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     )
         if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(self.banned_token_ids):
             raise InvalidParameter("banned_token_ids bans every allowed token", param="banned_token_ids")
+
+
+def check_types(record: msgspec.Struct) -> None:
+    """Raise `InvalidParameter`, naming the field, when a field holds a value of another type than it was declared."""
+    try:
+        msgspec.convert(record, _twin_of(type(record)), from_attributes=True)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at ")
+        name = re.split(r"[.\[]", path.partition("$.")[2].strip("`"))[0]
+        message = f"{name}: {what[:1].lower()}{what[1:]}"
+        if "enum value" in what:
+            message = f"{name} must be one of {_choices(type(record), name)}, not {getattr(record, name)!r}"
+        raise InvalidParameter(message, param=name) from None
+
+
+def _choices(kind: type[msgspec.Struct], name: str) -> str:
+    (declared,) = [field.type for field in msgspec.structs.fields(kind) if field.name == name]
+    literals = [one for one in (declared, *get_args(declared)) if get_origin(one) is Literal]
+    return ", ".join(str(choice) for literal in literals for choice in get_args(literal))
+
+
+@cache
+def _twin_of(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """A record with the fields of `kind` and none of its checks, which convert would run again.
+
+    msgspec knows no paths: a field that may hold one is left to `kind` itself.
+    """
+    fields = [(f.name, Any if Path in get_args(f.type) else f.type) for f in msgspec.structs.fields(kind)]
+    return msgspec.defstruct(f"{kind.__name__}Types", fields)
 
 
 class _Check:
