@@ -302,6 +302,8 @@ def _prompt(prompt: PromptLike, vocab_size: int) -> Prompt:
     if isinstance(prompt, dict):
         if "prompt_token_ids" in prompt:
             prompt = prompt["prompt_token_ids"]
+            if not isinstance(prompt, list):
+                raise InvalidParameter("prompt_token_ids must be a list of integers", param="prompt")
         elif "prompt" in prompt:
             prompt = prompt["prompt"]
         else:
@@ -311,14 +313,12 @@ def _prompt(prompt: PromptLike, vocab_size: int) -> Prompt:
             raise InvalidParameter("the prompt must not be empty", param="prompt")
         return prompt
     if isinstance(prompt, Chat):
-        if not prompt.messages:
-            raise InvalidParameter("messages must hold at least one message", param="messages")
-        return prompt
+        return _chat(prompt)
     if not isinstance(prompt, list) or not prompt:
         kinds = "a string, a list of token ids, or messages"
         raise InvalidParameter(f"the prompt must be {kinds}, and not empty", param="prompt")
     if all(isinstance(item, dict) for item in prompt):
-        return Chat(messages=[item for item in prompt if isinstance(item, dict)])
+        return _chat(Chat(messages=[item for item in prompt if isinstance(item, dict)]))
     ids: list[int] = []
     for item in prompt:
         if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < vocab_size:
@@ -327,6 +327,16 @@ def _prompt(prompt: PromptLike, vocab_size: int) -> Prompt:
             )
         ids.append(item)
     return ids
+
+
+def _chat(chat: Chat) -> Chat:
+    """`chat`, when its messages look like messages; whether they can be rendered is the template's to say."""
+    if not isinstance(chat.messages, list) or not chat.messages:
+        raise InvalidParameter("messages must hold at least one message", param="messages")
+    for at, message in enumerate(chat.messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidParameter(f"messages[{at}] must be a dict with a role and a content", param="messages")
+    return chat
 
 
 def _settings(config: EngineConfig, location: ModelLocation) -> ModelSettings:
