@@ -12,7 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["argmax", "draw_row", "log_normaliser", "most_likely"]
+from novainfer.kernels.batch import Logprobs
+
+__all__ = ["argmax", "draw_row", "logprobs_of_row", "most_likely"]
 
 Row = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float64]
@@ -38,16 +40,18 @@ def argmax(logits: Tensor) -> Ids:
     return found
 
 
-def draw_row(x: Row, top_k: int, top_p: float, min_p: float, u: float) -> int:
-    """One token; x fp32 [vocab_size], logits over temperature, is overwritten. Filters are off at 0, 1.0 and 0.0."""
-    x -= x.max()
+def draw_row(x: Row, temperature: float, top_k: int, top_p: float, min_p: float, u: float) -> int:
+    """One token; x fp32 [vocab_size] is overwritten. Filters are off at 0, 1.0 and 0.0; u in [0, 1)."""
     if 0 < top_k < len(x):
         ids = most_likely(x, top_k)
-        weights = np.exp(x[ids]).astype(np.float64)
+        kept = x[ids] / np.float32(temperature)
+        weights = np.exp(kept - kept.max()).astype(np.float64)
         weights[weights < min_p] = 0.0
         if top_p < 1.0:
             weights *= _nucleus(weights, top_p * weights.cumsum()[-1])
         return int(ids[_search(weights, u)])
+    x /= np.float32(temperature)
+    x -= x.max()
     e = np.exp(x, out=x)
     if min_p > 0.0:
         e[e < np.float32(min_p)] = 0.0
@@ -74,10 +78,13 @@ def most_likely(x: Row, k: int) -> Ids:
     return np.flatnonzero(x >= kth)
 
 
-def log_normaliser(x: Row) -> float:
-    """log(sum(exp(x))) of one row."""
-    largest = x.max()
-    return float(largest + np.log(np.exp(x - largest).sum(dtype=np.float64)))
+def logprobs_of_row(raw: Row, token_id: int, count: int) -> Logprobs:
+    """Log-softmax of a row at one token, and its `count` most likely tokens with theirs (ties by id)."""
+    largest = raw.max()
+    normaliser = float(largest + np.log(np.exp(raw - largest).sum(dtype=np.float64)))
+    ids = most_likely(raw, count) if count else np.empty(0, dtype=np.int64)
+    ids = ids[np.argsort(-raw[ids], kind="stable")][:count]
+    return float(raw[token_id]) - normaliser, ids.tolist(), (raw[ids] - normaliser).tolist()
 
 
 def _search(weights: Weights, u: float) -> int:

@@ -7,15 +7,16 @@ min_p; top_k; top_p. Log probabilities are those of the raw logits, before all o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from novainfer.kernels.adorn import adorn, penalise
 from novainfer.kernels.batch import Admission, Logprobs, Sampled, SamplingRow
 from novainfer.kernels.draw import draw
-from novainfer.kernels.draw_row import argmax, draw_row, log_normaliser, most_likely
+from novainfer.kernels.draw_row import argmax, draw_row, logprobs_of_row
 from novainfer.kernels.memory import lazy_zeros
 from novainfer.kernels.uniform import uniforms
 
@@ -37,7 +38,7 @@ class Sampler:
         self.device = device
         self._on_cpu = device.type == "cpu"
         self._rows: list[SamplingRow] = [SamplingRow() for _ in range(max_num_seqs)]
-        self._plain = [True] * max_num_seqs  # greedy, unadorned, without log probabilities
+        self._plain_from = [0.0] * max_num_seqs  # the position from which a slot's token is an argmax, or inf
         self._history_shape = (max_num_seqs, max_model_len + 1)  # the last token is sampled, never computed
         self._history: Tensor | None = None
 
@@ -45,12 +46,7 @@ class Sampler:
         """A sequence takes a slot: keep how it samples and, where penalties need it, its tokens so far."""
         row = admission.sampling
         self._rows[admission.slot] = row
-        self._plain[admission.slot] = (
-            row.temperature < TEMPERATURE_GREEDY_MAX
-            and row.logprobs is None
-            and not row.needs_history
-            and not _adorned(row)
-        )
+        self._plain_from[admission.slot] = _plain_from(row)
         if row.needs_history:
             assert admission.token_ids is not None, "penalties need the tokens so far"
             tokens = torch.tensor(admission.token_ids, dtype=torch.int32)
@@ -62,112 +58,97 @@ class Sampler:
         logits [n, vocab_size] in the model's dtype (may be overwritten); slots and positions [n]: whose row
         it is, and the absolute position that the sampled token will have.
         """
-        if all(self._plain[slot] for slot in slots):
-            return Sampled(self._argmax(logits).tolist())
+        plain = [self._plain_from[slot] <= at for slot, at in zip(slots, positions, strict=True)]
+        if all(plain):
+            ids = argmax(logits) if self._on_cpu else logits.argmax(-1)
+            return Sampled(ids.tolist())
         rows = [self._rows[slot] for slot in slots]
-        logits = logits.float()
-        asked = [i for i, row in enumerate(rows) if row.logprobs is not None]
-        raw = logits[asked] if asked else None  # a copy: adornments overwrite
-        for i, (row, slot, position) in enumerate(zip(rows, slots, positions, strict=True)):
-            if _adorned(row):
-                _adorn(logits[i], row, position)
-            if row.needs_history:
-                _penalise(logits[i], row, self._tokens()[slot, :position])
-        token_ids: list[int] = self._draw(logits, rows, positions).tolist()
+        u = uniforms([row.seed for row in rows], [row.choice for row in rows], positions).tolist()
+        sampled = self._sample_rows if self._on_cpu else self._sample_batch
+        token_ids, logprobs = sampled(logits, rows, slots, positions, plain, u)
         for row, slot, position, token_id in zip(rows, slots, positions, token_ids, strict=True):
             if row.needs_history:
                 self._tokens()[slot, position] = token_id
-        sampled = Sampled(token_ids)
-        if raw is not None:
-            sampled.logprobs = [None] * len(rows)
-            found = self._logprobs(raw, [token_ids[i] for i in asked], [rows[i].logprobs or 0 for i in asked])
-            for i, logprobs in zip(asked, found, strict=True):
-                sampled.logprobs[i] = logprobs
-        return sampled
+        return Sampled(token_ids, logprobs if any(entry is not None for entry in logprobs) else [])
+
+    def _sample_rows(
+        self,
+        logits: Tensor,
+        rows: list[SamplingRow],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        plain: list[bool],
+        u: list[float],
+    ) -> tuple[list[int], list[Logprobs | None]]:
+        """Row by row: a row of fp32 logits stays in the cache of a CPU core, a batch of them does not."""
+        token_ids: list[int] = []
+        logprobs: list[Logprobs | None] = []
+        for i, row in enumerate(rows):
+            if plain[i]:
+                token_ids.append(int(argmax(logits[i : i + 1])[0]))
+                logprobs.append(None)
+                continue
+            x = logits[i].float()
+            raw = x.clone() if row.logprobs is not None else None
+            self._adorn(x, row, slots[i], positions[i])
+            if row.temperature < TEMPERATURE_GREEDY_MAX:
+                token_id = int(x.numpy().argmax())
+            else:
+                token_id = draw_row(x.numpy(), row.temperature, row.top_k, row.top_p, row.min_p, u[i])
+            token_ids.append(token_id)
+            logprobs.append(None if raw is None else logprobs_of_row(raw.numpy(), token_id, row.logprobs or 0))
+        return token_ids, logprobs
+
+    def _sample_batch(
+        self,
+        logits: Tensor,
+        rows: list[SamplingRow],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        plain: list[bool],
+        u: list[float],
+    ) -> tuple[list[int], list[Logprobs | None]]:
+        """All rows at once, on a device that numpy cannot read."""
+        device, vocab_size = self.device, self.vocab_size
+        logits = logits.float()
+        asked = [i for i, row in enumerate(rows) if row.logprobs is not None]
+        raw = logits[asked]  # a copy: adornments overwrite
+        for i, row in enumerate(rows):
+            if not plain[i]:
+                self._adorn(logits[i], row, slots[i], positions[i])
+        tokens = logits.argmax(-1)
+        random = [i for i, row in enumerate(rows) if row.temperature >= TEMPERATURE_GREEDY_MAX]
+        if random:
+            chosen = [rows[i] for i in random]
+            indexes = torch.tensor(random, device=device)
+            temperatures = torch.tensor([r.temperature for r in chosen], dtype=torch.float32, device=device)
+            tokens[indexes] = draw(
+                logits[indexes] / temperatures[:, None],
+                torch.tensor([r.top_k if 0 < r.top_k < vocab_size else vocab_size for r in chosen], device=device),
+                torch.tensor([r.top_p for r in chosen], dtype=torch.float64, device=device),
+                torch.tensor([r.min_p for r in chosen], dtype=torch.float32, device=device),
+                torch.tensor([u[i] for i in random], dtype=torch.float64, device=device),
+            )
+        token_ids: list[int] = tokens.tolist()
+        logprobs: list[Logprobs | None] = [None] * len(rows)
+        for i, row in zip(asked, raw.cpu().numpy(), strict=True):
+            logprobs[i] = logprobs_of_row(row, token_ids[i], rows[i].logprobs or 0)
+        return token_ids, logprobs
+
+    def _adorn(self, x: Tensor, row: SamplingRow, slot: int, position: int) -> None:
+        adorn(x, row, position)
+        if row.needs_history:
+            penalise(x, row, self._tokens()[slot, :position])
 
     def _tokens(self) -> Tensor:
         if self._history is None:
             self._history = lazy_zeros(self._history_shape, torch.int32, self.device)
         return self._history
 
-    def _argmax(self, logits: Tensor) -> Tensor:
-        return torch.from_numpy(argmax(logits)) if self._on_cpu else logits.argmax(-1)
 
-    def _draw(self, logits: Tensor, rows: list[SamplingRow], positions: Sequence[int]) -> Tensor:
-        """Argmax of the greedy rows, a draw for the others -> int64 [n]."""
-        random = [i for i, row in enumerate(rows) if row.temperature >= TEMPERATURE_GREEDY_MAX]
-        tokens = self._argmax(logits) if len(random) < len(rows) else torch.empty(len(rows), dtype=torch.int64)
-        if not random:
-            return tokens
-        chosen = [rows[i] for i in random]
-        u = uniforms([r.seed for r in chosen], [r.choice for r in chosen], [positions[i] for i in random])
-        if self._on_cpu:
-            x = logits.numpy()
-            for i, row, number in zip(random, chosen, u.tolist(), strict=True):
-                x[i] /= np.float32(row.temperature)
-                tokens[i] = draw_row(x[i], row.top_k, row.top_p, row.min_p, number)
-            return tokens
-        device, vocab_size = self.device, self.vocab_size
-        indexes = torch.tensor(random, device=device)
-        temperatures = torch.tensor([r.temperature for r in chosen], dtype=torch.float32, device=device)
-        top_k = [r.top_k if 0 < r.top_k < vocab_size else vocab_size for r in chosen]
-        tokens = tokens.to(device)
-        tokens[indexes] = draw(
-            logits[indexes] / temperatures[:, None],
-            torch.tensor(top_k, device=device),
-            torch.tensor([r.top_p for r in chosen], dtype=torch.float64, device=device),
-            torch.tensor([r.min_p for r in chosen], dtype=torch.float32, device=device),
-            torch.from_numpy(u).to(device),
-        )
-        return tokens
-
-    def _logprobs(self, raw: Tensor, tokens: list[int], num_top: list[int]) -> list[Logprobs]:
-        """Log-softmax of raw logits fp32 [n, vocab_size] at the sampled tokens and at the most likely ones."""
-        found: list[Logprobs] = []
-        for row, token_id, count in zip(raw.cpu().numpy(), tokens, num_top, strict=True):
-            normaliser = log_normaliser(row)
-            ids = most_likely(row, count) if count else np.empty(0, dtype=np.int64)
-            ids = ids[np.argsort(-row[ids], kind="stable")][:count]
-            found.append((float(row[token_id]) - normaliser, ids.tolist(), (row[ids] - normaliser).tolist()))
-        return found
-
-
-def _adorned(row: SamplingRow) -> bool:
-    return bool(row.allowed_ids is not None or row.banned_ids or row.logit_bias or row.min_position)
-
-
-def _adorn(logits: Tensor, row: SamplingRow, position: int) -> None:
-    """Allowed ids, banned ids, stop ids while too early, bias; fp32 [vocab_size], in place.
-
-    Where the stop ids would leave nothing (they are all that is allowed), they stay: some token must be
-    drawn.
-    """
-    if row.allowed_ids is not None:
-        allowed = torch.tensor(row.allowed_ids, device=logits.device)
-        kept = logits[allowed]
-        logits.fill_(-torch.inf)
-        logits[allowed] = kept
-    if row.banned_ids:
-        logits[torch.tensor(row.banned_ids, device=logits.device)] = -torch.inf
-    if row.stop_ids and position < row.min_position:
-        stops = torch.tensor(row.stop_ids, device=logits.device)
-        kept = logits[stops]
-        logits[stops] = -torch.inf
-        if row.allowed_ids is not None and not bool(torch.isfinite(logits.amax())):
-            logits[stops] = kept
-    if row.logit_bias:
-        biased = torch.tensor(list(row.logit_bias), device=logits.device)
-        logits[biased] += torch.tensor(list(row.logit_bias.values()), device=logits.device)
-
-
-def _penalise(logits: Tensor, row: SamplingRow, tokens: Tensor) -> None:
-    """Repetition over prompt and output, presence and frequency over the output; fp32 [vocab_size], in place."""
-    if row.repetition_penalty != 1.0:
-        seen = tokens.long()
-        values = logits[seen]
-        # Duplicates write the same value twice.
-        logits[seen] = torch.where(values > 0, values / row.repetition_penalty, values * row.repetition_penalty)
-    output = tokens[row.prompt_len :]
-    if len(output) and (row.presence_penalty or row.frequency_penalty):
-        ids, counts = torch.unique(output.long(), return_counts=True)
-        logits[ids] -= row.frequency_penalty * counts + row.presence_penalty
+def _plain_from(row: SamplingRow) -> float:
+    """From which position on the row is greedy, without anything that changes or reports its logits."""
+    adorned = row.allowed_ids is not None or row.banned_ids or row.logit_bias or row.needs_history
+    if adorned or row.logprobs is not None or row.temperature >= TEMPERATURE_GREEDY_MAX:
+        return math.inf
+    return row.min_position if row.stop_ids else 0

@@ -112,7 +112,7 @@ def test_the_row_draw_is_the_batch_draw(vocab: int) -> None:
             torch.full((40,), min_p),
             u,
         )
-        rows = [draw_row(logits[i].numpy().copy(), top_k, top_p, min_p, float(u[i])) for i in range(40)]
+        rows = [draw_row(logits[i].numpy().copy(), 1.0, top_k, top_p, min_p, float(u[i])) for i in range(40)]
         assert rows == batch.tolist(), (top_k, top_p, min_p)
 
 
@@ -144,13 +144,49 @@ def test_a_seeded_row_draws_the_same_token_in_any_batch() -> None:
     ]
     together = sample(logits, *rows).token_ids
     assert [sample(logits[i : i + 1], rows[i]).token_ids[0] for i in range(24)] == together
-    on_device = Sampler(5000, 24, 64, CPU)
-    on_device._on_cpu = False  # the way of other devices, which numpy cannot read
-    for slot, row in enumerate(rows):
-        on_device.admit(Admission(slot, row))
-    assert on_device.sample(logits.clone(), range(24), [5] * 24).token_ids == together
     backwards = sample(logits.flip(0), *reversed(rows)).token_ids
     assert backwards == together[::-1]
+
+
+def test_rows_on_the_cpu_and_batches_on_a_device_sample_alike() -> None:
+    rng = np.random.default_rng(9)
+
+    def either(a: Any, b: Any) -> Any:
+        return a if rng.random() < 0.6 else b
+
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = logits_of(10, rows=30, vocab=900).to(dtype)
+        rows = [
+            SamplingRow(
+                temperature=either(0.0, 1.3),
+                top_k=either(0, 30),
+                top_p=either(1.0, 0.7),
+                min_p=either(0.0, 0.01),
+                repetition_penalty=either(1.0, 1.4),
+                presence_penalty=either(0.0, 0.7),
+                frequency_penalty=either(0.0, -0.3),
+                seed=i,
+                prompt_len=2,
+                min_position=either(0, 7),
+                stop_ids=either([], [int(logits[i].argmax())]),
+                logit_bias=either({}, {int(t): 4.0 for t in rng.integers(900, size=5)}),
+                allowed_ids=either(None, rng.permutation(900)[:300].tolist()),
+                banned_ids=either([], rng.integers(900, size=20).tolist()),
+                logprobs=either(None, 3),
+            )
+            for i in range(30)
+        ]
+        history = [rng.integers(900, size=6).tolist() for _ in rows]
+        results = []
+        for on_cpu in (True, False):
+            sampler = Sampler(900, 30, 64, CPU)
+            sampler._on_cpu = on_cpu  # the way of devices that numpy cannot read
+            for slot, row in enumerate(rows):
+                sampler.admit(Admission(slot, row, history[slot]))
+            steps = [sampler.sample(logits.clone(), range(30), [at] * 30) for at in (6, 7, 8)]
+            results.append(([step.token_ids for step in steps], [step.logprobs for step in steps]))
+        assert results[0] == results[1]
+        assert len({tuple(tokens) for tokens in results[0][0]}) > 1
 
 
 def test_uniforms_differ_by_seed_choice_and_position_and_are_uniform() -> None:
@@ -196,8 +232,8 @@ def test_stop_tokens_are_banned_until_their_position() -> None:
     row = SamplingRow(stop_ids=[0], min_position=6)
     assert sample(logits, row, position=5).token_ids == [1]
     assert sample(logits, row, position=6).token_ids == [0]
-    only = SamplingRow(stop_ids=[0], min_position=6, allowed_ids=[0])  # something must be drawn
-    assert sample(logits, only, position=5).token_ids == [0]
+    only = SamplingRow(stop_ids=[1], min_position=6, allowed_ids=[1])  # something must be drawn
+    assert sample(logits, only, position=5).token_ids == [1]
 
 
 def test_penalties_are_those_of_transformers_and_openai() -> None:
