@@ -10,9 +10,10 @@ import hypercorn.asyncio
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from novainfer.server import http2
+from novainfer.server import http1, http2
 from novainfer.server.listen import hypercorn_config
 from novainfer.server.settings import ServerSettings
+from tests.server.conftest import eventually
 from tests.server.rawh2 import RawH2
 
 NO_ERROR, INTERNAL_ERROR = 0, 2
@@ -25,6 +26,7 @@ async def serving(app: ASGIApp, **settings: Any) -> AsyncIterator[int]:
     sock = socket.create_server(("127.0.0.1", 0))
     port: int = sock.getsockname()[1]
     stop, listening = asyncio.Event(), asyncio.Event()
+    http1.install()
     http2.install()
 
     async def trigger() -> None:
@@ -248,6 +250,29 @@ async def test_a_connection_with_a_request_does_not_time_out() -> None:
         assert await busy.response(stream) == (200, b"late")
         await busy.close()
         await idle.close()
+
+
+@pytest.mark.parametrize("version", ["1.1", "2"])
+async def test_a_connection_that_the_client_closed_is_closed_at_once(version: str) -> None:
+    async def handler(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("must not be reached")
+
+    tasks = len(asyncio.all_tasks())
+    async with serving(app_of(handler), keep_alive_timeout_s=1000.0) as port:
+        serving_tasks = len(asyncio.all_tasks())
+        if version == "2":
+            client = await RawH2.connect(port)
+            await is_fine(client)
+            await client.close()
+        else:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /ok HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.readuntil(b"0\r\n\r\n")
+            assert len(asyncio.all_tasks()) > serving_tasks
+            writer.close()
+            await writer.wait_closed()
+        await eventually(lambda: len(asyncio.all_tasks()) == serving_tasks)
+    assert len(asyncio.all_tasks()) == tasks
 
 
 async def test_strange_requests_get_an_answer_of_their_own() -> None:
