@@ -26,6 +26,14 @@ from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.params import SamplingParams
 
 T = TypeVar("T")
+
+
+class Bar(tqdm):  # type: ignore[type-arg]
+    """A progress bar without tqdm's monitor, a thread that would outlive it."""
+
+    monitor_interval = 0
+
+
 # Streams open at once, in batches of max_num_seqs: the next ones are tokenised while the last ones decode.
 OPEN_BATCHES = 2
 UNLIMITED = 2**62  # a script's own queue needs no admission
@@ -65,7 +73,7 @@ class LLM:
             raise InvalidParameter(str(error).replace("Unexpected keyword argument", "LLM has no setting")) from error
         self._engine = Engine(settings)
         self._loop = _new_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="novainfer-llm", daemon=True)
+        self._thread = threading.Thread(target=_live, args=(self._loop,), name="novainfer-llm", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, _shut, self._loop, self._thread, self._engine)
         try:
@@ -85,12 +93,10 @@ class LLM:
 
         `params` is one for all, or one for each. The first prompt that cannot be answered raises, and ends the rest.
         """
-        listed: list[Any]
-        if isinstance(prompts, str | dict | Chat) or (prompts and all(isinstance(p, int) for p in prompts)):
-            listed = [prompts]
-        else:
-            listed = list(prompts)
-        return self._run(self._generate_all(listed, _spread(params, len(listed)), use_tqdm))
+        listed: list[Any] = [prompts] if isinstance(prompts, str | dict | Chat) else list(prompts)
+        if listed and all(isinstance(item, int) for item in listed):  # one prompt of token ids
+            listed = [listed]
+        return self._run(_generate_all(self._engine, listed, _spread(params, len(listed)), use_tqdm))
 
     def chat(
         self,
@@ -102,7 +108,7 @@ class LLM:
         """Answer one conversation, or each of a list of them, through the model's chat template."""
         many = messages if messages and isinstance(messages[0], list) else [messages]
         chats = [Chat(messages=list(conversation)) for conversation in many]  # type: ignore[arg-type]
-        return self._run(self._generate_all(list(chats), _spread(params, len(chats)), use_tqdm))
+        return self._run(_generate_all(self._engine, list(chats), _spread(params, len(chats)), use_tqdm))
 
     def close(self) -> None:
         """Free the model; any number of times."""
@@ -120,7 +126,7 @@ class LLM:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Do `work` on the loop's thread; Ctrl-C here cancels it there."""
-        if self._loop.is_closed() or not self._thread.is_alive():
+        if not self._finalizer.alive:
             work.close()
             raise EngineClosed("this LLM is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -130,52 +136,54 @@ class LLM:
             future.cancel()
             raise
 
-    async def _generate_all(
-        self, prompts: list[Any], params: list[SamplingParams | None], use_tqdm: bool
-    ) -> list[RequestOutput]:
-        open_streams = asyncio.Semaphore(OPEN_BATCHES * self._engine.config.max_num_seqs)
-        tokens = 0
-        with tqdm(total=len(prompts), desc="prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
 
-            async def one(at: int) -> RequestOutput:
-                nonlocal tokens
-                async with open_streams:
-                    output = await self._generate_one(prompts[at], params[at])
-                tokens += sum(len(choice.token_ids) for choice in output.outputs)
-                bar.set_postfix_str(f"{tokens} tokens")
-                bar.update()
-                return output
+async def _generate_all(
+    engine: Engine, prompts: list[Any], params: list[SamplingParams | None], use_tqdm: bool
+) -> list[RequestOutput]:
+    open_streams = asyncio.Semaphore(OPEN_BATCHES * engine.config.max_num_seqs)
+    tokens = 0
+    with Bar(total=len(prompts), desc="prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
 
-            tasks = [asyncio.ensure_future(one(at)) for at in range(len(prompts))]
-            try:
-                return list(await asyncio.gather(*tasks))
-            except BaseException:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                raise
+        async def one(at: int) -> RequestOutput:
+            nonlocal tokens
+            async with open_streams:
+                output = await _generate_one(engine, prompts[at], params[at])
+            tokens += sum(len(choice.token_ids) for choice in output.outputs)
+            bar.set_postfix_str(f"{tokens} tokens")
+            bar.update()
+            return output
 
-    async def _generate_one(self, prompt: Any, params: SamplingParams | None) -> RequestOutput:
-        num_choices = params.n if params is not None else 1
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
-        choices = [CompletionOutput(index=index, token_ids=[]) for index in range(num_choices)]
-        output = RequestOutput(request_id="", prompt=text, prompt_token_ids=[], outputs=choices)
-        stream = self._engine.generate(prompt, params)
+        tasks = [asyncio.ensure_future(one(at)) for at in range(len(prompts))]
         try:
-            async for delta in stream:
-                choice = choices[delta.index]
-                choice.text += delta.text
-                choice.token_ids += delta.token_ids
-                if delta.logprobs is not None:
-                    choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]
-                choice.finish_reason = delta.finish_reason
-                choice.stop_reason = delta.stop_reason
-                output.request_id, output.seed = delta.request_id, delta.seed
-                output.num_cached_tokens = delta.num_cached_tokens
-                output.prompt_token_ids = delta.prompt_token_ids or output.prompt_token_ids
-        finally:
-            await stream.aclose()
-        return output
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+
+async def _generate_one(engine: Engine, prompt: Any, params: SamplingParams | None) -> RequestOutput:
+    num_choices = params.n if params is not None else 1
+    text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
+    choices = [CompletionOutput(index=index, token_ids=[]) for index in range(num_choices)]
+    output = RequestOutput(request_id="", prompt=text, prompt_token_ids=[], outputs=choices)
+    stream = engine.generate(prompt, params)
+    try:
+        async for delta in stream:
+            choice = choices[delta.index]
+            choice.text += delta.text
+            choice.token_ids += delta.token_ids
+            if delta.logprobs is not None:
+                choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]
+            choice.finish_reason = delta.finish_reason
+            choice.stop_reason = delta.stop_reason
+            output.request_id, output.seed = delta.request_id, delta.seed
+            output.num_cached_tokens = delta.num_cached_tokens
+            output.prompt_token_ids = delta.prompt_token_ids or output.prompt_token_ids
+    finally:
+        await stream.aclose()
+    return output
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
@@ -197,10 +205,24 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def _live(loop: asyncio.AbstractEventLoop) -> None:
+    """The LLM's thread: its loop's life."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
 def _shut(loop: asyncio.AbstractEventLoop, thread: threading.Thread, engine: Engine) -> None:
     """Close the engine, its loop and its thread; the LLM itself may be gone already."""
-    if thread.is_alive():
-        asyncio.run_coroutine_threadsafe(engine.aclose(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
+    asyncio.run_coroutine_threadsafe(_end(engine), loop)
+    if thread is not threading.current_thread():  # the garbage collector runs in any thread, also in this one
         thread.join()
-    loop.close()
+
+
+async def _end(engine: Engine) -> None:
+    """Close the engine, let those who wait for it in other threads hear of it, and end the loop."""
+    await engine.aclose()
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+    asyncio.get_running_loop().stop()
