@@ -89,6 +89,10 @@ def load_decoder(
     reader = _Reader(checkpoint, shapes, kernels, on_progress)
     try:
         decoder = _build(config, reader, max_model_len)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise LoadError(
+            f"the memory ran out after {reader.num_read} of {len(shapes)} tensors of the model: {error}"
+        ) from None
     finally:
         checkpoint.close()
         release_freed_pages()

@@ -191,6 +191,16 @@ def test_a_model_too_big_for_the_memory_says_how_much_it_needs(folder: Path, mon
     assert f"({needed} and 1000 bytes)" in message
 
 
+def test_memory_that_runs_out_while_loading_is_said_in_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(shape: object, dtype: object, device: object) -> torch.Tensor:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr("novainfer.kernels.loader.lazy_zeros", no_room)
+    assert "the memory ran out after 0 of 26 tensors of the model: planted" in refusal(folder)
+
+
 def _tensors(folder: Path) -> list[torch.Tensor]:
     return [tensor for shard in folder.glob("*.safetensors") for tensor in load_file(shard).values()]
 
