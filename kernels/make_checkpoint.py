@@ -55,7 +55,7 @@ def make_checkpoint(like: str, out_dir: Path, *, seed: int = 0) -> Path:
     _write_json(out_dir / "generation_config.json", {"eos_token_id": values["eos_token_id"], "do_sample": False})
     config = parse_config(ConfigReader(values, out_dir / "config.json"))
     _write_weights(out_dir / "model.safetensors", config, seed)
-    _write_tokenizer(out_dir)
+    _write_tokenizer(out_dir, config.vocab_size)
     return out_dir
 
 
@@ -114,10 +114,14 @@ def _random_chunks(shapes: dict[str, tuple[int, ...]], seed: int) -> Iterator[to
                 yield torch.empty(size).normal_(0.0, STD, generator=generator).bfloat16()
 
 
-def _write_tokenizer(out_dir: Path) -> None:
-    """One token per byte, Qwen2's special tokens behind them; the rest of the vocabulary has no text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+def _write_tokenizer(out_dir: Path, vocab_size: int) -> None:
+    """One token per byte, then Qwen2's special tokens; the other ids are words that no text is encoded to.
+
+    They decode to text, so that what a random model generates streams like an answer.
+    """
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *SPECIAL_TOKENS]
+    symbols += [_word(i) for i in range(vocab_size - len(symbols))]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
@@ -140,6 +144,15 @@ def _write_tokenizer(out_dir: Path) -> None:
             "chat_template": CHAT_TEMPLATE,
         },
     )
+
+
+def _word(index: int) -> str:
+    """A space (as byte-level BPE writes it) and the index in letters."""
+    letters = ""
+    while index or not letters:
+        index, digit = divmod(index, 26)
+        letters = chr(ord("a") + digit) + letters
+    return "\u0120" + letters
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

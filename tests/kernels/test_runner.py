@@ -185,6 +185,8 @@ def test_a_made_checkpoint_has_the_shape_it_is_named_after_and_a_working_tokeniz
     ids = tokenizer(text).input_ids
     assert tokenizer.decode(ids) == text
     assert ids[-1] == 258
+    assert len(tokenizer) == 512
+    assert all(tokenizer.decode([token_id]) for token_id in range(259, 512))
     assert runner.info.eos_token_ids == (258,)
     with pytest.raises(ValueError, match="known shapes: qwen"):
         make_checkpoint("gpt-7", tmp_path)
