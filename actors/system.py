@@ -42,6 +42,7 @@ from novainfer.fsm.events import (
     Drain,
     Encoded,
     EncodeFailed,
+    JobFailed,
     Prompt,
     Rejected,
     Stop,
@@ -85,7 +86,7 @@ class System:
             "engine": self._make_actor("engine", self._engine),
             "worker": self._make_actor("worker", Worker()),
         }
-        self._device_thread = JobThread("novainfer-device", partial(do_jobs, device), partial(self._tell, "worker"))
+        self._device_thread = JobThread("novainfer-device", partial(do_jobs, device), self._from_device)
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_thread = JobThread(
             "novainfer-tokenizer", self._work_of_tokenizer, self._from_tokenizer, batch_max=TOKENIZER_BATCH_MAX
@@ -98,6 +99,7 @@ class System:
         self._stopping: anyio.Event | None = None
         self._idle: asyncio.Event | None = None
         self._vocabulary: asyncio.Future[Vocabulary | None] | None = None  # None: stopped before it was there
+        self._device_error: str | None = None  # the first job that the device failed
         self._ids_end: int | None = None  # set when the tokenizer has ids that the model has not
         self._rejected: Rejected | None = None  # the gate's answer to the stream just added
         self.error: str | None = None  # what it died of
@@ -208,6 +210,9 @@ class System:
         """The start failed by `error`: whoever waits for it is told."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
+        # A damaged folder fails tokenizer and device alike, and the device's reader says more exactly what is wrong.
+        if self._device_error is not None:
+            error = ModelLoadError(self._device_error)
         wrapped = error if isinstance(error, NovaInferError) else ModelLoadError(f"cannot start: {sentence_of(error)}")
         self.error = wrapped.message
         if self._ready is not None and not self._ready.done():
@@ -304,6 +309,11 @@ class System:
 
     def _start_job(self, job: Any) -> None:
         self._device_thread.put(job)
+
+    def _from_device(self, event: Any) -> None:
+        if isinstance(event, JobFailed) and self._device_error is None:
+            self._device_error = event.message
+        self._tell("worker", event)
 
     def _work_of_tokenizer(self, jobs: list[Any]) -> list[Any]:
         """In the tokenizer's thread: load it, which is always the first job, and then encode."""

@@ -83,7 +83,7 @@ class HFTokenizer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path))
         except Exception as error:
-            reason = str(error).strip().split("\n")[0]
+            reason = " ".join(str(error).split())[:300]
             raise ModelLoadError(f"cannot load a tokenizer from {path}: {reason}", param="tokenizer") from error
         decoder = json.loads(self._tokenizer.backend_tokenizer.to_str()).get("decoder") or {}
         if decoder.get("type") != "ByteLevel":

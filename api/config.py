@@ -49,7 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_types(self)
         for name in ("model", "tokenizer"):
             value = getattr(self, name)
-            if not isinstance(value, str | Path) and not (name == "tokenizer" and value is None):
+            if not (isinstance(value, str | Path) and value != "") and not (name == "tokenizer" and value is None):
                 raise InvalidParameter(f"{name} must be a folder or a hub id, not {value!r}", param=name)
         positive = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "block_size", "num_threads")
         for name in (*positive, "max_model_len", "num_kv_blocks", "max_num_queued_reqs", "max_num_queued_tokens"):

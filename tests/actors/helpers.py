@@ -18,7 +18,7 @@ from novainfer.fsm.outputs import Delta
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
 
-WAIT_S = 10.0  # a test that waits longer has found a lost wake-up
+WAIT_S = 60.0  # a test that waits longer has found a lost wake-up
 LIMITS = Limits(
     max_num_seqs=64, max_num_batched_tokens=512, prefill_chunk_tokens=128, block_size=16, enable_prefix_caching=True
 )

@@ -127,9 +127,10 @@ async def test_a_tokenizer_of_the_wrong_kind_ends_the_start_with_the_kind_of_its
         await system.start()
 
 
-async def test_both_failing_is_one_error() -> None:
+async def test_both_failing_is_one_error_the_devices() -> None:
+    """A damaged folder fails both, and the reader of the weights knows better what is wrong."""
     system = make_system(FailingDevice("load", OSError("no disk")), load_tokenizer=fail_to_load)
-    with pytest.raises(ModelLoadError):
+    with pytest.raises(ModelLoadError, match="no disk"):
         await system.start()
     assert other_tasks() == set()
 

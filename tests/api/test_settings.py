@@ -34,6 +34,7 @@ BAD_CONFIG: list[tuple[str, Any]] = [
     ("native", "maybe"),
     ("seed", "x"),
     ("model", 5),
+    ("model", ""),
     ("model", None),
     ("tokenizer", 5),
     ("enable_prefix_caching", "yes"),
