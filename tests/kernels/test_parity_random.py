@@ -50,6 +50,27 @@ def test_any_schedule_gives_the_tokens_of_transformers(seed: int, tmp_path: Path
         assert run(driver, prompts, random.Random(seed)) == expected, (shape, backend, block_size)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_row_invariant_bf16_gives_the_same_tokens_alone_and_under_any_schedule(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(1000 + seed)
+    shape = random_shape(draw)
+    folder = save_checkpoint(shape, tmp_path, torch.bfloat16, seed=seed)
+    runner = make_runner(folder, "native", num_blocks=160)
+    if not runner.info.row_invariant:
+        pytest.skip(f"these kernels are not row-invariant: {runner.info.kernels}")
+    prefix = [draw.randrange(shape.vocab_size) for _ in range(40)]
+    prompts = [
+        prefix[: draw.randint(1, 40)] + [draw.randrange(shape.vocab_size) for _ in range(draw.randint(1, 30))]
+        for _ in range(5)
+    ]
+    alone = []
+    for prompt in prompts:
+        driver = Driver(runner)
+        alone += driver.generate([driver.add(0, prompt)], NUM_TOKENS)
+    for schedule in range(3):
+        assert run(Driver(runner, seed=schedule), prompts, random.Random(schedule)) == alone, (shape, schedule)
+
+
 def run(driver: Driver, prompts: list[list[int]], draw: random.Random) -> list[list[int]]:
     """Compute every prompt's continuation under a random schedule."""
     waiting = list(range(len(prompts)))
