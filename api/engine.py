@@ -253,7 +253,7 @@ class Engine:
             preemptions=found.preemptions_total,
             steps=found.steps_total,
             step_failures=found.step_failures_total,
-            requests_finished=found.finished_total,
+            requests_finished={str(state): count for state, count in found.finished_total.items()},
         )
 
     # ---- inside --------------------------------------------------------------------------------------------------
