@@ -16,7 +16,7 @@ from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.choice import KernelChoice
 from novainfer.kernels.config import DTYPES, ModelConfig
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.memory import free_bytes, lazy_zeros, release_freed_pages
+from novainfer.kernels.memory import free_bytes, is_out_of_memory, lazy_zeros, release_freed_pages
 from novainfer.kernels.models.decoder import Decoder, Embedding, Layer, rope_table
 from novainfer.kernels.registry import Linear
 
@@ -89,9 +89,12 @@ def load_decoder(
     reader = _Reader(checkpoint, shapes, kernels, on_progress)
     try:
         decoder = _build(config, reader, max_model_len)
-    except (MemoryError, torch.OutOfMemoryError) as error:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         raise LoadError(
-            f"the memory ran out after {reader.num_read} of {len(shapes)} tensors of the model: {error}"
+            f"the memory ran out with {reader.num_read} of {len(shapes)} tensors of the model read "
+            f"(max_model_len {max_model_len}): {str(error).splitlines()[0]}"
         ) from None
     finally:
         checkpoint.close()

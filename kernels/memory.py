@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["free_bytes", "lazy_zeros", "release_freed_pages"]
+__all__ = ["free_bytes", "is_out_of_memory", "lazy_zeros", "release_freed_pages"]
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -70,6 +70,13 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
             memory.madvise(mmap.MADV_HUGEPAGE)
     # The tensor holds the only reference to the map, which is unmapped with it.
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator said no: Python's, CUDA's, or torch's on the CPU (a RuntimeError told by its text)."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def release_freed_pages() -> None:

@@ -20,7 +20,7 @@ from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.choice import KernelChoice, build_registry
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.loader import GIB, choose_dtype, load_decoder, tensor_shapes
-from novainfer.kernels.memory import free_bytes
+from novainfer.kernels.memory import free_bytes, is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.registry import Registry
@@ -181,7 +181,9 @@ class ModelRunner:
         kernel = self._kernels.attention(shape)
         try:
             self._decoder.attach(kernel.allocate(shape, wanted, self._kernels.dtype, self._kernels.device))
-        except (MemoryError, RuntimeError) as error:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             size = wanted * info.kv_bytes_per_block
             raise LoadError(f"{wanted} KV blocks ({size / GIB:.2f} GiB) cannot be allocated: {error}") from None
         self.num_blocks = self._buffers.num_blocks = wanted

@@ -198,7 +198,11 @@ def test_memory_that_runs_out_while_loading_is_said_in_a_sentence(
         raise MemoryError("planted")
 
     monkeypatch.setattr("novainfer.kernels.loader.lazy_zeros", no_room)
-    assert "the memory ran out after 0 of 26 tensors of the model: planted" in refusal(folder)
+    message = "the memory ran out with 0 of 26 tensors of the model read (max_model_len 256): planted"
+    assert message in refusal(folder)
+    monkeypatch.undo()
+    edit_config(folder, max_position_embeddings=10**12)  # torch's own words on what it cannot allocate
+    assert "the memory ran out with 26 of 26 tensors of the model read (max_model_len 1000000000000)" in refusal(folder)
 
 
 def _tensors(folder: Path) -> list[torch.Tensor]:
