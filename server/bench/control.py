@@ -29,13 +29,15 @@ TOKEN_US_MAX = 8.0  # the targets: at 256 requests and 50 steps/s, a tenth of a 
 STEP_US_MAX = 200.0
 
 
-def run(batches: tuple[int, ...] = BATCHES, steps: int = STEPS, repeat: int = 5) -> tuple[dict[str, Any], str]:
-    """The report and its tables."""
+def run(
+    batches: tuple[int, ...] = BATCHES, steps: int = STEPS, repeat: int = 5, device_ms: float = 0.0
+) -> tuple[dict[str, Any], str]:
+    """The report and its tables. A device that sleeps for `device_ms` shows what waking up with cold caches adds."""
     found: dict[int, list[dict[str, float]]] = {batch: [] for batch in batches}
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         for _ in range(repeat):
             for batch in batches:
-                found[batch].append(runner.run(_one(batch, steps)))
+                found[batch].append(runner.run(_one(batch, steps, device_ms / 1e3)))
     rows = {
         batch: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for batch, runs in found.items()
     }
@@ -49,6 +51,7 @@ def run(batches: tuple[int, ...] = BATCHES, steps: int = STEPS, repeat: int = 5)
         "machine": describe(),
         "repeat": repeat,
         "steps": steps,
+        "device_ms": device_ms,
         "us_per_token": token_us,
         "us_per_step": fixed_us,
         "batches": {str(batch): row for batch, row in rows.items()},
@@ -67,15 +70,16 @@ def run(batches: tuple[int, ...] = BATCHES, steps: int = STEPS, repeat: int = 5)
         )
         for batch, row in rows.items()
     ]
-    title = f"Control plane, a device that answers at once ({repeat} x {steps} steps, medians)"
+    answers = f"answers after {device_ms:g} ms" if device_ms else "answers at once"
+    title = f"Control plane, a device that {answers} ({repeat} x {steps} steps, medians)"
     return report, table(title, header, lines) + "\n\n" + targets_table(targets)
 
 
-async def _one(batch: int, steps: int) -> dict[str, float]:
+async def _one(batch: int, steps: int, device_s: float) -> dict[str, float]:
     """Microseconds a step with `batch` requests decoding, each with a task that reads it."""
     max_tokens = steps + 2 * WARM_STEPS
     blocks = -(-(PROMPT_LEN + max_tokens) // BLOCK_SIZE) + 1
-    clock = _Clock(batch, steps)
+    clock = _Clock(batch, steps, device_s)
     device = FakeDevice(num_blocks=batch * blocks, max_model_len=PROMPT_LEN + max_tokens, on_step=clock.on_step)
     config = EngineConfig(
         max_num_seqs=batch, max_num_batched_tokens=max(2048, batch), max_num_queued_reqs=batch, block_size=BLOCK_SIZE
@@ -100,9 +104,10 @@ async def _one(batch: int, steps: int) -> dict[str, float]:
 class _Clock:
     """Reads the clocks, on the loop's thread, when `WARM_STEPS` full steps have run and `steps` steps later."""
 
-    def __init__(self, batch: int, steps: int) -> None:
+    def __init__(self, batch: int, steps: int, device_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._batch = batch
+        self._device_s = device_s
         self._when = (WARM_STEPS, WARM_STEPS + steps)
         self._num_full = 0  # steps in which every request decoded
         self.marks: list[tuple[float, float]] = []  # CPU seconds of the loop's thread, wall seconds
@@ -113,6 +118,8 @@ class _Clock:
             self._num_full += 1
             if self._num_full in self._when:
                 self._loop.call_soon_threadsafe(self._mark)
+        if self._device_s:
+            time.sleep(self._device_s)
 
     def _mark(self) -> None:
         self.marks.append((time.thread_time(), time.perf_counter()))
