@@ -93,7 +93,7 @@ class StepBuffers:
         slots, logit_rows = i64[2 * num_tokens : 3 * num_tokens], i64[3 * num_tokens : 3 * num_tokens + num_samples]
         starts, contexts = i32[: num_seqs + 1], i32[num_seqs + 1 : 2 * num_seqs + 1]
         ids[:] = batch.input_ids
-        assert 0 <= ids.min() <= ids.max() < self.vocab_size
+        assert 0 <= min(batch.input_ids) <= max(batch.input_ids) < self.vocab_size
         contexts[:] = batch.context_lens
         starts[0] = 0
         seq_slots = np.array(batch.slots, dtype=np.int64)
