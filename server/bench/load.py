@@ -111,7 +111,7 @@ async def _ask(connection: Connection, load: Load, prompt: list[int], max_tokens
                 line.counts.append(count)
         if not is_done:
             line.error = "the stream ended without [DONE]"
-    except (HTTPFailure, OSError, msgspec.DecodeError) as error:
+    except (HTTPFailure, OSError, ValueError) as error:  # ValueError: what came is not HTTP, or not JSON
         line.error = str(error) or type(error).__name__
     return line
 

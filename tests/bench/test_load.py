@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from novainfer import Engine, EngineConfig
 from novainfer.server.bench import serve
-from novainfer.server.bench.client import HTTPFailure, Origin, Version, connect
+from novainfer.server.bench.client import Origin, Version
 from novainfer.server.bench.load import Load, drive
+from novainfer.server.bench.statistic import Timeline
 from novainfer.server.bench.workload import Workload
 from novainfer.server.serve import Server
 from novainfer.server.settings import ServerSettings
@@ -58,18 +60,53 @@ async def test_a_large_body_arrives_whole(server: Server, version: Version) -> N
     assert found.timelines[0].error is None
 
 
-async def test_a_server_that_breaks_off_is_a_failure_and_no_hang() -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@asynccontextmanager
+async def scripted(answer: bytes) -> AsyncIterator[Load]:
+    """A server that gives `answer` to whatever comes, and closes."""
+
+    async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nda")
+        writer.write(answer)
         writer.close()
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+    async with await asyncio.start_server(give, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
-        connection = await connect(Origin.parse(f"http://127.0.0.1:{port}"), "h1")
-        with pytest.raises(HTTPFailure, match="closed the connection"):
-            [piece async for piece in connection.post("/", b"", {})]
-        await connection.close()
+        yield Load(origin=Origin.parse(f"http://127.0.0.1:{port}"), model="scripted")
+
+
+def chunks(*events: bytes) -> bytes:
+    pieces = (b"%x\r\n%b\n\n\r\n" % (len(event) + 2, event) for event in events)
+    return HEAD + b"".join(pieces) + b"0\r\n\r\n"
+
+
+async def ask(answer: bytes) -> Timeline:
+    async with scripted(answer) as load:
+        return (await drive(load, "h1", [[1, 2]], 4, clients=1)).timelines[0]
+
+
+async def test_an_event_with_several_tokens_counts_them_all_and_text_alone_counts_one() -> None:
+    ids = b'data: {"choices":[{"text":"ab","token_ids":[1,2,3]}]}'
+    text = b'data: {"choices":[{"text":"c"}]}'
+    empty = b'data: {"choices":[{"text":""}],"usage":null}'
+    line = await ask(chunks(ids, b": keep-alive", text, empty, b"data: [DONE]"))
+    assert (line.error, line.counts) == (None, [3, 1])
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (chunks(b'data: {"choices":[{"text":"c"}]}'), "ended without"),
+        (chunks(b'data: {"error":{"message":"out of memory"}}'), "error event: out of memory"),
+        (HEAD + b"5\r\nda", "closed the connection"),
+        (HEAD + b"zz\r\n", "invalid literal"),
+        (b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nfull", "status 503: full"),
+    ],
+)
+async def test_whatever_goes_wrong_is_the_error_of_its_request(answer: bytes, words: str) -> None:
+    assert words in ((await ask(answer)).error or "")
 
 
 async def test_the_report_has_both_versions(server: Server) -> None:
