@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from novainfer.kernels.memory import use_huge_pages
+
 __all__ = ["MkldnnLinear", "TorchLinear"]
 
 # One packing serves every M; only large M cares about the hint, and 512 was best there (223 against 157 GF/s
@@ -86,6 +88,7 @@ class MkldnnLinear:
     def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:
         """Reorder weight [N, K] into oneDNN's layout; the original can be freed."""
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS_HINT)
+        use_huge_pages(int(torch.ops.mkldnn.data_ptr(packed)), int(torch.ops.mkldnn._nbytes(packed)))
         return cls(packed, bias, (weight.shape[0], weight.shape[1]))
 
     def __call__(self, x: Tensor) -> Tensor:

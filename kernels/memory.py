@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["free_bytes", "is_out_of_memory", "lazy_zeros", "release_freed_pages"]
+__all__ = ["free_bytes", "is_out_of_memory", "lazy_zeros", "release_freed_pages", "use_huge_pages"]
 
 CGROUP = Path("/sys/fs/cgroup")
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+MADV_COLLAPSE = 25  # Linux 6.1; Python 3.11 has no name for it
 
 
 def free_bytes(device: torch.device) -> int:
@@ -70,6 +72,24 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
             memory.madvise(mmap.MADV_HUGEPAGE)
     # The tensor holds the only reference to the map, which is unmapped with it.
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+def use_huge_pages(address: int, num_bytes: int) -> None:
+    """Move memory that is already written onto huge pages where the system can; nothing happens where it
+    cannot.
+
+    A matrix product at batch 1 reads its weight once, and spends a quarter of that on address translation
+    with 4 KB pages (bf16 [9728, 896], one thread: 615 against 465 µs).
+    """
+    begin = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    length = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - begin
+    if length <= 0 or sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for advice in (getattr(mmap, "MADV_HUGEPAGE", 14), MADV_COLLAPSE):
+            madvise(begin, length, advice)  # an older system says EINVAL, a full one EAGAIN: both are well
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -255,3 +255,10 @@ def test_free_memory_is_the_least_of_machine_and_cgroup(tmp_path: Path, monkeypa
     assert memory.free_bytes(cpu) == 900
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.free_bytes(cpu) > 5000
+
+
+def test_memory_moved_to_huge_pages_holds_what_it_held() -> None:
+    weight = torch.arange(3 * 2**20, dtype=torch.int32)
+    memory.use_huge_pages(weight.data_ptr(), weight.nbytes)
+    memory.use_huge_pages(weight.data_ptr() + 4, 100)  # smaller than a page
+    assert torch.equal(weight, torch.arange(3 * 2**20, dtype=torch.int32))
