@@ -45,7 +45,7 @@ from novainfer.fsm.events import (
     WorkerFailed,
     WorkerReady,
 )
-from novainfer.fsm.machine import Machine, Table, ignore, never, on, table
+from novainfer.fsm.machine import Machine, Table, ignore, never, on, stay, table
 
 
 class EngineState(StrEnum):
@@ -60,7 +60,8 @@ class EngineState(StrEnum):
 
 
 S = EngineState
-CYCLE = (S.IDLE, S.SCHEDULING, S.WAITING_WORKER, S.ROLLBACK)
+BUSY = (S.SCHEDULING, S.WAITING_WORKER, S.ROLLBACK)
+CYCLE = (S.IDLE, *BUSY)
 CLOSED_GATE = "the gate opens when the worker is warm"
 
 
@@ -90,31 +91,34 @@ class Engine(Machine):
         ignore(S.STOPPED, WorkerReady, "it was stopped while the worker came up"),
         on((S.STARTING, *CYCLE), WorkerFailed, "_worker_failed", S.STOPPED),
         ignore(S.STOPPED, WorkerFailed, "everything has ended already"),
-        on(CYCLE, Arrive, "_arrive", *CYCLE),
+        on(S.IDLE, Arrive, "_arrive", S.IDLE, S.SCHEDULING),
+        stay(BUSY, Arrive, "_arrive"),
         never(S.STARTING, Arrive, CLOSED_GATE),
         on(S.STOPPED, Arrive, "_too_late", S.STOPPED),
-        on(CYCLE, Encoded, "_encoded", *CYCLE),
+        on(S.IDLE, Encoded, "_encoded", S.IDLE, S.SCHEDULING),
+        stay(BUSY, Encoded, "_encoded"),
         never(S.STARTING, Encoded, CLOSED_GATE),
         ignore(S.STOPPED, Encoded, "its stream has ended"),
-        on(CYCLE, EncodeFailed, "_encode_failed", *CYCLE),
+        stay(CYCLE, EncodeFailed, "_encode_failed"),
         never(S.STARTING, EncodeFailed, CLOSED_GATE),
         ignore(S.STOPPED, EncodeFailed, "its stream has ended"),
-        on(CYCLE, Cancel, "_cancel", *CYCLE),
+        stay(CYCLE, Cancel, "_cancel"),
         never(S.STARTING, Cancel, CLOSED_GATE),
         ignore(S.STOPPED, Cancel, "its stream has ended"),
-        on(CYCLE, CancelAll, "_cancel_all", *CYCLE),
+        stay(CYCLE, CancelAll, "_cancel_all"),
         ignore(S.STARTING, CancelAll, "nothing has arrived yet"),
         ignore(S.STOPPED, CancelAll, "every stream has ended"),
-        on(CYCLE, Pause, "_pause", *CYCLE),
+        stay(CYCLE, Pause, "_pause"),
         never(S.STARTING, Pause, CLOSED_GATE),
         ignore(S.STOPPED, Pause, "its stream has ended"),
-        on(CYCLE, Resume, "_resume", *CYCLE),
+        on(S.IDLE, Resume, "_resume", S.SCHEDULING),
+        stay(BUSY, Resume, "_resume"),
         never(S.STARTING, Resume, CLOSED_GATE),
         ignore(S.STOPPED, Resume, "its stream has ended"),
         on((S.SCHEDULING, S.ROLLBACK), Batch, "_batch", S.WAITING_WORKER, S.SCHEDULING, S.IDLE),
         never((S.STARTING, S.IDLE, S.WAITING_WORKER), Batch, "the scheduler answers MakeBatch, once"),
         ignore(S.STOPPED, Batch, "its streams have ended"),
-        on(CYCLE, Outputs, "_outputs", *CYCLE),
+        stay(CYCLE, Outputs, "_outputs"),
         never(S.STARTING, Outputs, CLOSED_GATE),
         ignore(S.STOPPED, Outputs, "its streams have ended"),
         on(S.WAITING_WORKER, StepDone, "_step_done", S.SCHEDULING, S.WAITING_WORKER),

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from novainfer.fsm.events import Arrive, Departed, Drain, Open, Rejected, Stop
-from novainfer.fsm.machine import Machine, Table, ignore, never, on, table
+from novainfer.fsm.machine import Machine, Table, ignore, never, on, stay, table
 
 
 class GateState(StrEnum):
@@ -36,9 +36,9 @@ class Gate(Machine):
         never((S.OPEN, S.DRAINING), Open, "the worker comes up once"),
         ignore(S.CLOSED, Open, "the engine was stopped while it came up"),
         on(S.OPEN, Arrive, "_arrive", S.OPEN),
-        on((S.STARTING, S.CLOSED), Arrive, "_refuse_closed", S.STARTING, S.CLOSED),
+        stay((S.STARTING, S.CLOSED), Arrive, "_refuse_closed"),
         on(S.DRAINING, Arrive, "_refuse_draining", S.DRAINING),
-        on((S.OPEN, S.DRAINING), Departed, "_departed", S.OPEN, S.DRAINING),
+        stay((S.OPEN, S.DRAINING), Departed, "_departed"),
         never(S.STARTING, Departed, "nothing was let in"),
         ignore(S.CLOSED, Departed, "nobody waits for credits"),
         on(S.OPEN, Drain, "_drain", S.DRAINING),

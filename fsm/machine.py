@@ -64,6 +64,11 @@ def on(states: StrEnum | Iterable[StrEnum], event: type, action: str, *follows: 
     return {(s, event): Row(action, frozenset(follows)) for s in _each(states)}
 
 
+def stay(states: StrEnum | Iterable[StrEnum], event: type, action: str) -> Rows:
+    """Rows: in any of `states`, `event` runs `action`, and the state remains what it is."""
+    return {(s, event): Row(action, frozenset([s])) for s in _each(states)}
+
+
 def ignore(states: StrEnum | Iterable[StrEnum], event: type, why: str) -> Rows:
     """Rows: in any of `states`, `event` may come and changes nothing."""
     return {(s, event): Row("", frozenset([s]), why) for s in _each(states)}

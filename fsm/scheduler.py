@@ -39,7 +39,7 @@ from novainfer.fsm.events import (
     StepPlan,
     Submit,
 )
-from novainfer.fsm.machine import Machine, Table, never, on, table
+from novainfer.fsm.machine import Machine, Table, never, on, stay, table
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.planner import Flight, Limits, Planner
 from novainfer.fsm.request import ENDED, PREFILLED, Finish, Request, RequestState
@@ -93,10 +93,10 @@ class Scheduler(Machine):
         (Configure, Submit, CancelRequest, PauseRequest, ResumeRequest, MakeBatch),
         on(S.STARTING, Configure, "_configure", S.EMPTY),
         never((S.EMPTY, S.FULL), Configure, "the worker comes up once"),
-        on((S.EMPTY, S.FULL), Submit, "_submit", S.EMPTY, S.FULL),
-        on(S, CancelRequest, "_cancel", *S),  # in STARTING: on the control lane it overtakes Configure and its Submit
-        on((S.EMPTY, S.FULL), PauseRequest, "_pause", S.EMPTY, S.FULL),
-        on((S.EMPTY, S.FULL), ResumeRequest, "_resume", S.EMPTY, S.FULL),
+        stay((S.EMPTY, S.FULL), Submit, "_submit"),
+        stay(S, CancelRequest, "_cancel"),  # in STARTING: on the control lane it overtakes Configure and its Submit
+        stay((S.EMPTY, S.FULL), PauseRequest, "_pause"),
+        stay((S.EMPTY, S.FULL), ResumeRequest, "_resume"),
         on(S.EMPTY, MakeBatch, "_first", S.EMPTY, S.FULL),
         on(S.FULL, MakeBatch, "_next", S.EMPTY, S.FULL),
         never(S.STARTING, Submit, "the gate opens when the worker is warm"),
