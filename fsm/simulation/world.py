@@ -81,11 +81,15 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
+class Rows(Counter[tuple[str, str, str]]):
+    """How often each row was taken, by (machine, state, event)."""
+
+
 class _Watched(Request):
     """A request whose transitions are counted."""
 
     __slots__ = ("_taken",)
-    _taken: Counter[tuple[str, str, str]]
+    _taken: Rows
 
     def handle(self, event: Any) -> list[Effect]:
         """As `Request.handle`."""
@@ -125,8 +129,9 @@ class World:
         self.streams: dict[int, Stream] = {}
         self.clients: dict[int, Client] = {}
         self.is_draining = self.is_stopped = False
+        self.budget: dict[str, int] = {}  # what the explorer may still do to this world
         self.counts: Counter[str] = Counter()  # what happened, by kind
-        self.taken: Counter[tuple[str, str, str]] = Counter()  # (machine, state, event): rows taken
+        self.taken = Rows()
         self.checks = Checks(self)
         self._trace = trace
         self.perform("shell", [Send("worker", Begin())])

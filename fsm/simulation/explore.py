@@ -1,0 +1,194 @@
+"""Every order of events in a small world: breadth first, each state once; the first counterexample is a shortest one.
+
+What only a stream and its reader see commutes with everything else, so it is done at once; reads of a slow reader, and
+all other moves, are tried in every order. (The shell, too, hands outputs to the streams by a call, not by a mailbox.)
+Clients, cancels and faults are moves with a budget. Wherever the machine room has nothing left to do, whatever the
+budgets still allow, `Checks.end` must hold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from novainfer.fsm.events import Cause, Departed, Fault, JobDone, Run
+from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.simulation.snapshot import fingerprint, load, save
+from novainfer.fsm.simulation.world import TO_WORKER, Move, Rows, Shape, World
+
+STATES_MAX = 400_000  # a world with more is not small
+
+
+class SmallWorld(msgspec.Struct, frozen=True, kw_only=True):
+    """What is explored: `clients` come one after the other, at any moment; `budget` says how often what may happen."""
+
+    name: str
+    shape: Shape
+    clients: list[tuple[str | list[int], SamplingParams]]
+    budget: dict[str, int]
+    from_start: bool = False  # also explore how the worker comes up
+    slow_readers: frozenset[int] = frozenset()  # streams whose reads are moves of their own
+
+
+class Exploration(msgspec.Struct, kw_only=True):
+    """What was found. `complete`: every state was visited. `path` leads to the violation, if there is one."""
+
+    name: str
+    states: int
+    edges: int
+    depth: int
+    complete: bool
+    rows: dict[tuple[str, str, str], int]
+    violation: str | None = None
+    path: list[str] = []
+
+
+def explore(small: SmallWorld, *, states_max: int = STATES_MAX) -> Exploration:
+    """Visit every state of `small`, or stop at the first violation, or at `states_max`."""
+    first = World(small.shape)
+    first.budget = dict(small.budget)
+    while not small.from_start and first.moves():
+        first.make(first.moves()[0])
+    _settle(first, small)
+    rows: Rows = first.taken
+    parents: list[tuple[int, Move]] = [(-1, ())]  # of each state: the state it was first reached from, and how
+    seen = {fingerprint(first)}
+    frontier: deque[tuple[int, int, bytes]] = deque([(0, 0, save(first))])
+    edges = depth = 0
+    while frontier:
+        at, depth, data = frontier.popleft()
+        world = load(data)
+        for number, move in enumerate(moves(world, small)):
+            edges += 1
+            if number:  # the first one may have the world itself
+                world = load(data)
+            try:
+                _make(world, move)
+                _settle(world, small)
+                if not world.moves() and not world.news():
+                    world.checks.end()
+            except Exception as error:  # whatever a machine raises is a finding
+                path = _path(parents, at, move, small)
+                return Exploration(
+                    name=small.name,
+                    states=len(seen),
+                    edges=edges,
+                    depth=depth + 1,
+                    complete=False,
+                    rows=dict(rows),
+                    violation=f"{type(error).__name__}: {error}",
+                    path=path,
+                )
+            found = fingerprint(world)
+            if found not in seen:
+                seen.add(found)
+                parents.append((at, move))
+                frontier.append((len(parents) - 1, depth + 1, save(world)))
+        if len(seen) > states_max:
+            break
+    return Exploration(
+        name=small.name, states=len(seen), edges=edges, depth=depth, complete=not frontier, rows=dict(rows)
+    )
+
+
+def moves(world: World, small: SmallWorld) -> list[Move]:
+    """Everything that may happen next in `world`."""
+    found = world.moves()
+    budget = world.budget
+    job = world.jobs[0] if world.jobs else None
+    if isinstance(job, Run):
+        for fault in (Fault.OOM, Fault.EXCEPTION):
+            if budget.get(fault):
+                found.append(("fail_step", fault, True))
+        if budget.get("unlaunched"):
+            found.append(("fail_step", Fault.EXCEPTION, False))
+    elif job is not None and budget.get("fail_job"):
+        found.append(("fail_job",))
+    if world.encodings and budget.get("fail_encode"):
+        found += [("fail_encode", at) for at in range(len(world.encodings))]
+    if len(world.clients) < len(small.clients):
+        prompt, params = small.clients[len(world.clients)]
+        found.append(("arrive", prompt, params))
+    if budget.get("cancel"):
+        found += [("cancel", s, Cause.CLIENT) for s, client in world.clients.items() if client.was_let_in]
+    if budget.get("duplicate"):
+        found += [("duplicate", link) for link in world.repeatable()]
+    if budget.get("contradict") and isinstance((world.links.get(TO_WORKER) or [None])[0], JobDone):
+        found.append(("contradict", TO_WORKER))
+    found += [("come_late", at) for at in range(len(world.late))]
+    found += [("fire_timer", at) for at in range(len(world.timers))]
+    found += [(kind,) for kind in ("cancel_all", "drain") if budget.get(kind)]
+    if budget.get("stop"):
+        found.append(("stop", "injected"))
+    found += [("read", stream_id) for stream_id in world.news()]
+    return found
+
+
+def _make(world: World, move: Move) -> None:
+    kind = move[0]
+    if kind == "fail_step":
+        kind = move[1] if move[2] else "unlaunched"
+    if kind in world.budget:
+        world.budget[kind] -= 1
+    world.make(move)
+
+
+def _settle(world: World, small: SmallWorld) -> None:
+    """Do at once what commutes with all else: deliveries to streams and clients, reads, credits going back."""
+    again = True
+    while again:
+        again = False
+        for link, queue in list(world.links.items()):
+            while queue and (link[1] in ("client", "streams") or isinstance(queue[0], Departed)):
+                world.deliver(link)
+                again = True
+        for stream_id in world.news():
+            if stream_id not in small.slow_readers:
+                world.read(stream_id)
+                again = True
+
+
+def _path(parents: list[tuple[int, Move]], at: int, last: Move, small: SmallWorld) -> list[str]:
+    """The moves that lead to a violation, one line each."""
+    moves_back = [last]
+    while at > 0:
+        at, move = parents[at]
+        moves_back.append(move)
+    world = World(small.shape)
+    world.budget = dict(small.budget)
+    while not small.from_start and world.moves():
+        world.make(world.moves()[0])
+    _settle(world, small)
+    lines = []
+    for move in reversed(moves_back):
+        lines.append(_say(world, move))
+        try:
+            _make(world, move)
+            _settle(world, small)
+        except Exception as error:
+            lines.append(f"!!! {type(error).__name__}: {error}")
+    return lines
+
+
+def _say(world: World, move: Move) -> str:
+    kind, *args = move
+    if kind == "deliver":
+        (source, to, urgent) = link = args[0]
+        return f"{source} {'⇒' if urgent else '→'} {to}: {_short(world.links[link][0])}"
+    if kind in ("finish_job", "fail_job", "fail_step"):
+        how = {"finish_job": "does", "fail_job": "fails"}.get(kind) or "fails ({}, launched={})".format(*args)
+        return f"the device {how} {_short(world.jobs[0])}"
+    if kind == "arrive":
+        return f"a client arrives with {args[0]!r} for {args[1].n} x {args[1].max_tokens} tokens"
+    if kind in ("duplicate", "contradict"):
+        return f"{kind}: {_short(world.links[args[0]][0])}"
+    if kind == "come_late":
+        return f"late: {_short(world.late[args[0]][1])}"
+    return " ".join([kind, *map(str, args)])
+
+
+def _short(event: Any) -> str:
+    text = repr(event)
+    return text if len(text) < 120 else text[:117] + "..."
