@@ -80,6 +80,8 @@ class NativeAttention:
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store key and value [T, num_kv_heads, head_dim] at slot_mapping (int64 [T]); slots below 0 are skipped."""
+        assert key.dtype == value.dtype == self.dtype
+        assert slot_mapping.dtype == torch.int64
         count = slot_mapping.shape[0]
         threads = 1 if key.numel() * key.itemsize < SERIAL_WRITE_BYTES_MAX else num_threads()
         self._write(
@@ -99,6 +101,8 @@ class NativeAttention:
         max_context_len: int,
     ) -> Tensor:
         """Causal attention of each sequence's last tokens over its context -> [T, num_heads * head_dim]."""
+        assert query.dtype == self.dtype
+        assert block_tables.dtype == query_start.dtype == context_lens.dtype == torch.int32
         tokens = query.shape[0]
         out = torch.empty((tokens, self.shape.num_heads * self.shape.head_dim), dtype=self.dtype)
         flops = self._flops_per_pair * tokens * max_context_len

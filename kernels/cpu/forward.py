@@ -102,6 +102,8 @@ class NativeForward:
     def __call__(self, hidden: Tensor, step: StepTensors) -> Tensor | None:
         """Embeddings [num_tokens, hidden] (contiguous; overwritten) -> [num_samples, hidden], None without samples."""
         num_tokens = hidden.shape[0]
+        assert hidden.dtype == self._dtype
+        assert hidden.is_contiguous()
         out = torch.empty((step.num_samples, self._width), dtype=self._dtype) if step.num_samples else None
         desc = StepDesc(
             num_tokens,

@@ -70,7 +70,10 @@ class NativeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] -> [M, N], same dtype. Rows of `x` may lie apart, elements of a row may not."""
-        rows = x.shape[0]
+        rows, columns = x.shape
+        assert columns == self.in_features
+        assert x.dtype == self.dtype
+        assert x.stride(1) == 1 or columns == 1
         out = torch.empty((rows, self.out_features), dtype=self.dtype)
         threads = threads_for(rows, self.weight_bytes, rows * self._flops_per_row)
         self._linear(self._desc, x.data_ptr(), x.stride(0), rows, out.data_ptr(), threads)
@@ -78,6 +81,7 @@ class NativeLinear:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight as given: int64 [n] -> [n, K], bit for bit."""
+        assert ids.dtype == torch.int64
         ids = ids.contiguous()
         out = torch.empty((ids.numel(), self.in_features), dtype=self.dtype)
         self._rows(self._desc, ids.data_ptr(), ids.numel(), out.data_ptr())

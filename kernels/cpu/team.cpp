@@ -1,3 +1,4 @@
+// The pool behind Team: helpers that take items of the caller's loop, spin for a moment without any, and then sleep.
 #include "team.h"
 
 #include <immintrin.h>
