@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from novainfer import LLM
 from tests.acceptance.reference import Reference
@@ -15,6 +16,7 @@ from tests.leftovers import nothing_left
 
 __all__ = ["nothing_left"]
 
+tqdm.monitor_interval = 0  # transformers' progress bars would start a thread that outlives them
 DEMO = Path(str(files("novainfer.kernels"))) / "demo" / "model"
 
 

@@ -31,7 +31,7 @@ class Reference:
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """The next token's logits [vocab_size], fp32."""
-        with torch.inference_mode():
+        with torch.no_grad():
             found: torch.Tensor = self._model(torch.tensor([token_ids])).logits[0, -1].float()
         return found
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from novainfer import LLM, Chat, EngineClosed, EngineDraining, InvalidParameter, ModelLoadError, SamplingParams
 from novainfer.fsm.errors import ContextLengthExceeded
@@ -120,7 +121,10 @@ def test_parameters_are_one_or_one_for_each(llm: LLM) -> None:
         llm.generate(["a", "b", "c"], [greedy(), greedy()], use_tqdm=False)
 
 
-def test_the_progress_bar_can_be_off_and_leaves_no_thread(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_can_be_off_and_leaves_no_thread(
+    llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tqdm, "monitor_interval", 10)  # tqdm's own, which another test may have switched off
     llm.generate(["Hello"] * 3, greedy(3), use_tqdm=False)
     assert capfd.readouterr() == ("", "")
     before = threading.active_count()
