@@ -156,7 +156,7 @@ def _entry(file: Path, name: str, value: Any, base: int, size: int) -> TensorEnt
         begin, end = (base + int(offset) for offset in value["data_offsets"])
     except (TypeError, KeyError, ValueError):
         raise LoadError(f"{file} is corrupt: the header entry of {name} is not complete") from None
-    dtype = DTYPES.get(dtype_name)
+    dtype = DTYPES.get(str(dtype_name))
     if dtype is None:
         raise LoadError(f"{file}: {name} has dtype {dtype_name}, but only {', '.join(DTYPES)} are supported")
     if end > size:

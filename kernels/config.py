@@ -12,13 +12,17 @@ import torch
 
 from novainfer.kernels.errors import LoadError
 
-__all__ = ["DTYPES", "ConfigReader", "ModelConfig", "read_json"]
+__all__ = ["DTYPES", "NUM_LAYERS_MAX", "ConfigReader", "ModelConfig", "read_json"]
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+INTEGER_MAX = 2**31 - 1  # nothing in a model is larger; a damaged digit must not become a loop without end
+NUM_LAYERS_MAX = 4096  # the deepest models have a few hundred
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +74,12 @@ class ConfigReader:
         self.path = path
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+        """A whole number of at least 1 and at most `INTEGER_MAX`."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise LoadError(f"{self.path}: {name} must be a whole number of at least 1, not {value!r}")
+        if value > INTEGER_MAX:
+            raise LoadError(f"{self.path}: {name} must be at most {INTEGER_MAX}, not {value}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

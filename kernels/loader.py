@@ -85,7 +85,7 @@ def load_decoder(
     """The model with its weights packed, and the bytes they take; raises `LoadError`."""
     shapes = tensor_shapes(config)
     checkpoint.check(shapes, ignored=frozenset({HEAD}) if config.tie_word_embeddings else frozenset())
-    _check_memory(shapes, kernels)
+    _check_memory(shapes, max_model_len * config.head_dim, kernels)
     reader = _Reader(checkpoint, shapes, kernels, on_progress)
     try:
         decoder = _build(config, reader, max_model_len)
@@ -102,14 +102,15 @@ def load_decoder(
     return decoder, reader.num_bytes
 
 
-def _check_memory(shapes: dict[str, tuple[int, ...]], kernels: KernelChoice) -> None:
+def _check_memory(shapes: dict[str, tuple[int, ...]], num_angles: int, kernels: KernelChoice) -> None:
     count = sum(torch.Size(shape).numel() for shape in shapes.values())
-    needed, free = count * kernels.dtype.itemsize, free_bytes(kernels.device)
+    angle_bytes = 3 * num_angles * torch.float32.itemsize  # the table of cosines and sines, and what it is made from
+    needed, free = count * kernels.dtype.itemsize + angle_bytes, free_bytes(kernels.device)
     if needed > free:
         name = str(kernels.dtype).removeprefix("torch.")
         raise LoadError(
-            f"the model's weights need {needed / GIB:.2f} GiB in {name}, but only {free / GIB:.2f} GiB are free "
-            f"({needed} and {free} bytes)"
+            f"the model needs {needed / GIB:.2f} GiB for its weights in {name} and its positions, but only "
+            f"{free / GIB:.2f} GiB are free ({needed} and {free} bytes)"
         )
 
 

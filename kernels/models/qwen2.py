@@ -5,7 +5,7 @@ Source: "Qwen2 Technical Report" (arXiv 2407.10671); field names and defaults as
 
 from __future__ import annotations
 
-from novainfer.kernels.config import ConfigReader, ModelConfig
+from novainfer.kernels.config import NUM_LAYERS_MAX, ConfigReader, ModelConfig
 from novainfer.kernels.errors import LoadError
 
 __all__ = ["ARCHITECTURE", "parse_config"]
@@ -39,12 +39,15 @@ def parse_config(config: ConfigReader) -> ModelConfig:
     if head_dim % 2:
         raise LoadError(f"{config.path}: head_dim must be even for rotary positions, not {head_dim}")
     vocab_size = config.integer("vocab_size")
+    num_layers = config.integer("num_hidden_layers")
+    if num_layers > NUM_LAYERS_MAX:
+        raise LoadError(f"{config.path}: num_hidden_layers must be at most {NUM_LAYERS_MAX}, not {num_layers}")
     return ModelConfig(
         architecture=ARCHITECTURE,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -35,9 +35,9 @@ def read_config(model_dir: Path) -> ModelConfig:
     path = model_dir / "config.json"
     values = read_json(path)
     architectures = values.get("architectures")
-    names = architectures if isinstance(architectures, list) else []
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name].parse(ConfigReader(values, path))
-    found = ", ".join(map(str, names)) if names else f"none (model_type {values.get('model_type')!r})"
+    found = ", ".join(names) if names else f"none (model_type {values.get('model_type')!r})"
     raise LoadError(f"{path}: architecture {found} is not supported; supported: {', '.join(FAMILIES)}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from novainfer.kernels import memory
 from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.hub import resolve_model
+from novainfer.kernels.loader import tensor_shapes
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.runner import ModelRunner
 
@@ -73,6 +76,9 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
         ({"hidden_size": "DELETE"}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size must be a whole number of at least 1, not '64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1, not 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096"),
+        ({"vocab_size": 10**12}, "vocab_size must be at most 2147483647"),
+        ({"architectures": [["x"]]}, "architecture ['x'] is not supported"),
         ({"num_key_value_heads": 3}, "(4) must be a multiple of num_key_value_heads (3)"),
         ({"head_dim": None, "num_attention_heads": 6}, "(64) must be a multiple of num_attention_heads (6)"),
         ({"head_dim": 15}, "head_dim must be even"),
@@ -137,6 +143,37 @@ def test_tensors_that_do_not_fit_are_listed_and_counted(folder: Path) -> None:
     assert "1 mis-shaped (model.layers.0.mlp.up_proj.weight [3, 5] instead of [72, 64])" in message
 
 
+def test_any_damage_to_headers_and_config_gives_one_sentence(tmp_path: Path) -> None:
+    folder = save_checkpoint(replace(SHAPE, sharded=False), tmp_path)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    whole, settings = weights.read_bytes(), json.loads(config.read_text())
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    draw = random.Random(0)
+    values = [None, 1, -1, 10**30, 1e30, True, "F32", "U8", [], [1], [-1, -1], [10**30, 10**31], {}, {"a": []}]
+    refused = 0
+    for _ in range(400):
+        damaged, setting = bytearray(whole), dict(settings)
+        kind = draw.randrange(3)
+        if kind == 0:
+            damaged[draw.randrange(8 + length)] = draw.randrange(256)
+        elif kind == 1:
+            setting[draw.choice(list(setting))] = draw.choice(values)
+        else:
+            changed = {name: dict(entry) for name, entry in header.items()}
+            entry = changed[draw.choice([name for name, entry in changed.items() if entry])]
+            entry[draw.choice(list(entry))] = draw.choice(values)
+            encoded = json.dumps(changed).encode()
+            damaged = bytearray(len(encoded).to_bytes(8, "little") + encoded + whole[8 + length :])
+        weights.write_bytes(damaged)
+        config.write_text(json.dumps(setting))
+        try:
+            Checkpoint(folder).check(tensor_shapes(read_config(folder)))
+        except LoadError:
+            refused += 1
+    assert 200 < refused < 400
+
+
 def test_an_integer_tensor_is_refused(folder: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.norm.weight"] = torch.zeros(64, dtype=torch.int32)
@@ -187,7 +224,7 @@ def test_the_dtype_is_the_checkpoints_unless_another_is_asked_for(
 def test_a_model_too_big_for_the_memory_says_how_much_it_needs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("novainfer.kernels.loader.free_bytes", lambda device: 1000)
     message = refusal(folder)
-    needed = sum(4 * tensor.numel() for tensor in _tensors(folder))
+    needed = sum(4 * tensor.numel() for tensor in _tensors(folder)) + 3 * 4 * 256 * 16
     assert f"({needed} and 1000 bytes)" in message
 
 
@@ -201,8 +238,8 @@ def test_memory_that_runs_out_while_loading_is_said_in_a_sentence(
     message = "the memory ran out with 0 of 26 tensors of the model read (max_model_len 256): planted"
     assert message in refusal(folder)
     monkeypatch.undo()
-    edit_config(folder, max_position_embeddings=10**12)  # torch's own words on what it cannot allocate
-    assert "the memory ran out with 26 of 26 tensors of the model read (max_model_len 1000000000000)" in refusal(folder)
+    edit_config(folder, max_position_embeddings=2 * 10**9)
+    assert "GiB for its weights in float32 and its positions, but only" in refusal(folder)
 
 
 def _tensors(folder: Path) -> list[torch.Tensor]:
