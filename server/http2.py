@@ -9,8 +9,10 @@
     6  keep_alive_max_requests silences streams in flight                   never reached (see `serve.py`)
     7  a connection without a request, or whose last one was reset,         the idle timer runs whenever there is
        never times out                                                      no stream
-    8  a connection that the client closed stays for keep_alive_timeout     closed at once (http1.py does it, too)
-    9  a path that is not ASCII, or CONNECT, ends the connection            answered with 400, 501
+    8  reading waits for writing, so an upload beside a download may stop    reading never waits
+       both for ever
+    9  a connection that the client closed stays for keep_alive_timeout     closed at once (http1.py does it, too)
+    10 a path that is not ASCII, or CONNECT, ends the connection            answered with 400, 501
 
 It also writes once per turn of the loop for all streams, instead of once per frame (33 -> 13 µs an event).
 The app sees nothing of all this: `Http2` takes the place of `hypercorn.protocol.H2Protocol` (`install`).
@@ -38,11 +40,14 @@ from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.typing import AppWrapper, TaskGroup, WorkerContext
 from hypercorn.utils import filter_pseudo_headers
 
-from novainfer.server.http1 import cancel_idle_timer
+from novainfer.server.http1 import cancel_idle_timer, note_connection
 
 BUFFER_HIGH_BYTES = 32 * 1024  # `send` waits above it: two frames, as Hypercorn means to
 BUFFER_LOW_BYTES = 16 * 1024  # and goes on below it
 WRITE_BYTES_MAX = 256 * 1024  # one write to the socket, so that a bulk download does not delay others' tokens
+WINDOW_BYTES = 1024 * 1024  # what a client may send before the app has read: Go's. With 64 KiB, uploads through
+# httpcore starve: each window update that it waits for costs it a turn in a line of all its streams.
+CONTROL_BYTES_MAX = 1024 * 1024  # answers to PINGs and such that wait for a client to read: 60,000 of them
 
 
 class _Stream:
@@ -76,7 +81,7 @@ class _Stream:
 class _Inbox:
     """ASGI's `receive`: joins the body's frames, and opens the client's window only for what the app has taken.
 
-    So a body that nobody reads costs at most one window (64 KiB), and holds up nobody else.
+    So a body that nobody reads costs at most WINDOW_BYTES, and holds up nobody else.
     """
 
     def __init__(self, on_taken: Callable[[int], None]) -> None:
@@ -163,6 +168,7 @@ class Http2(H2Protocol):
         send: Callable[[Event], Awaitable[None]],
     ) -> None:
         super().__init__(app, config, context, task_group, connection_state, ssl, client, server, send)
+        note_connection(config, send)
         self.connection = h2.connection.H2Connection(
             config=h2.config.H2Configuration(client_side=False, header_encoding=None)
         )
@@ -172,6 +178,7 @@ class Http2(H2Protocol):
             initial_values={
                 SettingCodes.MAX_CONCURRENT_STREAMS: config.h2_max_concurrent_streams,
                 SettingCodes.MAX_HEADER_LIST_SIZE: config.h2_max_header_list_size,
+                SettingCodes.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
             },
         )
         self._open: dict[int, _Stream] = {}
@@ -190,6 +197,7 @@ class Http2(H2Protocol):
             self.connection.initiate_upgrade_connection(settings)
         else:
             self.connection.initiate_connection()
+        self.connection.increment_flow_control_window(WINDOW_BYTES)
         await self._flush()
         self.task_group.spawn(self.send_task)
         if headers is not None:  # the request that asked for the upgrade
@@ -205,21 +213,32 @@ class Http2(H2Protocol):
             try:
                 events = self.connection.receive_data(event.data)
             except h2.exceptions.ProtocolError:
-                await self._flush()  # the GOAWAY that says why
+                if not self._is_flushing:
+                    await self._flush()  # the GOAWAY that says why
                 await self.send(Closed())
                 return
             for h2_event in events:
                 await self._handle_event(h2_event)
             self._open_connection_window()
-            # h2 checks a frame's size only when all of it has come: up to 16 MB of nothing
-            if len(getattr(self.connection.incoming_buffer, "_data", b"")) > self._frame_bytes_max:
-                self._say_goodbye(ErrorCodes.FRAME_SIZE_ERROR)
-                await self._flush()
+            if (code := self._excess()) is not None:
+                self._say_goodbye(code)
+                if not self._is_flushing:
+                    await self._flush()
                 await self.send(Closed())
                 return
-            await self._flush()
+            # Only the sender writes. Were reading to wait for it, a client that reads nothing before it has sent
+            # everything (httpcore, with an upload beside downloads) and this server would wait for each other.
+            self._wake_sender.set()
         elif isinstance(event, Closed):
             await self._close()
+
+    def _excess(self) -> ErrorCodes | None:
+        """Why this connection must end, when its client makes it hold more than it should."""
+        if len(getattr(self.connection.incoming_buffer, "_data", b"")) > self._frame_bytes_max:
+            return ErrorCodes.FRAME_SIZE_ERROR  # h2 itself looks when all of it has come: up to 16 MB of nothing
+        if len(getattr(self.connection, "_data_to_send", b"")) > CONTROL_BYTES_MAX:
+            return ErrorCodes.ENHANCE_YOUR_CALM  # a flood of PING or SETTINGS whose answers it does not read
+        return None
 
     async def _handle_event(self, event: h2.events.Event) -> None:
         if isinstance(event, h2.events.RequestReceived):

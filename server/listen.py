@@ -12,6 +12,7 @@ from pathlib import Path
 from hypercorn.config import Config
 
 from novainfer import InvalidParameter
+from novainfer.server.http1 import HttpConfig
 from novainfer.server.settings import ServerSettings
 
 FLUSH_TIMEOUT_S = 3.0  # for the last bytes of answers that are already written, after the engine has drained
@@ -56,9 +57,11 @@ def check_certificate(certfile: Path, keyfile: Path) -> None:
         raise InvalidParameter(f"ssl_certfile {certfile} cannot be used: {reason}", param="ssl_certfile") from None
 
 
-def hypercorn_config(settings: ServerSettings, sock: socket.socket, certificate: tuple[Path, Path] | None) -> Config:
+def hypercorn_config(
+    settings: ServerSettings, sock: socket.socket, certificate: tuple[Path, Path] | None
+) -> HttpConfig:
     """Hypercorn on `sock`, which it takes over."""
-    config = Config()
+    config = HttpConfig()
     if certificate is not None:
         config.certfile, config.keyfile = (str(path) for path in certificate)
     config.bind = [f"fd://{sock.detach()}"]
@@ -66,7 +69,7 @@ def hypercorn_config(settings: ServerSettings, sock: socket.socket, certificate:
     config.accesslog = None  # it copies os.environ for every line; ours is in guard.py
     config.include_server_header = False
     config.backlog = settings.backlog
-    config.graceful_timeout = FLUSH_TIMEOUT_S
+    config.graceful_timeout = 2 * FLUSH_TIMEOUT_S  # by then serve.py has aborted what is left
     config.keep_alive_timeout = settings.keep_alive_timeout_s
     config.keep_alive_max_requests = REQUESTS_PER_CONNECTION_MAX
     config.h2_max_concurrent_streams = settings.http2_max_concurrent_streams

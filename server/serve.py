@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import hypercorn.asyncio
@@ -85,8 +86,9 @@ class Server:
         finally:
             self.service.is_draining = True
             close_http.set()
-            # Hypercorn waits FLUSH_TIMEOUT_S itself; from Python 3.12 on it may wait for ever (its issue 308)
-            await asyncio.wait({http}, timeout=FLUSH_TIMEOUT_S + 1.0)
+            await asyncio.wait({http}, timeout=FLUSH_TIMEOUT_S)
+            config.abort_connections()  # of clients that do not read what is there for them
+            await asyncio.wait({http}, timeout=FLUSH_TIMEOUT_S)
             http.cancel()
             await asyncio.gather(http, return_exceptions=True)
             if self.service.engine is not None:
@@ -127,7 +129,9 @@ class Server:
                 if not stop.done() and not engine.is_ready:
                     raise EngineDead("The engine died; every request has been told, and the log says why")
             self.service.is_draining = True
-            await engine.drain(self.settings.shutdown_timeout_s)
+            timeout_s = self.settings.shutdown_timeout_s
+            with suppress(TimeoutError):  # what has ended may still wait for a client to read it
+                await asyncio.wait_for(engine.drain(timeout_s), timeout_s + FLUSH_TIMEOUT_S)
         finally:
             stop.cancel()
 

@@ -150,7 +150,7 @@ async def test_data_for_an_answered_stream_is_dropped() -> None:
 
     async with serving(app_of(handler)) as port:
         client = await RawH2.connect(port)
-        for _ in range(20):  # twenty times 20 000 bytes would use the connection's window up, were they not given back
+        for _ in range(80):  # eighty times 20 000 bytes would use the connection's window up, were they not given back
             stream = client.connection.get_next_available_stream_id()
             head = [(":method", "POST"), (":path", "/rude"), (":scheme", "http"), (":authority", "test")]
             client.connection.send_headers(stream, head)
@@ -179,12 +179,15 @@ async def test_an_unread_body_holds_up_nobody_else() -> None:
 
     async with serving(app_of(handler)) as port:
         client = await RawH2.connect(port)
-        stream = await client.request("/rude", b"x" * 65_000, end=False)
-        await is_fine(client, b"y" * 200_000)
+        await is_fine(client)  # so that the server's settings have come
+        stream = await client.request("/rude", b"x" * http2.WINDOW_BYTES, end=False)
+        assert client.connection.local_flow_control_window(stream) == 0  # all that it may hold
+        await is_fine(client, b"y" * 3_000_000)
+        assert client.connection.local_flow_control_window(stream) == 0
         go_on.set()
         await client.send_data(stream, b"x" * 100_000, end=True)
         assert await client.response(stream) == (200, b"read")
-        assert length == 165_000
+        assert length == http2.WINDOW_BYTES + 100_000
         await client.close()
 
 

@@ -16,6 +16,7 @@ from novainfer.server.settings import ServerSettings
 from novainfer.server.tls import write_self_signed
 from tests.server.conftest import Serve, eventually, running
 from tests.server.fakes import FakeEngine
+from tests.server.rawh2 import RawH2
 from tests.server.test_chat import USER, events
 from tests.server.test_endings import BODY
 
@@ -76,9 +77,37 @@ async def test_stopping_while_the_model_loads_ends_quietly() -> None:
     assert not engine.is_ready
 
 
+@pytest.mark.parametrize("http2", [True, False])
+async def test_clients_that_read_nothing_cannot_keep_the_server_from_ending(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, http2: bool
+) -> None:
+    monkeypatch.setattr(serve_module, "FLUSH_TIMEOUT_S", 0.05)
+    engine = FakeEngine(answer=tuple("x" * 500_000 for _ in range(100)))
+    async with running(engine, shutdown_timeout_s=0.0) as server:
+        if http2:
+            client = await RawH2.connect(server.port, takes_data=False, initial_window=2**31 - 1)
+            client.connection.increment_flow_control_window(2**31 - 1 - 65535)
+            stream = await client.request("/v1/chat/completions", BODY)
+            await client.read_until(lambda: stream in client.headers)
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        else:
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
+            writer.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
+            )
+        await engine.wait_until(lambda: engine.active)
+        for _ in range(100):  # time for it to get stuck; it is right either way
+            await asyncio.sleep(0)
+    assert engine.is_closed
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
+    if not http2:
+        writer.close()
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+
+
 async def test_nothing_is_left_after_many_servers() -> None:
     tasks = len(asyncio.all_tasks())
-    for _ in range(20):
+    for _ in range(5):
         async with running(FakeEngine()) as server, httpx.AsyncClient(base_url=server.url) as client:
             assert (await client.post("/v1/chat/completions", content=BODY)).status_code == 200
     await eventually(lambda: len(asyncio.all_tasks()) == tasks)
