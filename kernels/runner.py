@@ -26,6 +26,7 @@ from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.registry import Registry
 from novainfer.kernels.sampler import Sampler
 from novainfer.kernels.step import StepBuffers
+from novainfer.kernels.threads import use_threads
 
 __all__ = ["ModelInfo", "ModelRunner"]
 
@@ -106,8 +107,7 @@ class ModelRunner:
         on the way.
         """
         torch_device = _device(device)
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
+        use_threads(num_threads)
         config = read_config(Path(model_dir))
         limit = config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:

@@ -11,6 +11,7 @@ import torch
 from checkpoints import Shape, save_checkpoint
 from driver import Driver, make_runner
 
+from novainfer.kernels import threads
 from novainfer.kernels.batch import Admission, Batch, SamplingRow
 from novainfer.kernels.draw_row import draw_row
 from novainfer.kernels.errors import LoadError
@@ -191,3 +192,23 @@ def test_a_made_checkpoint_has_the_shape_it_is_named_after_and_a_working_tokeniz
     with pytest.raises(ValueError, match="known shapes: qwen"):
         make_checkpoint("gpt-7", tmp_path)
     assert {"qwen2.5-0.5b", "qwen2.5-1.5b"} <= set(SHAPES)
+
+
+def test_threads_are_those_asked_for_or_those_a_quota_grants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(threads, "CPU_QUOTA", quota)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        for text, expected in (("max 100000", 4), ("800000 100000", 4), ("150000 100000", 2), ("5000 100000", 1)):
+            quota.write_text(text + "\n")
+            torch.set_num_threads(4)
+            threads.use_threads(None)
+            assert torch.get_num_threads() == expected
+        threads.use_threads(3)
+        assert torch.get_num_threads() == 3
+        quota.unlink()
+        threads.use_threads(None)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
