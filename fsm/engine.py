@@ -1,4 +1,4 @@
-"""The engine: the hub. It drives the step cycle, and knows which requests each stream stands for.
+"""The engine is the hub: it drives the step cycle, and knows which requests each stream stands for.
 
     STARTING ──WorkerReady──▶ IDLE ──work arrives──▶ SCHEDULING ──Batch──▶ WAITING_WORKER
                                ▲ ◀──Batch without a plan──┘ ▲                 │      │

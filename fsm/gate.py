@@ -1,4 +1,4 @@
-"""The gate: admission. It answers at once, before anything is tokenised, and a full queue is an answer.
+"""The gate lets streams in, or says why not: at once, before anything is tokenised; a full queue is an answer.
 
     STARTING ──Open──▶ OPEN ──Drain──▶ DRAINING ──▶ CLOSED   (Stop closes it from any state)
 
