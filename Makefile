@@ -60,8 +60,9 @@ types: setup
 imports: setup
 	$(BIN)/lint-imports
 
-docs: setup      ## write the generated pages again (state machines)
+docs: setup      ## write the generated pages again: state machines, the tree
 	$(BIN)/python -m novainfer.fsm.diagram docs/machines.md
+	$(BIN)/python docs/tree.py
 
 bench: setup     ## the benchmarks, with ratios to roofline and transformers
 	$(BIN)/novainfer bench all $(ARGS)
