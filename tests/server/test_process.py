@@ -126,7 +126,7 @@ async def test_what_cannot_start_is_one_sentence_and_exit_code_2(flags: list[str
             stderr=asyncio.subprocess.PIPE,
         )
         code, err = await stderr_after(process)
-    assert code == 2
+    assert code == 2, err
     *_, last = err.splitlines()
     assert last.startswith("Error: ")
     assert said in last
