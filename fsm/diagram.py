@@ -78,7 +78,7 @@ def _rows(machine: type[Machine]) -> str:
             what, then = f"`{row.action}`", _names(sorted(row.follows, key=lambda s: ranks.get(s, -1)))
         else:
             what, then = ("*cannot come*" if row.impossible else "*ignored*"), row.why
-        text += f"| {name} | {_names(sorted(where, key=order.index))} | {what} | {then} |\n"
+        text += f"| {name} | {_names(sorted(map(str, where), key=ranks.__getitem__))} | {what} | {then} |\n"
     return text
 
 

@@ -4,7 +4,7 @@
     a step taken back leaves what was there before it     (exactly, when it was never launched)
     blocks of a cancelled request return with its step    and not before it
     the oldest request that may run is in every plan      first come, first served, also after a preemption
-    nobody is computed while its reader is slow
+    nobody is computed while its reader is slow           nor after a cancel
     each stream ends exactly once, and says why           nothing comes after the end
     an idle engine has nothing left to do                 no wake-up is lost
 
@@ -17,10 +17,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.engine import EngineState
-from novainfer.fsm.events import CancelRequest, MakeBatch, Output, Rejected, StepFailed
+from novainfer.fsm.events import Cancel, CancelRequest, MakeBatch, Output, Rejected, StepFailed, Submit
 from novainfer.fsm.gate import GateState
 from novainfer.fsm.planner import Flight
-from novainfer.fsm.request import ENDED, RequestState
+from novainfer.fsm.request import ENDED, Request, RequestState
 from novainfer.fsm.scheduler import SchedulerState
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.worker import WorkerState
@@ -39,14 +39,24 @@ class Checks:
         self._ended: set[int] = set()  # requests
         self._quiet = False  # nothing but MakeBatch reached the scheduler since its last savepoint
         self._step_blocks: list[int] = []  # all blocks that the step on the device may touch
+        self._oldest: Request | None = None  # of those that run, before the step being planned
+        self._cancelled: set[int] = set()  # requests
+        self._cancelled_early: set[int] = set()  # streams cancelled before anything was submitted for them
 
     # ---- the scheduler -------------------------------------------------------------------------------------------
 
     def before_scheduler(self, event: Any) -> None:
         """`event` is about to be handled by the scheduler."""
+        if isinstance(event, Submit) and event.stream_id in self._cancelled_early:
+            raise Violation(f"stream {event.stream_id} was cancelled, and is submitted all the same")
+        if isinstance(event, CancelRequest):
+            self._cancelled.add(event.request_id)
         if not isinstance(event, MakeBatch):
             return
         scheduler = self.world.scheduler
+        running = [r for r in scheduler.planner.running.values() if r.state in COMPUTED]
+        is_free = not scheduler._suspects and not isinstance(event.outcome, StepFailed)
+        self._oldest = min(running, key=lambda r: r.request_id) if running and is_free else None
         flight = scheduler.flight
         if isinstance(event.outcome, StepFailed) and flight is not None:
             members = {request.stream_id for request, _, _ in flight.rows if not request.ended}
@@ -87,6 +97,9 @@ class Checks:
             self._quiet = True
             if "rollback" in planner.__dict__:
                 raise Violation("a step failed and was not taken back")
+            if self._oldest is not None and self._oldest.state is RequestState.PREEMPTED:
+                raise Violation(f"request {self._oldest.request_id} is the oldest, and was preempted")
+            self._oldest = None
             self._plan(scheduler.flight)
         else:
             self._quiet = False
@@ -112,6 +125,8 @@ class Checks:
             return
         self._step_blocks = [block for request, _, _ in flight.rows for block in request.blocks]
         planned = {request.request_id for request, _, _ in flight.rows}
+        if planned & self._cancelled:
+            raise Violation(f"step {flight.step_id} computes {planned & self._cancelled}, which were cancelled")
         if len(planned) != len(flight.rows):
             raise Violation(f"step {flight.step_id} computes a request twice")
         for request, _, _ in flight.rows:
@@ -125,6 +140,13 @@ class Checks:
         may_run = [i for i, request in planner.running.items() if request.state in COMPUTED]
         if not scheduler._suspects and may_run and min(may_run) not in planned:
             raise Violation(f"request {min(may_run)} is the oldest, and step {flight.step_id} leaves it out")
+
+    def before_engine(self, event: Any) -> None:
+        """`event` is about to be handled by the engine."""
+        if isinstance(event, Cancel):
+            engine, stream_id = self.world.engine, event.stream_id
+            if stream_id in engine._encoding or stream_id > engine._last_arrived:
+                self._cancelled_early.add(stream_id)
 
     # ---- clients -------------------------------------------------------------------------------------------------
 

@@ -173,8 +173,10 @@ class World:
         elif to == "tokenizer":
             self.encodings.append(event)
         elif to != "client":  # who hears that the worker is up, or will not come up
-            if isinstance(event, CancelAll):
-                self._everybody(event.cause)
+            if to == "engine":
+                self.checks.before_engine(event)
+                if isinstance(event, CancelAll):
+                    self._everybody(event.cause)
             self.handle(to, self.machines[to], event)
             if self.worker.state is WorkerState.FAILED and not self.is_stopped:
                 self._stopped()
