@@ -17,7 +17,7 @@ import msgspec
 from novainfer import EngineOverloaded, InvalidParameter, NovaInferError, SamplingParams, UnsupportedParameter
 from novainfer.server.decode import decode
 from novainfer.server.engine import ServedEngine
-from novainfer.server.errors import ErrorDetail
+from novainfer.server.errors import ErrorDetail, detail_of
 from novainfer.server.protocol import ChatCompletionRequest, CompletionRequest
 from novainfer.server.replies import Choice, CompletionLogprobs, Tally, Usage, completion_logprobs
 
@@ -132,8 +132,7 @@ class Batch:
                     await asyncio.sleep(error.retry_after_s)
             raise AssertionError("unreachable")
         except NovaInferError as error:
-            detail = ErrorDetail(error.message, error.type, error.param, error.code)
-            return BatchResult(index=index, id=record_id, error=detail)
+            return BatchResult(index=index, id=record_id, error=detail_of(error))
 
     async def _generate(self, index: int, record_id: Any, request: _Request) -> BatchResult:
         params = request.params

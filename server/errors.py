@@ -108,10 +108,16 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
+def detail_of(error: NovaInferError) -> ErrorDetail:
+    """The error object's inside, with the field's name as it is in a body."""
+    param = "timeout" if error.param == "timeout_s" else error.param
+    return ErrorDetail(error.message, error.type, param, error.code)
+
+
 def error_body(error: Exception) -> bytes:
     """The JSON body of `error`; the text of errors that are not ours stays in the log."""
     if isinstance(error, NovaInferError):
-        detail = ErrorDetail(error.message, error.type, error.param, error.code)
+        detail = detail_of(error)
     else:
         detail = ErrorDetail(INTERNAL_MESSAGE, NovaInferError.type, None, NovaInferError.code)
     return msgspec.json.encode(ErrorBody(detail))
