@@ -82,6 +82,7 @@ MUTANTS = [
         "undo",
         "if launched or name in self._index:",
         "if name in self._index:",
+        seeds=1000,
     ),
     Mutant(
         "undo leaves the names that the step gave",

@@ -240,3 +240,25 @@ def run_seeds(seeds: Iterable[int], *, stop_at_first: bool = False) -> Report:
     report.rows = dict(sorted(rows.items()))
     report.trace_hash = trace.hexdigest()
     return report
+
+
+def merge(reports: Iterable[Report]) -> Report:
+    """One report of several, in their order; it does not matter who ran them."""
+    whole = Report()
+    faults: Counter[str] = Counter()
+    rows: Counter[tuple[str, str, str]] = Counter()
+    trace = blake2b(digest_size=16)
+    for report in reports:
+        whole.seeds += report.seeds
+        whole.requests += report.requests
+        whole.tokens += report.tokens
+        whole.moves += report.moves
+        whole.violations = whole.violations + report.violations
+        whole.failing_seeds = whole.failing_seeds + report.failing_seeds
+        faults.update(report.faults)
+        rows.update(report.rows)
+        trace.update(bytes.fromhex(report.trace_hash))
+    whole.faults = dict(sorted(faults.items()))
+    whole.rows = dict(sorted(rows.items()))
+    whole.trace_hash = trace.hexdigest()
+    return whole
