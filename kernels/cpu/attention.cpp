@@ -59,7 +59,7 @@ inline void prefetch(const uint32_t* from, long units) {
 
 // scores[r][group * 16 + lane] = query row r . key, for MR rows and NG groups.
 template <class T, int MR, int NG>
-void score_tile(const uint32_t* q, long q_stride, const uint32_t* const* keys, long units, float* scores) {
+__attribute__((noinline)) void score_tile(const uint32_t* q, long q_stride, const uint32_t* const* keys, long units, float* scores) {
   constexpr int NVEC = NG * GROUP_VECTORS;
   vf acc[MR][NVEC];
 #pragma GCC unroll 16
@@ -86,7 +86,7 @@ void score_tile(const uint32_t* q, long q_stride, const uint32_t* const* keys, l
 // out[r][column] = sum over the tile's tokens of p[r][token] * value[token][column], for MR rows and NC vectors of
 // columns; merged into what is there as `out * keep[r] + sum * take[r]` when `keep` is given.
 template <class T, int MR, int NC>
-void value_tile(const typename T::type* p, const TileGroups& g, long column, long width, float* out,
+__attribute__((noinline)) void value_tile(const typename T::type* p, const TileGroups& g, long column, long width, float* out,
                 const float* keep, const float* take) {
   vf acc[MR][NC];
 #pragma GCC unroll 16
@@ -255,7 +255,7 @@ struct Attention {
   }
 
   // Turns row j of the scores (row r of the group) into probabilities up to a common factor: 2^(score - tile_max).
-  void soften(const TileGroups& g, int j, int r, int position) {
+  __attribute__((noinline)) void soften(const TileGroups& g, int j, int r, int position) {
     const vf minus_inf = set1(NEG_INF), scale = set1(call.scale * LOG2E);
     float* scores = &s.scores[j * TILE_LANES];
     E* p = &s.p[j * TILE_LANES];
@@ -299,7 +299,7 @@ struct Attention {
   }
 
   // Takes the tile's maxima and sums in, and leaves the factors of the old and the new accumulators.
-  void merge_sums(int first, int last) {
+  __attribute__((noinline)) void merge_sums(int first, int last) {
     for (int r = first; r < last; r++) {
       const float max = std::max(s.max[r], s.tile_max[r]);
       alignas(64) float power[VL] = {s.max[r] - max, s.tile_max[r] - max};

@@ -142,9 +142,9 @@ struct Product {
           const char* xa = x + a * stride_bytes;
           const uint32_t* w = (const uint32_t*)d.weight + panel * panel_units;
           // One tile asks for what it will need itself in a moment; of several, the first two ask for the halves of
-          // the next panel.
-          const Tile tile = stream ? tiles<T, PANEL_LINES>[rows] : t < 2 ? tiles<T, 1>[rows] : tiles<T, 0>[rows];
-          const long ahead = stream ? PREFETCH_UNITS : panel_units + t * units * 16;
+          // the next panel, the others for what is there (which costs nothing, and a third variant compile time).
+          const Tile tile = stream ? tiles<T, PANEL_LINES>[rows] : tiles<T, 1>[rows];
+          const long ahead = stream ? PREFETCH_UNITS : t < 2 ? panel_units + t * units * 16 : 0;
           tile(xa, stride_bytes, w, units, (const char*)(w + ahead), result[0]);
           if (call.gated) {
             w += panels * panel_units;
@@ -174,14 +174,14 @@ void pack(const LinearDesc& d, const typename T::type* weight, typename T::type*
 }
 
 template <class T>
-void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::type* out) {
+void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::type* out, int threads) {
   constexpr int E = T::E;
   const long units = ceil_div(d.k, E);
   const typename T::type* weight = (const typename T::type*)d.weight;
-  for (long i = 0; i < count; i++) {
+  Team(threads).rows(count, [&](long i) {
     const typename T::type* from = weight + (ids[i] / PANEL * units * PANEL + ids[i] % PANEL) * E;
     for (long k = 0; k < d.k; k++) out[i * d.k + k] = from[k / E * PANEL * E + k % E];
-  }
+  });
 }
 
 }  // namespace
@@ -214,11 +214,11 @@ void nova_linear_pack(const LinearDesc* d, const void* weight, void* out, int th
 }
 
 // Rows of the weight as given, bit for bit.
-void nova_linear_rows(const LinearDesc* d, const int64_t* ids, int64_t count, void* out) {
+void nova_linear_rows(const LinearDesc* d, const int64_t* ids, int64_t count, void* out, int threads) {
   if (d->dtype == 0)
-    gather<Bf16>(*d, ids, count, (uint16_t*)out);
+    gather<Bf16>(*d, ids, count, (uint16_t*)out, threads);
   else
-    gather<Fp32>(*d, ids, count, (float*)out);
+    gather<Fp32>(*d, ids, count, (float*)out, threads);
 }
 
 void nova_linear(const LinearDesc* d, const void* x, int64_t x_stride, int64_t m, void* out, int threads) {

@@ -117,7 +117,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nova_linear_bytes": (_L, (_DESC,)),
     "nova_linear_columns": (_L, (_DESC,)),
     "nova_linear_pack": (None, (_DESC, _P, _P, _I)),
-    "nova_linear_rows": (None, (_DESC, _P, _L, _P)),
+    "nova_linear_rows": (None, (_DESC, _P, _L, _P, _I)),
     "nova_linear": (None, (_DESC, _P, _L, _L, _P, _I)),
     "nova_cache_block_bytes": (_L, (_CACHE,)),
     "nova_cache_write": (None, (_CACHE, _I, _P, _L, _P, _L, _P, _L, _I)),
