@@ -41,6 +41,7 @@ from hypercorn.typing import AppWrapper, TaskGroup, WorkerContext
 from hypercorn.utils import filter_pseudo_headers
 
 from novainfer.server.http1 import cancel_idle_timer, note_connection
+from novainfer.server.http2_stream import AppSpawner, Inbox, Stream
 
 BUFFER_HIGH_BYTES = 32 * 1024  # `send` waits above it: two frames, as Hypercorn means to
 BUFFER_LOW_BYTES = 16 * 1024  # and goes on below it
@@ -48,108 +49,6 @@ WRITE_BYTES_MAX = 256 * 1024  # one write to the socket, so that a bulk download
 WINDOW_BYTES = 1024 * 1024  # what a client may send before the app has read: Go's. With 64 KiB, uploads through
 # httpcore starve: each window update that it waits for costs it a turn in a line of all its streams.
 CONTROL_BYTES_MAX = 1024 * 1024  # answers to PINGs and such that wait for a client to read: 60,000 of them
-
-
-class _Stream:
-    """One request: what waits to be sent, and what the client sent that the app has not read."""
-
-    __slots__ = ("buffer", "http", "inbox", "is_ended", "is_finished", "request_ended", "waiter")
-
-    def __init__(self, inbox: _Inbox) -> None:
-        self.http: HTTPStream | None = None
-        self.inbox = inbox
-        self.buffer = bytearray()
-        self.is_ended = False  # the app has sent its last byte
-        self.is_finished = False  # END_STREAM or RST_STREAM is on its way: nothing more can be sent
-        self.request_ended = False  # the client has sent its last byte
-        self.waiter: asyncio.Future[None] | None = None
-
-    def wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Until woken; only the app's sends wait here."""
-        previous = self.waiter
-        if previous is not None and not previous.done():
-            await asyncio.wait([previous])
-            return
-        self.waiter = asyncio.get_running_loop().create_future()
-        await self.waiter
-
-
-class _Inbox:
-    """ASGI's `receive`: joins the body's frames, and opens the client's window only for what the app has taken.
-
-    So a body that nobody reads costs at most WINDOW_BYTES, and holds up nobody else.
-    """
-
-    def __init__(self, on_taken: Callable[[int], None]) -> None:
-        self._on_taken = on_taken
-        self._body = bytearray()
-        self._flow_bytes = 0
-        self._is_complete = False
-        self._is_disconnected = False
-        self._completion_sent = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def add_body(self, data: bytes, flow_bytes: int) -> None:
-        self._body += data
-        self._flow_bytes += flow_bytes
-        self._wake()
-
-    async def put(self, event: Any) -> None:
-        """What Hypercorn's stream tells its app; the body comes by `add_body`."""
-        if event["type"] == "http.disconnect":
-            self._is_disconnected = True
-        elif not event.get("more_body", False):
-            self._is_complete = True
-        self._wake()
-
-    async def get(self) -> Any:
-        while True:
-            if self._body or (self._is_complete and not self._completion_sent):
-                body, flow_bytes = bytes(self._body), self._flow_bytes
-                self._body.clear()
-                self._flow_bytes = 0
-                self._completion_sent = self._is_complete
-                if flow_bytes:
-                    self._on_taken(flow_bytes)
-                return {"type": "http.request", "body": body, "more_body": not self._is_complete}
-            if self._is_disconnected:
-                return {"type": "http.disconnect"}
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-class _AppSpawner:
-    """The task group that an `HTTPStream` sees: starts its app on our inbox instead of a queue of ten messages."""
-
-    def __init__(self, task_group: TaskGroup, inbox: _Inbox) -> None:
-        self._task_group = task_group
-        self._inbox = inbox
-
-    async def spawn_app(
-        self, app: AppWrapper, config: Config, scope: Any, send: Callable[[Any], Awaitable[None]]
-    ) -> Callable[[Any], Awaitable[None]]:
-        async def run() -> None:
-            try:
-                await app(scope, self._inbox.get, send, _no_threads, _no_threads)
-            except Exception:
-                await config.log.exception("the application raised")
-            finally:
-                await send(None)
-
-        self._task_group.spawn(run)
-        return self._inbox.put
-
-
-def _no_threads(*args: Any) -> Any:
-    raise NotImplementedError("only ASGI apps are served")
 
 
 class Http2(H2Protocol):
@@ -181,7 +80,7 @@ class Http2(H2Protocol):
                 SettingCodes.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
             },
         )
-        self._open: dict[int, _Stream] = {}
+        self._open: dict[int, Stream] = {}
         self._ready: dict[int, None] = {}  # streams with something to send and no reason not to, in turn
         self._wake_sender = asyncio.Event()
         self._is_flushing = False
@@ -277,12 +176,12 @@ class Http2(H2Protocol):
         if not path or not path.isascii() or not method.isascii():
             self._refuse(stream_id, 400)
             return
-        stream = _Stream(_Inbox(lambda flow_bytes: self._taken(stream_id, flow_bytes)))
+        stream = Stream(Inbox(lambda flow_bytes: self._taken(stream_id, flow_bytes)))
         stream.http = HTTPStream(
             self.app,
             self.config,
             self.context,
-            _AppSpawner(self.task_group, stream.inbox),  # type: ignore[arg-type]
+            AppSpawner(self.task_group, stream.inbox),  # type: ignore[arg-type]
             self.ssl,
             self.client,
             self.server,
@@ -357,7 +256,7 @@ class Http2(H2Protocol):
         elif isinstance(event, stream_events.StreamClosed):
             await self._app_is_done(event.stream_id, stream)
 
-    async def _app_is_done(self, stream_id: int, stream: _Stream) -> None:
+    async def _app_is_done(self, stream_id: int, stream: Stream) -> None:
         """The app returned: a stream it left open is reset, a request still being sent is refused."""
         try:
             if not stream.is_finished:
