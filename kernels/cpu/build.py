@@ -81,6 +81,8 @@ def build_library(compiler: str | None = None, isa: tuple[str, ...] | None = Non
     if program is None:
         raise KernelUnavailableError(f"native kernels need a C++ compiler; {compiler} was not found")
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
+    if not sources:
+        raise KernelUnavailableError(f"the native kernels' sources are not in {SOURCE_DIR}")
     flags = (*COMMON_FLAGS, *isa)
     library = cache_dir() / f"{_key(program, flags, sources)}.so"
     if not library.exists():
