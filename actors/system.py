@@ -11,6 +11,7 @@ actor that raises is dead: every stream is told exactly once, and the system sto
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -45,11 +46,12 @@ from novainfer.fsm.events import (
     JobFailed,
     Prompt,
     Rejected,
+    Run,
     Stop,
     WorkerFailed,
     WorkerReady,
 )
-from novainfer.fsm.gate import Gate
+from novainfer.fsm.gate import Gate, GateState
 from novainfer.fsm.params import NUM_CHOICES_MAX, SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.scheduler import Scheduler, SchedulerStatistics
@@ -60,6 +62,10 @@ DRAIN_RATE_WINDOW = 64  # departures from the queue that its drain rate is compu
 DRAIN_RATE_WINDOW_S = 60.0  # how old they may be
 RETRY_AFTER_S_DEFAULT = 1.0  # while nothing has departed yet there is no rate
 RETRY_AFTER_S_MAX = 60.0  # openai-python gives up above 120 s
+# The device's thread needs the interpreter to begin a step, and would get it when the loop has served all readers, or
+# after the switch interval of 5 ms. Letting go of it for a moment here took the pause between two steps of 256 requests
+# from 1.4 to 0.3 ms (and from 7 to 2 ms on a busy machine).
+HANDOVER_S = 20e-6
 LOAD_TOKENIZER = "load"  # the tokenizer thread's first job
 MAILBOX_SPARE = 1024  # messages that belong to no stream: steps, drain, stop, cancels sent twice
 TOKENIZER_BATCH_MAX = 64  # prompts: enough to keep every core busy, and close need not wait for a thousand
@@ -291,8 +297,9 @@ class System:
 
     def _route(self, to: str, event: Any, urgent: bool) -> None:
         if to == "streams":
-            # Not a mailbox but a call, once per step and after Launch: readers only get their wake-up here.
-            self._streams.take(event)
+            # Not a mailbox but a call, once per step; after the turn of the worker, so that the device starts first.
+            assert self._loop is not None
+            self._loop.call_soon(self._deliver, event)
         elif to == "tokenizer":
             self._tokenizer_thread.put(event)
         elif to == "client":
@@ -307,8 +314,16 @@ class System:
         if not actor.tell(event, urgent):
             assert actor.statistics().state == "DEAD", f"the mailbox of {to} is full: admission should have seen to it"
 
+    def _deliver(self, event: Any) -> None:
+        try:
+            self._streams.take(event)
+        except Exception as error:
+            self._died("streams", error)
+
     def _start_job(self, job: Any) -> None:
         self._device_thread.put(job)
+        if type(job) is Run:
+            time.sleep(HANDOVER_S)
 
     def _from_device(self, event: Any) -> None:
         if isinstance(event, JobFailed) and self._device_error is None:
@@ -377,7 +392,7 @@ class System:
     @property
     def is_ready(self) -> bool:
         """True while streams are let in."""
-        return str(self._gate.state) == "OPEN"
+        return self._gate.state is GateState.OPEN and self._stopping is not None and not self._stopping.is_set()
 
     @property
     def engine_state(self) -> EngineState:

@@ -151,6 +151,7 @@ async def test_an_actor_that_raises_ends_each_stream_once_and_the_engine_says_so
     assert {f.end.error for f in found} == {f"the {actor} died: KeyError: 'a planted bug'"}
     assert system.error == f"the {actor} died: KeyError: 'a planted bug'"
     await eventually(lambda: other_tasks() == set())
+    assert not system.is_ready
     with pytest.raises(EngineClosed, match="a planted bug"):
         ask(system, "anyone there?")
     await system.drain(5.0)

@@ -67,12 +67,12 @@ def test_engines_that_were_closed_are_garbage() -> None:
 
     def count() -> int:
         gc.collect()
-        return sum(isinstance(thing, Engine | FakeDevice) for thing in gc.get_objects())
+        return sum(type(thing) in (Engine, FakeDevice) for thing in gc.get_objects())
 
     before = count()
     for _ in range(3):
         asyncio.run(live())
-    assert count() == before
+    assert count() <= before  # those of earlier tests may go meanwhile
 
 
 def test_a_loop_that_ends_with_an_engine_open_takes_its_threads_along() -> None:
