@@ -212,3 +212,13 @@ def test_threads_are_those_asked_for_or_those_a_quota_grants(tmp_path: Path, mon
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_invariant_takes_the_native_kernels_throughout(folder: Path, dtype: str) -> None:
+    try:
+        runner = load(folder, batch_invariant=True, native="require", dtype=dtype)
+    except LoadError as error:
+        pytest.skip(str(error))
+    assert runner.info.row_invariant
+    assert set(runner.info.kernels.values()) == {"native"}
