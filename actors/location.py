@@ -18,12 +18,18 @@ class ModelLocation:
         self.name = name
         self._lock = threading.Lock()
         self._path: Path | None = None
+        self._why_not: str | None = None
 
     def path(self) -> Path:
-        """The model's directory; raises `ModelLoadError` with one sentence when there is none."""
+        """The model's directory; raises `ModelLoadError` with one sentence when there is none. Looked for once."""
         with self._lock:
+            if self._path is None and self._why_not is None:
+                try:
+                    self._path = self._find()
+                except ModelLoadError as error:
+                    self._why_not = error.message
             if self._path is None:
-                self._path = self._find()
+                raise ModelLoadError(self._why_not or "", param="model")
             return self._path
 
     def _find(self) -> Path:
