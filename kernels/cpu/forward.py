@@ -17,8 +17,8 @@ from novainfer.kernels.step import StepTensors
 
 __all__ = ["DecoderLayer", "NativeForward"]
 
-# A step below this many multiplications and additions is done before a second thread would have helped.
-SERIAL_FLOPS_MAX = 2 << 20
+# A step below this many operations takes one thread a tenth of a millisecond: the other cores are the event loop's.
+SERIAL_FLOPS_MAX = 8 << 20
 
 
 class DecoderLayer(Protocol):
