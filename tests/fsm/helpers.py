@@ -1,0 +1,119 @@
+"""A scheduler with a device that answers at once, and nothing around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from novainfer.fsm.events import (
+    Batch,
+    CancelRequest,
+    Cause,
+    Configure,
+    Fault,
+    MakeBatch,
+    Output,
+    Outputs,
+    StepDone,
+    StepFailed,
+    StepPlan,
+    Submit,
+)
+from novainfer.fsm.machine import Send
+from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.planner import Limits
+from novainfer.fsm.request import Request
+from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
+from novainfer.fsm.simulation.oracle import VOCABULARY
+
+
+class Bench:
+    """Drives one scheduler step by step; `sampled`, if given, is what the device says next, one list per step."""
+
+    def __init__(self, *, num_blocks: int = 32, max_model_len: int = 64, **limits: Any) -> None:
+        fields = {"max_num_seqs": 8, "block_size": 4, "max_num_batched_tokens": 64, "prefill_chunk_tokens": 32}
+        self.limits = Limits(**{**fields, **limits})
+        self.scheduler = Scheduler(self.limits, VOCABULARY)
+        self.device = ScriptedDevice(num_blocks, self.limits.block_size, self.limits.max_num_seqs)
+        self.outputs: list[Output] = []
+        self.plan: StepPlan | None = None
+        self._next_id = 0
+        self.tell(Configure(num_blocks, max_model_len, VOCAB_SIZE, [EOS]))
+
+    def tell(self, event: Any) -> None:
+        """One event; its outputs are kept, and so is the plan it brings."""
+        for effect in self.scheduler.handle(event):
+            assert isinstance(effect, Send)
+            if isinstance(effect.event, Batch):
+                self.plan = effect.event.plan
+                self.outputs += effect.event.outputs
+            else:
+                assert isinstance(effect.event, Outputs)
+                self.outputs += effect.event.outputs
+        self.scheduler.check()
+
+    def submit(self, token_ids: list[int], *, max_tokens: int | None = 8, **params: Any) -> int:
+        """A new request; returns its id."""
+        request_id = self._next_id
+        self._next_id += 1
+        params = {"ignore_eos": True, "temperature": 0.0, **params}
+        self.tell(
+            Submit(
+                request_id=request_id,
+                stream_id=request_id,
+                choice=0,
+                token_ids=token_ids,
+                params=SamplingParams(max_tokens=max_tokens, **params),
+                seed=1,
+            )
+        )
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """End it."""
+        self.tell(CancelRequest(request_id, Cause.CLIENT))
+
+    def start(self) -> None:
+        """Ask for a plan when none is on the device."""
+        self.tell(MakeBatch())
+
+    def step(self, sampled: list[int] | None = None) -> None:
+        """The device does the step that is planned (or starts, if none is), and the next one is planned."""
+        if self.plan is None:
+            self.start()
+            return
+        done = self.device.run(self.plan)
+        if sampled is not None:
+            done = StepDone(done.step_id, done.epoch, sampled)
+        self.tell(MakeBatch(done))
+
+    def fail(self, fault: Fault = Fault.EXCEPTION, *, launched: bool = True) -> None:
+        """The step that is planned fails, and the next one is planned."""
+        assert self.plan is not None
+        if launched:
+            self.device.spoil(self.plan)
+        self.tell(MakeBatch(StepFailed(self.plan.step_id, self.plan.epoch, fault, "broken", launched)))
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        self.step()
+        while self.plan is not None:
+            self.step()
+
+    def rows(self) -> dict[int, int]:
+        """The step on the device: tokens by request id."""
+        flight = self.scheduler.flight
+        return {request.request_id: count for request, count, _ in flight.rows} if flight else {}
+
+    def request(self, request_id: int) -> Request:
+        """The request itself."""
+        return self.scheduler.requests[request_id]
+
+    def text(self, request_id: int) -> str:
+        """All text it was given so far."""
+        return "".join(o.text for o in self.outputs if o.request_id == request_id)
+
+    def end(self, request_id: int) -> Output:
+        """The output that ended it; there is exactly one."""
+        (output,) = [o for o in self.outputs if o.request_id == request_id and o.end is not None]
+        return output

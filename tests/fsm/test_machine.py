@@ -1,0 +1,114 @@
+from enum import StrEnum
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from novainfer.fsm.machine import (
+    After,
+    IllegalEvent,
+    Machine,
+    Send,
+    Start,
+    Table,
+    ignore,
+    never,
+    on,
+    stay,
+    table,
+)
+
+
+class S(StrEnum):
+    OFF = "OFF"
+    ON = "ON"
+
+
+class Push(msgspec.Struct, frozen=True):
+    pass
+
+
+class Look(msgspec.Struct, frozen=True):
+    pass
+
+
+class Smash(msgspec.Struct, frozen=True):
+    pass
+
+
+class Lamp(Machine):
+    TABLE: ClassVar[Table] = table(
+        S,
+        (Push, Look, Smash),
+        on(S.OFF, Push, "_push", S.ON),
+        on(S.ON, Push, "_push", S.ON),  # wrong on purpose: the second push switches it off
+        stay(S, Look, "_look"),
+        ignore(S.OFF, Smash, "it is dark"),
+        never(S.ON, Smash, "it is too hot"),
+    )
+
+    def __init__(self) -> None:
+        super().__init__(S.OFF)
+        self.pushes = 0
+
+    def _push(self, event: Push) -> S:
+        self.pushes += 1
+        self._send("room", event)
+        self._start("current")
+        self._after(1.5, event)
+        return S.ON if self.state is S.OFF else S.OFF
+
+    def _look(self, _: Look) -> StrEnum:
+        return self.state
+
+
+def test_an_event_moves_the_machine_and_its_effects_come_in_order():
+    lamp = Lamp()
+    assert lamp.handle(Push()) == [Send("room", Push()), Start("current"), After(1.5, Push())]
+    assert lamp.state is S.ON
+    assert lamp.handle(Look()) == []
+
+
+def test_an_event_that_cannot_come_raises_and_changes_nothing():
+    lamp = Lamp()
+    lamp.handle(Push())
+    before = (lamp.state, lamp.pushes)
+    with pytest.raises(IllegalEvent, match="Lamp in ON: Smash cannot come: it is too hot"):
+        lamp.handle(Smash())
+    assert (lamp.state, lamp.pushes) == before
+
+
+def test_an_event_nobody_knows_raises_and_changes_nothing():
+    lamp = Lamp()
+    with pytest.raises(IllegalEvent, match="Lamp knows no event str"):
+        lamp.handle("push")
+    assert lamp.state is S.OFF
+
+
+def test_an_ignored_event_has_no_effects():
+    lamp = Lamp()
+    assert lamp.handle(Smash()) == []
+    assert lamp.state is S.OFF
+
+
+def test_a_state_that_the_row_does_not_allow_is_a_programmers_error():
+    lamp = Lamp()
+    lamp.handle(Push())
+    with pytest.raises(AssertionError, match=r"Lamp\._push: ON -> OFF is not in the table"):
+        lamp.handle(Push())
+    assert lamp.state is S.ON
+
+
+def test_a_table_with_a_pair_missing_is_refused():
+    with pytest.raises(TypeError, match=r"no row for \(OFF, Look\), \(ON, Look\)"):
+        table(S, (Push, Look), stay(S, Push, "_push"))
+
+
+def test_a_table_with_two_rows_for_a_pair_is_refused():
+    with pytest.raises(TypeError, match=r"two rows for \(OFF, Push\)"):
+        table(S, (Push,), stay(S, Push, "_push"), ignore(S.OFF, Push, "because"))
+
+
+def test_a_table_with_a_row_for_an_unknown_event_is_refused():
+    with pytest.raises(TypeError, match=r"unknown pairs \(OFF, Look\), \(ON, Look\)"):
+        table(S, (Push,), stay(S, Push, "_push"), stay(S, Look, "_look"))
