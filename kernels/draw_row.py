@@ -84,7 +84,7 @@ def logprobs_of_row(raw: Row, token_id: int, count: int) -> Logprobs:
     normaliser = float(largest + np.log(np.exp(raw - largest).sum(dtype=np.float64)))
     ids = most_likely(raw, count) if count else np.empty(0, dtype=np.int64)
     ids = ids[np.argsort(-raw[ids], kind="stable")][:count]
-    return float(raw[token_id]) - normaliser, ids.tolist(), (raw[ids] - normaliser).tolist()
+    return float(raw[token_id]) - normaliser, ids.tolist(), (raw[ids].astype(np.float64) - normaliser).tolist()
 
 
 def _search(weights: Weights, u: float) -> int:

@@ -295,4 +295,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         top = exact[i].topk(count) if count else None
         assert ids == (top.indices.tolist() if top is not None else [])
         assert values == pytest.approx(top.values.tolist() if top is not None else [], abs=1e-5)
+    (greedy,) = sample(logits[:1], SamplingRow(logprobs=1)).logprobs
+    assert greedy is not None
+    assert greedy[0] == greedy[2][0]  # one number, whichever way it is told
     assert sample(logits, *[SamplingRow()] * 3).logprobs == []
