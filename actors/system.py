@@ -11,6 +11,7 @@ actor that raises is dead: every stream is told exactly once, and the system sto
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -57,6 +58,8 @@ from novainfer.fsm.planner import Limits
 from novainfer.fsm.scheduler import Scheduler, SchedulerStatistics
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 DRAIN_RATE_WINDOW = 64  # departures from the queue that its drain rate is computed from, and
 DRAIN_RATE_WINDOW_S = 60.0  # how old they may be
@@ -326,8 +329,10 @@ class System:
             time.sleep(HANDOVER_S)
 
     def _from_device(self, event: Any) -> None:
-        if isinstance(event, JobFailed) and self._device_error is None:
-            self._device_error = event.message
+        if isinstance(event, JobFailed):
+            self._device_error = self._device_error or event.message
+            if event.job == "Close":  # nobody waits for it, but somebody should know
+                logger.warning("the device could not be closed: %s", event.message)
         self._tell("worker", event)
 
     def _work_of_tokenizer(self, jobs: list[Any]) -> list[Any]:

@@ -282,6 +282,17 @@ async def test_closing_does_not_wait_for_prompts_in_the_tokenizers_queue() -> No
     assert {reader.result().end.code for reader in readers} == {"draining"}
 
 
+async def test_a_device_that_cannot_be_closed_is_told_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Stuck(FakeDevice):
+        def close(self) -> None:
+            raise OSError("it will not let go")
+
+    async with running(Stuck()) as system:
+        assert (await answer(system, "hello")).is_well
+    assert caplog.messages == ["the device could not be closed: OSError: it will not let go"]
+    assert other_tasks() == set()
+
+
 async def test_after_it_was_closed_it_refuses_politely() -> None:
     system = make_system()
     await system.start()
