@@ -83,7 +83,7 @@ class JobThread:
         jobs: list[Any] = []
         while not self._is_at_end and (not jobs or (len(jobs) < self._batch_max and not self._jobs.empty())):
             job = self._jobs.get()
-            self._is_at_end = job is None or self._is_dropping
+            self._is_at_end = job is None
             if not self._is_at_end:
                 jobs.append(job)
         return [] if self._is_dropping else jobs
