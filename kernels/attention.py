@@ -16,6 +16,8 @@ __all__ = ["TorchAttention"]
 
 # Elements of keys gathered at once for a group of decoding sequences: bounds the scratch memory (64 MB of bf16).
 GATHERED_ELEMENTS_MAX = 32 * 1024 * 1024
+# Elements of a chunk's mask (bytes; torch makes floats of them): rows of a long chunk are attended part by part.
+MASK_ELEMENTS_MAX = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,6 @@ class _Chunk:
     end: int
     blocks: Tensor  # int64 [num_blocks]
     context_len: int
-    mask: Tensor | None  # bool [group * rows, context_len]; None when the chunk is the whole context
 
 
 class TorchAttention:
@@ -107,16 +108,33 @@ class TorchAttention:
         for chunk in self._chunks:
             k = keys.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.context_len].transpose(0, 1)
             v = values.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.context_len].transpose(0, 1)
-            q = query[chunk.begin : chunk.end].transpose(0, 1)  # [heads, rows, head_dim]
-            if chunk.mask is None:
-                k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-                o = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale)[0]
-            else:
-                q = q.reshape(shape.num_kv_heads, -1, shape.head_dim)
-                o = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=chunk.mask, scale=scale)
-                o = o.view(shape.num_heads, chunk.end - chunk.begin, shape.head_dim)
-            out[chunk.begin : chunk.end] = o.transpose(0, 1)
+            self._attend_chunk(chunk, query, k, v, scale, out)
         return out.flatten(1)
+
+    def _attend_chunk(self, chunk: _Chunk, query: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+        """Rows `chunk.begin` to `chunk.end` of query over k and v [num_kv_heads, context_len, head_dim], into out."""
+        shape = self.shape
+        group = shape.num_heads // shape.num_kv_heads
+        num_rows, context_len = chunk.end - chunk.begin, chunk.context_len
+        if num_rows == context_len:
+            q = query[chunk.begin : chunk.end].transpose(0, 1)  # [heads, rows, head_dim]
+            k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+            o = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale)[0]
+            out[chunk.begin : chunk.end] = o.transpose(0, 1)
+            return
+        step = max(1, MASK_ELEMENTS_MAX // (group * context_len))
+        for first in range(0, num_rows, step):
+            last = min(first + step, num_rows)
+            visible = context_len - num_rows + last  # no row of this part sees further
+            positions = torch.arange(visible - (last - first), visible, device=query.device)
+            mask = torch.arange(visible, device=query.device) <= positions[:, None]
+            q = query[chunk.begin + first : chunk.begin + last].transpose(0, 1)
+            q = q.reshape(shape.num_kv_heads, -1, shape.head_dim)
+            o = scaled_dot_product_attention(
+                q[None], k[None, :, :visible], v[None, :, :visible], attn_mask=mask.repeat(group, 1), scale=scale
+            )
+            o = o.view(shape.num_heads, last - first, shape.head_dim)
+            out[chunk.begin + first : chunk.begin + last] = o.transpose(0, 1)
 
     def _plan(self, block_tables: Tensor, query_start: Tensor, context_lens: Tensor) -> None:
         """What depends on the step alone, prepared at layer 0 (layers come in order)."""
@@ -131,13 +149,8 @@ class TorchAttention:
             if end - begin == 1:
                 decoding.append(seq)
                 continue
-            mask = None
-            if end - begin < context:
-                positions = torch.arange(context - (end - begin), context, device=device)
-                mask = torch.arange(context, device=device) <= positions[:, None]
-                mask = mask.repeat(group, 1)
             blocks = block_tables[seq, : num_blocks[seq]].long()
-            self._chunks.append(_Chunk(begin, end, blocks, context, mask))
+            self._chunks.append(_Chunk(begin, end, blocks, context))
         decoding.sort(key=contexts.__getitem__)  # equal lengths together: little padding
         self._decodes = []
         per_block = shape.block_size * shape.num_kv_heads * shape.head_dim

@@ -105,6 +105,13 @@ def test_every_registered_kernel_passes_its_own_self_test(dtype: torch.dtype) ->
             assert check_attention(attention, shape, dtype, CPU) is None, (attention, shape)
 
 
+def test_long_chunks_are_attended_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    for elements in (1, 150, 10_000):
+        monkeypatch.setattr("novainfer.kernels.attention.MASK_ELEMENTS_MAX", elements)
+        monkeypatch.setattr("novainfer.kernels.attention.GATHERED_ELEMENTS_MAX", elements)
+        assert check_attention(TorchAttention, SHAPE, torch.float32, CPU) is None
+
+
 def test_self_tests_find_what_is_wrong() -> None:
     assert "off by" in (check_linear(WrongLinear, torch.float32, CPU) or "")
     assert "gathered rows" in (check_linear(ForgetfulLinear, torch.float32, CPU) or "")
