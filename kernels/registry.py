@@ -128,7 +128,8 @@ class AttentionBackend(Protocol):
         context_lens int32 [S]: tokens in the cache including those rows, so row i of a sequence of q rows
         sees positions `<= context_len - q + i`. Query head h reads key head `h // (num_heads //
         num_kv_heads)`. The two maxima bound `query_start` steps and `context_lens`, so that no device value
-        need be read on the host.
+        need be read on the host. Layers come in order in each step: what depends on the step alone may be
+        prepared at layer 0.
         """
 
 
