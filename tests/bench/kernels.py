@@ -4,6 +4,9 @@
     python tests/bench/kernels.py attention [--dtype bfloat16]
     python tests/bench/kernels.py ops [--dtype bfloat16] [--rows 1,8,64]
 
+With `--clock cpu` it takes the processor time of all threads in place of wall time: on a machine with other work that
+is the steadier number (GB/s and GF/s are then those of one core).
+
 The variants take turns call by call, so that what else runs on the machine hits all alike; the weights rotate
 through more copies than the last-level cache holds, as the layers of a model do.
 """
@@ -49,9 +52,10 @@ ATTENTION = (
 )
 ROTATED_BYTES = 150 << 20
 SECONDS_PER_CASE = 0.6
+Clock = Callable[[], float]
 
 
-def interleaved(variants: dict[str, list[Callable[[], object]]], seconds: float) -> dict[str, float]:
+def interleaved(variants: dict[str, list[Callable[[], object]]], seconds: float, clock: Clock) -> dict[str, float]:
     """Median microseconds of each variant; copy i of all variants runs before copy i + 1 of any."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     copies = len(next(iter(variants.values())))
@@ -61,14 +65,14 @@ def interleaved(variants: dict[str, list[Callable[[], object]]], seconds: float)
     i = 0
     while time.perf_counter() < end or i < 3:
         for name, calls in variants.items():
-            start = time.perf_counter()
+            start = clock()
             calls[i % copies]()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
         i += 1
     return {name: statistics.median(values) * 1e6 for name, values in times.items()}
 
 
-def bench_linear(dtype: torch.dtype, rows: list[int], layers: list[str]) -> None:
+def bench_linear(dtype: torch.dtype, rows: list[int], layers: list[str], clock: Clock) -> None:
     mkldnn = torch.ops.mkldnn
     print(f"{dtype}, {torch.get_num_threads()} threads; medians in us")
     header = ("layer", "M", "native", "mkldnn", "F.linear", "mkldnn/native", "GB/s", "GF/s")
@@ -87,7 +91,7 @@ def bench_linear(dtype: torch.dtype, rows: list[int], layers: list[str]) -> None
                 "mkldnn": [lambda p=p, x=x: mkldnn._linear_pointwise(x, p, None, "none", [], "") for p in packed],
                 "F.linear": [lambda w=w, x=x: F.linear(x, w) for w in weights],
             }
-            us = interleaved(variants, SECONDS_PER_CASE)
+            us = interleaved(variants, SECONDS_PER_CASE, clock)
             own = us["native"]
             print(
                 f"{layer:>8} {m:>4} {own:9.0f} {us['mkldnn']:9.0f} {us['F.linear']:9.0f} {us['mkldnn'] / own:13.2f}"
@@ -97,7 +101,7 @@ def bench_linear(dtype: torch.dtype, rows: list[int], layers: list[str]) -> None
         del weights, native, packed
 
 
-def bench_attention(dtype: torch.dtype) -> None:
+def bench_attention(dtype: torch.dtype, clock: Clock) -> None:
     cpu = torch.device("cpu")
     print(f"{dtype}, {torch.get_num_threads()} threads, one layer; medians in us")
     header = ("seqs", "context", "rows", "native", "torch", "torch/native", "GB/s", "GF/s")
@@ -119,7 +123,7 @@ def bench_attention(dtype: torch.dtype) -> None:
                 cache.write(layer, key, key, torch.arange(blocks * BLOCK_SIZE))
             args = (query, tables, starts, lens, HEAD_DIM**-0.5, rows, context)
             variants[backend.name] = [lambda c=cache, i=i, a=args: c.attend(i, *a) for i in range(layers)]
-        us = interleaved(variants, SECONDS_PER_CASE)
+        us = interleaved(variants, SECONDS_PER_CASE, clock)
         own = us["native"]
         flops = 4 * HEADS * HEAD_DIM * seqs * sum(range(context - rows + 1, context + 1))
         print(
@@ -129,13 +133,13 @@ def bench_attention(dtype: torch.dtype) -> None:
         )
 
 
-def bench_ops(dtype: torch.dtype, rows: list[int]) -> None:
+def bench_ops(dtype: torch.dtype, rows: list[int], clock: Clock) -> None:
     print(f"{dtype}, {torch.get_num_threads()} threads; medians in us")
     print(f"{'M':>4} {'':>12} {'native':>9} {'torch':>9} {'torch/native':>12}")
     for m in rows:
         native, plain = ops_calls(NativeRowOps, dtype, m), ops_calls(TorchRowOps, dtype, m)
         for name in native:
-            us = interleaved({"native": [native[name]], "torch": [plain[name]]}, 0.2)
+            us = interleaved({"native": [native[name]], "torch": [plain[name]]}, 0.2, clock)
             print(
                 f"{m:>4} {name:>12} {us['native']:9.1f} {us['torch']:9.1f} {us['torch'] / us['native']:12.1f}",
                 flush=True,
@@ -165,15 +169,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", default="1,8,32,64,256,512")
     parser.add_argument("--layers", default=",".join(LAYERS))
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     args = parser.parse_args()
+    clock = time.perf_counter if args.clock == "wall" else time.process_time
     dtype, rows = getattr(torch, args.dtype), [int(m) for m in args.rows.split(",")]
     with torch.inference_mode():
         if args.what == "linear":
-            bench_linear(dtype, rows, args.layers.split(","))
+            bench_linear(dtype, rows, args.layers.split(","), clock)
         elif args.what == "attention":
-            bench_attention(dtype)
+            bench_attention(dtype, clock)
         else:
-            bench_ops(dtype, rows)
+            bench_ops(dtype, rows, clock)
 
 
 if __name__ == "__main__":
