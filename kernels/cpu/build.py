@@ -52,12 +52,9 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
-def isa_flags(flags: frozenset[str]) -> tuple[str, ...] | None:
-    """The compiler's flags for the best instruction sets among `flags`, or None when not even AVX2 is there."""
-    for needed, compiler_flags in ISA_LEVELS:
-        if needed <= flags:
-            return compiler_flags
-    return None
+def isa_flags(flags: frozenset[str]) -> list[tuple[str, ...]]:
+    """The compiler's flags for each level of instruction sets that a CPU with these features has, the best first."""
+    return [compiler_flags for needed, compiler_flags in ISA_LEVELS if needed <= flags]
 
 
 def cache_dir() -> Path:
@@ -72,10 +69,9 @@ def build_library(compiler: str | None = None, isa: tuple[str, ...] | None = Non
     `isa` overrides the instruction sets detected (tests build the lesser ones). Raises
     `KernelUnavailableError` with the reason when it cannot be built here.
     """
-    if isa is None:
-        isa = isa_flags(cpu_flags())
-        if isa is None:
-            raise KernelUnavailableError("native kernels need an x86-64 CPU with AVX2 on Linux")
+    levels = isa_flags(cpu_flags()) if isa is None else [isa]
+    if not levels:
+        raise KernelUnavailableError("native kernels need an x86-64 CPU with AVX2 on Linux")
     compiler = compiler or os.environ.get("CXX") or "g++"
     program = shutil.which(compiler)
     if program is None:
@@ -83,11 +79,17 @@ def build_library(compiler: str | None = None, isa: tuple[str, ...] | None = Non
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
     if not sources:
         raise KernelUnavailableError(f"the native kernels' sources are not in {SOURCE_DIR}")
-    flags = (*COMMON_FLAGS, *isa)
-    library = cache_dir() / f"{_key(program, flags, sources)}.so"
-    if not library.exists():
-        _compile(program, flags, sources, library)
-    return library
+    failures: list[KernelUnavailableError] = []
+    for level in levels:  # a compiler older than the CPU knows only the lesser ones
+        flags = (*COMMON_FLAGS, *level)
+        try:
+            library = cache_dir() / f"{_key(program, flags, sources)}.so"
+            if not library.exists():
+                _compile(program, flags, sources, library)
+            return library
+        except KernelUnavailableError as error:
+            failures.append(error)
+    raise failures[0]
 
 
 def _key(program: str, flags: tuple[str, ...], sources: list[Path]) -> str:

@@ -94,18 +94,38 @@ def test_without_avx2_the_reason_names_it(sources: Path, monkeypatch: pytest.Mon
         build.build_library()
 
 
+AVX512 = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+
+
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    ("flags", "best", "levels"),
     [
-        ({"avx2", "fma"}, "-mavx2"),
-        ({"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"}, "-mavx512f"),
-        ({"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}, "-mavx512bf16"),
-        ({"avx2"}, None),
+        (AVX512 | {"avx512_bf16"}, "-mavx512bf16", 3),
+        (AVX512, "-mavx512f", 2),
+        ({"avx2", "fma"}, "-mavx2", 1),
     ],
 )
-def test_the_best_instruction_set_of_the_cpu_is_taken(flags: set[str], expected: str | None) -> None:
-    taken = build.isa_flags(frozenset(flags))
-    assert (None if taken is None else expected in taken) == (None if expected is None else True)
+def test_the_best_instruction_set_of_the_cpu_is_taken(flags: set[str], best: str, levels: int) -> None:
+    found = build.isa_flags(frozenset(flags))
+    assert best in found[0]
+    assert len(found) == levels
+
+
+def test_without_fused_multiply_and_add_there_is_none() -> None:
+    assert build.isa_flags(frozenset({"avx2"})) == []
+
+
+def test_a_compiler_older_than_the_cpu_builds_for_lesser_instruction_sets(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "old-g++"
+    old.write_text(
+        '#!/bin/sh\ncase "$*" in *-mavx512bf16*) echo "error: unrecognized option" >&2; exit 1 ;; esac\nexec g++ "$@"\n'
+    )
+    old.chmod(0o755)
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(AVX512 | {"avx512_bf16"}))
+    # Only what the compiler takes matters here, not what this CPU has.
+    assert build.build_library(str(old)) == build.build_library(str(old), isa=build.ISA_LEVELS[1][1])
 
 
 @pytest.fixture
@@ -147,7 +167,7 @@ def test_switched_off_nothing_is_built() -> None:
 
 
 def test_where_it_can_be_built_it_stands_first() -> None:
-    if build.isa_flags(build.cpu_flags()) is None:
+    if not build.isa_flags(build.cpu_flags()):
         pytest.skip("this CPU lacks AVX2")
     registry = build_registry(CPU, native="require")
     for operation in ("linear", "attention", "ops"):
@@ -183,7 +203,7 @@ print(sum(1 for task in os.listdir("/proc/self/task") if "novainfer" in open(f"/
 
 @pytest.mark.slow
 def test_callers_may_share_the_pool_and_fork() -> None:
-    if build.isa_flags(build.cpu_flags()) is None:
+    if not build.isa_flags(build.cpu_flags()):
         pytest.skip("this CPU lacks AVX2")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
