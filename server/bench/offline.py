@@ -141,12 +141,14 @@ def _report(
     workload: Workload, runs: dict[str, list[dict[str, Any]]], geometry: Geometry, roofs: Sequence[Roof]
 ) -> dict[str, Any]:
     own = [record["output_tok_s"] for record in runs[OURS]]
+    own_cpu_s = [record["cpu_s"] for record in runs[OURS]]
     ideals = [ideal_s(workload, geometry, _better(*pair)) for pair in itertools.pairwise(roofs)]
     found: dict[str, Any] = {"title": workload.title, "ideal_s": statistics.median(ideals) if ideals else None}
     for name, records in runs.items():
         walls = [record["wall_s"] for record in records]
         found[name] = medians(records) | {
             "ratio": median_ratio(own, [record["output_tok_s"] for record in records]),
+            "cpu_ratio": median_ratio([record["cpu_s"] for record in records], own_cpu_s),
             "share_of_roofline": median_ratio(ideals, walls) if ideals else None,
             "runs": records,
         }

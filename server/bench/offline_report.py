@@ -75,10 +75,15 @@ def _speed(report: dict[str, Any]) -> str:
                     found["itl_ms"]["p50"],
                     found["itl_ms"]["p95"],
                     found["ratio"],
+                    found["cpu_s"],
+                    found["cpu_ratio"],
                     found["share_of_roofline"],
                 )
             )
-    header = ("", "system", "out tok/s", "total tok/s", "TTFT p50", "p95 ms", "ITL p50", "p95 ms", "ours/it", "of roof")
+    header = (
+        *("", "system", "out tok/s", "total tok/s", "TTFT p50", "p95 ms", "ITL p50", "p95 ms", "ours/it"),
+        *("CPU s", "its/ours", "of roof"),
+    )
     titles = "; ".join(f"{name} {w['title']}" for name, w in report["workloads"].items())
     title = f"{report['model']} on {report['machine']['cpu']}, {report['repeat']} interleaved repetitions, medians"
     return table(f"{title}\n{titles}", header, rows)

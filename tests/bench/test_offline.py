@@ -54,7 +54,9 @@ def test_the_report_holds_rates_ratios_memory_and_the_share_of_the_roofline(mode
         assert own["itl_ms"]["p95"] == pytest.approx(500)
         assert peer["itl_ms"]["p50"] == pytest.approx(1000)
         assert len(own["runs"]) == len(peer["runs"]) == 2
-        assert own["ratio"] == 1.0
+        assert own["ratio"] == own["cpu_ratio"] == 1.0
+        cpu = [b["cpu_s"] / a["cpu_s"] for a, b in zip(own["runs"], peer["runs"], strict=True)]
+        assert peer["cpu_ratio"] == pytest.approx(sum(cpu) / 2)
         rates = zip(own["runs"], peer["runs"], strict=True)
         ratios = sorted(a["output_tok_s"] / b["output_tok_s"] for a, b in rates)
         assert peer["ratio"] == pytest.approx(sum(ratios) / 2)
