@@ -1,0 +1,11 @@
+import pytest
+
+from novainfer.fsm.simulation.swarm import Report, run_seeds
+
+NUM_SEEDS = 3000  # about eight seconds of one core
+
+
+@pytest.fixture(scope="session")
+def sample() -> Report:
+    """The swarm's first seeds, run once for all tests that look at them."""
+    return run_seeds(range(NUM_SEEDS))
