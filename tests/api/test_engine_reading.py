@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
 import pytest
@@ -134,10 +134,12 @@ async def leave_by_cancel(engine: Engine) -> None:
 
 
 async def leave_by_timeout(engine: Engine) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(0.02):
-            async for _ in engine.generate("abc", greedy(1900)):
-                await asyncio.sleep(0.001)
+    async with aclosing(engine.generate("abc", greedy(1900))) as stream:
+        await anext(stream)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                async for _ in stream:
+                    await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
