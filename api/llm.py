@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -93,9 +93,13 @@ class LLM:
 
         `params` is one for all, or one for each. The first prompt that cannot be answered raises, and ends the rest.
         """
-        listed: list[Any] = [prompts] if isinstance(prompts, str | dict | Chat) else list(prompts)
-        if listed and all(isinstance(item, int) for item in listed):  # one prompt of token ids
-            listed = [listed]
+        listed: list[Any]
+        if isinstance(prompts, str | bytes | dict | Chat) or not isinstance(prompts, Iterable):
+            listed = [prompts]  # one prompt, or nothing that could be one: the engine says which
+        else:
+            listed = list(prompts)
+            if listed and all(isinstance(item, int) for item in listed):  # one prompt of token ids
+                listed = [listed]
         return self._run(_generate_all(self._engine, listed, _spread(params, len(listed)), use_tqdm))
 
     def chat(

@@ -116,6 +116,12 @@ def test_one_bad_prompt_among_many_raises_and_the_llm_goes_on(llm: LLM, bad: Any
     assert (statistics.num_running, statistics.num_waiting, statistics.kv_blocks_owned) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("bad", [None, 5, b"bytes"], ids=repr)
+def test_what_is_no_prompt_at_all_is_refused(llm: LLM, bad: Any) -> None:
+    with pytest.raises(InvalidParameter, match="the prompt must be a string, a list of token ids, or messages"):
+        llm.generate(bad, greedy(1), use_tqdm=False)
+
+
 def test_parameters_are_one_or_one_for_each(llm: LLM) -> None:
     with pytest.raises(InvalidParameter, match="one for each of 3 prompts, not 2"):
         llm.generate(["a", "b", "c"], [greedy(), greedy()], use_tqdm=False)
