@@ -244,9 +244,10 @@ async def test_a_connection_with_a_request_does_not_time_out() -> None:
         await send(START)
         await send({"type": "http.response.body", "body": b"late"})
 
-    async with serving(app_of(handler), keep_alive_timeout_s=0.02) as port:
-        busy, idle = await RawH2.connect(port), await RawH2.connect(port)
+    async with serving(app_of(handler), keep_alive_timeout_s=0.3) as port:
+        busy = await RawH2.connect(port)
         stream = await busy.request("/rude")
+        idle = await RawH2.connect(port)
         await idle.read_until(lambda: idle.is_closed)  # so the time has passed
         await is_fine(busy)  # an answer beside it must not start the clock either
         go_on.set()
