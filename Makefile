@@ -9,7 +9,7 @@ LINKS := .venv/.linked
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # The strict editable install links file by file (so that mypy and editors see the folders as one package): a new or
-# removed file needs the links made again, which takes three seconds. `.venv/.files` changes when the list does.
+# removed file needs the links made again, which takes a second. `.venv/.files` changes when the list does.
 FILES := $(shell find api fsm kernels actors server -type f ! -path '*/__pycache__/*' 2>/dev/null | LC_ALL=C sort)
 ifneq ($(FILES),$(shell cat .venv/.files 2>/dev/null))
 .PHONY: $(LINKS)
@@ -34,6 +34,7 @@ $(STAMP): pyproject.toml .ci/constraints.txt
 $(LINKS): $(STAMP)
 	rm -rf build
 	$(PIP) install --no-deps --no-build-isolation -e . --config-settings editable_mode=strict 2>/dev/null
+	$(BIN)/python -m novainfer.kernels.cpu.build
 	@echo "$(FILES)" > .venv/.files
 	@touch $@
 

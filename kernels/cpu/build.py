@@ -143,3 +143,10 @@ def _compile(program: str, flags: tuple[str, ...], sources: list[Path], library:
             built.rename(library)
     except OSError as error:
         raise KernelUnavailableError(f"{library.parent} cannot hold the native library: {error}") from error
+
+
+if __name__ == "__main__":  # `make setup` builds ahead, so that the first start need not
+    try:
+        print(build_library())
+    except KernelUnavailableError as error:
+        print(f"{error}: torch's kernels will be used")
