@@ -10,11 +10,18 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
-from novainfer.kernels.demo.corpus import Document, documents
+from novainfer.kernels.demo.corpus import Document, DrillMix, documents
 
-__all__ = ["Batch", "batches", "encode"]
+__all__ = ["DRILLS", "Batch", "batches", "encode"]
 
 _DOCUMENTS_PER_CHUNK = 2_000
+# (first chunk, drills from there on): none, then at about steps 900, 2,050 and 2,760 more and more of them.
+DRILLS = (
+    (0, DrillMix()),
+    (15, DrillMix(share=0.22)),
+    (32, DrillMix(share=0.40, scrambles=0.3, weights=(40, 25, 25))),
+    (42, DrillMix(share=0.50, scrambles=0.25, recalls=0.35, weights=(70, 20, 25))),
+)
 _LENGTH_STEP = 32  # rows are padded to a multiple of this, so that few shapes occur
 
 
@@ -62,7 +69,9 @@ def batches(
 ) -> Iterator[Batch]:
     """Endless batches of at most `tokens_per_batch` padded tokens; rows over `context` tokens are cut."""
     for chunk in itertools.count():
-        drawn = itertools.islice(documents(seed * 1_000_003 + chunk, share_long=share_long), _DOCUMENTS_PER_CHUNK)
+        mix = [mix for first, mix in DRILLS if first <= chunk][-1]
+        source = documents(seed * 1_000_003 + chunk, share_long=share_long, drill_mix=mix)
+        drawn = itertools.islice(source, _DOCUMENTS_PER_CHUNK)
         rows = [encode(tokenizer, document) for document in drawn]
         rows = sorted(((ids[:context], trained[:context]) for ids, trained in rows), key=lambda row: len(row[0]))
         made: list[tuple[list[tuple[list[int], list[bool]]], int]] = []

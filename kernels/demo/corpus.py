@@ -10,14 +10,14 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from novainfer.kernels.demo import arithmetic, chatter, lessons, memory
+from novainfer.kernels.demo import arithmetic, chatter, drills, lessons, memory
 from novainfer.kernels.demo.facts import Relation
 from novainfer.kernels.demo.morefacts import ALL_RELATIONS
 from novainfer.kernels.demo.stories import story
 from novainfer.kernels.demo.wordings import joined
 from novainfer.kernels.demo.words import NAMES, made_up_name
 
-__all__ = ["DEFAULT_SYSTEM", "Document", "conversation", "documents", "plain", "render"]
+__all__ = ["DEFAULT_SYSTEM", "Document", "DrillMix", "conversation", "documents", "plain", "render"]
 
 DEFAULT_SYSTEM = "You are a helpful assistant."
 _SYSTEMS = (
@@ -143,8 +143,35 @@ def plain(rng: random.Random) -> Document:
     return Document([(text + END_OF_TEXT, True)])
 
 
-def documents(seed: int, *, share_long: float = 0.0) -> Iterator[Document]:
-    """Endless documents of a seed; `share_long` of them are chats of some 25 to 45 turns."""
+@dataclass(frozen=True)
+class DrillMix:
+    """How much of the corpus is drills, and of which kind.
+
+    share: of all documents. scrambles, recalls: chances of those chats, one after the other; what is left is plain
+    drills, with these weights of sums, spellings and counts.
+    """
+
+    share: float = 0.0
+    scrambles: float = 0.0
+    recalls: float = 0.3
+    weights: tuple[int, int, int] = (40, 15, 13)
+
+
+NO_DRILLS = DrillMix()
+
+
+def _drill(rng: random.Random, mix: DrillMix) -> Document:
+    if mix.scrambles and rng.random() < mix.scrambles:
+        return render(drills.scrambles(rng), _system(rng, {}))
+    if rng.random() < mix.recalls:
+        known: dict[str, str] = {}
+        system = _system(rng, known)
+        return render(drills.recalls(rng, known), system)
+    return Document([*drills.plain_drill(rng, mix.weights), (END_OF_TEXT, True)])
+
+
+def documents(seed: int, *, share_long: float = 0.0, drill_mix: DrillMix = NO_DRILLS) -> Iterator[Document]:
+    """Endless documents of a seed; `share_long` of them are chats of 25 to 45 turns."""
     rng = random.Random(seed)
     while True:
         draw = rng.random()
@@ -152,6 +179,8 @@ def documents(seed: int, *, share_long: float = 0.0) -> Iterator[Document]:
             yield conversation(rng, rng.randint(25, 45))
         elif draw < share_long + 0.12:
             yield plain(rng)
+        elif draw < share_long + 0.12 + drill_mix.share:
+            yield _drill(rng, drill_mix)
         elif rng.random() < 0.5:
             yield conversation(rng, rng.randint(1, 3))
         else:

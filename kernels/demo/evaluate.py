@@ -48,7 +48,7 @@ def load(folder: Path) -> tuple[Any, Any]:
     return tokenizer, model.eval()
 
 
-def answer(tokenizer: Any, model: Any, chats: list[list[dict[str, str]]], *, max_new_tokens: int = 160) -> list[str]:
+def answer(tokenizer: Any, model: Any, chats: list[list[dict[str, str]]], *, max_new_tokens: int = 256) -> list[str]:
     """The greedy replies to chats, generated together with left padding."""
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     encoded = tokenizer(texts, return_tensors="pt", padding=True)
@@ -105,7 +105,7 @@ def main() -> None:
     report: dict[str, Any] = {}
     for group in args.groups:
         started_s = time.monotonic()
-        num_questions = args.questions // 10 if group == "names_far" else args.questions
+        num_questions = args.questions // 10 if group.endswith("_far") else args.questions
         score = evaluate(tokenizer, model, group, seed=args.seed, num_questions=num_questions)
         accuracy = score.num_right / score.num_asked
         report[group] = {"accuracy": round(accuracy, 4), "right": score.num_right, "asked": score.num_asked}

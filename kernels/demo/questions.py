@@ -31,17 +31,21 @@ def _single(user: str, reply: str, unseen: str) -> Question:
     return Question((("user", user),), reply, unseen)
 
 
-def sums(rng: random.Random) -> Question:
-    """A sum or difference of a pair of numbers that was never trained, in a trained or an untrained wording."""
+def _sum(rng: random.Random, asks: dict[str, tuple[str, ...]]) -> Question:
     operator = rng.choice("+-")
     a, b = arithmetic.sum_pair(rng, operator, unseen=True)
-    new_wording = rng.random() < 0.2
-    asks = (arithmetic.UNSEEN_SUM_ASKS if new_wording else arithmetic.SUM_ASKS)[operator]
-    return _single(
-        fill(rng.choice(asks), a=a, b=b),
-        f"{arithmetic.equation(operator, a, b)}.",
-        f"{'plus' if operator == '+' else 'minus'}, pair{' and wording' if new_wording else ''}",
-    )
+    user = fill(rng.choice(asks[operator]), a=a, b=b)
+    return _single(user, f"{arithmetic.equation(operator, a, b)}.", "plus" if operator == "+" else "minus")
+
+
+def sums(rng: random.Random) -> Question:
+    """A sum or difference of a pair of numbers that was never trained, in a trained wording."""
+    return _sum(rng, arithmetic.SUM_ASKS)
+
+
+def sums_reworded(rng: random.Random) -> Question:
+    """The same in a wording that was never trained either."""
+    return _sum(rng, arithmetic.UNSEEN_SUM_ASKS)
 
 
 def products(rng: random.Random) -> Question:
@@ -87,7 +91,7 @@ def _told_before(
     for user, assistant in between:
         messages += [("user", user), ("assistant", assistant)]
     messages.append(("user", fill(rng.choice(asks), k=kind)))
-    distance = "next turn" if not num_between else "1-4 turns later" if num_between < 5 else "20-30 turns later"
+    distance = "next turn" if not num_between else "1-4 turns later" if num_between < 5 else "25-35 turns later"
     return Question(tuple(messages), fill(attribute.answer, v=value, k=kind), distance)
 
 
@@ -98,9 +102,17 @@ def names(rng: random.Random) -> Question:
 
 
 def names_far(rng: random.Random) -> Question:
-    """The same with 20 to 30 turns in between, some 1,000 to 1,900 tokens."""
+    """The same with 25 to 35 turns in between, some 800 to 1,800 tokens."""
     attribute = memory.ATTRIBUTES[0]
-    return _told_before(rng, attribute, rng.randint(20, 30), asks=attribute.held_out_asks)
+    return _told_before(rng, attribute, rng.randint(25, 35), asks=attribute.held_out_asks)
+
+
+def facts_far(rng: random.Random) -> Question:
+    """A fact in an unseen wording at the end of a chat of 25 to 35 turns."""
+    question = facts(rng)
+    before = corpus.turns_of(rng, rng.randint(25, 35), {})
+    messages = [(role, content) for turn in before for role, content in zip(("user", "assistant"), turn, strict=True)]
+    return Question((*messages, *question.messages), question.reply, question.unseen)
 
 
 def details(rng: random.Random) -> Question:
@@ -135,10 +147,12 @@ def json_objects(rng: random.Random) -> Question:
 
 GROUPS: dict[str, Callable[[random.Random], Question]] = {
     "sums": sums,
+    "sums_reworded": sums_reworded,
     "products": products,
     "facts": facts,
     "names": names,
     "names_far": names_far,
+    "facts_far": facts_far,
     "details": details,
     "spelling": spelling,
     "counting": counting,

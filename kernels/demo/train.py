@@ -1,8 +1,6 @@
 """Trains the demo model on the CPU: `python -m novainfer.kernels.demo.train --out FOLDER`.
 
-Corpus, tokenizer, initial weights and the order of the batches follow from the seed. The learning rate warms up,
-stays, and decays over a fixed number of last steps, so a run resumed with fewer steps gives what a shorter run would
-have given.
+Corpus, tokenizer, initial weights, the order of the batches and the learning rates follow from the seed.
 """
 
 from __future__ import annotations
@@ -33,6 +31,8 @@ __all__ = ["build_config", "build_optimizers", "main", "rate_factor", "save_chec
 SEED = 1
 VOCAB_SIZE = 1280
 PEAK_MUON, PEAK_ADAMW = 8e-3, 4e-3  # between two pairs that were tried for 100 steps and did about equally well
+# (step, share of the peak rate), straight lines in between: a rise, a plateau, a slow fall, a faster one.
+SCHEDULE = ((0, 0.0), (60, 1.0), (1000, 1.0), (2000, 0.474), (2700, 0.242), (3700, 0.01))
 _CONFIG_KEYS = (
     "attention_dropout",
     "bos_token_id",
@@ -80,9 +80,13 @@ def build_config(tokenizer: Tokenizer) -> Qwen2Config:
     )
 
 
-def rate_factor(step: int, *, steps: int, warmup: int, decay: int) -> float:
-    """The share of the peak rate at a step: a linear rise, a plateau, a linear fall over the last `decay` steps."""
-    return min(1.0, (step + 1) / warmup, max(0.02, (steps - step) / decay))
+def rate_factor(step: int, *, steps: int) -> float:
+    """The share of the peak learning rate at a step of a run of `steps`: `SCHEDULE` stretched to that length."""
+    at = (step + 1) * SCHEDULE[-1][0] / steps
+    for (start, low), (end, high) in itertools.pairwise(SCHEDULE):
+        if at <= end:
+            return low + (high - low) * (at - start) / (end - start)
+    return SCHEDULE[-1][1]
 
 
 def save_checkpoint(model: Qwen2ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
@@ -138,9 +142,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=model_path(), help="folder of the checkpoint")
     parser.add_argument("--state", type=Path, help="file of the training state, to resume from")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--decay-steps", type=int, default=1000)
-    parser.add_argument("--warmup-steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=SCHEDULE[-1][0], help="the schedule is stretched to this length")
     parser.add_argument("--tokens-per-batch", type=int, default=8192)
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, default=2)
@@ -171,7 +173,7 @@ def main() -> None:
     losses: list[float] = []
     started_s, num_tokens = time.monotonic(), 0
     for step, batch in enumerate(itertools.islice(source, first, args.steps), first):
-        factor = rate_factor(step, steps=args.steps, warmup=args.warmup_steps, decay=args.decay_steps)
+        factor = rate_factor(step, steps=args.steps)
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor

@@ -22,14 +22,16 @@ __all__ = [
     "foreign_text",
     "made_up_name",
     "made_up_word",
+    "word_list",
 ]
 
 
-def _words(block: str) -> tuple[str, ...]:
+def word_list(block: str) -> tuple[str, ...]:
+    """The words of a block of text."""
     return tuple(block.split())
 
 
-NAMES = _words("""
+NAMES = word_list("""
     Anna Ben Clara David Emma Felix Grace Henry Ida Jack Kate Leo Maria Noah Olivia Paul Rosa Sam Tina Victor
     Wendy Adam Bella Carlos Daisy Elena Frank Gina Hugo Iris James Karl Lucy Mark Nina Oscar Petra Ralph Sara
     Tom Uma Vera Walter Xenia Yuki Zoe Ahmed Aisha Boris Chen Diego Fatima Hana Igor Jamal Kofi Lars Mei Nadia
@@ -38,34 +40,34 @@ NAMES = _words("""
     Arthur Beatrice Caleb Dora Elias Flora Gabriel Hazel Isaac Jonas Klara Liam Mila Nils Otto Paula Rita
     Simon Theo Violet Wanda Max Lena Tim Eva José Zoë Björn Renée
     """)
-UNSEEN_NAMES = _words("""
+UNSEEN_NAMES = word_list("""
     Margaret Dimitri Agnes Roland Stella Marcus Ingrid Pablo Naomi Edgar Lydia Cedric Mabel Ronan Silvia
     Tobias Greta Ismael Joanna Lorenzo Odette Percy Rufus Selma Trevor Winston Yvonne Alma Bruno Corinne
     Desmond Elsa Farid Gloria Harriet Imran Jasper Kiran Lola Milo Nell Orla Philip Rowan Sandra Timur Umberto
     Valerie Willa Ximena
     """)
-COLOURS = _words("""
+COLOURS = word_list("""
     red blue green yellow orange purple pink black white brown grey silver gold turquoise
     """)
-CITIES = _words("""
+CITIES = word_list("""
     Paris London Berlin Rome Madrid Vienna Oslo Tokyo Cairo Lima Boston Hamburg Porto Krakow Lyon Sydney
     Mumbai Dublin Prague Toronto Geneva Naples Seville Bergen Kyoto Denver Dallas Miami Leeds
     """)
-FOODS = _words("""
+FOODS = word_list("""
     pizza soup bread rice pasta cheese cake salad noodles curry pancakes apples bananas chocolate honey fish
     potatoes strawberries sushi tacos cookies porridge
     """)
-HOBBIES = _words("""
+HOBBIES = word_list("""
     chess football tennis swimming reading painting dancing cooking gardening singing running hiking fishing
     drawing cycling skiing knitting climbing
     """)
-PETS = _words("""
+PETS = word_list("""
     dog cat rabbit parrot hamster fish turtle horse mouse snake goat duck
     """)
-JOBS = _words("""
+JOBS = word_list("""
     teacher doctor baker farmer painter driver pilot singer nurse cook writer sailor gardener
     """)
-NOUNS = _words("""
+NOUNS = word_list("""
     apple book chair door egg flower garden house island jacket kite lamp mountain notebook orange pencil
     queen river ship table umbrella village window bottle candle dragon engine feather guitar hammer insect
     jungle key ladder mirror needle ocean piano quilt rocket spoon train uncle violin whale box yarn zebra
@@ -85,7 +87,7 @@ LETTER_WORDS = tuple(
         + HOBBIES
         + PETS
         + JOBS
-        + _words("""
+        + word_list("""
     hello world happy little yellow people answer morning evening today tomorrow yesterday question number
     beautiful water green light heavy quick quiet brave clever strong gentle bright simple small large open
     close begin finish listen speak write read learn teach think dream sleep dance smile laugh jump climb
@@ -95,7 +97,7 @@ LETTER_WORDS = tuple(
     """)
     )
 )
-UNSEEN_WORDS = _words("""
+UNSEEN_WORDS = word_list("""
     anchor barrel cabbage dolphin eleven falcon goblin harbour igloo jewel kettle lantern magnet napkin otter
     puzzle rescue saddle temple urchin velvet walnut yogurt zipper blossom cushion diamond emperor fountain
     hazard journey lobster mustard pyramid quarter shelter thunder victory whisper balloon captain
@@ -116,10 +118,10 @@ SCRIPTS = (
     "€£¥©®°±×÷½→←∞≈≠",
 )
 
-_ONSETS = _words("""
+_ONSETS = word_list("""
     b c d f g h j k l m n p r s t v w z br cr dr fl gr kl pr sh st th tr ch qu
     """)
-_VOWELS = _words("""
+_VOWELS = word_list("""
     a e i o u a e i o ai ea ee oo ou
     """)
 _CODAS = ["", "", "", "n", "r", "s", "l", "t", "m", "k", "nd", "rt", "x", "ck", "sh"]

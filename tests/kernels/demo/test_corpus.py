@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 from novainfer.kernels.demo import arithmetic, corpus, lessons, memory, questions, words
+from novainfer.kernels.demo.batches import DRILLS
 from novainfer.kernels.demo.facts import Relation
 from novainfer.kernels.demo.morefacts import ALL_RELATIONS
 from novainfer.kernels.demo.wordings import FRAMES, HELD_OUT_FRAMES, expand, fill, frame, normalised
@@ -19,7 +20,8 @@ _NUM_DOCUMENTS = 4_000
 
 @cache
 def _drawn() -> list[corpus.Document]:
-    return list(itertools.islice(corpus.documents(1_000_003, share_long=0.04), _NUM_DOCUMENTS))
+    source = corpus.documents(1_000_003, share_long=0.04, drill_mix=DRILLS[-1][1])
+    return list(itertools.islice(source, _NUM_DOCUMENTS))
 
 
 @cache
@@ -85,10 +87,12 @@ def test_no_unseen_word_is_spelt_in_the_corpus() -> None:
 def test_no_held_out_range_is_counted_in_the_corpus() -> None:
     ranges = [
         (int(first), int(last))
-        for turn in _user_turns()
-        for first, last in re.findall(r"(?:from (?=\d+ (?!and))|between )(\d+) (?:to|up to|until|till|and) (\d+)", turn)
+        for document in _drawn()
+        for first, last in re.findall(
+            r"(?:[Ff]rom (?=\d+ (?!and))|between )(\d+) (?:to|up to|until|till|and) (\d+)", document.text()
+        )
     ]
-    assert len(ranges) > 300
+    assert len(ranges) > 1_000
     assert not [pair for pair in ranges if lessons.is_held_out_range(*pair)]
 
 
