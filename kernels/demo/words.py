@@ -42,7 +42,7 @@ NAMES = word_list("""
     """)
 UNSEEN_NAMES = word_list("""
     Margaret Dimitri Agnes Roland Stella Marcus Ingrid Pablo Naomi Edgar Lydia Cedric Mabel Ronan Silvia
-    Tobias Greta Ismael Joanna Lorenzo Odette Percy Rufus Selma Trevor Winston Yvonne Alma Bruno Corinne
+    Tobias Ismael Joanna Lorenzo Odette Percy Rufus Selma Trevor Winston Yvonne Alma Bruno Corinne
     Desmond Elsa Farid Gloria Harriet Imran Jasper Kiran Lola Milo Nell Orla Philip Rowan Sandra Timur Umberto
     Valerie Willa Ximena
     """)
