@@ -35,6 +35,19 @@ def test_a_bisection_isolates_the_request_that_fails_and_only_that_one_ends(offe
     assert bench.scheduler.statistics().finished_total[RequestState.FINISHED_ERROR] == 1
 
 
+def test_nobody_is_blamed_for_steps_that_failed_with_others_in_them_however_often():
+    bench = Bench()
+    ids = [bench.submit([10 + i] * 3, max_tokens=12) for i in range(3)]
+    bench.step()
+    for _ in range(2 * TRIES_ALONE):
+        assert len(bench.rows()) == 3
+        bench.fail()
+        while len(bench.rows()) < 3:
+            bench.step()
+    bench.run()
+    assert [bench.end(i).end.finish_reason for i in ids] == ["length"] * 3
+
+
 def test_a_request_that_fails_alone_is_tried_once_more():
     bench = Bench()
     only = bench.submit([1, 2])
@@ -63,12 +76,19 @@ def test_out_of_memory_shrinks_the_chunk_and_it_recovers():
 
 
 def test_a_step_that_was_never_launched_is_taken_back_exactly():
-    bench = Bench()
-    for token in (1, 2, 3):
-        bench.submit([token] * 5)
-    before = bench.scheduler.fingerprint()
-    bench.start()
-    flight, planner = bench.scheduler.flight, bench.scheduler.planner
+    bench = Bench(prefill_chunk_tokens=8)
+    bench.submit([1] * 5)
+    bench.step()
+    bench.submit([2] * 12)
+    bench.step()
+    bench.submit([3] * 5)
+    planner = bench.scheduler.planner
+    taken: list[object] = []
+    planner.probe = lambda: taken.append(bench.scheduler.fingerprint())
+    bench.step()  # one decodes, one is in the middle of its prompt, one is new
+    assert len(bench.rows()) == 3
+    (before,) = taken
+    flight = bench.scheduler.flight
     assert bench.scheduler.fingerprint() != before
     planner.rollback(flight, launched=False)
     assert bench.scheduler.fingerprint() == before

@@ -7,6 +7,7 @@ from novainfer.fsm.simulation.snapshot import fingerprint, load, save
 from novainfer.fsm.simulation.swarm import Seed
 from novainfer.fsm.simulation.world import World
 
+pytestmark = pytest.mark.timeout(1800)  # a busy machine may take many times what a quiet one does
 QUICK = {"coming up, draining and stopping"}
 
 

@@ -3,6 +3,7 @@ import pytest
 from novainfer.fsm.simulation.mutants import MUTANTS, planted
 from novainfer.fsm.simulation.swarm import run_seeds
 
+pytestmark = pytest.mark.timeout(1800)  # a busy machine may take many times what a quiet one does
 SEEDS_QUICK_MAX = 1000  # what needs more is left to `make test-long`
 
 

@@ -8,6 +8,7 @@ import pytest
 from novainfer.fsm.simulation import coverage
 from novainfer.fsm.simulation.swarm import merge, run_seed, run_seeds
 
+pytestmark = pytest.mark.timeout(1800)  # a busy machine may take many times what a quiet one does
 REGRESSIONS = Path(__file__).with_name("regressions.txt")
 
 
