@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.events import Cancel, CancelRequest, MakeBatch, Output, Rejected, StepFailed, Submit
 from novainfer.fsm.gate import GateState
-from novainfer.fsm.planner import Flight
+from novainfer.fsm.planner import SHORT_SHARE, Flight
 from novainfer.fsm.request import ENDED, Request, RequestState
 from novainfer.fsm.scheduler import SchedulerState
 from novainfer.fsm.simulation.oracle import Violation
@@ -137,6 +137,8 @@ class Checks:
         num_tokens = sum(count for _, count, _ in flight.rows)
         if num_tokens > max(shape.max_num_batched_tokens, len(planned)) or len(planned) > shape.max_num_seqs:
             raise Violation(f"step {flight.step_id} has {num_tokens} tokens of {len(planned)} requests")
+        if not scheduler._suspects:
+            self._nobody_overtakes(flight)
         may_run = [i for i, request in planner.running.items() if request.state in COMPUTED]
         if not scheduler._suspects and may_run and min(may_run) not in planned:
             raise Violation(f"request {min(may_run)} is the oldest, and step {flight.step_id} leaves it out")
@@ -147,6 +149,15 @@ class Checks:
             engine, stream_id = self.world.engine, event.stream_id
             if stream_id in engine._encoding or stream_id > engine._last_arrived:
                 self._cancelled_early.add(stream_id)
+
+    def _nobody_overtakes(self, flight: Flight) -> None:
+        """Who was admitted is younger only than who waits for a prefix, or is too long for what the step had left."""
+        scheduler = self.world.scheduler
+        youngest = max((request.request_id for request in flight.admitted), default=-1)
+        for request in scheduler.planner.waiting:
+            is_short = request.num_remaining <= scheduler._chunk // SHORT_SHARE
+            if request.request_id < youngest and request.waits_for is None and is_short:
+                raise Violation(f"request {youngest} overtook request {request.request_id}")
 
     # ---- clients -------------------------------------------------------------------------------------------------
 

@@ -142,6 +142,14 @@ MUTANTS = [
         seeds=4000,
     ),
     Mutant(
+        "a small request overtakes one that does not fit yet",
+        _Draft,
+        "add_prefills",
+        "break  # first come, first served",
+        "continue  # first come, first served",
+        seeds=1000,
+    ),
+    Mutant(
         "paused requests without blocks hold up the queue",
         _Draft,
         "add_prefills",
