@@ -17,8 +17,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.engine import EngineState
-from novainfer.fsm.events import Cancel, CancelRequest, MakeBatch, Output, Rejected, StepFailed, Submit
-from novainfer.fsm.gate import GateState
+from novainfer.fsm.events import (
+    Cancel,
+    CancelAll,
+    CancelRequest,
+    Drain,
+    MakeBatch,
+    Open,
+    Output,
+    Pause,
+    PauseRequest,
+    Rejected,
+    StepDone,
+    StepFailed,
+    Stop,
+    Submit,
+)
 from novainfer.fsm.planner import SHORT_SHARE, Flight
 from novainfer.fsm.request import ENDED, Request, RequestState
 from novainfer.fsm.scheduler import SchedulerState
@@ -41,6 +55,9 @@ class Checks:
         self._step_blocks: list[int] = []  # all blocks that the step on the device may touch
         self._oldest: Request | None = None  # of those that run, before the step being planned
         self._cancelled: set[int] = set()  # requests
+        self._to_be_told: set[int] = set()  # requests that the event at the engine concerns
+        self._gate_heard: set[type] = set()  # kinds of events
+        self._sampled: list[Request] = []  # who got a token in the step being committed
         self._cancelled_early: set[int] = set()  # streams cancelled before anything was submitted for them
 
     # ---- the scheduler -------------------------------------------------------------------------------------------
@@ -54,6 +71,8 @@ class Checks:
         if not isinstance(event, MakeBatch):
             return
         scheduler = self.world.scheduler
+        if isinstance(event.outcome, StepDone) and scheduler.flight is not None:
+            self._sampled = scheduler.flight.samples
         running = [r for r in scheduler.planner.running.values() if r.state in COMPUTED]
         is_free = not scheduler._suspects and not isinstance(event.outcome, StepFailed)
         self._oldest = min(running, key=lambda r: r.request_id) if running and is_free else None
@@ -101,6 +120,11 @@ class Checks:
                 raise Violation(f"request {self._oldest.request_id} is the oldest, and was preempted")
             self._oldest = None
             self._plan(scheduler.flight)
+            admitted = scheduler.flight.admitted if scheduler.flight else []
+            for request in self._sampled:
+                if request.state is RequestState.PREFILL and request not in admitted:
+                    raise Violation(f"request {request.request_id} has its first token, and is in PREFILL")
+            self._sampled = []
         else:
             self._quiet = False
         scheduler.check()
@@ -112,6 +136,10 @@ class Checks:
         arrivals = [request.request_id for request in planner.waiting]
         if arrivals != sorted(arrivals):
             raise Violation(f"the queue is out of order: {arrivals}")
+        if isinstance(event, PauseRequest):
+            paused = scheduler.requests.get(event.request_id)
+            if paused is not None and paused.state is RequestState.DECODE:
+                raise Violation(f"request {event.request_id} was paused and decodes")
         if isinstance(event, CancelRequest) and event.request_id in scheduler.requests:
             raise Violation(f"request {event.request_id} was cancelled and is still there")
 
@@ -143,12 +171,29 @@ class Checks:
         if not scheduler._suspects and may_run and min(may_run) not in planned:
             raise Violation(f"request {min(may_run)} is the oldest, and step {flight.step_id} leaves it out")
 
-    def before_engine(self, event: Any) -> None:
-        """`event` is about to be handled by the engine."""
+    def before(self, to: str, event: Any) -> None:
+        """`event` is about to be handled by the engine, the gate or the worker."""
+        engine = self.world.engine
+        if to == "gate":
+            self._gate_heard.add(type(event))
         if isinstance(event, Cancel):
-            engine, stream_id = self.world.engine, event.stream_id
+            stream_id = event.stream_id
             if stream_id in engine._encoding or stream_id > engine._last_arrived:
                 self._cancelled_early.add(stream_id)
+            self._to_be_told = set(engine._live.get(stream_id, ()))
+        elif isinstance(event, CancelAll):
+            self._cancelled_early.update(engine._encoding)
+            self._to_be_told = {request_id for live in engine._live.values() for request_id in live}
+        elif isinstance(event, Pause):
+            self._to_be_told = set(engine._live.get(event.stream_id, ()))
+
+    def after_engine(self, event: Any) -> None:
+        """The engine has handled `event`: what concerns requests was passed on to each of them."""
+        if isinstance(event, Cancel | CancelAll | Pause):
+            queue = self.world.links.get(("engine", "scheduler", not isinstance(event, Pause)), ())
+            kind = PauseRequest if isinstance(event, Pause) else CancelRequest
+            if missing := self._to_be_told - {e.request_id for e in queue if isinstance(e, kind)}:
+                raise Violation(f"{event} was not passed on to the requests {missing}")
 
     def _nobody_overtakes(self, flight: Flight) -> None:
         """Who was admitted is younger only than who waits for a prefix, or is too long for what the step had left."""
@@ -170,13 +215,22 @@ class Checks:
         if output.end is not None and output.request_id >= 0:
             self._ended.add(output.request_id)
 
+    def answered(self) -> None:
+        """The gate has seen an Arrive: it said yes or no, and yes only where it may."""
+        answers = [self.world.links.get(("gate", to, False)) for to in ("client", "engine")]
+        arrive = answers[1][-1] if answers[1] else None
+        let_in = arrive is not None and arrive.stream_id == len(self.world.clients) - 1
+        if let_in == bool(answers[0]):
+            raise Violation("the gate gave no answer, or two")
+        if let_in and (self._gate_heard & {Drain, Stop} or Open not in self._gate_heard):
+            raise Violation("the gate let somebody in when it was closed")
+
     def rejection(self, rejected: Rejected, was_full: bool) -> None:
         """The gate has refused somebody."""
-        world = self.world
         right = {
             "overloaded": was_full,
-            "draining": world.is_draining,
-            "closed": world.is_draining or world.is_stopped or world.gate.state is GateState.STARTING,
+            "draining": Drain in self._gate_heard,
+            "closed": bool(self._gate_heard & {Drain, Stop}) or Open not in self._gate_heard,
         }
         if not right[rejected.reason]:
             raise Violation(f"stream {rejected.stream_id} was rejected as {rejected.reason}, for no reason")

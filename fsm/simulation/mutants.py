@@ -9,12 +9,14 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from enum import StrEnum
+from typing import Any, cast
 
 import msgspec
 
 from novainfer.fsm.blocks import BlockPool
 from novainfer.fsm.engine import Engine
+from novainfer.fsm.machine import Machine, Row, Rows
 from novainfer.fsm.planner import Planner, _Draft
 from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
@@ -240,3 +242,18 @@ MUTANTS = [
     ),
     Mutant("a choice samples with the seed of another", Request, "sampling_spec", "choice=self.choice", "choice=0"),
 ]
+
+
+@contextmanager
+def row_changed(machine: type[Machine], state: StrEnum, event: type) -> Iterator[None]:
+    """While this lasts, one row of a table is wrong: what had an action is ignored, what was ignored cannot come."""
+    rows = cast("Rows", machine.TABLE)
+    original = rows[state, event]
+    if original.action:
+        rows[state, event] = Row("", frozenset([state]), "a mutant")
+    else:
+        rows[state, event] = Row("", frozenset(), "a mutant", impossible=True)
+    try:
+        yield
+    finally:
+        rows[state, event] = original

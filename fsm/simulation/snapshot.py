@@ -32,7 +32,9 @@ from novainfer.fsm.worker import WorkerState
 SKIPPED: dict[str, frozenset[str]] = {
     "Arrive": frozenset(["num_tokens", "params", "prompt", "seed"]),
     "BlockPool": frozenset(["_released_at", "_releases", "block_size", "num_blocks"]),
-    "Checks": frozenset(["_oldest", "world"]),  # _oldest lives within one event
+    "Checks": frozenset(
+        ["_gate_heard", "_oldest", "_sampled", "_to_be_told", "world"]
+    ),  # within one event, or told by the gate's state
     "Client": frozenset(["_expected", "_max_len", "arrive", "prompt"]),
     "Engine": frozenset(["_effects"]),
     "Flight": frozenset(["before"]),

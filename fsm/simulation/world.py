@@ -48,7 +48,7 @@ from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.client import Client
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
-from novainfer.fsm.simulation.oracle import VOCABULARY
+from novainfer.fsm.simulation.oracle import VOCABULARY, Violation
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.worker import Worker, WorkerState
 
@@ -173,11 +173,11 @@ class World:
         elif to == "tokenizer":
             self.encodings.append(event)
         elif to != "client":  # who hears that the worker is up, or will not come up
-            if to == "engine":
-                self.checks.before_engine(event)
-                if isinstance(event, CancelAll):
-                    self._everybody(event.cause)
+            self.checks.before(to, event)
+            if isinstance(event, CancelAll):
+                self._everybody(event.cause)
             self.handle(to, self.machines[to], event)
+            self.checks.after_engine(event)
             if self.worker.state is WorkerState.FAILED and not self.is_stopped:
                 self._stopped()
 
@@ -314,6 +314,7 @@ class World:
         waiting, tokens = self.gate.num_queued, self.gate.num_queued_tokens
         was_full = waiting >= shape.max_num_queued_reqs or tokens + len(prompt) > shape.max_num_queued_tokens
         self.handle("gate", self.gate, arrive)
+        self.checks.answered()
         answers = self.links.get(("gate", "client", False))
         if answers:
             rejected: Rejected = answers.popleft()
@@ -371,7 +372,10 @@ class World:
         """A client takes what is there, and checks it."""
         client, stream = self.clients[stream_id], self.streams[stream_id]
         self.taken["Stream", stream.state, "Read"] += 1
-        for effect in stream.handle(Read()):
+        effects = stream.handle(Read())
+        if not effects:
+            raise Violation(f"stream {stream_id} had news, and a read gave nothing")
+        for effect in effects:
             assert isinstance(effect, Send)
             if effect.to != "reader":
                 self.perform("streams", [effect])
