@@ -55,6 +55,7 @@ class Checks:
         self._step_blocks: list[int] = []  # all blocks that the step on the device may touch
         self._oldest: Request | None = None  # of those that run, before the step being planned
         self._cancelled: set[int] = set()  # requests
+        self._leaving: Request | None = None  # the one being cancelled
         self._to_be_told: set[int] = set()  # requests that the event at the engine concerns
         self._gate_heard: set[type] = set()  # kinds of events
         self._sampled: list[Request] = []  # who got a token in the step being committed
@@ -68,6 +69,7 @@ class Checks:
             raise Violation(f"stream {event.stream_id} was cancelled, and is submitted all the same")
         if isinstance(event, CancelRequest):
             self._cancelled.add(event.request_id)
+            self._leaving = self.world.scheduler.requests.get(event.request_id)
         if not isinstance(event, MakeBatch):
             return
         scheduler = self.world.scheduler
@@ -140,8 +142,10 @@ class Checks:
             paused = scheduler.requests.get(event.request_id)
             if paused is not None and paused.state is RequestState.DECODE:
                 raise Violation(f"request {event.request_id} was paused and decodes")
-        if isinstance(event, CancelRequest) and event.request_id in scheduler.requests:
-            raise Violation(f"request {event.request_id} was cancelled and is still there")
+        if isinstance(event, CancelRequest) and self._leaving is not None:
+            if event.request_id in scheduler.requests or not self._leaving.ended:
+                raise Violation(f"request {event.request_id} was cancelled and has not ended")
+            self._leaving = None
 
     def _plan(self, flight: Flight | None) -> None:
         """A step was planned, or nothing was."""
@@ -236,6 +240,11 @@ class Checks:
             raise Violation(f"stream {rejected.stream_id} was rejected as {rejected.reason}, for no reason")
 
     # ---- the end -------------------------------------------------------------------------------------------------
+
+    def drained(self) -> None:
+        """What holds when a drain has nothing left to wait for, before the stop that follows it."""
+        if self.world.engine.num_streams or self.world.gate.num_queued:
+            raise Violation("everybody has left, and the drain would wait on")
 
     def end(self) -> None:
         """What holds when nothing can happen any more."""

@@ -33,7 +33,7 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Arrive": frozenset(["num_tokens", "params", "prompt", "seed"]),
     "BlockPool": frozenset(["_released_at", "_releases", "block_size", "num_blocks"]),
     "Checks": frozenset(
-        ["_gate_heard", "_oldest", "_sampled", "_to_be_told", "world"]
+        ["_gate_heard", "_leaving", "_oldest", "_sampled", "_to_be_told", "world"]
     ),  # within one event, or told by the gate's state
     "Client": frozenset(["_expected", "_max_len", "arrive", "prompt"]),
     "Engine": frozenset(["_effects"]),

@@ -105,6 +105,7 @@ class Seed:
         else:
             raise AssertionError(f"{MOVES_MAX} moves did not end it: the engine is {world.engine.state}")
         if world.is_draining and not world.is_stopped:  # the owner waits for the last one, and stops
+            world.checks.drained()
             world.stop(None)
             while self._move():
                 pass
