@@ -11,13 +11,14 @@ from novainfer.server.bench.report import Target, table, targets_json, targets_t
 from novainfer.server.bench.worker import Child, Task
 
 READY_S_MAX = 5.0  # after imports
+AS_SERVED = {"max_model_len": None, "kv_cache_capacity_mode": "auto", "num_kv_blocks": None}
 
 
 def run(model: str = "demo", repeat: int = 3) -> tuple[dict[str, Any], str]:
     """The report and its tables."""
     runs = []
     for _ in range(repeat):
-        with Child(ours(model, {"max_model_len": None, "kv_cache_capacity_mode": "auto"})) as child:
+        with Child(ours(model, AS_SERVED)) as child:
             first = child.run(Task(prompts=[[1, 2, 3, 4]], max_tokens=1))
             runs.append(
                 {

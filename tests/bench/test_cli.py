@@ -94,6 +94,9 @@ def test_a_checkpoint_is_written_and_measured(tmp_path: Path) -> None:
     assert memory["kv_mb"] > 0
     assert found["prefix"]["first_ttft_ms"] > 0
     assert found["systems"]["novainfer"]["kernels"]
+    started = last_json(call("startup", "--model", str(tmp_path), "--repeat", "1", "--json"))
+    assert started["ready_s"] > 0
+    assert started["first_token_s"] > 0
 
 
 @pytest.mark.slow
