@@ -1,7 +1,7 @@
 """Writes the tree in docs/architecture.md: one line for each source file, the first of its docstring.
 
-    python docs/tree.py            # write it
-    python docs/tree.py --check    # exit code 1 when it is out of date
+python docs/tree.py            # write it
+python docs/tree.py --check    # exit code 1 when it is out of date
 """
 
 from __future__ import annotations
