@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from importlib.resources import files
 from pathlib import Path
 
 from novainfer.fsm.errors import ModelLoadError
@@ -34,7 +33,9 @@ class ModelLocation:
 
     def _find(self) -> Path:
         if self.name == DEMO_MODEL:
-            return Path(str(files("novainfer.kernels"))) / "demo" / "model"
+            from novainfer.kernels.demo import model_path
+
+            return model_path()
         from novainfer.kernels.errors import LoadError
         from novainfer.kernels.hub import resolve_model
 
