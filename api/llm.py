@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
-from tqdm import tqdm
 
 from novainfer.config import DEMO_MODEL, EngineConfig
 from novainfer.engine import Engine, PromptLike
@@ -24,14 +23,9 @@ from novainfer.fsm.errors import EngineClosed, InvalidParameter
 from novainfer.fsm.events import Chat
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.params import SamplingParams
+from novainfer.progress import Bar, LoadingBar
 
 T = TypeVar("T")
-
-
-class Bar(tqdm):  # type: ignore[type-arg]
-    """A progress bar without tqdm's monitor, a thread that would outlive it."""
-
-    monitor_interval = 0
 
 
 # Streams open at once, in batches of max_num_seqs: the next ones are tokenised while the last ones decode.
@@ -71,7 +65,7 @@ class LLM:
             settings = EngineConfig(model=model, **{**limits, **config})
         except TypeError as error:
             raise InvalidParameter(str(error).replace("Unexpected keyword argument", "LLM has no setting")) from error
-        self._engine = Engine(settings)
+        self._engine = Engine(settings, on_progress=LoadingBar())
         self._loop = _new_loop()
         self._thread = threading.Thread(target=_live, args=(self._loop,), name="novainfer-llm", daemon=True)
         self._thread.start()

@@ -64,5 +64,6 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
 def make_engine(config: EngineConfig) -> ServedEngine:
     """The real engine; imported here, because it brings torch along."""
     from novainfer import Engine
+    from novainfer.progress import LoadingBar
 
-    return Engine(config)
+    return Engine(config, on_progress=LoadingBar())
