@@ -7,7 +7,7 @@ from pathlib import Path
 
 from novainfer.fsm.errors import ModelLoadError
 
-DEMO_MODEL = "demo"
+DEMO_MODEL = "demo"  # the model that ships with NovaInfer
 
 
 class ModelLocation:

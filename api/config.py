@@ -7,10 +7,9 @@ from typing import Literal
 
 import msgspec
 
+from novainfer.actors.location import DEMO_MODEL
 from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.params import check_types
-
-DEMO_MODEL = "demo"  # the model that ships with NovaInfer
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

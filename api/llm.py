@@ -17,7 +17,8 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from novainfer.config import DEMO_MODEL, EngineConfig
+from novainfer.actors.location import DEMO_MODEL
+from novainfer.config import EngineConfig
 from novainfer.engine import Engine, PromptLike
 from novainfer.fsm.errors import EngineClosed, InvalidParameter
 from novainfer.fsm.events import Chat

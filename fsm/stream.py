@@ -88,11 +88,6 @@ class Stream(Machine):
         self._end: End | None = None  # how it ended, if badly
 
     @property
-    def num_unread_tokens(self) -> int:
-        """Tokens that the reader has not taken."""
-        return self._unread
-
-    @property
     def num_choices_unread(self) -> int:
         """Choices with something that was not read."""
         return len(self._pending)

@@ -45,11 +45,6 @@ class ModelConfig:
     dtype: torch.dtype | None  # what the config says the checkpoint holds
     eos_token_ids: tuple[int, ...]
 
-    @property
-    def qkv_features(self) -> int:
-        """Width of a fused QKV row: all query heads, then the key heads, then the value heads."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises `LoadError` naming the file when there is none."""

@@ -14,11 +14,9 @@ from starlette.types import ASGIApp
 from novainfer.server import info
 from novainfer.server.chat import create_chat_completion
 from novainfer.server.completions import create_completion
-from novainfer.server.engine import ServedEngine
 from novainfer.server.guard import Guard
 from novainfer.server.openapi import build_openapi
 from novainfer.server.service import Service
-from novainfer.server.settings import ServerSettings
 
 Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
 
@@ -52,8 +50,3 @@ def create_app(service: Service) -> ASGIApp:
         labels[endpoint] = path
         routes.append(Route(path, endpoint, methods=[method], name=path))
     return Guard(Router(routes, redirect_slashes=False), service, labels)
-
-
-def app_for(engine: ServedEngine, settings: ServerSettings | None = None) -> ASGIApp:
-    """An app over an engine that somebody else runs: to mount NovaInfer's API in another server."""
-    return create_app(Service(engine, settings or ServerSettings()))

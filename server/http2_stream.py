@@ -110,4 +110,4 @@ class AppSpawner:
 
 
 def _no_threads(*args: Any) -> Any:
-    raise NotImplementedError("only ASGI apps are served")
+    raise RuntimeError("only ASGI apps are served")

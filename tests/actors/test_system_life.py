@@ -151,6 +151,9 @@ async def test_nothing_is_let_in_before_it_is_ready() -> None:
 async def test_closing_before_the_start_does_nothing() -> None:
     system = make_system()
     await system.aclose()
+    await system.start()  # it was not used up
+    assert (await answer(system, "hello")).is_well
+    await system.aclose()
 
 
 async def test_draining_before_the_start_does_nothing() -> None:

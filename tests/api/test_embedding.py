@@ -79,8 +79,8 @@ def test_a_loop_that_ends_with_an_engine_open_takes_its_threads_along() -> None:
     async def main() -> None:
         engine = fake_engine()
         await engine.start()
-        engine.add_request([65], greedy(2000))
-        await asyncio.sleep(0.01)
+        name = engine.add_request([65], greedy(2000))
+        await engine.wait_result(name)  # it decodes
 
     asyncio.run(main())  # cancels every task, the engine's among them
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("novainfer")]

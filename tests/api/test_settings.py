@@ -139,7 +139,8 @@ def test_a_parameter_that_is_not_one_is_refused() -> None:
     ids=str,
 )
 def test_what_can_be_used_is_taken(good: dict[str, Any]) -> None:
-    SamplingParams(**good)
+    params = SamplingParams(**good)
+    assert {name: getattr(params, name) for name in good} == good
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ class Client:
                     if delta.finish_reason:
                         self.ends.append("finished")
                     if self.behaviour == "dawdles":
-                        await asyncio.sleep(0.001)
+                        for _ in range(50):  # everybody else goes first
+                            await asyncio.sleep(0)
                     elif len(self.tokens[0]) > self.patience:
                         if self.behaviour == "leaves":
                             self.ends.append("left")
