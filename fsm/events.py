@@ -24,13 +24,17 @@ class Cause(StrEnum):
     TIMEOUT = "timeout"  # the request's own deadline passed
     SIBLING = "sibling"  # another choice of the same stream failed
     DRAIN = "drain"  # the engine shuts down
+    QUEUE = "queue"  # it did not run within the time it was willing to wait
+    STALLED = "stalled"  # its reader stayed away for too long
 
 
 class Fault(StrEnum):
-    """What a failed step died of."""
+    """What went wrong with a step, or with the worker under it."""
 
     OOM = "oom"
     EXCEPTION = "exception"
+    TIMEOUT = "timeout"  # it took longer than its deadline, or its process no longer says that it lives
+    LOST = "lost"  # the process of the device is gone
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,12 +132,18 @@ class EncodeFailed(msgspec.Struct, frozen=True):
 
 
 class Configure(msgspec.Struct, frozen=True):
-    """The worker is warm: this is how much it holds."""
+    """The worker is warm: this is how much it holds. It comes again, with a higher epoch, when a worker was replaced.
+
+    `num_host_blocks` is the room for swapped blocks; `modes` are what `StepPlan.mode` may say, best first.
+    """
 
     num_blocks: int
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
+    epoch: int = 0
+    num_host_blocks: int = 0
+    modes: tuple[str, ...] = ("full",)
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,6 +238,7 @@ class Batch(msgspec.Struct, frozen=True):
     outputs: list[Output]
     started: list[int]
     work_seen: int
+    epoch: int = 0
 
 
 class Outputs(msgspec.Struct, frozen=True):
@@ -256,6 +267,10 @@ class StepPlan(msgspec.Struct, kw_only=True):
 
     slots, query_lens, context_lens: [num_seqs]; input_ids: [num_tokens]; table_*: [num_table_updates], which set
     block_table[slot, index] = block before the step; sample_seqs: [num_samples], indexes into slots.
+
+    Before anything is computed, and in this order: `mode` (one of the device's) is switched to if it is another,
+    swap_out copies block swap_out_blocks[i] to host block swap_out_hosts[i], swap_in copies back. A step may hold
+    nothing but copies.
     """
 
     step_id: int
@@ -269,6 +284,11 @@ class StepPlan(msgspec.Struct, kw_only=True):
     table_blocks: list[int]
     sample_seqs: list[int]
     admissions: list[SamplingSpec]
+    swap_out_blocks: list[int] = []
+    swap_out_hosts: list[int] = []
+    swap_in_hosts: list[int] = []
+    swap_in_blocks: list[int] = []
+    mode: str = "full"
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -305,10 +325,20 @@ class WorkerReady(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_token_ids: list[int]
     facts: dict[str, Any] = {}
+    num_host_blocks: int = 0
+    modes: tuple[str, ...] = ("full",)
+
+
+class WorkerLost(msgspec.Struct, frozen=True):
+    """The worker of this epoch is gone with all that its device held; another one is coming up."""
+
+    epoch: int
+    fault: Fault
+    message: str
 
 
 class WorkerFailed(msgspec.Struct, frozen=True):
-    """The worker will not come up; `message` is one clear sentence for whoever started it."""
+    """The worker will not come up (any more); `message` is one clear sentence for whoever started it."""
 
     message: str
 
@@ -324,23 +354,54 @@ class Finished(msgspec.Struct, frozen=True):
     """All choices have ended well, and everything was read."""
 
 
+# ---- anybody -> incidents ------------------------------------------------------------------------------------------
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True):
+    """Something went wrong, or changed because of it: for the error queue, the log and the metrics.
+
+    `kind` is a `Fault` or "ladder", "swap", "stall", "restart", "gave_up"; `action` says what was done about it.
+    """
+
+    kind: str
+    message: str
+    action: str
+    step_id: int = -1
+    epoch: int = 0
+    stream_ids: list[int] = []
+
+
 # ---- worker <-> device --------------------------------------------------------------------------------------------
+# Every job and every answer carries the epoch of its worker: an answer of an older one is dropped by state.
 
 
 class Begin(msgspec.Struct, frozen=True):
     """Come up."""
 
 
+class Spawn(msgspec.Struct, frozen=True):
+    """Job: have a device to talk to: a process of its own, a spare that is loaded already, or nothing to do."""
+
+    epoch: int = 0
+
+
 class Load(msgspec.Struct, frozen=True):
     """Job: read the weights."""
 
+    epoch: int = 0
+
 
 class Fit(msgspec.Struct, frozen=True):
-    """Job: allocate the KV cache."""
+    """Job: allocate the KV cache; `num_blocks` when it must be as large as that of the worker before."""
+
+    epoch: int = 0
+    num_blocks: int | None = None
 
 
 class Warm(msgspec.Struct, frozen=True):
     """Job: run the kernels once."""
+
+    epoch: int = 0
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -349,12 +410,29 @@ class Run(msgspec.Struct, frozen=True):
     plan: StepPlan
 
 
+class Switch(msgspec.Struct, frozen=True):
+    """Job: compute in this mode from the next step on."""
+
+    mode: str
+    epoch: int = 0
+
+
 class Reclaim(msgspec.Struct, frozen=True):
     """Job: give back what an out-of-memory step left behind."""
+
+    epoch: int = 0
 
 
 class Close(msgspec.Struct, frozen=True):
     """Job: free the device."""
+
+    epoch: int = 0
+
+
+class Kill(msgspec.Struct, frozen=True):
+    """Job: end the device's process at once, whatever it does. Nothing answers."""
+
+    epoch: int = 0
 
 
 class JobDone(msgspec.Struct, frozen=True):
@@ -362,6 +440,7 @@ class JobDone(msgspec.Struct, frozen=True):
 
     job: str
     value: Any = None
+    epoch: int = 0
 
 
 class JobFailed(msgspec.Struct, frozen=True):
@@ -369,3 +448,42 @@ class JobFailed(msgspec.Struct, frozen=True):
 
     job: str
     message: str
+    epoch: int = 0
+
+
+class DeviceLost(msgspec.Struct, frozen=True):
+    """The device's process has ended, or its link broke; `at_s` is when, on any clock that only grows."""
+
+    epoch: int
+    message: str
+    at_s: float = 0.0
+
+
+class Overdue(msgspec.Struct, frozen=True):
+    """The watchdog: the device gave no sign of life, or its job has outlasted its deadline; `at_s` as above."""
+
+    epoch: int
+    message: str
+    at_s: float = 0.0
+
+
+class Restart(msgspec.Struct, frozen=True):
+    """Timer: bring up the worker of this epoch."""
+
+    epoch: int
+
+
+# ---- timers of the scheduler ----------------------------------------------------------------------------------------
+
+
+class Quiet(msgspec.Struct, frozen=True):
+    """Timer: if nothing has gone wrong since it was set, climb one rung; `serial` tells an older timer apart."""
+
+    serial: int
+
+
+class KeepOver(msgspec.Struct, frozen=True):
+    """Timer: this request has been paused for as long as it may keep its KV on the device."""
+
+    request_id: int
+    serial: int
