@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefilled in chunks of `prefill_chunk_tokens`. The KV cache holds `num_kv_blocks` blocks of `block_size` tokens
     when `kv_cache_capacity_mode` is "fixed"; "auto" takes what `max_num_seqs` requests can use, within
     `kv_cache_memory_utilization` of the free memory. Admission: at most `max_num_queued_reqs` requests of
-    `max_num_queued_tokens` tokens wait.
+    `max_num_queued_tokens` tokens wait; beyond them, `max_num_overflow_reqs` that asked to wait may.
+
+    `worker` "process" gives the device a process of its own, which is brought up again when it is lost; with
+    `warm_spare` a second one stands by, loaded. It is lost when it has ended, when it was silent for
+    `heartbeat_timeout_s` seconds, or when a step took more than `step_timeout_s`; after `max_restarts` losses within
+    `restart_window_s` seconds without a step between them, the engine gives up. A thread is never restarted.
+    After trouble, the ladder of degraded modes is climbed one rung every `ladder_quiet_s` seconds of quiet.
+
+    KV blocks of paused and preempted requests are swapped to a pool of `swap_space_gib` GiB of host memory (0: none).
+    A request whose reader is slow keeps its KV for `stall_keep_s` seconds and ends after `stall_timeout_s`. `recorder`
+    keeps the last messages of every actor, to be written to a file when something goes wrong.
     """
 
     model: str | Path = DEMO_MODEL
@@ -43,6 +54,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_threads: int | None = None
     native: Literal["0", "1", "require"] | None = None
     batch_invariant: bool = False
+    worker: Literal["thread", "process"] = "thread"
+    warm_spare: bool = False
+    step_timeout_s: float = 60.0
+    heartbeat_timeout_s: float = 5.0
+    max_restarts: int = 5
+    restart_window_s: float = 60.0
+    ladder_quiet_s: float = 60.0
+    swap_space_gib: float = 0.0
+    stall_keep_s: float = 10.0
+    stall_timeout_s: float = 300.0
+    max_num_overflow_reqs: int = 1024
+    recorder: bool = True
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -55,6 +78,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidParameter(f"{name} must be at least 1, not {value}", param=name)
+        for name in ("max_restarts", "max_num_overflow_reqs", "swap_space_gib", "stall_keep_s"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise InvalidParameter(f"{name} must be at least 0, not {value}", param=name)
+        durations = ("step_timeout_s", "heartbeat_timeout_s", "restart_window_s", "ladder_quiet_s", "stall_timeout_s")
+        for name in durations:
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise InvalidParameter(f"{name} must be more than 0 seconds, not {value}", param=name)
+        if self.warm_spare and self.worker != "process":
+            raise InvalidParameter('warm_spare needs worker "process"', param="warm_spare")
         if not 0 < self.kv_cache_memory_utilization <= 1:
             value = self.kv_cache_memory_utilization
             raise InvalidParameter(

@@ -99,6 +99,10 @@ def as_flags(error: NovaInferError) -> str:
 _FLAGS = {  # settings with a unit in their name
     "sse_keep_alive_interval_s": "sse_keep_alive_interval",
     "shutdown_timeout_s": "shutdown_timeout",
+    "step_timeout_s": "step_timeout",
+    "heartbeat_timeout_s": "heartbeat_timeout",
+    "restart_window_s": "restart_window",
+    "stall_timeout_s": "stall_timeout",
     "body_bytes": "max_body_bytes",
 }
 

@@ -28,8 +28,11 @@ ENGINE_FIELDS = (
     *("tokenizer", "served_model_name", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("prefill_chunk_tokens", "block_size", "enable_prefix_caching", "kv_cache_capacity_mode", "num_kv_blocks"),
     *("kv_cache_memory_utilization", "max_num_queued_reqs", "max_num_queued_tokens", "num_threads", "native"),
-    "batch_invariant",
+    *("batch_invariant", "worker", "warm_spare", "max_restarts", "swap_space_gib", "stall_keep_s", "ladder_quiet_s"),
+    *("max_num_overflow_reqs", "recorder"),
 )
+# the same, where the field's name ends with the unit and the flag's does not
+ENGINE_DURATIONS = ("step_timeout", "heartbeat_timeout", "restart_window", "stall_timeout")
 
 
 def _dtype(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -123,6 +126,7 @@ def _engine_options() -> list[Callable[[Command], Command]]:
         option("--num-threads", type=int, help="CPU threads for the kernels."),
         option("--native", type=click.Choice(["0", "1", "require"]), help="C++ kernels: never, if possible, or must."),
         option("--batch-invariant", is_flag=True, default=None, help="Only kernels whose rows ignore the batch."),
+        *_fault_options(),
         option(
             "--config",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -141,9 +145,32 @@ def _engine_options() -> list[Callable[[Command], Command]]:
     ]
 
 
+def _fault_options() -> list[Callable[[Command], Command]]:
+    option = click.option
+    return [
+        option(
+            "--worker",
+            type=click.Choice(["process", "thread"]),
+            help="Where the device works: in a process that is restarted when it is lost, or in a thread of this one.",
+        ),
+        option("--warm-spare", is_flag=True, default=None, help="Keep a second worker loaded, to take over at once."),
+        option("--step-timeout", type=float, help="Seconds after which a step counts as hung, and its worker as lost."),
+        option("--heartbeat-timeout", type=float, help="Seconds of silence after which a worker counts as lost."),
+        option("--max-restarts", type=int, help="Restarts without a step between them before the engine gives up, and"),
+        option("--restart-window", type=float, help="the seconds in which they are counted."),
+        option("--ladder-quiet-s", type=float, help="Seconds without trouble before a degraded mode is left again."),
+        option("--swap-space-gib", type=float, help="Host memory for the KV of paused and preempted requests."),
+        option("--stall-keep-s", type=float, help="Seconds that a slow reader's request keeps its KV on the device."),
+        option("--stall-timeout", type=float, help="Seconds after which a slow reader's request is ended."),
+        option("--max-num-overflow-reqs", type=int, help="Requests beyond the queue that may wait if they asked to."),
+        option("--recorder/--no-recorder", default=None, help="The flight recorder; on by default."),
+    ]
+
+
 def engine_config(ctx: click.Context, options: dict[str, Any]) -> EngineConfig:
     """The engine that the flags ask for; raises `UsageError` or `InvalidParameter` naming the flag."""
     fields = {name: options[name] for name in ENGINE_FIELDS if options.get(name) is not None}
+    fields |= {f"{name}_s": options[name] for name in ENGINE_DURATIONS if options.get(name) is not None}
     model = _model(ctx, options)
     if model is not None:
         fields["model"] = model

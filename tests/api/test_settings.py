@@ -39,6 +39,19 @@ BAD_CONFIG: list[tuple[str, Any]] = [
     ("tokenizer", 5),
     ("enable_prefix_caching", "yes"),
     ("batch_invariant", 1),
+    ("worker", "cluster"),
+    ("warm_spare", True),  # means nothing while the worker is a thread
+    ("recorder", 1),
+    *[
+        (name, value)
+        for name in ("max_restarts", "max_num_overflow_reqs", "swap_space_gib", "stall_keep_s")
+        for value in (-1, "8")
+    ],
+    *[
+        (name, value)
+        for name in ("step_timeout_s", "heartbeat_timeout_s", "restart_window_s", "ladder_quiet_s", "stall_timeout_s")
+        for value in (0, -1, float("nan"), float("inf"), "8")
+    ],
 ]
 
 

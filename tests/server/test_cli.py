@@ -65,6 +65,9 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         *("--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem")),
         *("--sse-keep-alive-interval", "7", "--shutdown-timeout", "9", "--max-body-bytes", "1234"),
         *("--http2-max-concurrent-streams", "12", "--log-level", "warning"),
+        *("--worker", "process", "--warm-spare", "--step-timeout", "8", "--heartbeat-timeout", "2.5"),
+        *("--max-restarts", "7", "--restart-window", "30", "--ladder-quiet-s", "6", "--swap-space-gib", "0.5"),
+        *("--stall-keep-s", "3", "--stall-timeout", "40", "--max-num-overflow-reqs", "11", "--no-recorder"),
     )
     assert config == EngineConfig(
         model="org/model",
@@ -87,6 +90,18 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         num_threads=2,
         native="0",
         batch_invariant=True,
+        worker="process",
+        warm_spare=True,
+        step_timeout_s=8.0,
+        heartbeat_timeout_s=2.5,
+        max_restarts=7,
+        restart_window_s=30.0,
+        ladder_quiet_s=6.0,
+        swap_space_gib=0.5,
+        stall_keep_s=3.0,
+        stall_timeout_s=40.0,
+        max_num_overflow_reqs=11,
+        recorder=False,
     )
     assert settings == ServerSettings(
         host="0.0.0.0",
@@ -148,6 +163,11 @@ WRONG: list[tuple[list[str], str]] = [
     (["--no-such-flag"], "--no-such-flag"),
     (["--config", "/no/such/file"], "--config"),
     (["--api-key", ""], "--api-key"),
+    (["--worker", "cluster"], "--worker"),
+    (["--worker", "thread", "--warm-spare"], "--warm-spare needs"),
+    (["--step-timeout", "0"], "--step-timeout must be more than 0 seconds, not 0.0"),
+    (["--max-restarts", "-1"], "--max-restarts must be at least 0, not -1"),
+    (["--stall-keep-s", "-1"], "--stall-keep-s must be at least 0, not -1.0"),
 ]
 
 
