@@ -100,6 +100,11 @@ class Streams:
         self._streams[stream_id] = (stream, handle)
         return handle
 
+    def name_of(self, stream_id: int) -> str | None:
+        """The request id of a stream; None when it is forgotten."""
+        entry = self._streams.get(stream_id)
+        return entry[0].name if entry is not None else None
+
     def forget(self, stream_id: int) -> None:
         """Nobody will read this stream (any more); its outputs, if more come, go nowhere."""
         self._streams.pop(stream_id, None)

@@ -21,6 +21,7 @@ from typing import Any
 import anyio
 
 from novainfer.actors.device import Device, do_jobs, sentence_of
+from novainfer.actors.incidents import Incidents
 from novainfer.actors.mailbox import Actor, ActorStatistics
 from novainfer.actors.streams import StreamHandle, Streams
 from novainfer.actors.thread import JobThread
@@ -90,6 +91,7 @@ class System:
         self._engine = Engine()
         self._scheduler: Scheduler | None = None
         self._streams = Streams(self._route)
+        self.incidents = Incidents(self._streams.name_of)
         self._actors = {
             "gate": self._make_actor("gate", self._gate),
             "engine": self._make_actor("engine", self._engine),
@@ -307,6 +309,8 @@ class System:
             self._tokenizer_thread.put(event)
         elif to == "client":
             self._to_client(event)
+        elif to == "incidents":
+            self.incidents.take(event)
         else:
             if type(event) is Departed:
                 self._note_departures(event)

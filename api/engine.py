@@ -19,6 +19,7 @@ from typing import Any, Self
 import msgspec
 
 from novainfer.actors.device import Device, ModelDevice, ModelSettings
+from novainfer.actors.incidents import IncidentRecord
 from novainfer.actors.location import ModelLocation
 from novainfer.actors.streams import StreamHandle
 from novainfer.actors.system import System
@@ -255,6 +256,10 @@ class Engine:
             step_failures=found.step_failures_total,
             requests_finished={str(state): count for state, count in found.finished_total.items()},
         )
+
+    def errors(self) -> list[IncidentRecord]:
+        """What went wrong lately and what was done about it, the newest last; at most 1000."""
+        return self._system.incidents.records()
 
     # ---- inside --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,106 @@
+"""What went wrong, and what was done about it: the bounded error queue behind `Engine.errors()` and `GET /v1/errors`.
+
+Machines say it with the effect `Send("incidents", Incident(...))`. Here it gets the time of day and the client's
+request ids, a line in the log, a count, and listeners (the flight recorder dumps itself, the event feed passes it on).
+Nothing is decided here, and nothing waits: a listener that raises is reported and dropped, never the engine's problem.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+import msgspec
+
+from novainfer.fsm.events import Incident
+
+logger = logging.getLogger(__name__)
+
+INCIDENTS_MAX = 1000  # the newest are kept: about 300 kB, and hours of a server that limps
+LOGGED_REQUESTS_MAX = 8  # request ids in a line of the log; the record holds all
+
+Listener = Callable[["IncidentRecord"], None]
+
+
+class IncidentRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One failure: when (seconds since 1970), what, whose requests it touched, and what was done about it.
+
+    `kind` is "oom", "exception", "timeout", "lost", "ladder", "swap", "stall", "restart", "gave_up" or "frozen".
+    `requests` are the ids that the clients know; `step_id` is -1 when no step was at fault. `number` only grows: one
+    that is missing between two was dropped from the queue.
+    """
+
+    number: int
+    time: float
+    kind: str
+    message: str
+    action: str
+    step_id: int = -1
+    epoch: int = 0
+    requests: list[str] = []
+
+
+class Incidents:
+    """The newest `limit` incidents. `name_of` gives a stream's request id, or None when its reader has left."""
+
+    def __init__(
+        self,
+        name_of: Callable[[int], str | None],
+        *,
+        limit: int = INCIDENTS_MAX,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._name_of = name_of
+        self._clock = clock
+        self._records: deque[IncidentRecord] = deque(maxlen=limit)
+        self._listeners: list[Listener] = []
+        self.counts: Counter[str] = Counter()  # by kind, since the start
+
+    def take(self, event: Incident) -> None:
+        """Keep, count and log `event`, and tell the listeners."""
+        names = [name for i in event.stream_ids if (name := self._name_of(i)) is not None]
+        record = IncidentRecord(
+            number=self.counts.total(),
+            time=self._clock(),
+            kind=event.kind,
+            message=event.message,
+            action=event.action,
+            step_id=event.step_id,
+            epoch=event.epoch,
+            requests=names,
+        )
+        self._records.append(record)
+        self.counts[event.kind] += 1
+        logger.warning("%s", _sentence(record))
+        for listen in tuple(self._listeners):
+            try:
+                listen(record)
+            except Exception:
+                logger.exception("a listener of incidents failed, and hears of no more")
+                self._listeners.remove(listen)
+
+    def subscribe(self, listen: Listener) -> Callable[[], None]:
+        """Call `listen(record)` for each incident from now on; the answer ends that. Called on the loop."""
+        self._listeners.append(listen)
+
+        def leave() -> None:
+            if listen in self._listeners:
+                self._listeners.remove(listen)
+
+        return leave
+
+    def records(self) -> list[IncidentRecord]:
+        """Those that are kept, the newest last."""
+        return list(self._records)
+
+
+def _sentence(record: IncidentRecord) -> str:
+    where = f" in step {record.step_id}" if record.step_id >= 0 else ""
+    names = ", ".join(record.requests[:LOGGED_REQUESTS_MAX])
+    more = (
+        f" and {len(record.requests) - LOGGED_REQUESTS_MAX} more" if len(record.requests) > LOGGED_REQUESTS_MAX else ""
+    )
+    whose = f" (requests {names}{more})" if names else ""
+    return f"{record.kind}{where}: {record.message}{whose}; {record.action}"
