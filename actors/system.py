@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import anyio
 
+from novainfer.actors.admission import Admission
 from novainfer.actors.device import Device, do_jobs, sentence_of
 from novainfer.actors.incidents import Incidents
 from novainfer.actors.mailbox import Actor, ActorStatistics
@@ -27,20 +27,11 @@ from novainfer.actors.streams import StreamHandle, Streams
 from novainfer.actors.thread import JobThread
 from novainfer.actors.tokenizer import Tokenizer, encode_jobs
 from novainfer.fsm.engine import Engine, EngineState
-from novainfer.fsm.errors import (
-    EngineClosed,
-    EngineDraining,
-    EngineOverloaded,
-    ModelLoadError,
-    NovaInferError,
-)
+from novainfer.fsm.errors import EngineClosed, ModelLoadError, NovaInferError
 from novainfer.fsm.events import (
-    Arrive,
     Begin,
-    Cancel,
     CancelAll,
     Cause,
-    Chat,
     Departed,
     Drain,
     Encoded,
@@ -62,10 +53,6 @@ from novainfer.fsm.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-DRAIN_RATE_WINDOW = 64  # departures from the queue that its drain rate is computed from, and
-DRAIN_RATE_WINDOW_S = 60.0  # how old they may be
-RETRY_AFTER_S_DEFAULT = 1.0  # while nothing has departed yet there is no rate
-RETRY_AFTER_S_MAX = 60.0  # openai-python gives up above 120 s
 # The device's thread needs the interpreter to begin a step, and would get it when the loop has served all readers, or
 # after the switch interval of 5 ms. Letting go of it for a moment here took the pause between two steps of 256 requests
 # from 1.4 to 0.3 ms (and from 7 to 2 ms on a busy machine).
@@ -73,7 +60,6 @@ HANDOVER_S = 20e-6
 LOAD_TOKENIZER = "load"  # the tokenizer thread's first job
 MAILBOX_SPARE = 1024  # messages that belong to no stream: steps, drain, stop, cancels sent twice
 TOKENIZER_BATCH_MAX = 64  # prompts: enough to keep every core busy, and close need not wait for a thousand
-BYTES_PER_TOKEN = 3  # what admission reserves for text before it is tokenised: Qwen2's English average is about 4
 
 
 class System:
@@ -97,13 +83,14 @@ class System:
             "engine": self._make_actor("engine", self._engine),
             "worker": self._make_actor("worker", Worker()),
         }
+        self._admission = Admission(
+            self._gate, self._streams, ask=self._actors["gate"].handle, cancel=lambda e: self._tell("engine", e, True)
+        )
         self._device_thread = JobThread("novainfer-device", partial(do_jobs, device), self._from_device)
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_thread = JobThread(
             "novainfer-tokenizer", self._work_of_tokenizer, self._from_tokenizer, batch_max=TOKENIZER_BATCH_MAX
         )
-        self._departures: deque[float] = deque(maxlen=DRAIN_RATE_WINDOW)
-        self._next_stream_id = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._root: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[WorkerReady] | None = None
@@ -112,7 +99,6 @@ class System:
         self._vocabulary: asyncio.Future[Vocabulary | None] | None = None  # None: stopped before it was there
         self._device_error: str | None = None  # the first job that the device failed
         self._ids_end: int | None = None  # set when the tokenizer has ids that the model has not
-        self._rejected: Rejected | None = None  # the gate's answer to the stream just added
         self.error: str | None = None  # what it died of
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -246,46 +232,22 @@ class System:
         """Ask for admission; raises `EngineOverloaded`, `EngineDraining` or `EngineClosed` when it is refused."""
         if self._stopping is not None and self._stopping.is_set():
             raise EngineClosed(self.error or "the engine is not running")
-        stream_id = self._next_stream_id
-        arrive = Arrive(
-            stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=_estimate_tokens(prompt)
-        )
-        handle = self._streams.add(stream_id, name, params.n)
-        self._actors["gate"].handle(arrive)
-        rejected, self._rejected = self._rejected, None
-        if rejected is not None:
-            self._streams.forget(stream_id)
-            raise self._refusal(rejected)
-        self._next_stream_id += 1
+        handle = self._admission.add(name, prompt, params, seed)
         assert self._idle is not None
         self._idle.clear()
         return handle
 
     def cancel(self, stream_id: int, cause: Cause) -> None:
         """End this stream; harmless when it has ended."""
-        self._tell("engine", Cancel(stream_id, cause), True)
+        self._admission.cancel(stream_id, cause)
 
     def abandon(self, stream_id: int) -> None:
         """Its reader has left: cancel it, and drop what it may still say."""
-        self.cancel(stream_id, Cause.DISCONNECT)
-        self._streams.forget(stream_id)
-
-    def _refusal(self, rejected: Rejected) -> NovaInferError:
-        if rejected.reason == "draining":
-            return EngineDraining(rejected.message)
-        if rejected.reason == "closed":
-            return EngineClosed(self.error or rejected.message)
-        return EngineOverloaded(rejected.message, retry_after_s=self.retry_after_s())
+        self._admission.abandon(stream_id)
 
     def retry_after_s(self) -> float:
         """Seconds until the queue will have drained, at the rate it drains now."""
-        times = self._departures
-        while times and self._loop is not None and times[0] < self._loop.time() - DRAIN_RATE_WINDOW_S:
-            times.popleft()
-        if self._loop is None or len(times) < 2:
-            return RETRY_AFTER_S_DEFAULT
-        rate = len(times) / max(self._loop.time() - times[0], 1e-3)
-        return min(max(self._gate.num_queued / rate, RETRY_AFTER_S_DEFAULT), RETRY_AFTER_S_MAX)
+        return self._admission.retry_after_s()
 
     async def _wait_idle(self) -> None:
         assert self._idle is not None
@@ -313,7 +275,9 @@ class System:
             self.incidents.take(event)
         else:
             if type(event) is Departed:
-                self._note_departures(event)
+                self._admission.note_departed(event)
+                if self._idle is not None and self._loop is not None:
+                    self._loop.call_soon(self._idle.set)
             self._tell(to, event, urgent)
 
     def _tell(self, to: str, event: Any, urgent: bool = False) -> None:
@@ -372,16 +336,9 @@ class System:
         what = f"the tokenizer's token {highest} is not in the model's vocabulary of {self._ids_end}"
         return EncodeFailed(result.stream_id, f"{what}: this tokenizer belongs to another model", "prompt")
 
-    def _note_departures(self, event: Departed) -> None:
-        assert self._loop is not None
-        num_left = sum(map(self._gate.holds, set(event.stream_ids)))  # the others left when they first ran
-        self._departures.extend([self._loop.time()] * num_left)
-        if self._idle is not None:
-            self._loop.call_soon(self._idle.set)
-
     def _to_client(self, event: Any) -> None:
         if isinstance(event, Rejected):
-            self._rejected = event
+            self._admission.note_rejected(event)
             return
         assert self._ready is not None
         if isinstance(event, WorkerReady) and not self._ready.done():
@@ -420,12 +377,3 @@ class System:
     def actors(self) -> list[ActorStatistics]:
         """Each actor's state, dwell time and mailbox depth."""
         return [actor.statistics() for actor in self._actors.values()]
-
-
-def _estimate_tokens(prompt: Prompt) -> int:
-    """What admission reserves for a prompt before it is tokenised, in tokens."""
-    if isinstance(prompt, list):
-        return len(prompt)
-    if isinstance(prompt, Chat):
-        return sum(len(str(m.get("content", ""))) for m in prompt.messages) // BYTES_PER_TOKEN + len(prompt.messages)
-    return len(prompt) // BYTES_PER_TOKEN + 1

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from novainfer.actors.admission import RETRY_AFTER_S_DEFAULT, RETRY_AFTER_S_MAX
 from novainfer.actors.fake import FakeDevice, successor
-from novainfer.actors.system import RETRY_AFTER_S_DEFAULT, RETRY_AFTER_S_MAX, System
+from novainfer.actors.system import System
 from novainfer.fsm.errors import EngineOverloaded
 from novainfer.fsm.events import Cancel, Cause
 from novainfer.fsm.planner import Limits
@@ -137,35 +138,23 @@ async def test_a_refused_stream_leaves_nothing_behind() -> None:
         assert len(system._streams) == 0
 
 
-class Clock:
-    """The loop's clock, in the test's hand."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.now_s = 1000.0
-        self.call_later = loop.call_later
-
-    def time(self) -> float:
-        return self.now_s
-
-
 async def test_retry_after_is_the_time_the_queue_takes_to_drain_at_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     valve = Valve()
     async with running(FakeDevice(on_step=valve), limits=ONE_AT_A_TIME, max_queue=(1000, 10_000)) as system:
-        clock = Clock(asyncio.get_running_loop())
-        monkeypatch.setattr(system, "_loop", clock)
-        monkeypatch.setattr(clock, "call_soon", asyncio.get_running_loop().call_soon, raising=False)
+        now_s = 1000.0
+        monkeypatch.setattr(system._admission, "_clock", lambda: now_s)
         readers = [asyncio.create_task(answer(system, [65], params(1))) for _ in range(40)]
         await valve.step_arrived()
         # One stream a step and one step every two seconds: half a stream a second leaves the queue.
         for _ in range(9):
-            clock.now_s += 2.0
+            now_s += 2.0
             valve.let()
             await valve.step_arrived()
-        clock.now_s += 2.0
+        now_s += 2.0
         assert system.num_queued == 30
         assert system.retry_after_s() == pytest.approx(60.0, rel=0.15)
         # What it did ten minutes ago says nothing about now.
-        clock.now_s += 600.0
+        now_s += 600.0
         assert system.retry_after_s() == RETRY_AFTER_S_DEFAULT
         valve.open()
         await asyncio.gather(*readers)
