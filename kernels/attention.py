@@ -53,6 +53,7 @@ class TorchAttention:
         self.shape = shape
         self.keys = keys  # [num_layers, num_blocks, block_size, num_kv_heads, head_dim]
         self.values = values
+        self.parts: tuple[Tensor, ...] = (keys, values)
         self._decodes: list[_Decodes] = []
         self._chunks: list[_Chunk] = []
 

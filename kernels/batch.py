@@ -57,8 +57,10 @@ class Admission:
 class Batch:
     """One step. Sequences are numbered 0..num_seqs-1 in the order of `slots`; tokens lie flat in that order.
 
-    The block-table updates are applied first: `block_table[table_slots[i], table_indexes[i]] =
-    table_blocks[i]`.
+    Blocks are copied first: `swap_out_blocks[i]` to host block `swap_out_hosts[i]`, all of them, then
+    `swap_in_hosts[i]` to block `swap_in_blocks[i]`. Then the block-table updates are applied:
+    `block_table[table_slots[i], table_indexes[i]] = table_blocks[i]`. A step may compute nothing: no sequences,
+    no tokens.
     """
 
     slots: list[int]  # [num_seqs] the persistent row of each sequence
@@ -70,6 +72,10 @@ class Batch:
     table_blocks: list[int] = field(default_factory=list)
     sample_seqs: list[int] = field(default_factory=list)  # [num_samples] sequences that get a token
     admissions: list[Admission] = field(default_factory=list)
+    swap_out_blocks: list[int] = field(default_factory=list)
+    swap_out_hosts: list[int] = field(default_factory=list)
+    swap_in_hosts: list[int] = field(default_factory=list)
+    swap_in_blocks: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -106,6 +106,8 @@ class ReferenceAttention:
         self.shape = shape
         self.keys = keys  # [num_layers, num_slots, num_kv_heads, head_dim]
         self.values = values
+        blocks = (shape.num_layers, -1, shape.block_size * shape.num_kv_heads, shape.head_dim)
+        self.parts: tuple[Tensor, ...] = (keys.view(blocks), values.view(blocks))
 
     @classmethod
     def refuses(cls, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -89,6 +89,7 @@ class AttentionBackend(Protocol):
 
     name: ClassVar[str]
     row_invariant: ClassVar[bool]
+    parts: tuple[Tensor, ...]  # the cache's memory, each part [num_layers, num_blocks, ...]: to copy blocks whole
 
     @classmethod
     def refuses(cls, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -23,9 +23,10 @@ from novainfer.kernels.loader import GIB, choose_dtype, load_decoder, tensor_sha
 from novainfer.kernels.memory import free_bytes, is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
-from novainfer.kernels.registry import Registry
+from novainfer.kernels.registry import AttentionBackend, Registry
 from novainfer.kernels.sampler import Sampler
 from novainfer.kernels.step import StepBuffers
+from novainfer.kernels.swap import HostPool
 from novainfer.kernels.threads import use_threads
 
 __all__ = ["ModelInfo", "ModelRunner"]
@@ -69,6 +70,8 @@ class ModelRunner:
     ) -> None:
         self.info = info
         self.num_blocks = 0
+        self.num_host_blocks = 0
+        self._host_pool: HostPool | None = None
         self._decoder = decoder
         self._kernels = kernels
         self._max_num_seqs = max_num_seqs
@@ -146,13 +149,20 @@ class ModelRunner:
         return cls(decoder, kernels, info, max_num_seqs, max_num_batched_tokens)
 
     def fit(
-        self, *, mode: Literal["auto", "fixed"], num_blocks: int | None = None, memory_utilization: float = 0.6
+        self,
+        *,
+        mode: Literal["auto", "fixed"],
+        num_blocks: int | None = None,
+        memory_utilization: float = 0.6,
+        swap_space_bytes: int = 0,
     ) -> int:
         """Allocate the KV cache once and give its number of blocks.
 
         "auto" takes what `max_num_seqs` sequences of `max_model_len` tokens can use, within
         `memory_utilization` of the free memory; "fixed" takes `num_blocks`. Raises `LoadError` when one
         sequence of `max_model_len` tokens would not fit: then the message says how many tokens would.
+
+        `swap_space_bytes` of the host's memory hold blocks that are swapped out: `num_host_blocks` says how many.
         """
         info = self.info
         if mode == "fixed":
@@ -180,14 +190,35 @@ class ModelRunner:
         shape = self._decoder.attention_shape(info.block_size)
         kernel = self._kernels.attention(shape)
         try:
-            self._decoder.attach(kernel.allocate(shape, wanted, self._kernels.dtype, self._kernels.device))
+            cache = kernel.allocate(shape, wanted, self._kernels.dtype, self._kernels.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             size = wanted * info.kv_bytes_per_block
             raise LoadError(f"{wanted} KV blocks ({size / GIB:.2f} GiB) cannot be allocated: {error}") from None
+        self._decoder.attach(cache)
         self.num_blocks = self._buffers.num_blocks = wanted
+        on_device = wanted * info.kv_bytes_per_block if self._kernels.device.type == "cpu" else 0
+        self._fit_host_pool(cache, swap_space_bytes, free_bytes(torch.device("cpu")) - on_device)
         return wanted
+
+    def _fit_host_pool(self, cache: AttentionBackend, swap_space_bytes: int, free: int) -> None:
+        """`free` bytes of the host's memory are left beside the KV cache."""
+        self.num_host_blocks = swap_space_bytes // self.info.kv_bytes_per_block
+        self._host_pool = None
+        if self.num_host_blocks == 0:
+            return
+        if swap_space_bytes > free:
+            raise LoadError(
+                f"a swap space of {swap_space_bytes / GIB:.2f} GiB was asked for, but only {max(free, 0) / GIB:.2f} "
+                "GiB of the host's memory are free beside the KV cache"
+            )
+        try:
+            self._host_pool = HostPool(cache.parts, self.num_host_blocks)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise LoadError(f"{swap_space_bytes / GIB:.2f} GiB of swap space cannot be allocated: {error}") from None
 
     def warm(self) -> None:
         """Run a small prefill and a decode in block 0, so that the first request meets no first-time cost."""
@@ -197,10 +228,17 @@ class ModelRunner:
             self.execute(Batch([0], [1], [length + 1], [0], [0], [length // self.info.block_size], [0], [0]))
 
     def execute(self, batch: Batch) -> Sampled:
-        """Compute one step and sample; whatever the device raises (out of memory among it) comes through."""
+        """Copy blocks, compute one step and sample; what the device raises (out of memory among it) comes through."""
         with torch.inference_mode():
+            if batch.swap_out_blocks or batch.swap_in_blocks:
+                assert self._host_pool is not None, "there is no swap space"
+                self._host_pool.swap_out(batch.swap_out_blocks, batch.swap_out_hosts)
+                self._host_pool.swap_in(batch.swap_in_hosts, batch.swap_in_blocks)
             for admission in batch.admissions:
                 self._sampler.admit(admission)
+            if not batch.slots:
+                self._buffers.update_table(batch)
+                return Sampled()
             step = self._buffers.fill(batch)
             hidden = self._decoder.forward(step)
             if hidden is None:
@@ -220,6 +258,7 @@ class ModelRunner:
         """Let weights and cache go; the runner cannot be used afterwards."""
         self._decoder.detach()
         self._decoder.layers.clear()
+        self._host_pool = None
         del self._decoder, self._sampler, self._buffers, self._kernels
 
 

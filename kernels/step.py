@@ -74,6 +74,12 @@ class StepBuffers:
         self.block_table: Ints32 = self._table_tensor.numpy()
         self._arange: Ints64 = np.arange(max_num_batched_tokens, dtype=np.int64)
 
+    def update_table(self, batch: Batch) -> None:
+        """Apply the block-table updates; a block that is not there is a programmer's error."""
+        if batch.table_slots:
+            assert 0 <= min(batch.table_blocks) <= max(batch.table_blocks) < self.num_blocks
+            self.block_table[batch.table_slots, batch.table_indexes] = batch.table_blocks
+
     def fill(self, batch: Batch) -> StepTensors:
         """Apply the block-table updates and lay out the step; a batch over the limits is a programmer's error."""
         num_seqs, num_tokens, num_samples = len(batch.slots), len(batch.input_ids), len(batch.sample_seqs)
@@ -84,9 +90,7 @@ class StepBuffers:
         assert num_tokens == sum(batch.query_lens), "query_lens must sum to the number of input_ids"
         assert min(batch.query_lens) > 0
         assert max_context_len <= self.max_model_len
-        if batch.table_slots:
-            assert 0 <= min(batch.table_blocks) <= max(batch.table_blocks) < self.num_blocks
-            self.block_table[batch.table_slots, batch.table_indexes] = batch.table_blocks
+        self.update_table(batch)
 
         i64, i32 = self._ints64, self._ints32
         ids, positions = i64[:num_tokens], i64[num_tokens : 2 * num_tokens]

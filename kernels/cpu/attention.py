@@ -52,6 +52,7 @@ class NativeAttention:
         # Zeroed: a product with what was never written must be zero, not NaN.
         self._data = huge_zeros(lib.nova_cache_block_bytes(self._desc) * num_blocks)
         self.desc.data = self._data.data_ptr()
+        self.parts: tuple[Tensor, ...] = (self._data.view(torch.int32).view(shape.num_layers, num_blocks, -1),)
         self._write = lib.nova_cache_write
         self._attend = lib.nova_attend
         self._flops_per_pair = 4 * shape.num_heads * shape.head_dim

@@ -1,0 +1,155 @@
+"""Blocks go to the host and come back bit for bit, in steps that may do nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import Shape, save_checkpoint
+from driver import BACKENDS, Driver, Sequence, make_runner
+
+from novainfer.kernels.batch import Batch
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.runner import ModelRunner
+from novainfer.kernels.swap import HostPool
+
+SHAPE = Shape("swapped", 4, 2, 24, 64, 160)
+PROMPT = [(7 * i + 3) % 160 for i in range(37)]  # three blocks of 16, the last one partly filled
+OTHER = [(11 * i + 5) % 160 for i in range(45)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(SHAPE, tmp_path_factory.mktemp("swapped"))
+
+
+def swapping(folder: Path, backend: str = "torch", num_host_blocks: int = 5, **options: object) -> ModelRunner:
+    runner = make_runner(folder, backend, num_blocks=24, max_model_len=160, **options)
+    swap_space = num_host_blocks * runner.info.kv_bytes_per_block
+    runner.fit(mode="fixed", num_blocks=24, swap_space_bytes=swap_space + runner.info.kv_bytes_per_block - 1)
+    assert runner.num_host_blocks == num_host_blocks
+    return runner
+
+
+def copies(**lists: list[int]) -> Batch:
+    """A step of no rows."""
+    return Batch([], [], [], [], **lists)
+
+
+def move_to(sequence: Sequence, blocks: list[int]) -> None:
+    """From the next step on the sequence's blocks are these."""
+    sequence.blocks = blocks
+    sequence.num_sent_blocks = 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("block_size", [16, 10])
+def test_a_sequence_that_was_swapped_out_goes_on_with_the_same_bits(
+    folder: Path, backend: str, dtype: str, block_size: int
+) -> None:
+    runner = swapping(folder, backend, dtype=dtype, block_size=block_size)
+    undisturbed = Driver(runner, capture=True)
+    undisturbed.generate([undisturbed.add(0, PROMPT)], 8)
+
+    driver = Driver(swapping(folder, backend, dtype=dtype, block_size=block_size), capture=True)
+    runner = driver.runner
+    sequence = driver.add(0, PROMPT)
+    driver.generate([sequence], 3)
+    old = list(sequence.blocks)
+    hosts = [4, 2, 0, 3][: len(old)]
+    runner.execute(copies(swap_out_blocks=old, swap_out_hosts=hosts))
+    for part in runner._decoder.attention.parts:  # type: ignore[union-attr]
+        part[:, old] = 1  # of another request by now
+    new = [driver.free.pop() for _ in old]
+    runner.execute(copies(swap_in_hosts=hosts, swap_in_blocks=new))
+    move_to(sequence, new)
+    driver.generate([sequence], 5)
+    assert sequence.tokens[:-1] == PROMPT + [int(row.argmax()) for row in undisturbed.capturing.logits[:-1]]
+    for got, expected in zip(driver.capturing.logits, undisturbed.capturing.logits, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_one_step_swaps_out_then_in_then_computes(folder: Path) -> None:
+    """Two sequences take turns in the same blocks: what leaves is read before what comes is written."""
+    alone = Driver(swapping(folder), capture=True)
+    for slot, prompt in enumerate((PROMPT, OTHER)):
+        alone.generate([alone.add(slot, prompt)], 2)
+    expected, expected_other = alone.capturing.logits[:2], alone.capturing.logits[2:]
+
+    driver = Driver(swapping(folder, num_host_blocks=6), capture=True)
+    logits = driver.capturing.logits
+    first, second = driver.add(0, PROMPT), driver.add(1, OTHER)
+    driver.step(first)
+    blocks = list(first.blocks)
+    driver.runner.execute(copies(swap_out_blocks=blocks, swap_out_hosts=[0, 1, 2]))
+    move_to(second, list(blocks))
+    driver.step(second)
+    batch = Batch(
+        [0], [1], [len(PROMPT) + 1], [first.tokens[-1]], [], [], [], [0], [],
+        swap_out_blocks=blocks, swap_out_hosts=[3, 4, 5], swap_in_hosts=[0, 1, 2], swap_in_blocks=blocks,
+    )  # fmt: skip
+    driver.runner.execute(batch)
+    driver.runner.execute(copies(swap_in_hosts=[3, 4, 5], swap_in_blocks=blocks))
+    driver.step(second)
+    for got, wanted in zip(logits, [expected[0], expected_other[0], expected[1], expected_other[1]], strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_a_step_without_rows_applies_its_block_table(folder: Path) -> None:
+    driver = Driver(swapping(folder), capture=True)
+    sequence = driver.add(2, PROMPT)
+    driver.step(sequence)
+    driver.runner._buffers.block_table[2] = 23
+    empty = Batch([], [], [], [], [2, 2, 2], [0, 2, 1], [sequence.blocks[0], sequence.blocks[2], sequence.blocks[1]])
+    assert driver.runner.execute(empty).token_ids == []
+    again = Batch([2], [1], [len(PROMPT)], [PROMPT[-1]], [], [], [], [0])
+    driver.runner.execute(again)
+    torch.testing.assert_close(driver.capturing.logits[1], driver.capturing.logits[0])
+    wrong = Batch([], [], [], [], [2], [0], [24])
+    with pytest.raises(AssertionError):
+        driver.runner.execute(wrong)
+
+
+def test_a_copy_of_a_block_that_is_not_there_is_a_programmers_error(folder: Path) -> None:
+    runner = swapping(folder)
+    for batch in (
+        copies(swap_out_blocks=[24], swap_out_hosts=[0]),
+        copies(swap_out_blocks=[0], swap_out_hosts=[5]),
+        copies(swap_out_blocks=[0, 1], swap_out_hosts=[0]),
+        copies(swap_in_hosts=[-1], swap_in_blocks=[0]),
+        copies(swap_in_hosts=[0], swap_in_blocks=[-1]),
+    ):
+        with pytest.raises(AssertionError):
+            runner.execute(batch)
+    without = make_runner(folder)
+    assert without.num_host_blocks == 0
+    with pytest.raises(AssertionError, match="no swap space"):
+        without.execute(copies(swap_out_blocks=[0], swap_out_hosts=[0]))
+
+
+def test_swap_space_must_fit_beside_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(folder)
+    per_block = runner.info.kv_bytes_per_block
+    monkeypatch.setattr("novainfer.kernels.runner.free_bytes", lambda device: 40 * per_block)
+    with pytest.raises(LoadError, match=r"swap space of .* GiB was asked for, but only"):
+        runner.fit(mode="fixed", num_blocks=30, swap_space_bytes=11 * per_block)
+    assert runner.fit(mode="fixed", num_blocks=30, swap_space_bytes=10 * per_block) == 30
+    assert runner.num_host_blocks == 10
+
+
+def test_copies_go_layer_by_layer_where_the_device_is_another(folder: Path) -> None:
+    """The way of CUDA, on the CPU: every copy is contiguous on both sides."""
+    parts = (torch.arange(2 * 5 * 12.0).view(2, 5, 3, 4), -torch.arange(2 * 5 * 6.0).view(2, 5, 6))
+    before = [part.clone() for part in parts]
+    pool = HostPool(parts, 3)
+    pool._by_layer = True
+    pool.swap_out([4, 1], [0, 2])
+    for part in parts:
+        part.zero_()
+    pool.swap_in([2, 0], [3, 0])
+    for part, was in zip(parts, before, strict=True):
+        assert torch.equal(part[:, 3], was[:, 1])
+        assert torch.equal(part[:, 0], was[:, 4])
+        assert not part[:, [1, 2, 4]].any()
