@@ -32,21 +32,51 @@ class JobThread:
         self._deliver = deliver
         self._batch_max = batch_max
         self._jobs: SimpleQueue[Any] = SimpleQueue()
+        self._held: list[Any] | None = None  # jobs put while it is frozen
+        self._num_put = 0  # counted on the loop
+        self.num_done = 0  # counted in the thread
         self._is_dropping = False
         self._is_at_end = False
+        self._is_abandoned = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = anyio.Event()
         self._error: BaseException | None = None
 
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that were put and are not done, those at work included."""
+        return self._num_put - self.num_done
+
     def put(self, job: Any) -> None:
         """Do `job` after those before it."""
-        self._jobs.put(job)
+        self._num_put += 1
+        if self._held is not None:
+            self._held.append(job)
+        else:
+            self._jobs.put(job)
+
+    def freeze(self) -> None:
+        """Begin no job that is put from now until `thaw`: a fault for tests and drills."""
+        self._held = self._held or []
+
+    def thaw(self) -> None:
+        """Go on with what has waited."""
+        held, self._held = self._held or [], None
+        for job in held:
+            self._jobs.put(job)
 
     def stop(self, *, drop_waiting: bool = False) -> None:
         """End after the jobs that were put before, or (`drop_waiting`) after the one that runs."""
         self._is_dropping = self._is_dropping or drop_waiting
         self._jobs.put(None)
+
+    def abandon(self) -> None:
+        """Wait no more for a job that may never return: `run` ends now. The thread dies with the process."""
+        self._is_abandoned = True
+        self._is_dropping = True
+        self._jobs.put(None)
+        self._ended.set()
 
     async def run(self) -> None:
         """Live from now until `stop`; raises what killed the thread. When cancelled, the running job is waited for."""
@@ -61,22 +91,29 @@ class JobThread:
                 await self._ended.wait()
             raise
         finally:
-            self._thread.join()  # it has left its loop: this takes no time
+            if not self._is_abandoned:
+                self._thread.join()  # it has left its loop: this takes no time
         if self._error is not None:
             raise self._error
 
     def _main(self) -> None:
-        assert self._loop is not None
         try:
             while jobs := self._next_jobs():
                 for result in self._work(jobs):
-                    self._loop.call_soon_threadsafe(self._deliver, result)
+                    self._tell(self._deliver, result)
+                self.num_done += len(jobs)
         except Exception as error:
             self._error = error
         except BaseException as error:  # raised as it is, a SystemExit would go through the caller's loop and end it
             self._error = RuntimeError(f"{self._name} was ended by {type(error).__name__}({error})")
         finally:
-            self._loop.call_soon_threadsafe(self._ended.set)
+            self._tell(self._ended.set)
+
+    def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
+        """Call `callback` on the loop, which may be gone if nobody waits for this thread any more."""
+        assert self._loop is not None
+        if not self._is_abandoned:
+            self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _next_jobs(self) -> list[Any]:
         """Wait for a job, and take those that wait behind it if they go in batches; none at the end."""

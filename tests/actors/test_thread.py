@@ -201,3 +201,27 @@ def test_it_can_be_made_before_there_is_a_loop() -> None:
 
     asyncio.run(live())
     assert results == [8]
+
+
+async def test_abandoned_it_is_not_waited_for_and_what_it_still_says_is_not_heard() -> None:
+    started, finish, said = threading.Event(), threading.Event(), threading.Event()
+
+    def work(jobs: list[Any]) -> list[Any]:
+        started.set()
+        assert finish.wait(WAIT_S)
+        said.set()
+        return jobs
+
+    bench = Bench(work)
+    bench.thread.put("never ends")
+    bench.thread.put("waits")
+    life = asyncio.create_task(bench.thread.run())
+    await asyncio.to_thread(started.wait, WAIT_S)
+    bench.thread.abandon()
+    async with asyncio.timeout(WAIT_S):
+        await life
+    finish.set()
+    (thread,) = [t for t in threading.enumerate() if t.name == "novainfer-test"]
+    await asyncio.to_thread(thread.join, WAIT_S)
+    assert said.is_set()
+    assert bench.results == []
