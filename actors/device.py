@@ -24,9 +24,11 @@ from novainfer.fsm.events import (
     Reclaim,
     Run,
     SamplingSpec,
+    Spawn,
     StepDone,
     StepFailed,
     StepPlan,
+    Switch,
     Warm,
 )
 
@@ -41,8 +43,8 @@ class Device(Protocol):
     def load(self) -> dict[str, Any]:
         """Read the weights; gives at least `max_model_len`, `vocab_size` and `eos_token_ids`."""
 
-    def fit(self) -> dict[str, Any]:
-        """Allocate the KV cache; gives `num_blocks`."""
+    def fit(self, num_blocks: int | None = None) -> dict[str, Any]:
+        """Allocate the KV cache, of `num_blocks` if that is given; gives `num_blocks` and `num_host_blocks`."""
 
     def warm(self) -> None:
         """Run the kernels once, so that the first request finds them ready."""
@@ -50,11 +52,17 @@ class Device(Protocol):
     def run(self, plan: StepPlan) -> StepDone:
         """Compute one step; raises MemoryError when memory was short, anything else when it failed."""
 
+    def switch(self, mode: str) -> None:
+        """Compute in `mode` from the next step on; raises when it cannot, and then computes as before."""
+
     def reclaim(self) -> None:
         """Give back what a step left behind that ran out of memory."""
 
     def close(self) -> None:
         """Free everything."""
+
+    def is_usable(self) -> bool:
+        """False when nothing can be computed any more, whatever is asked: only a new process helps then."""
 
 
 def do_jobs(device: Device, jobs: list[Any]) -> list[Any]:
@@ -67,17 +75,19 @@ def _do(device: Device, job: Any) -> Any:
         return _run(device, job.plan)
     name = type(job).__name__
     try:
-        return JobDone(name, _OTHER_JOBS[type(job)](device))
+        return JobDone(name, _OTHER_JOBS[type(job)](device, job), job.epoch)
     except Exception as error:
-        return JobFailed(name, sentence_of(error))
+        return JobFailed(name, sentence_of(error), job.epoch)
 
 
-_OTHER_JOBS: dict[type, Callable[[Device], Any]] = {
-    Load: lambda device: device.load(),
-    Fit: lambda device: device.fit(),
-    Warm: lambda device: device.warm(),
-    Reclaim: lambda device: device.reclaim(),
-    Close: lambda device: device.close(),
+_OTHER_JOBS: dict[type, Callable[[Device, Any], Any]] = {
+    Spawn: lambda device, job: None,  # the device is here already
+    Load: lambda device, job: device.load(),
+    Fit: lambda device, job: device.fit(job.num_blocks),
+    Warm: lambda device, job: device.warm(),
+    Switch: lambda device, job: device.switch(job.mode),
+    Reclaim: lambda device, job: device.reclaim(),
+    Close: lambda device, job: device.close(),
 }
 
 
@@ -153,14 +163,15 @@ class ModelDevice:
             "kv_bytes_per_block": info.kv_bytes_per_block,
             "row_invariant": info.row_invariant,
             "kernels": info.kernels,
+            "kv_is_lazy": s.device == "cpu",  # its memory is taken when it is first written
         }
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self, num_blocks: int | None = None) -> dict[str, Any]:
         """Allocate the KV cache."""
         s = self._settings
         num_blocks = self._model.fit(
-            mode=s.kv_cache_capacity_mode,
-            num_blocks=s.num_kv_blocks,
+            mode="fixed" if num_blocks is not None else s.kv_cache_capacity_mode,
+            num_blocks=num_blocks if num_blocks is not None else s.num_kv_blocks,
             memory_utilization=s.kv_cache_memory_utilization,
         )
         return {"num_blocks": num_blocks}
@@ -185,6 +196,10 @@ class ModelDevice:
             table_blocks=plan.table_blocks,
             sample_seqs=plan.sample_seqs,
             admissions=[_admission(spec) for spec in plan.admissions],
+            swap_out_blocks=plan.swap_out_blocks,
+            swap_out_hosts=plan.swap_out_hosts,
+            swap_in_hosts=plan.swap_in_hosts,
+            swap_in_blocks=plan.swap_in_blocks,
         )
         try:
             sampled = self._model.execute(batch)
@@ -195,6 +210,10 @@ class ModelDevice:
                 raise MemoryError(str(error)) from error
             raise
         return StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs)
+
+    def switch(self, mode: str) -> None:
+        """No other mode is offered."""
+        raise NotImplementedError(f"there is no mode {mode}")
 
     def reclaim(self) -> None:
         """Collect garbage, and on CUDA return cached segments to the driver."""
@@ -209,6 +228,18 @@ class ModelDevice:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
+
+    def is_usable(self) -> bool:
+        """False once a CUDA context is poisoned: after an illegal access every call fails, to the process's end."""
+        if self._settings.device != "cuda":
+            return True
+        import torch
+
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+        return True
 
     @property
     def _model(self) -> ModelRunner:

@@ -41,9 +41,9 @@ class FakeDevice:
         """A vocabulary of bytes."""
         return {"max_model_len": self.max_model_len, "vocab_size": EOS + 1, "eos_token_ids": [EOS], "dtype": "none"}
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self, num_blocks: int | None = None) -> dict[str, Any]:
         """As many blocks as the test wants."""
-        return {"num_blocks": self.num_blocks}
+        return {"num_blocks": num_blocks or self.num_blocks}
 
     def warm(self) -> None:
         """Nothing to warm."""
@@ -60,12 +60,19 @@ class FakeDevice:
         tokens = [self._next(plan.input_ids[ends[seq] - 1]) for seq in plan.sample_seqs]
         return StepDone(plan.step_id, plan.epoch, tokens)
 
+    def switch(self, mode: str) -> None:
+        """It computes the same in every mode."""
+
     def reclaim(self) -> None:
         """Nothing to give back."""
 
     def close(self) -> None:
         """Remember that it was closed."""
         self.is_closed = True
+
+    def is_usable(self) -> bool:
+        """Always."""
+        return True
 
 
 class ByteTokenizer:

@@ -39,8 +39,8 @@ class FailingDevice(FakeDevice):
     def load(self) -> dict[str, Any]:
         return self._maybe("load", super().load())
 
-    def fit(self) -> dict[str, Any]:
-        return self._maybe("fit", super().fit())
+    def fit(self, num_blocks: int | None = None) -> dict[str, Any]:
+        return self._maybe("fit", super().fit(num_blocks))
 
     def warm(self) -> None:
         self._maybe("warm", None)

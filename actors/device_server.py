@@ -1,0 +1,165 @@
+"""The program of a device's process: `python -m novainfer.actors.device_server FD`, where FD is its end of a socket.
+
+The main thread takes one job after the other from the socket, does it on the device, and answers. Another one says ten
+times a second that the process lives, and ends it when the other end of the socket is gone: nobody would ever ask for
+anything again. Neither needs the other, so a long step is no silence, and a step that hangs keeps nothing alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+from novainfer.actors.device import do_jobs
+from novainfer.actors.faulty import FaultyDevice, Injection
+from novainfer.actors.wire import (
+    EXIT_LINK,
+    EXIT_ORPHANED,
+    EXIT_UNUSABLE,
+    RECV_BYTES,
+    SPARE_EPOCH,
+    TO_DEVICE,
+    Beat,
+    FrameReader,
+    FrameWriter,
+    Hello,
+    LinkError,
+    LogLine,
+    Progress,
+)
+from novainfer.fsm.events import Close, Fault, JobFailed, StepFailed
+
+BEAT_S = 0.1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # <sys/prctl.h>
+OOM_SCORE_ADJ = "500"  # when the machine's memory is short: this process comes back, the one with the clients would not
+
+
+class DeviceServer:
+    """Both threads' view of one socket; messages go out whole, under a lock, in the order of their numbers."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._writer = FrameWriter()
+        self._lock = threading.Lock()
+        self._epoch = SPARE_EPOCH  # of the job under way
+        self._device: FaultyDevice | None = None
+
+    def serve(self) -> None:
+        """Do jobs until the device is closed, the link ends, or the device is of no more use."""
+        threading.Thread(target=self._beat, name="novainfer-beat", daemon=True).start()
+        reader = FrameReader(TO_DEVICE)
+        try:
+            while data := self._sock.recv(RECV_BYTES):
+                for epoch, message in reader.feed(data):
+                    self._epoch = epoch
+                    self._take(message)
+        except LinkError as error:
+            print(f"novainfer: the engine sent {error}", file=sys.stderr)
+            _exit(EXIT_LINK)
+        _exit(EXIT_ORPHANED)
+
+    def say(self, message: Any) -> None:
+        """Send; waits while the engine does not read, and ends the process when it is gone."""
+        try:
+            with self._lock:
+                self._sock.sendall(self._writer.frame(self._epoch, message))
+        except OSError:
+            _exit(EXIT_ORPHANED)
+
+    def _take(self, message: Any) -> None:
+        if type(message) is Hello:
+            _log_to(self, message.log_level)
+            self._device = FaultyDevice(message.spec.make(self._on_progress))
+            return
+        assert self._device is not None, "a device's process is told first what it is to be"
+        if type(message) is Injection:
+            self._device.arm(message)
+            return
+        (answer,) = do_jobs(self._device, [message])
+        self.say(answer)
+        if type(message) is Close:
+            _exit(0)
+        if _is_failure(answer) and not self._device.is_usable():
+            _exit(EXIT_UNUSABLE)
+
+    def _on_progress(self, num_done: int, num_all: int) -> None:
+        self.say(Progress(num_done, num_all))
+
+    def _beat(self) -> None:
+        gone = select.poll()
+        gone.register(self._sock, 0)  # nothing but its end
+        while not gone.poll(BEAT_S * 1000):
+            with suppress(MemoryError):  # the main thread's trouble, and no reason to fall silent
+                self.say(Beat())
+        _exit(EXIT_ORPHANED)
+
+
+def _is_failure(answer: Any) -> bool:
+    if type(answer) is StepFailed:
+        return answer.fault is not Fault.OOM
+    return type(answer) is JobFailed
+
+
+class _Forward(logging.Handler):
+    """Log lines go to the engine's process, whose log they are part of."""
+
+    def __init__(self, server: DeviceServer) -> None:
+        super().__init__()
+        self._server = server
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._server.say(LogLine(record.name, record.levelno, record.getMessage()))
+
+
+def _log_to(server: DeviceServer, level: int) -> None:
+    ours = logging.getLogger("novainfer")
+    ours.setLevel(level)
+    ours.addHandler(_Forward(server))
+    ours.propagate = False
+
+
+def _exit(code: int) -> None:
+    """End at once, from any thread: with torch loaded, a clean end of the interpreter takes a tenth of a second."""
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _settle(parent: int) -> None:
+    """Make this process one that ends with its engine and not before; where the system cannot help, EOF does."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        # A service manager tells every process of the service; the engine decides when its work is done.
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform != "linux":
+        return
+    with suppress(OSError, AttributeError):
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_NAME, b"nova-worker", 0, 0, 0)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write(OOM_SCORE_ADJ)
+    if os.getppid() != parent:
+        _exit(EXIT_ORPHANED)  # it went before it could be asked for its death
+
+
+def main(argv: list[str]) -> None:
+    """Serve on the socket whose number is the argument, for the process whose id follows."""
+    fd, parent = int(argv[1]), int(argv[2])
+    os.set_inheritable(fd, False)  # or a compiler that a kernel starts would hold it open
+    faulthandler.enable()
+    _settle(parent)
+    DeviceServer(socket.socket(fileno=fd)).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv)
