@@ -1,0 +1,363 @@
+"""Machines as data: everything a machine holds, as bytes that can be read back without running anything they say.
+
+    pack(thing) ─▶ msgpack of numbers, strings and nested lists ─▶ unpack ─▶ an equal thing
+
+Recordings are passed from hand to hand, so this is no pickle: a file names classes of this package and their fields,
+both are looked up in a list made from the package itself. Records are made of their fields, other objects are filled
+without their constructor being called, and no function can be named, nor an attribute that holds one. Two things that
+were one object are one object again. What is packed is written in an order that depends on nothing but its content,
+so that equal things give equal bytes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import pkgutil
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import cache
+from importlib import import_module
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import msgspec
+
+PACKAGE = __name__.rpartition(".")[0]
+DEPTH_MAX = 200  # lists within lists; machines nest about ten deep
+# What no machine decides by (log probabilities are most of what a step brings), or what cannot be data: left out, and
+# this when it is read back.
+LEFT_OUT: dict[str, dict[str, Callable[[], Any]]] = {
+    "Delta": {"logprobs": lambda: None},
+    "Flight": {"before": lambda: None},
+    "Machine": {"_effects": list},
+    "Output": {"logprobs": lambda: None},
+    "Planner": {"probe": lambda: None},
+    "Scheduler": {"request_type": lambda: _request_type()},
+    "StepDone": {"logprobs": list},
+}
+_ATOMS = frozenset([int, str, bytes, bool, float, type(None)])
+_DECODER = codecs.getincrementaldecoder("utf-8")
+_NOTHING: dict[str, Callable[[], Any]] = {}
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType)
+
+# Tags of what is no atom: [tag, …].
+_SEEN, _KNOWN, _ATOM_LIST, _LIST, _TUPLE, _DEQUE, _SET, _FROZEN_SET = range(8)
+_DICT, _ORDERED, _COUNTER, _ENUM, _OBJECT, _TEXT, _BIG, _PLAIN_TUPLE, _PLAIN_SET = range(8, 17)
+
+
+class PackError(Exception):
+    """Something cannot be written as data, or what was read is no machine of this version."""
+
+
+class Kinds:
+    """The classes that something packed is made of, and their fields: written once for many packed things."""
+
+    def __init__(self, names: Sequence[tuple[str, list[str]]] = ()) -> None:
+        self.names: list[tuple[str, list[str]]] = list(names)
+        found = _kinds_by_name()
+        self._places = {(found[name], tuple(fields)): at for at, (name, fields) in enumerate(names)}
+
+    def place(self, kind: type, fields: tuple[str, ...]) -> int:
+        """The number of `kind` with these fields."""
+        at = self._places.get((kind, fields))
+        if at is None:
+            at = self._places[kind, fields] = len(self.names)
+            self.names.append((_name_of(kind), list(fields)))
+        return at
+
+
+def pack(thing: Any, kinds: Kinds, known: Mapping[str, Any] | None = None) -> bytes:
+    """`thing` as bytes. What `known` holds is written by its name only. Raises `PackError`."""
+    writer = _Writer(kinds, known or {})
+    try:
+        return _encode(writer.plain(thing))
+    except OverflowError:  # a number that no machine word holds, somewhere in a client's JSON
+        return _encode(_Writer(kinds, known or {}, has_big=True).plain(thing))
+
+
+def unpack(data: bytes, kinds: list[tuple[str, list[str]]], known: Mapping[str, Any] | None = None) -> Any:
+    """What was packed. Raises `PackError` when it names what this version does not have, or is damaged."""
+    try:
+        return _Reader(kinds, known or {}).thing(_decode(data))
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError, RecursionError, msgspec.MsgspecError) as error:
+        raise PackError(f"it holds something that is no machine of this version: {error}") from None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+class _Writer:
+    def __init__(self, kinds: Kinds, known: Mapping[str, Any], *, has_big: bool = False) -> None:
+        self._kinds = kinds
+        self._known = {id(thing): name for name, thing in known.items()}
+        self._seen: dict[int, int] = {}
+        self._has_big = has_big
+
+    def plain(self, thing: Any) -> Any:
+        kind: Any = type(thing)
+        if kind in _ATOMS:
+            if self._has_big and kind is int and not -(2**63) <= thing < 2**64:
+                return [_BIG, str(thing)]
+            return thing
+        if (name := self._known.get(id(thing))) is not None:
+            return [_KNOWN, name]
+        if isinstance(thing, Enum):
+            return [_ENUM, self._kinds.place(kind, ()), thing.name]
+        at = self._seen.get(id(thing))
+        if at is not None:
+            return [_SEEN, at]
+        if (kind is tuple or kind is frozenset) and set(map(type, thing)) <= _ATOMS:
+            # Python keeps some of these once, such as (), so that whether two are one object says nothing.
+            items = self._list(thing if kind is tuple else _sorted(thing))
+            return [_PLAIN_TUPLE if kind is tuple else _PLAIN_SET, items]
+        self._seen[id(thing)] = len(self._seen)
+        if kind is list:
+            return self._list(thing)
+        if kind is tuple:
+            return [_TUPLE, self._list(thing)]
+        if kind is deque:
+            return [_DEQUE, self._list(thing), thing.maxlen]
+        if kind is set or kind is frozenset:
+            return [_SET if kind is set else _FROZEN_SET, self._list(_sorted(thing))]
+        if kind in _DICTS:
+            return [_DICTS[kind], self._list(thing), self._list(thing.values())]
+        if kind is _DECODER:
+            return [_TEXT, *thing.getstate()]
+        return self._object(thing)
+
+    def _list(self, things: Any) -> list[Any]:
+        if not self._has_big and set(map(type, things)) <= _ATOMS:
+            return [_ATOM_LIST, list(things)]
+        return [_LIST, [self.plain(x) for x in things]]
+
+    def _object(self, thing: Any) -> list[Any]:
+        of: Any = type(thing)
+        kind = _known_kind(of)
+        fields = _fields_of(kind)
+        if fields is None:
+            own = vars(thing)
+            left_out = _left_out(kind)
+            slots = _slots_of(kind)
+            fields = (
+                *slots,
+                *sorted(name for name in own if name not in left_out and not isinstance(own[name], _FUNCTIONS)),
+            )
+        values = [self.plain(getattr(thing, name)) for name in fields]
+        return [_OBJECT, self._kinds.place(kind, fields), values]
+
+
+class _Reader:
+    def __init__(self, kinds: list[tuple[str, list[str]]], known: Mapping[str, Any]) -> None:
+        found = _kinds_by_name()
+        self._kinds: list[tuple[type, list[str]]] = []
+        for name, fields in kinds:
+            if name not in found:
+                raise PackError(f"this version has no {name.rpartition(':')[2]}")
+            self._kinds.append((found[name], _allowed(found[name], fields)))
+        self._known = known
+        self._seen: list[Any] = []
+        self._depth = 0
+
+    def thing(self, plain: Any) -> Any:
+        if type(plain) is not list:
+            return plain
+        self._depth += 1
+        if self._depth > DEPTH_MAX:
+            raise PackError("it is nested too deep")
+        found = _READERS[plain[0]](self, *plain[1:])
+        self._depth -= 1
+        return found
+
+    def _items(self, plain: list[Any]) -> list[Any]:
+        tag, items = plain
+        if tag not in (_ATOM_LIST, _LIST) or type(items) is not list:
+            raise PackError("a list is damaged")
+        return items if tag == _ATOM_LIST else [self.thing(x) for x in items]
+
+    def _remember(self, make: Callable[[], Any]) -> Any:
+        at = len(self._seen)
+        self._seen.append(None)
+        found = self._seen[at] = make()
+        return found
+
+    def read_seen(self, at: int) -> Any:
+        found = self._seen[at]
+        if found is None:
+            raise PackError("something holds itself")
+        return found
+
+    def read_known(self, name: str) -> Any:
+        return self._known[name]
+
+    def read_atom_list(self, items: list[Any]) -> Any:
+        self._seen.append(items)
+        return items
+
+    def read_list(self, items: list[Any]) -> Any:
+        found: list[Any] = []
+        self._seen.append(found)
+        found += [self.thing(x) for x in items]
+        return found
+
+    def read_tuple(self, items: list[Any]) -> Any:
+        return self._remember(lambda: tuple(self._items(items)))
+
+    def read_plain_tuple(self, items: list[Any]) -> Any:
+        return tuple(self._items(items))
+
+    def read_deque(self, items: list[Any], maxlen: int | None) -> Any:
+        found: deque[Any] = deque(maxlen=maxlen)
+        self._seen.append(found)
+        found.extend(self._items(items))
+        return found
+
+    def read_set(self, items: list[Any]) -> Any:
+        return self._remember(lambda: set(self._items(items)))
+
+    def read_frozen_set(self, items: list[Any]) -> Any:
+        return self._remember(lambda: frozenset(self._items(items)))
+
+    def read_plain_set(self, items: list[Any]) -> Any:
+        return frozenset(self._items(items))
+
+    def read_dict(self, keys: list[Any], values: list[Any], found: Any = None) -> Any:
+        found = {} if found is None else found
+        self._seen.append(found)
+        for key, value in zip(self._items(keys), self._items(values), strict=True):
+            found[key] = value
+        return found
+
+    def read_ordered(self, keys: list[Any], values: list[Any]) -> Any:
+        return self.read_dict(keys, values, OrderedDict())
+
+    def read_counter(self, keys: list[Any], values: list[Any]) -> Any:
+        return self.read_dict(keys, values, Counter())
+
+    def read_enum(self, at: int, name: str) -> Any:
+        kind = self._kinds[at][0]
+        if not issubclass(kind, Enum):
+            raise PackError(f"{kind.__name__} has no members")
+        return kind[name]
+
+    def read_text(self, held: bytes, flags: int) -> Any:
+        def make() -> Any:
+            decoder = _DECODER("replace")
+            decoder.setstate((held, flags))
+            return decoder
+
+        return self._remember(make)
+
+    def read_big(self, digits: str) -> int:
+        return int(digits[:400])
+
+    def read_object(self, at: int, values: list[Any]) -> Any:
+        kind: Any
+        kind, fields = self._kinds[at]
+        if issubclass(kind, Enum):
+            raise PackError(f"a {kind.__name__} has no fields")
+        if issubclass(kind, msgspec.Struct):
+            place = len(self._seen)
+            self._seen.append(None)
+            made = kind(**dict(zip(fields, map(self.thing, values), strict=True)))
+            self._seen[place] = made
+            return made
+        found: Any = object.__new__(kind)
+        self._seen.append(found)
+        for name, value in zip(fields, values, strict=True):
+            setattr(found, name, self.thing(value))
+        for name, make in _left_out(kind).items():
+            setattr(found, name, make())
+        return found
+
+
+_DICTS: dict[type, int] = {dict: _DICT, OrderedDict: _ORDERED, Counter: _COUNTER}
+_READERS: dict[int, Callable[..., Any]] = {
+    _SEEN: _Reader.read_seen,
+    _KNOWN: _Reader.read_known,
+    _ATOM_LIST: _Reader.read_atom_list,
+    _LIST: _Reader.read_list,
+    _TUPLE: _Reader.read_tuple,
+    _DEQUE: _Reader.read_deque,
+    _SET: _Reader.read_set,
+    _FROZEN_SET: _Reader.read_frozen_set,
+    _DICT: _Reader.read_dict,
+    _ORDERED: _Reader.read_ordered,
+    _COUNTER: _Reader.read_counter,
+    _ENUM: _Reader.read_enum,
+    _OBJECT: _Reader.read_object,
+    _TEXT: _Reader.read_text,
+    _BIG: _Reader.read_big,
+    _PLAIN_TUPLE: _Reader.read_plain_tuple,
+    _PLAIN_SET: _Reader.read_plain_set,
+}
+
+
+def _sorted(things: Any) -> list[Any]:
+    try:
+        return sorted(things)
+    except TypeError:
+        return sorted(things, key=repr)
+
+
+@cache
+def _kinds_by_name() -> dict[str, Any]:
+    """Every class that a file may name: those of this package that hold data, the simulator's left out."""
+    found: dict[str, type] = {}
+    for module in pkgutil.iter_modules(import_module(PACKAGE).__path__):
+        if module.ispkg:
+            continue
+        name = f"{PACKAGE}.{module.name}"
+        for thing in vars(import_module(name)).values():
+            if isinstance(thing, type) and thing.__module__ == name and not issubclass(thing, BaseException):
+                found[f"{name}:{thing.__qualname__}"] = thing
+    return found
+
+
+def _request_type() -> Any:
+    """What a scheduler makes requests with; a test's counts them."""
+    return _kinds_by_name()[f"{PACKAGE}.request:Request"]
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+@cache
+def _known_kind(kind: type) -> Any:
+    """`kind`, or what it is a kind of: the simulator watches requests by a subclass."""
+    for base in kind.__mro__:
+        if _name_of(base) in _kinds_by_name():
+            return base
+    raise PackError(f"{kind.__module__}.{kind.__qualname__} is nothing that a machine holds")
+
+
+@cache
+def _left_out(kind: Any) -> Mapping[str, Callable[[], Any]]:
+    return {name: make for base in kind.__mro__ for name, make in LEFT_OUT.get(base.__name__, _NOTHING).items()}
+
+
+@cache
+def _slots_of(kind: Any) -> tuple[str, ...]:
+    names = {name for base in kind.__mro__ for name in getattr(base, "__slots__", ())}
+    return tuple(sorted(names - _left_out(kind).keys()))
+
+
+@cache
+def _fields_of(kind: Any) -> tuple[str, ...] | None:
+    """The fields of `kind`, if all its instances have the same."""
+    if issubclass(kind, msgspec.Struct):
+        return tuple(name for name in kind.__struct_fields__ if name not in _left_out(kind))
+    has_dict = any("__dict__" in vars(base) for base in kind.__mro__)
+    return None if has_dict else _slots_of(kind)
+
+
+def _allowed(kind: Any, fields: list[str]) -> list[str]:
+    """`fields`, if `kind` may have them: a method or a property cannot be replaced by data."""
+    known = _fields_of(kind)
+    for name in fields:
+        is_known = name in known if known is not None else not hasattr(kind, name) or name in _slots_of(kind)
+        if not is_known or name.startswith("__"):
+            raise PackError(f"this version's {kind.__name__} has no {name!r}")
+    return fields

@@ -1,0 +1,138 @@
+"""A world that is recorded as a served engine is, so that replays can be tried on everything that may happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from novainfer.fsm.events import Arrive, Outputs, Run, Stop
+from novainfer.fsm.machine import Effect, Machine, Send, Start
+from novainfer.fsm.recording import (
+    RING_BYTES,
+    SEGMENT_BYTES,
+    STREAMS,
+    Codes,
+    Image,
+    Layout,
+    Parts,
+    Recording,
+    lane_name,
+)
+from novainfer.fsm.recording import read_code as code_of_read
+from novainfer.fsm.simulation.world import Link, Shape, World
+
+LAYOUT: Layout = "links"
+
+
+class RecordedWorld(World):
+    """A `World` whose messages are written into a ring of `ring_bytes`."""
+
+    segment_bytes = SEGMENT_BYTES
+    ring_bytes = RING_BYTES
+
+    def __init__(self, shape: Shape, trace: Callable[[bytes], None] | None = None) -> None:
+        self.recording: Recording | None = None
+        self._lane: Link | None = None  # the link of the message being delivered; None: it came directly
+        self._taking: tuple[Codes, Machine, str, Any] | None = None
+        super().__init__(shape, trace)
+        self.recording = Recording(
+            self._parts,
+            self.scheduler._vocabulary,
+            clock_s=lambda: getattr(self, "now_s", 0.0),
+            layout=LAYOUT,
+            segment_bytes=self.segment_bytes,
+            ring_bytes=self.ring_bytes,
+        )
+
+    def image(self) -> Image:
+        """All that is recorded."""
+        assert self.recording is not None
+        return self.recording.image()
+
+    def _parts(self) -> Parts:
+        lanes = {
+            lane_name(LAYOUT, *link): queue
+            for link, queue in self.links.items()
+            if link[1] in self.machines or link[1] == STREAMS
+        }
+        return Parts(self.machines, lanes, self.streams, self._set_timers())
+
+    def _set_timers(self) -> Sequence[tuple[str, Any]]:
+        return [(timer[0], timer[1]) for timer in self.timers]
+
+    def _codes(self, to: str) -> Codes:
+        """Of the lane that the message comes from."""
+        assert self.recording is not None
+        return self.recording.lane(to, lane_name(LAYOUT, *self._lane) if self._lane else "")
+
+    # ---- what is recorded ----------------------------------------------------------------------------------------
+
+    def perform(self, source: str, effects: Sequence[Effect]) -> None:
+        """As `World.perform`; what comes from outside is written in full."""
+        recording = self.recording
+        if recording is None:
+            super().perform(source, effects)
+            return
+        self._write_taken(recording)
+        is_outside = source not in self.machines and source != STREAMS
+        for effect in effects:  # one at a time: a snapshot must hold what was written before it
+            if type(effect) is Start and type(effect.job) is Run:
+                recording.launched(effect.job.plan)
+            elif is_outside and type(effect) is Send and (effect.to in self.machines or effect.to == STREAMS):
+                codes = recording.lane(effect.to, lane_name(LAYOUT, source, effect.to, effect.urgent))
+                write = recording.timer if source == "timer" else recording.told
+                write(codes, effect.event)
+            super().perform(source, [effect])
+
+    def _write_taken(self, recording: Recording) -> None:
+        if self._taking is not None:
+            codes, machine, before, event = self._taking
+            self._taking = None
+            recording.log.extend(codes[before, type(event), machine.state])
+
+    def handle(self, name: str, machine: Machine, event: Any) -> None:
+        """As `World.handle`; a message without a link is written in full."""
+        recording = self.recording
+        if recording is None or name == STREAMS:
+            super().handle(name, machine, event)
+            return
+        if isinstance(event, Arrive) and name == "gate":
+            recording.adds(self.streams[event.stream_id], is_alone=False)  # it is there
+        codes = self._codes(name)
+        if self._lane is None:
+            recording.called(codes, event)
+        self._lane, before = None, machine.state
+        self._taking = (codes, machine, before, event)
+        try:
+            super().handle(name, machine, event)
+        except Exception as error:
+            if self._taking is not None:  # the machine raised, and no check after it
+                self._taking = None
+                recording.raised(codes, before, event, error)
+            raise
+
+    def deliver(self, link: Link) -> None:
+        """As `World.deliver`."""
+        self._lane = link
+        super().deliver(link)
+        self._lane = None
+
+    def _to_streams(self, event: Stop | Outputs) -> None:
+        recording = self.recording
+        if recording is not None:
+            recording.log.extend(self._codes(STREAMS)["", type(event), ""])
+            if isinstance(event, Outputs):
+                recording.took(event.outputs)
+        super()._to_streams(event)
+
+    def read(self, stream_id: int) -> None:
+        """As `World.read`."""
+        if self.recording is not None:
+            self.recording.log.extend(code_of_read(stream_id))
+        super().read(stream_id)
+
+    def abandon(self, stream_id: int) -> None:
+        """As `World.abandon`."""
+        super().abandon(stream_id)
+        if self.recording is not None:
+            self.recording.forgot(stream_id)
