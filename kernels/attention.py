@@ -48,12 +48,11 @@ class TorchAttention:
 
     name: ClassVar[str] = "torch"
     row_invariant: ClassVar[bool] = False
+    layout: ClassVar[str] = "tokens"
 
-    def __init__(self, shape: AttentionShape, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, shape: AttentionShape, parts: tuple[Tensor, ...]) -> None:
         self.shape = shape
-        self.keys = keys  # [num_layers, num_blocks, block_size, num_kv_heads, head_dim]
-        self.values = values
-        self.parts: tuple[Tensor, ...] = (keys, values)
+        self.parts = parts  # keys and values [num_layers, num_blocks, block_size, num_kv_heads, head_dim]
         self._decodes: list[_Decodes] = []
         self._chunks: list[_Chunk] = []
 
@@ -72,12 +71,22 @@ class TorchAttention:
     def allocate(cls, shape: AttentionShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Self:
         """A cache of zeros (resident on the CPU only where it was written)."""
         size = (shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        return cls(shape, lazy_zeros(size, dtype, device), lazy_zeros(size, dtype, device))
+        return cls(shape, (lazy_zeros(size, dtype, device), lazy_zeros(size, dtype, device)))
+
+    @classmethod
+    def over(cls, shape: AttentionShape, parts: tuple[Tensor, ...]) -> Self:
+        """On another backend's cache."""
+        return cls(shape, parts)
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store rows [T, num_kv_heads, head_dim] at their slots."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, key)
-        self.values[layer].flatten(0, 1).index_copy_(0, slot_mapping, value)
+        for part, rows in zip(self.parts, (key, value), strict=True):
+            part[layer].flatten(0, 1).index_copy_(0, slot_mapping, rows)
+
+    def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of blocks (int64 [n]), in that order -> [n * block_size, num_kv_heads, head_dim]."""
+        keys, values = (part[layer].index_select(0, blocks).flatten(0, 1) for part in self.parts)
+        return keys, values
 
     def attend(
         self,
@@ -95,20 +104,17 @@ class TorchAttention:
             self._plan(block_tables, query_start, context_lens)
         shape = self.shape
         group = shape.num_heads // shape.num_kv_heads
-        keys, values = self.keys[layer], self.values[layer]
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for decodes in self._decodes:
             n = len(decodes.rows)
-            k = keys.index_select(0, decodes.blocks).view(n, -1, shape.num_kv_heads, shape.head_dim)
-            v = values.index_select(0, decodes.blocks).view(n, -1, shape.num_kv_heads, shape.head_dim)
+            k, v = (x.reshape(n, -1, shape.num_kv_heads, shape.head_dim) for x in self.gather(layer, decodes.blocks))
             q = query.index_select(0, decodes.rows).view(n, shape.num_kv_heads, group, shape.head_dim)
             o = scaled_dot_product_attention(
                 q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=decodes.mask, scale=scale
             )
             out.index_copy_(0, decodes.rows, o.reshape(n, shape.num_heads, shape.head_dim))
         for chunk in self._chunks:
-            k = keys.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.context_len].transpose(0, 1)
-            v = values.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.context_len].transpose(0, 1)
+            k, v = (x[: chunk.context_len].transpose(0, 1) for x in self.gather(layer, chunk.blocks))
             self._attend_chunk(chunk, query, k, v, scale, out)
         return out.flatten(1)
 

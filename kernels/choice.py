@@ -11,11 +11,12 @@ import torch
 
 from novainfer.kernels.attention import TorchAttention
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
+from novainfer.kernels.int8 import ReferenceInt8Linear, TorchInt8Linear
 from novainfer.kernels.linear import MkldnnLinear, TorchLinear
 from novainfer.kernels.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
 from novainfer.kernels.registry import AttentionShape, Operation, Registry
 from novainfer.kernels.row_ops import TorchRowOps
-from novainfer.kernels.selftest import check_attention, check_linear, check_row_ops
+from novainfer.kernels.selftest import check_attention, check_int8_linear, check_linear, check_row_ops
 
 __all__ = ["KernelChoice", "build_registry"]
 
@@ -34,13 +35,21 @@ def build_registry(device: torch.device, *, native: str | None = None, batch_inv
     if mode not in ("0", "1", "require"):
         raise LoadError(f'{NATIVE_VARIABLE} must be "0", "1" or "require", not {mode!r}')
     registry = Registry(batch_invariant=batch_invariant, require="native" if mode == "require" else None)
+    natives: list[tuple[Operation, type[Any]]] = []
     if device.type == "cpu" and mode != "0":
-        for operation, implementation in _native_implementations(required=mode == "require"):
-            registry.register(operation, implementation)
+        natives = _native_implementations(required=mode == "require")
+    for operation, implementation in natives:
+        registry.register(operation, implementation)
     for linear in (MkldnnLinear, TorchLinear, ReferenceLinear):
         registry.register("linear", linear)
-    for attention in (TorchAttention, ReferenceAttention):
-        registry.register("attention", attention)
+    for int8_linear in (TorchInt8Linear, ReferenceInt8Linear):
+        registry.register("linear_int8", int8_linear)
+    registry.register("attention", TorchAttention)
+    if natives:  # not one to begin with, but one that goes on with the cache of the native kernels
+        from novainfer.kernels.cpu.plain_attention import NativeLayoutAttention
+
+        registry.register("attention", NativeLayoutAttention)
+    registry.register("attention", ReferenceAttention)
     for ops in (TorchRowOps, ReferenceRowOps):
         registry.register("ops", ops)
     return registry
@@ -62,11 +71,16 @@ def _native_implementations(*, required: bool) -> list[tuple[Operation, type[Any
 
 @dataclass(slots=True)
 class KernelChoice:
-    """Answers "which class for this operation", each proved by its self-test first, and remembers what it gave."""
+    """Answers "which class for this operation", each proved by its self-test first, and remembers what it gave.
+
+    `int8` asks for linears with int8 weights; `layout` for attention over a KV cache that lies in this layout.
+    """
 
     registry: Registry
     dtype: torch.dtype
     device: torch.device
+    int8: bool = False
+    layout: str | None = None
     names: dict[str, str] = field(default_factory=dict)  # operation -> names in use, for people
     row_invariant: bool = True  # whether all kernels given so far are
 
@@ -79,23 +93,31 @@ class KernelChoice:
             reason: str | None = kernel.refuses(out_features, in_features, self.dtype, self.device)
             return reason
 
+        check = check_int8_linear if self.int8 else check_linear
         return self._take(
             "linear",
             self.registry.select(
-                "linear",
+                "linear_int8" if self.int8 else "linear",
                 refuses,
-                lambda kernel: check_linear(kernel, self.dtype, self.device),
+                lambda kernel: check(kernel, self.dtype, self.device),
                 (self.dtype, self.device),
             ),
         )
 
     def attention(self, shape: AttentionShape) -> Any:
         """The class for attention of this geometry."""
+
+        def refuses(kernel: Any) -> str | None:
+            if self.layout not in (None, kernel.layout):
+                return f"the cache lies in the layout {self.layout!r}, not in {kernel.layout!r}"
+            reason: str | None = kernel.refuses(shape, self.dtype, self.device)
+            return reason
+
         return self._take(
             "attention",
             self.registry.select(
                 "attention",
-                lambda kernel: kernel.refuses(shape, self.dtype, self.device),
+                refuses,
                 lambda kernel: check_attention(kernel, shape, self.dtype, self.device),
                 (shape, self.dtype, self.device),
             ),

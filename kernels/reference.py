@@ -101,13 +101,12 @@ class ReferenceAttention:
 
     name: ClassVar[str] = "reference"
     row_invariant: ClassVar[bool] = False
+    layout: ClassVar[str] = "tokens"
 
-    def __init__(self, shape: AttentionShape, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, shape: AttentionShape, parts: tuple[Tensor, ...]) -> None:
         self.shape = shape
-        self.keys = keys  # [num_layers, num_slots, num_kv_heads, head_dim]
-        self.values = values
-        blocks = (shape.num_layers, -1, shape.block_size * shape.num_kv_heads, shape.head_dim)
-        self.parts: tuple[Tensor, ...] = (keys.view(blocks), values.view(blocks))
+        self.parts = parts  # [num_layers, num_blocks, block_size, num_kv_heads, head_dim]
+        self.keys, self.values = (part.flatten(1, 2) for part in parts)  # views by slot
 
     @classmethod
     def refuses(cls, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -123,8 +122,14 @@ class ReferenceAttention:
     @classmethod
     def allocate(cls, shape: AttentionShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Self:
         """A cache of zeros."""
-        size = (shape.num_layers, num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
-        return cls(shape, torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
+        size = (shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        keys, values = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+        return cls(shape, (keys, values))
+
+    @classmethod
+    def over(cls, shape: AttentionShape, parts: tuple[Tensor, ...]) -> Self:
+        """On another backend's cache."""
+        return cls(shape, parts)
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store rows at their slots."""

@@ -1,10 +1,11 @@
 """Which implementation of an operation runs here: fastest first, each proved against the torch reference
 before use.
 
-There are three operations. Each is a small class, so that an implementation may keep packed weights or
+There are four operations. Each is a small class, so that an implementation may keep packed weights or
 buffers:
 
 - `linear`: one weight matrix, packed at load, applied to rows of activations (`Linear`)
+- `linear_int8`: the same with weights rounded to int8, filled part by part (`Int8Linear`)
 - `attention`: the paged KV cache and attention over it (`AttentionBackend`)
 - `ops`: the small row-wise operations between them (`RowOps`)
 
@@ -31,11 +32,11 @@ from torch import Tensor
 
 from novainfer.kernels.errors import LoadError
 
-__all__ = ["AttentionBackend", "AttentionShape", "Linear", "Operation", "Registry", "RowOps"]
+__all__ = ["AttentionBackend", "AttentionShape", "Int8Linear", "Linear", "Operation", "Registry", "RowOps"]
 
 logger = logging.getLogger(__name__)
 
-Operation = Literal["linear", "attention", "ops"]
+Operation = Literal["linear", "linear_int8", "attention", "ops"]
 
 
 class Linear(Protocol):
@@ -47,6 +48,7 @@ class Linear(Protocol):
     out_features: int  # N
     in_features: int  # K
     weight_bytes: int  # bytes this object keeps, padding and bias included
+    bias: Tensor | None  # [N], as it was given or in fp32
 
     @classmethod
     def refuses(cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -65,6 +67,22 @@ class Linear(Protocol):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight as given: int64 [n] -> [n, K], bit for bit (if `gathers_rows`)."""
+
+
+class Int8Linear(Linear, Protocol):
+    """A linear whose weight is kept as `kernels.int8.quantised` makes it; `rows` gives what is left of it.
+
+    It is filled part by part, so that the full weight need not lie beside it in one piece.
+    """
+
+    @classmethod
+    def empty(
+        cls, out_features: int, in_features: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """Room for a weight [out_features, in_features]."""
+
+    def put(self, first: int, rows: Tensor) -> None:
+        """Quantise rows [n, K] as rows `first` on; `first` is a multiple of `kernels.int8.PART_ROWS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +107,8 @@ class AttentionBackend(Protocol):
 
     name: ClassVar[str]
     row_invariant: ClassVar[bool]
+    layout: ClassVar[str]  # how a block lies in memory: backends of one layout can compute on each other's caches
+    shape: AttentionShape
     parts: tuple[Tensor, ...]  # the cache's memory, each part [num_layers, num_blocks, ...]: to copy blocks whole
 
     @classmethod
@@ -102,6 +122,10 @@ class AttentionBackend(Protocol):
     @classmethod
     def allocate(cls, shape: AttentionShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Self:
         """Allocate the cache once, block ids 0 to `num_blocks - 1`; raises what the allocator raises."""
+
+    @classmethod
+    def over(cls, shape: AttentionShape, parts: tuple[Tensor, ...]) -> Self:
+        """Compute on the cache that another backend of the same layout has allocated."""
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store key and value [T, num_kv_heads, head_dim] at slot_mapping (int64 [T], distinct slots).
@@ -178,13 +202,21 @@ class Registry:
     batch_invariant: bool = False
     require: str | None = None
     _entries: dict[Operation, list[type[Any]]] = field(
-        default_factory=lambda: {"linear": [], "attention": [], "ops": []}
+        default_factory=lambda: {"linear": [], "linear_int8": [], "attention": [], "ops": []}
     )
     _proved: dict[tuple[type[Any], object], str | None] = field(default_factory=dict)
 
     def register(self, operation: Operation, implementation: type[Any]) -> None:
         """Add an implementation behind those that are there; register the fastest first."""
         self._entries[operation].append(implementation)
+
+    def without(self, prefix: str) -> Registry:
+        """The same without the implementations whose names begin so, and without `require`."""
+        entries = {
+            operation: [kernel for kernel in kernels if not kernel.name.startswith(prefix)]
+            for operation, kernels in self._entries.items()
+        }
+        return Registry(self.batch_invariant, None, entries, self._proved)
 
     def implementations(self, operation: Operation) -> tuple[type[Any], ...]:
         """All registered implementations of an operation, fastest first, proved or not."""

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from novainfer.kernels.int8 import PART_ROWS, ReferenceInt8Linear
 from novainfer.kernels.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
 from novainfer.kernels.registry import AttentionShape
 
-__all__ = ["check_attention", "check_linear", "check_row_ops"]
+__all__ = ["check_attention", "check_int8_linear", "check_linear", "check_row_ops"]
 
 # Largest error over the largest value. bf16 rounds to 2**-9 and may round twice on the way.
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -38,13 +39,30 @@ def _normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch
 
 def check_linear(linear: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     """Products with and without bias, rows that lie apart, gathered rows, and rows alone against rows together."""
+    return _check_linear(linear, ReferenceLinear, dtype, device)
+
+
+def check_int8_linear(linear: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The same against the reference's own int8 weights; and a weight put in parts."""
+    n, k = LINEAR_SHAPES[1]
+    weight = _normal((n, k), 9, dtype, device)
+    in_parts = linear.empty(n, k, None, dtype, device)
+    for first in range(0, n, PART_ROWS):
+        in_parts.put(first, weight[first : first + PART_ROWS])
+    x = _normal((3, k), 10, dtype, device)
+    if not torch.equal(in_parts(x), linear.pack(weight, None)(x)):
+        return "a weight put in parts is not the weight put at once"
+    return _check_linear(linear, ReferenceInt8Linear, dtype, device)
+
+
+def _check_linear(linear: Any, oracle: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     for n, k in LINEAR_SHAPES:
         if linear.refuses(n, k, dtype, device) is not None:
             continue
         for bias in (None, _normal((n,), 1, dtype, device)):
             weight = _normal((n, k), 2, dtype, device)
             packed = linear.pack(weight.clone(), bias)
-            reference = ReferenceLinear.pack(weight, bias)
+            reference = oracle.pack(weight, bias)
             x = _normal((max(ROWS), k + 16), 3, dtype, device)[:, :k]
             together = packed(x)
             for rows in ROWS:
@@ -55,7 +73,7 @@ def check_linear(linear: Any, dtype: torch.dtype, device: torch.device) -> str |
                 if linear.row_invariant and not torch.equal(got, together[:rows]):
                     return f"{rows} rows of [{k}, {n}] differ from the same rows in a larger batch"
             ids = torch.tensor([n - 1, 0, n // 2, 0], device=device)
-            if linear.gathers_rows and not torch.equal(packed.rows(ids), weight[ids]):
+            if linear.gathers_rows and not torch.equal(packed.rows(ids), reference.rows(ids)):
                 return f"gathered rows of a [{n}, {k}] weight are not those packed"
     return None
 
@@ -114,8 +132,13 @@ def check_attention(attention: Any, shape: AttentionShape, dtype: torch.dtype, d
         for backend in (ReferenceAttention, attention)
     )
     wrong = _wrong("attention over a mixed step", got, expected)
-    if wrong is not None or not attention.row_invariant:
+    if wrong is not None:
         return wrong
+    moved = _run_step(attention, small, contexts, query_lens, tables, dtype, device, move=True)
+    if not torch.equal(moved, got):
+        return "a block that was copied elsewhere does not hold what it held"
+    if not attention.row_invariant:
+        return None
     # The same tokens, the last of each sequence computed alone: rows must not know their batch.
     ends = [sum(query_lens[: i + 1]) - 1 for i in range(len(query_lens))]
     alone = _run_step(attention, small, contexts, query_lens, tables, dtype, device, alone=ends)
@@ -133,10 +156,12 @@ def _run_step(
     dtype: torch.dtype,
     device: torch.device,
     alone: list[int] | None = None,
+    move: bool = False,
 ) -> Tensor:
     """Fill the cache with every context and attend over layer 1 -> [T, heads * head_dim].
 
-    With `alone`, each sequence's last query row (those rows of the step) attends as a decode of its own.
+    With `alone`, each sequence's last query row (those rows of the step) attends as a decode of its own. With
+    `move`, block 9 is copied to block 1 and wiped before.
     """
     heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.block_size
     cache = backend.allocate(shape, 12, dtype, device)
@@ -150,6 +175,11 @@ def _run_step(
         for layer in (0, 1):
             key, value = qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
             cache.write(layer, key if layer else value, value if layer else key, slots)
+    if move:
+        for part in cache.parts:
+            part[:, 1] = part[:, 9]
+            part[:, 9] = 0
+        tables = torch.where(tables == 9, 1, tables)
     query = _normal((starts[-1], heads + 2 * kv_heads, shape.head_dim), 30, dtype, device)[:, :heads]
     scale = shape.head_dim**-0.5
     lens = torch.tensor(contexts, dtype=torch.int32, device=device)

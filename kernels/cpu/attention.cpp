@@ -17,6 +17,8 @@
 
 #include <algorithm>
 
+#include "abi.h"
+
 namespace nova {
 namespace {
 
@@ -158,11 +160,12 @@ struct Scratch {
   std::vector<float> tile_max, tile_sum;   // [rows]
   std::vector<float> keep, take;           // [rows]
 
-  void fit(int rows, long key_units, long width) {
-    if ((int)max.size() >= rows && (long)query.size() >= rows * key_units && (long)acc.size() >= rows * width) return;
-    query.resize(rows * key_units);
-    acc.resize(rows * width);
-    for (auto* v : {&max, &sum, &tile_max, &tile_sum, &keep, &take}) v->resize(rows);
+  // May run out of memory half way, so each is asked, and none shrinks.
+  void fit(size_t rows, size_t key_units, size_t width) {
+    if (query.size() < rows * key_units) query.resize(rows * key_units);
+    if (acc.size() < rows * width) acc.resize(rows * width);
+    for (auto* v : {&max, &sum, &tile_max, &tile_sum, &keep, &take})
+      if (v->size() < rows) v->resize(rows);
   }
 };
 
@@ -433,22 +436,26 @@ extern "C" {
 
 int64_t nova_cache_block_bytes(const CacheDesc* cache) { return cache->block_units() * 4 * cache->num_layers; }
 
-void nova_cache_write(const CacheDesc* cache, int layer, const void* key, int64_t key_stride, const void* value,
-                      int64_t value_stride, const int64_t* slots, int64_t count, int threads) {
-  const long element = cache->dtype == 0 ? 2 : 4;
-  Team(threads).rows(count, [&](long t) {
-    write_token(*cache, layer, slots[t], (const char*)key + t * key_stride * element,
-                (const char*)value + t * value_stride * element);
+int nova_cache_write(const CacheDesc* cache, int layer, const void* key, int64_t key_stride, const void* value,
+                     int64_t value_stride, const int64_t* slots, int64_t count, int threads) {
+  return guarded([&] {
+    const long element = cache->dtype == 0 ? 2 : 4;
+    Team(threads).rows(count, [&](long t) {
+      write_token(*cache, layer, slots[t], (const char*)key + t * key_stride * element,
+                  (const char*)value + t * value_stride * element);
+    });
   });
 }
 
-void nova_attend(const CacheDesc* cache, int layer, const void* query, int64_t query_stride,
-                 const int32_t* block_tables, int64_t table_stride, const int32_t* query_start,
-                 const int32_t* context_lens, int64_t num_seqs, float scale, void* out, int threads) {
-  const Batch batch{block_tables, table_stride, query_start, context_lens, num_seqs};
-  Team team(threads);
-  AttentionPlan plan(*cache, batch, team.size());
-  attend(team, *cache, batch, plan, {layer, query, query_stride, out, scale});
+int nova_attend(const CacheDesc* cache, int layer, const void* query, int64_t query_stride,
+                const int32_t* block_tables, int64_t table_stride, const int32_t* query_start,
+                const int32_t* context_lens, int64_t num_seqs, float scale, void* out, int threads) {
+  return guarded([&] {
+    const Batch batch{block_tables, table_stride, query_start, context_lens, num_seqs};
+    Team team(threads);
+    AttentionPlan plan(*cache, batch, team.size());
+    attend(team, *cache, batch, plan, {layer, query, query_stride, out, scale});
+  });
 }
 
 }  // extern "C"

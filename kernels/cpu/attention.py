@@ -41,18 +41,19 @@ class NativeAttention:
 
     name: ClassVar[str] = "native"
     row_invariant: ClassVar[bool] = True
+    layout: ClassVar[str] = "native"
 
-    def __init__(self, shape: AttentionShape, num_blocks: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: AttentionShape, parts: tuple[Tensor, ...]) -> None:
+        (data,) = parts
         self.shape = shape
-        self.num_blocks = num_blocks
-        self.dtype = dtype
+        self.parts = parts  # one, [num_layers, num_blocks, elements]: attention.cpp says how a block is laid out
+        self.dtype = data.dtype
         lib = library()
-        self.desc = _describe(shape, num_blocks, dtype)
+        self.desc = _describe(shape, data.shape[1], self.dtype)
         self._desc = ctypes.byref(self.desc)
-        # Zeroed: a product with what was never written must be zero, not NaN.
-        self._data = huge_zeros(lib.nova_cache_block_bytes(self._desc) * num_blocks)
-        self.desc.data = self._data.data_ptr()
-        self.parts: tuple[Tensor, ...] = (self._data.view(torch.int32).view(shape.num_layers, num_blocks, -1),)
+        assert data.is_contiguous()
+        assert data.nbytes == lib.nova_cache_block_bytes(self._desc) * data.shape[1]
+        self.desc.data = data.data_ptr()
         self._write = lib.nova_cache_write
         self._attend = lib.nova_attend
         self._flops_per_pair = 4 * shape.num_heads * shape.head_dim
@@ -77,7 +78,14 @@ class NativeAttention:
     @classmethod
     def allocate(cls, shape: AttentionShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Self:
         """Reserve the cache once; pages are taken from the system when they are first written."""
-        return cls(shape, num_blocks, dtype)
+        # Zeroed: a product with what was never written must be zero, not NaN.
+        data = huge_zeros(cls.bytes_per_block(shape, dtype) * num_blocks)
+        return cls(shape, (data.view(dtype).view(shape.num_layers, num_blocks, -1),))
+
+    @classmethod
+    def over(cls, shape: AttentionShape, parts: tuple[Tensor, ...]) -> Self:
+        """On another backend's cache."""
+        return cls(shape, parts)
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store key and value [T, num_kv_heads, head_dim] at slot_mapping (int64 [T]); slots below 0 are skipped."""

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "abi.h"
 #include "attention.h"
 #include "linear.h"
 #include "ops.h"
@@ -134,9 +135,11 @@ void forward(const ModelDesc& model, const StepDesc& step, int threads) {
 
 using namespace nova;
 
-extern "C" void nova_forward(const ModelDesc* model, const StepDesc* step, int threads) {
-  if (model->cache->dtype == 0)
-    forward<Bf16>(*model, *step, threads);
-  else
-    forward<Fp32>(*model, *step, threads);
+extern "C" int nova_forward(const ModelDesc* model, const StepDesc* step, int threads) {
+  return guarded([&] {
+    if (model->cache->dtype == 0)
+      forward<Bf16>(*model, *step, threads);
+    else
+      forward<Fp32>(*model, *step, threads);
+  });
 }

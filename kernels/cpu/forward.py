@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.cpu.attention import NativeAttention
-from novainfer.kernels.cpu.linear import NativeLinear
+from novainfer.kernels.cpu.linear import PackedLinear
 from novainfer.kernels.cpu.native import DTYPE_CODES, LayerDesc, ModelDesc, StepDesc, library, num_threads
 from novainfer.kernels.registry import AttentionBackend, Linear
 from novainfer.kernels.step import StepTensors
@@ -62,7 +62,7 @@ class NativeForward:
                 self._kept.append(norm)
                 setattr(desc, name, norm.data_ptr())
             for name in ("qkv", "o", "gate_up", "down"):
-                linear: NativeLinear = getattr(layer, name)
+                linear: PackedLinear = getattr(layer, name)
                 setattr(desc, name, ctypes.pointer(linear.desc))
                 self._flops_per_token += 2 * linear.out_features * linear.in_features
         assert final_norm.is_contiguous()
@@ -95,7 +95,7 @@ class NativeForward:
         linears = [linear for layer in layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         if not isinstance(attention, NativeAttention) or not layers:
             return None
-        if not all(isinstance(linear, NativeLinear) for linear in linears) or final_norm.dtype not in DTYPE_CODES:
+        if not all(isinstance(linear, PackedLinear) for linear in linears) or final_norm.dtype not in DTYPE_CODES:
             return None
         return cls(layers, final_norm, cos_sin, attention, eps, scale)
 

@@ -11,21 +11,39 @@
 // ahead in the panel is what reaches the memory's speed; with more, a panel stays in L2 while the row tiles pass by,
 // and the next one is fetched meanwhile (18 to 45 % of the time at 16 to 64 rows).
 //
+// INT8 weights keep the layout with one byte for each element; a vector of units is widened when it is loaded (exactly:
+// both types hold the whole numbers up to 127), and the row's scale is multiplied in when its chain has ended. The
+// conversion hides behind the memory with few rows, and costs up to half of the time with many.
+//
 // The epilogues round where separate operations would have rounded, so a fused step gives the same bits as its parts.
 #include "linear.h"
 
 #include <algorithm>
 #include <vector>
 
+#include "abi.h"
+
 namespace nova {
 namespace {
+
+// How a vector of VL units lies in memory: as it is, or as bytes.
+struct Whole {
+  static constexpr long VECTOR = VL * 4;  // bytes
+  static vi load(const char* w) { return loadi(w); }
+};
+template <class T>
+struct Bytes {
+  static constexpr long VECTOR = VL * T::E;
+  static vi load(const char* w) { return T::from_int8(w); }
+};
 
 // out[r][lane] = x[r] . panel row `lane`, for MR rows. Rows are addressed as base[r / 3] + (r % 3) * stride: with 12
 // rows that is 4 pointers and the addressing mode's scaled index instead of 12 pointers, which would not fit into the
 // general registers.
 // Beside each step it asks for LINES cache lines from `next` on.
-template <class T, int MR, int LINES>
-void tile(const char* x, long stride_bytes, const uint32_t* w, long units, const char* next, float* out) {
+template <class T, class W, int MR, int LINES>
+void tile(const char* x, long stride_bytes, const char* w, long units, const char* next, float* out) {
+  constexpr long LINE = W::VECTOR * NV < 64 ? W::VECTOR * NV : 64;
   vf acc[MR][NV];
   for (int r = 0; r < MR; r++)
     for (int v = 0; v < NV; v++) acc[r][v] = zero();
@@ -34,55 +52,55 @@ void tile(const char* x, long stride_bytes, const uint32_t* w, long units, const
 #pragma GCC unroll 4
   for (long u = 0; u < units; u++) {
     vi b[NV];
-    for (int v = 0; v < NV; v++) b[v] = loadi(w + v * VL);
-    for (int line = 0; line < LINES; line++) _mm_prefetch(next + (u * LINES + line) * 64, _MM_HINT_T0);
+    for (int v = 0; v < NV; v++) b[v] = W::load(w + v * W::VECTOR);
+    for (int line = 0; line < LINES; line++) _mm_prefetch(next + (u * LINES + line) * LINE, _MM_HINT_T0);
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
       const vi a = broadcast_unit(base[r / 3] + (r % 3) * stride_bytes + u * 4);
       for (int v = 0; v < NV; v++) acc[r][v] = T::dp(acc[r][v], a, b[v]);
     }
-    w += PANEL;
+    w += NV * W::VECTOR;
   }
   for (int r = 0; r < MR; r++)
     for (int v = 0; v < NV; v++) storef(out + r * PANEL + v * VL, acc[r][v]);
 }
 
-using Tile = void (*)(const char*, long, const uint32_t*, long, const char*, float*);
+using Tile = void (*)(const char*, long, const char*, long, const char*, float*);
 
-template <class T, int LINES>
+template <class T, class W, int LINES>
 constexpr Tile tiles[] = {nullptr,
-                          tile<T, 1, LINES>,
-                          tile<T, 2, LINES>,
-                          tile<T, 3, LINES>,
-                          tile<T, 4, LINES>,
-                          tile<T, 5, LINES>,
-                          tile<T, 6, LINES>,
+                          tile<T, W, 1, LINES>,
+                          tile<T, W, 2, LINES>,
+                          tile<T, W, 3, LINES>,
+                          tile<T, W, 4, LINES>,
+                          tile<T, W, 5, LINES>,
+                          tile<T, W, 6, LINES>,
 #if defined(__AVX512F__)
-                          tile<T, 7, LINES>,
-                          tile<T, 8, LINES>,
-                          tile<T, 9, LINES>,
-                          tile<T, 10, LINES>,
-                          tile<T, 11, LINES>,
-                          tile<T, 12, LINES>
+                          tile<T, W, 7, LINES>,
+                          tile<T, W, 8, LINES>,
+                          tile<T, W, 9, LINES>,
+                          tile<T, W, 10, LINES>,
+                          tile<T, W, 11, LINES>,
+                          tile<T, W, 12, LINES>
 #endif
 };
 
 // Tuning: tests/bench/kernels.py; Zen 5, two cores.
-constexpr int PANEL_LINES = PANEL * 4 / 64;    // cache lines of one step along K
 constexpr long STREAM_ITEM_BYTES = 192 << 10;  // weights of one item when rows are few
 constexpr long L2_ITEM_BYTES = 320 << 10;      // weights of one item when the row tiles pass by each panel
 constexpr long ROW_BLOCK = 512;                // rows of one item: their activations stay in the caches beside it
-constexpr long PREFETCH_UNITS = 2048;          // 8 KiB ahead
+constexpr long PREFETCH_BYTES = 8 << 10;       // ahead, in a stream
 
-template <class T>
+template <class T, class W>
 struct Product {
   using E = typename T::type;
   const LinearDesc& d;
   const LinearCall& call;
 
-  // A vector of a finished tile, bias included.
+  // A vector of a finished tile, scale and bias included.
   vf value(const float* tile, int r, long panel, int v) const {
-    const vf x = loadf(tile + r * PANEL + v * VL);
+    vf x = loadf(tile + r * PANEL + v * VL);
+    if (d.scale) x = mul(x, loadf(d.scale + panel * PANEL + v * VL));
     return d.bias ? add(x, loadf(d.bias + panel * PANEL + v * VL)) : x;
   }
 
@@ -121,7 +139,9 @@ struct Product {
       x = (const char*)padded.data();
       stride_bytes = units * 4;
     }
-    const long panel_units = units * PANEL, panel_bytes = panel_units * 4 * (call.gated ? 2 : 1);
+    constexpr long STEP = NV * W::VECTOR;            // bytes of one step along K
+    constexpr int LINES = STEP < 64 ? 1 : STEP / 64;  // cache lines of it
+    const long half_bytes = units * STEP, panel_bytes = half_bytes * (call.gated ? 2 : 1);
     const bool stream = m <= MR_MAX;
 
     const long row_blocks = stream ? 1 : ceil_div(m, ROW_BLOCK);
@@ -140,14 +160,14 @@ struct Product {
           const long a = row0 + (row1 - row0) * t / row_tiles, b = row0 + (row1 - row0) * (t + 1) / row_tiles;
           const int rows = (int)(b - a);
           const char* xa = x + a * stride_bytes;
-          const uint32_t* w = (const uint32_t*)d.weight + panel * panel_units;
-          // One tile asks for what it will need itself in a moment; of several, the first two ask for the halves of
-          // the next panel, the others for what is there (which costs nothing, and a third variant compile time).
-          const Tile tile = stream ? tiles<T, PANEL_LINES>[rows] : tiles<T, 1>[rows];
-          const long ahead = stream ? PREFETCH_UNITS : t < 2 ? panel_units + t * units * 16 : 0;
+          const char* w = (const char*)d.weight + panel * half_bytes;
+          // One tile asks for what it will need itself in a moment; of several, the first ones ask for a line a step
+          // of the next panel, the others for what is there (which costs nothing, and a third variant compile time).
+          const Tile tile = stream ? tiles<T, W, LINES>[rows] : tiles<T, W, 1>[rows];
+          const long ahead = stream ? PREFETCH_BYTES : t < LINES ? half_bytes + t * units * 64 : 0;
           tile(xa, stride_bytes, w, units, (const char*)(w + ahead), result[0]);
           if (call.gated) {
-            w += panels * panel_units;
+            w += panels * half_bytes;
             tile(xa, stride_bytes, w, units, (const char*)(w + ahead), result[1]);
             store_gated(result[0], result[1], rows, a, panel, panel + panels);
           } else {
@@ -158,39 +178,49 @@ struct Product {
   }
 };
 
-template <class T>
-void pack(const LinearDesc& d, const typename T::type* weight, typename T::type* out, int threads) {
-  constexpr int E = T::E;
+// Units of E elements of one kind.
+template <class Element, int E>
+void pack(const LinearDesc& d, const Element* weight, Element* out, int threads) {
   const long units = ceil_div(d.k, E), panels = ceil_div(d.n, PANEL);
   Team(threads).loop(panels, [&](long panel) {
-    typename T::type* to = out + panel * units * PANEL * E;
+    Element* to = out + panel * units * PANEL * E;
     for (int lane = 0; lane < PANEL; lane++) {
       const long row = panel * PANEL + lane;
-      const typename T::type* from = weight + row * d.k;
+      const Element* from = weight + row * d.k;
       for (long k = 0; k < units * E; k++)
         to[(k / E * PANEL + lane) * E + k % E] = row < d.n && k < d.k ? from[k] : 0;
     }
   });
 }
 
-template <class T>
-void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::type* out, int threads) {
+// `element(packed element, row of the weight)` is what an output element is made of.
+template <class T, class Packed, class F>
+void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::type* out, int threads, F&& element) {
   constexpr int E = T::E;
   const long units = ceil_div(d.k, E);
-  const typename T::type* weight = (const typename T::type*)d.weight;
   Team(threads).rows(count, [&](long i) {
-    const typename T::type* from = weight + (ids[i] / PANEL * units * PANEL + ids[i] % PANEL) * E;
-    for (long k = 0; k < d.k; k++) out[i * d.k + k] = from[k / E * PANEL * E + k % E];
+    const Packed* from = (const Packed*)d.weight + (ids[i] / PANEL * units * PANEL + ids[i] % PANEL) * E;
+    for (long k = 0; k < d.k; k++) out[i * d.k + k] = element(from[k / E * PANEL * E + k % E], ids[i]);
   });
+}
+
+template <class T>
+void gather_any(const LinearDesc& d, const int64_t* ids, long count, void* out, int threads) {
+  using E = typename T::type;
+  if (d.is_int8)
+    gather<T, int8_t>(d, ids, count, (E*)out, threads,
+                      [&](int8_t x, int64_t row) { return from_float<T>((float)x * d.scale[row]); });
+  else
+    gather<T, E>(d, ids, count, (E*)out, threads, [](E x, int64_t) { return x; });
 }
 
 }  // namespace
 
 void linear(Team& team, const LinearDesc& d, const LinearCall& call) {
   if (d.dtype == 0)
-    Product<Bf16>{d, call}.run(team);
+    d.is_int8 ? Product<Bf16, Bytes<Bf16>>{d, call}.run(team) : Product<Bf16, Whole>{d, call}.run(team);
   else
-    Product<Fp32>{d, call}.run(team);
+    d.is_int8 ? Product<Fp32, Bytes<Fp32>>{d, call}.run(team) : Product<Fp32, Whole>{d, call}.run(team);
 }
 
 }  // namespace nova
@@ -201,29 +231,37 @@ extern "C" {
 
 // Bytes of the packed weight; floats of the bias, padded to whole panels.
 int64_t nova_linear_bytes(const LinearDesc* d) {
-  return ceil_div(d->n, PANEL) * ceil_div(d->k, d->dtype == 0 ? 2 : 1) * PANEL * 4;
+  return ceil_div(d->n, PANEL) * PANEL * d->units() * d->step_bytes();
 }
 
 int64_t nova_linear_columns(const LinearDesc* d) { return ceil_div(d->n, PANEL) * PANEL; }
 
-void nova_linear_pack(const LinearDesc* d, const void* weight, void* out, int threads) {
-  if (d->dtype == 0)
-    pack<Bf16>(*d, (const uint16_t*)weight, (uint16_t*)out, threads);
-  else
-    pack<Fp32>(*d, (const float*)weight, (float*)out, threads);
+// Weight [n, k] of the dtype, or of int8.
+int nova_linear_pack(const LinearDesc* d, const void* weight, void* out, int threads) {
+  return guarded([&] {
+    if (d->is_int8 && d->dtype == 0)
+      pack<int8_t, Bf16::E>(*d, (const int8_t*)weight, (int8_t*)out, threads);
+    else if (d->is_int8)
+      pack<int8_t, Fp32::E>(*d, (const int8_t*)weight, (int8_t*)out, threads);
+    else if (d->dtype == 0)
+      pack<uint16_t, Bf16::E>(*d, (const uint16_t*)weight, (uint16_t*)out, threads);
+    else
+      pack<float, Fp32::E>(*d, (const float*)weight, (float*)out, threads);
+  });
 }
 
-// Rows of the weight as given, bit for bit.
-void nova_linear_rows(const LinearDesc* d, const int64_t* ids, int64_t count, void* out, int threads) {
-  if (d->dtype == 0)
-    gather<Bf16>(*d, ids, count, (uint16_t*)out, threads);
-  else
-    gather<Fp32>(*d, ids, count, (float*)out, threads);
+// Rows of the weight as given, bit for bit; of int8 rows, each element times the row's scale, rounded to the dtype.
+int nova_linear_rows(const LinearDesc* d, const int64_t* ids, int64_t count, void* out, int threads) {
+  return guarded([&] {
+    d->dtype == 0 ? gather_any<Bf16>(*d, ids, count, out, threads) : gather_any<Fp32>(*d, ids, count, out, threads);
+  });
 }
 
-void nova_linear(const LinearDesc* d, const void* x, int64_t x_stride, int64_t m, void* out, int threads) {
-  Team team(threads);
-  linear(team, *d, {x, x_stride, m, out});
+int nova_linear(const LinearDesc* d, const void* x, int64_t x_stride, int64_t m, void* out, int threads) {
+  return guarded([&] {
+    Team team(threads);
+    linear(team, *d, {x, x_stride, m, out});
+  });
 }
 
 }  // extern "C"

@@ -11,7 +11,13 @@ struct LinearDesc {
   const void* weight;  // packed units [panel][ceil(K / E)][PANEL]
   const float* bias;   // [num_panels * PANEL], or null
   int64_t n, k;        // rows and columns of the weight as given
-  int32_t dtype;       // 0 bf16, 1 fp32
+  int32_t dtype;       // of activations, and of the weights unless they are int8: 0 bf16, 1 fp32
+  int32_t is_int8;     // the weights are int8: units of as many bytes as the dtype has elements in 32 bits
+  const float* scale;  // [num_panels * PANEL]: what the int8 rows are multiplied by, or null
+
+  int elements() const { return dtype == 0 ? 2 : 1; }
+  long units() const { return ceil_div(k, elements()); }              // of one row
+  long step_bytes() const { return is_int8 ? elements() : 4; }        // of one unit
 };
 
 constexpr int NV = 2;                      // vectors in a panel

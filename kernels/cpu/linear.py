@@ -11,7 +11,7 @@ from torch import Tensor
 from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.cpu.native import DTYPE_CODES, LinearDesc, library, num_threads
 
-__all__ = ["NativeLinear", "threads_for"]
+__all__ = ["NativeLinear", "PackedLinear", "threads_for"]
 
 # Below this much work one thread ends before a second one would have woken up (about 15 us).
 SERIAL_BYTES_MAX = 512 << 10
@@ -26,29 +26,34 @@ def threads_for(rows: int, weight_bytes: int, flops: int) -> int:
     return num_threads()
 
 
-class NativeLinear:
-    """`y = x @ weight.T + bias`, bf16 or fp32, accumulated in fp32 in one fixed order along K."""
+class PackedLinear:
+    """Packed weights and their bias, in memory that `desc` describes to the library, and what is computed on them.
 
-    name: ClassVar[str] = "native"
+    `weight` uint8 [bytes], filled by whoever makes it; `bias` fp32 [N]; `scale` fp32 [N], of int8 weights.
+    """
+
+    name: ClassVar[str]
     row_invariant: ClassVar[bool] = True
     gathers_rows: ClassVar[bool] = True
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+    def __init__(
+        self, desc: LinearDesc, weight: Tensor, bias: Tensor | None, scale: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        self.out_features, self.in_features = desc.n, desc.k
+        self.dtype = dtype
+        self.weight = weight
+        self.bias = bias
+        self.desc = desc
+        self._desc = ctypes.byref(desc)
         lib = library()
-        self.desc = LinearDesc(None, None, *weight.shape, DTYPE_CODES[weight.dtype])
-        self._desc = ctypes.byref(self.desc)
-        size = lib.nova_linear_bytes(self._desc)
-        self._packed = huge_zeros(size)
-        self.desc.weight = self._packed.data_ptr()
-        lib.nova_linear_pack(self._desc, weight.contiguous().data_ptr(), self._packed.data_ptr(), num_threads())
-        self._bias: Tensor | None = None
-        if bias is not None:
-            self._bias = torch.zeros(lib.nova_linear_columns(self._desc), dtype=torch.float32)
-            self._bias[: bias.shape[0]] = bias
-            self.desc.bias = self._bias.data_ptr()
-        self.weight_bytes = size + (self._bias.nbytes if self._bias is not None else 0)
+        # To whole panels: what is computed behind the last row is not stored, but it is read.
+        self._bias, self._scale = (
+            None if x is None else _padded(x, lib.nova_linear_columns(self._desc)) for x in (bias, scale)
+        )
+        desc.weight = weight.data_ptr()
+        desc.bias = None if self._bias is None else self._bias.data_ptr()
+        desc.scale = None if self._scale is None else self._scale.data_ptr()
+        self.weight_bytes = sum(x.nbytes for x in (weight, self._bias, self._scale) if x is not None)
         self._flops_per_row = 2 * self.out_features * self.in_features
         self._linear = lib.nova_linear
         self._rows = lib.nova_linear_rows
@@ -64,11 +69,6 @@ class NativeLinear:
             return "the weight is empty"
         return None
 
-    @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:
-        """Take weight [N, K] and bias [N] into the packed layout; neither is referred to afterwards."""
-        return cls(weight, bias)
-
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] -> [M, N], same dtype. Rows of `x` may lie apart, elements of a row may not."""
         rows, columns = x.shape
@@ -81,10 +81,36 @@ class NativeLinear:
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight as given: int64 [n] -> [n, K], bit for bit."""
+        """Rows of the weight: int64 [n] -> [n, K]."""
         assert ids.dtype == torch.int64
         ids = ids.contiguous()
         out = torch.empty((ids.numel(), self.in_features), dtype=self.dtype)
         threads = num_threads() if ids.numel() >= PARALLEL_ROWS_MIN else 1
         self._rows(self._desc, ids.data_ptr(), ids.numel(), out.data_ptr(), threads)
         return out
+
+
+class NativeLinear(PackedLinear):
+    """`y = x @ weight.T + bias`, bf16 or fp32, accumulated in fp32 in one fixed order along K.
+
+    `rows` gives the weight's rows bit for bit.
+    """
+
+    name: ClassVar[str] = "native"
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:
+        """Take weight [N, K] and bias [N] into the packed layout; neither is referred to afterwards."""
+        lib = library()
+        desc = LinearDesc(None, None, *weight.shape, DTYPE_CODES[weight.dtype])
+        packed = huge_zeros(lib.nova_linear_bytes(ctypes.byref(desc)))
+        lib.nova_linear_pack(ctypes.byref(desc), weight.contiguous().data_ptr(), packed.data_ptr(), num_threads())
+        return cls(desc, packed, None if bias is None else bias.to(torch.float32, copy=True), None, weight.dtype)
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    if len(x) == length:
+        return x
+    padded = torch.zeros(length, dtype=torch.float32)
+    padded[: len(x)] = x
+    return padded

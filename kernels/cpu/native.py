@@ -43,6 +43,8 @@ class LinearDesc(ctypes.Structure):
         ("n", _L),
         ("k", _L),
         ("dtype", ctypes.c_int32),
+        ("is_int8", ctypes.c_int32),
+        ("scale", _P),
     )
 
 
@@ -111,24 +113,25 @@ class StepDesc(ctypes.Structure):
     )
 
 
+_STATUS = object()  # Status in abi.h: an int that becomes an exception
 _MODEL = ctypes.POINTER(ModelDesc)
 _STEP = ctypes.POINTER(StepDesc)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nova_linear_bytes": (_L, (_DESC,)),
     "nova_linear_columns": (_L, (_DESC,)),
-    "nova_linear_pack": (None, (_DESC, _P, _P, _I)),
-    "nova_linear_rows": (None, (_DESC, _P, _L, _P, _I)),
-    "nova_linear": (None, (_DESC, _P, _L, _L, _P, _I)),
+    "nova_linear_pack": (_STATUS, (_DESC, _P, _P, _I)),
+    "nova_linear_rows": (_STATUS, (_DESC, _P, _L, _P, _I)),
+    "nova_linear": (_STATUS, (_DESC, _P, _L, _L, _P, _I)),
     "nova_cache_block_bytes": (_L, (_CACHE,)),
-    "nova_cache_write": (None, (_CACHE, _I, _P, _L, _P, _L, _P, _L, _I)),
-    "nova_attend": (None, (_CACHE, _I, _P, _L, _P, _L, _P, _P, _L, _F, _P, _I)),
-    "nova_rms_norm": (None, (_I, _P, _L, _P, _F, _P, _L, _L, _I)),
-    "nova_add_rms_norm": (None, (_I, _P, _P, _P, _F, _P, _L, _L, _I)),
-    "nova_silu_mul": (None, (_I, _P, _P, _L, _L, _I)),
-    "nova_rope": (None, (_I, _P, _L, _P, _P, _I, _I, _L, _I)),
+    "nova_cache_write": (_STATUS, (_CACHE, _I, _P, _L, _P, _L, _P, _L, _I)),
+    "nova_attend": (_STATUS, (_CACHE, _I, _P, _L, _P, _L, _P, _P, _L, _F, _P, _I)),
+    "nova_rms_norm": (_STATUS, (_I, _P, _L, _P, _F, _P, _L, _L, _I)),
+    "nova_add_rms_norm": (_STATUS, (_I, _P, _P, _P, _F, _P, _L, _L, _I)),
+    "nova_silu_mul": (_STATUS, (_I, _P, _P, _L, _L, _I)),
+    "nova_rope": (_STATUS, (_I, _P, _L, _P, _P, _I, _I, _L, _I)),
     "nova_read": (ctypes.c_uint64, (_P, _L, _I)),
-    "nova_forward": (None, (_MODEL, _STEP, _I)),
-    "nova_argmax": (None, (_I, _P, _L, _L, _L, _P, _I)),
+    "nova_forward": (_STATUS, (_MODEL, _STEP, _I)),
+    "nova_argmax": (_STATUS, (_I, _P, _L, _L, _L, _P, _I)),
 }
 
 
@@ -146,9 +149,22 @@ def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
     """Give every function of the library its signature."""
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
-        function.restype = result
         function.argtypes = arguments
+        if result is _STATUS:
+            function.restype = _I
+            function.errcheck = _check
+        else:
+            function.restype = result
     return lib
+
+
+def _check(status: int, function: Any, arguments: Any) -> None:
+    """What the library could not throw; the arrays it was to fill hold nothing of use then."""
+    if status == 0:
+        return
+    if status == 1:
+        raise MemoryError(f"{function.__name__} ran out of memory")
+    raise RuntimeError(f"{function.__name__} failed")
 
 
 num_threads = torch.get_num_threads
@@ -158,7 +174,13 @@ def implementations() -> list[tuple[Operation, type]]:
     """What this machine can use, fastest first; raises `KernelUnavailableError` with the reason."""
     library()
     from novainfer.kernels.cpu.attention import NativeAttention
+    from novainfer.kernels.cpu.int8 import NativeInt8Linear
     from novainfer.kernels.cpu.linear import NativeLinear
     from novainfer.kernels.cpu.ops import NativeRowOps
 
-    return [("linear", NativeLinear), ("attention", NativeAttention), ("ops", NativeRowOps)]
+    return [
+        ("linear", NativeLinear),
+        ("linear_int8", NativeInt8Linear),
+        ("attention", NativeAttention),
+        ("ops", NativeRowOps),
+    ]

@@ -1,6 +1,7 @@
 // The row operations as calls of their own.
 #include "ops.h"
 
+#include "abi.h"
 #include "team.h"
 
 using namespace nova;
@@ -74,27 +75,27 @@ void argmax(const void* x, long stride, long m, long n, int64_t* out, int thread
 
 extern "C" {
 
-void nova_rms_norm(int dtype, const void* x, int64_t x_stride, const void* weight, float eps, void* out, int64_t m,
-                   int64_t k, int threads) {
-  BY_TYPE(rms_norm, x, x_stride, weight, eps, out, m, k, threads);
+int nova_rms_norm(int dtype, const void* x, int64_t x_stride, const void* weight, float eps, void* out, int64_t m,
+                  int64_t k, int threads) {
+  return guarded([&] { BY_TYPE(rms_norm, x, x_stride, weight, eps, out, m, k, threads); });
 }
 
-void nova_add_rms_norm(int dtype, const void* x, void* residual, const void* weight, float eps, void* out, int64_t m,
-                       int64_t k, int threads) {
-  BY_TYPE(add_rms_norm, x, residual, weight, eps, out, m, k, threads);
+int nova_add_rms_norm(int dtype, const void* x, void* residual, const void* weight, float eps, void* out, int64_t m,
+                      int64_t k, int threads) {
+  return guarded([&] { BY_TYPE(add_rms_norm, x, residual, weight, eps, out, m, k, threads); });
 }
 
-void nova_silu_mul(int dtype, const void* gate_up, void* out, int64_t m, int64_t width, int threads) {
-  BY_TYPE(silu_mul, gate_up, out, m, width, threads);
+int nova_silu_mul(int dtype, const void* gate_up, void* out, int64_t m, int64_t width, int threads) {
+  return guarded([&] { BY_TYPE(silu_mul, gate_up, out, m, width, threads); });
 }
 
-void nova_rope(int dtype, void* qkv, int64_t stride, const float* cos_sin, const int64_t* positions, int heads,
-               int head_dim, int64_t m, int threads) {
-  BY_TYPE(rope, qkv, stride, cos_sin, positions, heads, head_dim, m, threads);
+int nova_rope(int dtype, void* qkv, int64_t stride, const float* cos_sin, const int64_t* positions, int heads,
+              int head_dim, int64_t m, int threads) {
+  return guarded([&] { BY_TYPE(rope, qkv, stride, cos_sin, positions, heads, head_dim, m, threads); });
 }
 
-void nova_argmax(int dtype, const void* x, int64_t stride, int64_t m, int64_t n, int64_t* out, int threads) {
-  BY_TYPE(argmax, x, stride, m, n, out, threads);
+int nova_argmax(int dtype, const void* x, int64_t stride, int64_t m, int64_t n, int64_t* out, int threads) {
+  return guarded([&] { BY_TYPE(argmax, x, stride, m, n, out, threads); });
 }
 
 }  // extern "C"

@@ -12,6 +12,7 @@
 #include <climits>
 #include <cstdint>
 #include <mutex>
+#include <new>
 
 namespace nova {
 namespace {
@@ -38,6 +39,7 @@ struct Pool {
   alignas(64) std::atomic<uint64_t> ticket{0};  // loop number (high half) and items not begun (low half)
   alignas(64) std::atomic<uint32_t> done{0};    // items ended
   std::atomic<uint32_t> caller_sleeps{0};
+  std::atomic<bool> failed{false};  // one of the items
   alignas(64) std::atomic<uint32_t> calls{0};  // futex of the sleeping helpers
   std::atomic<int> sleepers{0};
   std::atomic<int> wanted{0};  // helpers of this number and above stay out
@@ -50,7 +52,11 @@ struct Pool {
       if ((uint32_t)t == 0) return false;
     } while (!ticket.compare_exchange_weak(t, t - 1, std::memory_order_acq_rel, std::memory_order_acquire));
     const long total = n;
-    function(context, total - (long)(uint32_t)t);
+    try {
+      function(context, total - (long)(uint32_t)t);
+    } catch (...) {  // out of memory: nothing else is thrown in this library
+      failed.store(true, std::memory_order_relaxed);
+    }
     if ((long)done.fetch_add(1) + 1 == total && caller_sleeps.load()) wake(done, 1);
     return true;
   }
@@ -73,12 +79,18 @@ struct Pool {
   void share(long items, void (*f)(void*, long), void* c) {
     function = f, context = c, n = items;
     done.store(0, std::memory_order_relaxed);
+    failed.store(false, std::memory_order_relaxed);
     const uint64_t loop = (ticket.load(std::memory_order_relaxed) >> 32) + 1;
     ticket.store(loop << 32 | (uint64_t)items);
     calls.fetch_add(1);
     if (sleepers.load() > 0) wake(calls, wanted.load() < helpers ? INT_MAX : (int)std::min<long>(items - 1, INT_MAX));
     while (take()) {
     }
+    await(items);
+    if (failed.load(std::memory_order_relaxed)) throw std::bad_alloc();
+  }
+
+  void await(long items) {
     for (int spin = 0; spin < SPIN_MAX; spin++) {
       if ((long)done.load(std::memory_order_acquire) == items) return;
       _mm_pause();
@@ -94,7 +106,8 @@ struct Pool {
         Pool* pool;
         int number;
       };
-      auto* start = new Start{this, helpers};
+      auto* start = new (std::nothrow) Start{this, helpers};
+      if (start == nullptr) return;
       pthread_attr_t attributes;
       pthread_attr_init(&attributes);
       pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);

@@ -24,7 +24,8 @@ class Team {
   // How many may work at once.
   int size() const { return size_; }
 
-  // Calls f(i) once for each i in [0, n), in any order and on any of the threads; returns when all are done.
+  // Calls f(i) once for each i in [0, n), in any order and on any of the threads; returns when all are done. Of what
+  // the items throw only std::bad_alloc is passed on, when the others have ended.
   template <class F>
   void loop(long n, F&& f) {
     if (size_ == 1 || n == 1) {

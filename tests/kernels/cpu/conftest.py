@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from novainfer.kernels.cpu import attention, build, forward, linear, native, ops
+from novainfer.kernels.cpu import attention, build, forward, int8, linear, native, ops
 
 LEVELS = ("avx512-bf16", "avx512", "avx2")
 
@@ -24,6 +24,6 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     library = native.bind(ctypes.CDLL(str(build.build_library(isa=flags))))
-    for module in (attention, forward, linear, ops):
+    for module in (attention, forward, int8, linear, ops):
         monkeypatch.setattr(module, "library", lambda: library)
     return name

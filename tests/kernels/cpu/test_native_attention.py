@@ -165,7 +165,7 @@ def test_negative_slots_are_not_written() -> None:
     cache = NativeAttention.allocate(AttentionShape(1, 1, 1, 16, 16), 1, torch.float32, CPU)
     ones = torch.ones(2, 1, 16)
     cache.write(0, ones, ones, torch.tensor([0, -1]))
-    assert int((cache._data.view(torch.float32) != 0).sum()) == 2 * 16
+    assert int((cache.parts[0].view(torch.float32) != 0).sum()) == 2 * 16
 
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:
@@ -184,7 +184,7 @@ def test_memory_is_counted_as_it_is_taken() -> None:
     for dtype in DTYPES:
         per_block = NativeAttention.bytes_per_block(shape, dtype)
         assert per_block == 3 * 2 * 2 * 16 * 64 * dtype.itemsize
-        assert NativeAttention.allocate(shape, 5, dtype, CPU)._data.nbytes == 5 * per_block
+        assert NativeAttention.allocate(shape, 5, dtype, CPU).parts[0].nbytes == 5 * per_block
 
 
 def test_it_says_what_it_cannot_do() -> None:

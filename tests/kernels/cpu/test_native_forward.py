@@ -152,12 +152,12 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts(
     for sequences, sampled in STEPS:
         step = make_step(sequences, sampled)
         embedded = torch.randn(len(step.positions), dims[1], generator=torch.Generator().manual_seed(1)).to(dtype)
-        model.cache._data[:] = 0
+        model.cache.parts[0][:] = 0
         expected = model.by_parts(embedded.clone(), step)
-        written = model.cache._data.clone()
-        model.cache._data[:] = 0
+        written = model.cache.parts[0].clone()
+        model.cache.parts[0][:] = 0
         got = model.forward(embedded.clone(), step)
-        assert torch.equal(model.cache._data, written)
+        assert torch.equal(model.cache.parts[0], written)
         if expected is None:
             assert got is None
         else:

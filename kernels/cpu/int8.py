@@ -1,0 +1,51 @@
+"""Matrix products over int8 weights packed for this CPU's vectors (linear.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from novainfer.kernels.cpu.linear import PackedLinear
+from novainfer.kernels.cpu.memory import huge_zeros
+from novainfer.kernels.cpu.native import DTYPE_CODES, LinearDesc, library, num_threads
+from novainfer.kernels.int8 import put_in_parts, quantised
+
+__all__ = ["NativeInt8Linear"]
+
+
+class NativeInt8Linear(PackedLinear):
+    """int8 rows times fp32 scales; activations as they are, bf16 or fp32, accumulated in fp32 in one fixed order."""
+
+    name: ClassVar[str] = "native-int8"
+
+    @classmethod
+    def empty(
+        cls, out_features: int, in_features: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """Room for a weight [out_features, in_features]; `put` fills it."""
+        lib = library()
+        desc = LinearDesc(None, None, out_features, in_features, DTYPE_CODES[dtype], 1)
+        packed = huge_zeros(lib.nova_linear_bytes(ctypes.byref(desc)))
+        scale = torch.zeros(lib.nova_linear_columns(ctypes.byref(desc)), dtype=torch.float32)
+        return cls(desc, packed, None if bias is None else bias.to(torch.float32, copy=True), scale, dtype)
+
+    def put(self, first: int, rows: Tensor) -> None:
+        """Quantise rows [n, K] and pack them as rows `first` on; `first` is a multiple of `PART_ROWS`."""
+        q, scale = quantised(rows)
+        assert self._scale is not None
+        self._scale[first : first + len(rows)] = scale
+        before = LinearDesc(None, None, first, self.in_features, self.desc.dtype, 1)
+        part = LinearDesc(None, None, len(rows), self.in_features, self.desc.dtype, 1)
+        lib = library()
+        address = self.weight.data_ptr() + lib.nova_linear_bytes(ctypes.byref(before))
+        lib.nova_linear_pack(ctypes.byref(part), q.data_ptr(), address, num_threads())
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:
+        """Quantise and pack weight [N, K]; bias [N] stays as it is."""
+        packed = cls.empty(weight.shape[0], weight.shape[1], bias, weight.dtype, weight.device)
+        put_in_parts(packed, lambda first, last: weight[first:last])
+        return packed
