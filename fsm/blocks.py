@@ -183,6 +183,14 @@ class BlockPool:
         if revived:  # they came out of the middle: sort by recency again
             self._cached = OrderedDict.fromkeys(sorted(self._cached, key=self._released_at.__getitem__))
 
+    def forget(self) -> None:
+        """What the blocks held is gone; nobody owns any: all are free, and none has a name."""
+        assert not any(self._refs), "blocks that somebody owns cannot be forgotten"
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._index.clear()
+        self._name = [b""] * self.num_blocks
+
     def _put_back(self, block: int) -> None:
         self._releases += 1
         self._released_at[block] = self._releases
@@ -220,3 +228,29 @@ class BlockPool:
             assert self._name[block] == name, f"block {block} is indexed under a name it does not have"
         assert all(self._name[block] in self._index for block in self._cached), "a cached block nobody can find"
         assert not any(self._name[block] for block in self._free), "a free block has a name"
+
+
+class HostPool:
+    """Room for copies of `num_blocks` blocks in the host's memory; each is free, or owned by one request."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody owns."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks, which must be free."""
+        assert count <= len(self._free), "the caller has looked at num_free"
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give them back."""
+        self._free.extend(blocks)
+
+    def check(self, owned: Iterable[int]) -> None:
+        """Assert that every block has one owner, or is free."""
+        assert sorted([*self._free, *owned]) == list(range(self.num_blocks)), "a host block has two owners, or none"

@@ -5,8 +5,10 @@
                                │                            └────StepDone─────┘      │ StepFailed
                                └──Batch without a plan── ROLLBACK ◀──────────────────┘
                                                             └──Batch: a smaller step──▶ WAITING_WORKER
+    IDLE, SCHEDULING, WAITING_WORKER, ROLLBACK ──WorkerLost──▶ RECOVERING ──WorkerReady──▶ SCHEDULING
 
-SCHEDULING and ROLLBACK both wait for the scheduler's Batch; the second says that a step was lost. One step is four
+SCHEDULING and ROLLBACK both wait for the scheduler's Batch; the second says that a step was lost. In RECOVERING the
+worker is gone and another one comes up: streams stay open, and requests may come and go. One step is four
 messages, whatever its size: MakeBatch, Batch, Launch, StepDone. A plan is launched before the outputs of the step
 before it are handed on, so that the device never waits for readers. Any state goes to STOPPED.
 """
@@ -38,12 +40,15 @@ from novainfer.fsm.events import (
     PauseRequest,
     Resume,
     ResumeRequest,
+    Settled,
     StepDone,
     StepFailed,
     Stop,
     Submit,
     WorkerFailed,
+    WorkerLost,
     WorkerReady,
+    ended_early,
 )
 from novainfer.fsm.machine import Machine, Table, ignore, never, on, stay, table
 
@@ -56,11 +61,13 @@ class EngineState(StrEnum):
     SCHEDULING = "SCHEDULING"
     WAITING_WORKER = "WAITING_WORKER"
     ROLLBACK = "ROLLBACK"
+    RECOVERING = "RECOVERING"
     STOPPED = "STOPPED"
 
 
 S = EngineState
-BUSY = (S.SCHEDULING, S.WAITING_WORKER, S.ROLLBACK)
+STEPPING = (S.SCHEDULING, S.WAITING_WORKER, S.ROLLBACK)
+BUSY = (*STEPPING, S.RECOVERING)
 CYCLE = (S.IDLE, *BUSY)
 CLOSED_GATE = "the gate opens when the worker is warm"
 
@@ -83,12 +90,18 @@ class Engine(Machine):
             StepDone,
             StepFailed,
             WorkerReady,
+            WorkerLost,
             WorkerFailed,
             Stop,
         ),
         on(S.STARTING, WorkerReady, "_ready", S.IDLE),
-        never(CYCLE, WorkerReady, "the worker comes up once"),
+        on(S.RECOVERING, WorkerReady, "_recovered", S.SCHEDULING),
+        never((S.IDLE, *STEPPING), WorkerReady, "it comes up once, and once after each loss"),
         ignore(S.STOPPED, WorkerReady, "it was stopped while the worker came up"),
+        on((S.IDLE, *STEPPING), WorkerLost, "_lost", S.RECOVERING),
+        never(S.STARTING, WorkerLost, "a worker that never came up has failed"),
+        never(S.RECOVERING, WorkerLost, "what is lost while it comes up again was never said to be ready"),
+        ignore(S.STOPPED, WorkerLost, "its streams have ended"),
         on((S.STARTING, *CYCLE), WorkerFailed, "_worker_failed", S.STOPPED),
         ignore(S.STOPPED, WorkerFailed, "everything has ended already"),
         on(S.IDLE, Arrive, "_arrive", S.IDLE, S.SCHEDULING),
@@ -106,7 +119,7 @@ class Engine(Machine):
         never(S.STARTING, Cancel, CLOSED_GATE),
         ignore(S.STOPPED, Cancel, "its stream has ended"),
         stay(CYCLE, CancelAll, "_cancel_all"),
-        ignore(S.STARTING, CancelAll, "nothing has arrived yet"),
+        never(S.STARTING, CancelAll, CLOSED_GATE),
         ignore(S.STOPPED, CancelAll, "every stream has ended"),
         stay(CYCLE, Pause, "_pause"),
         never(S.STARTING, Pause, CLOSED_GATE),
@@ -116,6 +129,7 @@ class Engine(Machine):
         never(S.STARTING, Resume, CLOSED_GATE),
         ignore(S.STOPPED, Resume, "its stream has ended"),
         on((S.SCHEDULING, S.ROLLBACK), Batch, "_batch", S.WAITING_WORKER, S.SCHEDULING, S.IDLE),
+        on(S.RECOVERING, Batch, "_stale_batch", S.RECOVERING),
         never((S.STARTING, S.IDLE, S.WAITING_WORKER), Batch, "the scheduler answers MakeBatch, once"),
         ignore(S.STOPPED, Batch, "its streams have ended"),
         stay(CYCLE, Outputs, "_outputs"),
@@ -123,10 +137,12 @@ class Engine(Machine):
         ignore(S.STOPPED, Outputs, "its streams have ended"),
         on(S.WAITING_WORKER, StepDone, "_step_done", S.SCHEDULING, S.WAITING_WORKER),
         ignore((S.IDLE, S.SCHEDULING, S.ROLLBACK), StepDone, "it came twice"),
+        ignore(S.RECOVERING, StepDone, "it came twice: the step was settled before its worker was lost"),
         never(S.STARTING, StepDone, CLOSED_GATE),
         ignore(S.STOPPED, StepDone, "its streams have ended"),
         on(S.WAITING_WORKER, StepFailed, "_step_failed", S.ROLLBACK, S.WAITING_WORKER),
         ignore((S.IDLE, S.SCHEDULING, S.ROLLBACK), StepFailed, "it came twice"),
+        ignore(S.RECOVERING, StepFailed, "it came twice: the step was settled before its worker was lost"),
         never(S.STARTING, StepFailed, CLOSED_GATE),
         ignore(S.STOPPED, StepFailed, "its streams have ended"),
         on((S.STARTING, *CYCLE), Stop, "_stop", S.STOPPED),
@@ -139,25 +155,55 @@ class Engine(Machine):
         super().__init__(S.STARTING)
         self._encoding: dict[int, Arrive] = {}  # streams at the tokenizer
         self._live: dict[int, dict[int, int]] = {}  # stream -> its requests that have not ended, and their choices
-        self._last_arrived = -1
-        self._tombstones: dict[int, Cause] = {}  # cancels that overtook their Arrive
+        self._num_arrived = 0
+        # Cancels that overtook their Arrive, each with the number of Arrives by which it must have come, and the same
+        # of the last CancelAll.
+        self._tombstones: dict[int, tuple[Cause, int]] = {}
+        self._cancelled_all: tuple[Cause, int] | None = None
         self._next_request_id = 0
         self._work_sent = 0  # Submit and Resume messages sent to the scheduler
         self._step: tuple[int, int] = (-1, -1)  # (step_id, epoch) of the step at the worker
+        self._epoch = 0  # of the worker that is up, or was last
 
     @property
     def num_streams(self) -> int:
         """Streams that have arrived and not ended."""
         return len(self._encoding) + len(self._live)
 
+    def is_encoding(self, stream_id: int) -> bool:
+        """True while the stream's prompt is at the tokenizer."""
+        return stream_id in self._encoding
+
     # ---- coming up and going down --------------------------------------------------------------------------------
 
     def _ready(self, event: WorkerReady) -> EngineState:
-        configure = Configure(event.num_blocks, event.max_model_len, event.vocab_size, event.eos_token_ids)
-        self._send("scheduler", configure)
+        self._configure(event)
         self._send("gate", Open())
         self._send("client", event)
         return S.IDLE
+
+    def _recovered(self, event: WorkerReady) -> EngineState:
+        self._configure(event)
+        self._send("scheduler", MakeBatch())
+        return S.SCHEDULING
+
+    def _configure(self, event: WorkerReady) -> None:
+        self._epoch = event.epoch
+        configure = Configure(
+            event.num_blocks,
+            event.max_model_len,
+            event.vocab_size,
+            event.eos_token_ids,
+            event.epoch,
+            event.num_host_blocks,
+            event.modes,
+        )
+        self._send("scheduler", configure)
+
+    def _lost(self, event: WorkerLost) -> EngineState:
+        self._step = (-1, -1)
+        self._send("scheduler", event)
+        return S.RECOVERING
 
     def _worker_failed(self, event: WorkerFailed) -> EngineState:
         self._send("client", event)
@@ -172,16 +218,14 @@ class Engine(Machine):
         return S.STOPPED
 
     def _too_late(self, event: Arrive) -> EngineState:
-        self._send("streams", _ended(event.stream_id, End(cause=Cause.DRAIN)))
+        self._send("streams", ended_early(event.stream_id, End(cause=Cause.DRAIN)))
         return S.STOPPED
 
     # ---- streams -------------------------------------------------------------------------------------------------
 
     def _arrive(self, event: Arrive) -> StrEnum:
-        self._last_arrived = event.stream_id
-        if event.params.timeout_s is not None:
-            self._after(event.params.timeout_s, Cancel(event.stream_id, Cause.TIMEOUT))
-        cause = self._tombstones.pop(event.stream_id, None)
+        self._num_arrived += 1
+        cause = self._cancelled_before(event.stream_id)
         if cause is not None:
             return self._end_unsubmitted(event.stream_id, End(cause=cause))
         if isinstance(event.prompt, list):
@@ -190,10 +234,21 @@ class Engine(Machine):
         self._send("tokenizer", Encode(event.stream_id, event.prompt))
         return self.state
 
+    def _cancelled_before(self, stream_id: int) -> Cause | None:
+        """Why the stream that has just arrived was cancelled on its way, if it was."""
+        found = self._tombstones.get(stream_id) or self._cancelled_all
+        num_arrived = self._num_arrived
+        if self._tombstones:  # of streams that had ended already: what they waited for does not come
+            self._tombstones = {s: t for s, t in self._tombstones.items() if s != stream_id and t[1] > num_arrived}
+        if self._cancelled_all is not None and self._cancelled_all[1] <= num_arrived:
+            self._cancelled_all = None
+        return found[0] if found is not None else None
+
     def _encoded(self, event: Encoded) -> StrEnum:
         arrival = self._encoding.pop(event.stream_id, None)
         if arrival is None:  # it was cancelled meanwhile
             return self.state
+        self._send("gate", Settled(event.stream_id, len(event.token_ids)))
         return self._submit(arrival, event.token_ids)
 
     def _encode_failed(self, event: EncodeFailed) -> StrEnum:
@@ -226,13 +281,15 @@ class Engine(Machine):
                 self._send("scheduler", CancelRequest(request_id, event.cause), urgent=True)
         elif self._encoding.pop(event.stream_id, None) is not None:
             return self._end_unsubmitted(event.stream_id, End(cause=event.cause))
-        elif event.stream_id > self._last_arrived:
-            self._tombstones[event.stream_id] = event.cause
+        elif event.arrived > self._num_arrived:
+            self._tombstones.setdefault(event.stream_id, (event.cause, event.arrived))
         return self.state
 
     def _cancel_all(self, event: CancelAll) -> StrEnum:
         for stream_id in [*self._encoding, *self._live]:
             self._cancel(Cancel(stream_id, event.cause))
+        if event.arrived > self._num_arrived:
+            self._cancelled_all = (event.cause, event.arrived)
         return self.state
 
     def _pause(self, event: Pause) -> StrEnum:
@@ -247,7 +304,7 @@ class Engine(Machine):
         return self._wake()
 
     def _end_unsubmitted(self, stream_id: int, end: End) -> StrEnum:
-        self._send("streams", _ended(stream_id, end))
+        self._send("streams", ended_early(stream_id, end))
         self._send("gate", Departed([stream_id]))
         return self.state
 
@@ -261,20 +318,31 @@ class Engine(Machine):
         return self.state
 
     def _batch(self, event: Batch) -> EngineState:
+        if event.epoch != self._epoch:  # it was asked for before the worker was lost; the next one is on its way
+            self._hand_on(event)
+            return S.SCHEDULING
         if event.plan is not None:
             self._step = (event.plan.step_id, event.plan.epoch)
             self._send("worker", Launch(event.plan))
-        if event.outputs:
-            self._send("streams", Outputs(event.outputs))
-            self._settle(event.outputs)
-        if event.started:
-            self._send("gate", Departed(event.started))
+        self._hand_on(event)
         if event.plan is not None:
             return S.WAITING_WORKER
         if event.work_seen != self._work_sent:  # more came while the scheduler planned
             self._send("scheduler", MakeBatch())
             return S.SCHEDULING
         return S.IDLE
+
+    def _stale_batch(self, event: Batch) -> EngineState:
+        self._hand_on(event)
+        return S.RECOVERING
+
+    def _hand_on(self, batch: Batch) -> None:
+        """What a batch brings besides its plan."""
+        if batch.outputs:
+            self._send("streams", Outputs(batch.outputs))
+            self._settle(batch.outputs)
+        if batch.started:
+            self._send("gate", Departed(batch.started))
 
     def _outputs(self, event: Outputs) -> StrEnum:
         self._send("streams", event)
@@ -312,8 +380,3 @@ class Engine(Machine):
             return S.WAITING_WORKER
         self._send("scheduler", MakeBatch(event))
         return S.ROLLBACK
-
-
-def _ended(stream_id: int, end: End) -> Outputs:
-    """The end of a stream that the scheduler never saw."""
-    return Outputs([Output(-1, stream_id, 0, [], "", end=end)])

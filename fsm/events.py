@@ -35,6 +35,7 @@ class Fault(StrEnum):
     EXCEPTION = "exception"
     TIMEOUT = "timeout"  # it took longer than its deadline, or its process no longer says that it lives
     LOST = "lost"  # the process of the device is gone
+    SWITCH = "switch"  # the device could not change its mode for the step
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,16 +64,22 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """End the stream, whatever state it is in; legal always, and twice is as good as once."""
+    """End the stream, whatever state it is in; legal always, and twice is as good as once.
+
+    It goes to the gate, which may have the stream on its overflow list, and passes it on to the engine; `arrived` is
+    how many Arrives the gate had sent by then. It may overtake them; the engine counts those it has seen.
+    """
 
     stream_id: int
     cause: Cause
+    arrived: int = 0
 
 
 class CancelAll(msgspec.Struct, frozen=True):
-    """End every stream."""
+    """End every stream; it goes to the gate and, with `arrived` as in `Cancel`, on to the engine."""
 
     cause: Cause
+    arrived: int = 0
 
 
 class Drain(msgspec.Struct, frozen=True):
@@ -90,17 +97,34 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """The gate's answer to an Arrive it will not take: `reason` is "overloaded", "draining" or "closed"."""
+    """The gate's answer to an Arrive it will not take: `reason` is "overloaded", "draining" or "closed".
+
+    `limit` says what is exhausted when overloaded: "requests", "tokens", or "overflow" for who wanted to wait.
+    """
 
     stream_id: int
     reason: str
     message: str
+    limit: str = ""
 
 
 class Departed(msgspec.Struct, frozen=True):
     """The engine's word to the gate: these streams have left the queue (they run, or have ended)."""
 
     stream_ids: list[int]
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """The engine's word to the gate: this prompt, whose length was guessed, has `num_tokens` tokens."""
+
+    stream_id: int
+    num_tokens: int
+
+
+class QueueOver(msgspec.Struct, frozen=True):
+    """Timer of the gate: this stream has waited for as long as it was willing to."""
+
+    stream_id: int
 
 
 # ---- engine <-> tokenizer -----------------------------------------------------------------------------------------
@@ -247,6 +271,11 @@ class Outputs(msgspec.Struct, frozen=True):
     outputs: list[Output]
 
 
+def ended_early(stream_id: int, end: End) -> Outputs:
+    """The end of a stream that the scheduler never saw."""
+    return Outputs([Output(-1, stream_id, 0, [], "", end=end)])
+
+
 # ---- engine <-> worker --------------------------------------------------------------------------------------------
 
 
@@ -352,6 +381,13 @@ class Read(msgspec.Struct, frozen=True):
 
 class Finished(msgspec.Struct, frozen=True):
     """All choices have ended well, and everything was read."""
+
+
+class StallOver(msgspec.Struct, frozen=True):
+    """Timer of a stream: its reader has taken nothing for too long, if `serial` is still that of the stall."""
+
+    stream_id: int
+    serial: int
 
 
 # ---- anybody -> incidents ------------------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ prompts before it still need; it waits for nobody's blocks half-way.
 A prefix that another request is computing is not computed twice: planned in the same step or cached, its blocks are
 shared; if its turn comes in a later step, the newcomer waits for it by name, and becomes the producer itself when
 the first one ends.
+
+Who is preempted leaves its KV on the host, if there is room: the next step copies it out before anything is computed,
+and the one that takes it in again copies it back. Paused requests are preempted first, also for want of slots.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from novainfer.fsm.blocks import BlockPool, Journal
+from novainfer.fsm.blocks import BlockPool, HostPool, Journal
 from novainfer.fsm.events import StepPlan
-from novainfer.fsm.request import ADMIT, PREEMPT, UNADMIT, Request, RequestState
+from novainfer.fsm.request import ADMIT, FETCH, LOSE, PREEMPT, RECOVER, UNADMIT, Request, RequestState
 
 SHORT_SHARE = 4  # 1/4 of the chunk is kept for short prompts while a long one is ahead of them
 SHORT_LOOKAHEAD = 32  # waiting requests looked at to see whether a short one is there: bounds the scan of a long queue
@@ -46,20 +49,32 @@ class Flight(msgspec.Struct, gc=False):
     journal: Journal
     departed: list[Request]  # ended while the step was on the device; they own their blocks until it returns
     fulfilled: list[tuple[bytes, Request]]  # promised names that this step computes, and who had promised them
+    fetched: list[Request]  # of `admitted`, those whose KV this step copies back from the host
+    swapped: dict[
+        int, tuple[Request, list[int]]
+    ]  # whose KV it copies to the host, by request id, and from which blocks
+    mode: str = "full"  # what the device has to compute in
     before: object = None  # what `Planner.probe` gave before the step was planned
 
 
 class Planner:
     """The queue, the running requests and the pool; plans steps and takes them back."""
 
-    def __init__(self, limits: Limits, num_blocks: int) -> None:
+    def __init__(self, limits: Limits, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.limits = limits
         self.pool = BlockPool(num_blocks, limits.block_size)
-        self.waiting: list[Request] = []  # WAITING and PREEMPTED, in order of arrival
-        self.running: dict[int, Request] = {}  # PREFILL, DECODE and PAUSED, in order of admission
+        self.host = HostPool(num_host_blocks)
+        self.waiting: list[Request] = []  # WAITING, PREEMPTED and RECOVERING, in order of arrival
+        self.running: dict[int, Request] = {}  # those that have a slot and blocks, in order of admission
+        self.parked: dict[int, Request] = {}  # PAUSED without a slot or blocks
+        self.overstayed: set[int] = set()  # PAUSED for too long: they are parked before the next step
+        self.leaving: dict[int, tuple[Request, list[int]]] = {}  # whose KV the next step copies out, as Flight.swapped
+        self.max_running = limits.max_num_seqs  # requests and
+        self.max_tokens = limits.max_num_batched_tokens  # tokens in one step; less while memory is short
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.producers: dict[bytes, int] = {}  # block name -> the running request that will compute it
         self.num_preemptions = 0
+        self.num_swapped_out = self.num_swapped_in = 0  # blocks
         self.probe: Callable[[], object] | None = None  # the simulator's: what a rollback has to give back
 
     # ---- queue ---------------------------------------------------------------------------------------------------
@@ -73,8 +88,9 @@ class Planner:
         if request.request_id in self.running:
             del self.running[request.request_id]
             self.release(request)
-        elif request in self.waiting:
+        elif self.parked.pop(request.request_id, None) is None and request in self.waiting:
             self.waiting.remove(request)
+        self.drop_host(request)
 
     def release(self, request: Request) -> None:
         """Give back the blocks, the slot and the promises of `request`."""
@@ -84,6 +100,43 @@ class Planner:
             self.free_slots.append(request.slot)
             request.slot = -1
         self._stop_producing(request)
+
+    def drop_host(self, request: Request) -> None:
+        """Give back what `request` has on the host: it is here again, has ended, or its copy cannot be trusted."""
+        self.host.release(request.host_blocks)
+        request.host_blocks = []
+        request.num_swapped = 0
+        self.leaving.pop(request.request_id, None)
+
+    def park(self, request: Request) -> None:
+        """Take slot and blocks of a paused request that is not in the step on the device."""
+        self._preempt(request)
+
+    def unpark(self, request: Request) -> None:
+        """Its reader is back: queue it again."""
+        del self.parked[request.request_id]
+        self.enqueue(request)
+
+    def lose(self) -> None:
+        """The worker is gone, and with it every block, here and on the host; nothing is in flight."""
+        for request in list(self.running.values()):
+            del self.running[request.request_id]
+            self.release(request)
+            request.handle(LOSE)
+            if request.state is RequestState.RECOVERING:
+                self.enqueue(request)
+            else:
+                self.parked[request.request_id] = request
+        for request in (*self.waiting, *self.parked.values()):
+            self.drop_host(request)
+        self.overstayed.clear()
+        self.pool.forget()
+
+    def recover(self) -> None:
+        """There is a worker again, with as many blocks as before."""
+        for request in self.waiting:
+            if request.state is RequestState.RECOVERING:
+                request.handle(RECOVER)
 
     # ---- planning ------------------------------------------------------------------------------------------------
 
@@ -96,6 +149,8 @@ class Planner:
         decision of its own, which stays when the step is rolled back.
         """
         while True:
+            if only is None:
+                self._make_slots()
             self._make_room(only)
             draft = _Draft(self, step_id, epoch, chunk, only)
             draft.flight.before = self.probe() if self.probe else None
@@ -103,7 +158,8 @@ class Planner:
             draft.add_decodes()
             draft.add_prefills()
             self.pool.close()
-            if draft.flight.rows:
+            if draft.flight.rows or draft.flight.fetched:
+                draft.add_swaps()
                 return draft.plan, draft.flight
             # Nothing fits. If somebody wants to run, take the blocks of whoever loses least, and try again.
             wants_to_run = [r for r in (*self.running.values(), *self.waiting) if _runnable(r, only)]
@@ -131,8 +187,35 @@ class Planner:
             if not request.ended and request.state is RequestState.PREFILL:
                 self.producers[name] = request.request_id
                 request.producing.add(name)
+        for request_id, (request, blocks) in flight.swapped.items():
+            if launched:  # what was copied may have been overwritten first
+                self.drop_host(request)
+            elif request.host_blocks:  # it has not ended meanwhile
+                self.leaving[request_id] = request, blocks
+        self.settle(flight)
+
+    def settle(self, flight: Flight) -> None:
+        """What ended while `flight` was on the device gives back what it owns."""
         for request in flight.departed:
             self.release(request)
+            self.drop_host(request)
+
+    def _make_slots(self) -> None:
+        """Park who has overstayed, and as many paused requests as there are others in want of a slot."""
+        for request_id in sorted(self.overstayed):
+            request = self.running.get(request_id)
+            if request is not None and request.state is RequestState.PAUSED:
+                self._preempt(request)
+        self.overstayed.clear()
+        while self.waiting and not (self.free_slots and len(self.running) < self.max_running):
+            paused = next((r for r in self.running.values() if r.state is RequestState.PAUSED), None)
+            if paused is None:
+                break
+            self._preempt(paused)
+        while self.max_running < len(self.running):  # looked at closely only while memory is short
+            active = [r for r in self.running.values() if r.state is not RequestState.PAUSED]
+            if len(active) <= self.max_running or not self._preempt_one(keep=min(active, key=_arrival)):
+                break
 
     def _make_room(self, only: Collection[int] | None) -> None:
         """Preempt until every decoding request, and the oldest one, can have the block that it needs next."""
@@ -158,14 +241,24 @@ class Planner:
         victims = [r for r in self.running.values() if r is not keep and r.blocks]
         if not victims:
             return False
-        victim = min(victims, key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, -r.request_id))
+        self._preempt(min(victims, key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, -r.request_id)))
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        """Take slot and blocks of `victim`, leaving a copy on the host if there is room."""
         self.num_preemptions += 1
+        num_blocks = -(-victim.num_computed // self.limits.block_size)
+        if 0 < num_blocks <= self.host.num_free:
+            victim.host_blocks = self.host.allocate(num_blocks)
+            victim.num_swapped = victim.num_computed
+            self.leaving[victim.request_id] = victim, victim.blocks[:num_blocks]
         self.release(victim)
         victim.handle(PREEMPT)
+        del self.running[victim.request_id]
         if victim.state is RequestState.PREEMPTED:
-            del self.running[victim.request_id]
             self.enqueue(victim)
-        return True
+        else:
+            self.parked[victim.request_id] = victim
 
     # ---- promises ------------------------------------------------------------------------------------------------
 
@@ -200,9 +293,9 @@ class _Draft:
         self.planner = planner
         self.size = limits.block_size
         self.only = only
-        self.budget = limits.max_num_batched_tokens
+        self.budget = planner.max_tokens
         self.chunk = chunk
-        self.flight = Flight(step_id, [], [], [], Journal(), [], [])
+        self.flight = Flight(step_id, [], [], [], Journal(), [], [], [], {})
         self.plan = StepPlan(
             step_id=step_id,
             epoch=epoch,
@@ -265,17 +358,22 @@ class _Draft:
             reserved -= len(request.blocks) - self.flight.rows[-1][2] if used else 0
         admitted: list[Request] = []
         for request in waiting:
-            if left <= 0 or not planner.free_slots:
+            if left <= 0 or not planner.free_slots or len(planner.running) >= planner.max_running:
                 break
             if self.only is None and request.waits_for in planner.producers:
                 continue
-            hits, request.waits_for = self._find_prefix(request)
+            hits, request.waits_for = ([], None) if request.host_blocks else self._find_prefix(request)
             if request.waits_for is not None:
                 continue
             revived = sum(planner.pool.is_cached(block) for block in hits)
             needed = _blocks_for(request, self.size) + 1 - len(hits) + revived
-            if needed > planner.pool.num_available - reserved and any(r.blocks for r in planner.running.values()):
+            if needed > planner.pool.num_available - reserved and planner.running:
                 break  # first come, first served: nobody overtakes by being small
+            if request.host_blocks:
+                self._fetch(request)
+                admitted.append(request)
+                reserved += _blocks_for(request, self.size) - len(request.blocks)
+                continue
             allowance = long_left if request.num_remaining - len(hits) * self.size > short else left
             if allowance <= 0:
                 continue
@@ -308,19 +406,48 @@ class _Draft:
         return hits, None
 
     def _admit(self, request: Request, hits: list[int]) -> None:
-        planner, plan = self.planner, self.plan
         request.handle(ADMIT)
-        request.slot = planner.free_slots.pop()
-        planner.running[request.request_id] = request
-        self.flight.admitted.append(request)
+        self._give_slot(request)
         for block in hits:
-            planner.pool.share(block)
+            self.planner.pool.share(block)
             self._append_block(request, block)
         request.num_computed = len(hits) * self.size
         if request.is_first_output:
             request.num_cached = request.num_computed
+        self.planner._produce(request)
+        self.plan.admissions.append(request.sampling_spec())
+
+    def _fetch(self, request: Request) -> None:
+        """Have this step copy back from the host what `request` had computed."""
+        planner, plan = self.planner, self.plan
+        request.handle(FETCH)
+        self._give_slot(request)
+        self.flight.fetched.append(request)
+        for host_block in request.host_blocks:
+            block = planner.pool.allocate()
+            self._append_block(request, block)
+            plan.swap_in_hosts.append(host_block)
+            plan.swap_in_blocks.append(block)
+        request.num_computed = request.num_swapped
+        if planner.limits.enable_prefix_caching:
+            self._name_blocks(request, 0)
         planner._produce(request)
         plan.admissions.append(request.sampling_spec())
+
+    def _give_slot(self, request: Request) -> None:
+        request.slot = self.planner.free_slots.pop()
+        self.planner.running[request.request_id] = request
+        self.flight.admitted.append(request)
+
+    def add_swaps(self) -> None:
+        """Copy out what was preempted since the last step."""
+        planner, plan = self.planner, self.plan
+        self.flight.swapped, planner.leaving = planner.leaving, {}
+        for request, blocks in self.flight.swapped.values():
+            plan.swap_out_blocks += blocks
+            plan.swap_out_hosts += request.host_blocks
+        planner.num_swapped_out += len(plan.swap_out_blocks)
+        planner.num_swapped_in += len(plan.swap_in_blocks)
 
     def _prefill(self, request: Request, allowance: int, num_blocks: int | None = None) -> int:
         """Add up to `allowance` prompt tokens of `request`; returns how many."""

@@ -3,10 +3,13 @@
     WAITING ──Admit──▶ PREFILL ──Prefilled──▶ DECODE ⇄ PAUSED (its reader is slow)
        ▲ Unadmit ◀────────┘                     │
     PREEMPTED ◀──Preempt── PREFILL, DECODE      └──Finish──▶ FINISHED_*   (from every state)
+       └──Fetch──▶ WAITING_FOR_REMOTE_KVS ──Fetched──▶ PREFILL, DECODE
+    RECOVERING ◀──Lose── PREFILL, DECODE (the worker is gone);  RECOVERING ──Recover──▶ WAITING
 
-A request owns KV blocks and a slot from Admit on; PREEMPTED and the ended states own nothing, except that a request
-ended while its step is on the device keeps what it owns until the step has returned. A PAUSED request keeps its
-blocks while memory lasts: it is the first to be preempted, and then needs a new prefill when its reader comes back.
+A request owns KV blocks and a slot from Admit or Fetch on; PREEMPTED, RECOVERING and the ended states own none, except
+that a request ended while its step is on the device keeps what it owns until the step has returned. A PAUSED request
+keeps its blocks while memory lasts: it is the first to be preempted. What was preempted is computed again from its own
+tokens, or, where there is room on the host for its blocks, fetched from there.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ class RequestState(StrEnum):
     DECODE = "DECODE"
     PAUSED = "PAUSED"
     PREEMPTED = "PREEMPTED"
+    WAITING_FOR_REMOTE_KVS = "WAITING_FOR_REMOTE_KVS"
+    RECOVERING = "RECOVERING"
     FINISHED_STOPPED = "FINISHED_STOPPED"
     FINISHED_LENGTH = "FINISHED_LENGTH"
     FINISHED_ABORTED = "FINISHED_ABORTED"
@@ -41,9 +46,12 @@ class RequestState(StrEnum):
 
 S = RequestState
 ENDED = frozenset(s for s in S if s.name.startswith("FINISHED"))
-CANCELLED = frozenset([S.FINISHED_ABORTED, S.FINISHED_TIMEOUT])
+CANCELLED = frozenset([S.FINISHED_ABORTED, S.FINISHED_TIMEOUT, S.FINISHED_ERROR])
 QUEUED = (S.WAITING, S.PREEMPTED)
-LIVE = (S.WAITING, S.PREFILL, S.DECODE, S.PAUSED, S.PREEMPTED)
+FETCHING = S.WAITING_FOR_REMOTE_KVS
+LIVE = (*QUEUED, S.PREFILL, S.DECODE, S.PAUSED, FETCHING, S.RECOVERING)
+LIVE_BUT_PREEMPTED = tuple(s for s in LIVE if s is not S.PREEMPTED)
+NOTHING_WRITTEN = (*QUEUED, S.PREFILL, FETCHING, S.RECOVERING)  # no token of it is sampled in these states
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -59,7 +67,23 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class Preempt(msgspec.Struct, frozen=True):
-    """Its blocks are needed by an older request; it will be prefilled again from its own tokens."""
+    """Its blocks are needed by an older request; they are copied to the host, or computed again later."""
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """It gets a slot and blocks, into which the step being planned copies back what the host holds."""
+
+
+class Fetched(msgspec.Struct, frozen=True):
+    """Its blocks are back."""
+
+
+class Lose(msgspec.Struct, frozen=True):
+    """The worker is gone, and with it all blocks."""
+
+
+class Recover(msgspec.Struct, frozen=True):
+    """There is a worker again."""
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -69,6 +93,7 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 ADMIT, UNADMIT, PREFILLED, PREEMPT = Admit(), Unadmit(), Prefilled(), Preempt()
+FETCH, FETCHED, LOSE, RECOVER = Fetch(), Fetched(), Lose(), Recover()
 
 
 class Request(Machine):
@@ -76,27 +101,43 @@ class Request(Machine):
 
     TABLE: ClassVar[Table] = table(
         S,
-        (Admit, Unadmit, Prefilled, Preempt, PauseRequest, ResumeRequest, Finish),
+        (Admit, Unadmit, Prefilled, Preempt, Fetch, Fetched, Lose, Recover, PauseRequest, ResumeRequest, Finish),
         on(QUEUED, Admit, "_admit", S.PREFILL),
-        never((S.PREFILL, S.DECODE, S.PAUSED), Admit, "it is admitted already"),
+        never((S.PREFILL, S.DECODE, S.PAUSED, FETCHING), Admit, "it is admitted already"),
+        never(S.RECOVERING, Admit, "there is no worker to be admitted to"),
         never(ENDED, Admit, "an ended request is in no queue"),
-        on(S.PREFILL, Unadmit, "_unadmit", S.WAITING, S.PREEMPTED),
-        never((*QUEUED, S.DECODE, S.PAUSED), Unadmit, "only the step being rolled back can have admitted it"),
+        on((S.PREFILL, FETCHING), Unadmit, "_unadmit", S.WAITING, S.PREEMPTED),
+        never((*QUEUED, S.DECODE, S.PAUSED, S.RECOVERING), Unadmit, "only the step being undone can have admitted it"),
         ignore(CANCELLED, Unadmit, "it was cancelled while the step was on the device"),
         never(ENDED - CANCELLED, Unadmit, "while its step is on the device it can only be cancelled"),
         on(S.PREFILL, Prefilled, "_prefilled", S.DECODE),
-        never((*QUEUED, S.DECODE, S.PAUSED), Prefilled, "only a prefill can complete"),
+        never((*QUEUED, S.DECODE, S.PAUSED, FETCHING, S.RECOVERING), Prefilled, "only a prefill can complete"),
         never(ENDED, Prefilled, "the scheduler drops the tokens of ended requests"),
         on((S.PREFILL, S.DECODE), Preempt, "_preempt", S.PREEMPTED),
         on(S.PAUSED, Preempt, "_stay_paused", S.PAUSED),
-        never(QUEUED, Preempt, "it owns nothing that could be taken"),
+        never((*QUEUED, S.RECOVERING), Preempt, "it owns nothing that could be taken"),
+        never(FETCHING, Preempt, "its step is on the device, and nobody is preempted then"),
         never(ENDED, Preempt, "it owns nothing that could be taken"),
+        on(S.PREEMPTED, Fetch, "_fetch", FETCHING),
+        never(LIVE_BUT_PREEMPTED, Fetch, "the host holds nothing of it"),
+        never(ENDED, Fetch, "an ended request is in no queue"),
+        on(FETCHING, Fetched, "_fetched", S.PREFILL, S.DECODE),
+        never((*QUEUED, S.PREFILL, S.DECODE, S.PAUSED, S.RECOVERING), Fetched, "nothing was fetched for it"),
+        never(ENDED, Fetched, "the scheduler forgets ended requests, and drops what comes for them"),
+        on((S.PREFILL, S.DECODE), Lose, "_lose", S.RECOVERING),
+        never(FETCHING, Lose, "its step is taken back first"),
+        on(S.PAUSED, Lose, "_stay_paused", S.PAUSED),
+        never((*QUEUED, S.RECOVERING), Lose, "it has no blocks to lose"),
+        never(ENDED, Lose, "it has no blocks to lose"),
+        on(S.RECOVERING, Recover, "_recover", S.WAITING),
+        never((*QUEUED, S.PREFILL, S.DECODE, S.PAUSED, FETCHING), Recover, "it had lost nothing"),
+        never(ENDED, Recover, "the scheduler forgets ended requests"),
         on(S.DECODE, PauseRequest, "_pause", S.PAUSED),
-        ignore((*QUEUED, S.PREFILL), PauseRequest, "nothing is written now; a stalled stream asks again"),
+        ignore(NOTHING_WRITTEN, PauseRequest, "nothing is written now; a stalled stream asks again"),
         ignore(S.PAUSED, PauseRequest, "a stalled stream asks at each delivery"),
         never(ENDED, PauseRequest, "the scheduler forgets ended requests, and drops what comes for them"),
         on(S.PAUSED, ResumeRequest, "_resume", S.DECODE, S.PREEMPTED),
-        ignore((*QUEUED, S.PREFILL, S.DECODE), ResumeRequest, "its pause was ignored, or came to nothing"),
+        ignore((*NOTHING_WRITTEN, S.DECODE), ResumeRequest, "its pause was ignored, or came to nothing"),
         never(ENDED, ResumeRequest, "the scheduler forgets ended requests, and drops what comes for them"),
         on(LIVE, Finish, "_finish", *sorted(ENDED)),
         never(ENDED, Finish, "a request ends once"),
@@ -105,15 +146,20 @@ class Request(Machine):
         "blocks",
         "choice",
         "failures",
+        "host_blocks",
         "is_first_output",
+        "losses",
         "max_len",
         "names",
         "num_cached",
         "num_computed",
+        "num_pauses",
         "num_preemptions",
         "num_prompt",
+        "num_swapped",
         "params",
         "producing",
+        "queued_as",
         "request_id",
         "seed",
         "slot",
@@ -146,12 +192,17 @@ class Request(Machine):
         self.num_computed = 0  # tokens whose KV is in `blocks`, the step on the device included
         self.num_cached = 0  # tokens of the prompt that the prefix cache had when it first ran
         self.blocks: list[int] = []
+        self.host_blocks: list[int] = []  # copies of its first `num_swapped` tokens' KV
+        self.num_swapped = 0
         self.slot = -1
         self.names: list[bytes] = []  # of its full blocks, as far as they were needed
         self.producing: set[bytes] = set()  # names others may wait for while it computes them
         self.waits_for: bytes | None = None  # the name it waits for another request to compute
         self.num_preemptions = 0
+        self.num_pauses = 0
         self.failures = 0  # failed steps in which it stood alone
+        self.losses = 0  # steps with it that died with their worker, since its last token
+        self.queued_as = S.WAITING  # the state it was admitted from
         self.is_first_output = True
 
     # ---- questions -----------------------------------------------------------------------------------------------
@@ -200,10 +251,11 @@ class Request(Machine):
     # ---- actions -------------------------------------------------------------------------------------------------
 
     def _admit(self, _: Admit) -> RequestState:
+        self.queued_as = self.state
         return S.PREFILL
 
     def _unadmit(self, _: Unadmit) -> RequestState:
-        return S.PREEMPTED if self.num_preemptions else S.WAITING
+        return self.queued_as
 
     def _prefilled(self, _: Prefilled) -> RequestState:
         return S.DECODE
@@ -213,16 +265,32 @@ class Request(Machine):
         self.num_computed = 0
         return S.PREEMPTED
 
-    def _stay_paused(self, _: Preempt) -> RequestState:
+    def _stay_paused(self, _: Preempt | Lose) -> RequestState:
         self.num_preemptions += 1
         self.num_computed = 0
         return S.PAUSED
 
+    def _fetch(self, _: Fetch) -> RequestState:
+        self.queued_as = self.state
+        return FETCHING
+
+    def _fetched(self, _: Fetched) -> RequestState:
+        was_decoding = self.num_remaining == 1 and not self.is_first_output
+        return S.DECODE if was_decoding else S.PREFILL
+
+    def _lose(self, _: Lose) -> RequestState:
+        self.num_computed = 0
+        return S.RECOVERING
+
+    def _recover(self, _: Recover) -> RequestState:
+        return S.WAITING
+
     def _pause(self, _: PauseRequest) -> RequestState:
+        self.num_pauses += 1
         return S.PAUSED
 
     def _resume(self, _: ResumeRequest) -> RequestState:
-        return S.DECODE if self.blocks else S.PREEMPTED
+        return S.DECODE if self.slot >= 0 else S.PREEMPTED
 
     def _finish(self, event: Finish) -> RequestState:
         return event.state

@@ -2,6 +2,7 @@
 
     STARTING ──Configure──▶ EMPTY ──MakeBatch: something to run──▶ FULL
                               ▲ ◀──MakeBatch(outcome): nothing more ──┘ ↺ MakeBatch(outcome): the next step
+    EMPTY, FULL ──WorkerLost──▶ RECOVERING ──Configure──▶ EMPTY
 
 EMPTY and FULL say how many steps are on the device: none, or as many as may be (one; two and PARTIAL come with
 overlapped steps on CUDA). Every end of a request is decided here, before the next step is planned: end-of-sequence
@@ -9,11 +10,15 @@ and stop tokens, stop strings (text is assembled here, from token bytes), length
 
 A failed step is taken back, and its requests are bisected: half of them are tried alone, then the other half, until
 all have run or the step that fails holds one request. That one is tried once more (with a smaller chunk, if memory
-was short and it is a prompt), and then ends with the error; nobody else does.
+was short and it is a prompt; on the next rung of the ladder, if there is one), and then ends with the error; nobody
+else does. A worker that dies takes nobody with it: all are computed again. When it dies twice under a request that
+got no token in between, that one is tried in halves too, until it has a token; the halves take turns, so that good
+steps come between the bad ones.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import ClassVar
@@ -29,23 +34,31 @@ from novainfer.fsm.events import (
     Configure,
     End,
     Fault,
+    Incident,
+    KeepOver,
     MakeBatch,
     Output,
     Outputs,
     PauseRequest,
+    Quiet,
     ResumeRequest,
     StepDone,
     StepFailed,
     StepPlan,
     Submit,
+    WorkerLost,
 )
+from novainfer.fsm.ladder import Ladder, Pressure, Rung, Switched, SwitchFailed
 from novainfer.fsm.machine import Machine, Table, never, on, stay, table
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.planner import Flight, Limits, Planner
-from novainfer.fsm.request import ENDED, PREFILLED, Finish, Request, RequestState
+from novainfer.fsm.request import ENDED, FETCHED, PREFILLED, Finish, Request, RequestState
 from novainfer.fsm.text import Vocabulary
 
 CHUNK_RECOVERY_STEPS = 64  # good steps after which a chunk that was halved for lack of memory is doubled again
+OOM_STEPS_MAX = 2  # steps of several requests that ran out of memory, with fewer than the above good ones after each
+FAILED_ALONE_MAX = 3  # requests that failed alone, one after the other and without a good step: it is not their fault
+LOSSES_SUSPECT = 2  # workers lost under a request since its last token: once is chance, twice is a reason to look
 TRIES_ALONE = 2  # a request that fails alone is tried once more: the first failure may have been another program's
 
 
@@ -55,9 +68,13 @@ class SchedulerState(StrEnum):
     STARTING = "STARTING"
     EMPTY = "EMPTY"
     FULL = "FULL"
+    RECOVERING = "RECOVERING"
 
 
 S = SchedulerState
+UP = (S.EMPTY, S.FULL)
+KNOWS_REQUESTS = (*UP, S.RECOVERING)
+CLOSED_GATE = "the gate opens when the worker is warm"
 
 STATE_OF_CAUSE = {
     Cause.CLIENT: RequestState.FINISHED_ABORTED,
@@ -65,6 +82,8 @@ STATE_OF_CAUSE = {
     Cause.SIBLING: RequestState.FINISHED_ABORTED,
     Cause.DRAIN: RequestState.FINISHED_ABORTED,
     Cause.TIMEOUT: RequestState.FINISHED_TIMEOUT,
+    Cause.QUEUE: RequestState.FINISHED_TIMEOUT,
+    Cause.STALLED: RequestState.FINISHED_ERROR,
 }
 
 
@@ -83,6 +102,12 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     prefix_query_tokens_total: int
     prefix_hit_tokens_total: int
     finished_total: dict[str, int]
+    worker_losses_total: int = 0
+    swapped_out_blocks_total: int = 0
+    swapped_in_blocks_total: int = 0
+    num_host_blocks: int = 0
+    num_host_blocks_free: int = 0
+    rung: str = Rung.FULL
 
 
 class Scheduler(Machine):
@@ -90,23 +115,48 @@ class Scheduler(Machine):
 
     TABLE: ClassVar[Table] = table(
         S,
-        (Configure, Submit, CancelRequest, PauseRequest, ResumeRequest, MakeBatch),
+        (
+            Configure,
+            Submit,
+            CancelRequest,
+            PauseRequest,
+            ResumeRequest,
+            MakeBatch,
+            WorkerLost,
+            KeepOver,
+            Quiet,
+        ),
         on(S.STARTING, Configure, "_configure", S.EMPTY),
-        never((S.EMPTY, S.FULL), Configure, "the worker comes up once"),
-        stay((S.EMPTY, S.FULL), Submit, "_submit"),
+        on(S.RECOVERING, Configure, "_recover", S.EMPTY),
+        never(UP, Configure, "the worker comes up once, and once after each loss"),
+        stay(KNOWS_REQUESTS, Submit, "_submit"),
         stay(S, CancelRequest, "_cancel"),  # in STARTING: on the control lane it overtakes Configure and its Submit
-        stay((S.EMPTY, S.FULL), PauseRequest, "_pause"),
-        stay((S.EMPTY, S.FULL), ResumeRequest, "_resume"),
+        stay(KNOWS_REQUESTS, PauseRequest, "_pause"),
+        stay(KNOWS_REQUESTS, ResumeRequest, "_resume"),
         on(S.EMPTY, MakeBatch, "_first", S.EMPTY, S.FULL),
         on(S.FULL, MakeBatch, "_next", S.EMPTY, S.FULL),
-        never(S.STARTING, Submit, "the gate opens when the worker is warm"),
-        never(S.STARTING, PauseRequest, "the gate opens when the worker is warm"),
-        never(S.STARTING, ResumeRequest, "the gate opens when the worker is warm"),
+        never(S.RECOVERING, MakeBatch, "the engine waits for the next worker"),
+        on(UP, WorkerLost, "_lost", S.RECOVERING),
+        never(S.RECOVERING, WorkerLost, "a worker that is lost while it comes up was never said to be ready"),
+        stay(KNOWS_REQUESTS, KeepOver, "_keep_over"),
+        stay(KNOWS_REQUESTS, Quiet, "_quiet"),
+        never(S.STARTING, Submit, CLOSED_GATE),
+        never(S.STARTING, PauseRequest, CLOSED_GATE),
+        never(S.STARTING, ResumeRequest, CLOSED_GATE),
         never(S.STARTING, MakeBatch, "the engine waits for the worker"),
+        never(S.STARTING, WorkerLost, "a worker that never came up has failed"),
+        never(S.STARTING, KeepOver, CLOSED_GATE),
+        never(S.STARTING, Quiet, CLOSED_GATE),
     )
 
-    def __init__(self, limits: Limits, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, limits: Limits, vocabulary: Vocabulary, *, stall_keep_s: float = 10.0, ladder_quiet_s: float = 60.0
+    ) -> None:
         super().__init__(S.STARTING)
+        self._stall_keep_s = stall_keep_s
+        self._ladder_quiet_s = ladder_quiet_s
+        self.ladder = Ladder()
+        self._epoch = 0
         self._limits = limits
         self._vocabulary = vocabulary
         self._eos_token_ids: Sequence[int] = ()
@@ -123,8 +173,10 @@ class Scheduler(Machine):
         self._step_id = 0
         self._chunk = limits.prefill_chunk_tokens
         self._good_steps = 0
-        self._suspects: list[list[int]] = []  # groups of request ids to be run alone, the next one last
-        self._steps = self._failures = self._prompt_tokens = self._generated = 0
+        self._suspects: deque[list[int]] = deque()  # groups of request ids to be run alone
+        self._oom_steps = 0  # of several requests, lately
+        self._failed_alone = 0  # requests, since the last good step
+        self._steps = self._failures = self._prompt_tokens = self._generated = self._losses = 0
         self._queried = self._hit = 0
         self._finished: dict[str, int] = dict.fromkeys(sorted(ENDED), 0)
 
@@ -134,7 +186,7 @@ class Scheduler(Machine):
         return SchedulerStatistics(
             num_waiting=len(self.planner.waiting),
             num_running=len(self.planner.running) - paused,
-            num_paused=paused,
+            num_paused=paused + len(self.planner.parked),
             blocks=self.planner.pool.statistics(),
             steps_total=self._steps,
             step_failures_total=self._failures,
@@ -144,14 +196,30 @@ class Scheduler(Machine):
             prefix_query_tokens_total=self._queried,
             prefix_hit_tokens_total=self._hit,
             finished_total=dict(self._finished),
+            worker_losses_total=self._losses,
+            swapped_out_blocks_total=self.planner.num_swapped_out,
+            swapped_in_blocks_total=self.planner.num_swapped_in,
+            num_host_blocks=self.planner.host.num_blocks,
+            num_host_blocks_free=self.planner.host.num_free,
+            rung=self.ladder.state,
         )
 
     # ---- requests come and go ------------------------------------------------------------------------------------
 
     def _configure(self, event: Configure) -> SchedulerState:
-        self.planner = Planner(self._limits, event.num_blocks)
+        self.planner = Planner(self._limits, event.num_blocks, event.num_host_blocks)
+        self.ladder = Ladder(event.modes, quiet_s=self._ladder_quiet_s)
+        self._epoch = event.epoch
         self._eos_token_ids = event.eos_token_ids
         self._max_len = min(event.max_model_len, event.num_blocks * self._limits.block_size)
+        return S.EMPTY
+
+    def _recover(self, event: Configure) -> SchedulerState:
+        planner = self.planner
+        assert event.num_blocks == planner.pool.num_blocks, "Fit is asked for as many blocks as before"
+        self._epoch = event.epoch
+        self._climb(Switched("full"))
+        planner.recover()
         return S.EMPTY
 
     def _submit(self, event: Submit) -> StrEnum:
@@ -199,25 +267,42 @@ class Scheduler(Machine):
 
     def _pause(self, event: PauseRequest) -> StrEnum:
         if (request := self.requests.get(event.request_id)) is not None:
+            num_pauses = request.num_pauses
             request.handle(event)
+            if request.num_pauses > num_pauses:
+                self._after(self._stall_keep_s, KeepOver(request.request_id, request.num_pauses))
         return self.state
 
     def _resume(self, event: ResumeRequest) -> StrEnum:
         self._work_seen += 1
         if (request := self.requests.get(event.request_id)) is not None:
-            was_paused = request.state is RequestState.PAUSED
             request.handle(event)
-            if was_paused and request.state is RequestState.PREEMPTED:
-                del self.planner.running[request.request_id]
-                self.planner.enqueue(request)
+            if request.request_id in self.planner.parked:
+                self.planner.unpark(request)
         return self.state
+
+    def _keep_over(self, event: KeepOver) -> StrEnum:
+        """A reader has been away for long: what it keeps on the device is given to others."""
+        request = self.planner.running.get(event.request_id)
+        if request is None or request.state is not RequestState.PAUSED or request.num_pauses != event.serial:
+            return self.state
+        if self._is_in_flight(request):
+            self.planner.overstayed.add(request.request_id)
+        else:
+            self.planner.park(request)
+        return self.state
+
+    def _is_in_flight(self, request: Request) -> bool:
+        """True while the step on the device reads or writes what `request` owns."""
+        flight = self.flight
+        return flight is not None and (any(row[0] is request for row in flight.rows) or request in flight.fetched)
 
     def _end(self, request: Request, state: RequestState, end: End) -> Output:
         """End `request`; what it owns goes back now, or with its step if that is on the device."""
         request.handle(Finish(state))
         self._finished[state] += 1
         self.requests.pop(request.request_id, None)
-        if self.flight is not None and any(row[0] is request for row in self.flight.rows):
+        if self.flight is not None and self._is_in_flight(request):
             del self.planner.running[request.request_id]
             self.flight.departed.append(request)
         else:
@@ -243,33 +328,40 @@ class Scheduler(Machine):
     def _plan(self, outputs: list[Output]) -> SchedulerState:
         planned: tuple[StepPlan, Flight] | None = None
         while self._suspects and planned is None:
-            group = [i for i in self._suspects[-1] if i in self.requests]
+            group = [i for i in self._suspects[0] if i in self.requests]
             planned = self._try_plan(group) if group else None
             if planned is None:
-                self._suspects.pop()
+                self._suspects.popleft()
         if planned is None:
             planned = self._try_plan(None)
         if planned is None:
             assert not self.planner.waiting, "a waiting request was neither planned nor made room for"
-            self._send("engine", Batch(None, outputs, [], self._work_seen))
+            self._send("engine", Batch(None, outputs, [], self._work_seen, self._epoch))
             return S.EMPTY
         plan, self.flight = planned
+        plan.mode = self.flight.mode = self.ladder.mode
         started = [r.stream_id for r in self.flight.admitted if r.is_first_output]
-        self._send("engine", Batch(plan, outputs, started, self._work_seen))
+        self._send("engine", Batch(plan, outputs, started, self._work_seen, self._epoch))
         return S.FULL
 
     def _try_plan(self, only: list[int] | None) -> tuple[StepPlan, Flight] | None:
         self._step_id += 1
-        return self.planner.plan(self._step_id, 0, self._chunk, only)
+        return self.planner.plan(self._step_id, self._epoch, self._chunk, only)
 
     def _commit(self, flight: Flight, outcome: StepDone) -> list[Output]:
         """Append what was sampled, end what has ended, and say what is new."""
         self._steps += 1
         self._good_steps += 1
+        self._failed_alone = 0
         if self._good_steps % CHUNK_RECOVERY_STEPS == 0:
             self._chunk = min(self._chunk * 2, self._limits.prefill_chunk_tokens)
-        if self._suspects:
-            self._suspects.pop()
+            self._oom_steps = 0
+        if self.ladder.device_mode != flight.mode:
+            self._climb(Switched(flight.mode))
+        for request in flight.fetched:
+            if not request.ended:
+                request.handle(FETCHED)
+                self.planner.drop_host(request)
         assert len(outcome.token_ids) == len(flight.samples), "one token per sampled row"
         logprobs = outcome.logprobs
         prefill, finished = RequestState.PREFILL, ENDED
@@ -281,14 +373,16 @@ class Scheduler(Machine):
             if state is prefill:
                 request.handle(PREFILLED)
             outputs.append(self._append(request, token_id, logprobs[at] if logprobs else None))
-        for request in flight.departed:
-            self.planner.release(request)
+        self.planner.settle(flight)
+        if self._suspects and not any(self.requests[i].losses for i in self._suspects[0] if i in self.requests):
+            self._suspects.popleft()
         return outputs
 
     def _append(self, request: Request, token_id: int, logprob: tuple[float, list[int], list[float]] | None) -> Output:
         """The output for one sampled token."""
         token_ids = request.token_ids
         token_ids.append(token_id)
+        request.losses = 0
         self._generated += 1
         num_generated = len(token_ids) - request.num_prompt
         output = Output(request.request_id, request.stream_id, request.choice, [token_id], "")
@@ -327,33 +421,121 @@ class Scheduler(Machine):
         top = [(i, name(i), value) for i, value in zip(ids, values, strict=True)]
         return TokenLogprob(token_id, name(token_id), logprob, top)
 
+    # ---- what breaks ---------------------------------------------------------------------------------------------
+
     def _roll_back(self, flight: Flight, outcome: StepFailed) -> list[Output]:
         """Take the step back, and decide whom to try next, or who has to end."""
         self._failures += 1
         self._good_steps = 0
-        if self._suspects:
-            self._suspects.pop()
+        was_group = bool(self._suspects)
+        group = self._suspects.popleft() if was_group else []
         self.planner.rollback(flight, launched=outcome.launched)
+        if outcome.fault is Fault.SWITCH:  # the step was not tried
+            if was_group:
+                self._suspects.appendleft(group)
+            self._climb(SwitchFailed(flight.mode, outcome.message))
+            return []
         members = [request for request, _, _ in flight.rows if not request.ended]
         if len(members) > 1:
-            ids = [r.request_id for r in members]
-            half = len(ids) // 2
-            self._suspects += [ids[half:], ids[:half]]
+            if outcome.fault is Fault.OOM:
+                self._oom_steps += 1
+                if self._oom_steps >= OOM_STEPS_MAX:
+                    self._oom_steps = 0
+                    self._shrink(Pressure(outcome.message), flight)
+            self._bisect(members)
+            self._report(outcome, members, "its requests are tried in halves")
             return []
         outputs: list[Output] = []
         for request in members:
-            request.failures += 1
             num_tokens = flight.rows[0][1]
             if outcome.fault is Fault.OOM and num_tokens > self._limits.block_size:
                 self._chunk = max(num_tokens // 2, self._limits.block_size)  # fewer tokens need less memory
                 self._suspects.append([request.request_id])
-            elif request.failures < TRIES_ALONE:
-                self._suspects.append([request.request_id])
+                self._report(outcome, members, f"it is tried with {self._chunk} tokens")
             else:
-                what = "ran out of memory" if outcome.fault is Fault.OOM else "failed"
-                error = End(error=f"the step that computed this request {what}: {outcome.message}")
-                outputs.append(self._end(request, RequestState.FINISHED_ERROR, error))
+                outputs += self._blame(request, outcome, outcome.fault is Fault.OOM, flight)
         return outputs
+
+    def _lost(self, event: WorkerLost) -> SchedulerState:
+        """The worker is gone, and maybe a step with it: what it held is computed again."""
+        self._losses += 1
+        flight, self.flight = self.flight, None
+        if flight is None:
+            self.planner.lose()
+            return S.RECOVERING
+        self._failures += 1
+        if self._suspects:
+            self._suspects.popleft()
+        self.planner.rollback(flight, launched=True)
+        members = [request for request, _, _ in flight.rows if not request.ended]
+        for request in members:
+            request.losses += 1
+        suspects = [request for request in members if request.losses >= LOSSES_SUSPECT]
+        outputs: list[Output] = []
+        if len(members) == len(suspects) == 1:
+            outputs = self._blame(suspects[0], event, False, flight)
+        elif suspects:
+            self._bisect(suspects)
+        self.planner.lose()
+        if outputs:
+            self._send("engine", Outputs(outputs))
+        return S.RECOVERING
+
+    def _bisect(self, members: list[Request]) -> None:
+        """Try half of them alone, then the other half, after those that are to be tried already."""
+        ids = [r.request_id for r in members]
+        half = (len(ids) + 1) // 2
+        self._suspects += [ids[:half], ids[half:]]
+
+    def _blame(self, request: Request, what: StepFailed | WorkerLost, is_short: bool, flight: Flight) -> list[Output]:
+        """A step failed in which `request` stood alone: try it once more, or on a lower rung; else it ends."""
+        request.failures += 1
+        if request.failures < TRIES_ALONE:
+            self._suspects.append([request.request_id])
+            self._report(what, [request], "it is tried once more")
+            return []
+        self._failed_alone += 1
+        if (is_short or self._failed_alone >= FAILED_ALONE_MAX) and self._shrink(Pressure(what.message), flight):
+            request.failures = 0
+            self._suspects.append([request.request_id])
+            self._report(what, [request], f"it is tried again, with the engine at {self.ladder.state}")
+            return []
+        how = {Fault.OOM: "ran out of memory", Fault.LOST: "ended the worker", Fault.TIMEOUT: "never ended"}
+        text = f"the step that computed this request {how.get(what.fault, 'failed')}: {what.message}"
+        self._report(what, [request], "the request ended with an error")
+        return [self._end(request, RequestState.FINISHED_ERROR, End(error=text))]
+
+    def _report(self, what: StepFailed | WorkerLost, requests: list[Request], action: str) -> None:
+        step_id = what.step_id if isinstance(what, StepFailed) else self._step_id
+        streams = [request.stream_id for request in requests]
+        incident = Incident(
+            kind=what.fault, message=what.message, action=action, step_id=step_id, epoch=what.epoch, stream_ids=streams
+        )
+        self._send("incidents", incident)
+
+    # ---- the ladder ----------------------------------------------------------------------------------------------
+
+    def _shrink(self, pressure: Pressure, flight: Flight) -> bool:
+        """One rung down, if there is one."""
+        before = self.ladder.state
+        self._climb(pressure)
+        if before is Rung.FULL and self.ladder.state is not Rung.FULL:
+            num_seqs = max(len(flight.rows) // 2, 1)
+            num_tokens = sum(count for _, count, _ in flight.rows) // 2
+            self.planner.max_running = num_seqs
+            self.planner.max_tokens = max(num_tokens, num_seqs, self._limits.block_size)
+        return self.ladder.state is not before
+
+    def _quiet(self, event: Quiet) -> StrEnum:
+        self._climb(event)
+        return self.state
+
+    def _climb(self, event: Pressure | Switched | SwitchFailed | Quiet) -> None:
+        """Let the ladder take `event`; what it wants done is done for it."""
+        self._effects += self.ladder.handle(event)
+        if self.ladder.state is Rung.FULL:
+            self.planner.max_running = self._limits.max_num_seqs
+            self.planner.max_tokens = self._limits.max_num_batched_tokens
 
     # ---- for checkers --------------------------------------------------------------------------------------------
 
@@ -361,7 +543,7 @@ class Scheduler(Machine):
         """All that a rollback of a step that was never launched must give back."""
         planner = self.planner
         return (
-            planner.pool.fingerprint(),
+            (planner.pool.fingerprint(), tuple(planner.host._free), tuple(planner.leaving)),
             tuple(r.request_id for r in planner.waiting),
             tuple(sorted(planner.running)),
             tuple(planner.free_slots),
@@ -381,12 +563,15 @@ class Scheduler(Machine):
         slots = sorted([*planner.free_slots, *(r.slot for r in owners if r.slot >= 0)])
         assert slots == list(range(self._limits.max_num_seqs)), "a slot has two owners, or none"
         assert all(r.ended for r in departed), "a departed request is not ended"
-        running = {RequestState.PREFILL, RequestState.DECODE, RequestState.PAUSED}
+        planner.host.check(block for r in owners for block in r.host_blocks)
+        queued = {RequestState.WAITING, RequestState.PREEMPTED, RequestState.RECOVERING}
         for request in self.requests.values():
             assert not request.ended, f"ended request {request.request_id} is still known"
-            is_running = request.state in running
+            is_parked = request.request_id in planner.parked
+            is_running = request.state not in queued and not is_parked
+            assert request.state is RequestState.PAUSED or not is_parked
             assert is_running == (request.request_id in planner.running)
-            assert is_running != (request in planner.waiting)
+            assert (request.state in queued) == (request in planner.waiting)
             if not is_running:
                 assert not request.blocks, f"waiting request {request.request_id} owns blocks"
                 assert request.slot < 0, f"waiting request {request.request_id} owns a slot"

@@ -1,11 +1,14 @@
 """The worker: one device, and what it is doing. It lives in the engine's process wherever the device is.
 
     LOADING ──▶ FITTING ──▶ WARMING ──▶ READY ──Launch──▶ RUNNING ──StepDone, StepFailed──▶ READY
-       └───────────┴───────────┴──▶ FAILED                   └──StepFailed(oom)──▶ OOM ──▶ READY
+       ▲                                  │ └─another mode─▶ SWITCHING ──▶ RUNNING
+       │                                  │                   RUNNING ──StepFailed(oom)──▶ OOM ──▶ READY
+    RESTARTING ◀──DeviceLost, Overdue── all of these ──budget spent──▶ FAILED
 
-Each arrow out of LOADING, FITTING, WARMING, RUNNING and OOM is the end of a job on the device. After an
+Each arrow out of LOADING, FITTING, WARMING, RUNNING, SWITCHING and OOM is the end of a job on the device. After an
 out-of-memory step the device first gives back what the step left behind; only then does the engine hear of it. A
-result that belongs to no running step (it came twice, or late) is dropped by state. Any state goes to STOPPED.
+device that is lost, or gives no sign of life, is replaced by one of the next epoch; what the old one may still say is
+dropped. The budget counts losses in a row, without a good step between them. Any state goes to STOPPED.
 """
 
 from __future__ import annotations
@@ -13,25 +16,40 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, ClassVar
 
+import msgspec
+
 from novainfer.fsm.events import (
     Begin,
     Close,
+    DeviceLost,
     Fault,
     Fit,
+    Incident,
     JobDone,
     JobFailed,
+    Kill,
     Launch,
     Load,
+    Overdue,
     Reclaim,
+    Restart,
     Run,
+    Spawn,
     StepDone,
     StepFailed,
+    StepPlan,
     Stop,
+    Switch,
     Warm,
     WorkerFailed,
+    WorkerLost,
     WorkerReady,
 )
 from novainfer.fsm.machine import Machine, Table, ignore, never, on, table
+
+BACKOFF_S = 0.1  # before the second restart in a row; the first comes at once, each further one after twice as long
+BACKOFF_S_MAX = 5.0
+FULL_MODE = "full"  # what every device comes up in
 
 
 class WorkerState(StrEnum):
@@ -42,15 +60,35 @@ class WorkerState(StrEnum):
     WARMING = "WARMING"
     READY = "READY"
     RUNNING = "RUNNING"
+    SWITCHING = "SWITCHING"
     OOM = "OOM"
+    RESTARTING = "RESTARTING"
     FAILED = "FAILED"
     STOPPED = "STOPPED"
 
 
 S = WorkerState
 COMING_UP = (S.LOADING, S.FITTING, S.WARMING)
-UP = (S.READY, S.RUNNING, S.OOM)
+UP = (S.READY, S.RUNNING, S.SWITCHING, S.OOM)
 DOWN = (S.FAILED, S.STOPPED)
+JOBS_OF: dict[StrEnum, tuple[str, ...]] = {
+    S.LOADING: ("Spawn", "Load"),
+    S.FITTING: ("Fit",),
+    S.WARMING: ("Warm",),
+    S.OOM: ("Reclaim",),
+}
+LATE = "it came twice, or late"
+OLD = "it belongs to an older epoch"
+
+
+class RestartPolicy(msgspec.Struct, frozen=True):
+    """`max_restarts` losses within `window_s` seconds, without a good step between them, are borne; one more is not.
+
+    A device that is a thread of this process cannot be replaced: its policy is `max_restarts=0`.
+    """
+
+    max_restarts: int = 0
+    window_s: float = 60.0
 
 
 class Worker(Machine):
@@ -58,106 +96,207 @@ class Worker(Machine):
 
     TABLE: ClassVar[Table] = table(
         S,
-        (Begin, Launch, JobDone, JobFailed, StepDone, StepFailed, Stop),
+        (Begin, Launch, JobDone, JobFailed, StepDone, StepFailed, DeviceLost, Overdue, Restart, Stop),
         on(S.LOADING, Begin, "_begin", S.LOADING),
-        never((S.FITTING, S.WARMING, *UP, S.FAILED), Begin, "a worker comes up once"),
+        never((S.FITTING, S.WARMING, *UP, S.RESTARTING, S.FAILED), Begin, "a worker is begun once"),
         ignore(S.STOPPED, Begin, "it was stopped before it began"),
         on(S.LOADING, JobDone, "_loaded", S.FITTING, S.LOADING),
         on(S.FITTING, JobDone, "_fitted", S.WARMING, S.FITTING),
         on(S.WARMING, JobDone, "_warmed", S.READY, S.WARMING),
+        on(S.SWITCHING, JobDone, "_switched", S.RUNNING, S.SWITCHING),
         on(S.OOM, JobDone, "_reclaimed", S.READY, S.OOM),
-        ignore((S.READY, S.RUNNING), JobDone, "it came twice"),
+        ignore((S.READY, S.RUNNING, S.RESTARTING), JobDone, LATE),
         ignore(DOWN, JobDone, "nobody waits for it"),
-        on(COMING_UP, JobFailed, "_failed", S.FAILED),
-        on(S.OOM, JobFailed, "_failed", S.FAILED),
-        ignore((S.READY, S.RUNNING), JobFailed, "it came twice"),
+        on(COMING_UP, JobFailed, "_job_failed", S.FAILED, S.RESTARTING, *COMING_UP),
+        on(S.SWITCHING, JobFailed, "_switch_failed", S.READY, S.SWITCHING),
+        on(S.OOM, JobFailed, "_job_failed", S.FAILED, S.RESTARTING, S.OOM),
+        ignore((S.READY, S.RUNNING, S.RESTARTING), JobFailed, LATE),
         ignore(DOWN, JobFailed, "nobody waits for it"),
-        on(S.READY, Launch, "_launch", S.RUNNING),
-        never((*COMING_UP, S.RUNNING, S.OOM), Launch, "the engine waits for the step before"),
-        never(S.FAILED, Launch, "the engine waits for the step whose memory it could not reclaim, or never began"),
-        ignore(S.STOPPED, Launch, "the engine was stopped after it had sent the step"),
+        on(S.READY, Launch, "_launch", S.RUNNING, S.SWITCHING),
+        never((S.RUNNING, S.SWITCHING, S.OOM), Launch, "the engine waits for the step before"),
+        ignore((*COMING_UP, S.RESTARTING), Launch, "it was sent before the engine had heard that the worker is lost"),
+        ignore(DOWN, Launch, "it was sent before the engine had heard, or after it was stopped"),
         on(S.RUNNING, StepDone, "_step_done", S.READY, S.RUNNING),
         on(S.RUNNING, StepFailed, "_step_failed", S.READY, S.OOM, S.RUNNING),
-        ignore((S.READY, S.OOM, *DOWN), StepDone, "it came twice, or late"),
-        ignore((S.READY, S.OOM, *DOWN), StepFailed, "it came twice, or late"),
-        never(COMING_UP, StepDone, "no step was launched"),
-        never(COMING_UP, StepFailed, "no step was launched"),
-        on((*COMING_UP, *UP, S.FAILED), Stop, "_stop", S.STOPPED),
+        ignore((S.READY, S.SWITCHING, S.OOM, *DOWN), StepDone, LATE),
+        ignore((S.READY, S.SWITCHING, S.OOM, *DOWN), StepFailed, LATE),
+        ignore((*COMING_UP, S.RESTARTING), StepDone, OLD),
+        ignore((*COMING_UP, S.RESTARTING), StepFailed, OLD),
+        on((*COMING_UP, *UP), DeviceLost, "_device_lost", S.RESTARTING, S.FAILED, *COMING_UP, *UP),
+        ignore(S.RESTARTING, DeviceLost, "it is being replaced already"),
+        ignore(DOWN, DeviceLost, "nobody needs it any more"),
+        on((*COMING_UP, *UP), Overdue, "_overdue", S.RESTARTING, S.FAILED, *COMING_UP, *UP),
+        ignore(S.RESTARTING, Overdue, "it is being replaced already"),
+        ignore(DOWN, Overdue, "nobody waits for it"),
+        on(S.RESTARTING, Restart, "_restart", S.LOADING),
+        never((*COMING_UP, *UP, S.FAILED), Restart, "the timer is set once for each loss, and ends RESTARTING"),
+        ignore(S.STOPPED, Restart, "it was stopped before the timer fired"),
+        on((*COMING_UP, *UP, S.RESTARTING, S.FAILED), Stop, "_stop", S.STOPPED),
         ignore(S.STOPPED, Stop, "stopping twice is stopping once"),
     )
 
-    def __init__(self, epoch: int = 0) -> None:
+    def __init__(self, policy: RestartPolicy | None = None) -> None:
         super().__init__(S.LOADING)
-        self._epoch = epoch
+        self._policy = policy or RestartPolicy()
+        self.epoch = 0
+        self._losses: list[float] = []  # when, since the last good step
+        self._clock_s = 0.0  # the latest time it was told of
         self._found: dict[str, Any] = {}  # what Load and Fit found out about the model
-        self._step_id = -1
+        self._was_ready = False
+        self._mode = FULL_MODE
+        self._plan: StepPlan | None = None  # the step at the device, or the one that waits for the switch
         self._failure: StepFailed | None = None
 
+    # ---- coming up -----------------------------------------------------------------------------------------------
+
     def _begin(self, _: Begin) -> WorkerState:
-        self._start(Load())
+        self._start(Spawn(self.epoch))
         return S.LOADING
 
+    def _restart(self, _: Restart) -> WorkerState:
+        self._mode = FULL_MODE
+        self._start(Spawn(self.epoch))
+        return S.LOADING
+
+    def _is_answer(self, event: JobDone | JobFailed, job: str) -> bool:
+        return event.job == job and event.epoch == self.epoch
+
     def _loaded(self, event: JobDone) -> WorkerState:
-        if event.job != "Load":
+        if self._is_answer(event, "Spawn"):
+            self._start(Load(self.epoch))
+        if not self._is_answer(event, "Load"):
             return S.LOADING
+        wanted = self._found.get("num_blocks")
         self._found.update(event.value)
-        self._start(Fit())
+        self._start(Fit(self.epoch, wanted))
         return S.FITTING
 
     def _fitted(self, event: JobDone) -> WorkerState:
-        if event.job != "Fit":
+        if not self._is_answer(event, "Fit"):
             return S.FITTING
         self._found.update(event.value)
-        self._start(Warm())
+        self._start(Warm(self.epoch))
         return S.WARMING
 
     def _warmed(self, event: JobDone) -> WorkerState:
-        if event.job != "Warm":
+        if not self._is_answer(event, "Warm"):
             return S.WARMING
+        self._was_ready = True
         found = self._found
         ready = WorkerReady(
-            epoch=self._epoch,
+            epoch=self.epoch,
             num_blocks=found["num_blocks"],
             max_model_len=found["max_model_len"],
             vocab_size=found["vocab_size"],
             eos_token_ids=found["eos_token_ids"],
             facts=found,
+            num_host_blocks=found.get("num_host_blocks", 0),
+            modes=tuple(found.get("modes", (FULL_MODE,))),
         )
         self._send("engine", ready)
         return S.READY
 
-    def _failed(self, event: JobFailed) -> WorkerState:
-        self._send("engine", WorkerFailed(event.message))
-        return S.FAILED
+    # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _launch(self, event: Launch) -> WorkerState:
-        self._step_id = event.plan.step_id
-        self._start(Run(event.plan))
+        plan = event.plan
+        if plan.epoch != self.epoch:
+            return S.READY
+        self._plan = plan
+        if plan.mode != self._mode:
+            self._start(Switch(plan.mode, self.epoch))
+            return S.SWITCHING
+        self._start(Run(plan))
         return S.RUNNING
 
+    def _switched(self, event: JobDone) -> WorkerState:
+        plan = self._plan
+        if not self._is_answer(event, "Switch") or plan is None:
+            return S.SWITCHING
+        self._mode = plan.mode
+        self._start(Run(plan))
+        return S.RUNNING
+
+    def _switch_failed(self, event: JobFailed) -> WorkerState:
+        plan = self._plan
+        if not self._is_answer(event, "Switch") or plan is None:
+            return S.SWITCHING
+        failed = StepFailed(plan.step_id, plan.epoch, Fault.SWITCH, event.message, launched=False)
+        self._send("engine", failed)
+        return S.READY
+
+    def _is_current(self, event: StepDone | StepFailed) -> bool:
+        plan = self._plan
+        return plan is not None and (event.step_id, event.epoch) == (plan.step_id, plan.epoch)
+
     def _step_done(self, event: StepDone) -> WorkerState:
-        if (event.step_id, event.epoch) != (self._step_id, self._epoch):
+        if not self._is_current(event):
             return S.RUNNING
+        self._losses.clear()
         self._send("engine", event)
         return S.READY
 
     def _step_failed(self, event: StepFailed) -> WorkerState:
-        if (event.step_id, event.epoch) != (self._step_id, self._epoch):
+        if not self._is_current(event):
             return S.RUNNING
         if event.fault is Fault.OOM:
             self._failure = event
-            self._start(Reclaim())
+            self._start(Reclaim(self.epoch))
             return S.OOM
         self._send("engine", event)
         return S.READY
 
     def _reclaimed(self, event: JobDone) -> WorkerState:
-        if event.job != "Reclaim":
+        if not self._is_answer(event, "Reclaim"):
             return S.OOM
         self._send("engine", self._failure)
         self._failure = None
         return S.READY
 
+    # ---- going down, and up again --------------------------------------------------------------------------------
+
+    def _job_failed(self, event: JobFailed) -> StrEnum:
+        if event.epoch != self.epoch or event.job not in JOBS_OF[self.state]:
+            return self.state
+        return self._lose(Fault.EXCEPTION, event.message)
+
+    def _device_lost(self, event: DeviceLost) -> StrEnum:
+        self._clock_s = max(self._clock_s, event.at_s)
+        return self._lose(Fault.LOST, event.message) if event.epoch == self.epoch else self.state
+
+    def _overdue(self, event: Overdue) -> StrEnum:
+        self._clock_s = max(self._clock_s, event.at_s)
+        return self._lose(Fault.TIMEOUT, event.message) if event.epoch == self.epoch else self.state
+
+    def _lose(self, fault: Fault, message: str) -> WorkerState:
+        """The device is of no more use: replace it while the budget lasts."""
+        policy = self._policy
+        if policy.max_restarts:  # elsewhere there is nothing that could be killed
+            self._start(Kill(self.epoch))
+        since_s = self._clock_s - policy.window_s
+        self._losses = [at_s for at_s in self._losses if at_s > since_s] + [self._clock_s]
+        was_up = self.state in UP
+        lost = self.epoch
+        if not self._was_ready:  # it never came up: whoever starts it should hear that at once
+            return self._give_up(fault, message)
+        if len(self._losses) > policy.max_restarts:
+            times = f" {len(self._losses)} times in a row" if policy.max_restarts else ""
+            return self._give_up(fault, f"the worker was lost{times}: {message}")
+        self.epoch += 1
+        self._plan = self._failure = None
+        if was_up:
+            self._send("engine", WorkerLost(lost, fault, message))
+        action = f"restart {len(self._losses)} of at most {policy.max_restarts}"
+        self._send("incidents", Incident(kind=fault, message=message, action=action, epoch=lost))
+        nth = len(self._losses)
+        self._after(0.0 if nth == 1 else min(BACKOFF_S * 2 ** (nth - 2), BACKOFF_S_MAX), Restart(self.epoch))
+        return S.RESTARTING
+
+    def _give_up(self, fault: Fault, message: str) -> WorkerState:
+        self._send("incidents", Incident(kind="gave_up", message=message, action="the engine stops", epoch=self.epoch))
+        self._send("engine", WorkerFailed(message))
+        return S.FAILED
+
     def _stop(self, _: Stop) -> WorkerState:
-        self._start(Close())
+        self._start(Close(self.epoch))
         return S.STOPPED

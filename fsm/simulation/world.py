@@ -8,7 +8,7 @@ it made. Moves of the machine room (`moves`) go on until nothing is left to do; 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ from novainfer.fsm.events import (
     JobDone,
     JobFailed,
     Outputs,
+    QueueOver,
     Read,
     Rejected,
     Run,
@@ -71,6 +72,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 40
     max_num_queued_reqs: int = 64
     max_num_queued_tokens: int = 1 << 20
+    max_num_overflow_reqs: int = 4
     enable_prefix_caching: bool = True
     stall_high: int = 4
     stall_low: int = 1
@@ -109,7 +111,7 @@ class World:
             block_size=shape.block_size,
             enable_prefix_caching=shape.enable_prefix_caching,
         )
-        self.gate = Gate(shape.max_num_queued_reqs, shape.max_num_queued_tokens)
+        self.gate = Gate(shape.max_num_queued_reqs, shape.max_num_queued_tokens, shape.max_num_overflow_reqs)
         self.engine = Engine()
         self.scheduler = Scheduler(limits, VOCABULARY)
         self.scheduler.request_type = self._new_request
@@ -172,12 +174,17 @@ class World:
             self._to_streams(event)
         elif to == "tokenizer":
             self.encodings.append(event)
+        elif to == "incidents":
+            self.counts[f"incident: {event.kind}"] += 1
         elif to != "client":  # who hears that the worker is up, or will not come up
             self.checks.before(to, event)
             if isinstance(event, CancelAll):
-                self._everybody(event.cause)
+                self._everybody(event.cause, self.clients)
+            elif isinstance(event, Drain):
+                self._everybody(Cause.DRAIN, self.gate.overflow)
             self.handle(to, self.machines[to], event)
-            self.checks.after_engine(event)
+            if to == "engine":
+                self.checks.after_engine(event)
             if self.worker.state is WorkerState.FAILED and not self.is_stopped:
                 self._stopped()
 
@@ -246,7 +253,8 @@ class World:
         """A timer runs out."""
         name, event = self.timers.pop(at)
         self.counts["timeout"] += 1
-        self.clients[event.stream_id].causes.add(event.cause)
+        if isinstance(event, QueueOver | Cancel):
+            self.clients[event.stream_id].causes.add(Cause.QUEUE if isinstance(event, QueueOver) else event.cause)
         self.perform("timer", [Send(name, event, urgent=True)])
 
     # ---- faults --------------------------------------------------------------------------------------------------
@@ -311,8 +319,9 @@ class World:
         )
         if self.is_stopped:
             client.causes.add(Cause.DRAIN)
-        waiting, tokens = self.gate.num_queued, self.gate.num_queued_tokens
-        was_full = waiting >= shape.max_num_queued_reqs or tokens + len(prompt) > shape.max_num_queued_tokens
+        waiting, tokens = self.gate.num_queued + params.n, self.gate.num_queued_tokens + len(prompt)
+        was_full = waiting > shape.max_num_queued_reqs or tokens > shape.max_num_queued_tokens
+        was_full = was_full or bool(self.gate.overflow)
         self.handle("gate", self.gate, arrive)
         self.checks.answered()
         answers = self.links.get(("gate", "client", False))
@@ -329,12 +338,13 @@ class World:
         """A client gives up, or its connection is lost; it may do so twice, and when its stream has ended."""
         self.clients[stream_id].causes.add(cause)
         self.counts["cancel"] += 1
-        self.perform("client", [Send("engine", Cancel(stream_id, cause), urgent=True)])
+        self.handle("gate", self.gate, Cancel(stream_id, cause))
 
     def cancel_all(self) -> None:
         """Somebody ends every stream."""
         self.counts["cancel all"] += 1
-        self.perform("owner", [Send("engine", CancelAll(Cause.CLIENT), urgent=True)])
+        self._everybody(Cause.CLIENT, self.clients)
+        self.handle("gate", self.gate, CancelAll(Cause.CLIENT))
 
     def drain(self) -> None:
         """The owner takes no new streams."""
@@ -357,11 +367,11 @@ class World:
     def _stopped(self) -> None:
         """The engine stops, or will: every client may be told so from now on."""
         self.is_stopped = True
-        self._everybody(Cause.DRAIN)
+        self._everybody(Cause.DRAIN, self.clients)
 
-    def _everybody(self, cause: Cause) -> None:
-        for client in self.clients.values():
-            client.causes.add(cause)
+    def _everybody(self, cause: Cause, stream_ids: Iterable[int]) -> None:
+        for stream_id in stream_ids:
+            self.clients[stream_id].causes.add(cause)
 
     def news(self) -> list[int]:
         """Streams that a read would give something."""

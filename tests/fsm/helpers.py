@@ -10,6 +10,7 @@ from novainfer.fsm.events import (
     Cause,
     Configure,
     Fault,
+    Incident,
     MakeBatch,
     Output,
     Outputs,
@@ -18,7 +19,7 @@ from novainfer.fsm.events import (
     StepPlan,
     Submit,
 )
-from novainfer.fsm.machine import Send
+from novainfer.fsm.machine import After, Send
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.request import Request
@@ -30,21 +31,37 @@ from novainfer.fsm.simulation.oracle import VOCABULARY
 class Bench:
     """Drives one scheduler step by step; `sampled`, if given, is what the device says next, one list per step."""
 
-    def __init__(self, *, num_blocks: int = 32, max_model_len: int = 64, **limits: Any) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 32,
+        max_model_len: int = 64,
+        num_host_blocks: int = 0,
+        modes: tuple[str, ...] = ("full",),
+        **limits: Any,
+    ) -> None:
         fields = {"max_num_seqs": 8, "block_size": 4, "max_num_batched_tokens": 64, "prefill_chunk_tokens": 32}
         self.limits = Limits(**{**fields, **limits})
         self.scheduler = Scheduler(self.limits, VOCABULARY)
         self.device = ScriptedDevice(num_blocks, self.limits.block_size, self.limits.max_num_seqs)
         self.outputs: list[Output] = []
+        self.incidents: list[Incident] = []
+        self.timers: list[After] = []
         self.plan: StepPlan | None = None
         self._next_id = 0
-        self.tell(Configure(num_blocks, max_model_len, VOCAB_SIZE, [EOS]))
+        self.configuration = Configure(num_blocks, max_model_len, VOCAB_SIZE, [EOS], 0, num_host_blocks, modes)
+        self.tell(self.configuration)
 
     def tell(self, event: Any) -> None:
         """One event; its outputs are kept, and so is the plan it brings."""
         for effect in self.scheduler.handle(event):
+            if isinstance(effect, After):
+                self.timers.append(effect)
+                continue
             assert isinstance(effect, Send)
-            if isinstance(effect.event, Batch):
+            if isinstance(effect.event, Incident):
+                self.incidents.append(effect.event)
+            elif isinstance(effect.event, Batch):
                 self.plan = effect.event.plan
                 self.outputs += effect.event.outputs
             else:

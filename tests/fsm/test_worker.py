@@ -11,6 +11,7 @@ from novainfer.fsm.events import (
     Load,
     Reclaim,
     Run,
+    Spawn,
     StepDone,
     StepFailed,
     StepPlan,
@@ -19,22 +20,29 @@ from novainfer.fsm.events import (
     WorkerFailed,
     WorkerReady,
 )
-from novainfer.fsm.machine import Send, Start
+from novainfer.fsm.machine import Effect, Send, Start
 from novainfer.fsm.worker import Worker, WorkerState
 
 LOADED = {"max_model_len": 64, "vocab_size": 100, "eos_token_ids": [0]}
 
 
-def plan(step_id: int) -> StepPlan:
-    empty = {name: [] for name in StepPlan.__struct_fields__ if name not in ("step_id", "epoch")}
-    return StepPlan(step_id=step_id, epoch=0, **empty)
+def plan(step_id: int, epoch: int = 0, mode: str = "full") -> StepPlan:
+    empty = {name: [] for name in StepPlan.__struct_fields__ if name not in ("step_id", "epoch", "mode")}
+    return StepPlan(step_id=step_id, epoch=epoch, mode=mode, **empty)
+
+
+def come_up(worker: Worker, epoch: int = 0) -> list[Effect]:
+    """Everything goes well from LOADING on; returns the last effects."""
+    for job, value in (("Spawn", None), ("Load", LOADED), ("Fit", {"num_blocks": 8}), ("Warm", None)):
+        effects = worker.handle(JobDone(job, value, epoch))
+    return effects
 
 
 @pytest.fixture
 def worker() -> Worker:
     worker = Worker()
-    for event in (Begin(), JobDone("Load", LOADED), JobDone("Fit", {"num_blocks": 8}), JobDone("Warm", {})):
-        worker.handle(event)
+    worker.handle(Begin())
+    come_up(worker)
     return worker
 
 
@@ -46,7 +54,8 @@ def running(worker) -> Worker:
 
 def test_a_worker_loads_fits_and_warms_and_then_says_what_it_holds():
     worker = Worker()
-    assert worker.handle(Begin()) == [Start(Load())]
+    assert worker.handle(Begin()) == [Start(Spawn())]
+    assert worker.handle(JobDone("Spawn")) == [Start(Load())]
     assert worker.handle(JobDone("Load", LOADED)) == [Start(Fit())]
     assert worker.handle(JobDone("Fit", {"num_blocks": 8})) == [Start(Warm())]
     found = {**LOADED, "num_blocks": 8}
@@ -54,19 +63,22 @@ def test_a_worker_loads_fits_and_warms_and_then_says_what_it_holds():
     assert worker.state is WorkerState.READY
 
 
-@pytest.mark.parametrize("done", [[], ["Load"], ["Load", "Fit"]])
+@pytest.mark.parametrize("done", [[], ["Spawn"], ["Spawn", "Load"], ["Spawn", "Load", "Fit"]])
 def test_a_job_that_fails_while_it_comes_up_fails_the_worker_with_its_sentence(done):
     worker = Worker()
     worker.handle(Begin())
     for job in done:
         worker.handle(JobDone(job, {}))
-    assert worker.handle(JobFailed("any", "no memory")) == [Send("engine", WorkerFailed("no memory"))]
+    failing = ["Spawn", "Load", "Fit", "Warm"][len(done)]
+    effects = worker.handle(JobFailed(failing, "no memory"))
+    assert Send("engine", WorkerFailed("no memory")) in effects
     assert worker.state is WorkerState.FAILED
 
 
 def test_a_result_of_a_job_that_is_not_the_current_one_is_dropped():
     worker = Worker()
     worker.handle(Begin())
+    worker.handle(JobDone("Spawn"))
     worker.handle(JobDone("Load", {}))
     assert worker.handle(JobDone("Load", {})) == []
     assert worker.state is WorkerState.FITTING
@@ -109,7 +121,9 @@ def test_an_exception_goes_to_the_engine_at_once(running):
 
 def test_a_device_that_cannot_reclaim_fails_the_worker(running):
     running.handle(StepFailed(1, 0, Fault.OOM, "no memory"))
-    assert running.handle(JobFailed("Reclaim", "lost")) == [Send("engine", WorkerFailed("lost"))]
+    effects = running.handle(JobFailed("Reclaim", "no more"))
+    assert Send("engine", WorkerFailed("the worker was lost: no more")) in effects
+    assert running.state is WorkerState.FAILED
 
 
 def test_a_stop_closes_the_device_once_in_whatever_state(running):
