@@ -1,0 +1,120 @@
+"""Devices for processes: each is made in the child by its name, "tests.actors.devices:name", from plain arguments.
+
+A test learns that a job is under way from a file that the device makes, since nothing else can look into a process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from novainfer.actors.fake import FakeDevice
+from novainfer.actors.spec import FactorySpec
+from novainfer.fsm.events import StepDone, StepPlan
+
+
+def spec(name: str = "fake", **arguments: Any) -> FactorySpec:
+    """The device that the function `name` here makes."""
+    return FactorySpec(f"{__name__}:{name}", arguments)
+
+
+class Scripted(FakeDevice):
+    """Does `act(job)` before each job whose name is in `at`."""
+
+    def __init__(self, at: list[str], act: Callable[[str], None]) -> None:
+        super().__init__(num_blocks=64)
+        self._at = at
+        self._act = act
+
+    def load(self) -> dict[str, Any]:
+        self._maybe("load")
+        return {**super().load(), "kv_is_lazy": True}
+
+    def fit(self, num_blocks: int | None = None) -> dict[str, Any]:
+        self._maybe("fit")
+        return super().fit(num_blocks)
+
+    def warm(self) -> None:
+        self._maybe("warm")
+
+    def run(self, plan: StepPlan) -> StepDone:
+        self._maybe("run")
+        return super().run(plan)
+
+    def close(self) -> None:
+        self._maybe("close")
+
+    def _maybe(self, job: str) -> None:
+        if job in self._at:
+            self._act(job)
+
+
+def fake(**arguments: Any) -> FakeDevice:
+    """It answers at once."""
+    return FakeDevice(**arguments)
+
+
+def raising(at: list[str], kind: str = "RuntimeError", text: str = "a fault of its own") -> Scripted:
+    """It raises."""
+
+    def act(job: str) -> None:
+        raise {"RuntimeError": RuntimeError, "MemoryError": MemoryError, "SystemExit": SystemExit}[kind](text)
+
+    return Scripted(at, act)
+
+
+def exiting(at: list[str], code: int = 3) -> Scripted:
+    """Its process ends without a word."""
+    return Scripted(at, lambda job: os._exit(code))
+
+
+def hanging(at: list[str], mark: str) -> Scripted:
+    """It makes the file `mark`, and never returns."""
+
+    def act(job: str) -> None:
+        Path(mark).touch()
+        threading.Event().wait()
+
+    return Scripted(at, act)
+
+
+def gated(at: list[str], mark: str, gate: str) -> Scripted:
+    """It makes the file `mark`, and waits until there is a file `gate`."""
+
+    def act(job: str) -> None:
+        Path(mark).touch()
+        while not Path(gate).exists():
+            threading.Event().wait(0.005)
+
+    return Scripted(at, act)
+
+
+def unusable() -> FakeDevice:
+    """Its first step poisons it for ever."""
+
+    class Unusable(FakeDevice):
+        def run(self, plan: StepPlan) -> StepDone:
+            raise RuntimeError("an illegal memory access was encountered")
+
+        def is_usable(self) -> bool:
+            return False
+
+    return Unusable()
+
+
+def telling(line: str) -> FakeDevice:
+    """It tells the log something, and what it finds in its process."""
+
+    class Telling(FakeDevice):
+        def load(self) -> dict[str, Any]:
+            logging.getLogger("novainfer.kernels.test").info("%s", line)
+            logging.getLogger("novainfer.kernels.test").debug("nobody asked for this")
+            environment = os.environ.get("OMP_WAIT_POLICY")
+            return {**super().load(), "omp": environment, "path": sys.path, "argv": sys.argv[1:]}
+
+    return Telling()

@@ -1,0 +1,98 @@
+"""A link to a device, and the events that it delivered, for tests to ask and to wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from novainfer.actors.process import ProcessLink
+from novainfer.actors.spec import DeviceSpec
+from novainfer.fsm.events import Close, Fit, Load, Run, Spawn, StepPlan, Warm
+from tests.actors.devices import spec
+from tests.actors.helpers import WAIT_S, eventually
+
+
+def plan(epoch: int = 0, *, step_id: int = 1, token: int = 65, slots: tuple[int, ...] = (0,)) -> StepPlan:
+    """A step in which each slot decodes one token."""
+    count = len(slots)
+    return StepPlan(
+        step_id=step_id,
+        epoch=epoch,
+        slots=list(slots),
+        query_lens=[1] * count,
+        context_lens=[1] * count,
+        input_ids=[token] * count,
+        table_slots=[],
+        table_indexes=[],
+        table_blocks=[],
+        sample_seqs=list(range(count)),
+        admissions=[],
+    )
+
+
+class Line:
+    """A process link, and what came of it."""
+
+    def __init__(self, device: DeviceSpec | None = None, **more: Any) -> None:
+        self.events: asyncio.Queue[Any] = asyncio.Queue()
+        self.link = ProcessLink(device or spec(), self.events.put_nowait, **more)
+        self.pids: set[int] = set()
+
+    async def next(self) -> Any:
+        """The next event."""
+        async with asyncio.timeout(WAIT_S):
+            return await self.events.get()
+
+    async def ask(self, job: Any) -> Any:
+        """Put a job, and wait for what comes back."""
+        self.link.put(job)
+        self.pids.add(self.link.pid)
+        return await self.next()
+
+    async def up(self, epoch: int = 0, num_blocks: int | None = None) -> list[Any]:
+        """Spawn, load, fit and warm; gives the four answers."""
+        jobs = (Spawn(epoch), Load(epoch), Fit(epoch, num_blocks), Warm(epoch))
+        return [await self.ask(job) for job in jobs]
+
+    async def step(self, epoch: int = 0, **more: Any) -> Any:
+        """One step."""
+        return await self.ask(Run(plan(epoch, **more)))
+
+    def nothing_came(self) -> bool:
+        """True when nobody has said anything more."""
+        return self.events.empty()
+
+
+@asynccontextmanager
+async def linked(device: DeviceSpec | None = None, *, close: bool = True, **more: Any) -> AsyncIterator[Line]:
+    """A running link, ended as a worker's machine would; at the end none of its processes is left."""
+    line = Line(device, **more)
+    life = asyncio.create_task(line.link.run())
+    try:
+        yield line
+    finally:
+        if close and line.link.pid and line.link._current is not None:
+            line.link.put(Close(line.link._current.epoch))
+        line.link.stop()
+        async with asyncio.timeout(WAIT_S):
+            await life
+        assert not line.link._devices
+        assert not [child for child in psutil.Process().children() if child.pid in line.pids]
+
+
+def is_gone(pid: int) -> bool:
+    """True when no process of this id does anything any more."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def appears(path: Path) -> None:
+    """Wait for a file."""
+    await eventually(path.exists)
