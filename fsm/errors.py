@@ -11,6 +11,7 @@
     │   ├── EngineOverloaded        503  the admission queue is full: try again after `retry_after_s`
     │   ├── EngineDraining          503  the engine is shutting down
     │   ├── EngineClosed            503  the engine was not started, or is closed
+    │   ├── RecorderUnavailable     503  the flight recorder is off, or has nowhere to write
     │   ├── RequestTimeout          408  the request's own deadline passed
     │   └── RequestCancelled        499  someone cancelled the request
     └── DeviceError                 the device or the model failed
@@ -107,6 +108,12 @@ class EngineClosed(ServerError):
     """The engine was not started, or is closed."""
 
     code = "engine_closed"
+
+
+class RecorderUnavailable(ServerError):
+    """The flight recorder is off, or has nowhere to write its file."""
+
+    code = "recorder_unavailable"
 
 
 class RequestTimeout(ServerError):

@@ -157,13 +157,17 @@ class Recording:
 
     def told(self, codes: Codes, event: Any) -> None:
         """`event` came from outside, and will wait in a lane."""
+        log = self.log
+        if len(log) >= self._segment_bytes:
+            self._turn_over()
         if type(event) is not StepDone:
-            self._make_room()
             self._write(TOLD, codes, event)
             return
-        self._make_room()
+        now_us = int(self._clock_s() * 1e6)
+        passed_us, self._last_us = now_us - self._last_us, now_us
         # Log probabilities decide nothing, and are not kept.
-        self._put(STEP, _encode((self._since_us(), codes.lane, event.step_id, event.epoch, event.token_ids)))
+        body = _encode((passed_us, codes.lane, event.step_id, event.epoch, event.token_ids))
+        log += (STEP << 24 | len(body)).to_bytes(4, "big") + body
 
     def timer(self, codes: Codes, event: Any) -> None:
         """A timer ran out: its event will wait in a lane. Whether it is still among those set makes no difference."""
@@ -171,10 +175,11 @@ class Recording:
 
     def called(self, codes: Codes, event: Any) -> None:
         """`event` came from outside, and will be taken at once: the next entry is its code."""
-        self._make_room()
+        if len(self.log) >= self._segment_bytes:
+            self._turn_over()
         self._write(CALLED, codes, event)
 
-    def adds(self, stream: Stream, *, is_alone: bool) -> None:
+    def adds(self, stream: Stream, is_alone: bool) -> None:
         """A new stream will be there; `is_alone`: it is the only one."""
         if is_alone and len(self.log) > self._segment_bytes // 2:
             self._turn_over()  # nobody waits now, and the snapshot is small
@@ -237,21 +242,13 @@ class Recording:
         while len(self._whole) > 1 and self.num_bytes > self._ring_bytes:
             self._whole.popleft()
 
-    def _make_room(self) -> None:
-        if len(self.log) >= self._segment_bytes:
-            self._turn_over()
-
     def _write(self, tag: int, codes: Codes, event: Any) -> None:
-        self._put(tag, _encode((self._since_us(), codes.lane, pack(event, self._kinds, self._known))))
+        now_us = int(self._clock_s() * 1e6)
+        passed_us, self._last_us = now_us - self._last_us, now_us
+        self._put(tag, _encode((passed_us, codes.lane, pack(event, self._kinds, self._known))))
 
     def _put(self, tag: int, payload: bytes) -> None:
         self.log += (tag << 24 | len(payload)).to_bytes(4, "big") + payload
-
-    def _since_us(self) -> int:
-        """Microseconds since it was last asked, in this segment."""
-        now_us = int(self._clock_s() * 1e6)
-        passed_us, self._last_us = now_us - self._last_us, now_us
-        return passed_us
 
     def _new_code(self, lane: int, before: str, kind: str, after: str) -> bytes:
         number = len(self._codes)

@@ -97,7 +97,7 @@ class RecordedWorld(World):
             super().handle(name, machine, event)
             return
         if isinstance(event, Arrive) and name == "gate":
-            recording.adds(self.streams[event.stream_id], is_alone=False)  # it is there
+            recording.adds(self.streams[event.stream_id], False)  # it is there
         codes = self._codes(name)
         if self._lane is None:
             recording.called(codes, event)

@@ -30,6 +30,7 @@ SURFACE = [
     "ModelLoadError",
     "ModelNotFound",
     "NovaInferError",
+    "RecorderUnavailable",
     "RequestCancelled",
     "RequestNotFound",
     "RequestOutput",

@@ -1,0 +1,236 @@
+"""The recorder exists because what went wrong must be run again: it keeps the last minutes of an engine.
+
+Actors write into it what they are told from outside and what they take (see `novainfer.fsm.recording`); on a fault,
+or when asked, it writes what it holds to a file that `novainfer replay` runs again. Files hold prompts and answers:
+they are readable by their owner only. A recorder that fails is switched off and says so; the engine goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from novainfer.fsm.dumpfile import SUFFIX, About, encode_dump
+from novainfer.fsm.errors import RecorderUnavailable
+from novainfer.fsm.events import Output, StepPlan
+from novainfer.fsm.recording import Codes, Image, Parts, Recording, lane_name
+from novainfer.fsm.stream import Stream
+from novainfer.fsm.text import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+DUMP_INTERVAL_S = 60.0  # between files that nobody asked for: what fails every second needs no file every second
+FILES_MAX = 16  # files kept in the folder, a few MB each; the oldest go
+# Incidents that are a way of working, or follow from another that was dumped.
+QUIET_KINDS = frozenset(["ladder", "swap", "stall", "restart"])
+PREFIX = "novainfer-"
+
+
+class Recorder:
+    """Records one engine. `folder` is where files go that nobody named; without one, faults write none.
+
+    All methods but `dump` are cheap and called on the loop, between two messages.
+    """
+
+    def __init__(self, folder: Path | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._detach: Callable[[], None] = lambda: None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._next_dump_s = 0.0
+        self._wanted: tuple[str, str] | None = None  # a dump that is due, and why
+        self._threads: list[threading.Thread] = []
+        self.recording: Recording | None = None
+        self.log = bytearray()
+
+    def begin(
+        self,
+        parts: Callable[[], Parts],
+        vocabulary: Vocabulary,
+        loop: asyncio.AbstractEventLoop,
+        detach: Callable[[], None],
+        **limits: int,
+    ) -> None:
+        """Record from now on; `detach` is called when it is over, after which nothing may be written."""
+        self._loop, self._detach = loop, detach
+        try:
+            self.recording = Recording(parts, vocabulary, clock_s=loop.time, **limits)
+            self.log = self.recording.log
+        except Exception as error:
+            self._give_up(error)
+
+    @property
+    def is_on(self) -> bool:
+        """True while it records."""
+        return self.recording is not None
+
+    # ---- what actors write ---------------------------------------------------------------------------------------
+
+    def lane(self, actor: str, urgent: bool | None) -> Codes:
+        """The codes of an actor's lane; None is for what it is handed directly."""
+        assert self.recording is not None
+        return self.recording.lane(actor, "" if urgent is None else lane_name("actors", "", actor, urgent))
+
+    def told(self, codes: Codes, event: Any) -> None:
+        """`event` comes from outside."""
+        try:  # once a step, so without `_write`
+            self.recording.told(codes, event)  # type: ignore[union-attr]
+        except Exception as error:
+            self._give_up(error)
+
+    def timer(self, codes: Codes, event: Any) -> None:
+        """A timer ran out."""
+        self._write(Recording.timer, codes, event)
+
+    def called(self, codes: Codes, event: Any) -> None:
+        """`event` comes from outside, and will not wait."""
+        self._write(Recording.called, codes, event)
+
+    def adds(self, stream: Stream, is_alone: bool) -> None:
+        """A stream will be added."""
+        self._write(Recording.adds, stream, is_alone)
+
+    def forgot(self, stream_id: int) -> None:
+        """A stream was forgotten."""
+        self._write(Recording.forgot, stream_id)
+
+    def raised(self, codes: Codes, before: str, event: Any, error: BaseException) -> None:
+        """A machine raised."""
+        self._write(Recording.raised, codes, before, event, error)
+
+    def took(self, outputs: list[Output]) -> None:
+        """The streams take `outputs`."""
+        try:
+            self.recording.took(outputs)  # type: ignore[union-attr]
+        except Exception as error:
+            self._give_up(error)
+
+    def launched(self, plan: StepPlan) -> None:
+        """A step goes to the device."""
+        if self.recording is not None:
+            try:
+                self.recording.launched(plan)
+            except Exception as error:
+                self._give_up(error)
+
+    def _write(self, write: Callable[..., None], *what: Any) -> None:
+        if self.recording is None:
+            return
+        try:
+            write(self.recording, *what)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        if self.recording is None:
+            return
+        self.recording = None
+        self._detach()
+        logger.error("the flight recorder is off: it cannot write what it was told: %s", error)
+
+    # ---- dumps ---------------------------------------------------------------------------------------------------
+
+    def dump_soon(self, reason: str, message: str) -> None:
+        """Something went wrong: write a file when this event has been handled, unless there was one a moment ago."""
+        if self.recording is None or self._folder is None or self._wanted is not None or self._loop is None:
+            return
+        if self._loop.time() < self._next_dump_s:
+            return
+        self._wanted = (reason, message)
+        self._loop.call_soon(self._dump_wanted)
+
+    async def dump(self, path: Path | None = None, *, reason: str = "asked") -> Path:
+        """Write all that is recorded to `path`, or to a new file in the folder; returns where it is.
+
+        Raises `RecorderUnavailable` when there is nothing to write, or nowhere to.
+        """
+        where, content = self._content(path, reason, "")
+        try:
+            await asyncio.to_thread(_write_file, where, content, path is None)
+        except OSError as error:
+            raise RecorderUnavailable(f"the recording cannot be written to {where}: {error.strerror}") from None
+        return where
+
+    def close(self) -> None:
+        """Record no more; a dump that is due is begun first."""
+        self._dump_wanted()
+        if self.recording is not None:
+            self.recording = None
+            self._detach()
+
+    def join(self) -> None:
+        """Wait for files that are being written. Blocks."""
+        for thread in self._threads:
+            thread.join()
+
+    def _dump_wanted(self) -> None:
+        """Write the file that is due, in a thread that the process waits for."""
+        if self._wanted is None:
+            return
+        (reason, message), self._wanted = self._wanted, None
+        assert self._loop is not None
+        self._next_dump_s = self._loop.time() + DUMP_INTERVAL_S
+        try:
+            where, content = self._content(None, reason, message)
+        except RecorderUnavailable:
+            return
+
+        def write() -> None:
+            try:
+                _write_file(where, content, True)
+                logger.warning("the flight recorder has written %s (it holds prompts)", where)
+            except OSError as error:
+                logger.error("the flight recorder cannot write %s: %s", where, error)
+
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=write, name="novainfer-recorder"))
+        self._threads[-1].start()
+
+    def _content(self, path: Path | None, reason: str, message: str) -> tuple[Path, tuple[Image, About]]:
+        """Where a dump goes, and what is in it, taken now."""
+        if self.recording is None:
+            raise RecorderUnavailable("the flight recorder is off")
+        now_s = self._clock()
+        if path is None:
+            if self._folder is None:
+                raise RecorderUnavailable("the flight recorder has no folder: name a file, or set recorder_dir")
+            stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now_s)) + f"{int(now_s % 1 * 1000):03d}Z"
+            path = self._folder / f"{PREFIX}{stamp}-{reason}{SUFFIX}"
+        try:
+            image = self.recording.image()
+        except Exception as error:
+            self._give_up(error)
+            raise RecorderUnavailable(f"the flight recorder is off: {error}") from None
+        return path, (image, About(version=_version(), created=now_s, reason=reason, message=message))
+
+
+def _write_file(path: Path, content: tuple[Image, About], is_ours: bool) -> None:
+    """Write the file whole or not at all; in the recorder's own folder the oldest make room."""
+    data = encode_dump(*content)
+    if is_ours:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files = sorted(path.parent.glob(f"{PREFIX}*{SUFFIX}"))
+        for old in files[: max(len(files) - FILES_MAX + 1, 0)]:
+            old.unlink(missing_ok=True)
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _version() -> str:
+    try:
+        return version("novainfer")
+    except PackageNotFoundError:  # from a source tree that was never installed
+        return "unknown"
