@@ -50,7 +50,9 @@ class Checkpoint:
         self.model_dir = model_dir
         self.entries: dict[str, TensorEntry] = {}
         self._maps: dict[Path, mmap.mmap] = {}
+        self.identities: dict[Path, tuple[int, int]] = {}  # of each file: bytes, and nanoseconds of its last change
         for file in _shards(model_dir):
+            self.identities[file] = _identity(file)
             self.entries.update(_read_header(file))
 
     @property
@@ -82,6 +84,12 @@ class Checkpoint:
         if faults:
             raise LoadError(f"the weights in {self.model_dir} do not fit config.json: {'; '.join(faults)}")
 
+    def check_unchanged(self) -> None:
+        """Raise `LoadError` unless the files are those that were opened, by size and time of change."""
+        for file, identity in self.identities.items():
+            if _identity(file) != identity:
+                raise LoadError(f"{file} has changed since the model was loaded")
+
     def read_into(self, name: str, out: Tensor) -> None:
         """Copy a tensor into `out` (same shape; converted to its dtype), and let its pages go."""
         entry = self.entries[name]
@@ -106,6 +114,14 @@ class Checkpoint:
                 # A private map: torch wants writable memory, and nothing is ever written to it.
                 self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise LoadError(f"{file} cannot be read: {error.strerror}") from None
+    return status.st_size, status.st_mtime_ns
 
 
 def _shards(model_dir: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["PART_ROWS", "ReferenceInt8Linear", "TorchInt8Linear", "part_rows", "put_in_parts", "quantised"]
 
 PART_ROWS = 64  # parts begin at multiples of this: a multiple of every kernel's panel
-PART_BYTES_MAX = 8 << 20  # of the fp32 rows that are quantised at once: bounds the scratch of a switch
+PART_BYTES_MAX = 2 << 20  # of the fp32 rows that are quantised at once: bounds the scratch of a switch
 TILE_ELEMENTS_MAX = 4 << 20  # weights widened at once by torch: bounds the scratch of a product
 
 

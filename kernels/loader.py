@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from novainfer.kernels.memory import free_bytes, is_out_of_memory, lazy_zeros, r
 from novainfer.kernels.models.decoder import Decoder, Embedding, Layer, rope_table
 from novainfer.kernels.registry import Linear
 
-__all__ = ["choose_dtype", "load_decoder", "tensor_shapes"]
+__all__ = ["LinearSpec", "WeightReader", "choose_dtype", "linear_specs", "load_decoder", "tensor_shapes"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,43 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """One matrix product of the model: where it stands, and the projections that it fuses."""
+
+    layer: int | None  # None: the output head
+    part: str  # its name in `Layer`
+    names: tuple[str, ...]  # of tensors, without ".weight" and ".bias"
+    out_features: int
+    in_features: int
+    has_bias: bool = False
+    gathers_rows: bool = False  # the embeddings are its rows
+
+
+def linear_specs(config: ModelConfig) -> list[LinearSpec]:
+    """All products of the model, the output head first."""
+    shapes = tensor_shapes(config)
+
+    def spec(
+        layer: int | None, part: str, *names: str, has_bias: bool = False, gathers_rows: bool = False
+    ) -> LinearSpec:
+        sizes = [shapes[f"{name}.weight"] for name in names]
+        return LinearSpec(layer, part, names, sum(n for n, _ in sizes), sizes[0][1], has_bias, gathers_rows)
+
+    tied = config.tie_word_embeddings
+    specs = [spec(None, "head", (EMBEDDING if tied else HEAD).removesuffix(".weight"), gathers_rows=tied)]
+    for index in range(config.num_layers):
+        attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
+        qkv = [f"{attention}{part}_proj" for part in "qkv"]
+        specs += [
+            spec(index, "qkv", *qkv, has_bias=config.qkv_bias),
+            spec(index, "o", attention + "o_proj"),
+            spec(index, "gate_up", mlp + "gate_proj", mlp + "up_proj"),
+            spec(index, "down", mlp + "down_proj"),
+        ]
+    return specs
+
+
 def choose_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """The dtype to compute in: the checkpoint's own for "auto"; float16 becomes float32 on the CPU.
 
@@ -86,7 +124,7 @@ def load_decoder(
     shapes = tensor_shapes(config)
     checkpoint.check(shapes, ignored=frozenset({HEAD}) if config.tie_word_embeddings else frozenset())
     _check_memory(shapes, max_model_len * config.head_dim, kernels)
-    reader = _Reader(checkpoint, shapes, kernels, on_progress)
+    reader = WeightReader(checkpoint, shapes, kernels, on_progress)
     try:
         decoder = _build(config, reader, max_model_len)
     except Exception as error:
@@ -114,7 +152,7 @@ def _check_memory(shapes: dict[str, tuple[int, ...]], num_angles: int, kernels: 
         )
 
 
-class _Reader:
+class WeightReader:
     """Reads tensors by name in the dtype of the run, fuses and packs them, counts bytes and progress."""
 
     def __init__(
@@ -122,7 +160,7 @@ class _Reader:
         checkpoint: Checkpoint,
         shapes: dict[str, tuple[int, ...]],
         kernels: KernelChoice,
-        on_progress: OnProgress | None,
+        on_progress: OnProgress | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.shapes = shapes
@@ -152,13 +190,13 @@ class _Reader:
         self.num_bytes += tensor.nbytes
         return tensor
 
-    def linear(self, names: Sequence[str], *, bias: bool = False, gathers_rows: bool = False) -> Linear:
-        """The fused and packed product of these projections (names without ".weight")."""
-        weight = self.fused([f"{name}.weight" for name in names])
-        bias_tensor = self.fused([f"{name}.bias" for name in names]) if bias else None
-        kernel = self.kernels.linear(weight.shape[0], weight.shape[1], gathers_rows=gathers_rows)
-        packed: Linear = kernel.pack(weight, bias_tensor)
-        if gathers_rows:
+    def linear(self, spec: LinearSpec) -> Linear:
+        """The fused and packed product of a spec's projections."""
+        weight = self.fused([f"{name}.weight" for name in spec.names])
+        bias = self.fused([f"{name}.bias" for name in spec.names]) if spec.has_bias else None
+        kernel = self.kernels.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
+        packed: Linear = kernel.pack(weight, bias)
+        if spec.gathers_rows:
             ids = torch.linspace(0, weight.shape[0] - 1, 64, device=weight.device).long()
             if not torch.equal(packed.rows(ids), weight[ids]):
                 raise LoadError(f"the linear kernel {kernel.name} does not give the embedding rows back")
@@ -166,22 +204,19 @@ class _Reader:
         return packed
 
 
-def _build(config: ModelConfig, reader: _Reader, max_model_len: int) -> Decoder:
-    tied = config.tie_word_embeddings
-    head = reader.linear([(EMBEDDING if tied else HEAD).removesuffix(".weight")], gathers_rows=tied)
-    embedding = Embedding(None if tied else reader.tensor(EMBEDDING), head)
+def _build(config: ModelConfig, reader: WeightReader, max_model_len: int) -> Decoder:
+    head_spec, *specs = linear_specs(config)
+    head = reader.linear(head_spec)
+    embedding = Embedding(None if config.tie_word_embeddings else reader.tensor(EMBEDDING), head)
     layers = []
     for index in range(config.num_layers):
         name = f"model.layers.{index}."
-        qkv = [f"{name}self_attn.{part}_proj" for part in "qkv"]
+        parts = {spec.part: reader.linear(spec) for spec in specs if spec.layer == index}
         layers.append(
             Layer(
                 input_norm=reader.tensor(name + "input_layernorm.weight"),
-                qkv=reader.linear(qkv, bias=config.qkv_bias),
-                o=reader.linear([name + "self_attn.o_proj"]),
                 post_norm=reader.tensor(name + "post_attention_layernorm.weight"),
-                gate_up=reader.linear([name + "mlp.gate_proj", name + "mlp.up_proj"]),
-                down=reader.linear([name + "mlp.down_proj"]),
+                **parts,
             )
         )
     return Decoder(

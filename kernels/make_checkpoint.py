@@ -38,6 +38,7 @@ CHAT_TEMPLATE = (
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
     "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151_936, 32_768, True),
     "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151_936, 32_768, True),
+    "47m": (512, 2048, 8, 8, 2, 32_768, 4096, True),  # 94 MB: enough to see in a process's memory
     "tiny": (64, 160, 2, 4, 2, 512, 2048, True),
 }
 

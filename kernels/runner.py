@@ -23,6 +23,7 @@ from novainfer.kernels.loader import GIB, choose_dtype, load_decoder, tensor_sha
 from novainfer.kernels.memory import free_bytes, is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
+from novainfer.kernels.modes import Modes, choices_by_mode
 from novainfer.kernels.registry import AttentionBackend, Registry
 from novainfer.kernels.sampler import Sampler
 from novainfer.kernels.step import StepBuffers
@@ -55,6 +56,7 @@ class ModelInfo:
     num_parameters: int
     kernels: dict[str, str]  # operation -> names of the implementations in use
     row_invariant: bool
+    modes: tuple[str, ...]  # what `switch` can be asked for, best first (kernels/modes.py)
 
 
 class ModelRunner:
@@ -64,6 +66,7 @@ class ModelRunner:
         self,
         decoder: Decoder,
         kernels: KernelChoice,
+        modes: Modes,
         info: ModelInfo,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -74,6 +77,7 @@ class ModelRunner:
         self._host_pool: HostPool | None = None
         self._decoder = decoder
         self._kernels = kernels
+        self._modes = modes
         self._max_num_seqs = max_num_seqs
         self._max_blocks = -(-info.max_model_len // info.block_size)
         self._buffers = StepBuffers(
@@ -124,6 +128,8 @@ class ModelRunner:
             decoder, weight_bytes = load_decoder(config, checkpoint, kernels, context, on_progress)
             shape = decoder.attention_shape(block_size)
             attention = kernels.attention(shape)
+            choices = choices_by_mode(kernels, config, shape)
+            modes = Modes(decoder, config, checkpoint, choices)
         info = ModelInfo(
             architecture=config.architecture,
             dtype=str(kernels.dtype).removeprefix("torch."),
@@ -138,6 +144,7 @@ class ModelRunner:
             num_parameters=sum(math.prod(shape) for shape in tensor_shapes(config).values()),
             kernels=dict(kernels.names),
             row_invariant=kernels.row_invariant,
+            modes=tuple(choices),
         )
         logger.info(
             "loaded %s: %.2f GiB of weights in %s, kernels %s",
@@ -146,7 +153,7 @@ class ModelRunner:
             info.dtype,
             info.kernels,
         )
-        return cls(decoder, kernels, info, max_num_seqs, max_num_batched_tokens)
+        return cls(decoder, kernels, modes, info, max_num_seqs, max_num_batched_tokens)
 
     def fit(
         self,
@@ -196,7 +203,7 @@ class ModelRunner:
                 raise
             size = wanted * info.kv_bytes_per_block
             raise LoadError(f"{wanted} KV blocks ({size / GIB:.2f} GiB) cannot be allocated: {error}") from None
-        self._decoder.attach(cache)
+        self._modes.attach(cache)
         self.num_blocks = self._buffers.num_blocks = wanted
         on_device = wanted * info.kv_bytes_per_block if self._kernels.device.type == "cpu" else 0
         self._fit_host_pool(cache, swap_space_bytes, free_bytes(torch.device("cpu")) - on_device)
@@ -226,6 +233,25 @@ class ModelRunner:
         self.execute(Batch([0], [length], [length], [0] * length, [0], [0], [0], [0]))
         if self.info.max_model_len > length:
             self.execute(Batch([0], [1], [length + 1], [0], [0], [length // self.info.block_size], [0], [0]))
+
+    @property
+    def mode(self) -> str:
+        """Which of `info.modes` it computes in."""
+        return self._modes.mode
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights of all matrix products take in this mode."""
+        return self._modes.weight_bytes
+
+    def switch(self, mode: str) -> None:
+        """Compute in `mode` from the next step on; KV cache and sampler stay as they are.
+
+        Raises ValueError when the mode is not offered, MemoryError when there is no room for its weights,
+        `LoadError` when they cannot be read again; then the runner goes on as before.
+        """
+        with torch.inference_mode():
+            self._modes.switch(mode)
 
     def execute(self, batch: Batch) -> Sampled:
         """Copy blocks, compute one step and sample; what the device raises (out of memory among it) comes through."""
@@ -259,7 +285,7 @@ class ModelRunner:
         self._decoder.detach()
         self._decoder.layers.clear()
         self._host_pool = None
-        del self._decoder, self._sampler, self._buffers, self._kernels
+        del self._decoder, self._modes, self._sampler, self._buffers, self._kernels
 
 
 def _joined(parts: list[Sampled]) -> Sampled:

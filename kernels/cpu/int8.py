@@ -11,7 +11,7 @@ from torch import Tensor
 from novainfer.kernels.cpu.linear import PackedLinear
 from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.cpu.native import DTYPE_CODES, LinearDesc, library, num_threads
-from novainfer.kernels.int8 import put_in_parts, quantised
+from novainfer.kernels.int8 import put_in_parts
 
 __all__ = ["NativeInt8Linear"]
 
@@ -34,14 +34,17 @@ class NativeInt8Linear(PackedLinear):
 
     def put(self, first: int, rows: Tensor) -> None:
         """Quantise rows [n, K] and pack them as rows `first` on; `first` is a multiple of `PART_ROWS`."""
-        q, scale = quantised(rows)
         assert self._scale is not None
-        self._scale[first : first + len(rows)] = scale
+        lib = library()
         before = LinearDesc(None, None, first, self.in_features, self.desc.dtype, 1)
         part = LinearDesc(None, None, len(rows), self.in_features, self.desc.dtype, 1)
-        lib = library()
-        address = self.weight.data_ptr() + lib.nova_linear_bytes(ctypes.byref(before))
-        lib.nova_linear_pack(ctypes.byref(part), q.data_ptr(), address, num_threads())
+        lib.nova_linear_quantise(
+            ctypes.byref(part),
+            rows.contiguous().data_ptr(),
+            self.weight.data_ptr() + lib.nova_linear_bytes(ctypes.byref(before)),
+            self._scale[first:].data_ptr(),
+            num_threads(),
+        )
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:

@@ -178,17 +178,41 @@ struct Product {
   }
 };
 
-// Units of E elements of one kind.
-template <class Element, int E>
-void pack(const LinearDesc& d, const Element* weight, Element* out, int threads) {
+template <class T>
+void pack(const LinearDesc& d, const typename T::type* weight, typename T::type* out, int threads) {
+  constexpr int E = T::E;
   const long units = ceil_div(d.k, E), panels = ceil_div(d.n, PANEL);
   Team(threads).loop(panels, [&](long panel) {
-    Element* to = out + panel * units * PANEL * E;
+    typename T::type* to = out + panel * units * PANEL * E;
     for (int lane = 0; lane < PANEL; lane++) {
       const long row = panel * PANEL + lane;
-      const Element* from = weight + row * d.k;
+      const typename T::type* from = weight + row * d.k;
       for (long k = 0; k < units * E; k++)
         to[(k / E * PANEL + lane) * E + k % E] = row < d.n && k < d.k ? from[k] : 0;
+    }
+  });
+}
+
+// Packs rows as int8, and gives each row's scale: its largest element over 127. The arithmetic of kernels/int8.py.
+template <class T>
+void quantise(const LinearDesc& d, const typename T::type* weight, int8_t* out, float* scale, int threads) {
+  constexpr int E = T::E;
+  const long units = d.units(), panels = ceil_div(d.n, PANEL);
+  Team(threads).loop(panels, [&](long panel) {
+    int8_t* to = out + panel * units * PANEL * E;
+    for (long lane = 0; lane < std::min<long>(PANEL, d.n - panel * PANEL); lane++) {
+      const long row = panel * PANEL + lane;
+      const typename T::type* from = weight + row * d.k;
+      vf most = zero();
+      for (long k = 0; k < d.k; k += VL)
+        most = vmax(asf(andi(asi(load_first<T>(from + k, d.k - k)), set1i(0x7fffffffu))), most);
+      scale[row] = hmax(most) / 127.0f;
+      const vf step = set1(scale[row] > 0 ? scale[row] : 1.0f);
+      for (long k = 0; k < d.k; k += VL) {
+        float lanes[VL];
+        storef(lanes, round_even(div(load_first<T>(from + k, d.k - k), step)));
+        for (long i = k; i < std::min(d.k, k + VL); i++) to[(i / E * PANEL + lane) * E + i % E] = (int8_t)lanes[i - k];
+      }
     }
   });
 }
@@ -236,17 +260,22 @@ int64_t nova_linear_bytes(const LinearDesc* d) {
 
 int64_t nova_linear_columns(const LinearDesc* d) { return ceil_div(d->n, PANEL) * PANEL; }
 
-// Weight [n, k] of the dtype, or of int8.
 int nova_linear_pack(const LinearDesc* d, const void* weight, void* out, int threads) {
   return guarded([&] {
-    if (d->is_int8 && d->dtype == 0)
-      pack<int8_t, Bf16::E>(*d, (const int8_t*)weight, (int8_t*)out, threads);
-    else if (d->is_int8)
-      pack<int8_t, Fp32::E>(*d, (const int8_t*)weight, (int8_t*)out, threads);
-    else if (d->dtype == 0)
-      pack<uint16_t, Bf16::E>(*d, (const uint16_t*)weight, (uint16_t*)out, threads);
+    if (d->dtype == 0)
+      pack<Bf16>(*d, (const uint16_t*)weight, (uint16_t*)out, threads);
     else
-      pack<float, Fp32::E>(*d, (const float*)weight, (float*)out, threads);
+      pack<Fp32>(*d, (const float*)weight, (float*)out, threads);
+  });
+}
+
+// `out` is zeroed; `scale` [n].
+int nova_linear_quantise(const LinearDesc* d, const void* weight, void* out, float* scale, int threads) {
+  return guarded([&] {
+    if (d->dtype == 0)
+      quantise<Bf16>(*d, (const uint16_t*)weight, (int8_t*)out, scale, threads);
+    else
+      quantise<Fp32>(*d, (const float*)weight, (int8_t*)out, scale, threads);
   });
 }
 

@@ -120,6 +120,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nova_linear_bytes": (_L, (_DESC,)),
     "nova_linear_columns": (_L, (_DESC,)),
     "nova_linear_pack": (_STATUS, (_DESC, _P, _P, _I)),
+    "nova_linear_quantise": (_STATUS, (_DESC, _P, _P, _P, _I)),
     "nova_linear_rows": (_STATUS, (_DESC, _P, _L, _P, _I)),
     "nova_linear": (_STATUS, (_DESC, _P, _L, _L, _P, _I)),
     "nova_cache_block_bytes": (_L, (_CACHE,)),

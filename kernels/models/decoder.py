@@ -20,9 +20,9 @@ from novainfer.kernels.step import StepTensors
 __all__ = ["Decoder", "Embedding", "Layer", "rope_table"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Layer:
-    """One layer's weights; q, k and v are one product, and so are gate and up."""
+    """One layer's weights; q, k and v are one product, and so are gate and up. A switch of mode replaces products."""
 
     input_norm: Tensor  # [hidden_size]
     qkv: Linear
@@ -70,8 +70,8 @@ class Decoder:
     fused: NativeForward | None = None  # all layers in one call, where every part is native
 
     def attach(self, attention: AttentionBackend) -> None:
-        """Take the KV cache into use; raises nothing."""
-        self.attention = attention
+        """Take the KV cache into use, and all other parts as they are now; raises nothing."""
+        self.attention, self.fused = attention, None
         if self.ops is NativeRowOps:
             eps, scale = self.config.rms_norm_eps, self.config.head_dim**-0.5
             self.fused = NativeForward.of(self.layers, self.final_norm, self.cos_sin, attention, eps, scale)

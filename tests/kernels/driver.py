@@ -31,6 +31,13 @@ def backend_registry(backend: str) -> Registry:
         for name in (backend, "torch", "reference"):
             if name in names:
                 chosen.register(operation, names[name])
+    int8 = {kernel.name: kernel for kernel in everything.implementations("linear_int8")}
+    for name in ("native-int8",) if backend == "native" else ("torch-int8",):
+        if name in int8:
+            chosen.register("linear_int8", int8[name])
+    for attention in everything.implementations("attention"):
+        if backend == "native" and attention.name == "torch-native-layout":
+            chosen.register("attention", attention)
     return chosen
 
 
