@@ -1,31 +1,81 @@
 """Admission exists because a client must have its answer at once: it asks the gate by a call, not by a mailbox.
 
-It opens a stream for whom the gate lets in, and measures how fast the queue drains, so that a refusal can say when to
-try again.
+It opens a stream for whom the gate lets in, or lets wait, and measures how fast the queue drains, so that a refusal can
+say when to try again. Cancels take the same way.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from novainfer.actors.streams import StreamHandle, Streams
 from novainfer.fsm.errors import EngineClosed, EngineDraining, EngineOverloaded, NovaInferError
-from novainfer.fsm.events import Arrive, Cancel, Cause, Chat, Departed, Prompt, Rejected
+from novainfer.fsm.events import Arrive, Cancel, CancelAll, Cause, Chat, Departed, Prompt, Rejected
 from novainfer.fsm.gate import Gate
 from novainfer.fsm.params import SamplingParams
 
-DRAIN_RATE_WINDOW = 64  # departures from the queue that its drain rate is computed from, and
+DRAIN_RATE_WINDOW = 256  # departures from the queue that its drain rate is computed from, and
 DRAIN_RATE_WINDOW_S = 60.0  # how old they may be
 RETRY_AFTER_S_DEFAULT = 1.0  # while nothing has departed yet there is no rate
+RETRY_AFTER_S_MIN = 0.1  # less is a burst of retries, not a wait
 RETRY_AFTER_S_MAX = 60.0  # openai-python gives up above 120 s
 BYTES_PER_TOKEN = 3  # what admission reserves for text before it is tokenised: Qwen2's English average is about 4
 
 
+class AdmissionStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Admission at one moment; counts are in requests (choices), `*_total` only grow, and are in streams.
+
+    `rejected_total` is by what was exhausted ("requests", "tokens", "overflow"), or "draining" or "closed".
+    `drain_rate_per_s` is None while the queue has not been longer than the engine takes at once.
+    """
+
+    num_queued: int = 0
+    num_queued_tokens: int = 0
+    num_overflow: int = 0
+    overflowed_total: int = 0
+    rejected_total: dict[str, int] = {}
+    drain_rate_per_s: float | None = None
+
+
+class DrainRate:
+    """How fast requests leave a queue that is not empty, over the last minute at most.
+
+    An interval between two departures counts only if somebody waited all through it: what an idle engine takes at once
+    says nothing of what a busy one can take. Requests leave in bursts, so each interval counts with its whole burst.
+    """
+
+    def __init__(self) -> None:
+        self._bursts: deque[tuple[float, int, float]] = deque(maxlen=DRAIN_RATE_WINDOW)  # when, how many, since when
+        self._since_s: float | None = None  # the last departure, if somebody waited after it
+
+    def note(self, now_s: float, num_left: int, *, num_waiting: int) -> None:
+        """`num_left` requests have left the queue, and `num_waiting` are still in it."""
+        if not num_left:
+            return
+        if self._since_s is not None:
+            self._bursts.append((now_s, num_left, self._since_s))
+        self._since_s = now_s if num_waiting else None
+
+    def per_s(self, now_s: float) -> float | None:
+        """Requests a second; None when there is nothing to tell it from."""
+        bursts = self._bursts
+        while bursts and bursts[0][0] < now_s - DRAIN_RATE_WINDOW_S:
+            bursts.popleft()
+        if not bursts:
+            return None
+        elapsed_s = sum(at_s - since_s for at_s, _, since_s in bursts)
+        if self._since_s is not None:  # the interval that has not ended yet, as far as it is longer than most
+            elapsed_s += max(now_s - self._since_s - elapsed_s / len(bursts), 0.0)
+        return sum(num_left for _, num_left, _ in bursts) / max(elapsed_s, 1e-3)
+
+
 class Admission:
-    """The way in. `ask` hands an event to the gate's actor, now; `cancel` ends a stream wherever it is."""
+    """The way in, and the way out before the end. `ask` hands an event to the gate's actor, now."""
 
     def __init__(
         self,
@@ -33,17 +83,17 @@ class Admission:
         streams: Streams,
         *,
         ask: Callable[[Any], None],
-        cancel: Callable[[Cancel], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._gate = gate
         self._streams = streams
         self._ask = ask
-        self._cancel = cancel
         self._clock = clock
         self._next_stream_id = 0
         self._rejected: Rejected | None = None  # the gate's answer to the stream just added
-        self._departures: deque[float] = deque(maxlen=DRAIN_RATE_WINDOW)
+        self._rate = DrainRate()
+        self._num_rejected: Counter[str] = Counter()
+        self._num_overflowed = 0
 
     def add(self, name: str, prompt: Prompt, params: SamplingParams, seed: int) -> StreamHandle:
         """Ask for admission; raises `EngineOverloaded`, `EngineDraining` or `EngineClosed` when it is refused."""
@@ -54,13 +104,19 @@ class Admission:
         rejected, self._rejected = self._rejected, None
         if rejected is not None:
             self._streams.forget(stream_id)
+            self._num_rejected[rejected.limit or rejected.reason] += 1
             raise self._refusal(rejected)
         self._next_stream_id += 1
+        self._num_overflowed += self._gate.is_overflowed(stream_id)
         return handle
 
     def cancel(self, stream_id: int, cause: Cause) -> None:
         """End this stream; harmless when it has ended."""
-        self._cancel(Cancel(stream_id, cause))
+        self._ask(Cancel(stream_id, cause))
+
+    def cancel_all(self, cause: Cause) -> None:
+        """End every stream."""
+        self._ask(CancelAll(cause))
 
     def abandon(self, stream_id: int) -> None:
         """Its reader has left: cancel it, and drop what it may still say."""
@@ -73,18 +129,27 @@ class Admission:
 
     def note_departed(self, event: Departed) -> None:
         """The engine is telling the gate who has left the queue."""
-        num_left = sum(map(self._gate.holds, set(event.stream_ids)))  # the others left when they first ran
-        self._departures.extend([self._clock()] * num_left)
+        num_left = sum(map(self._gate.num_credits, set(event.stream_ids)))  # the others left when they first ran
+        self._rate.note(self._clock(), num_left, num_waiting=self._gate.num_queued - num_left)
 
     def retry_after_s(self) -> float:
-        """Seconds until the queue will have drained, at the rate it drains now."""
-        times, now_s = self._departures, self._clock()
-        while times and times[0] < now_s - DRAIN_RATE_WINDOW_S:
-            times.popleft()
-        if len(times) < 2:
+        """Seconds until all who wait now will have left the queue, at the rate they leave now."""
+        rate = self._rate.per_s(self._clock())
+        if rate is None:
             return RETRY_AFTER_S_DEFAULT
-        rate = len(times) / max(now_s - times[0], 1e-3)
-        return min(max(self._gate.num_queued / rate, RETRY_AFTER_S_DEFAULT), RETRY_AFTER_S_MAX)
+        num_waiting = self._gate.num_queued + self._gate.num_overflow
+        return min(max(num_waiting / rate, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
+
+    def statistics(self) -> AdmissionStatistics:
+        """An immutable record of the moment."""
+        return AdmissionStatistics(
+            num_queued=self._gate.num_queued,
+            num_queued_tokens=self._gate.num_queued_tokens,
+            num_overflow=self._gate.num_overflow,
+            overflowed_total=self._num_overflowed,
+            rejected_total=dict(self._num_rejected),
+            drain_rate_per_s=self._rate.per_s(self._clock()),
+        )
 
     def _refusal(self, rejected: Rejected) -> NovaInferError:
         if rejected.reason == "draining":
@@ -99,5 +164,10 @@ def estimate_tokens(prompt: Prompt) -> int:
     if isinstance(prompt, list):
         return len(prompt)
     if isinstance(prompt, Chat):
-        return sum(len(str(m.get("content", ""))) for m in prompt.messages) // BYTES_PER_TOKEN + len(prompt.messages)
-    return len(prompt) // BYTES_PER_TOKEN + 1
+        num_bytes = sum(_num_bytes(str(message.get("content", ""))) for message in prompt.messages)
+        return num_bytes // BYTES_PER_TOKEN + len(prompt.messages)
+    return _num_bytes(prompt) // BYTES_PER_TOKEN + 1
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

@@ -30,7 +30,6 @@ from novainfer.fsm.engine import Engine, EngineState
 from novainfer.fsm.errors import EngineClosed, ModelLoadError, NovaInferError
 from novainfer.fsm.events import (
     Begin,
-    CancelAll,
     Cause,
     Departed,
     Drain,
@@ -66,7 +65,7 @@ class System:
     """The actors of one engine, on the running loop."""
 
     def __init__(
-        self, *, device: Device, load_tokenizer: Callable[[], Tokenizer], limits: Limits, max_queue: tuple[int, int]
+        self, *, device: Device, load_tokenizer: Callable[[], Tokenizer], limits: Limits, max_queue: tuple[int, ...]
     ) -> None:
         self._load_tokenizer = load_tokenizer
         self._limits = limits
@@ -83,9 +82,7 @@ class System:
             "engine": self._make_actor("engine", self._engine),
             "worker": self._make_actor("worker", Worker()),
         }
-        self._admission = Admission(
-            self._gate, self._streams, ask=self._actors["gate"].handle, cancel=lambda e: self._tell("engine", e, True)
-        )
+        self._admission = Admission(self._gate, self._streams, ask=self._actors["gate"].handle)
         self._device_thread = JobThread("novainfer-device", partial(do_jobs, device), self._from_device)
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_thread = JobThread(
@@ -135,7 +132,7 @@ class System:
         with anyio.move_on_after(timeout_s):
             await self._wait_idle()
             return
-        self._tell("engine", CancelAll(Cause.DRAIN), True)
+        self._admission.cancel_all(Cause.DRAIN)
         await self._wait_idle()
 
     async def _live(self) -> None:

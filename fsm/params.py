@@ -27,7 +27,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `temperature=0` is greedy. `max_tokens=None` means: as many as the context holds. `top_k` of 0 or -1 and `top_p`
     of 1 switch those filters off. `seed=None` draws one, which the outputs return. `logprobs=k` returns, for each
     token, its log probability and those of the k most likely ones (k may be 0). `timeout_s` is a deadline for the
-    whole request, queueing included.
+    whole request, queueing included. With `max_queue_s` it waits for so long when the queue is full, instead of being
+    refused at once, and ends if it has not begun to run by then.
     """
 
     n: int = 1
@@ -51,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     banned_token_ids: TokenIds = []
     skip_special_tokens: bool = True
     timeout_s: float | None = None
+    max_queue_s: float | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -80,8 +82,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             check.between("logit_bias", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids must hold at least one token id", param="allowed_token_ids")
-        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
-            raise InvalidParameter(f"timeout_s must be more than 0 seconds, not {self.timeout_s}", param="timeout_s")
+        check.duration("timeout_s", self.timeout_s)
+        check.duration("max_queue_s", self.max_queue_s)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -155,3 +157,8 @@ class _Check:
     def above_up_to(name: str, value: float, low: float, high: float) -> None:
         if not low < value <= high:
             raise InvalidParameter(f"{name} must be more than {low} and at most {high}, not {value}", param=name)
+
+    @staticmethod
+    def duration(name: str, value: float | None) -> None:
+        if value is not None and not 0 < value < math.inf:
+            raise InvalidParameter(f"{name} must be more than 0 seconds, not {value}", param=name)

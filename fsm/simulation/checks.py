@@ -180,13 +180,17 @@ class Checks:
         engine = self.world.engine
         if to == "gate":
             self._gate_heard.add(type(event))
+        if to != "engine":
+            return
+        coming = [e.stream_id for e in self.world.links.get(("gate", "engine", False), ())]
         if isinstance(event, Cancel):
             stream_id = event.stream_id
-            if stream_id in engine._encoding or stream_id > engine._last_arrived:
+            if stream_id in engine._encoding or stream_id in coming:
                 self._cancelled_early.add(stream_id)
             self._to_be_told = set(engine._live.get(stream_id, ()))
         elif isinstance(event, CancelAll):
             self._cancelled_early.update(engine._encoding)
+            self._cancelled_early.update(coming[: max(event.arrived - engine._num_arrived, 0)])
             self._to_be_told = {request_id for live in engine._live.values() for request_id in live}
         elif isinstance(event, Pause):
             self._to_be_told = set(engine._live.get(event.stream_id, ()))
@@ -220,13 +224,15 @@ class Checks:
             self._ended.add(output.request_id)
 
     def answered(self) -> None:
-        """The gate has seen an Arrive: it said yes or no, and yes only where it may."""
+        """The gate has seen an Arrive: it said yes, no or later, and yes only where it may."""
         answers = [self.world.links.get(("gate", to, False)) for to in ("client", "engine")]
         arrive = answers[1][-1] if answers[1] else None
-        let_in = arrive is not None and arrive.stream_id == len(self.world.clients) - 1
-        if let_in == bool(answers[0]):
+        stream_id = len(self.world.clients) - 1
+        let_in = arrive is not None and arrive.stream_id == stream_id
+        overflowed = self.world.gate.is_overflowed(stream_id)
+        if let_in + overflowed + bool(answers[0]) != 1:
             raise Violation("the gate gave no answer, or two")
-        if let_in and (self._gate_heard & {Drain, Stop} or Open not in self._gate_heard):
+        if (let_in or overflowed) and (self._gate_heard & {Drain, Stop} or Open not in self._gate_heard):
             raise Violation("the gate let somebody in when it was closed")
 
     def rejection(self, rejected: Rejected, was_full: bool) -> None:

@@ -24,6 +24,7 @@ ARGUED: dict[RowId, str] = dict.fromkeys(
     "a worker fails while it comes up or reclaims memory, when the engine is STARTING or WAITING_WORKER; a worker "
     "whose process is lost will fail at any moment",
 )
+ARGUED["Gate", "STARTING", "Cancel"] = "nobody has a stream yet; a program that embeds the engine may try all the same"
 
 
 class Coverage(msgspec.Struct, frozen=True):

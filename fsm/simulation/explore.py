@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from novainfer.fsm.events import Cause, Departed, Fault, JobDone, Run
+from novainfer.fsm.events import Cause, Departed, Fault, JobDone, Run, Settled
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.simulation.snapshot import fingerprint, load, save
 from novainfer.fsm.simulation.world import TO_WORKER, Move, Rows, Shape, World
@@ -141,7 +141,7 @@ def _settle(world: World, small: SmallWorld) -> None:
     while again:
         again = False
         for link, queue in list(world.links.items()):
-            while queue and (link[1] in ("client", "streams") or isinstance(queue[0], Departed)):
+            while queue and (link[1] in ("client", "streams") or isinstance(queue[0], Departed | Settled)):
                 world.deliver(link)
                 again = True
         for stream_id in world.news():

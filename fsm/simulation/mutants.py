@@ -201,7 +201,7 @@ MUTANTS = [
         "a cancel that overtakes its Arrive is lost",
         Engine,
         "_cancel",
-        "self._tombstones[event.stream_id] = event.cause",
+        "self._tombstones.setdefault(event.stream_id, (event.cause, event.arrived))",
         "pass",
     ),
     Mutant(

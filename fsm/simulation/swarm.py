@@ -130,6 +130,7 @@ class Seed:
             logprobs=rng.randrange(3) if draw() < 0.15 else None,
             temperature=0.0,
             timeout_s=1.0 if self.rates["timeout"] and draw() < 0.3 else None,
+            max_queue_s=1.0 if self.rates["timeout"] and draw() < 0.3 else None,
         )
         as_text = draw() < 0.5
         self.world.arrive("".join(map(chr, prompt)) if as_text else prompt, params, seed=rng.randint(1, 3))

@@ -27,6 +27,7 @@ from tests.actors.helpers import (
 )
 from tests.leftovers import other_tasks
 
+NO_CREDIT_LIMIT = (1 << 17, 1 << 20)
 BAD = 200  # a token of the offender's prompt only: FakeDevice answers printable bytes
 
 
@@ -255,7 +256,7 @@ async def test_a_worker_that_cannot_recover_its_memory_ends_the_engine_with_its_
 @pytest.mark.slow
 async def test_more_choices_than_a_mailbox_holds_do_not_kill_the_engine() -> None:
     valve = Valve()
-    async with running(FakeDevice(on_step=valve)) as system:
+    async with running(FakeDevice(on_step=valve), max_queue=NO_CREDIT_LIMIT) as system:
         handles = [ask(system, [65], params(1, n=128)) for _ in range(600)]  # 76,800 requests in one turn
         await valve.step_arrived()
         assert system.error is None
@@ -269,7 +270,7 @@ async def test_more_choices_than_a_mailbox_holds_do_not_kill_the_engine() -> Non
 
 @pytest.mark.slow
 async def test_refusing_every_choice_of_many_streams_does_not_kill_the_engine() -> None:
-    async with running() as system:
+    async with running(max_queue=NO_CREDIT_LIMIT) as system:
         handles = [ask(system, [65], params(5000, n=128)) for _ in range(600)]
         found = await asyncio.gather(*(read_all(handle) for handle in handles))
         assert {f.end.code for f in found} == {"context_length_exceeded"}

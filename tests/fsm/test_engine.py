@@ -21,6 +21,7 @@ from novainfer.fsm.events import (
     Pause,
     PauseRequest,
     Resume,
+    Settled,
     StepDone,
     StepFailed,
     StepPlan,
@@ -29,7 +30,7 @@ from novainfer.fsm.events import (
     WorkerFailed,
     WorkerReady,
 )
-from novainfer.fsm.machine import After, Send
+from novainfer.fsm.machine import Send
 from novainfer.fsm.outputs import FinishReason
 from novainfer.fsm.params import SamplingParams
 
@@ -125,11 +126,41 @@ def test_a_cancel_goes_to_every_choice_on_the_control_lane(engine):
 
 
 def test_a_cancel_that_overtakes_its_arrive_meets_it(engine):
-    assert engine.handle(Cancel(0, Cause.DISCONNECT)) == []
-    effects = engine.handle(arrive(0, [1]))
+    assert engine.handle(Cancel(1, Cause.DISCONNECT, arrived=2)) == []
+    engine.handle(arrive(0))
+    effects = engine.handle(arrive(1, [1]))
     assert ended(sent(effects, "streams")[0]).cause is Cause.DISCONNECT
-    assert sent(effects, "gate") == [Departed([0])]
+    assert sent(effects, "gate") == [Departed([1])]
     assert sent(effects, "scheduler") == []
+    assert not engine._tombstones
+
+
+def test_streams_may_arrive_in_another_order_than_they_were_asked_for(engine):
+    engine.handle(arrive(3))  # it had room at once, and 2 had to wait
+    engine.handle(Cancel(2, Cause.CLIENT, arrived=2))
+    assert ended(sent(engine.handle(arrive(2)), "streams")[0]).cause is Cause.CLIENT
+
+
+def test_a_cancel_that_comes_after_the_end_leaves_nothing_behind(engine):
+    engine.handle(arrive(0))
+    engine.handle(Cancel(0, Cause.CLIENT, arrived=1))
+    assert engine.handle(Cancel(0, Cause.CLIENT, arrived=1)) == []
+    assert not engine._tombstones
+    engine.handle(Cancel(0, Cause.TIMEOUT, arrived=2))  # 1 is on its way, and might have been the one
+    assert engine._tombstones
+    assert sent(engine.handle(arrive(1)), "tokenizer") == [Encode(1, "hello")]
+    assert not engine._tombstones
+
+
+def test_cancel_all_meets_those_that_were_on_their_way_and_nobody_else(engine):
+    engine.handle(CancelAll(Cause.DRAIN, arrived=2))
+    causes = [[ended(o).cause for o in sent(engine.handle(arrive(i)), "streams")] for i in range(3)]
+    assert causes == [[Cause.DRAIN], [Cause.DRAIN], []]
+
+
+def test_the_gate_is_told_how_long_a_prompt_really_is(engine):
+    engine.handle(arrive(0))
+    assert sent(engine.handle(Encoded(0, [1, 2, 3])), "gate") == [Settled(0, 3)]
 
 
 def test_a_stream_cancelled_at_the_tokenizer_ends_at_once_and_its_tokens_are_dropped(engine):
@@ -145,11 +176,6 @@ def test_a_prompt_that_cannot_be_tokenised_ends_its_stream_with_the_field(engine
     effects = engine.handle(EncodeFailed(0, "no such role", "messages[0].role"))
     end = ended(sent(effects, "streams")[0])
     assert (end.error, end.code, end.param) == ("no such role", "invalid_value", "messages[0].role")
-
-
-def test_a_deadline_is_a_timer_that_cancels(engine):
-    effects = engine.handle(arrive(0, timeout_s=2.5))
-    assert After(2.5, Cancel(0, Cause.TIMEOUT)) in effects
 
 
 def test_cancel_all_ends_streams_at_the_tokenizer_and_at_the_scheduler(engine):
