@@ -124,6 +124,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int | None
     native: str | None
     batch_invariant: bool
+    swap_space_gib: float = 0.0
 
 
 class ModelDevice:
@@ -163,6 +164,7 @@ class ModelDevice:
             "kv_bytes_per_block": info.kv_bytes_per_block,
             "row_invariant": info.row_invariant,
             "kernels": info.kernels,
+            "modes": info.modes,
             "kv_is_lazy": s.device == "cpu",  # its memory is taken when it is first written
         }
 
@@ -173,18 +175,18 @@ class ModelDevice:
             mode="fixed" if num_blocks is not None else s.kv_cache_capacity_mode,
             num_blocks=num_blocks if num_blocks is not None else s.num_kv_blocks,
             memory_utilization=s.kv_cache_memory_utilization,
+            swap_space_bytes=int(s.swap_space_gib * 1024**3),
         )
-        return {"num_blocks": num_blocks}
+        return {"num_blocks": num_blocks, "num_host_blocks": self._model.num_host_blocks}
 
     def warm(self) -> None:
         """A small prefill and a decode step."""
         self._model.warm()
 
     def run(self, plan: StepPlan) -> StepDone:
-        """One step; torch's out-of-memory errors become MemoryError."""
-        import torch
-
+        """One step; the allocators' out-of-memory errors become MemoryError."""
         from novainfer.kernels.batch import Batch
+        from novainfer.kernels.memory import is_out_of_memory
 
         batch = Batch(
             slots=plan.slots,
@@ -203,17 +205,15 @@ class ModelDevice:
         )
         try:
             sampled = self._model.execute(batch)
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
-        except RuntimeError as error:
-            if "DefaultCPUAllocator" in str(error) or "bad_alloc" in str(error):
+        except Exception as error:
+            if is_out_of_memory(error) and not isinstance(error, MemoryError):
                 raise MemoryError(str(error)) from error
             raise
         return StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs)
 
     def switch(self, mode: str) -> None:
-        """No other mode is offered."""
-        raise NotImplementedError(f"there is no mode {mode}")
+        """Other kernels, or weights in another precision (kernels/modes.py)."""
+        self._model.switch(mode)
 
     def reclaim(self) -> None:
         """Collect garbage, and on CUDA return cached segments to the driver."""

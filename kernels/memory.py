@@ -17,6 +17,8 @@ __all__ = ["free_bytes", "is_out_of_memory", "lazy_zeros", "release_freed_pages"
 
 CGROUP = Path("/sys/fs/cgroup")
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
+# Of RuntimeErrors: torch's CPU allocator; what C++ threw through torch; cuBLAS and cuDNN; an asynchronous CUDA call.
+OUT_OF_MEMORY_TEXTS = ("allocate memory", "bad_alloc", "STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 MADV_COLLAPSE = 25  # Linux 6.1; Python 3.11 has no name for it
 
 
@@ -93,10 +95,10 @@ def use_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator said no: Python's, CUDA's, or torch's on the CPU (a RuntimeError told by its text)."""
+    """Whether an allocator said no: Python's, CUDA's, or one of torch's (a RuntimeError that its text tells)."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
 def release_freed_pages() -> None:
