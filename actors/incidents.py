@@ -43,24 +43,25 @@ class IncidentRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Incidents:
-    """The newest `limit` incidents. `name_of` gives a stream's request id, or None when its reader has left."""
+    """The newest `limit` incidents. `who` gives a stream's request id and owner, or None when it is gone."""
 
     def __init__(
         self,
-        name_of: Callable[[int], str | None],
+        who: Callable[[int], tuple[str, str] | None],
         *,
         limit: int = INCIDENTS_MAX,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._name_of = name_of
+        self._who = who
         self._clock = clock
         self._records: deque[IncidentRecord] = deque(maxlen=limit)
+        self._owners: deque[list[str]] = deque(maxlen=limit)  # of the requests of each
         self._listeners: list[Listener] = []
         self.counts: Counter[str] = Counter()  # by kind, since the start
 
     def take(self, event: Incident) -> None:
         """Keep, count and log `event`, and tell the listeners."""
-        names = [name for i in event.stream_ids if (name := self._name_of(i)) is not None]
+        known = [found for i in event.stream_ids if (found := self._who(i)) is not None]
         record = IncidentRecord(
             number=self.counts.total(),
             time=self._clock(),
@@ -69,9 +70,10 @@ class Incidents:
             action=event.action,
             step_id=event.step_id,
             epoch=event.epoch,
-            requests=names,
+            requests=[name for name, _ in known],
         )
         self._records.append(record)
+        self._owners.append([owner for _, owner in known])
         self.counts[event.kind] += 1
         logger.warning("%s", _sentence(record))
         for listen in tuple(self._listeners):
@@ -91,9 +93,24 @@ class Incidents:
 
         return leave
 
-    def records(self) -> list[IncidentRecord]:
-        """Those that are kept, the newest last."""
-        return list(self._records)
+    def records(self, owner: str | None = None) -> list[IncidentRecord]:
+        """Those that are kept, the newest last; only what `owner` may see of them, unless that is None."""
+        if owner is None:
+            return list(self._records)
+        pairs = zip(self._records, self._owners, strict=True)
+        return [seen for pair in pairs if (seen := _seen_by(owner, *pair)) is not None]
+
+    def seen_by(self, owner: str, record: IncidentRecord) -> IncidentRecord | None:
+        """What `owner` may see of the record that was kept last; None if it is only about others."""
+        return _seen_by(owner, record, self._owners[-1])
+
+
+def _seen_by(owner: str, record: IncidentRecord, owners: list[str]) -> IncidentRecord | None:
+    """An incident that touched nobody's requests is everybody's."""
+    if not record.requests:
+        return record
+    own = [name for name, whose in zip(record.requests, owners, strict=True) if whose == owner]
+    return msgspec.structs.replace(record, requests=own) if own else None
 
 
 def _sentence(record: IncidentRecord) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from novainfer.fsm.health import Sighting
 from novainfer.fsm.machine import After, Effect, Machine, Send
 
 # Messages, where nobody says how many can be in flight.
@@ -55,8 +56,11 @@ class Actor:
         self._is_awake = False
         self._is_dead = False
         self._timers: set[asyncio.TimerHandle] = set()
+        self._is_frozen = False
         self._state_since_s = 0.0
         self._handled = 0
+        self._turns = 0
+        self.on_transition: Callable[[str, str, str, str], None] | None = None  # actor, from, to, event; for listeners
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to take turns on `loop`; what was told before is waiting."""
@@ -83,6 +87,28 @@ class Actor:
             self._wake()
         return True
 
+    def ask_turn(self) -> None:
+        """Take a turn even if there is no message: who has taken none when asked again is stuck."""
+        if self._loop is not None and not self._is_dead and not self._is_awake:
+            self._is_awake = True
+            self._loop.call_soon(self._turn)
+
+    def freeze(self) -> None:
+        """Take no turns until `thaw`: a fault for tests and drills. What its owner lets it handle, it handles."""
+        self._is_frozen = True
+
+    def thaw(self) -> None:
+        """Take turns again, beginning with what has waited."""
+        if self._is_frozen and self._loop is not None and self._is_awake:
+            self._loop.call_soon(self._turn)
+        self._is_frozen = False
+
+    def sighting(self) -> Sighting | None:
+        """What the watchdog sees; None before it has been opened, and once it is dead."""
+        if self._loop is None or self._is_dead or self.machine is None:
+            return None
+        return Sighting(self.name, self.machine.state, self._state_since_s, self._turns)
+
     def statistics(self) -> ActorStatistics:
         """An immutable record of the moment."""
         now_s = self._loop.time() if self._loop else self._state_since_s
@@ -99,6 +125,8 @@ class Actor:
         self._handled += 1
         if machine.state is not state and self._loop is not None:
             self._state_since_s = self._loop.time()
+            if self.on_transition is not None:
+                self.on_transition(self.name, str(state), str(machine.state), type(event).__name__)
         self.perform(effects)
 
     def perform(self, effects: Sequence[Effect]) -> None:
@@ -118,6 +146,9 @@ class Actor:
 
     def _turn(self) -> None:
         # The actor stays awake for the turn: what comes meanwhile waits for the next one, which is asked for once.
+        if self._is_frozen:
+            return
+        self._turns += 1
         lanes = ((self._control, len(self._control)), (self._data, len(self._data)))
         try:
             for lane, count in lanes:

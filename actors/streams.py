@@ -86,8 +86,11 @@ class StreamHandle:
 class Streams:
     """All open streams. `take` is the actor's way to hand it a message."""
 
-    def __init__(self, route: Callable[[str, Any, bool], None]) -> None:
+    def __init__(
+        self, route: Callable[[str, Any, bool], None], gone: Callable[[Stream], None] = lambda stream: None
+    ) -> None:
         self._route = route
+        self._gone = gone  # hears of each stream that is forgotten
         self._streams: dict[int, tuple[Stream, StreamHandle]] = {}
 
     def __len__(self) -> int:
@@ -100,14 +103,21 @@ class Streams:
         self._streams[stream_id] = (stream, handle)
         return handle
 
-    def name_of(self, stream_id: int) -> str | None:
-        """The request id of a stream; None when it is forgotten."""
+    def find(self, stream_id: int) -> Stream | None:
+        """The stream, unless it is forgotten."""
         entry = self._streams.get(stream_id)
-        return entry[0].name if entry is not None else None
+        return entry[0] if entry is not None else None
+
+    def name_of(self, stream_id: int) -> tuple[str, str] | None:
+        """The request id of a stream, and its owner; None when it is forgotten."""
+        entry = self._streams.get(stream_id)
+        return (entry[0].name, "") if entry is not None else None
 
     def forget(self, stream_id: int) -> None:
         """Nobody will read this stream (any more); its outputs, if more come, go nowhere."""
-        self._streams.pop(stream_id, None)
+        entry = self._streams.pop(stream_id, None)
+        if entry is not None:
+            self._gone(entry[0])
 
     def take(self, event: Any) -> None:
         """Outputs of a step, or the stop of everything."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -35,6 +36,7 @@ class JobThread:
         self._held: list[Any] | None = None  # jobs put while it is frozen
         self._num_put = 0  # counted on the loop
         self.num_done = 0  # counted in the thread
+        self.since_s = time.monotonic()  # when it last got its first job, or did one
         self._is_dropping = False
         self._is_at_end = False
         self._is_abandoned = False
@@ -50,6 +52,8 @@ class JobThread:
 
     def put(self, job: Any) -> None:
         """Do `job` after those before it."""
+        if not self.num_waiting:
+            self.since_s = time.monotonic()
         self._num_put += 1
         if self._held is not None:
             self._held.append(job)
@@ -102,6 +106,7 @@ class JobThread:
                 for result in self._work(jobs):
                     self._tell(self._deliver, result)
                 self.num_done += len(jobs)
+                self.since_s = time.monotonic()
         except Exception as error:
             self._error = error
         except BaseException as error:  # raised as it is, a SystemExit would go through the caller's loop and end it

@@ -98,6 +98,11 @@ class Stream(Machine):
         return self.state is S.CLOSED and self._end is None
 
     @property
+    def end(self) -> End | None:
+        """How it ended, if badly."""
+        return self._end
+
+    @property
     def has_news(self) -> bool:
         """True when a read would give something."""
         return bool(self._pending) or self.state is S.CLOSED

@@ -10,12 +10,12 @@ from novainfer.actors.incidents import IncidentRecord, Incidents
 from novainfer.fsm.events import Incident
 from tests.actors.helpers import ask, running
 
-NAMES = {1: "chatcmpl-one", 2: "chatcmpl-two"}
+WHO = {1: ("chatcmpl-one", "alice"), 2: ("chatcmpl-two", "bob")}
 
 
 def make(limit: int = 1000) -> Incidents:
     clock = iter(range(100, 10_000))
-    return Incidents(NAMES.get, limit=limit, clock=lambda: float(next(clock)))
+    return Incidents(WHO.get, limit=limit, clock=lambda: float(next(clock)))
 
 
 def incident(kind: str = "oom", *stream_ids: int) -> Incident:
@@ -53,7 +53,7 @@ def test_each_is_logged_as_a_warning_in_one_line(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_line_of_the_log_names_a_few_requests_only(caplog: pytest.LogCaptureFixture) -> None:
-    incidents = Incidents(lambda i: f"r{i}")
+    incidents = Incidents(lambda i: (f"r{i}", ""))
     incidents.take(incident("oom", *range(100)))
     assert len(incidents.records()[0].requests) == 100
     assert "(requests r0, r1, r2, r3, r4, r5, r6, r7 and 92 more)" in caplog.text
@@ -83,6 +83,16 @@ def test_a_listener_that_raises_is_dropped_and_the_others_hear(caplog: pytest.Lo
     incidents.take(incident())
     assert len(heard) == 2
     assert caplog.text.count("hears of no more") == 1
+
+
+def test_an_owner_sees_what_touched_its_requests_and_what_touched_nobodys() -> None:
+    incidents = make()
+    incidents.take(incident("oom", 1, 2))
+    incidents.take(incident("exception", 2))
+    incidents.take(incident("restart"))
+    assert [(r.kind, r.requests) for r in incidents.records("alice")] == [("oom", ["chatcmpl-one"]), ("restart", [])]
+    assert [(r.kind, r.requests) for r in incidents.records("carol")] == [("restart", [])]
+    assert len(incidents.records()) == 3
 
 
 async def test_a_machine_reports_by_an_effect() -> None:

@@ -1,0 +1,391 @@
+"""The inspector exists because a request's own state does not say since when, why, or where it was before.
+
+Every request's machine notes its own transitions (`WatchedRequest`: a few calls in its life, none per token), and the
+newest ended ones are remembered. Everything else is worked out when somebody asks: whom a waiting request waits for,
+whose the blocks are. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from novainfer.actors.feed import ActorEvent, Feed, FeedEvent, IncidentEvent, RequestEvent, Subscription
+from novainfer.actors.incidents import IncidentRecord, Incidents
+from novainfer.actors.mailbox import Actor
+from novainfer.actors.records import ChoiceRecord, KvRecord, RequestRecord, Transition
+from novainfer.actors.streams import Streams
+from novainfer.fsm.engine import Engine, EngineState
+from novainfer.fsm.gate import Gate
+from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.planner import Planner
+from novainfer.fsm.request import ENDED, Request, RequestState
+from novainfer.fsm.scheduler import STATE_OF_CAUSE, Scheduler
+from novainfer.fsm.stream import Stream, StreamState
+
+ENDED_REQUESTS_MAX = 1024  # the newest: about 2 MB
+HISTORY_MAX = 64  # transitions of one request; when there are more, those after the first few go
+HISTORY_KEPT_FIRST = 8
+
+OVERFLOW = "OVERFLOW"  # the state of a stream that the gate has not let in yet; the scheduler does not know it
+CAME = str(RequestState.WAITING)  # the state of one that was let in; at first it is being tokenised
+QUEUED = (RequestState.WAITING, RequestState.PREEMPTED)
+
+
+class _Note:
+    """What is known of one stream beside its requests."""
+
+    __slots__ = ("arrived_s", "came", "id", "max_tokens", "num_choices", "num_live", "owner", "requests")
+
+    def __init__(self, name: str, owner: str, params: SamplingParams, came: Transition, arrived_s: float) -> None:
+        self.id = name
+        self.owner = owner
+        self.num_choices = self.num_live = params.n
+        self.max_tokens = params.max_tokens
+        self.came = came
+        self.arrived_s = arrived_s
+        self.requests: list[WatchedRequest] = []
+
+
+class WatchedRequest(Request):
+    """A request that notes its transitions."""
+
+    __slots__ = ("history", "inspector", "note", "since_s")
+
+    def __init__(self, inspector: Inspector, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.inspector = inspector
+        self.history: list[Transition] = []
+        self.since_s = 0.0
+        self.note = inspector.note_of(self)
+
+    def handle(self, event: Any) -> list[Any]:
+        """As every machine, and note where it went."""
+        before = self.state
+        effects = super().handle(event)
+        if self.state is not before:
+            self.inspector.moved(self, before)
+        return effects
+
+
+class Inspector:
+    """Answers what there is to know of requests and blocks; `clock` is monotonic, in seconds."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        engine: Engine,
+        streams: Streams,
+        incidents: Incidents,
+        actors: dict[str, Actor],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._gate = gate
+        self._engine = engine
+        self._streams = streams
+        self._incidents = incidents
+        self._actors = actors
+        self._clock = clock
+        self._epoch_s = time.time() - clock()  # turns the clock into the time of day
+        self._notes: dict[int, _Note] = {}  # by stream, in order of arrival
+        self._ended: deque[tuple[str, RequestRecord]] = deque(maxlen=ENDED_REQUESTS_MAX)  # with its owner
+        self._scheduler: Scheduler | None = None
+        self.feed = Feed(self._on_listened)
+        self._stop_incidents: Callable[[], None] = lambda: None
+
+    # ---- what happens --------------------------------------------------------------------------------------------
+
+    def watch(self, scheduler: Scheduler, actor: Actor) -> None:
+        """The scheduler is there: look at the requests that it makes."""
+        self._scheduler = scheduler
+        scheduler.request_type = partial(WatchedRequest, self)
+        if self.feed.is_listened:
+            actor.on_transition = self._actor_moved
+
+    def arrived(self, stream_id: int, name: str, owner: str, params: SamplingParams) -> None:
+        """A stream was let in, or waits to be."""
+        came = Transition(OVERFLOW if self._gate.is_overflowed(stream_id) else CAME, self._now())
+        note = self._notes[stream_id] = _Note(name, owner, params, came, self._clock())
+        if self.feed.is_listened:
+            self._publish(note, 0, None, came.state)
+
+    def note_of(self, request: WatchedRequest) -> _Note | None:
+        """The note of a request that was just made; it is in its first state from now on."""
+        request.since_s = self._clock()
+        note = self._notes.get(request.stream_id)
+        if note is None:
+            return None
+        note.requests.append(request)
+        request.history.append(note.came)
+        if note.came.state == CAME:
+            request.since_s = note.arrived_s  # its time at the tokenizer was waiting, too
+        else:
+            request.history.append(Transition(str(request.state), self._now()))
+        if self.feed.is_listened and (request.choice or note.came.state != CAME):
+            self._publish(note, request.choice, None if request.choice else note.came.state, str(request.state))
+        return note
+
+    def moved(self, request: WatchedRequest, before: RequestState) -> None:
+        """A request has come into another state."""
+        request.since_s = now_s = self._clock()
+        history = request.history
+        if len(history) >= HISTORY_MAX:
+            del history[HISTORY_KEPT_FIRST]
+        history.append(Transition(str(request.state), self._epoch_s + now_s))
+        note = request.note
+        if note is None:
+            return
+        if self.feed.is_listened:
+            self._publish(note, request.choice, str(before), str(request.state))
+        if request.state in ENDED:
+            note.num_live -= 1
+            if not note.num_live:
+                self._notes.pop(request.stream_id, None)
+                self._ended.append((note.owner, self._record(note, {}, now_s)))
+                note.requests.clear()
+
+    def forgotten(self, stream: Stream) -> None:
+        """Nobody reads this stream any more; one that never came to the scheduler has ended with that."""
+        note = self._notes.get(stream.stream_id)
+        if note is None or note.requests:
+            return
+        del self._notes[stream.stream_id]
+        state, now_s = _end_of(stream), self._clock()
+        history = [note.came, Transition(str(state), self._epoch_s + now_s)]
+        self._ended.append((note.owner, self._bare(note, str(state), None, 0.0, history)))
+        if self.feed.is_listened:
+            self._publish(note, 0, note.came.state, str(state))
+
+    def who(self, stream_id: int) -> tuple[str, str] | None:
+        """The request id that the client knows, and its owner; None when the stream is gone."""
+        note = self._notes.get(stream_id)
+        return (note.id, note.owner) if note is not None else None
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+
+    def requests(self, owner: str | None = None, ids: Collection[str] | None = None) -> list[RequestRecord]:
+        """Those that live, in order of arrival, then those that ended, the newest first.
+
+        `owner`: only this one's; None: everybody's. `ids`: only these.
+        """
+        now_s = self._clock()
+        positions = self._positions()
+        live = [
+            self._record(note, positions, now_s) if note.requests else self._unsubmitted(stream_id, note, now_s)
+            for stream_id, note in self._notes.items()
+            if (owner is None or note.owner == owner) and (ids is None or note.id in ids)
+        ]
+        ended = [
+            record
+            for whose, record in reversed(self._ended)
+            if (owner is None or whose == owner) and (ids is None or record.id in ids)
+        ]
+        return live + ended
+
+    def counts(self) -> Counter[str]:
+        """Live requests by state, each choice counted; cheap."""
+        found: Counter[str] = Counter()
+        for stream_id, note in self._notes.items():
+            if note.requests:
+                found.update(str(r.state) for r in note.requests if r.state not in ENDED)
+            else:
+                found[OVERFLOW if self._gate.is_overflowed(stream_id) else CAME] += note.num_choices
+        return found
+
+    def kv(self) -> KvRecord | None:
+        """KV blocks by the state of their owner; None before there are any."""
+        planner = self._planner
+        if planner is None:
+            return None
+        pool = planner.pool.statistics()
+        blocks: Counter[str] = Counter(free=pool.num_free, cached=pool.num_cached)
+        seen = bytearray(pool.num_blocks)
+        for request in self._owners():
+            state = "ENDED" if request.ended else str(request.state)
+            for block in request.blocks:
+                if not seen[block]:
+                    seen[block] = 1
+                    blocks[state] += 1
+        return KvRecord(
+            block_size=planner.limits.block_size,
+            total=pool.num_blocks,
+            blocks=dict(blocks),
+            host_total=planner.host.num_blocks,
+            host_used=planner.host.num_blocks - planner.host.num_free,
+        )
+
+    def subscribe(self, owner: str | None, *, limit: int) -> Subscription:
+        """Listen to transitions and incidents; `owner` as in `requests`."""
+
+        def view(event: FeedEvent, whose: str) -> FeedEvent | None:
+            if owner is None or isinstance(event, ActorEvent) or whose == owner:
+                return event
+            if isinstance(event, IncidentEvent):
+                record = self._incidents.seen_by(owner, event.incident)
+                return None if record is None else msgspec.structs.replace(event, incident=record)
+            return None
+
+        return self.feed.subscribe(view, limit=limit)
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        """The time of day, in seconds since 1970."""
+        return self._epoch_s + self._clock()
+
+    @property
+    def _planner(self) -> Planner | None:
+        return self._scheduler.planner if self._scheduler is not None else None
+
+    def _owners(self) -> Iterator[Request]:
+        """Every request that may own blocks."""
+        assert self._scheduler is not None
+        yield from self._scheduler.planner.running.values()
+        if self._scheduler.flight is not None:
+            yield from self._scheduler.flight.departed
+
+    def _positions(self) -> dict[int, int]:
+        planner = self._planner
+        waiting: Iterable[Request] = planner.waiting if planner is not None else ()
+        return {request.request_id: at for at, request in enumerate(waiting)}
+
+    def _reason(self, request: Request, position: int | None) -> str | None:
+        """What keeps a live request from running; see `RequestRecord`."""
+        state = request.state
+        if state is RequestState.PAUSED:
+            return "paused: slow reader"
+        if state is RequestState.RECOVERING or (state in QUEUED and self._engine.state is EngineState.RECOVERING):
+            return "recovering"
+        if state is RequestState.WAITING_FOR_REMOTE_KVS:
+            return "swapped"
+        if state not in QUEUED:
+            return None
+        planner = self._planner
+        assert planner is not None
+        if request.waits_for is not None and request.waits_for in planner.producers:
+            return "prefix"
+        if not planner.free_slots or len(planner.running) >= planner.max_running:
+            return "slots"
+        needed = -(-len(request.token_ids) // planner.limits.block_size) + 1
+        if position == 0 and needed > planner.pool.num_available:
+            return "blocks"
+        return "queue"
+
+    def _record(self, note: _Note, positions: dict[int, int], now_s: float) -> RequestRecord:
+        """Of a stream that the scheduler has (or had)."""
+        choices = [self._choice(request, positions, now_s) for request in note.requests]
+        at = next((at for at, request in enumerate(note.requests) if not request.ended), -1)
+        shown, request = choices[at], note.requests[at]
+        is_one = len(choices) == 1
+        return RequestRecord(
+            id=note.id,
+            state=shown.state,
+            reason=shown.reason,
+            position=positions.get(request.request_id),
+            time=note.came.time,
+            dwell_s=shown.dwell_s,
+            prompt_tokens=request.num_prompt,
+            cached_tokens=shown.cached_tokens if is_one else sum(c.cached_tokens for c in choices),
+            generated_tokens=shown.generated_tokens if is_one else sum(c.generated_tokens for c in choices),
+            max_tokens=note.max_tokens,
+            blocks=shown.blocks if is_one else sum(c.blocks for c in choices),
+            host_blocks=shown.host_blocks if is_one else sum(c.host_blocks for c in choices),
+            preemptions=shown.preemptions if is_one else sum(c.preemptions for c in choices),
+            choices=choices,
+            history=shown.history,
+        )
+
+    def _choice(self, request: WatchedRequest, positions: dict[int, int], now_s: float) -> ChoiceRecord:
+        ended = request.ended
+        return ChoiceRecord(
+            index=request.choice,
+            state=str(request.state),
+            reason=None if ended else self._reason(request, positions.get(request.request_id)),
+            dwell_s=now_s - request.since_s,
+            cached_tokens=request.num_cached,
+            generated_tokens=request.num_generated,
+            blocks=len(request.blocks),
+            host_blocks=len(request.host_blocks),
+            preemptions=request.num_preemptions,
+            history=list(request.history),
+        )
+
+    def _unsubmitted(self, stream_id: int, note: _Note, now_s: float) -> RequestRecord:
+        """Of a stream that the scheduler has not got yet."""
+        state, position = CAME, None
+        reason: str | None = "queue"
+        if self._gate.is_overflowed(stream_id):
+            state, reason, position = OVERFLOW, "overflow", self._gate.overflow.index(stream_id)
+        elif self._engine.is_encoding(stream_id):
+            reason = "tokenizing"
+        elif (stream := self._streams.find(stream_id)) is not None and stream.state is StreamState.CLOSED:
+            state, reason = str(_end_of(stream)), None  # it only waits for its reader
+        return self._bare(note, state, reason, now_s - note.arrived_s, [note.came], position)
+
+    def _bare(
+        self,
+        note: _Note,
+        state: str,
+        reason: str | None,
+        dwell_s: float,
+        history: list[Transition],
+        position: int | None = None,
+    ) -> RequestRecord:
+        return RequestRecord(
+            id=note.id,
+            state=state,
+            reason=reason,
+            position=position,
+            time=note.came.time,
+            dwell_s=dwell_s,
+            prompt_tokens=None,
+            cached_tokens=0,
+            generated_tokens=0,
+            max_tokens=note.max_tokens,
+            blocks=0,
+            host_blocks=0,
+            preemptions=0,
+            choices=[],
+            history=history,
+        )
+
+    # ---- the feed ------------------------------------------------------------------------------------------------
+
+    def _on_listened(self, is_listened: bool) -> None:
+        for actor in self._actors.values():
+            actor.on_transition = self._actor_moved if is_listened else None
+        if is_listened:
+            self._stop_incidents = self._incidents.subscribe(self._incident)
+        else:
+            self._stop_incidents()
+
+    def _actor_moved(self, actor: str, source: str, target: str, event: str) -> None:
+        now = self._now()
+        self.feed.publish(ActorEvent(time=now, actor=shown_name(actor), source=source, target=target, event=event))
+
+    def _publish(self, note: _Note, choice: int, source: str | None, target: str) -> None:
+        now = self._now()
+        self.feed.publish(RequestEvent(time=now, id=note.id, choice=choice, source=source, target=target), note.owner)
+
+    def _incident(self, record: IncidentRecord) -> None:
+        self.feed.publish(IncidentEvent(time=record.time, incident=record))
+
+
+def _end_of(stream: Stream) -> RequestState:
+    """How a stream ended that the scheduler never saw."""
+    if stream.end is None:
+        return RequestState.FINISHED_ABORTED  # its reader left
+    if stream.end.cause is not None:
+        return STATE_OF_CAUSE[stream.end.cause]
+    return RequestState.FINISHED_IGNORED  # its prompt cannot be used
+
+
+def shown_name(actor: str) -> str:
+    """What an actor is called outside: workers are numbered, though there is one of them yet."""
+    return "worker-0" if actor == "worker" else actor

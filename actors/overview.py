@@ -1,0 +1,95 @@
+"""All actors at a glance: what each does, since when, and whether all of them move; how to freeze one for a drill."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from novainfer.actors.inspector import shown_name
+from novainfer.actors.mailbox import Actor
+from novainfer.actors.records import ActorRecord, HealthRecord
+from novainfer.actors.thread import JobThread
+from novainfer.actors.watchdog import WORKER, Watchdog
+from novainfer.fsm.errors import InvalidParameter
+from novainfer.fsm.health import Sighting
+
+TOKENIZER = "tokenizer"
+FREEZE_ACTOR, THAW_ACTOR = "freeze_actor", "thaw_actor"
+
+
+class Overview:
+    """Of these actors and of the tokenizer's thread. `worker_pid()` is the process that holds the device."""
+
+    def __init__(
+        self,
+        actors: Mapping[str, Actor],
+        watchdog: Watchdog,
+        *,
+        tokenizer: JobThread,
+        see_tokenizer: Callable[[], Sighting],
+        worker_pid: Callable[[], int],
+    ) -> None:
+        self._actors = actors
+        self._watchdog = watchdog
+        self._tokenizer = tokenizer
+        self._see_tokenizer = see_tokenizer
+        self._worker_pid = worker_pid
+
+    def actors(self) -> list[ActorRecord]:
+        """Each actor's state, dwell time and mailbox depth, and the process it lives in."""
+        records = []
+        for name, actor in self._actors.items():
+            found = actor.statistics()
+            records.append(
+                ActorRecord(
+                    name=shown_name(name),
+                    state=found.state,
+                    dwell_s=found.dwell_s,
+                    mailbox_depth=found.mailbox_depth,
+                    pid=self._worker_pid() if name == WORKER else os.getpid(),
+                    handled_total=found.handled_total,
+                    wait_s=self._watchdog.wait_s(name),
+                )
+            )
+        return [*records, self._tokenizer_record()]
+
+    def health(self, *, state: str, is_ready: bool, why_not: str | None) -> HealthRecord:
+        """Whether everything moves, and whether a request would be taken; `why_not` is what is known beside it."""
+        verdict, stuck = self._watchdog.verdict, self._watchdog.stuck
+        reason = why_not
+        if reason is None and stuck:
+            reason = "; ".join(late.sentence() for late in stuck)
+        return HealthRecord(
+            is_live=not stuck,
+            is_ready=is_ready and not stuck,
+            state=state,
+            reason=reason,
+            late=list(verdict.late),
+            lag_s=verdict.lag_s,
+        )
+
+    def freeze(self, kind: str, actor: str = "scheduler") -> None:
+        """Stop this actor's turns, or let it take them again; raises `InvalidParameter` when there is no such actor."""
+        places: dict[str, Actor | JobThread] = {shown_name(name): place for name, place in self._actors.items()}
+        places |= self._actors
+        places[TOKENIZER] = self._tokenizer
+        if actor not in places:
+            names = ", ".join(record.name for record in self.actors())
+            raise InvalidParameter(f"there is no actor {actor!r}: it is one of {names}", param="actor")
+        if kind == THAW_ACTOR:
+            places[actor].thaw()
+        else:
+            places[actor].freeze()
+
+    def _tokenizer_record(self) -> ActorRecord:
+        thread = self._tokenizer
+        return ActorRecord(
+            name=TOKENIZER,
+            state=str(self._see_tokenizer().state),
+            dwell_s=time.monotonic() - thread.since_s,
+            mailbox_depth=thread.num_waiting,
+            pid=os.getpid(),
+            handled_total=thread.num_done,
+            wait_s=0.0,
+        )

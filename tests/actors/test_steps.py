@@ -1,0 +1,102 @@
+"""The log of steps: phases by the clock, outcomes by the answers, and no more than it may hold."""
+
+from __future__ import annotations
+
+from novainfer.actors.steps import StepLog
+from novainfer.fsm.events import Fault, StepDone, StepFailed, StepPlan
+
+
+class World:
+    """A log on a clock that the test moves."""
+
+    def __init__(self, limit: int = 10) -> None:
+        self.now_s = 100.0
+        self.log = StepLog(limit=limit, clock=lambda: self.now_s)
+
+    def wait(self, us: float) -> None:
+        self.now_s += us / 1e6
+
+    def step(self, step_id: int, *, schedule_us: float = 0, device_us: float | None = 0, epoch: int = 0) -> None:
+        self.log.asked()
+        self.wait(schedule_us)
+        self.log.launched(plan(step_id, epoch))
+        if device_us is not None:
+            self.wait(device_us)
+            self.log.returned(StepDone(step_id, epoch, [7, 8]))
+
+
+def plan(step_id: int, epoch: int = 0) -> StepPlan:
+    return StepPlan(
+        step_id=step_id,
+        epoch=epoch,
+        slots=[0, 1, 2],
+        query_lens=[1, 1, 5],
+        context_lens=[9, 9, 5],
+        input_ids=[1] * 7,
+        table_slots=[],
+        table_indexes=[],
+        table_blocks=[],
+        sample_seqs=[0, 1],
+        admissions=[],
+        swap_out_blocks=[4],
+        swap_out_hosts=[0],
+        mode="plain",
+    )
+
+
+def test_a_step_has_its_phases_and_its_sizes() -> None:
+    world = World()
+    world.step(1, schedule_us=150, device_us=2000)
+    world.log.delivered(30e-6)
+    (found,) = world.log.records(5, is_running=False)
+    assert (found.schedule_us, found.device_us, found.outputs_us) == (150.0, 2000.0, 30.0)
+    assert (found.num_requests, found.num_tokens, found.num_samples) == (3, 7, 2)
+    assert (found.num_swapped_out, found.num_swapped_in, found.mode, found.outcome) == (1, 0, "plain", "done")
+
+
+def test_outputs_belong_to_the_step_that_was_committed_while_the_next_one_runs() -> None:
+    world = World()
+    world.step(1)
+    world.step(2, device_us=None)
+    world.log.delivered(30e-6)
+    one, two = world.log.records(5, is_running=True)
+    assert (one.outputs_us, two.outputs_us) == (30.0, None)
+    assert (two.outcome, two.device_us) == ("running", None)
+
+
+def test_a_failed_step_says_how() -> None:
+    world = World()
+    world.log.launched(plan(1))
+    world.log.returned(StepFailed(1, 0, Fault.OOM, "too little"))
+    assert world.log.records(1, is_running=False)[0].outcome == "oom"
+
+
+def test_a_step_whose_worker_was_lost_is_lost() -> None:
+    world = World()
+    world.step(1, device_us=None)
+    assert world.log.records(1, is_running=False)[0].outcome == "lost"
+    world.step(2, device_us=None, epoch=1)
+    assert [r.outcome for r in world.log.records(2, is_running=True)] == ["lost", "running"]
+
+
+def test_an_answer_that_comes_twice_or_for_another_step_changes_nothing() -> None:
+    world = World()
+    world.log.returned(StepDone(0, 0, []))
+    world.step(1, device_us=50)
+    world.wait(1000)
+    world.log.returned(StepDone(1, 0, []))
+    world.log.returned(StepDone(2, 0, []))
+    assert world.log.records(1, is_running=False)[0].device_us == 50.0
+    assert world.log.totals().device[1] == 1
+
+
+def test_only_the_newest_are_kept_but_all_are_counted() -> None:
+    world = World(limit=3)
+    for step_id in range(10):
+        world.step(step_id, schedule_us=10, device_us=100)
+    assert [r.step_id for r in world.log.records(100, is_running=False)] == [7, 8, 9]
+    assert [r.step_id for r in world.log.records(2, is_running=False)] == [8, 9]
+    assert world.log.records(0, is_running=False) == []
+    seconds, count = world.log.totals().device
+    assert count == 10
+    assert round(seconds * 1e6) == 1000
