@@ -82,6 +82,7 @@ DWELLS: Mapping[type[StrEnum], Mapping[StrEnum, Dwell]] = {
         SchedulerState.STARTING: _any("as long as the worker comes up, which has deadlines of its own"),
         SchedulerState.EMPTY: _any("nothing is to be run"),
         SchedulerState.FULL: _any("steps follow each other; the engine's states say how long each may take"),
+        SchedulerState.RECOVERING: _any("as long as the worker comes up again, which has deadlines of its own"),
     },
     WorkerState: {
         W.LOADING: _any("a large model may be fetched and read for hours; its process must give signs of life"),
