@@ -8,17 +8,12 @@ EMPTY and FULL say how many steps are on the device: none, or as many as may be 
 overlapped steps on CUDA). Every end of a request is decided here, before the next step is planned: end-of-sequence
 and stop tokens, stop strings (text is assembled here, from token bytes), length, cancels, failures.
 
-A failed step is taken back, and its requests are bisected: half of them are tried alone, then the other half, until
-all have run or the step that fails holds one request. That one is tried once more (with a smaller chunk, if memory
-was short and it is a prompt; on the next rung of the ladder, if there is one), and then ends with the error; nobody
-else does. A worker that dies takes nobody with it: all are computed again. When it dies twice under a request that
-got no token in between, that one is tried in halves too, until it has a token; the halves take turns, so that good
-steps come between the bad ones.
+A failed step is taken back; what is tried then is for `Trouble` to say. When the worker is lost, all that it held is
+computed again, from each request's own tokens.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import ClassVar
@@ -26,6 +21,7 @@ from typing import ClassVar
 import msgspec
 
 from novainfer.fsm.blocks import PoolStatistics
+from novainfer.fsm.draft import Flight
 from novainfer.fsm.events import (
     Batch,
     Begun,
@@ -33,8 +29,6 @@ from novainfer.fsm.events import (
     Cause,
     Configure,
     End,
-    Fault,
-    Incident,
     KeepOver,
     MakeBatch,
     Output,
@@ -48,18 +42,13 @@ from novainfer.fsm.events import (
     Submit,
     WorkerLost,
 )
-from novainfer.fsm.ladder import Ladder, Pressure, Rung, Switched, SwitchFailed
+from novainfer.fsm.ladder import Rung, Switched
 from novainfer.fsm.machine import Machine, Table, never, on, stay, table
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
-from novainfer.fsm.planner import Flight, Limits, Planner
+from novainfer.fsm.planner import Limits, Planner
 from novainfer.fsm.request import ENDED, FETCHED, PREFILLED, Finish, Request, RequestState
 from novainfer.fsm.text import Vocabulary
-
-CHUNK_RECOVERY_STEPS = 64  # good steps after which a chunk that was halved for lack of memory is doubled again
-OOM_STEPS_MAX = 2  # steps of several requests that ran out of memory, with fewer than the above good ones after each
-FAILED_ALONE_MAX = 3  # requests that failed alone, one after the other and without a good step: it is not their fault
-LOSSES_SUSPECT = 2  # workers lost under a request since its last token: once is chance, twice is a reason to look
-TRIES_ALONE = 2  # a request that fails alone is tried once more: the first failure may have been another program's
+from novainfer.fsm.trouble import Doomed, Trouble
 
 
 class SchedulerState(StrEnum):
@@ -155,13 +144,13 @@ class Scheduler(Machine):
         super().__init__(S.STARTING)
         self._stall_keep_s = stall_keep_s
         self._ladder_quiet_s = ladder_quiet_s
-        self.ladder = Ladder()
         self._epoch = 0
         self._limits = limits
         self._vocabulary = vocabulary
         self._eos_token_ids: Sequence[int] = ()
         self._max_len = 0
         self.planner = Planner(limits, 0)
+        self.trouble = Trouble(self.planner)
         self.requests: dict[int, Request] = {}
         self.request_type: Callable[[Submit, Vocabulary, Sequence[int], int], Request] = (
             Request  # the simulator's counts
@@ -171,11 +160,6 @@ class Scheduler(Machine):
         self._work_seen = 0
         self.flight: Flight | None = None
         self._step_id = 0
-        self._chunk = limits.prefill_chunk_tokens
-        self._good_steps = 0
-        self._suspects: deque[list[int]] = deque()  # groups of request ids to be run alone
-        self._oom_steps = 0  # of several requests, lately
-        self._failed_alone = 0  # requests, since the last good step
         self._steps = self._failures = self._prompt_tokens = self._generated = self._losses = 0
         self._queried = self._hit = 0
         self._finished: dict[str, int] = dict.fromkeys(sorted(ENDED), 0)
@@ -201,14 +185,14 @@ class Scheduler(Machine):
             swapped_in_blocks_total=self.planner.num_swapped_in,
             num_host_blocks=self.planner.host.num_blocks,
             num_host_blocks_free=self.planner.host.num_free,
-            rung=self.ladder.state,
+            rung=self.trouble.ladder.state,
         )
 
     # ---- requests come and go ------------------------------------------------------------------------------------
 
     def _configure(self, event: Configure) -> SchedulerState:
         self.planner = Planner(self._limits, event.num_blocks, event.num_host_blocks)
-        self.ladder = Ladder(event.modes, quiet_s=self._ladder_quiet_s)
+        self.trouble = Trouble(self.planner, event.modes, ladder_quiet_s=self._ladder_quiet_s)
         self._epoch = event.epoch
         self._eos_token_ids = event.eos_token_ids
         self._max_len = min(event.max_model_len, event.num_blocks * self._limits.block_size)
@@ -218,7 +202,7 @@ class Scheduler(Machine):
         planner = self.planner
         assert event.num_blocks == planner.pool.num_blocks, "Fit is asked for as many blocks as before"
         self._epoch = event.epoch
-        self._climb(Switched("full"))
+        self.trouble.climb(Switched("full"), self._effects)
         planner.recover()
         return S.EMPTY
 
@@ -326,38 +310,29 @@ class Scheduler(Machine):
         return self._plan(self._roll_back(flight, outcome))
 
     def _plan(self, outputs: list[Output]) -> SchedulerState:
-        planned: tuple[StepPlan, Flight] | None = None
-        while self._suspects and planned is None:
-            group = [i for i in self._suspects[0] if i in self.requests]
-            planned = self._try_plan(group) if group else None
+        planned, trouble = None, self.trouble
+        while planned is None and (group := trouble.next_group(self.requests)):
+            planned = self._try_plan(group)
             if planned is None:
-                self._suspects.popleft()
-        if planned is None:
-            planned = self._try_plan(None)
+                trouble.skip_group()
+        planned = planned or self._try_plan(None)
         if planned is None:
             assert not self.planner.waiting, "a waiting request was neither planned nor made room for"
             self._send("engine", Batch(None, outputs, [], self._work_seen, self._epoch))
             return S.EMPTY
         plan, self.flight = planned
-        plan.mode = self.flight.mode = self.ladder.mode
+        plan.mode = self.flight.mode = trouble.ladder.mode
         started = [r.stream_id for r in self.flight.admitted if r.is_first_output]
         self._send("engine", Batch(plan, outputs, started, self._work_seen, self._epoch))
         return S.FULL
 
     def _try_plan(self, only: list[int] | None) -> tuple[StepPlan, Flight] | None:
         self._step_id += 1
-        return self.planner.plan(self._step_id, self._epoch, self._chunk, only)
+        return self.planner.plan(self._step_id, self._epoch, self.trouble.chunk, only)
 
     def _commit(self, flight: Flight, outcome: StepDone) -> list[Output]:
         """Append what was sampled, end what has ended, and say what is new."""
         self._steps += 1
-        self._good_steps += 1
-        self._failed_alone = 0
-        if self._good_steps % CHUNK_RECOVERY_STEPS == 0:
-            self._chunk = min(self._chunk * 2, self._limits.prefill_chunk_tokens)
-            self._oom_steps = 0
-        if self.ladder.device_mode != flight.mode:
-            self._climb(Switched(flight.mode))
         for request in flight.fetched:
             if not request.ended:
                 request.handle(FETCHED)
@@ -374,8 +349,7 @@ class Scheduler(Machine):
                 request.handle(PREFILLED)
             outputs.append(self._append(request, token_id, logprobs[at] if logprobs else None))
         self.planner.settle(flight)
-        if self._suspects and not any(self.requests[i].losses for i in self._suspects[0] if i in self.requests):
-            self._suspects.popleft()
+        self.trouble.step_done(flight, self.requests, self._effects)
         return outputs
 
     def _append(self, request: Request, token_id: int, logprob: tuple[float, list[int], list[float]] | None) -> Output:
@@ -424,118 +398,28 @@ class Scheduler(Machine):
     # ---- what breaks ---------------------------------------------------------------------------------------------
 
     def _roll_back(self, flight: Flight, outcome: StepFailed) -> list[Output]:
-        """Take the step back, and decide whom to try next, or who has to end."""
         self._failures += 1
-        self._good_steps = 0
-        was_group = bool(self._suspects)
-        group = self._suspects.popleft() if was_group else []
         self.planner.rollback(flight, launched=outcome.launched)
-        if outcome.fault is Fault.SWITCH:  # the step was not tried
-            if was_group:
-                self._suspects.appendleft(group)
-            self._climb(SwitchFailed(flight.mode, outcome.message))
-            return []
-        members = [request for request, _, _ in flight.rows if not request.ended]
-        if len(members) > 1:
-            if outcome.fault is Fault.OOM:
-                self._oom_steps += 1
-                if self._oom_steps >= OOM_STEPS_MAX:
-                    self._oom_steps = 0
-                    self._shrink(Pressure(outcome.message), flight)
-            self._bisect(members)
-            self._report(outcome, members, "its requests are tried in halves")
-            return []
-        outputs: list[Output] = []
-        for request in members:
-            num_tokens = flight.rows[0][1]
-            if outcome.fault is Fault.OOM and num_tokens > self._limits.block_size:
-                self._chunk = max(num_tokens // 2, self._limits.block_size)  # fewer tokens need less memory
-                self._suspects.append([request.request_id])
-                self._report(outcome, members, f"it is tried with {self._chunk} tokens")
-            else:
-                outputs += self._blame(request, outcome, outcome.fault is Fault.OOM, flight)
-        return outputs
+        return self._end_doomed(self.trouble.step_failed(flight, outcome, self._effects))
 
     def _lost(self, event: WorkerLost) -> SchedulerState:
-        """The worker is gone, and maybe a step with it: what it held is computed again."""
         self._losses += 1
         flight, self.flight = self.flight, None
-        if flight is None:
-            self.planner.lose()
-            return S.RECOVERING
-        self._failures += 1
-        if self._suspects:
-            self._suspects.popleft()
-        self.planner.rollback(flight, launched=True)
-        members = [request for request, _, _ in flight.rows if not request.ended]
-        for request in members:
-            request.losses += 1
-        suspects = [request for request in members if request.losses >= LOSSES_SUSPECT]
-        outputs: list[Output] = []
-        if len(members) == len(suspects) == 1:
-            outputs = self._blame(suspects[0], event, False, flight)
-        elif suspects:
-            self._bisect(suspects)
+        if flight is not None:
+            self._failures += 1
+            self.planner.rollback(flight, launched=True)
+            if outputs := self._end_doomed(self.trouble.worker_lost(flight, event, self._effects)):
+                self._send("engine", Outputs(outputs))
         self.planner.lose()
-        if outputs:
-            self._send("engine", Outputs(outputs))
         return S.RECOVERING
 
-    def _bisect(self, members: list[Request]) -> None:
-        """Try half of them alone, then the other half, after those that are to be tried already."""
-        ids = [r.request_id for r in members]
-        half = (len(ids) + 1) // 2
-        self._suspects += [ids[:half], ids[half:]]
-
-    def _blame(self, request: Request, what: StepFailed | WorkerLost, is_short: bool, flight: Flight) -> list[Output]:
-        """A step failed in which `request` stood alone: try it once more, or on a lower rung; else it ends."""
-        request.failures += 1
-        if request.failures < TRIES_ALONE:
-            self._suspects.append([request.request_id])
-            self._report(what, [request], "it is tried once more")
-            return []
-        self._failed_alone += 1
-        if (is_short or self._failed_alone >= FAILED_ALONE_MAX) and self._shrink(Pressure(what.message), flight):
-            request.failures = 0
-            self._suspects.append([request.request_id])
-            self._report(what, [request], f"it is tried again, with the engine at {self.ladder.state}")
-            return []
-        how = {Fault.OOM: "ran out of memory", Fault.LOST: "ended the worker", Fault.TIMEOUT: "never ended"}
-        text = f"the step that computed this request {how.get(what.fault, 'failed')}: {what.message}"
-        self._report(what, [request], "the request ended with an error")
-        return [self._end(request, RequestState.FINISHED_ERROR, End(error=text))]
-
-    def _report(self, what: StepFailed | WorkerLost, requests: list[Request], action: str) -> None:
-        step_id = what.step_id if isinstance(what, StepFailed) else self._step_id
-        streams = [request.stream_id for request in requests]
-        incident = Incident(
-            kind=what.fault, message=what.message, action=action, step_id=step_id, epoch=what.epoch, stream_ids=streams
-        )
-        self._send("incidents", incident)
-
-    # ---- the ladder ----------------------------------------------------------------------------------------------
-
-    def _shrink(self, pressure: Pressure, flight: Flight) -> bool:
-        """One rung down, if there is one."""
-        before = self.ladder.state
-        self._climb(pressure)
-        if before is Rung.FULL and self.ladder.state is not Rung.FULL:
-            num_seqs = max(len(flight.rows) // 2, 1)
-            num_tokens = sum(count for _, count, _ in flight.rows) // 2
-            self.planner.max_running = num_seqs
-            self.planner.max_tokens = max(num_tokens, num_seqs, self._limits.block_size)
-        return self.ladder.state is not before
+    def _end_doomed(self, doomed: Doomed) -> list[Output]:
+        state = RequestState.FINISHED_ERROR
+        return [self._end(request, state, End(error=sentence)) for request, sentence in doomed]
 
     def _quiet(self, event: Quiet) -> StrEnum:
-        self._climb(event)
+        self.trouble.climb(event, self._effects)
         return self.state
-
-    def _climb(self, event: Pressure | Switched | SwitchFailed | Quiet) -> None:
-        """Let the ladder take `event`; what it wants done is done for it."""
-        self._effects += self.ladder.handle(event)
-        if self.ladder.state is Rung.FULL:
-            self.planner.max_running = self._limits.max_num_seqs
-            self.planner.max_tokens = self._limits.max_num_batched_tokens
 
     # ---- for checkers --------------------------------------------------------------------------------------------
 

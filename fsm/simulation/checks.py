@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from novainfer.fsm.draft import SHORT_SHARE, Flight
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.events import (
     Cancel,
@@ -33,7 +34,6 @@ from novainfer.fsm.events import (
     Stop,
     Submit,
 )
-from novainfer.fsm.planner import SHORT_SHARE, Flight
 from novainfer.fsm.request import ENDED, Request, RequestState
 from novainfer.fsm.scheduler import SchedulerState
 from novainfer.fsm.simulation.oracle import Violation
@@ -76,7 +76,7 @@ class Checks:
         if isinstance(event.outcome, StepDone) and scheduler.flight is not None:
             self._sampled = scheduler.flight.samples
         running = [r for r in scheduler.planner.running.values() if r.state in COMPUTED]
-        is_free = not scheduler._suspects and not isinstance(event.outcome, StepFailed)
+        is_free = not scheduler.trouble.suspects and not isinstance(event.outcome, StepFailed)
         self._oldest = min(running, key=lambda r: r.request_id) if running and is_free else None
         flight = scheduler.flight
         if isinstance(event.outcome, StepFailed) and flight is not None:
@@ -169,10 +169,10 @@ class Checks:
         num_tokens = sum(count for _, count, _ in flight.rows)
         if num_tokens > max(shape.max_num_batched_tokens, len(planned)) or len(planned) > shape.max_num_seqs:
             raise Violation(f"step {flight.step_id} has {num_tokens} tokens of {len(planned)} requests")
-        if not scheduler._suspects:
+        if not scheduler.trouble.suspects:
             self._nobody_overtakes(flight)
         may_run = [i for i, request in planner.running.items() if request.state in COMPUTED]
-        if not scheduler._suspects and may_run and min(may_run) not in planned:
+        if not scheduler.trouble.suspects and may_run and min(may_run) not in planned:
             raise Violation(f"request {min(may_run)} is the oldest, and step {flight.step_id} leaves it out")
 
     def before(self, to: str, event: Any) -> None:
@@ -208,7 +208,7 @@ class Checks:
         scheduler = self.world.scheduler
         youngest = max((request.request_id for request in flight.admitted), default=-1)
         for request in scheduler.planner.waiting:
-            is_short = request.num_remaining <= scheduler._chunk // SHORT_SHARE
+            is_short = request.num_remaining <= scheduler.trouble.chunk // SHORT_SHARE
             if request.request_id < youngest and request.waits_for is None and is_short:
                 raise Violation(f"request {youngest} overtook request {request.request_id}")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from novainfer.fsm.events import Arrive, Cause, End, Finished, Rejected
 from novainfer.fsm.outputs import Delta
-from novainfer.fsm.scheduler import TRIES_ALONE
 from novainfer.fsm.simulation.device import expected_logprob
 from novainfer.fsm.simulation.oracle import TOKEN_BYTES, Expected, Violation, expected_run, is_refused
+from novainfer.fsm.trouble import TRIES_ALONE
 
 
 class Client:

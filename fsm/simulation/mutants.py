@@ -15,13 +15,15 @@ from typing import Any, cast
 import msgspec
 
 from novainfer.fsm.blocks import BlockPool
+from novainfer.fsm.draft import Draft
 from novainfer.fsm.engine import Engine
 from novainfer.fsm.machine import Machine, Row, Rows
-from novainfer.fsm.planner import Planner, _Draft
+from novainfer.fsm.planner import Planner
 from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import TextAssembler
+from novainfer.fsm.trouble import Trouble
 from novainfer.fsm.worker import Worker
 
 
@@ -77,7 +79,7 @@ MUTANTS = [
         "self.producers[name] = request.request_id",
         "pass",
     ),
-    Mutant("a rollback keeps the blocks of the cancelled", Planner, "rollback", "self.release(request)", "pass"),
+    Mutant("a rollback keeps the blocks of the cancelled", Planner, "settle", "self.release(request)", "pass"),
     Mutant(
         "undo revives what a launched step may have overwritten",
         BlockPool,
@@ -113,7 +115,7 @@ MUTANTS = [
     Mutant("an evicted block keeps its place in the index", BlockPool, "allocate", "del self._index[name]", "pass"),
     Mutant(
         "a block is named before it is full",
-        _Draft,
+        Draft,
         "_name_blocks",
         "num_full = request.num_computed // self.size",
         "num_full = -(-request.num_computed // self.size)",
@@ -130,7 +132,7 @@ MUTANTS = [
     Mutant("the oldest request is preempted", Planner, "_preempt_one", "if r is not keep and r.blocks", "if r.blocks"),
     Mutant(
         "a request is computed while its reader is slow",
-        _Draft,
+        Draft,
         "add_decodes",
         "if request.state is not decode or",
         "if request.state not in (decode, RequestState.PAUSED) or",
@@ -145,7 +147,7 @@ MUTANTS = [
     ),
     Mutant(
         "a small request overtakes one that does not fit yet",
-        _Draft,
+        Draft,
         "add_prefills",
         "break  # first come, first served",
         "continue  # first come, first served",
@@ -153,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         "paused requests without blocks hold up the queue",
-        _Draft,
+        Draft,
         "add_prefills",
         "and any(r.blocks for r in planner.running.values())",
         "and planner.running",
@@ -214,7 +216,7 @@ MUTANTS = [
     Mutant("a stop does not reach the streams", Engine, "_stop", 'self._send("streams", event)', "pass"),
     # ---- who is told what
     Mutant(
-        "everybody in a failed step is blamed", Scheduler, "_roll_back", "if len(members) > 1:", "if len(members) > 99:"
+        "everybody in a failed step is blamed", Trouble, "step_failed", "if len(members) > 1:", "if len(members) > 99:"
     ),
     Mutant("credits stay with the cancelled", Engine, "_settle", 'self._send("gate", Departed(over))', "pass"),
     Mutant("part of a stop string is sent", TextAssembler, "_release", "keep = self._overlap(held)", "keep = 0"),

@@ -18,6 +18,7 @@ from novainfer.fsm.blocks import BlockPool
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.events import Arrive
 from novainfer.fsm.gate import GateState
+from novainfer.fsm.ladder import Rung
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.request import Request, RequestState
@@ -39,17 +40,30 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Engine": frozenset(["_effects"]),
     "Flight": frozenset(["before"]),
     "Gate": frozenset(["_effects", "_max_reqs", "_max_tokens"]),
-    "Planner": frozenset(["limits", "num_preemptions", "probe"]),
+    "Ladder": frozenset(["_effects", "_quiet_s"]),
+    "Planner": frozenset(["limits", "num_preemptions", "num_swapped_in", "num_swapped_out", "probe"]),
     "SamplingSpec": frozenset(["num_prompt_tokens", "params", "stop_ids"]),
     "Scheduler": frozenset(
-        ["_effects", "_eos_token_ids", "_failures", "_finished", "_generated", "_good_steps", "_hit", "_limits"]
+        ["_effects", "_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_limits", "_losses"]
     )
-    | frozenset(["_max_len", "_prompt_tokens", "_queried", "_steps", "_vocabulary", "request_type"]),
+    | frozenset(
+        [
+            "_max_len",
+            "_prompt_tokens",
+            "_queried",
+            "_steps",
+            "_vocabulary",
+            "_ladder_quiet_s",
+            "_stall_keep_s",
+            "request_type",
+        ]
+    ),
     "ScriptedDevice": frozenset(["block_size"]),
     "Stream": frozenset(["_effects", "_stall_high", "_stall_low", "name"]),
     "Submit": frozenset(["params", "seed", "token_ids"]),
     "TextAssembler": frozenset(["_longest_stop", "_plain", "_show_special", "_stops", "_vocabulary", "include_stop"]),
-    "Worker": frozenset(["_effects", "_found"]),
+    "Trouble": frozenset(["_good_steps", "limits", "planner"]),
+    "Worker": frozenset(["_effects", "_found", "_policy"]),
     "World": frozenset(["_trace", "counts", "machines", "shape", "taken"]),
     "_Watched": frozenset(["_effects", "_taken", "max_len", "names", "num_prompt", "params", "seed", "stop_ids"]),
 }
@@ -72,7 +86,7 @@ def _by_number(constant: Any) -> tuple[Callable[[int], Any], tuple[int]]:
     return _constant, (at,)
 
 
-_STATES = (EngineState, GateState, RequestState, SchedulerState, StreamState, WorkerState)
+_STATES = (EngineState, GateState, Rung, RequestState, SchedulerState, StreamState, WorkerState)
 _REDUCERS: dict[type, Any] = {
     **copyreg.dispatch_table,
     **dict.fromkeys((Arrive, Limits, Rows, SamplingParams, Shape, Vocabulary, *_STATES), _by_number),

@@ -3,9 +3,9 @@ import pytest
 from novainfer.fsm.events import CancelRequest, Cause, Fault, MakeBatch, PauseRequest, ResumeRequest, StepDone
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import RequestState
-from novainfer.fsm.scheduler import CHUNK_RECOVERY_STEPS, TRIES_ALONE
 from novainfer.fsm.simulation.device import EOS
 from novainfer.fsm.simulation.oracle import TOKEN_BYTES, expected_run
+from novainfer.fsm.trouble import CHUNK_RECOVERY_STEPS, TRIES_ALONE
 from tests.fsm.helpers import Bench
 
 A, B, AB = TOKEN_BYTES.index(b"a"), TOKEN_BYTES.index(b"b"), TOKEN_BYTES.index(b"ab")
