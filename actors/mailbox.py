@@ -10,12 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from novainfer.fsm.health import Sighting
 from novainfer.fsm.machine import After, Effect, Machine, Send
+
+if TYPE_CHECKING:
+    from novainfer.actors.recorder import Recorder
+    from novainfer.fsm.recording import Codes
 
 # Messages, where nobody says how many can be in flight.
 MAILBOX_LIMIT = 65_536
@@ -55,8 +59,11 @@ class Actor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_awake = False
         self._is_dead = False
-        self._timers: set[asyncio.TimerHandle] = set()
         self._is_frozen = False
+        self._timers: dict[asyncio.TimerHandle, Any] = {}  # and their events
+        self._recorder: Recorder | None = None
+        self._log = bytearray()  # the recorder's; written where there are codes
+        self._codes: tuple[Codes | None, Codes | None, Codes | None] = (None, None, None)  # data, control, direct
         self._state_since_s = 0.0
         self._handled = 0
         self._turns = 0
@@ -76,6 +83,18 @@ class Actor:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Write all that this actor takes to `recorder` from now on; None: no more."""
+        self._recorder, name = recorder, self.name
+        self._codes = (None, None, None)
+        if recorder is not None:
+            self._log = recorder.log
+            self._codes = (recorder.lane(name, False), recorder.lane(name, True), recorder.lane(name, None))
+
+    def waiting(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """The messages on the data lane and on the control lane, and the events of the timers that are set."""
+        return list(self._data), list(self._control), list(self._timers.values())
 
     def tell(self, event: Any, urgent: bool = False) -> bool:
         """Put `event` into the mailbox; False when it is full (or its actor is dead), and the sender must decide."""
@@ -109,6 +128,13 @@ class Actor:
             return None
         return Sighting(self.name, self.machine.state, self._state_since_s, self._turns)
 
+    def told(self, event: Any, urgent: bool = False) -> bool:
+        """As `tell`, for what comes from outside the machines: the recorder keeps it in full."""
+        codes = self._codes[urgent]
+        if codes is not None and not self._is_dead and len(self._control if urgent else self._data) < self._limit:
+            self._recorder.told(codes, event)  # type: ignore[union-attr]
+        return self.tell(event, urgent)
+
     def statistics(self) -> ActorStatistics:
         """An immutable record of the moment."""
         now_s = self._loop.time() if self._loop else self._state_since_s
@@ -118,15 +144,29 @@ class Actor:
 
     def handle(self, event: Any) -> None:
         """Let the machine take `event` now, and perform its effects; only its owner may call this from outside."""
+        codes = self._codes[2]
+        if codes is not None:
+            self._recorder.called(codes, event)  # type: ignore[union-attr]
+        self._take(event, codes)
+
+    def _take(self, event: Any, codes: Codes | None) -> None:
         machine = self.machine
         assert machine is not None
-        state = machine.state
-        effects = machine.handle(event)
+        before = machine.state
+        try:
+            effects = machine.handle(event)
+        except Exception as error:
+            if codes is not None:
+                self._recorder.raised(codes, before, event, error)  # type: ignore[union-attr]
+            raise
         self._handled += 1
-        if machine.state is not state and self._loop is not None:
+        after = machine.state
+        if after is not before and self._loop is not None:
             self._state_since_s = self._loop.time()
             if self.on_transition is not None:
-                self.on_transition(self.name, str(state), str(machine.state), type(event).__name__)
+                self.on_transition(self.name, str(before), str(after), type(event).__name__)
+        if codes is not None:
+            self._log += codes[before, type(event), after]
         self.perform(effects)
 
     def perform(self, effects: Sequence[Effect]) -> None:
@@ -149,11 +189,12 @@ class Actor:
         if self._is_frozen:
             return
         self._turns += 1
-        lanes = ((self._control, len(self._control)), (self._data, len(self._data)))
+        data, control, _ = self._codes
+        lanes = ((self._control, len(self._control), control), (self._data, len(self._data), data))
         try:
-            for lane, count in lanes:
+            for lane, count, codes in lanes:
                 for _ in range(count):
-                    self.handle(lane.popleft())
+                    self._take(lane.popleft(), codes)
                     if self._is_dead:
                         return
         except Exception as error:
@@ -167,8 +208,11 @@ class Actor:
         assert self._loop is not None
 
         def fire() -> None:
-            self._timers.discard(timer)
+            codes = self._codes[1]
+            if codes is not None and not self._is_dead:
+                self._recorder.timer(codes, effect.event)  # type: ignore[union-attr]
+            self._timers.pop(timer, None)
             self.tell(effect.event, urgent=True)
 
         timer = self._loop.call_later(effect.delay_s, fire)
-        self._timers.add(timer)
+        self._timers[timer] = effect.event

@@ -20,7 +20,7 @@ from typing import Any
 from novainfer.fsm.dumpfile import SUFFIX, About, encode_dump
 from novainfer.fsm.errors import RecorderUnavailable
 from novainfer.fsm.events import Output, StepPlan
-from novainfer.fsm.recording import Codes, Image, Parts, Recording, lane_name
+from novainfer.fsm.recording import RING_BYTES, SEGMENT_BYTES, Codes, Image, Parts, Recording, lane_name
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import Vocabulary
 
@@ -56,12 +56,16 @@ class Recorder:
         vocabulary: Vocabulary,
         loop: asyncio.AbstractEventLoop,
         detach: Callable[[], None],
-        **limits: int,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        ring_bytes: int = RING_BYTES,
     ) -> None:
         """Record from now on; `detach` is called when it is over, after which nothing may be written."""
         self._loop, self._detach = loop, detach
         try:
-            self.recording = Recording(parts, vocabulary, clock_s=loop.time, **limits)
+            self.recording = Recording(
+                parts, vocabulary, clock_s=loop.time, segment_bytes=segment_bytes, ring_bytes=ring_bytes
+            )
             self.log = self.recording.log
         except Exception as error:
             self._give_up(error)

@@ -1,31 +1,41 @@
 """The streams actor exists because readers have their own pace: it owns what each client has not read yet.
 
 One batched Outputs message comes per step; each output goes to its stream's machine, and a reader that waits is woken
-at most once. `StreamHandle` is what a reader holds.
+at most once. `StreamHandle` is what a reader holds. A stream has one timer, which dies with its stall.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import End, Finished, Outputs, Read, Stop
-from novainfer.fsm.machine import Send
+from novainfer.fsm.events import End, Finished, Outputs, Read, StallOver, Stop
+from novainfer.fsm.machine import After, Effect, Send
 from novainfer.fsm.outputs import Delta
-from novainfer.fsm.stream import Stream, StreamState
+from novainfer.fsm.recording import read_code
+from novainfer.fsm.stream import STALL_TIMEOUT_S, Stream, StreamState
+
+if TYPE_CHECKING:
+    from novainfer.actors.recorder import Recorder
+    from novainfer.fsm.recording import Codes
 
 
 class StreamHandle:
     """One stream's reading end; for one reader at a time."""
 
-    __slots__ = ("_forget", "_route", "_stream", "_waiter", "is_over")
+    __slots__ = ("_forget", "_log", "_perform", "_read_code", "_stream", "_waiter", "is_over")
 
-    def __init__(self, stream: Stream, route: Callable[[str, Any, bool], None], forget: Callable[[int], None]) -> None:
+    def __init__(
+        self, stream: Stream, perform: Callable[[Stream, Sequence[Effect]], None], forget: Callable[[int], None]
+    ) -> None:
         self._stream = stream
-        self._route = route
+        self._perform = perform
         self._forget = forget
         self._waiter: asyncio.Future[None] | None = None
+        self._log: bytearray | None = None  # the recorder's
+        self._read_code = read_code(stream.stream_id)
         self.is_over = False
 
     @property
@@ -51,12 +61,18 @@ class StreamHandle:
     def read_nowait(self) -> Delta | Finished | End | None:
         """What is new: a delta, the good end, the bad end, or None when there is nothing yet."""
         found: Delta | Finished | End | None = None
-        for effect in self._stream.handle(Read()):
-            assert isinstance(effect, Send)
-            if effect.to == "reader":
+        effects = self._stream.handle(Read())
+        more: list[Effect] = []
+        log = self._log
+        if log is not None and effects:  # a look that finds nothing changes nothing
+            log += self._read_code
+        for effect in effects:
+            if type(effect) is Send and effect.to == "reader":
                 found = effect.event
             else:
-                self._route(effect.to, effect.event, effect.urgent)
+                more.append(effect)
+        if more:
+            self._perform(self._stream, more)
         if isinstance(found, Finished | End):
             self.is_over = True
             self._forget(self._stream.stream_id)
@@ -87,19 +103,32 @@ class Streams:
     """All open streams. `take` is the actor's way to hand it a message."""
 
     def __init__(
-        self, route: Callable[[str, Any, bool], None], gone: Callable[[Stream], None] = lambda stream: None
+        self,
+        route: Callable[[str, Any, bool], None],
+        gone: Callable[[Stream], None] = lambda stream: None,
+        *,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         self._route = route
+        self._stall_timeout_s = stall_timeout_s
+        self._timers: dict[int, tuple[asyncio.TimerHandle, StallOver]] = {}
+        self.cancelled_total: Counter[str] = Counter()  # choices ended before their time, by cause
+        self.stalls_total = 0
         self._gone = gone  # hears of each stream that is forgotten
         self._streams: dict[int, tuple[Stream, StreamHandle]] = {}
+        self._recorder: Recorder | None = None
+        self._codes: Codes | None = None
 
     def __len__(self) -> int:
         return len(self._streams)
 
     def add(self, stream_id: int, name: str, num_choices: int) -> StreamHandle:
         """Open a stream; `name` is the request id its deltas carry."""
-        stream = Stream(stream_id, name, num_choices)
-        handle = StreamHandle(stream, self._route, self.forget)
+        stream = Stream(stream_id, name, num_choices, stall_timeout_s=self._stall_timeout_s)
+        handle = StreamHandle(stream, self._perform, self.forget)
+        if self._recorder is not None:
+            self._recorder.adds(stream, not self._streams)
+            handle._log = self._recorder.log if self._recorder is not None else None
         self._streams[stream_id] = (stream, handle)
         return handle
 
@@ -117,24 +146,97 @@ class Streams:
         """Nobody will read this stream (any more); its outputs, if more come, go nowhere."""
         entry = self._streams.pop(stream_id, None)
         if entry is not None:
+            self._stop_timer(stream_id)
             self._gone(entry[0])
+            if self._recorder is not None:
+                self._recorder.forgot(stream_id)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Write all that the streams take, and every read, to `recorder` from now on; None: no more."""
+        self._recorder = recorder
+        self._codes = recorder.lane("streams", False) if recorder is not None else None
+        for _, handle in self._streams.values():
+            handle._log = recorder.log if recorder is not None else None
+
+    def machines(self) -> dict[int, Stream]:
+        """The machines of the streams that are open, by id."""
+        return {stream_id: stream for stream_id, (stream, _) in self._streams.items()}
 
     def take(self, event: Any) -> None:
-        """Outputs of a step, or the stop of everything."""
+        """Outputs of a step, a stall that has lasted too long, or the stop of everything."""
+        recorder, codes = self._recorder, self._codes
+        if recorder is None or codes is None:
+            self._take(event)
+            return
+        try:
+            if isinstance(event, Outputs):
+                recorder.took(event.outputs)
+            self._take(event)
+        except Exception as error:
+            recorder.raised(codes, "", event, error)
+            raise
+        recorder.log.extend(codes["", type(event), ""])
+
+    def _take(self, event: Any) -> None:
         if isinstance(event, Stop):
             for stream, handle in list(self._streams.values()):
                 stream.handle(event)
+                self._stop_timer(stream.stream_id)
+                handle.wake()
+            return
+        streams = self._streams
+        if isinstance(event, StallOver):
+            if event.stream_id in streams:
+                stream, handle = streams[event.stream_id]
+                self._perform(stream, stream.handle(event))
                 handle.wake()
             return
         assert isinstance(event, Outputs)
-        streams, route = self._streams, self._route
         for output in event.outputs:
+            if output.end is not None and output.end.cause is not None:
+                self.cancelled_total[output.end.cause] += 1
             entry = streams.get(output.stream_id)
             if entry is None:  # its reader has left
                 continue
             stream, handle = entry
-            for effect in stream.handle(output):
-                route(effect.to, effect.event, effect.urgent)  # type: ignore[union-attr]
+            if effects := stream.handle(output):
+                self._perform(stream, effects)
             waiter = handle._waiter
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
+
+    def _perform(self, stream: Stream, effects: Sequence[Effect]) -> None:
+        """What concerns others than the reader. Only a stream that stalls, or did, has such effects."""
+        for effect in effects:
+            if type(effect) is Send:
+                self._route(effect.to, effect.event, effect.urgent)
+            elif type(effect) is After:
+                self._set_timer(stream.stream_id, effect)
+        if stream.state is not StreamState.STALLED:
+            self._stop_timer(stream.stream_id)
+
+    def _set_timer(self, stream_id: int, effect: After) -> None:
+        self.stalls_total += stream_id not in self._timers
+        self._stop_timer(stream_id)
+        timer = asyncio.get_running_loop().call_later(effect.delay_s, self._fire, effect.event)
+        self._timers[stream_id] = (timer, effect.event)
+
+    def _stop_timer(self, stream_id: int) -> None:
+        found = self._timers.pop(stream_id, None)
+        if found is not None:
+            found[0].cancel()
+
+    def _fire(self, event: StallOver) -> None:
+        del self._timers[event.stream_id]
+        if self._recorder is not None and self._codes is not None:
+            self._recorder.timer(self._codes, event)
+        self._route("streams", event, False)
+
+    def timers(self) -> list[StallOver]:
+        """The events of the timers that are set."""
+        return [event for _, event in self._timers.values()]
+
+    @property
+    def num_stalled(self) -> int:
+        """Streams whose readers are slow."""
+        return len(self._timers)
