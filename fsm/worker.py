@@ -112,7 +112,7 @@ class Worker(Machine):
         on(S.OOM, JobFailed, "_job_failed", S.FAILED, S.RESTARTING, S.OOM),
         ignore((S.READY, S.RUNNING, S.RESTARTING), JobFailed, LATE),
         ignore(DOWN, JobFailed, "nobody waits for it"),
-        on(S.READY, Launch, "_launch", S.RUNNING, S.SWITCHING),
+        on(S.READY, Launch, "_launch", S.RUNNING, S.SWITCHING, S.READY),
         never((S.RUNNING, S.SWITCHING, S.OOM), Launch, "the engine waits for the step before"),
         ignore((*COMING_UP, S.RESTARTING), Launch, "it was sent before the engine had heard that the worker is lost"),
         ignore(DOWN, Launch, "it was sent before the engine had heard, or after it was stopped"),

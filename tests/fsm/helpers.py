@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from novainfer.fsm.events import (
     Batch,
     CancelRequest,
@@ -18,6 +20,7 @@ from novainfer.fsm.events import (
     StepFailed,
     StepPlan,
     Submit,
+    WorkerLost,
 )
 from novainfer.fsm.machine import After, Send
 from novainfer.fsm.params import SamplingParams
@@ -43,13 +46,14 @@ class Bench:
         fields = {"max_num_seqs": 8, "block_size": 4, "max_num_batched_tokens": 64, "prefill_chunk_tokens": 32}
         self.limits = Limits(**{**fields, **limits})
         self.scheduler = Scheduler(self.limits, VOCABULARY)
-        self.device = ScriptedDevice(num_blocks, self.limits.block_size, self.limits.max_num_seqs)
         self.outputs: list[Output] = []
         self.incidents: list[Incident] = []
         self.timers: list[After] = []
         self.plan: StepPlan | None = None
         self._next_id = 0
         self.configuration = Configure(num_blocks, max_model_len, VOCAB_SIZE, [EOS], 0, num_host_blocks, modes)
+        self.device = self._new_device()
+        self._epoch = 0
         self.tell(self.configuration)
 
     def tell(self, event: Any) -> None:
@@ -110,6 +114,23 @@ class Bench:
         if launched:
             self.device.spoil(self.plan)
         self.tell(MakeBatch(StepFailed(self.plan.step_id, self.plan.epoch, fault, "broken", launched)))
+
+    def lose(self, fault: Fault = Fault.LOST) -> None:
+        """The worker is gone, with the step that is planned and all that it held."""
+        if self.plan is not None:
+            self.device.spoil(self.plan)
+        self.plan = None
+        self.tell(WorkerLost(self._epoch, fault, "killed"))
+        self._epoch += 1
+        self.device = self._new_device()
+
+    def recover(self) -> None:
+        """There is a worker again, and the engine asks for a plan."""
+        self.tell(msgspec.structs.replace(self.configuration, epoch=self._epoch))
+        self.start()
+
+    def _new_device(self) -> ScriptedDevice:
+        return ScriptedDevice(self.configuration.num_blocks, self.limits.block_size, self.limits.max_num_seqs)
 
     def run(self) -> None:
         """Until nothing is left to do."""

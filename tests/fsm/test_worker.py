@@ -3,25 +3,32 @@ import pytest
 from novainfer.fsm.events import (
     Begin,
     Close,
+    DeviceLost,
     Fault,
     Fit,
+    Incident,
     JobDone,
     JobFailed,
+    Kill,
     Launch,
     Load,
+    Overdue,
     Reclaim,
+    Restart,
     Run,
     Spawn,
     StepDone,
     StepFailed,
     StepPlan,
     Stop,
+    Switch,
     Warm,
     WorkerFailed,
+    WorkerLost,
     WorkerReady,
 )
-from novainfer.fsm.machine import Effect, Send, Start
-from novainfer.fsm.worker import Worker, WorkerState
+from novainfer.fsm.machine import After, Effect, Send, Start
+from novainfer.fsm.worker import BACKOFF_S, RestartPolicy, Worker, WorkerState
 
 LOADED = {"max_model_len": 64, "vocab_size": 100, "eos_token_ids": [0]}
 
@@ -138,3 +145,151 @@ def test_a_worker_stopped_before_it_began_does_not_begin():
     worker.handle(Stop())
     assert worker.handle(Begin()) == []
     assert worker.state is WorkerState.STOPPED
+
+
+# ---- a device that can be replaced ----------------------------------------------------------------------------------
+
+PLAN = RestartPolicy(max_restarts=3, window_s=60.0)
+
+
+@pytest.fixture
+def replaceable() -> Worker:
+    worker = Worker(PLAN)
+    worker.handle(Begin())
+    come_up(worker)
+    return worker
+
+
+def restart(worker: Worker) -> list[Effect]:
+    """The timer fires and the next device comes up."""
+    worker.handle(Restart(worker.epoch))
+    return come_up(worker, worker.epoch)
+
+
+def kinds(effects: list[Effect]) -> list[str]:
+    return [e.event.kind for e in effects if isinstance(e, Send) and isinstance(e.event, Incident)]
+
+
+@pytest.mark.parametrize("state", [WorkerState.READY, WorkerState.RUNNING, WorkerState.OOM, WorkerState.SWITCHING])
+@pytest.mark.parametrize(("event", "fault"), [(DeviceLost, Fault.LOST), (Overdue, Fault.TIMEOUT)])
+def test_a_device_that_is_lost_or_silent_is_killed_and_replaced_by_the_next_epoch(replaceable, state, event, fault):
+    if state is not WorkerState.READY:
+        replaceable.handle(Launch(plan(1, mode="plain" if state is WorkerState.SWITCHING else "full")))
+    if state is WorkerState.OOM:
+        replaceable.handle(StepFailed(1, 0, Fault.OOM, "no memory"))
+    assert replaceable.state is state
+    effects = replaceable.handle(event(0, "killed by signal 9", 100.0))
+    assert Start(Kill(0)) in effects
+    assert Send("engine", WorkerLost(0, fault, "killed by signal 9")) in effects
+    assert After(0.0, Restart(1)) in effects
+    assert kinds(effects) == [fault]
+    assert replaceable.state is WorkerState.RESTARTING
+    assert replaceable.handle(Restart(1)) == [Start(Spawn(1))]
+    (ready,) = come_up(replaceable, 1)
+    assert ready.event.epoch == 1
+    assert replaceable.handle(Launch(plan(2, epoch=1))) == [Start(Run(plan(2, epoch=1)))]
+
+
+def test_the_cache_of_the_next_device_must_be_as_large_as_that_of_the_last(replaceable):
+    replaceable.handle(DeviceLost(0, "gone", 1.0))
+    replaceable.handle(Restart(1))
+    replaceable.handle(JobDone("Spawn", None, 1))
+    assert replaceable.handle(JobDone("Load", LOADED, 1)) == [Start(Fit(1, 8))]
+
+
+def test_what_an_older_device_still_says_is_dropped(replaceable):
+    replaceable.handle(Launch(plan(1)))
+    replaceable.handle(DeviceLost(0, "gone", 1.0))
+    late = [StepDone(1, 0, [5]), StepFailed(1, 0, Fault.OOM, ""), JobDone("Load", {}), JobFailed("Load", "")]
+    late += [DeviceLost(0, "gone", 1.0), Overdue(0, "silent", 1.0), Launch(plan(1))]
+    for event in late:
+        assert replaceable.handle(event) == []
+    replaceable.handle(Restart(1))
+    for event in late:
+        assert replaceable.handle(event) == []
+    assert replaceable.state is WorkerState.LOADING
+    come_up(replaceable, 1)
+    for event in late:
+        assert replaceable.handle(event) == []
+    assert replaceable.state is WorkerState.READY
+
+
+def test_losses_without_a_good_step_between_them_use_up_the_budget(replaceable):
+    for number in range(PLAN.max_restarts):
+        replaceable.handle(DeviceLost(number, "gone", float(number)))
+        restart(replaceable)
+    effects = replaceable.handle(DeviceLost(PLAN.max_restarts, "gone", 4.0))
+    assert Send("engine", WorkerFailed("the worker was lost 4 times in a row: gone")) in effects
+    assert kinds(effects) == ["gave_up"]
+    assert replaceable.state is WorkerState.FAILED
+
+
+def test_a_good_step_gives_the_whole_budget_back(replaceable):
+    for number in range(3 * PLAN.max_restarts):
+        replaceable.handle(DeviceLost(number, "gone", float(number)))
+        restart(replaceable)
+        replaceable.handle(Launch(plan(number, epoch=number + 1)))
+        replaceable.handle(StepDone(number, number + 1, []))
+    assert replaceable.state is WorkerState.READY
+
+
+def test_losses_longer_ago_than_the_window_do_not_count(replaceable):
+    for number in range(3 * PLAN.max_restarts):
+        replaceable.handle(DeviceLost(number, "gone", number * PLAN.window_s))
+        restart(replaceable)
+    assert replaceable.state is WorkerState.READY
+
+
+def test_a_job_that_fails_while_it_comes_up_again_is_a_loss_too_and_the_engine_hears_of_the_first_only(replaceable):
+    replaceable.handle(DeviceLost(0, "gone", 1.0))
+    replaceable.handle(Restart(1))
+    effects = replaceable.handle(JobFailed("Spawn", "no more processes", 1))
+    assert After(BACKOFF_S, Restart(2)) in effects
+    assert not [e for e in effects if isinstance(e, Send) and e.to == "engine"]
+    assert replaceable.state is WorkerState.RESTARTING
+
+
+def test_a_device_that_dies_before_it_was_ever_ready_fails_the_start(replaceable):
+    worker = Worker(PLAN)
+    worker.handle(Begin())
+    assert Send("engine", WorkerFailed("exit code 1")) in worker.handle(DeviceLost(0, "exit code 1", 0.0))
+    assert worker.state is WorkerState.FAILED
+
+
+def test_a_device_that_cannot_be_replaced_fails_the_worker_when_it_is_overdue(worker):
+    worker.handle(Launch(plan(1)))
+    effects = worker.handle(Overdue(0, "the step takes over 60 s", 1.0))
+    assert Send("engine", WorkerFailed("the worker was lost: the step takes over 60 s")) in effects
+    assert Start(Kill(0)) not in effects
+
+
+def test_a_stop_ends_the_restart(replaceable):
+    replaceable.handle(DeviceLost(0, "gone", 1.0))
+    assert replaceable.handle(Stop()) == [Start(Close(1))]
+    assert replaceable.handle(Restart(1)) == []
+
+
+# ---- modes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_in_another_mode_is_run_after_the_switch_and_the_next_one_at_once(worker):
+    assert worker.handle(Launch(plan(1, mode="int8"))) == [Start(Switch("int8"))]
+    assert worker.state is WorkerState.SWITCHING
+    assert worker.handle(JobDone("Switch")) == [Start(Run(plan(1, mode="int8")))]
+    worker.handle(StepDone(1, 0, []))
+    assert worker.handle(Launch(plan(2, mode="int8"))) == [Start(Run(plan(2, mode="int8")))]
+
+
+def test_a_switch_that_fails_fails_the_step_which_was_not_launched(worker):
+    worker.handle(Launch(plan(1, mode="int8")))
+    failed = StepFailed(1, 0, Fault.SWITCH, "no memory", launched=False)
+    assert worker.handle(JobFailed("Switch", "no memory")) == [Send("engine", failed)]
+    assert worker.handle(Launch(plan(2))) == [Start(Run(plan(2)))]
+
+
+def test_a_new_device_computes_in_the_full_mode(replaceable):
+    replaceable.handle(Launch(plan(1, mode="int8")))
+    replaceable.handle(JobDone("Switch"))
+    replaceable.handle(DeviceLost(0, "gone", 1.0))
+    restart(replaceable)
+    assert replaceable.handle(Launch(plan(2, 1, "int8"))) == [Start(Switch("int8", 1))]
