@@ -4,11 +4,33 @@ engine = Engine(EngineConfig(max_num_seqs=8), device=FakeDevice(), tokenizer=Byt
 
 The device answers at once with a fixed function of the last token, so answers are known beforehand and a test needs
 neither weights nor patience. `Device` and `Tokenizer` are the protocols to implement for anything else.
+
+`replay_recording(data)` runs a file of the flight recorder again, as `novainfer replay` does: without a model, without
+a device, and without running anything that the file says.
 """
 
 from novainfer.actors.device import Device
 from novainfer.actors.fake import EOS, ByteTokenizer, FakeDevice, successor
 from novainfer.actors.tokenizer import Tokenizer
+from novainfer.fsm.dumpfile import decode_dump
 from novainfer.fsm.events import StepPlan
+from novainfer.fsm.replay import DamagedRecording, Replayed, replay
 
-__all__ = ["EOS", "ByteTokenizer", "Device", "FakeDevice", "StepPlan", "Tokenizer", "successor"]
+__all__ = [
+    "EOS",
+    "ByteTokenizer",
+    "DamagedRecording",
+    "Device",
+    "FakeDevice",
+    "Replayed",
+    "StepPlan",
+    "Tokenizer",
+    "replay_recording",
+    "successor",
+]
+
+
+def replay_recording(data: bytes) -> Replayed:
+    """What happens when the recording in `data` is run again; raises `DamagedRecording` when it cannot be read."""
+    image, _ = decode_dump(data)
+    return replay(image)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -111,13 +112,38 @@ def replay(image: Image) -> Replayed:
     return run.summary()
 
 
+def slim(image: Image) -> Image:
+    """`image` without the bytes of tokens that its replay does not look at: most of a vocabulary."""
+    run = _Run(image)
+    token_bytes, texts = _Noting(run.vocabulary.token_bytes), _Noting(run.vocabulary.ascii)
+    run.vocabulary = Vocabulary(token_bytes, run.vocabulary.special_ids, texts)
+    run.known = known_of(run.vocabulary)
+    with suppress(_Differs, _Gone):
+        run.run()
+    used = token_bytes.used | texts.used
+    kept = [found if at in used else b"" for at, found in enumerate(image.token_bytes)]
+    return msgspec.structs.replace(image, token_bytes=kept)
+
+
+class _Noting(list[Any]):
+    """A list that remembers what was looked up."""
+
+    def __init__(self, items: list[Any]) -> None:
+        super().__init__(items)
+        self.used: set[int] = set()
+
+    def __getitem__(self, at: Any) -> Any:
+        self.used.add(at)
+        return super().__getitem__(at)
+
+
 class _Run:
     def __init__(self, image: Image) -> None:
         self.image = image
         self.found = Replayed(transitions={}, last=[], incidents=[])
         self.entry = 0
-        self._vocabulary = Vocabulary.build(image.token_bytes, frozenset(image.special_ids))
-        self._known = known_of(self._vocabulary)
+        self.vocabulary = Vocabulary.build(image.token_bytes, frozenset(image.special_ids))
+        self.known = known_of(self.vocabulary)
         self._now_us = self._began_us = 0
         self._machines: dict[str, Machine] = {}
         self._streams: dict[int, Stream] = {}
@@ -174,7 +200,7 @@ class _Run:
         return found
 
     def _restore(self, snapshot: bytes) -> None:
-        machines, lanes, streams, timers = unpack(snapshot, self.image.kinds, self._known)
+        machines, lanes, streams, timers = unpack(snapshot, self.image.kinds, self.known)
         self._machines = dict(machines)
         self._streams = dict(streams)
         for name, events in lanes:
@@ -185,10 +211,10 @@ class _Run:
     def _compare(self, snapshot: bytes) -> None:
         """Everything must be as it was: a dead actor's messages are gone."""
         kinds = Kinds(self.image.kinds)
-        now = pack_parts(Parts(self._machines, self._lanes, self._streams, self._timers), kinds, self._known)
+        now = pack_parts(Parts(self._machines, self._lanes, self._streams, self._timers), kinds, self.known)
         if now != snapshot:
-            was = unpack(snapshot, self.image.kinds, self._known)
-            there = unpack(now, kinds.names, self._known)
+            was = unpack(snapshot, self.image.kinds, self.known)
+            there = unpack(now, kinds.names, self.known)
             raise _Differs("what the machines hold is not what they held: " + _first_difference(there, was))
 
     # ---- one entry -----------------------------------------------------------------------------------------------
@@ -203,7 +229,7 @@ class _Run:
         elif tag == FORGOT:
             self._streams.pop(body, None)
         elif tag == ADDED:
-            stream: Stream = unpack(body, self.image.kinds, self._known)
+            stream: Stream = unpack(body, self.image.kinds, self.known)
             self._streams[stream.stream_id] = stream
             self.found.streams += 1
         elif tag == RAISED:
@@ -218,7 +244,7 @@ class _Run:
             passed_us, lane, packed = _decode(body)
             self._now_us += passed_us
             name, actor = self.image.lanes[lane]
-            event = unpack(packed, self.image.kinds, self._known)
+            event = unpack(packed, self.image.kinds, self.known)
             if tag == CALLED:
                 self._direct = event
                 return

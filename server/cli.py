@@ -27,6 +27,7 @@ COMMANDS = {
     "chat": ("novainfer.server.cli_chat:chat", "Talk to a model in the terminal."),
     "generate": ("novainfer.server.cli_generate:generate", "Answer a JSONL file of prompts with a JSONL file."),
     "bench": ("novainfer.server.bench.cli:bench", "Measure speed, beside the roofline and transformers."),
+    "replay": ("novainfer.server.replay:replay_command", "Run a flight recorder's file again, without a model."),
     "simulate": ("novainfer.server.simulate:simulate", "Run the scheduler under a seeded simulator with faults."),
 }
 
