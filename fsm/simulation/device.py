@@ -2,8 +2,10 @@
 
 It keeps the block table and the blocks as a real one does, but stores token ids instead of keys and values. The token
 it samples is a function of the whole context as read back through the block table, and of the seed and choice that
-the slot was given. A block that was shared, evicted, overwritten or freed wrongly changes a context, and with it a
-token; a slot with another's parameters changes it too; `expected_token` says what it should have been.
+the slot was given. A block that was shared, evicted, overwritten, swapped or freed wrongly changes a context, and with
+it a token; a slot with another's parameters changes it too; `expected_token` says what it should have been.
+
+One device is one epoch: whoever replaces it begins with garbage in every block, on the device and on the host.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ VOCAB_SIZE = 64
 EOS = 0
 GARBAGE = 255  # what a failed step leaves in the blocks it had begun to write; no token id
 CHOICES_MAX = 8  # choices and seeds must not meet in one number
+FULL = "full"  # the mode every device comes up in
+
+# Prompt tokens that a device cannot compute, each time it tries: what becomes of the step.
+POISON_LOST, POISON_EXCEPTION, POISON_OOM, POISON_HANG = POISONS = (251, 252, 253, 254)
 
 Logprob = tuple[float, list[int], list[float]]
 
@@ -32,14 +38,19 @@ def expected_logprob(token_id: int, num_top: int) -> Logprob:
 
 
 class ScriptedDevice:
-    """`num_slots` rows of block table over blocks of `block_size` tokens."""
+    """`num_slots` rows of block table over blocks of `block_size` tokens, and `num_host_blocks` to swap them to."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_slots: int, *, num_host_blocks: int = 0, epoch: int = 0
+    ) -> None:
         self.block_size = block_size
+        self.epoch = epoch
+        self.mode = FULL
+        self.is_closed = False
         self._kv = [[GARBAGE] * block_size for _ in range(num_blocks)]
+        self._host = [[GARBAGE] * block_size for _ in range(num_host_blocks)]
         self._tables: list[dict[int, int]] = [{} for _ in range(num_slots)]
         self._specs: list[SamplingSpec | None] = [None] * num_slots
-        self.is_closed = False
 
     def run(self, plan: StepPlan) -> StepDone:
         """Compute one step."""
@@ -62,8 +73,14 @@ class ScriptedDevice:
         """Fail in the middle of a step: its blocks hold garbage where it would have written."""
         self._write(plan, GARBAGE)
 
+    def poison(self, plan: StepPlan) -> int | None:
+        """The poison in this step, if there is any."""
+        return next((token for token in plan.input_ids if token in POISONS), None)
+
     def _write(self, plan: StepPlan, value: int | None) -> None:
-        assert not self.is_closed, f"step {plan.step_id} runs on a device that is closed"
+        assert plan.epoch == self.epoch, f"step {plan.step_id} is of epoch {plan.epoch}, the device of {self.epoch}"
+        assert plan.mode == self.mode, f"step {plan.step_id} is to run in mode {plan.mode}, the device is in {self.mode}"
+        self._swap(plan, value)
         for spec in plan.admissions:
             self._specs[spec.slot] = spec
         for slot, index, block in zip(plan.table_slots, plan.table_indexes, plan.table_blocks, strict=True):
@@ -77,6 +94,16 @@ class ScriptedDevice:
                 at += 1
         assert at == len(plan.input_ids), "input_ids do not match query_lens"
 
+    def _swap(self, plan: StepPlan, value: int | None) -> None:
+        """All copies out, then all copies in; of a step that fails nobody knows how far they came."""
+        for block, host in zip(plan.swap_out_blocks, plan.swap_out_hosts, strict=True):
+            self._host[host] = list(self._kv[block]) if value is None else [value] * self.block_size
+        for host, block in zip(plan.swap_in_hosts, plan.swap_in_blocks, strict=True):
+            self._kv[block] = list(self._host[host]) if value is None else [value] * self.block_size
+
     def _read(self, slot: int, length: int) -> list[int]:
-        table, size = self._tables[slot], self.block_size
-        return [self._kv[table[p // size]][p % size] for p in range(length)]
+        table, kv, size = self._tables[slot], self._kv, self.block_size
+        context: list[int] = []
+        for index in range(-(-length // size)):
+            context += kv[table[index]]
+        return context[:length]

@@ -52,8 +52,8 @@ class Bench:
         self.plan: StepPlan | None = None
         self._next_id = 0
         self.configuration = Configure(num_blocks, max_model_len, VOCAB_SIZE, [EOS], 0, num_host_blocks, modes)
-        self.device = self._new_device()
         self._epoch = 0
+        self.device = self._new_device()
         self.tell(self.configuration)
 
     def tell(self, event: Any) -> None:
@@ -103,6 +103,7 @@ class Bench:
         if self.plan is None:
             self.start()
             return
+        self.device.mode = self.plan.mode
         done = self.device.run(self.plan)
         if sampled is not None:
             done = StepDone(done.step_id, done.epoch, sampled)
@@ -130,7 +131,14 @@ class Bench:
         self.start()
 
     def _new_device(self) -> ScriptedDevice:
-        return ScriptedDevice(self.configuration.num_blocks, self.limits.block_size, self.limits.max_num_seqs)
+        wanted = self.configuration
+        return ScriptedDevice(
+            wanted.num_blocks,
+            self.limits.block_size,
+            self.limits.max_num_seqs,
+            num_host_blocks=wanted.num_host_blocks,
+            epoch=self._epoch,
+        )
 
     def run(self) -> None:
         """Until nothing is left to do."""
