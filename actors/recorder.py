@@ -12,17 +12,32 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.dumpfile import SUFFIX, About, encode_dump
 from novainfer.fsm.errors import RecorderUnavailable
 from novainfer.fsm.events import Output, StepPlan
-from novainfer.fsm.recording import RING_BYTES, SEGMENT_BYTES, Codes, Image, Parts, Recording, lane_name
+from novainfer.fsm.recording import (
+    RING_BYTES,
+    SEGMENT_BYTES,
+    STREAMS,
+    Codes,
+    Image,
+    Layout,
+    Parts,
+    Recording,
+    lane_name,
+)
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import Vocabulary
+
+if TYPE_CHECKING:
+    from novainfer.actors.incidents import IncidentRecord
+    from novainfer.actors.mailbox import Actor
+    from novainfer.actors.streams import Streams
 
 logger = logging.getLogger(__name__)
 
@@ -31,18 +46,33 @@ FILES_MAX = 16  # files kept in the folder, a few MB each; the oldest go
 # Incidents that are a way of working, or follow from another that was dumped.
 QUIET_KINDS = frozenset(["ladder", "swap", "stall", "restart"])
 PREFIX = "novainfer-"
+LAYOUT: Layout = "actors"
 
 
 class Recorder:
     """Records one engine. `folder` is where files go that nobody named; without one, faults write none.
 
-    All methods but `dump` are cheap and called on the loop, between two messages.
+    All methods but `dump` and `join` are cheap and called on the loop, between two messages. One that is not
+    `is_enabled` records nothing.
     """
 
-    def __init__(self, folder: Path | None = None, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        is_enabled: bool = True,
+        segment_bytes: int = SEGMENT_BYTES,
+        ring_bytes: int = RING_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._folder = folder
+        self._is_enabled = is_enabled
+        self._segment_bytes = segment_bytes
+        self._ring_bytes = ring_bytes
         self._clock = clock
-        self._detach: Callable[[], None] = lambda: None
+        self._actors: Mapping[str, Actor] = {}
+        self._streams: Streams | None = None
+        self._undelivered: Sequence[Any] = ()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next_dump_s = 0.0
         self._wanted: tuple[str, str] | None = None  # a dump that is due, and why
@@ -52,23 +82,48 @@ class Recorder:
 
     def begin(
         self,
-        parts: Callable[[], Parts],
+        actors: Mapping[str, Actor],
+        streams: Streams,
+        undelivered: Sequence[Any],
         vocabulary: Vocabulary,
         loop: asyncio.AbstractEventLoop,
-        detach: Callable[[], None],
-        *,
-        segment_bytes: int = SEGMENT_BYTES,
-        ring_bytes: int = RING_BYTES,
     ) -> None:
-        """Record from now on; `detach` is called when it is over, after which nothing may be written."""
-        self._loop, self._detach = loop, detach
+        """Record these from now on; `undelivered` are messages on their way to the streams."""
+        if not self._is_enabled:
+            return
+        self._actors, self._streams, self._undelivered, self._loop = actors, streams, undelivered, loop
         try:
             self.recording = Recording(
-                parts, vocabulary, clock_s=loop.time, segment_bytes=segment_bytes, ring_bytes=ring_bytes
+                self._parts,
+                vocabulary,
+                clock_s=loop.time,
+                segment_bytes=self._segment_bytes,
+                ring_bytes=self._ring_bytes,
             )
-            self.log = self.recording.log
         except Exception as error:
-            self._give_up(error)
+            logger.error("the flight recorder cannot begin: %s", error)
+            return
+        self.log = self.recording.log
+        self._attach(self)
+
+    def _attach(self, recorder: Recorder | None) -> None:
+        for actor in self._actors.values():
+            actor.record(recorder)
+        if self._streams is not None:
+            self._streams.record(recorder)
+
+    def _parts(self) -> Parts:
+        """All that decides."""
+        assert self._streams is not None
+        lanes: dict[str, Sequence[Any]] = {STREAMS: self._undelivered}
+        timers: list[tuple[str, Any]] = []
+        for name, actor in self._actors.items():
+            data, control, events = actor.waiting()
+            lanes[lane_name(LAYOUT, "", name, False)] = data
+            lanes[lane_name(LAYOUT, "", name, True)] = control
+            timers += [(name, event) for event in events]
+        machines = {name: actor.machine for name, actor in self._actors.items() if actor.machine is not None}
+        return Parts(machines, lanes, self._streams.machines(), timers)
 
     @property
     def is_on(self) -> bool:
@@ -80,7 +135,7 @@ class Recorder:
     def lane(self, actor: str, urgent: bool | None) -> Codes:
         """The codes of an actor's lane; None is for what it is handed directly."""
         assert self.recording is not None
-        return self.recording.lane(actor, "" if urgent is None else lane_name("actors", "", actor, urgent))
+        return self.recording.lane(actor, "" if urgent is None else lane_name(LAYOUT, "", actor, urgent))
 
     def told(self, codes: Codes, event: Any) -> None:
         """`event` comes from outside."""
@@ -136,10 +191,15 @@ class Recorder:
         if self.recording is None:
             return
         self.recording = None
-        self._detach()
+        self._attach(None)
         logger.error("the flight recorder is off: it cannot write what it was told: %s", error)
 
     # ---- dumps ---------------------------------------------------------------------------------------------------
+
+    def on_incident(self, incident: IncidentRecord) -> None:
+        """Something went wrong, and was dealt with."""
+        if incident.kind not in QUIET_KINDS:
+            self.dump_soon(incident.kind, incident.message)
 
     def dump_soon(self, reason: str, message: str) -> None:
         """Something went wrong: write a file when this event has been handled, unless there was one a moment ago."""
@@ -167,7 +227,7 @@ class Recorder:
         self._dump_wanted()
         if self.recording is not None:
             self.recording = None
-            self._detach()
+            self._attach(None)
 
     def join(self) -> None:
         """Wait for files that are being written. Blocks."""
