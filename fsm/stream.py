@@ -2,10 +2,12 @@
 
     OPEN ──too much unread──▶ STALLED ──read──▶ OPEN
       └───────────┴──last choice ended, or one ended badly──▶ CLOSED
+                  └──nothing read for stall_timeout_s──▶ CLOSED
 
 Outputs that were not read yet merge into one delta per choice, so a slow reader costs text, not objects. Above the
-high-water mark the request is paused; it leaves the batch and nobody else notices. A stream has exactly one end:
-all its choices finished, or one error. What came before the end can still be read after it.
+high-water mark the request is paused; it leaves the batch and nobody else notices. A reader that takes nothing for too
+long loses its requests, and finds one error when it comes back. A stream has exactly one end: all its choices
+finished, or one error. What came before the end can still be read after it.
 """
 
 from __future__ import annotations
@@ -13,14 +15,28 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import ClassVar
 
-from novainfer.fsm.events import End, Finished, Output, Pause, Read, Resume, Stop
+from novainfer.fsm.events import (
+    Cancel,
+    Cause,
+    End,
+    Finished,
+    Incident,
+    Output,
+    Pause,
+    Read,
+    Resume,
+    StallOver,
+    Stop,
+)
 from novainfer.fsm.machine import Machine, Table, ignore, on, table
 from novainfer.fsm.outputs import Delta
 
-# Unread tokens. At 50 tokens/s the high mark is ten seconds behind; with 20 top logprobs a token takes about 2 kB, so
-# a stalled stream holds 1 MiB at most.
+# Unread tokens. At 50 tokens/s the high mark is ten seconds behind. A token takes about 50 bytes, one with 20 top
+# logprobs 2700, so each four of those count as a token more: a stalled stream holds 0.25 MiB, and as JSON less again.
 STALL_TOKENS_HIGH = 512
 STALL_TOKENS_LOW = 128
+LOGPROBS_PER_TOKEN = 4
+STALL_TIMEOUT_S = 300.0
 
 
 class StreamState(StrEnum):
@@ -37,18 +53,22 @@ S = StreamState
 class Stream(Machine):
     """One client's stream of `num_choices` choices; `name` is the request id that the client knows.
 
-    It stalls above `stall_high` unread tokens, and is open again at `stall_low`.
+    It stalls above `stall_high` unread tokens, is open again at `stall_low`, and ends when a stall has lasted for
+    `stall_timeout_s` in which nothing was read.
     """
 
     TABLE: ClassVar[Table] = table(
         S,
-        (Output, Read, Stop),
+        (Output, Read, StallOver, Stop),
         on(S.OPEN, Output, "_output", S.OPEN, S.STALLED, S.CLOSED),
         on(S.STALLED, Output, "_output", S.STALLED, S.CLOSED),
         ignore(S.CLOSED, Output, "a stream ends once; siblings of a failed choice end after it"),
         on(S.OPEN, Read, "_read", S.OPEN),
         on(S.STALLED, Read, "_read", S.OPEN, S.STALLED),
         on(S.CLOSED, Read, "_read_rest", S.CLOSED),
+        on(S.STALLED, StallOver, "_stall_over", S.STALLED, S.CLOSED),
+        ignore(S.OPEN, StallOver, "the reader has come back"),
+        ignore(S.CLOSED, StallOver, "it has ended already"),
         on((S.OPEN, S.STALLED), Stop, "_stop", S.CLOSED),
         ignore(S.CLOSED, Stop, "it has ended already"),
     )
@@ -60,7 +80,10 @@ class Stream(Machine):
         "_pending",
         "_stall_high",
         "_stall_low",
+        "_stall_serial",
+        "_stall_timeout_s",
         "_unread",
+        "_weights",
         "name",
         "stream_id",
     )
@@ -74,17 +97,21 @@ class Stream(Machine):
         *,
         stall_high: int = STALL_TOKENS_HIGH,
         stall_low: int = STALL_TOKENS_LOW,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         super().__init__(S.OPEN)
         self._stall_high = stall_high
         self._stall_low = stall_low
+        self._stall_timeout_s = stall_timeout_s
+        self._stall_serial = 0  # of the timer that counts
         self.stream_id = stream_id
         self.name = name
         self._num_open = num_choices
         self._pending: dict[int, Delta] = {}  # choice -> what it has that was not read
         self._begun: tuple[int, int, int] = (0, 0, 0)  # prompt tokens, cached tokens, seed
         self._generated = [0] * num_choices
-        self._unread = 0  # tokens
+        self._weights: dict[int, int] = {}  # choice -> what its unread tokens count, if more than one each
+        self._unread = 0  # tokens, and what counts as such
         self._end: End | None = None  # how it ended, if badly
 
     @property
@@ -141,21 +168,46 @@ class Stream(Machine):
         if event.first is not None and event.first.prompt_token_ids:
             delta.prompt_token_ids = event.first.prompt_token_ids
         self._unread += num_new
+        if event.logprobs is not None:
+            extra = sum([len(logprob.top) for logprob in event.logprobs]) // LOGPROBS_PER_TOKEN
+            self._weights[choice] = self._weights.get(choice, 0) + extra
+            self._unread += extra
         if end is not None:
             delta.finish_reason = end.finish_reason
             delta.stop_reason = end.stop_reason
             self._num_open -= 1
             if self._num_open == 0:
                 return S.CLOSED
-        if self._unread > self._stall_high or self.state is S.STALLED:
+        if self.state is S.STALLED:
             self._send("engine", Pause(self.stream_id))
             return S.STALLED
+        if self._unread > self._stall_high:
+            self._send("engine", Pause(self.stream_id))
+            self._set_timer()
+            return S.STALLED
         return S.OPEN
+
+    def _set_timer(self) -> None:
+        self._stall_serial += 1
+        self._after(self._stall_timeout_s, StallOver(self.stream_id, self._stall_serial))
+
+    def _stall_over(self, event: StallOver) -> StreamState:
+        if event.serial != self._stall_serial:  # it has read since
+            return S.STALLED
+        message = f"the reader of this stream took nothing for {self._stall_timeout_s:g} seconds"
+        self._end = End(error=message, code="stalled")
+        self._send("gate", Cancel(self.stream_id, Cause.STALLED), urgent=True)
+        incident = Incident(
+            kind="stall", message=message, action="its requests were ended", stream_ids=[self.stream_id]
+        )
+        self._send("incidents", incident)
+        return S.CLOSED
 
     def _read(self, _: Read) -> StreamState:
         self._give_one()
         if self.state is S.STALLED:
-            if self._unread > self._stall_low:
+            if self._unread > self._stall_low:  # of other choices
+                self._set_timer()
                 return S.STALLED
             self._send("engine", Resume(self.stream_id))
         return S.OPEN
@@ -171,7 +223,7 @@ class Stream(Machine):
         """The oldest choice's delta, if there is any."""
         if self._pending:
             delta = self._pending.pop(next(iter(self._pending)))
-            self._unread -= len(delta.token_ids)
+            self._unread -= len(delta.token_ids) + (self._weights.pop(delta.index, 0) if self._weights else 0)
             self._send("reader", delta)
 
     def _stop(self, event: Stop) -> StreamState:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from novainfer.actors.streams import StreamHandle, Streams
-from novainfer.fsm.events import End, Finished, Output, Outputs, Pause, Resume, Stop
+from novainfer.fsm.events import Cancel, Cause, End, Finished, Incident, Output, Outputs, Pause, Resume, StallOver, Stop
 from novainfer.fsm.outputs import Delta, FinishReason
 from novainfer.fsm.stream import STALL_TOKENS_HIGH
+from tests.actors.helpers import eventually
 
 
 class Desk:
@@ -18,7 +19,13 @@ class Desk:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
-        self.streams = Streams(lambda to, event, urgent: self.asked.append(event))
+        self.streams = Streams(self._route, stall_timeout_s=0.0)
+
+    def _route(self, to: str, event: Any, urgent: bool) -> None:
+        if to == "streams":
+            self.streams.take(event)
+        else:
+            self.asked.append(event)
 
     def give(self, *outputs: Output) -> None:
         self.streams.take(Outputs(list(outputs)))
@@ -137,7 +144,7 @@ def test_outputs_of_a_stream_that_was_forgotten_go_nowhere(desk: Desk) -> None:
     assert len(desk.streams) == 0
 
 
-def test_a_reader_that_does_not_keep_up_pauses_its_stream_and_reading_resumes_it(desk: Desk) -> None:
+async def test_a_reader_that_does_not_keep_up_pauses_its_stream_and_reading_resumes_it(desk: Desk) -> None:
     handle = open_stream(desk)
     desk.give(output(1, *[65] * (STALL_TOKENS_HIGH + 1)))
     assert desk.asked == [Pause(1)]
@@ -154,3 +161,49 @@ async def test_choices_are_read_one_at_a_time_oldest_first(desk: Desk) -> None:
     assert isinstance(first, Delta)
     assert isinstance(second, Delta)
     assert [(first.index, first.text), (second.index, second.text)] == [(1, "BC"), (0, "A")]
+
+
+# ---- stalls ----------------------------------------------------------------
+
+
+def stall(desk: Desk, stream_id: int = 1) -> None:
+    """More than its reader may leave unread."""
+    desk.give(output(stream_id, *[65] * (STALL_TOKENS_HIGH + 1)))
+
+
+async def test_a_stall_that_lasts_ends_the_stream_once_and_its_reader_finds_everything(desk: Desk) -> None:
+    handle = open_stream(desk)
+    stall(desk)
+    assert desk.streams.num_stalled == 1
+    await eventually(lambda: len(desk.asked) == 3)
+    pause, cancel, incident = desk.asked
+    assert (pause, cancel) == (Pause(1), Cancel(1, Cause.STALLED))
+    assert isinstance(incident, Incident)
+    delta, end = await handle.read(), await handle.read()
+    assert isinstance(delta, Delta)
+    assert len(delta.token_ids) == STALL_TOKENS_HIGH + 1
+    assert isinstance(end, End)
+    assert end.code == "stalled"
+    assert (desk.streams.num_stalled, len(desk.streams), desk.streams.stalls_total) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("way", ["read", "leave", "stop"])
+async def test_the_timer_of_a_stall_dies_with_it(desk: Desk, way: str) -> None:
+    handle = open_stream(desk)
+    stall(desk)
+    assert desk.streams.timers() == [StallOver(1, 1)]
+    if way == "read":
+        await handle.read()
+    elif way == "leave":
+        desk.streams.forget(1)
+    else:
+        desk.streams.take(Stop())
+    assert desk.streams.timers() == []
+    for _ in range(5):  # it would be due
+        await asyncio.sleep(0)
+    assert not any(isinstance(event, Cancel) for event in desk.asked)
+
+
+async def test_what_ended_before_its_time_is_counted_by_cause(desk: Desk) -> None:
+    desk.give(output(1, end=End(cause=Cause.QUEUE)), output(2, end=End(cause=Cause.QUEUE)), output(3, end=STOP))
+    assert desk.streams.cancelled_total == {"queue": 2}

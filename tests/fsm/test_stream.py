@@ -1,16 +1,34 @@
+import random
+import tracemalloc
 from typing import Any
 
 import pytest
 
-from novainfer.fsm.events import Begun, Cause, End, Finished, Output, Pause, Read, Resume, Stop
-from novainfer.fsm.machine import Send
+from novainfer.fsm.events import (
+    Begun,
+    Cancel,
+    Cause,
+    End,
+    Finished,
+    Incident,
+    Output,
+    Pause,
+    Read,
+    Resume,
+    StallOver,
+    Stop,
+)
+from novainfer.fsm.machine import After, Send
 from novainfer.fsm.outputs import Delta, FinishReason, TokenLogprob
 from novainfer.fsm.stream import STALL_TOKENS_HIGH, STALL_TOKENS_LOW, Stream, StreamState
 
 WELL = End(finish_reason=FinishReason.STOP)
 
 
-def stream(num_choices: int = 1, **marks: int) -> Stream:
+MIB = 1 << 20
+
+
+def stream(num_choices: int = 1, **marks: Any) -> Stream:
     return Stream(7, "req-7", num_choices, **marks)
 
 
@@ -65,7 +83,7 @@ def test_a_stream_stalls_above_its_high_mark_and_opens_at_its_low_mark():
     s = stream(2, stall_high=2, stall_low=1)
     assert s.handle(output(1)) == []
     assert s.handle(output(2, choice=1)) == []
-    assert s.handle(output(3)) == [Send("engine", Pause(7))]
+    assert s.handle(output(3)) == [Send("engine", Pause(7)), After(300.0, StallOver(7, 1))]
     assert s.state is StreamState.STALLED
     assert Send("engine", Resume(7)) in s.handle(Read())  # two of the three
     assert s.state is StreamState.OPEN
@@ -73,17 +91,85 @@ def test_a_stream_stalls_above_its_high_mark_and_opens_at_its_low_mark():
 
 def test_a_stalled_stream_asks_again_at_each_output_because_a_pause_may_have_been_ignored():
     s = stream(stall_high=0)
-    for token in (1, 2):
-        assert s.handle(output(token)) == [Send("engine", Pause(7))]
+    s.handle(output(1))
+    assert s.handle(output(2)) == [Send("engine", Pause(7))]
 
 
 def test_a_stalled_stream_stays_so_until_enough_was_read():
     s = stream(2, stall_high=1, stall_low=0)
     s.handle(output(1))
     s.handle(output(2, choice=1))
-    assert [e.to for e in s.handle(Read())] == ["reader"]
+    assert [e.to for e in s.handle(Read()) if isinstance(e, Send)] == ["reader"]
     assert s.state is StreamState.STALLED
-    assert [e.to for e in s.handle(Read())] == ["reader", "engine"]
+    assert [e.to for e in s.handle(Read()) if isinstance(e, Send)] == ["reader", "engine"]
+
+
+def test_a_reader_that_takes_nothing_for_too_long_finds_what_there_was_and_one_error():
+    s = stream(stall_high=1, stall_low=0, stall_timeout_s=20.0)
+    s.handle(output(65))
+    assert s.handle(output(66))[1] == After(20.0, StallOver(7, 1))
+    cancel, incident = s.handle(StallOver(7, 1))
+    assert cancel == Send("gate", Cancel(7, Cause.STALLED), urgent=True)
+    assert isinstance(incident, Send)
+    assert isinstance(incident.event, Incident)
+    assert (incident.to, incident.event.kind, incident.event.stream_ids) == ("incidents", "stall", [7])
+    assert s.state is StreamState.CLOSED
+    assert s.handle(output(67)) == s.handle(StallOver(7, 1)) == []
+    assert s.handle(output(end=End(cause=Cause.STALLED))) == []
+    assert read(s).text == "AB"
+    assert read(s) == End(error="the reader of this stream took nothing for 20 seconds", code="stalled")
+
+
+def test_a_reader_that_came_back_in_time_has_lost_nothing_and_has_all_its_time_again():
+    s = stream(stall_high=1, stall_low=0)
+    for token in (65, 66):
+        s.handle(output(token))
+    assert read(s).text == "AB"
+    assert s.handle(StallOver(7, 1)) == []
+    for token in (67, 68):
+        s.handle(output(token))
+    assert s.handle(StallOver(7, 1)) == []  # of the first stall
+    assert s.state is StreamState.STALLED
+    assert s.handle(StallOver(7, 2))
+
+
+def test_reading_some_of_it_is_reading():
+    s = stream(2, stall_high=1, stall_low=0)
+    s.handle(output(65))
+    s.handle(output(66, choice=1))
+    assert After(300.0, StallOver(7, 2)) in s.handle(Read())
+    assert s.handle(StallOver(7, 1)) == []
+    assert s.state is StreamState.STALLED
+
+
+def logprob(chance: random.Random, num_top: int) -> TokenLogprob:
+    """As the scheduler makes them: the bytes are the vocabulary's, all else is new."""
+    top = [(chance.randrange(1 << 17), b"", -chance.random()) for _ in range(num_top)]
+    return TokenLogprob(chance.randrange(1 << 17), b"", -chance.random(), top)
+
+
+@pytest.mark.parametrize(("num_top", "num_choices"), [(None, 1), (0, 1), (20, 1), (20, 8)])
+def test_a_stalled_stream_holds_little_also_with_all_log_probabilities(num_top, num_choices):
+    chance = random.Random(1)
+    s = stream(num_choices)
+    tracemalloc.start()
+    try:
+        steps_after = 2  # a step was on the device, and one was planned, when the pause came
+        num_tokens = 0
+        while steps_after >= 0:
+            for choice in range(num_choices):
+                logprobs = None if num_top is None else [logprob(chance, num_top)]
+                s.handle(output(chance.randrange(0x7F), choice=choice, logprobs=logprobs))
+            num_tokens += num_choices
+            steps_after -= s.state is StreamState.STALLED
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 80 <= num_tokens <= STALL_TOKENS_HIGH + 3
+    assert held < MIB / 2
+    while read(s) is not None:
+        pass
+    assert s.state is StreamState.OPEN
 
 
 def test_the_marks_are_far_apart_by_default():
