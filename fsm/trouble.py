@@ -70,8 +70,7 @@ class Trouble:
         if self._good_steps % CHUNK_RECOVERY_STEPS == 0:
             self.chunk = min(self.chunk * 2, self.limits.prefill_chunk_tokens)
             self._oom_steps = 0
-        if self.ladder.device_mode != flight.mode:
-            self.climb(Switched(flight.mode), effects)
+        self._note_mode(flight, effects)
         # Who has seen workers die stays apart until it has a token: the first chunk of a prompt clears nobody.
         if self.suspects and not any(requests[i].losses for i in self.suspects[0] if i in requests):
             self.suspects.popleft()
@@ -82,6 +81,7 @@ class Trouble:
         if outcome.fault is Fault.SWITCH:  # the step was not tried
             self.climb(SwitchFailed(flight.mode, outcome.message), effects)
             return []
+        self._note_mode(flight, effects)
         if self.suspects:
             self.suspects.popleft()
         members = [request for request, _, _ in flight.rows if not request.ended]
@@ -120,6 +120,11 @@ class Trouble:
             self._bisect(suspects)
             self._report(event, flight, suspects, "these requests are tried in halves", effects)
         return []
+
+    def _note_mode(self, flight: Flight, effects: list[Effect]) -> None:
+        """A step that was run, well or not, was run in the mode that it asked for."""
+        if self.ladder.device_mode != flight.mode:
+            self.climb(Switched(flight.mode), effects)
 
     def _bisect(self, members: list[Request]) -> None:
         """Try half of them alone, then the other half, after those that are to be tried already."""

@@ -113,13 +113,12 @@ class Bench:
         """The step that is planned fails, and the next one is planned."""
         assert self.plan is not None
         if launched:
+            self.device.mode = self.plan.mode
             self.device.spoil(self.plan)
         self.tell(MakeBatch(StepFailed(self.plan.step_id, self.plan.epoch, fault, "broken", launched)))
 
     def lose(self, fault: Fault = Fault.LOST) -> None:
         """The worker is gone, with the step that is planned and all that it held."""
-        if self.plan is not None:
-            self.device.spoil(self.plan)
         self.plan = None
         self.tell(WorkerLost(self._epoch, fault, "killed"))
         self._epoch += 1
