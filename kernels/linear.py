@@ -41,6 +41,21 @@ class TorchLinear:
         """Keep weight [N, K] and bias [N] as they are."""
         return cls(weight, bias)
 
+    @classmethod
+    def shared_layout(cls) -> str:
+        """The tensors as they are."""
+        return cls.name
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Weight and bias."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    @classmethod
+    def over(cls, out_features: int, in_features: int, dtype: torch.dtype, tensors: list[Tensor]) -> Self:
+        """On another one's tensors."""
+        return cls(*tensors) if len(tensors) == 2 else cls(tensors[0], None)
+
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] -> [M, N]."""
         return F.linear(x, self.weight, self.bias)

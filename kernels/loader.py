@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,15 @@ from novainfer.kernels.memory import free_bytes, is_out_of_memory, lazy_zeros, r
 from novainfer.kernels.models.decoder import Decoder, Embedding, Layer, rope_table
 from novainfer.kernels.registry import Linear
 
-__all__ = ["LinearSpec", "WeightReader", "choose_dtype", "linear_specs", "load_decoder", "tensor_shapes"]
+__all__ = [
+    "LinearSpec",
+    "WeightReader",
+    "WeightSource",
+    "choose_dtype",
+    "linear_specs",
+    "load_decoder",
+    "tensor_shapes",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -113,18 +122,37 @@ def choose_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint, device:
     return dtype
 
 
+class WeightSource(Protocol):
+    """Where a decoder's weights come from, and how much was read of them."""
+
+    kernels: KernelChoice
+    num_bytes: int
+    num_read: int
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor that is kept as it is: a norm weight, a separate embedding."""
+
+    def linear(self, spec: LinearSpec) -> Linear:
+        """The fused and packed product of a spec's projections."""
+
+
 def load_decoder(
     config: ModelConfig,
     checkpoint: Checkpoint,
     kernels: KernelChoice,
     max_model_len: int,
     on_progress: OnProgress | None = None,
+    source: WeightSource | None = None,
 ) -> tuple[Decoder, int]:
-    """The model with its weights packed, and the bytes they take; raises `LoadError`."""
+    """The model with its weights packed, and the bytes they take; raises `LoadError`.
+
+    `source` (default: the checkpoint) gives the weights.
+    """
     shapes = tensor_shapes(config)
     checkpoint.check(shapes, ignored=frozenset({HEAD}) if config.tie_word_embeddings else frozenset())
-    _check_memory(shapes, max_model_len * config.head_dim, kernels)
-    reader = WeightReader(checkpoint, shapes, kernels, on_progress)
+    if source is None or isinstance(source, WeightReader):
+        _check_memory(shapes, max_model_len * config.head_dim, kernels)
+    reader = source or WeightReader(checkpoint, shapes, kernels, on_progress)
     try:
         decoder = _build(config, reader, max_model_len)
     except Exception as error:
@@ -204,7 +232,7 @@ class WeightReader:
         return packed
 
 
-def _build(config: ModelConfig, reader: WeightReader, max_model_len: int) -> Decoder:
+def _build(config: ModelConfig, reader: WeightSource, max_model_len: int) -> Decoder:
     head_spec, *specs = linear_specs(config)
     head = reader.linear(head_spec)
     embedding = Embedding(None if config.tie_word_embeddings else reader.tensor(EMBEDDING), head)

@@ -72,7 +72,10 @@ class Modes:
         config: ModelConfig,
         checkpoint: Checkpoint,
         choices: dict[str, KernelChoice],
+        *,
+        keeps_first: bool = False,
     ) -> None:
+        """`keeps_first` when the weights that it was loaded with cost nothing to keep: others hold them too."""
         self.mode = "full"
         self._decoder = decoder
         self._checkpoint = checkpoint
@@ -80,6 +83,7 @@ class Modes:
         self._specs = linear_specs(config)
         self._shapes = tensor_shapes(config)
         self._modes_of = dict.fromkeys(self._specs, "full")
+        self._kept = {spec: self._product(spec) for spec in self._specs if keeps_first}
         self._reserve: Tensor | None = None
         self._hold_reserve()
 
@@ -108,9 +112,10 @@ class Modes:
         self._reserve = None
         self._decoder.fused = None  # it would keep the old weights alive
         try:
-            self._check_room(mode)
-            if not self._choices[mode].int8:
-                self._checkpoint.check_unchanged()
+            if mode != "full" or not self._kept:
+                self._check_room(mode)
+                if not self._choices[mode].int8:
+                    self._checkpoint.check_unchanged()
             self._replace_products(mode)
             self.mode = mode
         finally:
@@ -162,7 +167,9 @@ class Modes:
         """Replace one product by the same in another mode; the old one goes when the new one stands."""
         choice, old = self._choices[mode], self._product(spec)
         new: Linear
-        if not in_memory:
+        if mode == "full" and spec in self._kept:
+            new = self._kept[spec]
+        elif not in_memory:
             new = WeightReader(self._checkpoint, self._shapes, choice).linear(spec)
         else:
             kernel = choice.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)

@@ -25,14 +25,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from novainfer.kernels.errors import LoadError
 
-__all__ = ["AttentionBackend", "AttentionShape", "Int8Linear", "Linear", "Operation", "Registry", "RowOps"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionShape",
+    "Int8Linear",
+    "Linear",
+    "Operation",
+    "Registry",
+    "RowOps",
+    "SharedLinear",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +76,23 @@ class Linear(Protocol):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight as given: int64 [n] -> [n, K], bit for bit (if `gathers_rows`)."""
+
+
+@runtime_checkable
+class SharedLinear(Linear, Protocol):
+    """A linear that can work on what another process has packed; those whose layout is opaque lack this."""
+
+    @classmethod
+    def shared_layout(cls) -> str:
+        """A name for how `tensors` lie in memory, version included: only the same can be taken over."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it keeps."""
+
+    @classmethod
+    def over(cls, out_features: int, in_features: int, dtype: torch.dtype, tensors: list[Tensor]) -> Self:
+        """On the tensors of another one, which are not written to."""
 
 
 class Int8Linear(Linear, Protocol):

@@ -26,6 +26,7 @@ from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.modes import Modes, choices_by_mode
 from novainfer.kernels.registry import AttentionBackend, Registry
 from novainfer.kernels.sampler import Sampler
+from novainfer.kernels.sharing import Weights, load_shared
 from novainfer.kernels.step import StepBuffers
 from novainfer.kernels.swap import HostPool
 from novainfer.kernels.threads import use_threads
@@ -57,6 +58,7 @@ class ModelInfo:
     kernels: dict[str, str]  # operation -> names of the implementations in use
     row_invariant: bool
     modes: tuple[str, ...]  # what `switch` can be asked for, best first (kernels/modes.py)
+    weights: Weights  # in this process's own memory, or shared: packed by this process, or mapped as found
 
 
 class ModelRunner:
@@ -104,6 +106,7 @@ class ModelRunner:
         num_threads: int | None = None,
         native: str | None = None,
         batch_invariant: bool = False,
+        weights_fd: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         registry: Registry | None = None,
     ) -> ModelRunner:
@@ -111,7 +114,9 @@ class ModelRunner:
 
         `max_model_len` (tokens) defaults to the model's own. `native` is "0", "1" or "require" (default:
         the environment's NOVAINFER_NATIVE, else "1"). `on_progress(tensors read, tensors in all)` is called
-        on the way.
+        on the way. `weights_fd` is a memfd that processes share (kernels/arena.py): the weights are packed into it
+        or found there, and `info.weights` says what happened; a runner with shared weights does not offer "int8",
+        which would give no memory back.
         """
         torch_device = _device(device)
         use_threads(num_threads)
@@ -125,11 +130,18 @@ class ModelRunner:
             registry = build_registry(torch_device, native=native, batch_invariant=batch_invariant)
         kernels = KernelChoice(registry, choose_dtype(dtype, config, checkpoint, torch_device), torch_device)
         with torch.inference_mode():
-            decoder, weight_bytes = load_decoder(config, checkpoint, kernels, context, on_progress)
+            weights: Weights
+            if weights_fd is None:
+                loaded, weights = load_decoder(config, checkpoint, kernels, context, on_progress), "own"
+            else:
+                loaded, weights = load_shared(config, checkpoint, kernels, context, on_progress, weights_fd)
+            decoder, weight_bytes = loaded
             shape = decoder.attention_shape(block_size)
             attention = kernels.attention(shape)
             choices = choices_by_mode(kernels, config, shape)
-            modes = Modes(decoder, config, checkpoint, choices)
+            if weights != "own":
+                choices.pop("int8", None)
+            modes = Modes(decoder, config, checkpoint, choices, keeps_first=weights != "own")
         info = ModelInfo(
             architecture=config.architecture,
             dtype=str(kernels.dtype).removeprefix("torch."),
@@ -145,6 +157,7 @@ class ModelRunner:
             kernels=dict(kernels.names),
             row_invariant=kernels.row_invariant,
             modes=tuple(choices),
+            weights=weights,
         )
         logger.info(
             "loaded %s: %.2f GiB of weights in %s, kernels %s",

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from novainfer.kernels.cpu.linear import PackedLinear
+from novainfer.kernels.cpu.linear import PackedLinear, padded
 from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.cpu.native import DTYPE_CODES, LinearDesc, library, num_threads
 from novainfer.kernels.int8 import put_in_parts
@@ -30,11 +30,11 @@ class NativeInt8Linear(PackedLinear):
         desc = LinearDesc(None, None, out_features, in_features, DTYPE_CODES[dtype], 1)
         packed = huge_zeros(lib.nova_linear_bytes(ctypes.byref(desc)))
         scale = torch.zeros(lib.nova_linear_columns(ctypes.byref(desc)), dtype=torch.float32)
-        return cls(desc, packed, None if bias is None else bias.to(torch.float32, copy=True), scale, dtype)
+        return cls(desc, packed, padded(desc, bias), scale, dtype)
 
     def put(self, first: int, rows: Tensor) -> None:
         """Quantise rows [n, K] and pack them as rows `first` on; `first` is a multiple of `PART_ROWS`."""
-        assert self._scale is not None
+        assert self.scale is not None
         lib = library()
         before = LinearDesc(None, None, first, self.in_features, self.desc.dtype, 1)
         part = LinearDesc(None, None, len(rows), self.in_features, self.desc.dtype, 1)
@@ -42,7 +42,7 @@ class NativeInt8Linear(PackedLinear):
             ctypes.byref(part),
             rows.contiguous().data_ptr(),
             self.weight.data_ptr() + lib.nova_linear_bytes(ctypes.byref(before)),
-            self._scale[first:].data_ptr(),
+            self.scale[first:].data_ptr(),
             num_threads(),
         )
 

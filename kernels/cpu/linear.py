@@ -11,7 +11,7 @@ from torch import Tensor
 from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.cpu.native import DTYPE_CODES, LinearDesc, library, num_threads
 
-__all__ = ["NativeLinear", "PackedLinear", "threads_for"]
+__all__ = ["NativeLinear", "PackedLinear", "padded", "threads_for"]
 
 # Below this much work one thread ends before a second one would have woken up (about 15 us).
 SERIAL_BYTES_MAX = 512 << 10
@@ -29,7 +29,8 @@ def threads_for(rows: int, weight_bytes: int, flops: int) -> int:
 class PackedLinear:
     """Packed weights and their bias, in memory that `desc` describes to the library, and what is computed on them.
 
-    `weight` uint8 [bytes], filled by whoever makes it; `bias` fp32 [N]; `scale` fp32 [N], of int8 weights.
+    `weight` uint8 [bytes], filled by whoever makes it; `bias` fp32 and, of int8 weights, `scale` fp32, both of
+    `num_columns(desc)`: whole panels, as what is computed behind the last row is not stored, but it is read.
     """
 
     name: ClassVar[str]
@@ -42,18 +43,16 @@ class PackedLinear:
         self.out_features, self.in_features = desc.n, desc.k
         self.dtype = dtype
         self.weight = weight
-        self.bias = bias
+        self.bias = None if bias is None else bias[: desc.n]
+        self.scale = scale
         self.desc = desc
         self._desc = ctypes.byref(desc)
-        lib = library()
-        # To whole panels: what is computed behind the last row is not stored, but it is read.
-        self._bias, self._scale = (
-            None if x is None else _padded(x, lib.nova_linear_columns(self._desc)) for x in (bias, scale)
-        )
+        self._padded_bias = bias
         desc.weight = weight.data_ptr()
-        desc.bias = None if self._bias is None else self._bias.data_ptr()
-        desc.scale = None if self._scale is None else self._scale.data_ptr()
-        self.weight_bytes = sum(x.nbytes for x in (weight, self._bias, self._scale) if x is not None)
+        desc.bias = None if bias is None else bias.data_ptr()
+        desc.scale = None if scale is None else scale.data_ptr()
+        self.weight_bytes = sum(x.nbytes for x in (weight, bias, scale) if x is not None)
+        lib = library()
         self._flops_per_row = 2 * self.out_features * self.in_features
         self._linear = lib.nova_linear
         self._rows = lib.nova_linear_rows
@@ -105,12 +104,32 @@ class NativeLinear(PackedLinear):
         desc = LinearDesc(None, None, *weight.shape, DTYPE_CODES[weight.dtype])
         packed = huge_zeros(lib.nova_linear_bytes(ctypes.byref(desc)))
         lib.nova_linear_pack(ctypes.byref(desc), weight.contiguous().data_ptr(), packed.data_ptr(), num_threads())
-        return cls(desc, packed, None if bias is None else bias.to(torch.float32, copy=True), None, weight.dtype)
+        return cls(desc, packed, padded(desc, bias), None, weight.dtype)
+
+    @classmethod
+    def shared_layout(cls) -> str:
+        """Of this very library: the sources and the instruction sets it was compiled from."""
+        return f"{cls.name} {library()._name}"
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The packed weight and the padded bias."""
+        return [self.weight] if self._padded_bias is None else [self.weight, self._padded_bias]
+
+    @classmethod
+    def over(cls, out_features: int, in_features: int, dtype: torch.dtype, tensors: list[Tensor]) -> Self:
+        """On what another one has packed."""
+        weight, bias = (*tensors, None)[:2]
+        assert weight is not None
+        desc = LinearDesc(None, None, out_features, in_features, DTYPE_CODES[dtype])
+        assert weight.nbytes == library().nova_linear_bytes(ctypes.byref(desc))
+        return cls(desc, weight, bias, None, dtype)
 
 
-def _padded(x: Tensor, length: int) -> Tensor:
-    if len(x) == length:
-        return x
-    padded = torch.zeros(length, dtype=torch.float32)
-    padded[: len(x)] = x
-    return padded
+def padded(desc: LinearDesc, x: Tensor | None) -> Tensor | None:
+    """A vector of one number for each row, in fp32, as long as the kernels read; a copy."""
+    if x is None:
+        return None
+    out = torch.zeros(library().nova_linear_columns(ctypes.byref(desc)), dtype=torch.float32)
+    out[: len(x)] = x
+    return out
