@@ -137,13 +137,11 @@ class _Writer:
         kind = _known_kind(of)
         fields = _fields_of(kind)
         if fields is None:
-            own = vars(thing)
-            left_out = _left_out(kind)
-            slots = _slots_of(kind)
-            fields = (
-                *slots,
-                *sorted(name for name in own if name not in left_out and not isinstance(own[name], _FUNCTIONS)),
-            )
+            own, left_out, is_watched = vars(thing), _left_out(kind), of is not kind
+            names = [n for n, x in own.items() if n not in left_out and not isinstance(x, _FUNCTIONS)]
+            if is_watched:  # what the watcher needs is no part of the machine
+                names = [n for n in names if _is_data(type(own[n]))]
+            fields = (*_slots_of(kind), *sorted(names))
         values = [self.plain(getattr(thing, name)) for name in fields]
         return [_OBJECT, self._kinds.place(kind, fields), values]
 
@@ -272,6 +270,7 @@ class _Reader:
         return found
 
 
+_PLAIN = frozenset([list, tuple, set, frozenset, deque, dict, OrderedDict, Counter, _DECODER])
 _DICTS: dict[type, int] = {dict: _DICT, OrderedDict: _ORDERED, Counter: _COUNTER}
 _READERS: dict[int, Callable[..., Any]] = {
     _SEEN: _Reader.read_seen,
@@ -331,6 +330,13 @@ def _known_kind(kind: type) -> Any:
         if _name_of(base) in _kinds_by_name():
             return base
     raise PackError(f"{kind.__module__}.{kind.__qualname__} is nothing that a machine holds")
+
+
+@cache
+def _is_data(kind: Any) -> bool:
+    """Whether what a machine holds may be of this kind."""
+    is_plain = kind in _ATOMS or kind in _PLAIN or issubclass(kind, Enum)
+    return is_plain or any(_name_of(base) in _kinds_by_name() for base in kind.__mro__)
 
 
 @cache

@@ -86,7 +86,9 @@ def lane_name(layout: str, source: str, to: str, urgent: bool) -> str:
 
 def pack_parts(parts: Parts, kinds: Kinds, known: Mapping[str, Any]) -> bytes:
     """The snapshot: equal for parts that hold the same."""
-    timers = sorted(((to, event) for to, event in parts.timers), key=lambda t: (t[0], pack(t[1], kinds, known)))
+    # The timers of streams are not compared: their shell stops one that its stream would ignore.
+    timers = [(to, event) for to, event in parts.timers if to != STREAMS]
+    timers.sort(key=lambda t: (t[0], pack(t[1], kinds, known)))
     machines = [(name, parts.machines[name]) for name in sorted(parts.machines)]
     lanes = [(name, list(parts.lanes[name])) for name in sorted(parts.lanes) if parts.lanes[name]]
     return pack([machines, lanes, list(parts.streams.items()), timers], kinds, known)

@@ -248,7 +248,7 @@ class _Run:
             if tag == CALLED:
                 self._direct = event
                 return
-            if tag == TIMER:
+            if tag == TIMER and actor != STREAMS:
                 self._stop_timer(actor, event)
             self._put(name, event)
 
@@ -353,7 +353,8 @@ class _Run:
                     text = f"{self.seconds:.6f} s  {incident.kind}: {incident.message}; {incident.action}"
                     self.found.incidents.append(text)
             elif type(effect) is After:
-                self._timers.append((source, effect.event))
+                if source != STREAMS:
+                    self._timers.append((source, effect.event))
             elif type(effect.job) is Run:  # type: ignore[union-attr]
                 self._plans.append(effect.job)  # type: ignore[union-attr]
 
