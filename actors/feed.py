@@ -105,6 +105,7 @@ class Subscription:
         self._limit = limit
         self._events: deque[FeedEvent] = deque()
         self._num_lost = 0
+        self._is_ended = False
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, event: FeedEvent, owner: str) -> None:
@@ -136,6 +137,12 @@ class Subscription:
         """Listen no more."""
         self._feed.leave(self)
 
+    def end(self) -> None:
+        """Listen no more, and let the iteration end with what is there."""
+        self._is_ended = True
+        self.close()
+        self.wake()
+
     def __enter__(self) -> Self:
         return self
 
@@ -149,7 +156,7 @@ class Subscription:
 
     async def __anext__(self) -> list[FeedEvent]:
         while not self._events:
-            if self._feed.is_closed:
+            if self._is_ended or self._feed.is_closed:
                 raise StopAsyncIteration
             assert self._waiter is None, "a subscription has one reader"
             self._waiter = asyncio.get_running_loop().create_future()

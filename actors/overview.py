@@ -61,7 +61,7 @@ class Overview:
         if reason is None and stuck:
             reason = "; ".join(late.sentence() for late in stuck)
         return HealthRecord(
-            is_live=not stuck,
+            is_live=not stuck and why_not is None,
             is_ready=is_ready and not stuck,
             state=state,
             reason=reason,

@@ -66,9 +66,9 @@ class _Step:
 class PhaseTotals(msgspec.Struct, frozen=True):
     """Seconds and counts of each phase since the start, for the metrics."""
 
-    schedule: tuple[float, int]
-    device: tuple[float, int]
-    outputs: tuple[float, int]
+    schedule: tuple[float, int] = (0.0, 0)
+    device: tuple[float, int] = (0.0, 0)
+    outputs: tuple[float, int] = (0.0, 0)
 
 
 class StepLog:
