@@ -31,6 +31,7 @@ class AdmissionStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Admission at one moment; counts are in requests (choices), `*_total` only grow, and are in streams.
 
     `rejected_total` is by what was exhausted ("requests", "tokens", "overflow"), or "draining" or "closed".
+    `cancelled_total` is in choices, by cause: "queue" is who waited too long. `num_stalled` streams have slow readers.
     `drain_rate_per_s` is None while the queue has not been longer than the engine takes at once.
     """
 
@@ -40,6 +41,9 @@ class AdmissionStatistics(msgspec.Struct, frozen=True, kw_only=True):
     overflowed_total: int = 0
     rejected_total: dict[str, int] = {}
     drain_rate_per_s: float | None = None
+    num_stalled: int = 0
+    stalls_total: int = 0
+    cancelled_total: dict[str, int] = {}
 
 
 class DrainRate:
@@ -149,6 +153,9 @@ class Admission:
             overflowed_total=self._num_overflowed,
             rejected_total=dict(self._num_rejected),
             drain_rate_per_s=self._rate.per_s(self._clock()),
+            num_stalled=self._streams.num_stalled,
+            stalls_total=self._streams.stalls_total,
+            cancelled_total={str(cause): count for cause, count in self._streams.cancelled_total.items()},
         )
 
     def _refusal(self, rejected: Rejected) -> NovaInferError:

@@ -13,6 +13,7 @@
     │   ├── EngineClosed            503  the engine was not started, or is closed
     │   ├── RecorderUnavailable     503  the flight recorder is off, or has nowhere to write
     │   ├── RequestTimeout          408  the request's own deadline passed
+    │   ├── ReaderStalled           408  its reader took nothing for too long
     │   └── RequestCancelled        499  someone cancelled the request
     └── DeviceError                 the device or the model failed
         ├── StepFailedError         500  the step that computed this request failed
@@ -122,6 +123,14 @@ class RequestTimeout(ServerError):
     status = 408
     type = "timeout_error"
     code = "request_timeout"
+
+
+class ReaderStalled(ServerError):
+    """The request's reader took nothing for too long."""
+
+    status = 408
+    type = "timeout_error"
+    code = "stalled"
 
 
 class RequestCancelled(ServerError):

@@ -30,6 +30,7 @@ SURFACE = [
     "ModelLoadError",
     "ModelNotFound",
     "NovaInferError",
+    "ReaderStalled",
     "RecorderUnavailable",
     "RequestCancelled",
     "RequestNotFound",
