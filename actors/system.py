@@ -2,26 +2,26 @@
 
     gate ──Arrive──▶ engine ⇄ scheduler        tokenizer: a thread, batched
                        │  └──▶ streams ──▶ readers
-                       └──▶ worker ⇄ device: a thread
+                       └──▶ worker ⇄ device: a thread, or a process
 
-The two threads live as tasks of one anyio task group, inside a root task, so that `aclose` may come from any task. An
-actor that raises is dead: every stream is told exactly once, and the system stops with the error.
+The tokenizer's thread and the link to the device live as tasks of one anyio task group, inside a root task, so that
+`aclose` may come from any task. An actor that raises is dead: every stream is told exactly once, and the system stops
+with the error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import anyio
 
 from novainfer.actors.admission import Admission
-from novainfer.actors.device import Device, do_jobs, sentence_of
+from novainfer.actors.device import sentence_of
 from novainfer.actors.incidents import Incidents
+from novainfer.actors.link import DeviceLink, MakeLink
 from novainfer.actors.mailbox import Actor, ActorStatistics
 from novainfer.actors.streams import StreamHandle, Streams
 from novainfer.actors.thread import JobThread
@@ -32,13 +32,14 @@ from novainfer.fsm.events import (
     Begin,
     Cause,
     Departed,
+    DeviceLost,
     Drain,
     Encoded,
     EncodeFailed,
+    JobDone,
     JobFailed,
     Prompt,
     Rejected,
-    Run,
     Stop,
     WorkerFailed,
     WorkerReady,
@@ -48,14 +49,11 @@ from novainfer.fsm.params import NUM_CHOICES_MAX, SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.scheduler import Scheduler, SchedulerStatistics
 from novainfer.fsm.text import Vocabulary
-from novainfer.fsm.worker import Worker
+from novainfer.fsm.worker import RestartPolicy, Worker
 
 logger = logging.getLogger(__name__)
 
-# The device's thread needs the interpreter to begin a step, and would get it when the loop has served all readers, or
-# after the switch interval of 5 ms. Letting go of it for a moment here took the pause between two steps of 256 requests
-# from 1.4 to 0.3 ms (and from 7 to 2 ms on a busy machine).
-HANDOVER_S = 20e-6
+DEVICE_WORD_S = 5.0  # for the device to say what is wrong with a model whose tokenizer cannot be loaded
 LOAD_TOKENIZER = "load"  # the tokenizer thread's first job
 MAILBOX_SPARE = 1024  # messages that belong to no stream: steps, drain, stop, cancels sent twice
 TOKENIZER_BATCH_MAX = 64  # prompts: enough to keep every core busy, and close need not wait for a thousand
@@ -65,7 +63,13 @@ class System:
     """The actors of one engine, on the running loop."""
 
     def __init__(
-        self, *, device: Device, load_tokenizer: Callable[[], Tokenizer], limits: Limits, max_queue: tuple[int, ...]
+        self,
+        *,
+        make_link: MakeLink,
+        load_tokenizer: Callable[[], Tokenizer],
+        limits: Limits,
+        max_queue: tuple[int, ...],
+        restarts: RestartPolicy | None = None,
     ) -> None:
         self._load_tokenizer = load_tokenizer
         self._limits = limits
@@ -80,10 +84,10 @@ class System:
         self._actors = {
             "gate": self._make_actor("gate", self._gate),
             "engine": self._make_actor("engine", self._engine),
-            "worker": self._make_actor("worker", Worker()),
+            "worker": self._make_actor("worker", Worker(restarts)),
         }
         self._admission = Admission(self._gate, self._streams, ask=self._actors["gate"].handle)
-        self._device_thread = JobThread("novainfer-device", partial(do_jobs, device), self._from_device)
+        self._link = make_link(self._from_device)
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_thread = JobThread(
             "novainfer-tokenizer", self._work_of_tokenizer, self._from_tokenizer, batch_max=TOKENIZER_BATCH_MAX
@@ -95,6 +99,7 @@ class System:
         self._idle: asyncio.Event | None = None
         self._vocabulary: asyncio.Future[Vocabulary | None] | None = None  # None: stopped before it was there
         self._device_error: str | None = None  # the first job that the device failed
+        self._loaded = anyio.Event()  # the device has loaded the model, or said why not
         self._ids_end: int | None = None  # set when the tokenizer has ids that the model has not
         self.error: str | None = None  # what it died of
 
@@ -142,13 +147,13 @@ class System:
         assert self._vocabulary is not None
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(self._watch, "device thread", self._device_thread)
+                group.start_soon(self._watch, "device", self._link)
                 group.start_soon(self._watch, "tokenizer thread", self._tokenizer_thread)
                 self._actors["worker"].open(self._loop)
                 self._tell("worker", Begin())
                 self._tokenizer_thread.put(LOAD_TOKENIZER)
                 try:
-                    if (vocabulary := await self._vocabulary) is not None:
+                    if (vocabulary := await self._tokens()) is not None:
                         self._open(vocabulary)
                     await self._stopping.wait()
                 finally:
@@ -161,7 +166,17 @@ class System:
                 self._ready.set_exception(ModelLoadError(self.error) if self.error else closed)
                 self._ready.exception()  # seen: whoever started it may have left
 
-    async def _watch(self, name: str, thread: JobThread) -> None:
+    async def _tokens(self) -> Vocabulary | None:
+        """The tokenizer's vocabulary; when it has none, the device may know better why."""
+        assert self._vocabulary is not None
+        try:
+            return await self._vocabulary
+        except Exception:
+            with anyio.move_on_after(DEVICE_WORD_S):
+                await self._loaded.wait()
+            raise
+
+    async def _watch(self, name: str, thread: JobThread | DeviceLink) -> None:
         """Live as long as `thread`; its death is an actor's death."""
         try:
             await thread.run()
@@ -172,6 +187,7 @@ class System:
         """Let the root task go on to its end."""
         assert self._stopping is not None
         self._stopping.set()
+        self._loaded.set()
         if self._vocabulary is not None and not self._vocabulary.done():
             self._vocabulary.set_result(None)
 
@@ -195,7 +211,7 @@ class System:
                 self._report("an actor could not be stopped", error)
         for actor in self._actors.values():
             actor.close()
-        self._device_thread.stop()
+        self._link.stop()
         self._tokenizer_thread.stop(drop_waiting=True)
         if self._idle is not None:
             self._idle.set()
@@ -289,15 +305,15 @@ class System:
             self._died("streams", error)
 
     def _start_job(self, job: Any) -> None:
-        self._device_thread.put(job)
-        if type(job) is Run:
-            time.sleep(HANDOVER_S)
+        self._link.put(job)
 
     def _from_device(self, event: Any) -> None:
         if isinstance(event, JobFailed):
             self._device_error = self._device_error or event.message
             if event.job == "Close":  # nobody waits for it, but somebody should know
                 logger.warning("the device could not be closed: %s", event.message)
+        if isinstance(event, JobFailed | DeviceLost) or (isinstance(event, JobDone) and event.job == "Load"):
+            self._loaded.set()
         self._tell("worker", event)
 
     def _work_of_tokenizer(self, jobs: list[Any]) -> list[Any]:

@@ -4,7 +4,8 @@
         async for delta in engine.generate("Once upon a time", SamplingParams(max_tokens=64)):
             print(delta.text, end="")
 
-No signal handlers, no loop policy, no subprocess. Model and tokenizer work in two threads of their own.
+No signal handlers and no loop policy. Model and tokenizer work in two threads of their own; with worker "process" the
+model has a process instead, which is replaced when it is lost.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from novainfer.actors.device import Device, ModelDevice, ModelSettings
+from novainfer.actors.device import Device, ModelSettings
 from novainfer.actors.incidents import IncidentRecord
+from novainfer.actors.link import MakeLink, ThreadLink
 from novainfer.actors.location import ModelLocation
+from novainfer.actors.process import ProcessLink
+from novainfer.actors.spec import DeviceSpec, ModelSpec, Progress
 from novainfer.actors.streams import StreamHandle
 from novainfer.actors.system import System
 from novainfer.actors.tokenizer import Tokenizer, load_tokenizer
@@ -42,6 +47,7 @@ from novainfer.fsm.outputs import Delta
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.stream import StreamState
+from novainfer.fsm.worker import RestartPolicy
 
 SEED_MASK = 2**64 - 1
 PromptLike = str | list[int] | Chat | dict[str, Any] | list[dict[str, Any]]
@@ -87,17 +93,21 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine:
-    """One model, many requests. `device` and `tokenizer` replace the model's own: tests pass fakes."""
+    """One model, many requests. `device` and `tokenizer` replace the model's own: tests pass fakes.
+
+    A worker in a process of its own makes its device there, so it takes a `DeviceSpec` only.
+    """
 
     def __init__(
         self,
         config: EngineConfig | None = None,
         *,
-        device: Device | None = None,
+        device: Device | DeviceSpec | None = None,
         tokenizer: Tokenizer | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: Progress | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
+        is_process = config.worker == "process"
         location = ModelLocation(config.model)
         is_asked_for = config.tokenizer is not None
         tokenizer_location = ModelLocation(config.tokenizer) if config.tokenizer is not None else location
@@ -109,10 +119,11 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._system = System(
-            device=device or ModelDevice(_settings(config, location), on_progress),
+            make_link=_link(config, device or ModelSpec(_settings(config, location)), on_progress),
             load_tokenizer=lambda: tokenizer or load_tokenizer(tokenizer_location.path(), is_asked_for=is_asked_for),
             limits=limits,
             max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens),
+            restarts=RestartPolicy(config.max_restarts, config.restart_window_s) if is_process else RestartPolicy(),
         )
         self._random = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._handles: dict[str, StreamHandle] = {}
@@ -342,6 +353,17 @@ def _chat(chat: Chat) -> Chat:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidParameter(f"messages[{at}] must be a dict with a role and a content", param="messages")
     return chat
+
+
+def _link(config: EngineConfig, device: Device | DeviceSpec, on_progress: Progress | None) -> MakeLink:
+    """How the worker's machine reaches its device."""
+    if isinstance(device, DeviceSpec):
+        if config.worker == "process":
+            return partial(ProcessLink, device, warm_spare=config.warm_spare, on_progress=on_progress)
+        return partial(ThreadLink, device.make(on_progress))
+    if config.worker == "process":
+        raise InvalidParameter('worker "process" makes its device there, and cannot take one from here', param="worker")
+    return partial(ThreadLink, device)
 
 
 def _settings(config: EngineConfig, location: ModelLocation) -> ModelSettings:

@@ -6,10 +6,12 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from novainfer.actors.device import Device
 from novainfer.actors.fake import ByteTokenizer, FakeDevice, successor
+from novainfer.actors.link import ThreadLink
 from novainfer.actors.streams import StreamHandle
 from novainfer.actors.system import System
 from novainfer.actors.tokenizer import Tokenizer
@@ -35,7 +37,7 @@ def make_system(
 ) -> System:
     """A system that is not started yet."""
     return System(
-        device=device or FakeDevice(),
+        make_link=partial(ThreadLink, device or FakeDevice()),
         load_tokenizer=load_tokenizer or (lambda: tokenizer or ByteTokenizer()),
         limits=limits,
         max_queue=max_queue,

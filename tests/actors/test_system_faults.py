@@ -179,7 +179,7 @@ async def test_a_device_thread_that_is_killed_ends_each_stream_once(heard: Heard
         found = await answer(system, [BAD])
         assert found.end.code == "engine_dead"
         assert found.end.error is not None
-        assert found.end.error.startswith("the device thread died")
+        assert found.end.error.startswith("the device died")
         assert (await good).end.code == "engine_dead"
         assert len(heard) == 1
 
