@@ -6,47 +6,59 @@ import json
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from tqdm import tqdm
 
-from novainfer.fsm.simulation.coverage import coverage
-from novainfer.fsm.simulation.explore import explore
+from novainfer.fsm.simulation.bugs import MUTANTS, SURVIVORS
+from novainfer.fsm.simulation.coverage import Coverage, coverage
+from novainfer.fsm.simulation.explore import Exploration, explore
+from novainfer.fsm.simulation.mutants import Hunt, hunt
+from novainfer.fsm.simulation.report import Report, median, merge, run_seeds
 from novainfer.fsm.simulation.small import SMALL_WORLDS
-from novainfer.fsm.simulation.swarm import Report, merge, run_seeds
 
-SEEDS_PER_CHUNK = 100  # a third of a second: short for a progress bar, long for handing it to a process
+SEEDS_PER_CHUNK = 100  # a second: short for a progress bar, long for handing it to a process
+SECONDS_PER_DAY = 86_400
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 
 @click.command()
 @click.option("--seeds", default=1000, show_default=True, type=click.IntRange(1), help="How many seeds to run.")
 @click.option("--seed", type=int, help="Run this one seed only: a failure that was reported.")
 @click.option("--first", default=0, show_default=True, type=int, help="The first of the seeds.")
-@click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Processes to run seeds in.")
+@click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Processes to share the work.")
 @click.option("--exhaustive", is_flag=True, help="Explore the small worlds completely instead.")
+@click.option("--mutants", is_flag=True, help="Plant bugs instead, one after the other, and see that each is found.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-def simulate(seeds: int, seed: int | None, first: int, jobs: int, exhaustive: bool, as_json: bool) -> None:
-    """Run the scheduler, engine, worker and streams with a simulated device, clients and faults.
+def simulate(
+    seeds: int, seed: int | None, first: int, jobs: int, exhaustive: bool, mutants: bool, as_json: bool
+) -> None:
+    """Run the scheduler, engine, worker and streams with a simulated device, clients, time and faults.
 
     Every seed is a world of its own, and gives the same trace each time. Checked after every event: who owns which
     block, that every token and text is the right one, that every stream ends exactly once, that no wake-up is lost.
     """
-    began_s = time.process_time()
+    if exhaustive and mutants:
+        raise click.UsageError("--exhaustive and --mutants are two things: choose one")
     if exhaustive:
-        result = _explore_all()
+        result = _explore_all(jobs)
+    elif mutants:
+        result = _hunt_all(jobs)
     else:
-        chunks = [range(seed, seed + 1)] if seed is not None else _chunks(first, seeds)
-        report, cpu_s = _run(chunks, jobs)
-        result = _summary(report)
-        result["cpu_s"] = round(cpu_s, 2)
-    result.setdefault("cpu_s", round(time.process_time() - began_s, 2))
+        result = _run_seeds([range(seed, seed + 1)] if seed is not None else _chunks(first, seeds), jobs)
+    is_well = result.pop("is_well")
     if as_json:
         click.echo(json.dumps(result))
-    if result["violations"]:
+    if not is_well:
         raise click.exceptions.Exit(1)
+
+
+# ---- seeds ----------------------------------------------------------------------------------------------------------
 
 
 def _chunks(first: int, seeds: int) -> list[range]:
@@ -54,71 +66,142 @@ def _chunks(first: int, seeds: int) -> list[range]:
     return [range(at, min(at + SEEDS_PER_CHUNK, end)) for at in range(first, end, SEEDS_PER_CHUNK)]
 
 
-def _run_chunk(chunk: range) -> tuple[Report, float]:
-    began_s = time.process_time()
-    report = run_seeds(chunk)
-    return report, time.process_time() - began_s
-
-
-def _run(chunks: list[range], jobs: int) -> tuple[Report, float]:
-    """All chunks, in `jobs` processes; the report and the CPU seconds are those of all together."""
+def _run_seeds(chunks: list[range], jobs: int) -> dict[str, Any]:
     reports: list[Report] = []
     cpu_s = 0.0
     with tqdm(total=sum(map(len, chunks)), unit="seed", disable=None) as bar:
-        for report, chunk_cpu_s in _results(chunks, jobs):
+        for report, seconds in _share(run_seeds, chunks, jobs):
             reports.append(report)
-            cpu_s += chunk_cpu_s
+            cpu_s += seconds
             bar.update(report.seeds)
-    return merge(reports), cpu_s
-
-
-def _results(chunks: list[range], jobs: int) -> Iterator[tuple[Report, float]]:
-    if jobs == 1 or len(chunks) == 1:
-        yield from map(_run_chunk, chunks)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_run_chunk, chunks)
-
-
-def _summary(report: Report) -> dict[str, Any]:
-    rows = coverage(report.rows)
+    report = merge(reports)
+    length, at_once, days = median(report.lengths), median(report.at_once), report.simulated_s / SECONDS_PER_DAY
     click.echo(
-        f"{report.seeds} seeds, {report.requests} requests, {report.tokens} tokens read, {report.moves} events, "
-        f"{len(report.violations)} violations, trace {report.trace_hash}"
+        f"{report.seeds} seeds: {report.requests} requests of {length} tokens (median), {at_once} at once (median), "
+        f"{days:.1f} simulated days, {report.moves} events in {cpu_s:.1f} CPU seconds; "
+        f"{len(report.violations)} violations; trace {report.trace_hash}"
     )
-    click.echo("rows taken: " + ", ".join(f"{c.machine} {c.taken}/{c.total}" for c in rows))
-    for violation, seed in zip(report.violations, report.failing_seeds, strict=True):
-        click.echo(f"{violation}\n    reproduce it with: novainfer simulate --seed {seed}")
+    click.echo(
+        f"per CPU minute: {report.requests * 60 / cpu_s:,.0f} requests, {days * 60 / cpu_s:.1f} simulated days; "
+        "injected: " + ", ".join(f"{count} {kind}" for kind, count in sorted(report.faults.items()))
+    )
+    rows = coverage(report.rows)
+    _say_rows(rows, "taken")
+    for violation, failing in zip(report.violations, report.failing_seeds, strict=True):
+        click.echo(f"{violation}\n    reproduce it with: novainfer simulate --seed {failing}")
     return {
+        "is_well": not report.violations,
         "seeds": report.seeds,
         "requests": report.requests,
-        "tokens": report.tokens,
-        "moves": report.moves,
-        "faults": report.faults,
+        "simulated_s": round(report.simulated_s, 3),
+        "faults": dict(sorted(report.faults.items())),
         "violations": report.violations,
         "trace_hash": report.trace_hash,
-        "rows": {c.machine: [c.taken, c.total] for c in rows},
+        "tokens": report.tokens,
+        "median_tokens": length,
+        "median_at_once": at_once,
+        "moves": report.moves,
+        **_rows(rows),
+        "cpu_s": round(cpu_s, 2),
     }
 
 
-def _explore_all() -> dict[str, Any]:
-    worlds: list[dict[str, Any]] = []
-    violations: list[str] = []
+# ---- small worlds ---------------------------------------------------------------------------------------------------
+
+
+def _explore_all(jobs: int) -> dict[str, Any]:
+    found: list[Exploration] = []
     rows: Counter[tuple[str, str, str]] = Counter()
-    for small in SMALL_WORLDS:
-        found = explore(small)
-        rows.update(found.rows)
-        how = "every state" if found.complete else "NOT every state"
-        click.echo(f"{small.name}: {found.states} states ({how}), {found.edges} moves, up to {found.depth} deep")
-        if found.violation is not None:
-            violations.append(f"{small.name}: {found.violation}")
-            click.echo("\n".join([f"    {step}" for step in found.path]))
-        worlds.append({"name": small.name, "states": found.states, "edges": found.edges, "complete": found.complete})
-    taken = coverage(rows)
-    click.echo("rows reached: " + ", ".join(f"{c.machine} {c.taken}/{c.total}" for c in taken))
+    cpu_s = 0.0
+    for one, seconds in _share(explore, SMALL_WORLDS, jobs):
+        found.append(one)
+        rows.update(one.rows)
+        cpu_s += seconds
+        how = "every state" if one.complete else "NOT every state"
+        click.echo(
+            f"{one.name}: {one.states} states ({how}), {one.edges} moves, up to {one.depth} deep, {seconds:.1f} s"
+        )
+        if one.violation is not None:
+            click.echo("\n".join(f"    {step}" for step in one.path))
+    covered = coverage(rows)
+    _say_rows(covered, "reached")
+    violations = [f"{one.name}: {one.violation}" for one in found if one.violation is not None]
+    complete = all(one.complete for one in found)
     return {
-        "worlds": worlds,
+        "is_well": not violations and complete,
+        "states": sum(one.states for one in found),
+        "edges": sum(one.edges for one in found),
+        "complete": complete,
+        "rows_total": sum(c.total for c in covered),
+        "rows_reached": sum(c.taken for c in covered),
         "violations": violations,
-        "rows_reached": sum(c.taken for c in taken),
-        "rows_total": sum(c.total for c in taken),
+        "worlds": [
+            {"name": one.name, "states": one.states, "edges": one.edges, "depth": one.depth, "complete": one.complete}
+            for one in found
+        ],
+        **_rows(covered),
+        "cpu_s": round(cpu_s, 2),
+    }
+
+
+# ---- planted bugs ---------------------------------------------------------------------------------------------------
+
+
+def _hunt_all(jobs: int) -> dict[str, Any]:
+    hunts: list[Hunt] = []
+    cpu_s = 0.0
+    for one, seconds in _share(hunt, MUTANTS, jobs):
+        hunts.append(one)
+        cpu_s += seconds
+        click.echo(f"{'found' if one.found else 'SURVIVED'}: {one.name} ({one.how}, {seconds:.1f} s)")
+    survivors = [one.name for one in hunts if not one.found]
+    for name in survivors:
+        click.echo(f"{name} survives: {SURVIVORS.get(name, 'and nobody knows why')}")
+    click.echo(f"{len(hunts)} bugs planted, {len(hunts) - len(survivors)} found")
+    return {
+        "is_well": set(survivors) <= set(SURVIVORS),
+        "planted": len(hunts),
+        "found": len(hunts) - len(survivors),
+        "survivors": survivors,
+        "seconds": {one.name: one.seconds for one in hunts},
+        "cpu_s": round(cpu_s, 2),
+    }
+
+
+# ---- both -----------------------------------------------------------------------------------------------------------
+
+
+def _share(work: Callable[[Job], Result], todo: Iterable[Job], jobs: int) -> Iterator[tuple[Result, float]]:
+    """The result of each job with its CPU seconds, in their order, worked out in so many processes."""
+    timed = _Timed(work)
+    if jobs == 1:
+        yield from map(timed, todo)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(timed, todo)
+
+
+class _Timed:
+    """A function that also says how long it took, in CPU seconds; a class, because it goes to other processes."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self._work = work
+
+    def __call__(self, job: Any) -> tuple[Any, float]:
+        began_s = time.process_time()
+        result = self._work(job)
+        return result, time.process_time() - began_s
+
+
+def _say_rows(rows: list[Coverage], verb: str) -> None:
+    click.echo(f"rows {verb}: " + ", ".join(f"{c.machine} {c.taken}/{c.total}" for c in rows))
+    for c in rows:
+        for _, state, event in c.missing:
+            click.echo(f"    not {verb}: {c.machine} {state} x {event}")
+
+
+def _rows(rows: list[Coverage]) -> dict[str, Any]:
+    return {
+        "rows": {c.machine: [c.taken, c.total] for c in rows},
+        "rows_missing": ["/".join(row) for c in rows for row in c.missing],
     }

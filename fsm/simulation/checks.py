@@ -14,25 +14,31 @@ checks at every read.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.draft import SHORT_SHARE, Flight
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.events import (
+    Arrive,
     Cancel,
     CancelAll,
     CancelRequest,
+    Cause,
     Drain,
     MakeBatch,
     Open,
     Output,
     Pause,
     PauseRequest,
+    QueueOver,
     Rejected,
+    StallOver,
     StepDone,
     StepFailed,
     Stop,
     Submit,
+    WorkerLost,
 )
 from novainfer.fsm.request import ENDED, Request, RequestState
 from novainfer.fsm.scheduler import SchedulerState
@@ -43,6 +49,8 @@ if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World
 
 COMPUTED = (RequestState.PREFILL, RequestState.DECODE)
+ADMITTED = (*COMPUTED, RequestState.WAITING_FOR_REMOTE_KVS)
+_TOLD = frozenset([Cancel, CancelAll, Pause])  # what the engine passes on to requests
 
 
 class Checks:
@@ -50,6 +58,7 @@ class Checks:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.at_once: Counter[int] = Counter()  # plans, by the number of requests that were there
         self._ended: set[int] = set()  # requests
         self._quiet = False  # nothing but MakeBatch reached the scheduler since its last savepoint
         self._step_blocks: list[int] = []  # all blocks that the step on the device may touch
@@ -70,20 +79,26 @@ class Checks:
         if isinstance(event, CancelRequest):
             self._cancelled.add(event.request_id)
             self._leaving = self.world.scheduler.requests.get(event.request_id)
+        scheduler = self.world.scheduler
+        if isinstance(event, WorkerLost) and scheduler.flight is not None:
+            self._note_failure(scheduler.flight)
         if not isinstance(event, MakeBatch):
             return
-        scheduler = self.world.scheduler
         if isinstance(event.outcome, StepDone) and scheduler.flight is not None:
             self._sampled = scheduler.flight.samples
-        running = [r for r in scheduler.planner.running.values() if r.state in COMPUTED]
+        running = [r for r in scheduler.planner.running.values() if r.state in ADMITTED]
         is_free = not scheduler.trouble.suspects and not isinstance(event.outcome, StepFailed)
         self._oldest = min(running, key=lambda r: r.request_id) if running and is_free else None
         flight = scheduler.flight
         if isinstance(event.outcome, StepFailed) and flight is not None:
-            members = {request.stream_id for request, _, _ in flight.rows if not request.ended}
-            if sum(not request.ended for request, _, _ in flight.rows) == 1:
-                self.world.clients[members.pop()].failed_alone += 1
+            self._note_failure(flight)
             self._watch_rollback(event.outcome, exact=self._quiet)
+
+    def _note_failure(self, flight: Flight) -> None:
+        """A step has failed, or was lost: if one request stood alone in it, that one may be to blame."""
+        members = [request.stream_id for request, _, _ in flight.rows if not request.ended]
+        if len(members) == 1:
+            self.world.clients[members[0]].failed_alone += 1
 
     def _watch_rollback(self, outcome: StepFailed, *, exact: bool) -> None:
         """Wrap the coming rollback: afterwards the state must be that of before the plan."""
@@ -101,7 +116,7 @@ class Checks:
                 if launched:  # names of blocks that were evicted for the step stay lost
                     now, before = now[1:], before[1:]
                 if now != before:
-                    raise Violation(f"rollback of step {flight.step_id}: {before} became {now}")
+                    raise Violation(f"rollback of step {flight.step_id}: " + "; ".join(_differences(before, now)))
                 self.world.counts["rollbacks checked"] += 1
 
         planner.rollback = watched  # type: ignore[method-assign]
@@ -122,6 +137,7 @@ class Checks:
                 raise Violation(f"request {self._oldest.request_id} is the oldest, and was preempted")
             self._oldest = None
             self._plan(scheduler.flight)
+            self.at_once[len(scheduler.requests)] += 1
             admitted = scheduler.flight.admitted if scheduler.flight else []
             for request in self._sampled:
                 if request.state is RequestState.PREFILL and request not in admitted:
@@ -129,6 +145,8 @@ class Checks:
             self._sampled = []
         else:
             self._quiet = False
+            if isinstance(event, WorkerLost):
+                self._step_blocks = []
         scheduler.check()
         if any(planner.pool.is_cached(block) for block in self._step_blocks):
             raise Violation("a block that the step on the device may touch has no owner")
@@ -180,7 +198,7 @@ class Checks:
         engine = self.world.engine
         if to == "gate":
             self._gate_heard.add(type(event))
-        if to != "engine":
+        if to != "engine" or type(event) not in _TOLD:
             return
         coming = [e.stream_id for e in self.world.links.get(("gate", "engine", False), ())]
         if isinstance(event, Cancel):
@@ -195,9 +213,12 @@ class Checks:
         elif isinstance(event, Pause):
             self._to_be_told = set(engine._live.get(event.stream_id, ()))
 
-    def after_engine(self, event: Any) -> None:
-        """The engine has handled `event`: what concerns requests was passed on to each of them."""
-        if isinstance(event, Cancel | CancelAll | Pause):
+    def after(self, to: str, event: Any) -> None:
+        """The engine, the gate or the worker has handled `event`: what concerns requests was passed on to each."""
+        if to == "worker":
+            if self.world.worker.state is WorkerState.FAILED and not self.world.is_stopped:
+                self.world.stopped()
+        elif to == "engine" and type(event) in _TOLD:
             queue = self.world.links.get(("engine", "scheduler", not isinstance(event, Pause)), ())
             kind = PauseRequest if isinstance(event, Pause) else CancelRequest
             if missing := self._to_be_told - {e.request_id for e in queue if isinstance(e, kind)}:
@@ -228,7 +249,7 @@ class Checks:
         answers = [self.world.links.get(("gate", to, False)) for to in ("client", "engine")]
         arrive = answers[1][-1] if answers[1] else None
         stream_id = len(self.world.clients) - 1
-        let_in = arrive is not None and arrive.stream_id == stream_id
+        let_in = isinstance(arrive, Arrive) and arrive.stream_id == stream_id
         overflowed = self.world.gate.is_overflowed(stream_id)
         if let_in + overflowed + bool(answers[0]) != 1:
             raise Violation("the gate gave no answer, or two")
@@ -245,7 +266,36 @@ class Checks:
         if not right[rejected.reason]:
             raise Violation(f"stream {rejected.stream_id} was rejected as {rejected.reason}, for no reason")
 
-    # ---- the end -------------------------------------------------------------------------------------------------
+    # ---- time and the end -----------------------------------------------------------------------------------------
+
+    def timer_set(self, event: Any) -> None:
+        """A machine has set a timer, after which it will get `event`."""
+        if isinstance(event, StallOver):
+            self.world.clients[event.stream_id].reads_when_stalled = self.world.clients[event.stream_id].num_reads
+
+    def timer(self, event: Any) -> None:
+        """A timer has run out."""
+        world = self.world
+        if isinstance(event, Cancel):
+            world.counts["timeout"] += 1
+            world.clients[event.stream_id].causes.add(event.cause)
+        elif isinstance(event, QueueOver):
+            world.counts["queue timeout"] += 1
+            world.clients[event.stream_id].causes.add(Cause.QUEUE)
+        elif isinstance(event, StallOver):
+            client = world.clients[event.stream_id]
+            if client.num_reads == client.reads_when_stalled:
+                world.counts["stall timeout"] += 1
+                client.causes.add(Cause.STALLED)
+
+    def quiet(self) -> None:
+        """What holds while everybody waits for time to pass, or for clients: nobody waits for nothing."""
+        world = self.world
+        if world.engine.state is not EngineState.IDLE:
+            return
+        for request in world.scheduler.requests.values():
+            if request.state not in (RequestState.PAUSED,):
+                raise Violation(f"request {request.request_id} is {request.state}, and nobody is going to compute it")
 
     def drained(self) -> None:
         """What holds when a drain has nothing left to wait for, before the stop that follows it."""
@@ -266,7 +316,7 @@ class Checks:
         if engine.state is EngineState.STOPPED:
             if not world.is_stopped:
                 raise Violation("the engine stopped, and nobody had asked for that")
-            if world.worker.state is not WorkerState.STOPPED or not world.device.is_closed:
+            if world.worker.state is not WorkerState.STOPPED or not world.is_closed:
                 raise Violation(f"the engine is stopped, and the worker is {world.worker.state}")
             return
         if world.is_stopped:
@@ -276,3 +326,10 @@ class Checks:
             raise Violation(f"something is left behind: {stats}, {scheduler._tombstones}, {engine._tombstones}")
         if set(scheduler.statistics().finished_total) != set(ENDED):
             raise Violation("the counts by end are not complete")
+
+
+def _differences(before: Any, now: Any) -> list[str]:
+    """What differs in two values of nested tuples, part by part."""
+    if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
+        return [text for was, is_ in zip(before, now, strict=True) if was != is_ for text in _differences(was, is_)]
+    return [f"{before} became {now}"]

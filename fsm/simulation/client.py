@@ -24,6 +24,8 @@ class Client:
         self.was_let_in = False
         self.causes: set[Cause] = set()  # of the cancels that were sent for it
         self.encoding_failed = False
+        self.num_reads = 0
+        self.reads_when_stalled = -1  # how many there had been when the stream last stalled
         self.failed_alone = 0  # steps that failed with nobody but one of its requests in them
         self.is_refused = is_refused(len(self.prompt), params, max_len)
         self._expected: list[Expected | None] = [None] * params.n
@@ -99,6 +101,7 @@ class Client:
                 "invalid_value": self.encoding_failed or not self.prompt,
                 "context_length_exceeded": self.is_refused and bool(self.prompt),
                 "engine_dead": Cause.DRAIN in self.causes,
+                "stalled": Cause.STALLED in self.causes,
                 "draining": Cause.DRAIN in self.causes,
             }
             if not possible[end.code]:

@@ -79,7 +79,7 @@ class ScriptedDevice:
 
     def _write(self, plan: StepPlan, value: int | None) -> None:
         assert plan.epoch == self.epoch, f"step {plan.step_id} is of epoch {plan.epoch}, the device of {self.epoch}"
-        assert plan.mode == self.mode, f"step {plan.step_id} is to run in mode {plan.mode}, the device is in {self.mode}"
+        assert plan.mode == self.mode, f"step {plan.step_id} is for mode {plan.mode}, the device is in {self.mode}"
         self._swap(plan, value)
         for spec in plan.admissions:
             self._specs[spec.slot] = spec

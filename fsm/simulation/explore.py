@@ -9,14 +9,16 @@ budgets still allow, `Checks.end` must hold.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import msgspec
 
 from novainfer.fsm.events import Cause, Departed, Fault, JobDone, Run, Settled
 from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.simulation import faults
+from novainfer.fsm.simulation.moves import Move, describe, make, next_moves
+from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.simulation.snapshot import fingerprint, load, save
-from novainfer.fsm.simulation.world import TO_WORKER, Move, Rows, Shape, World
+from novainfer.fsm.simulation.world import TO_WORKER, Rows, World
 
 STATES_MAX = 400_000  # a world with more is not small
 
@@ -49,9 +51,7 @@ def explore(small: SmallWorld, *, states_max: int = STATES_MAX) -> Exploration:
     """Visit every state of `small`, or stop at the first violation, or at `states_max`."""
     first = World(small.shape)
     first.budget = dict(small.budget)
-    while not small.from_start and first.moves():
-        first.make(first.moves()[0])
-    _settle(first, small)
+    _come_up(first, small)
     rows: Rows = first.taken
     parents: list[tuple[int, Move]] = [(-1, ())]  # of each state: the state it was first reached from, and how
     seen = {fingerprint(first)}
@@ -67,8 +67,7 @@ def explore(small: SmallWorld, *, states_max: int = STATES_MAX) -> Exploration:
             try:
                 _make(world, move)
                 _settle(world, small)
-                if not world.moves() and not world.news():
-                    world.checks.end()
+                _check_rest(world)
             except Exception as error:  # whatever a machine raises is a finding
                 path = _path(parents, at, move, small)
                 return Exploration(
@@ -93,9 +92,26 @@ def explore(small: SmallWorld, *, states_max: int = STATES_MAX) -> Exploration:
     )
 
 
+def _come_up(world: World, small: SmallWorld) -> None:
+    """To where the world begins: a worker that is ready, mostly."""
+    while not small.from_start and (found := next_moves(world)):
+        make(world, found[0])
+    _settle(world, small)
+
+
+def _check_rest(world: World) -> None:
+    """What must hold when only time can pass, and when not even that."""
+    if next_moves(world):
+        return
+    world.checks.quiet()
+    if not world.news() and not world.timers:
+        world.checks.end()
+
+
 def moves(world: World, small: SmallWorld) -> list[Move]:
-    """Everything that may happen next in `world`."""
-    found = world.moves()
+    """Everything that may happen next in `world`: a timer fires when nothing else can be done, or early."""
+    found = next_moves(world)
+    is_at_rest = not found
     budget = world.budget
     job = world.jobs[0] if world.jobs else None
     if isinstance(job, Run):
@@ -106,19 +122,23 @@ def moves(world: World, small: SmallWorld) -> list[Move]:
             found.append(("fail_step", Fault.EXCEPTION, False))
     elif job is not None and budget.get("fail_job"):
         found.append(("fail_job",))
-    if world.encodings and budget.get("fail_encode"):
-        found += [("fail_encode", at) for at in range(len(world.encodings))]
+    if budget.get("fail_encode"):
+        found += [("fail_encode", stream_id) for stream_id in world.encodings]
+    found += [(kind,) for kind in ("die", "overdue") if budget.get(kind) and world.has_begun]
     if len(world.clients) < len(small.clients):
         prompt, params = small.clients[len(world.clients)]
         found.append(("arrive", prompt, params))
     if budget.get("cancel"):
         found += [("cancel", s, Cause.CLIENT) for s, client in world.clients.items() if client.was_let_in]
     if budget.get("duplicate"):
-        found += [("duplicate", link) for link in world.repeatable()]
+        found += [("duplicate", link) for link in faults.repeatable(world)]
     if budget.get("contradict") and isinstance((world.links.get(TO_WORKER) or [None])[0], JobDone):
-        found.append(("contradict", TO_WORKER))
+        found.append(("contradict",))
     found += [("come_late", at) for at in range(len(world.late))]
-    found += [("fire_timer", at) for at in range(len(world.timers))]
+    if is_at_rest:
+        found += [("fire_timer", timer) for timer in world.timers]
+    elif budget.get("fire_early"):
+        found += [("fire_early", timer) for timer in world.timers]
     found += [(kind,) for kind in ("cancel_all", "drain") if budget.get(kind)]
     if budget.get("stop"):
         found.append(("stop", "injected"))
@@ -132,7 +152,7 @@ def _make(world: World, move: Move) -> None:
         kind = move[1] if move[2] else "unlaunched"
     if kind in world.budget:
         world.budget[kind] -= 1
-    world.make(move)
+    make(world, move)
 
 
 def _settle(world: World, small: SmallWorld) -> None:
@@ -141,7 +161,7 @@ def _settle(world: World, small: SmallWorld) -> None:
     while again:
         again = False
         for link, queue in list(world.links.items()):
-            while queue and (link[1] in ("client", "streams") or isinstance(queue[0], Departed | Settled)):
+            while queue and (link[1] in ("client", "streams", "incidents") or isinstance(queue[0], Departed | Settled)):
                 world.deliver(link)
                 again = True
         for stream_id in world.news():
@@ -158,37 +178,13 @@ def _path(parents: list[tuple[int, Move]], at: int, last: Move, small: SmallWorl
         moves_back.append(move)
     world = World(small.shape)
     world.budget = dict(small.budget)
-    while not small.from_start and world.moves():
-        world.make(world.moves()[0])
-    _settle(world, small)
+    _come_up(world, small)
     lines = []
     for move in reversed(moves_back):
-        lines.append(_say(world, move))
+        lines.append(describe(world, move))
         try:
             _make(world, move)
             _settle(world, small)
         except Exception as error:
             lines.append(f"!!! {type(error).__name__}: {error}")
     return lines
-
-
-def _say(world: World, move: Move) -> str:
-    kind, *args = move
-    if kind == "deliver":
-        (source, to, urgent) = link = args[0]
-        return f"{source} {'⇒' if urgent else '→'} {to}: {_short(world.links[link][0])}"
-    if kind in ("finish_job", "fail_job", "fail_step"):
-        how = {"finish_job": "does", "fail_job": "fails"}.get(kind) or "fails ({}, launched={})".format(*args)
-        return f"the device {how} {_short(world.jobs[0])}"
-    if kind == "arrive":
-        return f"a client arrives with {args[0]!r} for {args[1].n} x {args[1].max_tokens} tokens"
-    if kind in ("duplicate", "contradict"):
-        return f"{kind}: {_short(world.links[args[0]][0])}"
-    if kind == "come_late":
-        return f"late: {_short(world.late[args[0]][1])}"
-    return " ".join([kind, *map(str, args)])
-
-
-def _short(event: Any) -> str:
-    text = repr(event)
-    return text if len(text) < 120 else text[:117] + "..."

@@ -1,4 +1,4 @@
-"""Bugs planted on purpose, to see that the simulator finds them: each is one line of one method, written wrongly.
+"""Planting bugs, to see that the simulator finds them: each is a line or two of one method, written wrongly.
 
 A mutant names the line as it stands, so a change of that line breaks the mutant's own test and not the net unseen.
 """
@@ -7,28 +7,34 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from typing import Any, cast
 
 import msgspec
 
-from novainfer.fsm.blocks import BlockPool
-from novainfer.fsm.draft import Draft
-from novainfer.fsm.engine import Engine
 from novainfer.fsm.machine import Machine, Row, Rows
-from novainfer.fsm.planner import Planner
-from novainfer.fsm.request import Request
-from novainfer.fsm.scheduler import Scheduler
-from novainfer.fsm.stream import Stream
-from novainfer.fsm.text import TextAssembler
-from novainfer.fsm.trouble import Trouble
-from novainfer.fsm.worker import Worker
+from novainfer.fsm.simulation.explore import explore
+from novainfer.fsm.simulation.report import run_seeds
+from novainfer.fsm.simulation.small import SMALL_WORLDS
+
+SEEDS = 3000  # what a hunt tries before it explores; most bugs need fewer than a hundred
+STATES_MAX = 8000  # of each small world that a hunt explores; all of them take half a minute
+
+
+class Edit(msgspec.Struct, frozen=True):
+    """In `owner.method`, `line` reads `wrong`."""
+
+    owner: type
+    method: str
+    line: str
+    wrong: str
 
 
 class Mutant(msgspec.Struct, frozen=True):
-    """In `owner.method`, `line` reads `wrong`. `seeds`: the swarm finds it within so many."""
+    """One bug; `seeds`: the swarm finds it within so many (0: only the explorer does)."""
 
     name: str
     owner: type
@@ -36,214 +42,63 @@ class Mutant(msgspec.Struct, frozen=True):
     line: str
     wrong: str
     seeds: int = 300
+    more: tuple[Edit, ...] = ()  # other lines that belong to the bug
+
+
+class Hunt(msgspec.Struct, frozen=True):
+    """Whether and how a planted bug was found, and after how many seconds."""
+
+    name: str
+    found: bool
+    how: str
+    seconds: float
+
+
+def hunt(mutant: Mutant) -> Hunt:
+    """Plant `mutant`, and look for it: with seeds first, then in the small worlds."""
+    began_s = time.monotonic()
+
+    def said(how: str, *, found: bool = True) -> Hunt:
+        return Hunt(mutant.name, found, how, round(time.monotonic() - began_s, 2))
+
+    with planted(mutant):
+        report = run_seeds(range(SEEDS), stop_at_first=True)
+        if report.violations:
+            return said(f"seed {report.failing_seeds[0]}")
+        for small in SMALL_WORLDS:
+            if (found := explore(small, states_max=STATES_MAX)).violation is not None:
+                return said(f"{found.depth} moves into {small.name!r}")
+    return said("neither by seeds nor in the small worlds", found=False)
 
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
     """While this lasts, the bug is there."""
-    original = inspect.getattr_static(mutant.owner, mutant.method)
+    with ExitStack() as stack:
+        for edit in (Edit(mutant.owner, mutant.method, mutant.line, mutant.wrong), *mutant.more):
+            stack.enter_context(_edited(mutant.name, edit))
+        yield
+
+
+@contextmanager
+def _edited(name: str, edit: Edit) -> Iterator[None]:
+    original = inspect.getattr_static(edit.owner, edit.method)
     source = textwrap.dedent(inspect.getsource(original))
-    assert source.count(mutant.line) == 1, f"{mutant.name}: {mutant.line!r} is not in {mutant.method}, or twice"
+    assert source.count(edit.line) == 1, f"{name}: {edit.line!r} is not in {edit.method}, or twice"
     code = compile(
-        source.replace(mutant.line, mutant.wrong),
-        f"<mutant: {mutant.name}>",
+        source.replace(edit.line, edit.wrong),
+        f"<mutant: {name}>",
         "exec",
         flags=annotations.compiler_flag,
         dont_inherit=True,
     )
     names: dict[str, Any] = {}
     exec(code, original.__globals__, names)
-    setattr(mutant.owner, mutant.method, names[mutant.method])
+    setattr(edit.owner, edit.method, names[edit.method])
     try:
         yield
     finally:
-        setattr(mutant.owner, mutant.method, original)
-
-
-MUTANTS = [
-    # ---- taking a step back
-    Mutant("a rollback keeps the blocks of the step", Planner, "rollback", "del request.blocks[num_blocks:]", "pass"),
-    Mutant("a rollback keeps the tokens counted", Planner, "rollback", "request.num_computed -= num_tokens", "pass"),
-    Mutant(
-        "a rollback does not undo the pool",
-        Planner,
-        "rollback",
-        "self.pool.undo(flight.journal, launched=launched)",
-        "pass",
-    ),
-    Mutant("a rollback keeps the slot", Planner, "rollback", "self.free_slots.append(request.slot)", "pass"),
-    Mutant(
-        "a rollback forgets a promise",
-        Planner,
-        "rollback",
-        "self.producers[name] = request.request_id",
-        "pass",
-    ),
-    Mutant("a rollback keeps the blocks of the cancelled", Planner, "settle", "self.release(request)", "pass"),
-    Mutant(
-        "undo revives what a launched step may have overwritten",
-        BlockPool,
-        "undo",
-        "if launched or name in self._index:",
-        "if name in self._index:",
-        seeds=1000,
-    ),
-    Mutant(
-        "undo leaves the names that the step gave",
-        BlockPool,
-        "undo",
-        "if self._index.get(name) == block:",
-        "if False:",
-    ),
-    # ---- who owns what
-    Mutant(
-        "a cancel frees blocks of the step on the device",
-        Scheduler,
-        "_end",
-        "if self.flight is not None and any(",
-        "if False and any(",
-    ),
-    Mutant(
-        "blocks of the cancelled stay when their step is done",
-        Scheduler,
-        "_commit",
-        "self.planner.release(request)",
-        "pass",
-    ),
-    Mutant("blocks are released twice", Planner, "release", "request.blocks.clear()", "pass"),
-    Mutant("a slot is not given back", Planner, "release", "self.free_slots.append(request.slot)", "pass"),
-    Mutant("an evicted block keeps its place in the index", BlockPool, "allocate", "del self._index[name]", "pass"),
-    Mutant(
-        "a block is named before it is full",
-        Draft,
-        "_name_blocks",
-        "num_full = request.num_computed // self.size",
-        "num_full = -(-request.num_computed // self.size)",
-    ),
-    Mutant(
-        "a promise outlives who gave it",
-        Planner,
-        "release",
-        "self._stop_producing(request)",
-        "request.producing.clear()",
-    ),
-    Mutant("a preempted request keeps its count", Request, "_preempt", "self.num_computed = 0", "pass"),
-    # ---- who runs
-    Mutant("the oldest request is preempted", Planner, "_preempt_one", "if r is not keep and r.blocks", "if r.blocks"),
-    Mutant(
-        "a request is computed while its reader is slow",
-        Draft,
-        "add_decodes",
-        "if request.state is not decode or",
-        "if request.state not in (decode, RequestState.PAUSED) or",
-    ),
-    Mutant(
-        "the oldest request gets no block while it prefills",
-        Planner,
-        "_make_room",
-        "if r is oldest or r.state",
-        "if r.state",
-        seeds=4000,
-    ),
-    Mutant(
-        "a small request overtakes one that does not fit yet",
-        Draft,
-        "add_prefills",
-        "break  # first come, first served",
-        "continue  # first come, first served",
-        seeds=1000,
-    ),
-    Mutant(
-        "paused requests without blocks hold up the queue",
-        Draft,
-        "add_prefills",
-        "and any(r.blocks for r in planner.running.values())",
-        "and planner.running",
-        seeds=4000,
-    ),
-    Mutant(
-        "a wake-up is lost when work comes while the scheduler plans",
-        Engine,
-        "_batch",
-        "if event.work_seen != self._work_sent:",
-        "if False:",
-    ),
-    Mutant("nobody resumes a request", Engine, "_resume", 'self._send("scheduler", ResumeRequest(request_id))', "pass"),
-    Mutant("a stream forgets to resume", Stream, "_read", 'self._send("engine", Resume(self.stream_id))', "pass"),
-    # ---- late, twice, too early
-    Mutant(
-        "the engine takes a late StepDone for the current one",
-        Engine,
-        "_step_done",
-        "if (event.step_id, event.epoch) != self._step:",
-        "if False:",
-    ),
-    Mutant(
-        "the engine takes a late StepFailed for the current one",
-        Engine,
-        "_step_failed",
-        "if (event.step_id, event.epoch) != self._step:",
-        "if False:",
-    ),
-    Mutant(
-        "the worker takes a late StepDone for the current one",
-        Worker,
-        "_step_done",
-        "if (event.step_id, event.epoch) != (self._step_id, self._epoch):",
-        "if False:",
-    ),
-    Mutant(
-        "the worker forgets to reclaim memory",
-        Worker,
-        "_step_failed",
-        "self._start(Reclaim())",
-        "pass",
-    ),
-    Mutant(
-        "a cancel that overtakes its Arrive is lost",
-        Engine,
-        "_cancel",
-        "self._tombstones.setdefault(event.stream_id, (event.cause, event.arrived))",
-        "pass",
-    ),
-    Mutant(
-        "a cancel that overtakes its Submit is lost",
-        Scheduler,
-        "_cancel",
-        "self._tombstones[event.request_id] = event.cause",
-        "pass",
-    ),
-    Mutant("a stop does not reach the streams", Engine, "_stop", 'self._send("streams", event)', "pass"),
-    # ---- who is told what
-    Mutant(
-        "everybody in a failed step is blamed", Trouble, "step_failed", "if len(members) > 1:", "if len(members) > 99:"
-    ),
-    Mutant("credits stay with the cancelled", Engine, "_settle", 'self._send("gate", Departed(over))', "pass"),
-    Mutant("part of a stop string is sent", TextAssembler, "_release", "keep = self._overlap(held)", "keep = 0"),
-    Mutant(
-        "a character is split",
-        TextAssembler,
-        "push",
-        "if plain is not None and not self._decoder.getstate()[0]:",
-        "if plain is not None:",
-    ),
-    Mutant("what was held back is lost at the end", Scheduler, "_append", "output.text += text.flush()", "pass"),
-    Mutant(
-        "min_tokens is not heeded",
-        Scheduler,
-        "_append",
-        "may_stop = num_generated >= request.params.min_tokens",
-        "may_stop = True",
-    ),
-    Mutant(
-        "log probabilities of the wrong row",
-        Scheduler,
-        "_commit",
-        "logprobs[at] if logprobs",
-        "logprobs[0] if logprobs",
-    ),
-    Mutant("a choice samples with the seed of another", Request, "sampling_spec", "choice=self.choice", "choice=0"),
-]
+        setattr(edit.owner, edit.method, original)
 
 
 @contextmanager

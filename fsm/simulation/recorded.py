@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from novainfer.fsm.events import Arrive, Outputs, Run, Stop
+from novainfer.fsm.events import Arrive, Outputs, Run, StallOver, Stop
 from novainfer.fsm.machine import Effect, Machine, Send, Start
 from novainfer.fsm.recording import (
     RING_BYTES,
@@ -19,7 +19,8 @@ from novainfer.fsm.recording import (
     lane_name,
 )
 from novainfer.fsm.recording import read_code as code_of_read
-from novainfer.fsm.simulation.world import Link, Shape, World
+from novainfer.fsm.simulation.shape import Shape
+from novainfer.fsm.simulation.world import Driver, Link, World
 
 LAYOUT: Layout = "links"
 
@@ -30,15 +31,17 @@ class RecordedWorld(World):
     segment_bytes = SEGMENT_BYTES
     ring_bytes = RING_BYTES
 
-    def __init__(self, shape: Shape, trace: Callable[[bytes], None] | None = None) -> None:
+    def __init__(
+        self, shape: Shape, trace: Callable[[bytes], None] | None = None, driver: Driver | None = None
+    ) -> None:
         self.recording: Recording | None = None
         self._lane: Link | None = None  # the link of the message being delivered; None: it came directly
         self._taking: tuple[Codes, Machine, str, Any] | None = None
-        super().__init__(shape, trace)
+        super().__init__(shape, trace, driver)
         self.recording = Recording(
             self._parts,
             self.scheduler._vocabulary,
-            clock_s=lambda: getattr(self, "now_s", 0.0),
+            clock_s=lambda: self.now_s,
             layout=LAYOUT,
             segment_bytes=self.segment_bytes,
             ring_bytes=self.ring_bytes,
@@ -58,7 +61,7 @@ class RecordedWorld(World):
         return Parts(self.machines, lanes, self.streams, self._set_timers())
 
     def _set_timers(self) -> Sequence[tuple[str, Any]]:
-        return [(timer[0], timer[1]) for timer in self.timers]
+        return [(timer[0], event) for timer, event in self.timers.items()]
 
     def _codes(self, to: str) -> Codes:
         """Of the lane that the message comes from."""
@@ -117,10 +120,13 @@ class RecordedWorld(World):
         super().deliver(link)
         self._lane = None
 
-    def _to_streams(self, event: Stop | Outputs) -> None:
+    def _to_streams(self, event: Stop | Outputs | StallOver) -> None:
         recording = self.recording
         if recording is not None:
-            recording.log.extend(self._codes(STREAMS)["", type(event), ""])
+            codes = self._codes(STREAMS)
+            if self._lane is None:
+                recording.called(codes, event)
+            recording.log.extend(codes["", type(event), ""])
             if isinstance(event, Outputs):
                 recording.took(event.outputs)
         super()._to_streams(event)

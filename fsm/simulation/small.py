@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.simulation.explore import SmallWorld
-from novainfer.fsm.simulation.world import Shape
+from novainfer.fsm.simulation.shape import Shape
 
 NEVER_STALLS = 1 << 20  # unread tokens
 

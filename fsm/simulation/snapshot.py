@@ -23,7 +23,8 @@ from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.request import Request, RequestState
 from novainfer.fsm.scheduler import Scheduler, SchedulerState
-from novainfer.fsm.simulation.world import Rows, Shape, World
+from novainfer.fsm.simulation.shape import Shape
+from novainfer.fsm.simulation.world import Rows, World
 from novainfer.fsm.stream import StreamState
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.worker import WorkerState
@@ -34,41 +35,35 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Arrive": frozenset(["num_tokens", "params", "prompt", "seed"]),
     "BlockPool": frozenset(["_released_at", "_releases", "block_size", "num_blocks"]),
     "Checks": frozenset(
-        ["_gate_heard", "_leaving", "_oldest", "_sampled", "_to_be_told", "world"]
+        ["_gate_heard", "_leaving", "_oldest", "_sampled", "_to_be_told", "at_once", "world"]
     ),  # within one event, or told by the gate's state
     "Client": frozenset(["_expected", "_max_len", "arrive", "prompt"]),
     "Engine": frozenset(["_effects"]),
     "Flight": frozenset(["before"]),
-    "Gate": frozenset(["_effects", "_max_reqs", "_max_tokens"]),
-    "Ladder": frozenset(["_effects", "_quiet_s"]),
+    "Gate": frozenset(["_effects"]),
+    "Incident": frozenset(["action", "message"]),
+    "_WatchedLadder": frozenset(["_effects", "_quiet_s", "_taken"]),
     "Planner": frozenset(["limits", "num_preemptions", "num_swapped_in", "num_swapped_out", "probe"]),
     "SamplingSpec": frozenset(["num_prompt_tokens", "params", "stop_ids"]),
-    "Scheduler": frozenset(
-        ["_effects", "_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_limits", "_losses"]
-    )
-    | frozenset(
-        [
-            "_max_len",
-            "_prompt_tokens",
-            "_queried",
-            "_steps",
-            "_vocabulary",
-            "_ladder_quiet_s",
-            "_stall_keep_s",
-            "request_type",
-        ]
-    ),
     "ScriptedDevice": frozenset(["block_size"]),
     "Stream": frozenset(["_effects", "_stall_high", "_stall_low", "name"]),
     "Submit": frozenset(["params", "seed", "token_ids"]),
     "TextAssembler": frozenset(["_longest_stop", "_plain", "_show_special", "_stops", "_vocabulary", "include_stop"]),
-    "Trouble": frozenset(["_good_steps", "limits", "planner"]),
+    "Trouble": frozenset(["limits", "planner"]),
     "Worker": frozenset(["_effects", "_found", "_policy"]),
-    "World": frozenset(["_trace", "counts", "machines", "shape", "taken"]),
-    "_Watched": frozenset(["_effects", "_taken", "max_len", "names", "num_prompt", "params", "seed", "stop_ids"]),
+    "World": frozenset(["_driver", "_trace", "busy", "counts", "machines", "now_s", "shape", "taken"]),
+    "_Room": frozenset(["_max_reqs", "_max_tokens"]),
+    "_WatchedRequest": frozenset(
+        ["_effects", "_taken", "max_len", "names", "num_prompt", "params", "seed", "stop_ids"]
+    ),
+    "_WatchedScheduler": frozenset(
+        ["_effects", "_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_limits"]
+    )
+    | frozenset(["_ladder_quiet_s", "_losses", "_max_len", "_prompt_tokens", "_queried", "_stall_keep_s", "_steps"])
+    | frozenset(["_taken", "_vocabulary", "request_type"]),
 }
 # Dictionaries whose order says who comes first; of all others only the content counts.
-ORDERED = frozenset(["_cached", "_pending", "running"])
+ORDERED = frozenset(["_cached", "_overflow", "_pending", "parked", "running"])
 
 _constants: list[Any] = []  # objects that never change, by their number in snapshots
 _numbers: dict[int, int] = {}
@@ -86,7 +81,7 @@ def _by_number(constant: Any) -> tuple[Callable[[int], Any], tuple[int]]:
     return _constant, (at,)
 
 
-_STATES = (EngineState, GateState, Rung, RequestState, SchedulerState, StreamState, WorkerState)
+_STATES = (EngineState, GateState, RequestState, Rung, SchedulerState, StreamState, WorkerState)
 _REDUCERS: dict[type, Any] = {
     **copyreg.dispatch_table,
     **dict.fromkeys((Arrive, Limits, Rows, SamplingParams, Shape, Vocabulary, *_STATES), _by_number),
@@ -152,7 +147,7 @@ def _object(thing: Any) -> tuple[Any, ...]:
             found.append(value if type(value) in _ATOMS else plain(value))
     if kind is BlockPool:  # of the times of release only the order matters
         found.append(tuple(sorted(range(thing.num_blocks), key=thing._released_at.__getitem__)))
-    elif kind is Scheduler:
+    elif isinstance(thing, Scheduler):
         flight = thing.flight
         known = [*thing.requests.values(), *(flight.departed if flight else ())]
         found.append(tuple(_object(request) for request in known))

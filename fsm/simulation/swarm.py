@@ -1,211 +1,297 @@
-"""Seeds: each draws a world, a workload and a mix of faults, runs it, heals it, and demands that everything ends."""
+"""Seeds: each draws a world, a workload and a mix of faults, runs it, heals it, and demands that everything ends.
+
+Time is simulated: a message takes `hop_s`, a step milliseconds, a restart seconds, a slow reader minutes, and when
+nothing else is left to do the clock jumps to what is due next. A timer fires when it is due; only the faults "early"
+and "jump" (the machine slept) say otherwise.
+"""
 
 from __future__ import annotations
 
+import math
 import random
-from collections import Counter
-from collections.abc import Iterable
 from hashlib import blake2b
+from typing import Any
 
-import msgspec
+from novainfer.fsm.events import Cause, Close, Fault, Fit, JobDone, Load, Reclaim, Run, Spawn, Switch, Warm
+from novainfer.fsm.simulation import faults
+from novainfer.fsm.simulation.clock import Clock
+from novainfer.fsm.simulation.device import POISON_HANG
+from novainfer.fsm.simulation.mix import PER_EVENT, Mix
+from novainfer.fsm.simulation.moves import MOVES, Move
+from novainfer.fsm.simulation.world import TO_WORKER, Timer, World
 
-from novainfer.fsm.events import Cause, Fault, JobDone, Run
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.simulation.device import VOCAB_SIZE
-from novainfer.fsm.simulation.world import TO_WORKER, Move, Shape, World
-
-MOVES_MAX = 60_000  # a world that has not ended by then never will
-HEAL_AFTER_MOVES = 400
-FAULTS = ("oom", "exception", "unlaunched", "cancel", "duplicate", "stall", "timeout", "encode", "reclaim")
-STOPS = ["a", "ab", "bca", "c ", "\u00e9", "c\u20ac", "\U0001f600", "<sep>", "\ufffd"]
-
-
-class Report(msgspec.Struct, kw_only=True):
-    """What happened under some seeds."""
-
-    seeds: int = 0
-    requests: int = 0
-    tokens: int = 0
-    moves: int = 0
-    faults: dict[str, int] = {}
-    rows: dict[tuple[str, str, str], int] = {}
-    violations: list[str] = []
-    failing_seeds: list[int] = []
-    trace_hash: str = ""
+TURNS_MAX = 40_000  # a world that has not ended by then never will
+# Seconds that a job takes, at most; steps have their own.
+JOB_S: dict[type, float] = {Spawn: 2.0, Load: 10.0, Fit: 0.1, Warm: 1.0, Switch: 0.5, Reclaim: 0.02, Close: 0.1}
+STEP_TOKENS = 32  # a step of so many tokens takes twice as long as an empty one
+HANG_S = (0.5, 60.0)  # after which the watchdog says so, by missed heartbeats or by the deadline of a step
+JUMP_S = (10.0, 3600.0)  # for how long a machine sleeps
 
 
 class Seed:
     """One seed: everything that it draws, and the world it drives."""
 
-    def __init__(self, seed: int) -> None:
-        rng = self.rng = random.Random(seed)
-        shape = Shape(
-            num_blocks=rng.choice([6, 8, 12, 24]),
-            block_size=rng.choice([1, 2, 4]),
-            max_num_seqs=rng.choice([1, 2, 4, 8]),
-            max_num_batched_tokens=rng.choice([8, 16, 32]),
-            prefill_chunk_tokens=rng.choice([3, 8, 16]),
-            max_model_len=rng.choice([16, 24, 48]),
-            max_num_queued_reqs=rng.choice([2, 8, 64]),
-            max_num_queued_tokens=rng.choice([20, 1 << 20, 1 << 20]),
-            enable_prefix_caching=rng.random() < 0.8,
-            stall_high=rng.choice([1, 2, 4, 16]),
-            stall_low=rng.choice([0, 1]),
-        )
+    def __init__(self, seed: int, *, keeps_path: bool = False, world_type: type[World] = World) -> None:
+        self.rng = random.Random(seed)
+        self.mix = Mix(self.rng)
         self.trace = blake2b(digest_size=16)
-        self.world = World(shape, self.trace.update)
-        # The mix of faults is drawn too, log-uniform, often zero: much of one finds more than a little of everything.
-        self.rates = {name: 10 ** rng.uniform(-3, -0.3) if rng.random() < 0.5 else 0.0 for name in FAULTS}
-        self.num_clients = rng.randint(1, 16)
-        self.prefixes = [[rng.randrange(1, 255) for _ in range(rng.randint(1, 12))] for _ in range(2)]
-        self.come_up_fails = rng.random() < 0.03
-        self.lateness = 10 ** rng.uniform(-2.5, -0.3)
-        self.frozen = {i for i in range(self.num_clients) if rng.random() < 0.3} if rng.random() < 0.25 else set()
-        self.agenda: dict[int, list[Move]] = {}  # turn -> what the owner does
+        self.clock = Clock()
+        self.path: list[Move] | None = [] if keeps_path else None
+        self._now_s = 0.0  # of the last move on the path
+        self._rates = self.mix.rates
+        self._is_healed = False
+        self._job = 0  # number of the job that the device does
+        self._is_hung = False
+        self._reading: set[int] = set()  # streams whose reader is on its way
+        self._turn = 0
+        self._next_mischief = TURNS_MAX
+        self._mischief: list[tuple[str, float]] = []
+        self._draw_mischief()
+        self.world = world_type(self.mix.shape, self.trace.update, self)
+        self._arrivals = self.mix.num_clients
+        self._expect_client(0.0 if self.rng.random() < 0.02 else 60.0)
         self._plan_agenda()
 
-    def _plan_agenda(self) -> None:
-        rng = self.rng
-        if rng.random() < 0.1:
-            for _ in range(rng.randint(1, 3)):
-                self._at(rng.choice([20, 200, 400]), ("cancel_all",))
-        if rng.random() < 0.1:
-            self._at(rng.choice([15, 400]), ("drain",))
-            if rng.random() < 0.3:
-                self._at(rng.choice([15, 400]), ("drain",))
-        if rng.random() < 0.2:
-            for _ in range(rng.choice([1, 1, 2])):
-                to = rng.choice([("engine",), ("engine", "gate", "streams", "worker")])
-                self._at(rng.choice([15, 100, 400]), ("stop", rng.choice([None, "injected"]), to))
-
-    def _at(self, before: int, move: Move) -> None:
-        self.agenda.setdefault(self.rng.randrange(before), []).append(move)
+    # ---- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Run to the end. Raises `AssertionError`, mostly `Violation`, or `IllegalEvent`."""
-        world, rng = self.world, self.rng
-        clients, num_clients = world.clients, self.num_clients
-        healed = False
-        for turn in range(MOVES_MAX):
-            for move in self.agenda.pop(turn, ()):
-                world.make(move)
-            if len(clients) < num_clients and rng.random() < 0.08:
-                is_early = not clients and world.gate.state == "STARTING"
-                if not is_early or rng.random() < 0.1:
-                    self._arrive()
-            can_move = self._move()
-            if len(clients) < num_clients or (can_move and turn < HEAL_AFTER_MOVES) or self.agenda:
-                continue
-            if not healed:
-                healed = True
-                self.rates = dict.fromkeys(self.rates, 0.0)
-                self.frozen.clear()
-            elif not can_move:
-                break
-        else:
-            raise AssertionError(f"{MOVES_MAX} moves did not end it: the engine is {world.engine.state}")
+        self._go_on()
+        world = self.world
         if world.is_draining and not world.is_stopped:  # the owner waits for the last one, and stops
             world.checks.drained()
-            world.stop(None)
-            while self._move():
-                pass
+            self._make("stop", None)
+            self._go_on()
         world.checks.end()
 
-    def _arrive(self) -> None:
-        rng, shape = self.rng, self.world.shape
-        length = rng.choice([0, 1, 2, 3, 5, 8]) if rng.random() < 0.97 else shape.context_len
-        prompt = [*rng.choice([[], *self.prefixes]), *(rng.randrange(1, 255) for _ in range(length))]
-        draw = rng.random
-        max_tokens = rng.choice([1, 2, 8, 8, 16, None])
-        stops = draw() < 0.4
-        params = SamplingParams(
-            n=rng.choice([1, 1, 1, 2, 3]),
-            max_tokens=max_tokens,
-            min_tokens=rng.randint(0, max_tokens or 8) if draw() < 0.2 else 0,
-            stop=[rng.choice(STOPS) for _ in range(rng.randint(1, 3))] if stops else None,
-            stop_token_ids=[rng.randrange(VOCAB_SIZE) for _ in range(6)] if draw() < 0.2 else [],
-            include_stop_str_in_output=stops and draw() < 0.4,
-            ignore_eos=draw() < 0.2,
-            skip_special_tokens=draw() < 0.8,
-            logprobs=rng.randrange(3) if draw() < 0.15 else None,
-            temperature=0.0,
-            timeout_s=1.0 if self.rates["timeout"] and draw() < 0.3 else None,
-            max_queue_s=1.0 if self.rates["timeout"] and draw() < 0.3 else None,
-        )
-        as_text = draw() < 0.5
-        self.world.arrive("".join(map(chr, prompt)) if as_text else prompt, params, seed=rng.randint(1, 3))
-
-    def _move(self) -> bool:
-        """Make one move; False if there is none."""
-        world, rng, rates = self.world, self.rng, self.rates
-        moves = world.moves()
-        news = world.news()
-        if self.frozen and news:
-            news = [s for s in news if s not in self.frozen]
-        kinds = len(moves) + bool(news)
-        if not kinds and not world.timers and not world.late:
-            return False
-        if world.timers and rng.random() < (rates["timeout"] if kinds else 1.0):
-            world.fire_timer(rng.randrange(len(world.timers)))
-            return True
-        if world.late and rng.random() < (self.lateness if kinds else 1.0):
-            world.come_late(rng.randrange(len(world.late)))
-            return True
-        if rates["cancel"] and world.clients and rng.random() < rates["cancel"] / 8 and self._cancel():
-            return True
-        if rates["duplicate"] and rng.random() < rates["duplicate"]:
-            self._repeat()
-        at = rng.randrange(kinds)
-        if at == len(moves):
-            if rates["stall"] and moves and rng.random() < rates["stall"]:
-                return True  # the readers are slow
-            world.read(rng.choice(news))
-            return True
-        move = moves[at]
-        if move[0] == "finish_job":
-            move = self._outcome()
-        elif move[0] == "encode" and rates["encode"] and rng.random() < rates["encode"]:
-            move = ("fail_encode", move[1])
-        world.make(move)
-        return True
-
-    def _outcome(self) -> Move:
-        """What becomes of the device's oldest job."""
-        rng, rates, job = self.rng, self.rates, self.world.jobs[0]
-        if isinstance(job, Run):
-            for fault in (Fault.OOM, Fault.EXCEPTION):
-                if rates[fault] and rng.random() < rates[fault]:
-                    return "fail_step", fault, rng.random() >= (0.5 if rates["unlaunched"] else 0.0)
-            return ("finish_job",)
-        kind = type(job).__name__
-        if kind == "Reclaim":
-            fails = rng.random() < rates["reclaim"]
-        elif kind == "Close":
-            fails = rng.random() < 0.1
-        else:
-            fails = self.come_up_fails and rng.random() < 0.5
-        return ("fail_job",) if fails else ("finish_job",)
-
-    def _cancel(self) -> bool:
-        rng, world = self.rng, self.world
-        let_in = [s for s, c in world.clients.items() if c.was_let_in and (c.end is None or rng.random() < 0.1)]
-        if not let_in:
-            return False
-        stream_id = rng.choice(let_in)
-        if world.clients[stream_id].end is None and rng.random() < 0.2:
-            world.abandon(stream_id)
-        else:
-            world.cancel(stream_id, rng.choice([Cause.CLIENT, Cause.DISCONNECT]))
-        return True
-
-    def _repeat(self) -> None:
-        rng, world = self.rng, self.world
-        if links := world.repeatable():
-            link = rng.choice(links)
-            if link == TO_WORKER and isinstance(world.links[link][0], JobDone) and rng.random() < 0.3:
-                world.contradict(link)
+    def _go_on(self) -> None:
+        """Until nothing can happen any more."""
+        world, clock = self.world, self.clock
+        busy, draw, hop_s = world.busy, self.rng.random, self.mix.hop_s
+        for turn in range(self._turn + 1, TURNS_MAX):
+            self._turn = turn
+            if turn >= self._next_mischief:
+                self._do_mischief()
+            if clock.is_due(world.now_s):
+                _, call, args = clock.pop()
+                call(*args)
+            elif busy:
+                self._make("deliver", busy[int(draw() * len(busy))])
+                world.now_s += hop_s
+            elif len(clock):
+                if not world.jobs and not self._is_hung:
+                    world.checks.quiet()
+                world.now_s, call, args = clock.pop()
+                call(*args)
+            elif world.late:
+                self._make("come_late", int(draw() * len(world.late)))
             else:
-                world.duplicate(link)
+                return
+        raise AssertionError(f"{TURNS_MAX} turns did not end it: the engine is {world.engine.state}")
+
+    def _make(self, kind: str, *args: Any) -> None:
+        world = self.world
+        if self.path is not None:
+            if world.now_s > self._now_s + 1e-3:
+                self.path.append(("wait", world.now_s - self._now_s))
+                self._now_s = world.now_s
+            self.path.append((kind, *args))
+        MOVES[kind][0](world, *args)
+
+    def _after(self, delay_s: float, call: Any, *args: Any) -> None:
+        self.clock.at(self.world.now_s + delay_s, call, *args)
+
+    def _heal(self) -> None:
+        """No more faults from now on; what is hung was noticed, and slow readers hurry up."""
+        self._is_healed = True
+        self._rates = self.mix.rates = dict.fromkeys(self._rates, 0.0)
+        self._draw_mischief()
+
+    # ---- clients -------------------------------------------------------------------------------------------------
+
+    def _expect_client(self, delay_s: float) -> None:
+        self._after(delay_s, self._arrive)
+
+    def _arrive(self) -> None:
+        self._make("arrive", self.mix.prompt(), self.mix.params(), self.rng.randint(1, 3))
+        self._arrivals -= 1
+        if self._arrivals:
+            self._expect_client(self.mix.arrival_gap_s(len(self.world.clients)))
+        else:
+            self._after(self.mix.heal_after_s, self._heal)
+
+    def prompt_came(self, stream_id: int) -> None:
+        """The tokenizer takes a moment."""
+        self._after(self.rng.random() * self.mix.step_s, self._encode, stream_id)
+
+    def _encode(self, stream_id: int) -> None:
+        fails = self._rates["encode"] and self.rng.random() < self._rates["encode"]
+        self._make("fail_encode" if fails else "encode", stream_id)
+
+    def news_came(self, stream_id: int) -> None:
+        """The reader comes in its own time, unless it is on its way already."""
+        if stream_id not in self._reading:
+            self._reading.add(stream_id)
+            self._after(self.mix.reading_gap_s(stream_id), self._read, stream_id)
+
+    def _read(self, stream_id: int) -> None:
+        self._reading.discard(stream_id)
+        stream, client = self.world.streams.get(stream_id), self.world.clients[stream_id]
+        if stream is None or client.end is not None or not stream.has_news:
+            return
+        self._make("read", stream_id)
+        if client.end is None and stream.has_news:
+            self.news_came(stream_id)
+
+    # ---- time ----------------------------------------------------------------------------------------------------
+
+    def timer_set(self, timer: Timer, delay_s: float) -> None:
+        """It fires when it is due, unless it has fired early."""
+        self._after(delay_s, self._fire, timer)
+
+    def _fire(self, timer: Timer) -> None:
+        if timer in self.world.timers:
+            self._make("fire_timer", timer)
+
+    # ---- the device ----------------------------------------------------------------------------------------------
+
+    def job_begun(self, job: Any) -> None:
+        """The device takes its time, or never comes back."""
+        rng = self.rng
+        self._job += 1
+        self._is_hung = False
+        if not isinstance(job, Run):
+            self._after(JOB_S[type(job)] * self.mix.jobs_s * rng.random(), self._finish, self._job)
+            return
+        fate = self._fate(job)
+        if fate == "hang":
+            self._is_hung = True
+            self._after(rng.choice(HANG_S), self._overdue, self._job)
+            return
+        num_tokens = len(job.plan.input_ids)
+        duration_s = self.mix.step_s * (1 + num_tokens / STEP_TOKENS) * (0.5 + rng.random())
+        self._after(duration_s, self._finish, self._job, fate)
+
+    def _fate(self, job: Run) -> str | Fault:
+        """What becomes of a step."""
+        device, rates, draw = self.world.device, self._rates, self.rng.random
+        if device is not None and (poison := device.poison(job.plan)) is not None:
+            return "hang" if poison == POISON_HANG else ""
+        for fate in (Fault.OOM, Fault.EXCEPTION, "hang"):
+            if rates[fate] and draw() < rates[fate]:
+                return fate
+        return ""
+
+    def _finish(self, number: int, fate: str | Fault = "") -> None:
+        """The device's job is over, if it is still this one."""
+        world, draw = self.world, self.rng.random
+        if number != self._job or not world.jobs:
+            return
+        job = world.jobs[0]
+        if isinstance(fate, Fault):
+            self._make("fail_step", fate, draw() >= (0.5 if self._rates["unlaunched"] else 0.0))
+        elif not isinstance(job, Run) and draw() < self._odds_to_fail(job):
+            self._make("fail_job")
+        else:
+            self._make("finish_job")
+
+    def _odds_to_fail(self, job: Any) -> float:
+        if isinstance(job, Close):
+            return 0.1
+        if self.world.worker.epoch == 0 and isinstance(job, Spawn | Load | Fit | Warm):
+            return 0.5 if self.mix.come_up_fails else 0.0
+        return self._rates["job"]
+
+    def _overdue(self, number: int) -> None:
+        if number != self._job or not self._is_hung:
+            return
+        if self.world.is_stopped:
+            self._make("give_up")
+            return
+        self._make("overdue")
+        self._after(1.0, self._overdue, number)
+
+    # ---- mischief ------------------------------------------------------------------------------------------------
+
+    def _plan_agenda(self) -> None:
+        """What the owner does, at moments of much traffic or of none."""
+        rng = self.rng
+        if rng.random() < 0.1:
+            for _ in range(rng.randint(1, 3)):
+                self._after(self._moment_s(), self._make, "cancel_all")
+        if rng.random() < 0.1:
+            self._after(self._moment_s(), self._make, "drain")
+            if rng.random() < 0.3:
+                self._after(self._moment_s(), self._make, "drain")
+        if rng.random() < 0.1:
+            for _ in range(rng.choice([1, 1, 2])):
+                to = rng.choice([("engine",), ("engine", "gate", "streams", "worker")])
+                self._after(self._moment_s(), self._make, "stop", rng.choice([None, "injected"]), to)
+
+    def _moment_s(self) -> float:
+        """While the worker comes up, or shortly after clients have come."""
+        rng, mix = self.rng, self.mix
+        if rng.random() < 0.2:
+            return rng.random() * 20
+        bursts = rng.randrange(-(-mix.num_clients // mix.burst))
+        return 60 + bursts * mix.burst_gap_s + rng.random() * mix.step_s * 40
+
+    def _draw_mischief(self) -> None:
+        """At which turn the next thing happens that belongs to no step."""
+        self._mischief = [(kind, self._rates[kind] / rarer) for kind, rarer in PER_EVENT.items() if self._rates[kind]]
+        total = sum(rate for _, rate in self._mischief)
+        skip = math.log(1 - self.rng.random()) / math.log1p(-total) if total else TURNS_MAX
+        self._next_mischief = self._turn + 1 + int(min(skip, TURNS_MAX))
+
+    def _do_mischief(self) -> None:
+        rng = self.rng
+        kinds = [kind for kind, _ in self._mischief]
+        if kinds:
+            (kind,) = rng.choices(kinds, [rate for _, rate in self._mischief])
+            getattr(self, f"_do_{kind}")()
+        self._draw_mischief()
+
+    def _do_cancel(self) -> None:
+        rng, clients = self.rng, self.world.clients
+        let_in = [s for s, c in clients.items() if c.was_let_in and (c.end is None or rng.random() < 0.1)]
+        if not let_in:
+            return
+        stream_id = rng.choice(let_in)
+        if clients[stream_id].end is None and rng.random() < 0.2:
+            self._make("abandon", stream_id)
+        else:
+            self._make("cancel", stream_id, rng.choice([Cause.CLIENT, Cause.DISCONNECT]))
+
+    def _do_duplicate(self) -> None:
+        rng, world = self.rng, self.world
+        if not (links := faults.repeatable(world)):
+            return
+        link = rng.choice(links)
+        if link == TO_WORKER and isinstance(world.links[link][0], JobDone) and rng.random() < 0.3:
+            self._make("contradict")
+        else:
+            self._make("duplicate", link)
+        self._after(self.mix.lateness_s * rng.random(), self._come_late)
+
+    def _come_late(self) -> None:
+        if self.world.late:
+            self._make("come_late", self.rng.randrange(len(self.world.late)))
+
+    def _do_early(self) -> None:
+        if timers := list(self.world.timers):
+            self._make("fire_early", self.rng.choice(timers))
+
+    def _do_jump(self) -> None:
+        self.world.counts["clock jump"] += 1
+        self.world.now_s += self.rng.uniform(*JUMP_S)
+
+    def _do_die(self) -> None:
+        if self.world.has_begun:
+            self._make("die")
+
+    def _do_overdue(self) -> None:
+        if self.world.has_begun:
+            self._make("overdue")
 
 
 def run_seed(seed: int) -> tuple[World, str]:
@@ -213,54 +299,3 @@ def run_seed(seed: int) -> tuple[World, str]:
     drawn = Seed(seed)
     drawn.run()
     return drawn.world, drawn.trace.hexdigest()
-
-
-def run_seeds(seeds: Iterable[int], *, stop_at_first: bool = False) -> Report:
-    """Run `seeds`; a violation is reported with the seed that reproduces it."""
-    report = Report()
-    faults: Counter[str] = Counter()
-    rows: Counter[tuple[str, str, str]] = Counter()
-    trace = blake2b(digest_size=16)
-    for seed in seeds:
-        report.seeds += 1
-        drawn = Seed(seed)
-        world = drawn.world
-        try:
-            drawn.run()
-        except Exception as error:  # whatever a machine raises is a finding
-            report.violations.append(f"seed {seed}: {type(error).__name__}: {error}")
-            report.failing_seeds.append(seed)
-            if stop_at_first:
-                break
-        trace.update(drawn.trace.digest())
-        report.requests += sum(client.arrive.params.n for client in world.clients.values() if client.was_let_in)
-        report.tokens += sum(len(t) for client in world.clients.values() for t in client.tokens)
-        report.moves += sum(n for (machine, _, _), n in world.taken.items() if machine != "Request")
-        faults.update(world.counts)
-        rows.update(world.taken)
-    report.faults = {str(name): count for name, count in sorted(faults.items())}
-    report.rows = dict(sorted(rows.items()))
-    report.trace_hash = trace.hexdigest()
-    return report
-
-
-def merge(reports: Iterable[Report]) -> Report:
-    """One report of several, in their order; it does not matter who ran them."""
-    whole = Report()
-    faults: Counter[str] = Counter()
-    rows: Counter[tuple[str, str, str]] = Counter()
-    trace = blake2b(digest_size=16)
-    for report in reports:
-        whole.seeds += report.seeds
-        whole.requests += report.requests
-        whole.tokens += report.tokens
-        whole.moves += report.moves
-        whole.violations = whole.violations + report.violations
-        whole.failing_seeds = whole.failing_seeds + report.failing_seeds
-        faults.update(report.faults)
-        rows.update(report.rows)
-        trace.update(bytes.fromhex(report.trace_hash))
-    whole.faults = dict(sorted(faults.items()))
-    whole.rows = dict(sorted(rows.items()))
-    whole.trace_hash = trace.hexdigest()
-    return whole

@@ -1,15 +1,15 @@
-"""The machines of one engine, the links between them, its clients, and everything that may happen to them.
+"""The machines of one engine, the links between them, its device and its clients.
 
 A link is FIFO from one sender to one receiver and lane; between links any order may happen. Whatever may happen next
-is a *move*, a tuple of its kind and arguments; whoever drives the world (a seed, or the explorer) picks one and has
-it made. Moves of the machine room (`moves`) go on until nothing is left to do; clients and faults come on top.
+is a *move*, a tuple of its kind and arguments (see `moves`); whoever drives the world (a seed, or the explorer) picks
+one and has it made. The machine room goes on until nothing is left to do; clients, faults and time come on top.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -17,77 +17,73 @@ from novainfer.fsm.engine import Engine
 from novainfer.fsm.events import (
     Arrive,
     Begin,
-    Cancel,
     CancelAll,
     Cause,
     Close,
+    Configure,
+    DeviceLost,
     Drain,
     Encode,
     Encoded,
-    EncodeFailed,
     End,
-    Fault,
     Finished,
     JobDone,
-    JobFailed,
+    Kill,
     Outputs,
-    QueueOver,
     Read,
     Rejected,
     Run,
-    StepDone,
-    StepFailed,
+    Spawn,
+    StallOver,
     Stop,
+    Switch,
 )
 from novainfer.fsm.gate import Gate
+from novainfer.fsm.ladder import Ladder
 from novainfer.fsm.machine import After, Effect, Machine, Send, Start
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.request import Request
-from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.scheduler import Scheduler, SchedulerState
 from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.client import Client
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
 from novainfer.fsm.simulation.oracle import VOCABULARY, Violation
+from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.stream import Stream
-from novainfer.fsm.worker import Worker, WorkerState
+from novainfer.fsm.worker import RestartPolicy, Worker
 
 Link = tuple[str, str, bool]  # sender, receiver, whether it is the control lane
-Move = tuple[Any, ...]  # the name of a method of World, then its arguments
+Timer = tuple[Any, ...]  # the machine it belongs to, the kind of its event, and the event's fields
 
 TO_WORKER: Link = ("device", "worker", False)
 FROM_WORKER: Link = ("worker", "engine", False)
+_MACHINES = {"gate": "Gate", "engine": "Engine", "scheduler": "Scheduler", "worker": "Worker", "streams": "Stream"}
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of a world."""
+class Driver(Protocol):
+    """Whoever has a clock hears of all that takes time, when it begins."""
 
-    num_blocks: int = 12
-    block_size: int = 4
-    max_num_seqs: int = 4
-    max_num_batched_tokens: int = 16
-    prefill_chunk_tokens: int = 8
-    max_model_len: int = 40
-    max_num_queued_reqs: int = 64
-    max_num_queued_tokens: int = 1 << 20
-    max_num_overflow_reqs: int = 4
-    enable_prefix_caching: bool = True
-    stall_high: int = 4
-    stall_low: int = 1
+    def timer_set(self, timer: Timer, delay_s: float) -> None:
+        """A machine has set `timer`."""
 
-    @property
-    def context_len(self) -> int:
-        """Tokens that one request may hold, prompt included."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+    def job_begun(self, job: Any) -> None:
+        """The device begins `job`."""
+
+    def prompt_came(self, stream_id: int) -> None:
+        """The tokenizer has got the prompt of this stream."""
+
+    def news_came(self, stream_id: int) -> None:
+        """There is something to read."""
 
 
 class Rows(Counter[tuple[str, str, str]]):
     """How often each row was taken, by (machine, state, event)."""
 
 
-class _Watched(Request):
+class _WatchedRequest(Request):
     """A request whose transitions are counted."""
 
     __slots__ = ("_taken",)
@@ -99,10 +95,45 @@ class _Watched(Request):
         return super().handle(event)
 
 
-class World:
-    """See the module. `trace` is given the bytes of every event that a machine takes."""
+class _WatchedLadder(Ladder):
+    """A ladder whose transitions are counted."""
 
-    def __init__(self, shape: Shape, trace: Callable[[bytes], None] | None = None) -> None:
+    _taken: Rows
+
+    def handle(self, event: Any) -> list[Effect]:
+        """As `Ladder.handle`."""
+        self._taken["Ladder", self.state, type(event).__name__] += 1
+        return super().handle(event)
+
+
+class _WatchedScheduler(Scheduler):
+    """A scheduler that counts the transitions of its requests and of its ladder."""
+
+    _taken: Rows
+
+    def watch(self, taken: Rows) -> None:
+        """Count them in `taken`."""
+        self._taken = taken
+        self.request_type = self._new_request
+
+    def _new_request(self, *args: Any) -> Request:
+        request = _WatchedRequest(*args)
+        request._taken = self._taken
+        return request
+
+    def _configure(self, event: Configure) -> SchedulerState:
+        state = super()._configure(event)
+        ladder = self.trouble.ladder = _WatchedLadder(event.modes, quiet_s=self._ladder_quiet_s)
+        ladder._taken = self._taken
+        return state
+
+
+class World:
+    """See the module. `trace` is given the bytes of every event that a machine takes, and when."""
+
+    def __init__(
+        self, shape: Shape, trace: Callable[[bytes], None] | None = None, driver: Driver | None = None
+    ) -> None:
         self.shape = shape
         limits = Limits(
             max_num_seqs=shape.max_num_seqs,
@@ -111,211 +142,246 @@ class World:
             block_size=shape.block_size,
             enable_prefix_caching=shape.enable_prefix_caching,
         )
+        self.taken = Rows()
         self.gate = Gate(shape.max_num_queued_reqs, shape.max_num_queued_tokens, shape.max_num_overflow_reqs)
         self.engine = Engine()
-        self.scheduler = Scheduler(limits, VOCABULARY)
-        self.scheduler.request_type = self._new_request
-        self.worker = Worker()
+        self.scheduler = _WatchedScheduler(
+            limits, VOCABULARY, stall_keep_s=shape.stall_keep_s, ladder_quiet_s=shape.ladder_quiet_s
+        )
+        self.scheduler.watch(self.taken)
+        self.worker = Worker(RestartPolicy(max_restarts=shape.max_restarts, window_s=shape.restart_window_s))
         self.machines: dict[str, Machine] = {
             "gate": self.gate,
             "engine": self.engine,
             "scheduler": self.scheduler,
             "worker": self.worker,
         }
-        self.device = ScriptedDevice(shape.num_blocks, shape.block_size, shape.max_num_seqs)
+        self.now_s = 0.0
         self.links: dict[Link, deque[Any]] = {}
+        self.busy: list[Link] = []  # links with messages
         self.jobs: deque[Any] = deque()  # at the device
-        self.encodings: list[Encode] = []  # at the tokenizer
-        self.timers: list[tuple[str, Any]] = []
+        self.device: ScriptedDevice | None = self._new_device(0)  # None: its process is gone
+        self.is_closed = False  # the device
+        self.encodings: dict[int, Encode] = {}  # at the tokenizer, by stream
+        self.timers: dict[Timer, Any] = {}
         self.late: list[tuple[Link, Any]] = []  # what came, and will come once more
         self.streams: dict[int, Stream] = {}
         self.clients: dict[int, Client] = {}
         self.is_draining = self.is_stopped = False
         self.budget: dict[str, int] = {}  # what the explorer may still do to this world
         self.counts: Counter[str] = Counter()  # what happened, by kind
-        self.taken = Rows()
         self.checks = Checks(self)
         self._trace = trace
+        self._driver = driver
         self.perform("shell", [Send("worker", Begin())])
 
-    def _new_request(self, *args: Any) -> Request:
-        request = _Watched(*args)
-        request._taken = self.taken
-        return request
+    def _new_device(self, epoch: int) -> ScriptedDevice:
+        shape = self.shape
+        return ScriptedDevice(
+            shape.num_blocks, shape.block_size, shape.max_num_seqs, num_host_blocks=shape.num_host_blocks, epoch=epoch
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        """True once the worker was told to come up."""
+        return not self.links.get(("shell", "worker", False))
 
     # ---- what the world does with effects ------------------------------------------------------------------------
 
     def perform(self, source: str, effects: Sequence[Effect]) -> None:
         """Put each effect where it belongs."""
         for effect in effects:
-            if type(effect) is Send:
-                link = (source, effect.to, effect.urgent)
+            kind = type(effect)
+            if kind is Send:
+                link = (source, effect.to, effect.urgent)  # type: ignore[union-attr]
                 queue = self.links.get(link)
                 if queue is None:
                     queue = self.links[link] = deque()
-                queue.append(effect.event)
-            elif type(effect) is Start:
-                self.jobs.append(effect.job)
-            elif type(effect) is After:
-                self.timers.append((source, effect.event))
+                if not queue:
+                    self.busy.append(link)
+                queue.append(effect.event)  # type: ignore[union-attr]
+            elif kind is Start:
+                self._start(effect.job)  # type: ignore[union-attr]
+            else:
+                assert isinstance(effect, After)
+                self._set_timer(source, effect)
+
+    def tell(self, source: str, to: str, event: Any, *, urgent: bool = False) -> None:
+        """Somebody outside the machines sends `event`."""
+        self.perform(source, [Send(to, event, urgent)])
 
     def handle(self, name: str, machine: Machine, event: Any) -> None:
         """One event for one machine, and its effects."""
         kind = type(event).__name__
-        self.taken[type(machine).__name__, machine.state, kind] += 1
+        self.taken[_MACHINES[name], machine.state, kind] += 1
         if self._trace is not None:
-            self._trace(_encode((name, kind, event)))
+            self._trace(_encode((self.now_s, name, kind, event)))
         self.perform(name, machine.handle(event))
 
-    def _deliver(self, to: str, event: Any) -> None:
-        if to == "scheduler":
-            self._to_scheduler(event)
-        elif to == "streams":
-            self._to_streams(event)
-        elif to == "tokenizer":
-            self.encodings.append(event)
-        elif to == "incidents":
-            self.counts[f"incident: {event.kind}"] += 1
-        elif to != "client":  # who hears that the worker is up, or will not come up
-            self.checks.before(to, event)
-            if isinstance(event, CancelAll):
-                self._everybody(event.cause, self.clients)
-            elif isinstance(event, Drain):
-                self._everybody(Cause.DRAIN, self.gate.overflow)
-            self.handle(to, self.machines[to], event)
-            if to == "engine":
-                self.checks.after_engine(event)
-            if self.worker.state is WorkerState.FAILED and not self.is_stopped:
-                self._stopped()
+    def _set_timer(self, source: str, effect: After) -> None:
+        event = effect.event
+        timer: Timer = (source, type(event).__name__, *msgspec.structs.astuple(event))
+        if timer in self.timers:
+            raise Violation(f"the timer {timer} is set twice")
+        self.timers[timer] = event
+        self.checks.timer_set(event)
+        if self._driver is not None:
+            self._driver.timer_set(timer, effect.delay_s)
 
-    def _to_scheduler(self, event: Any) -> None:
-        self.checks.before_scheduler(event)
-        self.handle("scheduler", self.scheduler, event)
-        self.checks.after_scheduler(event)
-
-    def _to_streams(self, event: Stop | Outputs) -> None:
-        if isinstance(event, Stop):
-            for stream in self.streams.values():
-                self.handle("streams", stream, event)
+    def _start(self, job: Any) -> None:
+        if isinstance(job, Kill):
+            self.end_device(job.epoch)
             return
-        for output in event.outputs:
-            self.checks.output(output)
-            if output.stream_id in self.streams:
-                self.handle("streams", self.streams[output.stream_id], output)
+        is_for_nobody = self.device is None or self.epoch_of(job) != self.device.epoch
+        if is_for_nobody and not isinstance(job, Spawn | Close):
+            return  # it is written to a process that is gone: nobody answers
+        self.jobs.append(job)
+        if len(self.jobs) == 1:
+            self._begin_job()
 
-    # ---- moves of the machine room -------------------------------------------------------------------------------
+    def _begin_job(self) -> None:
+        if self.jobs and self._driver is not None:
+            self._driver.job_begun(self.jobs[0])
 
-    def moves(self) -> list[Move]:
-        """What may happen next: each link's first message, the device's oldest job, any prompt at the tokenizer."""
-        moves: list[Move] = [("deliver", link) for link, queue in self.links.items() if queue]
-        if self.jobs:
-            moves.append(("finish_job",))
-        if self.encodings:
-            moves += [("encode", at) for at in range(len(self.encodings))]
-        return moves
+    @staticmethod
+    def epoch_of(job: Any) -> int:
+        """The epoch that `job` is for."""
+        epoch: int = job.plan.epoch if isinstance(job, Run) else job.epoch
+        return epoch
 
-    def make(self, move: Move) -> None:
-        """Make `move`."""
-        getattr(self, move[0])(*move[1:])
+    # ---- deliveries ----------------------------------------------------------------------------------------------
 
     def deliver(self, link: Link) -> None:
         """The first message of `link` arrives."""
-        self._deliver(link[1], self.links[link].popleft())
+        queue = self.links[link]
+        event = queue.popleft()
+        if not queue:
+            self.busy.remove(link)
+        self.arrives(link[1], event)
+
+    def arrives(self, to: str, event: Any) -> None:
+        """`event` is at its receiver."""
+        if to == "scheduler":
+            self.checks.before_scheduler(event)
+            self.handle("scheduler", self.scheduler, event)
+            self.checks.after_scheduler(event)
+        elif to == "streams":
+            self._to_streams(event)
+        elif to == "tokenizer":
+            self.encodings[event.stream_id] = event
+            if self._driver is not None:
+                self._driver.prompt_came(event.stream_id)
+        elif to == "client":  # who hears that the worker is up, or will not come up
+            pass
+        elif to == "incidents":
+            self.counts[f"incident: {event.kind}"] += 1
+        else:
+            self.checks.before(to, event)
+            if isinstance(event, Drain):
+                self.everybody(Cause.DRAIN, self.gate.overflow)
+            elif isinstance(event, CancelAll):  # who came after it at the gate, and before it here, is cancelled too
+                self.everybody(event.cause)
+            self.handle(to, self.machines[to], event)
+            self.checks.after(to, event)
+
+    def _to_streams(self, event: Stop | Outputs | StallOver) -> None:
+        if isinstance(event, StallOver):
+            if event.stream_id in self.streams:
+                self.handle("streams", self.streams[event.stream_id], event)
+                self._news(event.stream_id)
+            return
+        if isinstance(event, Stop):
+            for stream_id, stream in self.streams.items():
+                self.handle("streams", stream, event)
+                self._news(stream_id)
+            return
+        for output in event.outputs:
+            self.checks.output(output)
+            stream_id = output.stream_id
+            if stream_id in self.streams:
+                self.handle("streams", self.streams[stream_id], output)
+                self._news(stream_id)
+
+    def _news(self, stream_id: int) -> None:
+        if self._driver is not None:
+            self._driver.news_came(stream_id)
+
+    # ---- the machine room ----------------------------------------------------------------------------------------
 
     def finish_job(self) -> None:
         """The device does its oldest job, well."""
         job = self.jobs.popleft()
         if isinstance(job, Run):
+            assert self.device is not None
             self.counts["steps"] += 1
-            self._answer(self.device.run(job.plan))
+            self.answer(self.device.run(job.plan))
             return
         if isinstance(job, Close):
-            self.device.is_closed = True
+            self.is_closed = True
+        elif isinstance(job, Spawn):
+            self.device = self._new_device(job.epoch)
+        elif isinstance(job, Switch):
+            assert self.device is not None
+            self.device.mode = job.mode
         shape = self.shape
         found = {
             "num_blocks": shape.num_blocks,
             "max_model_len": shape.max_model_len,
             "vocab_size": VOCAB_SIZE,
             "eos_token_ids": [EOS],
+            "num_host_blocks": shape.num_host_blocks,
+            "modes": shape.modes,
         }
-        self._answer(JobDone(type(job).__name__, found))
+        self.answer(JobDone(type(job).__name__, found, job.epoch))
 
-    def _answer(self, event: StepDone | StepFailed | JobDone | JobFailed) -> None:
-        self.perform("device", [Send("worker", event)])
+    def answer(self, event: Any) -> None:
+        """The device says `event`, and goes on with its next job."""
+        self.tell("device", "worker", event)
+        self._begin_job()
 
-    def encode(self, at: int) -> None:
+    def end_device(self, epoch: int) -> bool:
+        """The device's process of this epoch ends, if it is there; a Close waits for nobody."""
+        is_coming = any(isinstance(job, Spawn) and job.epoch == epoch for job in self.jobs)
+        if not is_coming and (self.device is None or self.device.epoch != epoch):
+            return False
+        self.device = None
+        self.jobs = deque(job for job in self.jobs if isinstance(job, Close))
+        self._begin_job()
+        return True
+
+    def lose_device(self) -> None:
+        """The device's process is found dead."""
+        epoch = self.worker.epoch
+        if self.end_device(epoch):
+            self.tell("device", "worker", DeviceLost(epoch, "injected", self.now_s))
+
+    def encode(self, stream_id: int) -> None:
         """The tokenizer answers one of its prompts."""
-        event = self.encodings.pop(at)
+        event = self.encodings.pop(stream_id)
         assert isinstance(event.prompt, str)
-        self.perform("tokenizer", [Send("engine", Encoded(event.stream_id, [ord(c) for c in event.prompt]))])
+        self.tell("tokenizer", "engine", Encoded(stream_id, [ord(c) for c in event.prompt]))
 
-    def fire_timer(self, at: int) -> None:
+    def fire_timer(self, timer: Timer) -> None:
         """A timer runs out."""
-        name, event = self.timers.pop(at)
-        self.counts["timeout"] += 1
-        if isinstance(event, QueueOver | Cancel):
-            self.clients[event.stream_id].causes.add(Cause.QUEUE if isinstance(event, QueueOver) else event.cause)
-        self.perform("timer", [Send(name, event, urgent=True)])
-
-    # ---- faults --------------------------------------------------------------------------------------------------
-
-    def fail_step(self, fault: Fault, launched: bool) -> None:
-        """The device fails its oldest job, which is a step; a launched one leaves garbage behind."""
-        job = self.jobs.popleft()
-        if launched:
-            self.device.spoil(job.plan)
-        self.counts[fault if launched else f"{fault} before launch"] += 1
-        self._answer(StepFailed(job.plan.step_id, job.plan.epoch, fault, "injected", launched))
-
-    def fail_job(self) -> None:
-        """The device fails its oldest job, which is no step."""
-        job = self.jobs.popleft()
-        if isinstance(job, Close):
-            self.device.is_closed = True
-        self.counts[f"{type(job).__name__} failed"] += 1
-        self._answer(JobFailed(type(job).__name__, "injected"))
-
-    def fail_encode(self, at: int) -> None:
-        """The tokenizer cannot do one of its prompts."""
-        event = self.encodings.pop(at)
-        self.counts["encode failed"] += 1
-        self.clients[event.stream_id].encoding_failed = True
-        self.perform("tokenizer", [Send("engine", EncodeFailed(event.stream_id, "injected", "prompt"))])
-
-    def duplicate(self, link: Link) -> None:
-        """What is first on `link` will come once more, at any later time."""
-        event = self.links[link][0]
-        self.late.append((link, event))
-        self.counts["duplicate"] += 1
-
-    def contradict(self, link: Link) -> None:
-        """The job that is done will be called failed as well, when its device dies a little later."""
-        self.late.append((link, JobFailed(self.links[link][0].job, "injected")))
-        self.counts["contradiction"] += 1
-
-    def come_late(self, at: int) -> None:
-        """A duplicate arrives."""
-        link, event = self.late.pop(at)
-        self._deliver(link[1], event)
-
-    def repeatable(self) -> list[Link]:
-        """Links whose first message may come twice: the device's, which may be another process, and the worker's."""
-        found = [TO_WORKER] if self.links.get(TO_WORKER) else []
-        queue = self.links.get(FROM_WORKER)
-        if queue and isinstance(queue[0], StepDone | StepFailed):
-            found.append(FROM_WORKER)
-        return found
+        event = self.timers.pop(timer)
+        self.checks.timer(event)
+        self.tell("timer", timer[0], event, urgent=True)
 
     # ---- clients -------------------------------------------------------------------------------------------------
 
-    def arrive(self, prompt: str | list[int], params: SamplingParams, seed: int = 1) -> int:
-        """A client asks for something; returns its stream id. The gate answers at once."""
+    def arrive(self, prompt: str | list[int], params: SamplingParams, seed: int = 1) -> None:
+        """A client asks for something. The gate answers at once."""
         stream_id = len(self.clients)
         arrive = Arrive(stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=len(prompt))
         client = self.clients[stream_id] = Client(arrive, self.shape.context_len)
         shape = self.shape
         self.streams[stream_id] = Stream(
-            stream_id, str(stream_id), params.n, stall_high=shape.stall_high, stall_low=shape.stall_low
+            stream_id,
+            str(stream_id),
+            params.n,
+            stall_high=shape.stall_high,
+            stall_low=shape.stall_low,
+            stall_timeout_s=shape.stall_timeout_s,
         )
         if self.is_stopped:
             client.causes.add(Cause.DRAIN)
@@ -324,53 +390,33 @@ class World:
         was_full = was_full or bool(self.gate.overflow)
         self.handle("gate", self.gate, arrive)
         self.checks.answered()
-        answers = self.links.get(("gate", "client", False))
-        if answers:
-            rejected: Rejected = answers.popleft()
+        link = ("gate", "client", False)
+        if self.links.get(link):
+            rejected: Rejected = self.links[link].popleft()
+            self.busy.remove(link)
             client.end = rejected
             self.counts[f"rejected: {rejected.reason}"] += 1
             self.checks.rejection(rejected, was_full)
         else:
             client.was_let_in = True
-        return stream_id
-
-    def cancel(self, stream_id: int, cause: Cause = Cause.CLIENT) -> None:
-        """A client gives up, or its connection is lost; it may do so twice, and when its stream has ended."""
-        self.clients[stream_id].causes.add(cause)
-        self.counts["cancel"] += 1
-        self.handle("gate", self.gate, Cancel(stream_id, cause))
-
-    def cancel_all(self) -> None:
-        """Somebody ends every stream."""
-        self.counts["cancel all"] += 1
-        self._everybody(Cause.CLIENT, self.clients)
-        self.handle("gate", self.gate, CancelAll(Cause.CLIENT))
-
-    def drain(self) -> None:
-        """The owner takes no new streams."""
-        self.is_draining = True
-        self.counts["drain"] += 1
-        self.perform("owner", [Send("gate", Drain())])
-
-    def stop(self, error: str | None, to: Sequence[str] = ("engine",)) -> None:
-        """The owner ends everything now: tells the engine, or everybody at once, as the shell does when it dies."""
-        self._stopped()
-        self.counts["stop"] += 1
-        self.perform("owner", [Send(name, Stop(error), urgent=True) for name in to])
 
     def abandon(self, stream_id: int) -> None:
-        """A client goes away without reading on: its stream is forgotten, and its requests are cancelled."""
-        self.cancel(stream_id, Cause.DISCONNECT)
+        """A client goes away without reading on: its stream is forgotten."""
         self.clients[stream_id].end = End(cause=Cause.DISCONNECT)
         del self.streams[stream_id]
 
-    def _stopped(self) -> None:
+    def ask_gate(self, event: Any) -> None:
+        """The shell calls the gate for whoever is outside."""
+        self.handle("gate", self.gate, event)
+
+    def stopped(self) -> None:
         """The engine stops, or will: every client may be told so from now on."""
         self.is_stopped = True
-        self._everybody(Cause.DRAIN, self.clients)
+        self.everybody(Cause.DRAIN)
 
-    def _everybody(self, cause: Cause, stream_ids: Iterable[int]) -> None:
-        for stream_id in stream_ids:
+    def everybody(self, cause: Cause, stream_ids: Iterable[int] | None = None) -> None:
+        """Every client (or each of these) may be told so from now on."""
+        for stream_id in self.clients if stream_ids is None else stream_ids:
             self.clients[stream_id].causes.add(cause)
 
     def news(self) -> list[int]:
@@ -381,13 +427,13 @@ class World:
     def read(self, stream_id: int) -> None:
         """A client takes what is there, and checks it."""
         client, stream = self.clients[stream_id], self.streams[stream_id]
+        client.num_reads += 1
         self.taken["Stream", stream.state, "Read"] += 1
         effects = stream.handle(Read())
         if not effects:
             raise Violation(f"stream {stream_id} had news, and a read gave nothing")
         for effect in effects:
-            assert isinstance(effect, Send)
-            if effect.to != "reader":
+            if not isinstance(effect, Send) or effect.to != "reader":
                 self.perform("streams", [effect])
             elif isinstance(effect.event, Delta):
                 client.take(effect.event)

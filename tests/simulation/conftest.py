@@ -1,8 +1,8 @@
 import pytest
 
-from novainfer.fsm.simulation.swarm import Report, run_seeds
+from novainfer.fsm.simulation.report import Report, run_seeds
 
-NUM_SEEDS = 3000  # about eight seconds of one core
+NUM_SEEDS = 1500  # about half a minute of one core
 
 
 @pytest.fixture(scope="session")

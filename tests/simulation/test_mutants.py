@@ -1,8 +1,9 @@
 import pytest
 
+from novainfer.fsm.simulation.bugs import MUTANTS
 from novainfer.fsm.simulation.coverage import ARGUED, MACHINES
-from novainfer.fsm.simulation.mutants import MUTANTS, planted, row_changed
-from novainfer.fsm.simulation.swarm import run_seeds
+from novainfer.fsm.simulation.mutants import planted, row_changed
+from novainfer.fsm.simulation.report import run_seeds
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take many times what a quiet one does
 SEEDS_QUICK_MAX = 1000  # what needs more is left to `make test-long`

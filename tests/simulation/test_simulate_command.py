@@ -2,7 +2,9 @@ import json
 
 from click.testing import CliRunner
 
-from novainfer.fsm.simulation.mutants import MUTANTS, planted
+from novainfer.fsm.simulation.bugs import MUTANTS
+from novainfer.fsm.simulation.mutants import planted
+from novainfer.fsm.simulation.report import run_seeds
 from novainfer.server.simulate import simulate
 
 
@@ -12,14 +14,16 @@ def test_the_last_line_is_one_json_object():
     said = json.loads(result.stdout.splitlines()[-1])
     assert said["violations"] == []
     assert said["seeds"] == 20
-    assert {"requests", "faults", "trace_hash", "moves", "tokens", "cpu_s"} <= said.keys()
+    assert said["simulated_s"] > 1000
+    assert {"requests", "faults", "trace_hash", "moves", "tokens", "rows_missing", "cpu_s"} <= said.keys()
 
 
 def test_a_failing_seed_is_printed_with_the_command_that_reproduces_it():
     with planted(MUTANTS[0]):
-        result = CliRunner().invoke(simulate, ["--seed", "0"])
+        failing = run_seeds(range(50), stop_at_first=True).failing_seeds[0]
+        result = CliRunner().invoke(simulate, ["--seed", str(failing)])
     assert result.exit_code == 1
-    assert "reproduce it with: novainfer simulate --seed 0" in result.stdout
+    assert f"reproduce it with: novainfer simulate --seed {failing}" in result.stdout
 
 
 def test_the_same_seeds_give_the_same_hash_from_any_starting_point():

@@ -1,0 +1,113 @@
+"""What one seed draws: the size of its world, its clients, how long things take, and how often what goes wrong."""
+
+from __future__ import annotations
+
+import random
+
+from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.simulation.device import POISONS, VOCAB_SIZE
+from novainfer.fsm.simulation.shape import Shape
+
+# Per step or job: what a device does with it. Per event: what happens beside it.
+PER_JOB = ("oom", "exception", "unlaunched", "hang", "job")
+PER_EVENT = {"cancel": 8, "duplicate": 4, "early": 32, "jump": 512, "die": 64, "overdue": 64}  # so many times rarer
+FAULTS = (*PER_JOB, *PER_EVENT, "stall", "timeout", "encode", "poison")
+STOPS = ["a", "ab", "bca", "c ", "\u00e9", "c\u20ac", "\U0001f600", "<sep>", "\ufffd"]
+PROMPT_TOKENS = range(1, POISONS[0])
+
+
+class Mix:
+    """All draws of `rng` that are made before the world begins, and the clients', one by one."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.shape = self._shape()
+        # The mix of faults is drawn too, log-uniform, often zero: much of one finds more than a little of everything.
+        self.rates = {name: 10 ** rng.uniform(-3, -0.3) if rng.random() < 0.4 else 0.0 for name in FAULTS}
+        if not self.shape.max_restarts and rng.random() < 0.8:  # such a world ends with the first of these
+            self.rates |= dict.fromkeys(("hang", "die", "overdue", "poison"), 0.0)
+        self.come_up_fails = rng.random() < 0.02
+        self.lateness_s = 10 ** rng.uniform(-4, 1)
+        self.hop_s = 10 ** rng.uniform(-5, -2.5)  # from one machine to the next
+        self.step_s = 10 ** rng.uniform(-3, -1.5)  # of the device
+        self.jobs_s = 10 ** rng.uniform(-3, 0)  # how long the device's other jobs take, as a share of the longest
+        self.num_clients = rng.choice([8, 12, 16, 24, 32])
+        self.burst = rng.choice([6, 8, 12, 16])  # clients that come together, and
+        self.burst_gap_s = 10 ** rng.uniform(-2, 2.8)  # how far the next ones are behind them
+        self.heal_after_s = 10 ** rng.uniform(-2, 1.5)
+        self.prefixes = [[rng.choice(PROMPT_TOKENS) for _ in range(rng.randint(1, 12))] for _ in range(2)]
+
+    def _shape(self) -> Shape:
+        rng = self.rng
+        max_num_seqs = rng.choice([2, 8, 8, 16, 16])
+        block_size = rng.choice([1, 2, 4, 4, 8])
+        max_model_len = rng.choice([32, 48, 64])
+        # Room for one request at least, and for all of them at most.
+        most = max_num_seqs * max_model_len // block_size
+        least = -(-max_model_len // block_size)
+        return Shape(
+            num_blocks=max(least, int(most * rng.choice([0.1, 0.3, 0.5, 0.8]))),
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=rng.choice([16, 32, 64, 128]),
+            prefill_chunk_tokens=rng.choice([4, 8, 16, 32, 64]),
+            max_model_len=max_model_len,
+            max_num_queued_reqs=rng.choice([4, 16, 64, 64]),
+            max_num_queued_tokens=rng.choice([60, 1 << 20, 1 << 20]),
+            enable_prefix_caching=rng.random() < 0.8,
+            stall_high=rng.choice([1, 4, 8, 16]),
+            stall_low=rng.choice([0, 1]),
+            stall_keep_s=rng.choice([0.1, 10.0]),
+            stall_timeout_s=rng.choice([30.0, 300.0]),
+            max_num_overflow_reqs=rng.choice([0, 4, 16]),
+            num_host_blocks=rng.choice([0, 0, 4, 64]),
+            modes=rng.choice([("full",), ("full", "plain"), ("full", "plain", "int8"), ("full", "int8")]),
+            ladder_quiet_s=rng.choice([0.1, 5.0, 60.0]),
+            max_restarts=rng.choice([0, 5, 5, 5, 20, 20]),
+        )
+
+    def arrival_gap_s(self, num_arrived: int) -> float:
+        """From one client to the next: they come in bursts."""
+        if num_arrived % self.burst:
+            return self.rng.random() * 2 * self.step_s
+        return self.burst_gap_s * (0.5 + self.rng.random())
+
+    def reading_gap_s(self, stream_id: int) -> float:
+        """How long this client takes to come back for more: most at once, some after seconds or minutes."""
+        rate = self.rates["stall"]
+        if not rate:
+            return self.hop_s
+        draw = self.rng.random
+        if (stream_id * 7919 % 100) / 100 < rate:  # a slow client is slow all the time
+            return 10 ** (draw() * 3.3 - 1)
+        return self.step_s * draw() * 4
+
+    def prompt(self) -> str | list[int]:
+        """What a client asks for: short, long, empty; half of them begin alike."""
+        rng = self.rng
+        length = rng.choice([1, 2, 3, 5, 8]) if rng.random() < 0.97 else rng.choice([0, self.shape.context_len])
+        prompt = [*rng.choice([[], *self.prefixes]), *(rng.choice(PROMPT_TOKENS) for _ in range(length))]
+        if self.rates["poison"] and rng.random() < self.rates["poison"]:
+            prompt.insert(rng.randrange(len(prompt) + 1), rng.choice(POISONS))
+        return "".join(map(chr, prompt)) if rng.random() < 0.5 else prompt
+
+    def params(self) -> SamplingParams:
+        """How a client wants it."""
+        rng, draw = self.rng, self.rng.random
+        max_tokens = rng.choice([2, 8, 10, 12, 12, 16, 20, None])
+        stops = draw() < 0.15
+        hurry = draw() < self.rates["timeout"]
+        return SamplingParams(
+            n=rng.choice([1, 1, 1, 1, 2, 3]),
+            max_tokens=max_tokens,
+            min_tokens=rng.randint(0, max_tokens or 8) if draw() < 0.15 else 0,
+            stop=[rng.choice(STOPS) for _ in range(rng.randint(1, 3))] if stops else None,
+            stop_token_ids=[rng.randrange(VOCAB_SIZE) for _ in range(6)] if draw() < 0.1 else [],
+            include_stop_str_in_output=stops and draw() < 0.4,
+            ignore_eos=draw() < 0.4,
+            skip_special_tokens=draw() < 0.8,
+            logprobs=rng.randrange(3) if draw() < 0.1 else None,
+            temperature=0.0,
+            max_queue_s=10 ** rng.uniform(-2 if hurry else 1, 2) if hurry or draw() < 0.1 else None,
+            timeout_s=10 ** rng.uniform(-2 if hurry else 1, 2) if hurry or draw() < 0.1 else None,
+        )

@@ -1,0 +1,160 @@
+"""Every kind of move: what it does, and when it can be made. A path of moves is data: it can be kept and made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from novainfer.fsm.events import Fault, JobDone, Run
+from novainfer.fsm.simulation import faults
+from novainfer.fsm.simulation.device import POISON_HANG, POISON_LOST, POISON_OOM
+from novainfer.fsm.simulation.world import TO_WORKER, Link, World
+
+Move: TypeAlias = tuple[Any, ...]  # its kind, then the arguments
+
+
+def _wait(world: World, duration_s: float) -> None:
+    world.now_s += duration_s
+
+
+def _go(world: World, num_moves: int) -> None:
+    """So many moves of the machine room, in plain order."""
+    for _ in range(num_moves):
+        if found := next_moves(world):
+            make(world, found[0])
+
+
+def _finish_job(world: World) -> None:
+    """The device does its oldest job: well, unless it is a step with poison in it."""
+    job, device = world.jobs[0], world.device
+    poison = device.poison(job.plan) if isinstance(job, Run) and device is not None else None
+    if poison is None:
+        world.finish_job()
+    elif poison == POISON_LOST:
+        faults.die(world)
+    elif poison == POISON_HANG:
+        faults.give_up(world) if world.is_stopped else faults.overdue(world)
+    else:
+        faults.fail_step(world, Fault.OOM if poison == POISON_OOM else Fault.EXCEPTION, True)
+
+
+def _always(world: World, *_: Any) -> bool:
+    return True
+
+
+def _has_begun(world: World) -> bool:
+    return world.has_begun
+
+
+def _has_client(world: World, stream_id: int, *_: Any) -> bool:
+    return stream_id in world.clients and world.clients[stream_id].was_let_in
+
+
+def _has_stream(world: World, stream_id: int) -> bool:
+    return _has_client(world, stream_id) and stream_id in world.streams
+
+
+def _has_message(world: World, link: Link) -> bool:
+    return bool(world.links.get(link))
+
+
+def _has_prompt(world: World, stream_id: int) -> bool:
+    return stream_id in world.encodings
+
+
+def _has_timer(world: World, timer: Any) -> bool:
+    return timer in world.timers
+
+
+def _has_news(world: World, stream_id: int) -> bool:
+    stream = world.streams.get(stream_id)
+    return stream is not None and stream.has_news and world.clients[stream_id].end is None
+
+
+def _has_job(world: World) -> bool:
+    return bool(world.jobs)
+
+
+def _has_step(world: World, *_: Any) -> bool:
+    return bool(world.jobs) and isinstance(world.jobs[0], Run)
+
+
+def _has_other_job(world: World) -> bool:
+    return bool(world.jobs) and not isinstance(world.jobs[0], Run)
+
+
+def _has_answer_to_job(world: World) -> bool:
+    return isinstance((world.links.get(TO_WORKER) or [None])[0], JobDone)
+
+
+def _has_late(world: World, at: int) -> bool:
+    return at < len(world.late)
+
+
+MOVES: dict[str, tuple[Callable[..., None], Callable[..., bool]]] = {
+    "deliver": (World.deliver, _has_message),
+    "finish_job": (_finish_job, _has_job),
+    "encode": (World.encode, _has_prompt),
+    "fire_timer": (World.fire_timer, _has_timer),
+    "arrive": (World.arrive, _always),
+    "read": (World.read, _has_news),
+    "wait": (_wait, _always),
+    "go": (_go, _always),
+    "fail_step": (faults.fail_step, _has_step),
+    "fail_job": (faults.fail_job, _has_other_job),
+    "fail_encode": (faults.fail_encode, _has_prompt),
+    "die": (faults.die, _has_begun),
+    "overdue": (faults.overdue, _has_begun),
+    "give_up": (faults.give_up, _always),
+    "duplicate": (faults.duplicate, _has_message),
+    "contradict": (faults.contradict, _has_answer_to_job),
+    "come_late": (faults.come_late, _has_late),
+    "fire_early": (faults.fire_early, _has_timer),
+    "cancel": (faults.cancel, _has_client),
+    "abandon": (faults.abandon, _has_stream),
+    "cancel_all": (faults.cancel_all, _always),
+    "drain": (faults.drain, _always),
+    "stop": (faults.stop, _always),
+}
+
+
+def make(world: World, move: Move) -> None:
+    """Make `move`; whatever a machine or a check raises is a finding."""
+    MOVES[move[0]][0](world, *move[1:])
+
+
+def is_possible(world: World, move: Move) -> bool:
+    """Whether `move` can be made now: a path that was cut may have lost what it needs."""
+    return MOVES[move[0]][1](world, *move[1:])
+
+
+def next_moves(world: World) -> list[Move]:
+    """What the machine room can do next: each link's first message, the device's oldest job, any prompt."""
+    found: list[Move] = [("deliver", link) for link in world.busy]
+    if world.jobs:
+        found.append(("finish_job",))
+    found += [("encode", stream_id) for stream_id in world.encodings]
+    return found
+
+
+def describe(world: World, move: Move) -> str:
+    """What `move` will do in `world`, in one line."""
+    kind, *args = move
+    if kind == "deliver":
+        (source, to, urgent) = link = args[0]
+        return f"{source} {'⇒' if urgent else '→'} {to}: {_short(world.links[link][0])}"
+    if kind in ("finish_job", "fail_job", "fail_step"):
+        how = {"finish_job": "does", "fail_job": "fails"}.get(kind) or "fails ({}, launched={})".format(*args)
+        return f"the device {how} {_short(world.jobs[0])}"
+    if kind == "arrive":
+        return f"a client arrives with {args[0]!r} for {args[1].n} x {args[1].max_tokens} tokens"
+    if kind in ("duplicate", "contradict"):
+        return f"{kind}: {_short(world.links[args[0] if args else TO_WORKER][0])}"
+    if kind == "come_late":
+        return f"late: {_short(world.late[args[0]][1])}"
+    return " ".join([kind, *map(str, args)])
+
+
+def _short(event: Any) -> str:
+    text = repr(event)
+    return text if len(text) < 120 else text[:117] + "..."

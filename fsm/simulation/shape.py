@@ -1,0 +1,34 @@
+"""The size of a world."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of everything in a world; `EngineConfig` says what they mean."""
+
+    num_blocks: int = 12
+    block_size: int = 4
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    prefill_chunk_tokens: int = 8
+    max_model_len: int = 40
+    max_num_queued_reqs: int = 64
+    max_num_queued_tokens: int = 1 << 20
+    max_num_overflow_reqs: int = 4
+    enable_prefix_caching: bool = True
+    stall_high: int = 4
+    stall_low: int = 1
+    stall_keep_s: float = 10.0
+    stall_timeout_s: float = 300.0
+    num_host_blocks: int = 0
+    modes: tuple[str, ...] = ("full",)
+    ladder_quiet_s: float = 60.0
+    max_restarts: int = 5  # 0: the device is a thread, and cannot be replaced
+    restart_window_s: float = 60.0
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that one request may hold, prompt included."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
