@@ -23,19 +23,21 @@ from typing import Any
 
 import msgspec
 
+from novainfer.fsm.events import Output, StepDone
+from novainfer.fsm.outputs import Delta, TokenLogprob
+from novainfer.fsm.params import LOGPROBS_MAX
+
 PACKAGE = __name__.rpartition(".")[0]
 DEPTH_MAX = 200  # lists within lists; machines nest about ten deep
-# What no machine decides by (log probabilities are most of what a step brings), or what cannot be data: left out, and
-# this when it is read back.
+# What no machine decides by, or what cannot be data: left out, and this when it is read back.
 LEFT_OUT: dict[str, dict[str, Callable[[], Any]]] = {
-    "Delta": {"logprobs": lambda: None},
     "Flight": {"before": lambda: None},
     "Machine": {"_effects": list},
-    "Output": {"logprobs": lambda: None},
     "Planner": {"probe": lambda: None},
     "Scheduler": {"request_type": lambda: _request_type()},
-    "StepDone": {"logprobs": list},
 }
+# Log probabilities would be most of what a step brings, and machines only count them: their numbers are written.
+COUNTED = "logprobs"
 _ATOMS = frozenset([int, str, bytes, bool, float, type(None)])
 _DECODER = codecs.getincrementaldecoder("utf-8")
 _NOTHING: dict[str, Callable[[], Any]] = {}
@@ -137,12 +139,16 @@ class _Writer:
         kind = _known_kind(of)
         fields = _fields_of(kind)
         if fields is None:
-            own, left_out, is_watched = vars(thing), _left_out(kind), of is not kind
+            own: dict[str, Any] = vars(thing)
+            left_out, is_watched = _left_out(kind), of is not kind
             names = [n for n, x in own.items() if n not in left_out and not isinstance(x, _FUNCTIONS)]
             if is_watched:  # what the watcher needs is no part of the machine
-                names = [n for n in names if _is_data(type(own[n]))]
+                names = [n for n in names if _is_data(_type_of(own[n]))]
             fields = (*_slots_of(kind), *sorted(names))
-        values = [self.plain(getattr(thing, name)) for name in fields]
+        if kind in _WITH_LOGPROBS:
+            values = [_counts(thing.logprobs) if n == COUNTED else self.plain(getattr(thing, n)) for n in fields]
+        else:
+            values = [self.plain(getattr(thing, name)) for name in fields]
         return [_OBJECT, self._kinds.place(kind, fields), values]
 
 
@@ -258,7 +264,9 @@ class _Reader:
         if issubclass(kind, msgspec.Struct):
             place = len(self._seen)
             self._seen.append(None)
-            made = kind(**dict(zip(fields, map(self.thing, values), strict=True)))
+            counted = COUNTED if kind in _WITH_LOGPROBS else ""
+            items = zip(fields, values, strict=True)
+            made = kind(**{n: _uncounted(kind, x) if n == counted else self.thing(x) for n, x in items})
             self._seen[place] = made
             return made
         found: Any = object.__new__(kind)
@@ -270,6 +278,30 @@ class _Reader:
         return found
 
 
+def counts_of(logprobs: Sequence[Any]) -> list[int]:
+    """How many log probabilities each token brought; -1 for a token whose request had not asked."""
+    return [-1 if found is None else len(found.top if type(found) is TokenLogprob else found[1]) for found in logprobs]
+
+
+def step_logprobs(counts: Sequence[int]) -> list[tuple[float, list[int], list[float]] | None]:
+    """As many log probabilities as a step brought, for a replay that has only their numbers."""
+    return [None if n < 0 else (0.0, [0] * min(n, LOGPROBS_MAX), [0.0] * min(n, LOGPROBS_MAX)) for n in counts]
+
+
+def _counts(logprobs: Sequence[Any] | None) -> list[int] | None:
+    return None if logprobs is None else counts_of(logprobs)
+
+
+def _uncounted(kind: Any, counts: Any) -> Any:
+    """What stands for log probabilities that were only counted."""
+    if counts is None:
+        return None
+    if kind is StepDone:
+        return step_logprobs(counts)
+    return [TokenLogprob(0, b"", 0.0, [(0, b"", 0.0)] * min(n, LOGPROBS_MAX)) for n in counts]
+
+
+_WITH_LOGPROBS = frozenset([Delta, Output, StepDone])
 _PLAIN = frozenset([list, tuple, set, frozenset, deque, dict, OrderedDict, Counter, _DECODER])
 _DICTS: dict[type, int] = {dict: _DICT, OrderedDict: _ORDERED, Counter: _COUNTER}
 _READERS: dict[int, Callable[..., Any]] = {
@@ -330,6 +362,10 @@ def _known_kind(kind: type) -> Any:
         if _name_of(base) in _kinds_by_name():
             return base
     raise PackError(f"{kind.__module__}.{kind.__qualname__} is nothing that a machine holds")
+
+
+def _type_of(thing: Any) -> Any:
+    return type(thing)
 
 
 @cache

@@ -21,7 +21,7 @@ import msgspec
 
 from novainfer.fsm.events import Output, StepDone, StepPlan
 from novainfer.fsm.machine import Machine
-from novainfer.fsm.pack import Kinds, pack
+from novainfer.fsm.pack import Kinds, counts_of, pack
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import Vocabulary
 
@@ -129,6 +129,7 @@ class Recording:
         segment_bytes: int = SEGMENT_BYTES,
         ring_bytes: int = RING_BYTES,
     ) -> None:
+        self._last_us = 0
         self._hash = 0  # of what went to the device and to readers, in this segment
         self.log = bytearray()  # the one being written, always this object
         self._parts = parts
@@ -167,8 +168,8 @@ class Recording:
             return
         now_us = int(self._clock_s() * 1e6)
         passed_us, self._last_us = now_us - self._last_us, now_us
-        # Log probabilities decide nothing, and are not kept.
-        body = _encode((passed_us, codes.lane, event.step_id, event.epoch, event.token_ids))
+        counts = counts_of(event.logprobs) if event.logprobs else None
+        body = _encode((passed_us, codes.lane, event.step_id, event.epoch, event.token_ids, counts))
         log += (STEP << 24 | len(body)).to_bytes(4, "big") + body
 
     def timer(self, codes: Codes, event: Any) -> None:

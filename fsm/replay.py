@@ -20,7 +20,7 @@ import msgspec
 
 from novainfer.fsm.events import Incident, Outputs, Read, Run, StepDone, Stop
 from novainfer.fsm.machine import After, Effect, Machine, Send
-from novainfer.fsm.pack import Kinds, PackError, unpack
+from novainfer.fsm.pack import Kinds, PackError, step_logprobs, unpack
 from novainfer.fsm.recording import (
     ADDED,
     CALLED,
@@ -235,11 +235,11 @@ class _Run:
         elif tag == RAISED:
             self._take_raised(*_decode(body))
         elif tag == STEP:
-            passed_us, lane, step_id, epoch, token_ids = _decode(body)
+            passed_us, lane, step_id, epoch, token_ids, counts = _decode(body)
             self._now_us += passed_us
             self.found.steps += 1
             self.found.tokens += len(token_ids)
-            self._put(self.image.lanes[lane][0], StepDone(step_id, epoch, token_ids))
+            self._put(self.image.lanes[lane][0], StepDone(step_id, epoch, token_ids, step_logprobs(counts or ())))
         else:
             passed_us, lane, packed = _decode(body)
             self._now_us += passed_us

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from novainfer.fsm.events import Arrive, Cancel, Cause, Chat, StepDone
+from novainfer.fsm.events import Arrive, Cancel, Cause, Chat, Output, StepDone
 from novainfer.fsm.pack import Kinds, PackError, pack, unpack
+from novainfer.fsm.outputs import TokenLogprob
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import TextAssembler, Vocabulary
@@ -80,9 +81,13 @@ def test_what_is_known_is_written_by_its_name() -> None:
     assert len(pack([vocabulary, vocabulary.ascii], Kinds(), {"v": vocabulary, "a": vocabulary.ascii})) < 20
 
 
-def test_log_probabilities_are_left_out() -> None:
-    done = StepDone(1, 0, [5], [(-0.5, [1, 2], [0.1, 0.2])])
-    assert there_and_back(done) == StepDone(1, 0, [5])
+def test_of_log_probabilities_only_their_number_is_kept() -> None:
+    done = StepDone(1, 0, [5, 6], [(-0.5, [1, 2], [0.1, 0.2]), None])
+    assert there_and_back(done) == StepDone(1, 0, [5, 6], [(0.0, [0, 0], [0.0, 0.0]), None])
+    output = Output(1, 1, 0, [5], "a", [TokenLogprob(5, b"a", -0.5, [(5, b"a", -0.5)])])
+    found = there_and_back([output, output])
+    assert found[0] is found[1]
+    assert found[0] == Output(1, 1, 0, [5], "a", [TokenLogprob(0, b"", 0.0, [(0, b"", 0.0)])])
 
 
 def test_an_object_of_another_package_cannot_be_written() -> None:
