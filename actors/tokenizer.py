@@ -18,6 +18,7 @@ from novainfer.fsm.text import Vocabulary
 
 logger = logging.getLogger(__name__)
 
+QWEN2 = [("qwen2", "Qwen2Tokenizer", False), ("qwen2", "Qwen2TokenizerFast", False)]
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json")
 
 
@@ -74,14 +75,12 @@ class HFTokenizer:
     """A Hugging Face tokenizer with a byte-level vocabulary (Qwen2's kind), from a directory or a hub id."""
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoTokenizer
-
         if path.is_dir() and not any((path / name).exists() for name in VOCABULARY_FILES):
             # transformers would make an empty tokenizer without a word.
             names = " nor ".join(VOCABULARY_FILES)
             raise ModelLoadError(f"there is no tokenizer in {path}: neither {names}", param="tokenizer")
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path))
+            self._tokenizer = _class_for(path).from_pretrained(str(path))
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise ModelLoadError(f"cannot load a tokenizer from {path}: {reason}", param="tokenizer") from error
@@ -149,6 +148,23 @@ class HFTokenizer:
         )
         assert isinstance(text, str)
         return text
+
+
+def _class_for(path: Path) -> Any:
+    """transformers' class for a folder. AutoTokenizer would find the same one for Qwen2, but imports torch to look."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+        named = (config["model_type"], settings["tokenizer_class"], "auto_map" in settings)
+    except (OSError, ValueError, KeyError, TypeError):
+        named = None
+    if named in QWEN2:
+        from transformers import Qwen2Tokenizer
+
+        return Qwen2Tokenizer
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _byte_alphabet() -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
+import sys
 import unicodedata
 from importlib.resources import files
 from pathlib import Path
@@ -203,6 +205,26 @@ def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").unlink()  # else transformers takes the model's own kind
     with pytest.raises(ModelLoadError, match=r"not byte-level \(WordPiece\)"):
         HFTokenizer(folder)
+
+
+def test_it_is_the_tokenizer_that_transformers_would_choose(tokenizer: HFTokenizer) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(DEMO))
+    assert type(tokenizer._tokenizer) is type(theirs)
+    assert tokenizer._tokenizer.get_vocab() == theirs.get_vocab()
+    assert tokenizer._tokenizer.chat_template == theirs.chat_template
+    text = "Once upon a time, 12 + 30 = 42 <|im_end|> \u00e9\u4e16"
+    assert ids_of(tokenizer, text) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+def test_the_demo_tokenizer_needs_no_torch() -> None:
+    code = (
+        "import sys; from novainfer.kernels.demo import model_path; "
+        "from novainfer.actors.tokenizer import load_tokenizer; "
+        "load_tokenizer(model_path()).vocabulary(); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> None:
