@@ -151,7 +151,8 @@ def _fault_options() -> list[Callable[[Command], Command]]:
         option(
             "--worker",
             type=click.Choice(["process", "thread"]),
-            help="Where the device works: in a process that is restarted when it is lost, or in a thread of this one.",
+            help="Where the device works: in a process that is restarted when it is lost (the default of serve), or in "
+            "a thread of this one.",
         ),
         option("--warm-spare", is_flag=True, default=None, help="Keep a second worker loaded, to take over at once."),
         option("--step-timeout", type=float, help="Seconds after which a step counts as hung, and its worker as lost."),
@@ -167,9 +168,12 @@ def _fault_options() -> list[Callable[[Command], Command]]:
     ]
 
 
-def engine_config(ctx: click.Context, options: dict[str, Any]) -> EngineConfig:
-    """The engine that the flags ask for; raises `UsageError` or `InvalidParameter` naming the flag."""
-    fields = {name: options[name] for name in ENGINE_FIELDS if options.get(name) is not None}
+def engine_config(ctx: click.Context, options: dict[str, Any], **defaults: Any) -> EngineConfig:
+    """The engine that the flags ask for; raises `UsageError` or `InvalidParameter` naming the flag.
+
+    `defaults` are the command's own, where they differ from the library's.
+    """
+    fields = defaults | {name: options[name] for name in ENGINE_FIELDS if options.get(name) is not None}
     fields |= {f"{name}_s": options[name] for name in ENGINE_DURATIONS if options.get(name) is not None}
     model = _model(ctx, options)
     if model is not None:

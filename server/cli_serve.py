@@ -43,7 +43,7 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
     """Serve MODEL (a folder, a hub name, or the demo model) over OpenAI's HTTP API until Ctrl-C."""
     from novainfer.server.serve import run_server
 
-    config = engine_config(ctx, options)
+    config = engine_config(ctx, options, worker="process")
     settings = ServerSettings(
         host=options["host"],
         port=options["port"],

@@ -48,7 +48,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_without_flags_it_is_the_defaults(served: Any) -> None:
-    assert served() == (EngineConfig(), ServerSettings())
+    assert served() == (EngineConfig(worker="process"), ServerSettings())
+    assert served("--worker", "thread") == (EngineConfig(), ServerSettings())
 
 
 def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         *("--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem")),
         *("--sse-keep-alive-interval", "7", "--shutdown-timeout", "9", "--max-body-bytes", "1234"),
         *("--http2-max-concurrent-streams", "12", "--log-level", "warning"),
-        *("--worker", "process", "--warm-spare", "--step-timeout", "8", "--heartbeat-timeout", "2.5"),
+        *("--warm-spare", "--step-timeout", "8", "--heartbeat-timeout", "2.5"),
         *("--max-restarts", "7", "--restart-window", "30", "--ladder-quiet-s", "6", "--swap-space-gib", "0.5"),
         *("--stall-keep-s", "3", "--stall-timeout", "40", "--max-num-overflow-reqs", "11", "--no-recorder"),
     )
@@ -111,6 +112,7 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         ssl_keyfile=tmp_path / "key.pem",
         access_log=True,
         sse_keep_alive_interval_s=7,
+        stall_timeout_s=40.0,
         shutdown_timeout_s=9,
         body_bytes=1234,
         http2_max_concurrent_streams=12,
