@@ -18,7 +18,7 @@ from typing import Any
 
 import anyio
 
-from novainfer.actors.admission import Admission
+from novainfer.actors.admission import Admission, AdmissionStatistics
 from novainfer.actors.device import sentence_of
 from novainfer.actors.incidents import Incidents
 from novainfer.actors.link import DeviceLink, MakeLink
@@ -48,6 +48,7 @@ from novainfer.fsm.gate import Gate, GateState
 from novainfer.fsm.params import NUM_CHOICES_MAX, SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.scheduler import Scheduler, SchedulerStatistics
+from novainfer.fsm.stream import STALL_TIMEOUT_S
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.worker import RestartPolicy, Worker
 
@@ -69,6 +70,7 @@ class System:
         load_tokenizer: Callable[[], Tokenizer],
         limits: Limits,
         max_queue: tuple[int, ...],
+        stall_timeout_s: float = STALL_TIMEOUT_S,
         restarts: RestartPolicy | None = None,
     ) -> None:
         self._load_tokenizer = load_tokenizer
@@ -79,7 +81,7 @@ class System:
         self._gate = Gate(*max_queue)
         self._engine = Engine()
         self._scheduler: Scheduler | None = None
-        self._streams = Streams(self._route)
+        self._streams = Streams(self._route, stall_timeout_s=stall_timeout_s)
         self.incidents = Incidents(self._streams.name_of)
         self._actors = {
             "gate": self._make_actor("gate", self._gate),
@@ -384,8 +386,16 @@ class System:
 
     @property
     def num_queued(self) -> int:
-        """Streams that have been let in and have not run yet."""
+        """Choices that have been let in and have not run yet."""
         return self._gate.num_queued
+
+    def is_overflowed(self, stream_id: int) -> bool:
+        """True while this stream waits for room in the queue."""
+        return self._gate.is_overflowed(stream_id)
+
+    def admission_statistics(self) -> AdmissionStatistics:
+        """Counts of the queue, of who waits for it, who was refused, and of slow readers."""
+        return self._admission.statistics()
 
     def actors(self) -> list[ActorStatistics]:
         """Each actor's state, dwell time and mailbox depth."""

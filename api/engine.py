@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import msgspec
 
+from novainfer.actors.admission import AdmissionStatistics
 from novainfer.actors.device import Device, ModelSettings
 from novainfer.actors.incidents import IncidentRecord
 from novainfer.actors.link import MakeLink, ThreadLink
@@ -35,8 +36,10 @@ from novainfer.fsm.errors import (
     EngineClosed,
     EngineDead,
     EngineDraining,
+    EngineOverloaded,
     InvalidParameter,
     NovaInferError,
+    ReaderStalled,
     RequestCancelled,
     RequestNotFound,
     RequestTimeout,
@@ -90,6 +93,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     step_failures: int = 0
     requests_finished: dict[str, int] = {}
+    admission: AdmissionStatistics = AdmissionStatistics()
 
 
 class Engine:
@@ -122,7 +126,8 @@ class Engine:
             make_link=_link(config, device or ModelSpec(_settings(config, location)), on_progress),
             load_tokenizer=lambda: tokenizer or load_tokenizer(tokenizer_location.path(), is_asked_for=is_asked_for),
             limits=limits,
-            max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens),
+            max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens, config.max_num_overflow_reqs),
+            stall_timeout_s=config.stall_timeout_s,
             restarts=RestartPolicy(config.max_restarts, config.restart_window_s) if is_process else RestartPolicy(),
         )
         self._random = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
@@ -229,6 +234,11 @@ class Engine:
         self._system.cancel(handle.stream_id, Cause.CLIENT)
         return True
 
+    def is_overflowed(self, request_id: str) -> bool:
+        """True while the request waits for room in the queue, because it set `max_queue_s` and the queue was full."""
+        handle = self._handles.get(request_id)
+        return handle is not None and self._system.is_overflowed(handle.stream_id)
+
     # ---- looking in ----------------------------------------------------------------------------------------------
 
     @property
@@ -266,6 +276,7 @@ class Engine:
             steps=found.steps_total,
             step_failures=found.step_failures_total,
             requests_finished={str(state): count for state, count in found.finished_total.items()},
+            admission=self._system.admission_statistics(),
         )
 
     def errors(self) -> list[IncidentRecord]:
@@ -285,7 +296,7 @@ class Engine:
             return found
         self._handles.pop(request_id, None)
         if isinstance(found, End):
-            raise error_of(found)
+            raise error_of(found, self._system.retry_after_s())
         return None
 
     def _leave(self, request_id: str) -> None:
@@ -295,8 +306,11 @@ class Engine:
             self._system.abandon(handle.stream_id)
 
 
-def error_of(end: End) -> NovaInferError:
-    """The exception for a bad end."""
+def error_of(end: End, retry_after_s: float) -> NovaInferError:
+    """The exception for a bad end; who waited too long is told to come back in `retry_after_s`."""
+    if end.cause is Cause.QUEUE:
+        message = f"the queue stayed full for as long as the request was willing to wait: try again in {retry_after_s:.1f} s"
+        return EngineOverloaded(message, retry_after_s=retry_after_s)
     if end.cause is Cause.TIMEOUT:
         return RequestTimeout("the request's deadline passed before it finished", param="timeout_s")
     if end.cause is Cause.DRAIN:
@@ -309,6 +323,7 @@ def error_of(end: End) -> NovaInferError:
         "invalid_value": InvalidParameter,
         "draining": EngineDraining,
         "engine_dead": EngineDead,
+        "stalled": ReaderStalled,
     }
     return kinds.get(end.code, StepFailedError)(message, param=end.param)
 
