@@ -9,7 +9,7 @@ from starlette.responses import Response
 from novainfer.server.chunks import ChatChunks, ChunkOptions
 from novainfer.server.decode import decode
 from novainfer.server.exchange import SCOPE_KEY, Exchange
-from novainfer.server.generation import Generation, wanted_id
+from novainfer.server.generation import Generation, wanted_id, with_deadline
 from novainfer.server.protocol import ChatCompletionRequest
 from novainfer.server.replies import AssistantMessage, ChatChoice, ChatCompletion, chat_logprobs
 from novainfer.server.service import Service
@@ -23,7 +23,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     body, ignored = decode(ChatCompletionRequest, exchange.body)
     exchange.ignored = header_value(ignored)
     service.check_model(body.model)
-    params = body.sampling_params()
+    params = with_deadline(body.sampling_params(), request.headers)
     prompt = body.prompt()
     generation = Generation(service, "chatcmpl", wanted_id(body.request_id, exchange.request_id), [prompt], params)
     if body.stream:

@@ -54,6 +54,7 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
         access_log=options["access_log"],
         sse_keep_alive_interval_s=options["sse_keep_alive_interval"],
         shutdown_timeout_s=options["shutdown_timeout"],
+        stall_timeout_s=config.stall_timeout_s,
         body_bytes=options["max_body_bytes"],
         http2_max_concurrent_streams=options["http2_max_concurrent_streams"],
     )

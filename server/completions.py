@@ -9,7 +9,7 @@ from starlette.responses import Response
 from novainfer.server.chunks import ChunkOptions, CompletionChunks
 from novainfer.server.decode import decode
 from novainfer.server.exchange import SCOPE_KEY, Exchange
-from novainfer.server.generation import Generation, wanted_id
+from novainfer.server.generation import Generation, wanted_id, with_deadline
 from novainfer.server.protocol import CompletionRequest
 from novainfer.server.replies import Choice, Completion, CompletionChoice, completion_logprobs
 from novainfer.server.service import Service
@@ -23,7 +23,7 @@ async def create_completion(service: Service, request: Request) -> Response | Ev
     body, ignored = decode(CompletionRequest, exchange.body)
     exchange.ignored = header_value(ignored)
     service.check_model(body.model)
-    params = body.sampling_params()
+    params = with_deadline(body.sampling_params(), request.headers)
     prompts = body.prompts()
     echoes = body.echoes(prompts)
     generation = Generation(service, "cmpl", wanted_id(body.request_id, exchange.request_id), prompts, params)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from novainfer import Delta, EngineOverloaded, InvalidParameter, SamplingParams
 from novainfer.server.exchange import is_printable_id
@@ -13,6 +16,8 @@ from novainfer.server.merge import merge_deltas
 from novainfer.server.replies import Choice, Tally
 from novainfer.server.service import Service
 
+TIMEOUT_HEADER = "x-request-timeout-ms"
+ADMISSION_TURNS = 2  # of the loop, until each prompt's task has asked for admission: `merge_deltas` starts them
 FIRST_DELTA_WAIT_S_MAX = 15.0  # then the stream begins without it, so that proxies and clients see life
 
 
@@ -38,6 +43,7 @@ class Generation:
         self._started = time.perf_counter()
         self._last = 0.0
         self._is_closed = False
+        self.is_overflowed = False  # it waits for room in the queue, as it asked to
 
     @property
     def id(self) -> str:
@@ -58,11 +64,20 @@ class Generation:
         self.tally.add(delta)
 
     async def first(self) -> asyncio.Task[Delta]:
-        """Wait for the first delta, but not for ever; raises what went wrong before it, so that it gets a status."""
+        """Wait for the first delta, but not for ever; raises what went wrong before it, so that it gets a status.
+
+        Who has to wait for room in the queue hears of it at once.
+        """
+        engine = self._service.ready_engine()
         task = asyncio.ensure_future(anext(self.deltas))
         interval_s = self._service.settings.sse_keep_alive_interval_s
         try:
-            await asyncio.wait({task}, timeout=min(interval_s, FIRST_DELTA_WAIT_S_MAX) or FIRST_DELTA_WAIT_S_MAX)
+            for _ in range(ADMISSION_TURNS):
+                await asyncio.sleep(0)
+            self.is_overflowed = any(map(engine.is_overflowed, self._live.engine_ids))
+            if not self.is_overflowed:
+                wait_s = min(interval_s, FIRST_DELTA_WAIT_S_MAX) or FIRST_DELTA_WAIT_S_MAX
+                await asyncio.wait({task}, timeout=wait_s)
             if task.done():
                 task.result()
         except BaseException as error:
@@ -115,3 +130,19 @@ def wanted_id(body_id: str | None, exchange_id: str) -> str:
             "request_id must be 1 to 128 printable ASCII characters without spaces and quotes", param="request_id"
         )
     return body_id
+
+
+def with_deadline(params: SamplingParams, headers: Mapping[str, str]) -> SamplingParams:
+    """`params` with the deadline of the header `x-request-timeout-ms`, if it has one that is shorter."""
+    value = headers.get(TIMEOUT_HEADER)
+    if value is None:
+        return params
+    try:
+        timeout_s = float(value) / 1000
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s < math.inf:
+        raise InvalidParameter(f"{TIMEOUT_HEADER} must be a number of milliseconds above 0", param=TIMEOUT_HEADER)
+    if params.timeout_s is not None and params.timeout_s <= timeout_s:
+        return params
+    return msgspec.structs.replace(params, timeout_s=timeout_s)

@@ -76,7 +76,7 @@ class Guard:
             except ClientGone:
                 gone = True
             except Exception as error:
-                await _fail(exchange, error, timeout_s=self._service.settings.write_stall_timeout_s)
+                await _fail(exchange, error, timeout_s=self._service.settings.stall_timeout_s)
         except asyncio.CancelledError:
             if not gone:
                 raise  # the server is being stopped

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -87,6 +87,7 @@ class _Scrape(Collector):
         if self._service.engine is not None and self._service.engine.is_ready:
             yield from _engine(self._service)
             yield from _requests(self._service)
+            yield from _admission(self._service)
 
 
 def _counter(name: str, text: str, value: float, labels: dict[str, str]) -> CounterMetricFamily:
@@ -139,6 +140,29 @@ def _engine(service: Service) -> Iterator[Metric]:
     blocks.add_metric(["owned"], stats.kv_blocks_owned)
     yield blocks
     yield _counter("nova_steps", "Steps", stats.steps, {})
+
+
+def _admission(service: Service) -> Iterator[Metric]:
+    assert service.engine is not None
+    stats = service.engine.statistics().admission
+    yield _gauge("nova_queued_requests", "Let in, and not run yet", stats.num_queued, {})
+    yield _gauge("nova_queued_tokens", "Prompt tokens of those", stats.num_queued_tokens, {})
+    yield _gauge("nova_overflow_requests", "Waiting for room in the queue", stats.num_overflow, {})
+    yield _counter("nova_overflowed", "Streams that had to wait for room in the queue", stats.overflowed_total, {})
+    if stats.drain_rate_per_s is not None:
+        text = "Requests a second that leave the queue: what Retry-After is computed from"
+        yield _gauge("nova_queue_drain_rate", text, stats.drain_rate_per_s, {})
+    yield _total_by("nova_rejections", "Streams refused at once, by what was full", "reason", stats.rejected_total)
+    yield _total_by("nova_cancels", "Requests ended before their time", "cause", stats.cancelled_total)
+    yield _gauge("nova_stalled_streams", "Streams whose readers are slow", stats.num_stalled, {})
+    yield _counter("nova_stalls", "How often a stream stalled", stats.stalls_total, {})
+
+
+def _total_by(name: str, text: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in sorted(counts.items()):
+        family.add_metric([value], count)
+    return family
 
 
 def _requests(service: Service) -> Iterator[Metric]:

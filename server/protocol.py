@@ -6,6 +6,7 @@ Types are strict ("9" is not a number). Every optional field may be null, as Ope
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -104,6 +105,7 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     timeout: float | None = None
+    max_queue_ms: float | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -119,6 +121,11 @@ class CommonRequest(msgspec.Struct, kw_only=True):
         given = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         if self.timeout is not None:
             given["timeout_s"] = self.timeout
+        if self.max_queue_ms is not None:
+            if not 0 < self.max_queue_ms < math.inf:
+                message = f"max_queue_ms must be more than 0 milliseconds, not {self.max_queue_ms:g}"
+                raise InvalidParameter(message, param="max_queue_ms")
+            given["max_queue_s"] = self.max_queue_ms / 1000
         try:
             return SamplingParams(max_tokens=max_tokens, **given, **more)
         except InvalidParameter as error:

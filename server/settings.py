@@ -16,9 +16,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How the server listens and what it lets in; raises `InvalidParameter`, naming the field.
 
     `sse_keep_alive_interval_s` is the longest silence on a stream before a comment line (0 switches them off).
-    `write_stall_timeout_s` ends a stream whose client has taken nothing for so long. `body_bytes` limits a request's
-    body; None means 1 MB, or more when the model's context is long. `shutdown_timeout_s` is what running requests
-    get to finish when the server is told to stop.
+    `stall_timeout_s` is the engine's: a client that takes nothing for so long loses its request, and after twice as
+    long its stream. `body_bytes` limits a request's body; None means 1 MB, or more when the model's context is long.
+    `shutdown_timeout_s` is what running requests get to finish when the server is told to stop.
     """
 
     host: str = "127.0.0.1"
@@ -29,7 +29,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     self_signed: bool = False
     access_log: bool = False
     sse_keep_alive_interval_s: float = 15.0
-    write_stall_timeout_s: float = 120.0
+    stall_timeout_s: float = 300.0
     shutdown_timeout_s: float = 30.0
     body_bytes: int | None = None
     body_timeout_s: float = 30.0
@@ -40,7 +40,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise InvalidParameter(f"port must be between 0 and 65535, not {self.port}", param="port")
-        for name in ("write_stall_timeout_s", "body_timeout_s", "keep_alive_timeout_s"):
+        for name in ("stall_timeout_s", "body_timeout_s", "keep_alive_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InvalidParameter(f"{name} must be more than 0 seconds", param=name)
         for name in ("sse_keep_alive_interval_s", "shutdown_timeout_s"):

@@ -2,10 +2,14 @@
 
     ok      … chunks …   [usage chunk]   data: [DONE]      end of stream
     error   … chunks …   data: {"error": {…}}              end of stream, no [DONE]: strict clients take it as success
-    client gone, or it stopped reading for `write_stall_timeout_s`: the generation is cancelled, nothing more is sent
+    client gone: the generation is cancelled, nothing more is sent
 
-Between events, a comment line goes out after each silent interval. One timer per stream does that and looks for stalled
-writes: it is not re-armed per token.
+A client that stops reading closes its window, so that `send` waits, the engine's stream fills, and its request pauses.
+If it comes back within `stall_timeout_s` it goes on where it was; if later, it finds what there was and one error
+event. If it has not come back after twice that, its stream is reset.
+
+Between events, a comment line goes out after each silent interval, and one at the beginning if the request has to wait
+for room in the queue. One timer per stream does that and looks for stalled writes: it is not re-armed per token.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from novainfer import Delta
 from novainfer.server.chunks import KEEP_ALIVE, StreamEncoder
 from novainfer.server.errors import error_body, log_if_ours
 from novainfer.server.generation import Generation
+from novainfer.server.listen import STALL_TIMES_MAX
 from novainfer.server.settings import ServerSettings
 
 log = logging.getLogger("novainfer.server")
@@ -28,6 +33,10 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
 ]
+
+
+IN_OVERFLOW = (b"x-novainfer-queue", b"overflow")
+IN_OVERFLOW_COMMENT = b": waiting for room in the queue\n\n"
 
 
 class EventStream:
@@ -50,8 +59,9 @@ class EventStream:
         writer = _Writer(send, self._settings)
         ended_by: BaseException | None = None
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            begin = encoder.begin()
+            headers = [*HEADERS, IN_OVERFLOW] if generation.is_overflowed else HEADERS
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            begin = (IN_OVERFLOW_COMMENT if generation.is_overflowed else b"") + encoder.begin()
             if not self._first.done():
                 await writer.write(begin)
                 begin = b""
@@ -71,7 +81,7 @@ class EventStream:
             ended_by = error
             if not writer.has_stalled:
                 raise
-            log.warning("request %s: the client took nothing for too long, cancelled", generation.id)
+            log.warning("request %s: the client took nothing for too long, its stream is reset", generation.id)
             task = asyncio.current_task()
             assert task is not None
             task.uncancel()
@@ -87,7 +97,7 @@ class _Writer:
     def __init__(self, send: Send, settings: ServerSettings) -> None:
         self._send = send
         self._keep_alive_s = settings.sse_keep_alive_interval_s
-        self._stall_s = settings.write_stall_timeout_s
+        self._stall_s = STALL_TIMES_MAX * settings.stall_timeout_s
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None

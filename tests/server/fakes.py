@@ -19,6 +19,7 @@ from novainfer import (
     SamplingParams,
     TokenLogprob,
 )
+from novainfer.actors.admission import AdmissionStatistics
 
 ANSWER = ("Hello", ",", " wor", "ld", "!")
 
@@ -43,6 +44,7 @@ class FakeStatistics(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     steps: int = 0
     requests_finished: dict[str, int] = {}
+    admission: AdmissionStatistics = AdmissionStatistics(rejected_total={"overflow": 2}, cancelled_total={"queue": 3})
 
 
 class Active:
@@ -71,6 +73,7 @@ class FakeEngine:
         self.failure: Exception = RuntimeError("a secret that must not leave the server")
         self.start_failure: NovaInferError | None = None
         self.overloaded = False
+        self.in_overflow = False
         self.is_draining = False
         self.is_closed = False
         self.active: dict[str, Active] = {}
@@ -108,6 +111,9 @@ class FakeEngine:
         active.error = RequestCancelled("The request was cancelled")
         active.changed.set()
         return True
+
+    def is_overflowed(self, request_id: str) -> bool:
+        return self.in_overflow and request_id in self.active
 
     def statistics(self) -> FakeStatistics:
         return FakeStatistics(num_running=len(self.active))
