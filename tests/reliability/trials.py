@@ -124,7 +124,21 @@ async def clients(url: str) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.Asyn
         yield http1, http2
 
 
-async def stream(client: httpx.AsyncClient, prompt: str) -> Ended:
+class Progress:
+    """Deltas that all clients of a run have seen, and one moment that is waited for."""
+
+    def __init__(self, target: int) -> None:
+        self._left = target
+        self.is_there = asyncio.Event()
+
+    def note(self) -> None:
+        """One more delta."""
+        self._left -= 1
+        if self._left == 0:
+            self.is_there.set()
+
+
+async def stream(client: httpx.AsyncClient, prompt: str, progress: Progress) -> Ended:
     """One streamed completion, and everything that could be wrong with it."""
     seen = Ended()
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -152,6 +166,7 @@ async def stream(client: httpx.AsyncClient, prompt: str) -> Ended:
                 (choice,) = chunk["choices"]
                 seen.text += choice["text"]
                 seen.arrivals_s.append(loop.time())
+                progress.note()
                 if choice["finish_reason"]:
                     seen.end = choice["finish_reason"]
     except httpx.HTTPError as error:
@@ -161,9 +176,10 @@ async def stream(client: httpx.AsyncClient, prompt: str) -> Ended:
     return seen
 
 
-async def all_streams(http1: httpx.AsyncClient, http2: httpx.AsyncClient) -> list[Ended]:
+async def all_streams(http1: httpx.AsyncClient, http2: httpx.AsyncClient, progress: Progress) -> list[Ended]:
     """All prompts at once, over both protocols."""
-    return await asyncio.gather(*(stream((http1, http2)[at % 2], prompt) for at, prompt in enumerate(PROMPTS)))
+    of_both = (http1, http2)
+    return await asyncio.gather(*(stream(of_both[at % 2], prompt, progress) for at, prompt in enumerate(PROMPTS)))
 
 
 async def worker_pid(client: httpx.AsyncClient) -> int:
@@ -191,18 +207,17 @@ async def run(fault: str, trials: int, *, warm_spare: bool = False, seed: int = 
     loop = asyncio.get_running_loop()
     flags = ["--warm-spare"] if warm_spare else []
     async with serving(*flags) as (process, url), clients(url) as (http1, http2):
-        await all_streams(http1, http2)  # connections and caches are warm
-        began_s = loop.time()
-        right = await all_streams(http1, http2)
-        length_s = loop.time() - began_s
+        right = await all_streams(http1, http2, Progress(-1))
+        num_deltas = sum(len(seen.arrivals_s) for seen in right)
         assert {seen.end for seen in right} == {"length"}, Counter(seen.end for seen in right)
         for _ in range(trials):
             await worker_pid(http1)  # it is up again
-            task = asyncio.create_task(all_streams(http1, http2))
-            await asyncio.sleep(rng.uniform(0.02, 0.9) * length_s)
-            is_live = not task.done()
+            progress = Progress(int(rng.uniform(0.0, 0.9) * num_deltas) + 1)
+            task = asyncio.create_task(all_streams(http1, http2, progress))
+            await progress.is_there.wait()
             at_s = loop.time()
-            await inject(http1, fault)
+            await inject(http2, fault)
+            is_live = not task.done()
             seen = await task
             report.trials += 1
             report.injected += is_live
