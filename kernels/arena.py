@@ -20,6 +20,7 @@ import math
 import mmap
 import os
 import sys
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,7 @@ __all__ = ["Arena", "fingerprint_of"]
 MAGIC = b"NOVAWGT1"
 DATA_BEGIN = HUGE_PAGE_BYTES  # what is before holds the table
 ALIGNMENT = 4096
+BACKGROUND_BYTES_MIN = 64 << 20  # 0.1 to 0.3 s
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # Linux on x86-64 and arm64; Python's mmap has no address to give
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 1033, 2, 4, 16  # Linux; the last one since 5.1
 
@@ -133,7 +135,6 @@ class Arena:
         ).encode()
         if len(table) > DATA_BEGIN - 16:
             raise MemoryError("the table of the shared weights is too long")
-        use_huge_pages(self._map.address + DATA_BEGIN, self._end - DATA_BEGIN)
         self._map.protect()
         os.pwrite(self._fd, table, 16)
         os.pwrite(self._fd, len(table).to_bytes(8, "little"), 8)
@@ -142,6 +143,17 @@ class Arena:
             os.ftruncate(self._fd, DATA_BEGIN + _whole_pages(self._end - DATA_BEGIN))
             fcntl.fcntl(self._fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE)
         _unlock(self._fd)
+        self._use_huge_pages()
+
+    def _use_huge_pages(self) -> None:
+        """As for private memory; but most systems give huge pages to shared memory only when they are asked to move
+        it, which takes them seconds a GiB: until then the weights are read from small ones.
+        """
+        pages = (self._map.address + DATA_BEGIN, self._end - DATA_BEGIN)
+        if pages[1] < BACKGROUND_BYTES_MIN:
+            use_huge_pages(*pages)
+        else:
+            threading.Thread(target=use_huge_pages, args=pages, name="novainfer-huge-pages", daemon=True).start()
 
     def abandon(self) -> None:
         """It will not be finished: the next process may fill it."""
