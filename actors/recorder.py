@@ -52,7 +52,7 @@ LAYOUT: Layout = "actors"
 class Recorder:
     """Records one engine. `folder` is where files go that nobody named; without one, faults write none.
 
-    All methods but `dump` and `join` are cheap and called on the loop, between two messages. One that is not
+    All methods but the `async` ones are cheap, and called on the loop between two messages. One that is not
     `is_enabled` records nothing.
     """
 
@@ -229,10 +229,10 @@ class Recorder:
             self.recording = None
             self._attach(None)
 
-    def join(self) -> None:
-        """Wait for files that are being written. Blocks."""
-        for thread in self._threads:
-            thread.join()
+    async def wait_written(self) -> None:
+        """Wait for the files that are being written because something went wrong."""
+        while self._threads:
+            await asyncio.to_thread(self._threads.pop().join)
 
     def _dump_wanted(self) -> None:
         """Write the file that is due, in a thread that the process waits for."""

@@ -38,6 +38,14 @@ def _finish_job(world: World) -> None:
         faults.fail_step(world, Fault.OOM if poison == POISON_OOM else Fault.EXCEPTION, True)
 
 
+def _deliver(world: World, link: Link) -> None:
+    world.deliver(link)  # a recorded world has its own
+
+
+def _read(world: World, stream_id: int) -> None:
+    world.read(stream_id)
+
+
 def _always(world: World, *_: Any) -> bool:
     return True
 
@@ -92,12 +100,12 @@ def _has_late(world: World, at: int) -> bool:
 
 
 MOVES: dict[str, tuple[Callable[..., None], Callable[..., bool]]] = {
-    "deliver": (World.deliver, _has_message),
+    "deliver": (_deliver, _has_message),
     "finish_job": (_finish_job, _has_job),
     "encode": (World.encode, _has_prompt),
     "fire_timer": (World.fire_timer, _has_timer),
     "arrive": (World.arrive, _always),
-    "read": (World.read, _has_news),
+    "read": (_read, _has_news),
     "wait": (_wait, _always),
     "go": (_go, _always),
     "fail_step": (faults.fail_step, _has_step),
