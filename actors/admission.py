@@ -49,20 +49,29 @@ class AdmissionStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class DrainRate:
     """How fast requests leave a queue that is not empty, over the last minute at most.
 
-    An interval between two departures counts only if somebody waited all through it: what an idle engine takes at once
-    says nothing of what a busy one can take. Requests leave in bursts, so each interval counts with its whole burst.
+    An interval counts only if somebody waited all through it, and still waits: what an idle engine takes at once says
+    nothing of what a busy one can take. Requests leave in bursts, so each interval counts with the burst at its end.
     """
 
     def __init__(self) -> None:
         self._bursts: deque[tuple[float, int, float]] = deque(maxlen=DRAIN_RATE_WINDOW)  # when, how many, since when
         self._since_s: float | None = None  # the last departure, if somebody waited after it
+        self._filled_s: float | None = None  # when somebody came to an empty queue, until somebody leaves it
+
+    def fills(self, now_s: float) -> None:
+        """Somebody comes to an empty queue."""
+        self._filled_s = now_s
 
     def note(self, now_s: float, num_left: int, *, num_waiting: int) -> None:
         """`num_left` requests have left the queue, and `num_waiting` are still in it."""
         if not num_left:
             return
-        if self._since_s is not None:
-            self._bursts.append((now_s, num_left, self._since_s))
+        since_s = self._since_s
+        if since_s is None and num_waiting:
+            since_s = self._filled_s
+        if since_s is not None:
+            self._bursts.append((now_s, num_left, since_s))
+        self._filled_s = None
         self._since_s = now_s if num_waiting else None
 
     def per_s(self, now_s: float) -> float | None:
@@ -72,9 +81,10 @@ class DrainRate:
             bursts.popleft()
         if not bursts:
             return None
-        elapsed_s = sum(at_s - since_s for at_s, _, since_s in bursts)
-        if self._since_s is not None:  # the interval that has not ended yet, as far as it is longer than most
-            elapsed_s += max(now_s - self._since_s - elapsed_s / len(bursts), 0.0)
+        intervals_s = [at_s - since_s for at_s, _, since_s in bursts]
+        elapsed_s = sum(intervals_s)
+        if self._since_s is not None:  # the interval that has not ended yet, as far as it is longer than all of them
+            elapsed_s += max(now_s - self._since_s - max(intervals_s), 0.0)
         return sum(num_left for _, num_left, _ in bursts) / max(elapsed_s, 1e-3)
 
 
@@ -104,6 +114,8 @@ class Admission:
         stream_id = self._next_stream_id
         num_tokens = estimate_tokens(prompt)
         handle = self._streams.add(stream_id, name, params.n)
+        if not self._gate.num_queued:
+            self._rate.fills(self._clock())
         self._ask(Arrive(stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=num_tokens))
         rejected, self._rejected = self._rejected, None
         if rejected is not None:

@@ -1,0 +1,234 @@
+"""Who is willing to wait for room in a full queue: in order, within limits, and gone without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from novainfer.actors.fake import FakeDevice
+from novainfer.actors.streams import StreamHandle
+from novainfer.actors.system import System
+from novainfer.fsm.errors import EngineOverloaded
+from novainfer.fsm.events import Cause
+from novainfer.fsm.planner import Limits
+from tests.actors.helpers import Valve, all_blocks_back, ask, eventually, expected, params, read_all, running
+
+ONE_AT_A_TIME = Limits(
+    max_num_seqs=1, max_num_batched_tokens=64, prefill_chunk_tokens=64, block_size=16, enable_prefix_caching=False
+)
+LONG_S = 3600.0
+
+
+class Full:
+    """One stream runs, two are queued, and two may wait for room."""
+
+    def __init__(self, system: System, valve: Valve) -> None:
+        self.system = system
+        self.valve = valve
+        self.handles: list[StreamHandle] = []
+
+    def patient(self, **more: Any) -> StreamHandle:
+        """A stream that waits for room."""
+        wish = {"max_tokens": 2, "max_queue_s": LONG_S, **more}
+        handle = ask(self.system, [80 + len(self.handles)], params(**wish))
+        self.handles.append(handle)
+        assert self.system.is_overflowed(handle.stream_id)
+        return handle
+
+    async def finish(self) -> None:
+        """Everybody who was let in gets an exact answer, and nothing is left."""
+        self.valve.open()
+        for at, handle in enumerate(self.handles):
+            found = await read_all(handle)
+            assert found.token_ids == expected([80 + at], 2)
+        await eventually(lambda: self.system.num_queued == 0)
+        await all_blocks_back(self.system)
+        assert self.system.admission_statistics().num_overflow == 0
+        assert len(self.system._streams) == 0
+        assert not self.system._engine._tombstones
+
+
+@asynccontextmanager
+async def full_queue() -> AsyncIterator[Full]:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve), limits=ONE_AT_A_TIME, max_queue=(2, 10_000, 2)) as system:
+        full = Full(system, valve)
+        for at in range(3):
+            full.handles.append(ask(system, [80 + at], params(2)))
+            if at == 0:
+                await valve.step_arrived()
+                await eventually(lambda: system.num_queued == 0)
+        yield full
+
+
+async def test_they_are_let_in_in_their_order_and_get_their_exact_answers() -> None:
+    async with full_queue() as full:
+        order: list[int] = []
+        for _ in range(2):
+            full.patient()
+        with pytest.raises(EngineOverloaded, match="the list of those who wait for it: 2 requests"):
+            full.patient()
+        with pytest.raises(EngineOverloaded, match="4 requests are waiting"):
+            ask(full.system, [99])
+
+        async def read(handle: StreamHandle) -> None:
+            await handle.read()
+            order.append(handle.stream_id)
+
+        readers = [asyncio.create_task(read(handle)) for handle in full.handles]
+        full.valve.open()
+        await asyncio.gather(*readers)
+        assert order == [0, 1, 2, 3, 4]
+        statistics = full.system.admission_statistics()
+        assert (statistics.overflowed_total, statistics.rejected_total) == (2, {"overflow": 1, "requests": 1})
+        for handle in full.handles:
+            assert (await read_all(handle)).is_well
+
+
+async def test_who_has_waited_long_enough_ends_and_the_others_go_on() -> None:
+    async with full_queue() as full:
+        soon = full.patient(max_queue_s=0.01)
+        full.patient()
+        assert (await read_all(soon)).end.cause is Cause.QUEUE
+        full.handles.remove(soon)
+        full.handles.insert(3, full.handles.pop())
+        assert full.system.admission_statistics().cancelled_total == {"queue": 1}
+        full.valve.open()
+        for handle in full.handles:
+            assert (await read_all(handle)).is_well
+
+
+async def test_who_was_let_in_and_has_not_run_in_time_ends_too() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve), limits=ONE_AT_A_TIME) as system:
+        runs = ask(system, [65], params(3, max_queue_s=0.01))
+        await valve.step_arrived()
+        waits = ask(system, [66], params(3, max_queue_s=0.01))
+        assert (await read_all(waits)).end.cause is Cause.QUEUE
+        valve.open()
+        assert (await read_all(runs)).token_ids == expected([65], 3)  # it had run in time
+        await all_blocks_back(system)
+
+
+@pytest.mark.parametrize("how", ["cancel", "disconnect", "deadline"])
+async def test_who_leaves_while_it_waits_leaves_nothing_behind(how: str) -> None:
+    async with full_queue() as full:
+        leaves = full.patient(timeout_s=0.01 if how == "deadline" else None)
+        full.handles.remove(leaves)
+        if how == "disconnect":
+            full.system.abandon(leaves.stream_id)
+        else:
+            if how == "cancel":
+                full.system.cancel(leaves.stream_id, Cause.CLIENT)
+                full.system.cancel(leaves.stream_id, Cause.CLIENT)
+            end = (await read_all(leaves)).end
+            assert end.cause is (Cause.CLIENT if how == "cancel" else Cause.TIMEOUT)
+        assert full.system.admission_statistics().num_overflow == 0
+        full.patient()  # there is room again
+        await full.finish()
+
+
+async def test_its_deadline_goes_on_when_it_is_let_in() -> None:
+    async with full_queue() as full:
+        late = full.patient(max_tokens=1000, timeout_s=0.05)
+        full.handles.remove(late)
+        for handle in full.handles:
+            full.system.cancel(handle.stream_id, Cause.CLIENT)
+        await eventually(lambda: not full.system.is_overflowed(late.stream_id))
+        assert (await read_all(late)).end.cause is Cause.TIMEOUT
+        full.valve.open()
+        await all_blocks_back(full.system)
+
+
+async def test_a_drain_ends_those_who_wait_for_room_at_once_and_lets_the_others_finish() -> None:
+    async with full_queue() as full:
+        waits = full.patient()
+        full.handles.remove(waits)
+        drain = asyncio.create_task(full.system.drain(LONG_S))
+        assert (await read_all(waits)).end.cause is Cause.DRAIN
+        assert not drain.done()
+        await full.finish()
+        await drain
+
+
+async def test_a_drain_that_takes_too_long_ends_also_those_on_their_way_to_the_engine() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve)) as system:
+        handles = [ask(system, prompt, params(100)) for prompt in ([65], "text", [66])]  # the engine has not turned
+        await system.drain(0.0)
+        assert {(await read_all(handle)).end.cause for handle in handles} == {Cause.DRAIN}
+
+
+async def test_closing_ends_those_who_wait_for_room() -> None:
+    async with full_queue() as full:
+        waits = full.patient()
+        reader = asyncio.create_task(read_all(waits))
+        full.valve.open()
+        await full.system.aclose()
+        assert (await reader).end.code == "draining" or (await reader).end.cause is Cause.DRAIN
+
+
+async def test_each_choice_takes_a_credit() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve), limits=ONE_AT_A_TIME, max_queue=(4, 10_000, 0)) as system:
+        first = ask(system, [65], params(2, n=3))
+        with pytest.raises(EngineOverloaded, match="3 requests are waiting"):
+            ask(system, [66], params(2, n=2))
+        assert system.num_queued == 3
+        second = ask(system, [67], params(2))
+        valve.open()
+        found = await read_all(first)
+        assert [found.tokens_of(choice) for choice in range(3)] == [expected([65], 2)] * 3
+        assert (await read_all(second)).is_well
+        await eventually(lambda: system.num_queued == 0)
+
+
+async def test_what_a_text_was_thought_to_hold_is_settled_when_it_is_tokenised() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve), limits=ONE_AT_A_TIME, max_queue=(10, 100, 10)) as system:
+        runs = ask(system, [65], params(2))
+        await valve.step_arrived()
+        waits = ask(system, "x" * 60, params(2))  # thought to be 21 tokens, and the byte tokenizer makes 60
+        await eventually(lambda: system.admission_statistics().num_queued_tokens == 60)
+        with pytest.raises(EngineOverloaded, match="60 prompt tokens are waiting"):
+            ask(system, [65] * 50)
+        valve.open()
+        for handle in (runs, waits):
+            assert (await read_all(handle)).is_well
+
+
+# ---- readers that stay away ----------------------------------------------------------------
+
+
+async def test_a_reader_that_stays_away_loses_its_request_and_the_others_never_notice() -> None:
+    async with running(stall_timeout_s=0.05) as system:
+        slow = ask(system, [65], params(1800))
+        await eventually(lambda: slow.state == "STALLED")
+        others = [ask(system, [70 + i], params(50)) for i in range(5)]
+        for at, handle in enumerate(others):
+            assert (await read_all(handle)).token_ids == expected([70 + at], 50)
+        await eventually(lambda: slow.state == "CLOSED")
+        await all_blocks_back(system)
+        await eventually(lambda: system._engine.num_streams == 0)
+        found = await read_all(slow)
+        assert found.end.code == "stalled"
+        assert found.token_ids == expected([65], len(found.token_ids))
+        (record,) = system.incidents.records()
+        assert (record.kind, record.requests) == ("stall", ["request"])
+
+
+async def test_a_reader_that_comes_back_before_gets_all_of_it_as_often_as_it_likes() -> None:
+    async with running(stall_timeout_s=LONG_S) as system:
+        slow = ask(system, [65], params(1800))
+        tokens: list[int] = []
+        while len(tokens) < 1800:
+            await eventually(lambda: slow.state in ("STALLED", "CLOSED"))
+            delta = slow.read_nowait()
+            tokens += delta.token_ids  # type: ignore[union-attr]
+        assert tokens == expected([65], 1800)
+        statistics = system.admission_statistics()
+        assert (statistics.num_stalled, statistics.stalls_total) == (0, 3)
