@@ -310,8 +310,8 @@ class Inspector:
             dwell_s=now_s - request.since_s,
             cached_tokens=request.num_cached,
             generated_tokens=request.num_generated,
-            blocks=len(request.blocks),
-            host_blocks=len(request.host_blocks),
+            blocks=0 if ended else len(request.blocks),  # they go back right after its end, or with its step
+            host_blocks=0 if ended else len(request.host_blocks),
             preemptions=request.num_preemptions,
             history=list(request.history),
         )

@@ -33,7 +33,7 @@ class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One request: where it is, since when (`dwell_s`), and why it waits, if it does.
+    """One request: where it is, since when (`dwell_s`; 0 once it has ended), and why it waits, if it does.
 
     `reason` is "overflow", "tokenizing", "queue", "blocks", "slots", "prefix", "swapped", "recovering" or "paused: slow
     reader"; None when nothing keeps it from running. `position` is its place in the queue. With several choices, state,

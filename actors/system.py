@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -21,11 +23,16 @@ import anyio
 from novainfer.actors.admission import Admission, AdmissionStatistics
 from novainfer.actors.device import sentence_of
 from novainfer.actors.incidents import Incidents
+from novainfer.actors.inspector import Inspector
 from novainfer.actors.link import DeviceLink, MakeLink
 from novainfer.actors.mailbox import Actor, ActorStatistics
+from novainfer.actors.overview import FREEZE_ACTOR, THAW_ACTOR, Overview
+from novainfer.actors.records import HealthRecord
+from novainfer.actors.steps import StepLog, StepRecord
 from novainfer.actors.streams import StreamHandle, Streams
 from novainfer.actors.thread import JobThread
 from novainfer.actors.tokenizer import Tokenizer, encode_jobs
+from novainfer.actors.watchdog import Watchdog
 from novainfer.fsm.engine import Engine, EngineState
 from novainfer.fsm.errors import EngineClosed, ModelLoadError, NovaInferError
 from novainfer.fsm.events import (
@@ -38,19 +45,24 @@ from novainfer.fsm.events import (
     EncodeFailed,
     JobDone,
     JobFailed,
+    MakeBatch,
     Prompt,
     Rejected,
+    Run,
+    StepDone,
+    StepFailed,
     Stop,
     WorkerFailed,
     WorkerReady,
 )
 from novainfer.fsm.gate import Gate, GateState
+from novainfer.fsm.health import Sighting, TokenizerState
 from novainfer.fsm.params import NUM_CHOICES_MAX, SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.scheduler import Scheduler, SchedulerStatistics
 from novainfer.fsm.stream import STALL_TIMEOUT_S
 from novainfer.fsm.text import Vocabulary
-from novainfer.fsm.worker import RestartPolicy, Worker
+from novainfer.fsm.worker import RestartPolicy, Worker, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +84,8 @@ class System:
         max_queue: tuple[int, ...],
         stall_timeout_s: float = STALL_TIMEOUT_S,
         restarts: RestartPolicy | None = None,
+        step_timeout_s: float = 60.0,
+        heartbeat_timeout_s: float = 5.0,
     ) -> None:
         self._load_tokenizer = load_tokenizer
         self._limits = limits
@@ -81,18 +95,40 @@ class System:
         self._gate = Gate(*max_queue)
         self._engine = Engine()
         self._scheduler: Scheduler | None = None
-        self._streams = Streams(self._route, stall_timeout_s=stall_timeout_s)
-        self.incidents = Incidents(self._streams.name_of)
+        self._worker = Worker(restarts)
+        self._streams = Streams(
+            self._route, gone=lambda stream: self.inspector.forgotten(stream), stall_timeout_s=stall_timeout_s
+        )
         self._actors = {
             "gate": self._make_actor("gate", self._gate),
             "engine": self._make_actor("engine", self._engine),
-            "worker": self._make_actor("worker", Worker(restarts)),
+            "worker": self._make_actor("worker", self._worker),
         }
+        self.incidents = Incidents(lambda stream_id: self.inspector.who(stream_id))
+        self.inspector = Inspector(self._gate, self._engine, self._streams, self.incidents, self._actors)
+        self.steps = StepLog()
         self._admission = Admission(self._gate, self._streams, ask=self._actors["gate"].handle)
         self._link = make_link(self._from_device)
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_thread = JobThread(
             "novainfer-tokenizer", self._work_of_tokenizer, self._from_tokenizer, batch_max=TOKENIZER_BATCH_MAX
+        )
+        self.watchdog = Watchdog(
+            self._actors,
+            more=lambda: [self._see_tokenizer()],
+            silence_s=self._link.silence_s,
+            epoch=lambda: self._worker.epoch,
+            overdue=partial(self._tell, "worker"),
+            report=self.incidents.take,
+            step_timeout_s=step_timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+        self.overview = Overview(
+            self._actors,
+            self.watchdog,
+            tokenizer=self._tokenizer_thread,
+            see_tokenizer=self._see_tokenizer,
+            worker_pid=lambda: self._link.pid,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._root: asyncio.Task[None] | None = None
@@ -153,6 +189,7 @@ class System:
                 group.start_soon(self._watch, "tokenizer thread", self._tokenizer_thread)
                 self._actors["worker"].open(self._loop)
                 self._tell("worker", Begin())
+                self.watchdog.start(self._loop)
                 self._tokenizer_thread.put(LOAD_TOKENIZER)
                 try:
                     if (vocabulary := await self._tokens()) is not None:
@@ -198,11 +235,14 @@ class System:
         assert self._loop is not None
         self._scheduler = Scheduler(self._limits, vocabulary)
         self._actors["scheduler"] = self._make_actor("scheduler", self._scheduler)
+        self.inspector.watch(self._scheduler, self._actors["scheduler"])
         for name in ("scheduler", "gate", "engine"):
             self._actors[name].open(self._loop)
 
     def _shut(self) -> None:
         """Stop every actor, also when some of them are broken; what streams are left hear why."""
+        self.watchdog.stop()
+        self.inspector.feed.close()
         stop = Stop(self.error)
         takers: list[Callable[[Any], None]] = [self._actors[name].handle for name in ("engine", "gate")]
         # The worker's last effect closes the device.
@@ -243,11 +283,12 @@ class System:
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, prompt: Prompt, params: SamplingParams, seed: int) -> StreamHandle:
+    def add(self, name: str, prompt: Prompt, params: SamplingParams, seed: int, owner: str = "") -> StreamHandle:
         """Ask for admission; raises `EngineOverloaded`, `EngineDraining` or `EngineClosed` when it is refused."""
         if self._stopping is not None and self._stopping.is_set():
             raise EngineClosed(self.error or "the engine is not running")
         handle = self._admission.add(name, prompt, params, seed)
+        self.inspector.arrived(handle.stream_id, name, owner, params)
         assert self._idle is not None
         self._idle.clear()
         return handle
@@ -289,7 +330,9 @@ class System:
         elif to == "incidents":
             self.incidents.take(event)
         else:
-            if type(event) is Departed:
+            if type(event) is MakeBatch:
+                self.steps.asked()
+            elif type(event) is Departed:
                 self._admission.note_departed(event)
                 if self._idle is not None and self._loop is not None:
                     self._loop.call_soon(self._idle.set)
@@ -301,16 +344,22 @@ class System:
             assert actor.statistics().state == "DEAD", f"the mailbox of {to} is full: admission should have seen to it"
 
     def _deliver(self, event: Any) -> None:
+        started_s = time.perf_counter()
         try:
             self._streams.take(event)
+            self.steps.delivered(time.perf_counter() - started_s)
         except Exception as error:
             self._died("streams", error)
 
     def _start_job(self, job: Any) -> None:
+        if type(job) is Run:
+            self.steps.launched(job.plan)
         self._link.put(job)
 
     def _from_device(self, event: Any) -> None:
-        if isinstance(event, JobFailed):
+        if isinstance(event, StepDone | StepFailed):
+            self.steps.returned(event)
+        elif isinstance(event, JobFailed):
             self._device_error = self._device_error or event.message
             if event.job == "Close":  # nobody waits for it, but somebody should know
                 logger.warning("the device could not be closed: %s", event.message)
@@ -340,6 +389,15 @@ class System:
                 self._vocabulary.set_exception(result)
         else:
             self._tell("engine", self._checked(result))
+
+    def _see_tokenizer(self) -> Sighting:
+        """What the watchdog sees of the tokenizer."""
+        thread = self._tokenizer_thread
+        if self._tokenizer is None:
+            state = TokenizerState.LOADING
+        else:
+            state = TokenizerState.ENCODING if thread.num_waiting else TokenizerState.IDLE
+        return Sighting("tokenizer", state, thread.since_s)
 
     def _checked(self, result: Encoded | EncodeFailed) -> Encoded | EncodeFailed:
         """`result`, unless the tokenizer used a token that the model has no row for."""
@@ -400,3 +458,18 @@ class System:
     def actors(self) -> list[ActorStatistics]:
         """Each actor's state, dwell time and mailbox depth."""
         return [actor.statistics() for actor in self._actors.values()]
+
+    def last_steps(self, last: int) -> list[StepRecord]:
+        """The newest `last` steps by phase."""
+        return self.steps.records(last, is_running=self._worker.state is WorkerState.RUNNING)
+
+    def health(self) -> HealthRecord:
+        """Whether everything moves, and whether a stream would be let in."""
+        return self.overview.health(state=str(self._engine.state), is_ready=self.is_ready, why_not=self.error)
+
+    def inject(self, kind: str, **how: Any) -> None:
+        """Let something fail, for a drill; raises `InvalidParameter` when it cannot."""
+        if kind in (FREEZE_ACTOR, THAW_ACTOR):
+            self.overview.freeze(kind, **how)
+        else:
+            self._link.inject(kind, **how)

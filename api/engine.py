@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -22,11 +22,14 @@ import msgspec
 
 from novainfer.actors.admission import AdmissionStatistics
 from novainfer.actors.device import Device, ModelSettings
+from novainfer.actors.feed import FEED_EVENTS_MAX, Subscription
 from novainfer.actors.incidents import IncidentRecord
 from novainfer.actors.link import MakeLink, ThreadLink
 from novainfer.actors.location import ModelLocation
 from novainfer.actors.process import ProcessLink
+from novainfer.actors.records import ActorRecord, HealthRecord, KvRecord, RequestRecord
 from novainfer.actors.spec import DeviceSpec, ModelSpec, Progress
+from novainfer.actors.steps import PhaseTotals, StepRecord
 from novainfer.actors.streams import StreamHandle
 from novainfer.actors.system import System
 from novainfer.actors.tokenizer import Tokenizer, load_tokenizer
@@ -75,7 +78,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine at one moment; counts are in requests, tokens, blocks and steps, and totals only grow."""
+    """An engine at one moment; counts are in requests, tokens, blocks and steps, and totals only grow.
+
+    `request_states` counts live choices by state, `incidents` what went wrong by kind; `rung` is that of the ladder.
+    """
 
     state: str
     num_running: int = 0
@@ -93,6 +99,11 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     step_failures: int = 0
     requests_finished: dict[str, int] = {}
+    request_states: dict[str, int] = {}
+    incidents: dict[str, int] = {}
+    worker_losses: int = 0
+    rung: str = "FULL"
+    phases: PhaseTotals = PhaseTotals()
     admission: AdmissionStatistics = AdmissionStatistics()
 
 
@@ -126,6 +137,8 @@ class Engine:
             make_link=_link(config, device or ModelSpec(_settings(config, location)), on_progress),
             load_tokenizer=lambda: tokenizer or load_tokenizer(tokenizer_location.path(), is_asked_for=is_asked_for),
             limits=limits,
+            step_timeout_s=config.step_timeout_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
             max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens, config.max_num_overflow_reqs),
             stall_timeout_s=config.stall_timeout_s,
             restarts=RestartPolicy(config.max_restarts, config.restart_window_s) if is_process else RestartPolicy(),
@@ -176,14 +189,21 @@ class Engine:
     # ---- requests ------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt: PromptLike, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        owner: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """Stream the answer to `prompt`; leaving early (break, aclose, a cancelled task) cancels the request.
+
+        `owner` says whose request it is, for `requests(owner)` and its like; the server passes a digest of the key.
 
         Raises `EngineOverloaded` (with `retry_after_s`), `EngineDraining`, `InvalidParameter`,
         `ContextLengthExceeded`, `RequestCancelled`, `RequestTimeout`, `StepFailedError` or `EngineDead`.
         """
-        name = self.add_request(prompt, params, request_id=request_id)
+        name = self.add_request(prompt, params, request_id=request_id, owner=owner)
         try:
             while (delta := await self.wait_result(name)) is not None:
                 yield delta
@@ -191,7 +211,12 @@ class Engine:
             self._leave(name)
 
     def add_request(
-        self, prompt: PromptLike, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        owner: str = "",
     ) -> str:
         """Begin a request without waiting; returns its id, which is `request_id` if that is given and not in use.
 
@@ -209,7 +234,7 @@ class Engine:
         name = request_id or secrets.token_hex(8)
         if name in self._handles:
             name = f"{name}-{secrets.token_hex(4)}"
-        self._handles[name] = self._system.add(name, wanted, params, seed & SEED_MASK)
+        self._handles[name] = self._system.add(name, wanted, params, seed & SEED_MASK, owner)
         return name
 
     async def wait_result(self, request_id: str) -> Delta | None:
@@ -258,7 +283,7 @@ class Engine:
         state = str(self._system.engine_state)
         found = self._system.scheduler_statistics()
         if found is None:
-            return EngineStatistics(state=state)
+            return EngineStatistics(state=state, incidents=dict(self._system.incidents.counts))
         return EngineStatistics(
             state=state,
             num_running=found.num_running,
@@ -276,12 +301,60 @@ class Engine:
             steps=found.steps_total,
             step_failures=found.step_failures_total,
             requests_finished={str(state): count for state, count in found.finished_total.items()},
+            request_states=dict(self._system.inspector.counts()),
+            incidents=dict(self._system.incidents.counts),
+            worker_losses=found.worker_losses_total,
+            rung=str(found.rung),
+            phases=self._system.steps.totals(),
             admission=self._system.admission_statistics(),
         )
 
-    def errors(self) -> list[IncidentRecord]:
+    # `owner` is as in `generate`: only what concerns its requests is told; None: everything.
+
+    def requests(self, owner: str | None = None, ids: Collection[str] | None = None) -> list[RequestRecord]:
+        """Those that live, by arrival, then the newest 1024 that ended: where each is, since when, and why it waits."""
+        return self._system.inspector.requests(owner, ids)
+
+    def actors(self) -> list[ActorRecord]:
+        """What each actor does and since when, how many messages wait for it, and the process it lives in."""
+        return self._system.overview.actors()
+
+    def kv(self) -> KvRecord | None:
+        """KV blocks by the state of whoever owns them; None before the KV cache is there."""
+        return self._system.inspector.kv()
+
+    def steps(self, last: int = 100) -> list[StepRecord]:
+        """The newest steps, at most 1024, the newest last: what was in each, and how long its phases took."""
+        return self._system.last_steps(last)
+
+    def errors(self, owner: str | None = None) -> list[IncidentRecord]:
         """What went wrong lately and what was done about it, the newest last; at most 1000."""
-        return self._system.incidents.records()
+        return self._system.incidents.records(owner)
+
+    def events(self, owner: str | None = None, *, limit: int = FEED_EVENTS_MAX) -> Subscription:
+        """Transitions and incidents from now on, in batches; who is more than `limit` events behind loses the oldest.
+
+        Use it in `with`: as long as somebody listens, each transition costs a few microseconds.
+        """
+        return self._system.inspector.subscribe(owner, limit=limit)
+
+    def health(self) -> HealthRecord:
+        """Whether everything moves, and whether a request sent now would be taken."""
+        return self._system.health()
+
+    def inject(self, kind: str, **how: Any) -> None:
+        """Let something fail, for a drill: the device ("oom", "exception", "stall", …) or an actor ("freeze_actor").
+
+        Raises `InvalidParameter`, naming the field, when that cannot be done.
+        """
+        self._system.inject(kind, **how)
+
+    async def dump_recorder(self, path: str | Path | None = None) -> Path:
+        """Write the flight recorder's last minutes to `path`, or to a new file in `recorder_dir`; returns where it is.
+
+        `novainfer replay` runs the file again. It holds prompts and answers. Raises `RecorderUnavailable`.
+        """
+        return await self._system.recorder.dump(Path(path) if path is not None else None)
 
     # ---- inside --------------------------------------------------------------------------------------------------
 

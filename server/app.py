@@ -11,9 +11,10 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from novainfer.server import info
+from novainfer.server import info, inspection
 from novainfer.server.chat import create_chat_completion
 from novainfer.server.completions import create_completion
+from novainfer.server.events import stream_events
 from novainfer.server.guard import Guard
 from novainfer.server.openapi import build_openapi
 from novainfer.server.service import Service
@@ -26,6 +27,15 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models", info.list_models),
     ("GET", "/v1/models/{model:path}", info.get_model),
     ("POST", "/v1/requests/{request_id}/cancel", info.cancel_request),
+    ("GET", "/v1/requests", inspection.list_requests),
+    ("GET", "/v1/requests/{request_id}", inspection.get_request),
+    ("GET", "/v1/actors", inspection.list_actors),
+    ("GET", "/v1/kv", inspection.get_kv),
+    ("GET", "/v1/machines", inspection.list_machines),
+    ("GET", "/v1/steps", inspection.list_steps),
+    ("GET", "/v1/errors", inspection.list_errors),
+    ("GET", "/v1/events", stream_events),
+    ("POST", "/v1/faults", inspection.inject_fault),
     ("GET", "/health", info.health),
     ("GET", "/healthz", info.health),
     ("GET", "/readyz", info.health),

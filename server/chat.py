@@ -25,7 +25,8 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     service.check_model(body.model)
     params = with_deadline(body.sampling_params(), request.headers)
     prompt = body.prompt()
-    generation = Generation(service, "chatcmpl", wanted_id(body.request_id, exchange.request_id), [prompt], params)
+    name = wanted_id(body.request_id, exchange.request_id)
+    generation = Generation(service, "chatcmpl", name, [prompt], params, exchange.viewer.owner)
     if body.stream:
         first = await generation.first()
         options = ChunkOptions(

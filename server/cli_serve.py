@@ -26,6 +26,11 @@ _PATH = click.Path(exists=True, dir_okay=False, path_type=Path)
     envvar="NOVA_API_KEY",
     help="A key that requests must carry; may be given several times. Probes need none. [env: NOVA_API_KEY]",
 )
+@click.option(
+    "--admin-key",
+    envvar="NOVAINFER_ADMIN_KEY",
+    help="A key that sees and cancels everybody's requests, and may inject faults. [env: NOVAINFER_ADMIN_KEY]",
+)
 @click.option("--ssl-certfile", type=_PATH, help="Certificate (PEM): HTTPS, with HTTP/2 by ALPN.")
 @click.option("--ssl-keyfile", type=_PATH, help="Its key (PEM).")
 @click.option("--self-signed", is_flag=True, help="HTTPS with a certificate made for this run.")
@@ -48,6 +53,7 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
         host=options["host"],
         port=options["port"],
         api_keys=tuple(options["api_keys"]),
+        admin_key=options["admin_key"],
         ssl_certfile=options["ssl_certfile"],
         ssl_keyfile=options["ssl_keyfile"],
         self_signed=options["self_signed"],

@@ -26,7 +26,8 @@ async def create_completion(service: Service, request: Request) -> Response | Ev
     params = with_deadline(body.sampling_params(), request.headers)
     prompts = body.prompts()
     echoes = body.echoes(prompts)
-    generation = Generation(service, "cmpl", wanted_id(body.request_id, exchange.request_id), prompts, params)
+    name = wanted_id(body.request_id, exchange.request_id)
+    generation = Generation(service, "cmpl", name, prompts, params, exchange.viewer.owner)
     if body.stream:
         first = await generation.first()
         options = ChunkOptions(

@@ -5,13 +5,16 @@ Errors that only HTTP can have extend the one tree of `novainfer` here:
     CallerError
     ├── MalformedBody         400  the body is not JSON
     ├── AuthenticationError   401  no API key, or a wrong one
+    ├── PermissionDenied      403  a known key that may not do this, or what is switched off
     ├── PathNotFound          404  nothing is served at this path
     ├── MethodNotAllowed      405  not with this method
     ├── BodyTimeout           408  the body did not arrive in time
     ├── PayloadTooLarge       413  the body is over the limit
     └── UnsupportedMediaType  415  the body is not declared as JSON
     ServerError
-    └── ModelLoading          503  the model is not loaded yet
+    ├── ModelLoading          503  the model is not loaded yet
+    ├── NotMoving             503  an actor is stuck
+    └── TooManyListeners      503  of the event feed
 """
 
 from __future__ import annotations
@@ -44,6 +47,14 @@ class AuthenticationError(CallerError):
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class PermissionDenied(CallerError):
+    """The key is known, and may not do this; or it is switched off."""
+
+    status = 403
+    type = "permission_error"
+    code = "permission_denied"
 
 
 class PathNotFound(CallerError):
@@ -91,6 +102,16 @@ class ModelLoading(ServerError):
     """The model is not loaded and warm yet."""
 
     code = "model_loading"
+
+
+class NotMoving(ServerError):
+    """An actor has been beyond its deadline; nobody can say when it will go on."""
+
+    code = "engine_stuck"
+
+
+class TooManyListeners(ServerError):
+    """As many clients listen to the event feed as may."""
 
 
 class ErrorDetail(msgspec.Struct):

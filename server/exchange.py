@@ -5,16 +5,28 @@ from __future__ import annotations
 import secrets
 import time
 
+import msgspec
 from starlette.types import Message, Scope, Send
 
 REQUEST_ID_CHARS_MAX = 128
 SCOPE_KEY = "nova.exchange"
 
 
+class Viewer(msgspec.Struct, frozen=True):
+    """What a key may do: its requests are marked with `owner`; it sees those of `sees`, or all if that is None."""
+
+    owner: str = ""
+    sees: str | None = None
+    is_admin: bool = False
+
+
 class Exchange:
     """Follows an answer on its way out: adds the headers every answer has, and knows whether it began and ended."""
 
-    __slots__ = ("_send", "body", "ended", "ignored", "method", "num_bytes", "path", "request_id", "started", "status")
+    __slots__ = (
+        *("_send", "body", "ended", "ignored", "method", "num_bytes", "path", "request_id", "started", "status"),
+        "viewer",
+    )
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.started = time.perf_counter()
@@ -22,6 +34,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.request_id = _request_id(scope)
         self.body = b""
+        self.viewer = Viewer()  # who asks; the guard finds out
         self.ignored = b""  # the value of x-nova-ignored-fields
         self.status = 0  # 0: no answer yet
         self.ended = False

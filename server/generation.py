@@ -25,7 +25,13 @@ class Generation:
     """A generator of deltas over all prompts; `close` once, whatever happened."""
 
     def __init__(
-        self, service: Service, prefix: str, wanted_id: str, prompts: Sequence[Any], params: SamplingParams
+        self,
+        service: Service,
+        prefix: str,
+        wanted_id: str,
+        prompts: Sequence[Any],
+        params: SamplingParams,
+        owner: str = "",
     ) -> None:
         engine = service.ready_engine()
         self._service = service
@@ -34,9 +40,9 @@ class Generation:
         self.created = int(time.time())
         self.model = engine.model_info.name
         self.tally = Tally(len(prompts), params.n)
-        self._live = service.live.open(prefix, wanted_id, len(prompts))
+        self._live = service.live.open(prefix, wanted_id, len(prompts), owner)
         sources = [
-            engine.generate(prompt, params, request_id=engine_id)
+            engine.generate(prompt, params, request_id=engine_id, owner=owner)
             for prompt, engine_id in zip(prompts, self._live.engine_ids, strict=True)
         ]
         self.deltas = sources[0] if len(sources) == 1 else merge_deltas(sources, params.n)

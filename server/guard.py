@@ -26,7 +26,7 @@ from novainfer.server.errors import (
     log_if_ours,
 )
 from novainfer.server.exchange import SCOPE_KEY, Exchange
-from novainfer.server.limits import ClientGone, check_content_type, check_key, read_body
+from novainfer.server.limits import ClientGone, check_content_type, read_body
 from novainfer.server.service import Service
 
 access_log = logging.getLogger("novainfer.access")
@@ -41,7 +41,6 @@ class Guard:
         self._router = router
         self._service = service
         self._labels = labels  # endpoint -> path template, for the metrics
-        self._keys = tuple(key.encode("ascii") for key in service.settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -89,7 +88,7 @@ class Guard:
     async def _admit(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
         refusal: NovaInferError | None = None
         try:
-            check_key(scope, self._keys)
+            exchange.viewer = self._service.keys.identify(scope)
             if scope["method"] == "POST":
                 check_content_type(scope)
         except NovaInferError as error:

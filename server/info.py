@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from novainfer import ModelNotFound, RequestNotFound
+from novainfer.server.errors import NotMoving
+from novainfer.server.exchange import SCOPE_KEY, Exchange
 from novainfer.server.metrics import CONTENT_TYPE
 from novainfer.server.service import Service
 
@@ -34,10 +36,17 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 class Health(msgspec.Struct, kw_only=True):
-    """The answer of the health probes when all is well."""
+    """The answer of the health probes when all is well; `state` is what the engine does."""
 
     status: str = "ok"
     model: str
+    state: str
+
+
+class Alive(msgspec.Struct, kw_only=True):
+    """The answer of `GET /livez`."""
+
+    status: str = "ok"
 
 
 class Cancelled(msgspec.Struct, kw_only=True):
@@ -78,13 +87,20 @@ async def get_model(service: Service, request: Request) -> Response:
 
 
 async def health(service: Service, request: Request) -> Response:
-    """200 when a request sent now would be taken; else 503 with the reason."""
-    return json_response(Health(model=service.ready_engine().model_info.name))
+    """200 when a request sent now would be taken and everything moves; else 503 with the reason."""
+    engine = service.ready_engine()
+    found = engine.health()
+    if not found.is_ready:
+        raise NotMoving(f"The engine stands still: {found.reason}")
+    return json_response(Health(model=engine.model_info.name, state=found.state))
 
 
 async def live(service: Service, request: Request) -> Response:
-    """200 as long as the loop turns: restart the process only when this one fails."""
-    return Response(b'{"status":"ok"}', media_type="application/json")
+    """200 as long as the loop turns and every actor moves: restart the process only when this one fails."""
+    found = service.engine.health() if service.engine is not None else None
+    if found is not None and not found.is_live:
+        raise NotMoving(f"The engine stands still: {found.reason}")
+    return json_response(Alive())
 
 
 async def version(service: Service, request: Request) -> Response:
@@ -95,7 +111,8 @@ async def version(service: Service, request: Request) -> Response:
 async def cancel_request(service: Service, request: Request) -> Response:
     """Cancel by the answer's id or the client's x-request-id; again is fine, unknown is 404."""
     request_id: str = request.path_params["request_id"]
-    found = service.live.find(request_id)
+    exchange: Exchange = request.scope[SCOPE_KEY]
+    found = service.live.find(request_id, exchange.viewer.sees)
     if found is None:
         raise RequestNotFound(f"There is no request {request_id[:200]!r}: it never was, or is long gone")
     engine = service.ready_engine() if not service.is_draining else service.engine

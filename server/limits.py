@@ -1,4 +1,4 @@
-"""What is checked before a handler sees a request: API key, content type, the body's size and its arrival in time.
+"""What is checked before a handler sees a request: content type, the body's size and its arrival in time.
 
 A refused body is still read, up to a limit, before the answer goes out: an early answer makes HTTP/1.1 clients lose
 it to a connection reset, and some HTTP/2 clients too.
@@ -7,33 +7,17 @@ it to a connection reset, and some HTTP/2 clients too.
 from __future__ import annotations
 
 import asyncio
-import hmac
 
 from starlette.types import Receive, Scope
 
-from novainfer.server.errors import AuthenticationError, BodyTimeout, PayloadTooLarge, UnsupportedMediaType
+from novainfer.server.errors import BodyTimeout, PayloadTooLarge, UnsupportedMediaType
 from novainfer.server.exchange import header
 
-PUBLIC_PATHS = frozenset({"/health", "/healthz", "/livez", "/readyz", "/ping"})
 DISCARDED_BYTES_MAX = 4 * 1024 * 1024  # read and dropped from a body over the limit, so that its sender hears why
 
 
 class ClientGone(Exception):
     """The client went away before its request was complete."""
-
-
-def check_key(scope: Scope, keys: tuple[bytes, ...]) -> None:
-    """Raise `AuthenticationError` unless the path is a probe's, no keys are set, or the request carries one of them."""
-    if not keys or scope["path"] in PUBLIC_PATHS:
-        return
-    given = header(scope, b"authorization")
-    if given is None:
-        raise AuthenticationError("This server needs an API key: send the header `Authorization: Bearer KEY`")
-    scheme, _, key = given.partition(b" ")
-    # every key is compared, so that the time taken says nothing about which one came close
-    matches = [hmac.compare_digest(key.strip(), known) for known in keys]
-    if scheme.lower() != b"bearer" or not any(matches):
-        raise AuthenticationError("The API key is not valid on this server")
 
 
 def check_content_type(scope: Scope) -> None:

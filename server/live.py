@@ -9,32 +9,38 @@ FINISHED_MAX = 10_000  # names; a cancel that comes later than so many requests 
 
 
 class LiveRequest:
-    """One HTTP generation: its public id, and the engine's id of each of its prompts."""
+    """One HTTP generation: its public id, the engine's id of each of its prompts, and whose it is."""
 
-    __slots__ = ("cancelled", "engine_ids", "id", "names")
+    __slots__ = ("cancelled", "engine_ids", "id", "names", "owner")
 
-    def __init__(self, request_id: str, names: tuple[str, ...], engine_ids: list[str]) -> None:
+    def __init__(self, request_id: str, names: tuple[str, ...], engine_ids: list[str], owner: str) -> None:
         self.id = request_id
         self.names = names
         self.engine_ids = engine_ids
+        self.owner = owner
         self.cancelled = False
 
 
 class LiveRequests:
-    """A directory of generations by public id (`chatcmpl-…`) and by the client's own id."""
+    """A directory of generations by public id (`chatcmpl-…`) and by the client's own id.
+
+    `sees` is the owner whose generations are found, or None for everybody's.
+    """
 
     def __init__(self) -> None:
         self._live: dict[str, set[LiveRequest]] = {}
-        self._finished: OrderedDict[str, None] = OrderedDict()
+        self._finished: OrderedDict[tuple[str, str], list[str]] = OrderedDict()  # (name, owner) -> the engine's ids
+        self._owners: set[str] = set()  # as many as there are keys
         self.num_live = 0
 
-    def open(self, prefix: str, wanted: str, num_prompts: int) -> LiveRequest:
+    def open(self, prefix: str, wanted: str, num_prompts: int, owner: str = "") -> LiveRequest:
         """Register a generation; an id in use gets a suffix, because a retry must not hit its twin."""
         request_id = f"{prefix}-{wanted}"
         while request_id in self._live:
             request_id = f"{prefix}-{wanted}-{secrets.token_hex(4)}"
         engine_ids = [request_id] if num_prompts == 1 else [f"{request_id}-{i}" for i in range(num_prompts)]
-        live = LiveRequest(request_id, (request_id, wanted), engine_ids)
+        live = LiveRequest(request_id, (request_id, wanted), engine_ids, owner)
+        self._owners.add(owner)
         for name in live.names:
             self._live.setdefault(name, set()).add(live)
         self.num_live += 1
@@ -47,14 +53,23 @@ class LiveRequests:
             group.discard(live)
             if not group:
                 del self._live[name]
-            self._finished[name] = None
-            self._finished.move_to_end(name)
+            key = (name, live.owner)
+            self._finished[key] = live.engine_ids
+            self._finished.move_to_end(key)
         while len(self._finished) > FINISHED_MAX:
             self._finished.popitem(last=False)
         self.num_live -= 1
 
-    def find(self, name: str) -> list[LiveRequest] | None:
+    def find(self, name: str, sees: str | None = None) -> list[LiveRequest] | None:
         """The generations in progress under `name`: none when they have ended, None when there never were any."""
-        if (live := self._live.get(name)) is not None:
-            return list(live)
-        return [] if name in self._finished else None
+        live = [one for one in self._live.get(name, ()) if sees is None or one.owner == sees]
+        return live if live or self._ended(name, sees) else None
+
+    def engine_ids(self, name: str, sees: str | None = None) -> set[str]:
+        """What the engine calls the generations under `name`, in progress and ended; `name` may be its own word."""
+        ids = {name, *(i for ended in self._ended(name, sees) for i in ended)}
+        return ids.union(*(one.engine_ids for one in self.find(name, sees) or ()))
+
+    def _ended(self, name: str, sees: str | None) -> list[list[str]]:
+        owners = self._owners if sees is None else (sees,)
+        return [self._finished[name, owner] for owner in owners if (name, owner) in self._finished]

@@ -12,8 +12,16 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
+
+from novainfer.fsm.ladder import Rung
 
 if TYPE_CHECKING:
     from novainfer.server.service import Service
@@ -88,6 +96,8 @@ class _Scrape(Collector):
             yield from _engine(self._service)
             yield from _requests(self._service)
             yield from _admission(self._service)
+        if self._service.engine is not None:
+            yield from _progress(self._service)
 
 
 def _counter(name: str, text: str, value: float, labels: dict[str, str]) -> CounterMetricFamily:
@@ -99,6 +109,13 @@ def _counter(name: str, text: str, value: float, labels: dict[str, str]) -> Coun
 def _gauge(name: str, text: str, value: float, labels: dict[str, str]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _by(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for value, number in sorted(values.items()):
+        family.add_metric([value], number)
     return family
 
 
@@ -134,12 +151,41 @@ def _engine(service: Service) -> Iterator[Metric]:
     for reason, count in sorted(stats.requests_finished.items()):
         finished.add_metric([*labels.values(), VLLM_REASONS.get(reason, reason)], count)
     yield finished
-    blocks = GaugeMetricFamily("nova_kv_blocks", "KV blocks by state; they add up to the total", labels=["state"])
-    blocks.add_metric(["free"], stats.kv_blocks_free)
-    blocks.add_metric(["cached"], stats.kv_blocks_cached)
-    blocks.add_metric(["owned"], stats.kv_blocks_owned)
-    yield blocks
     yield _counter("nova_steps", "Steps", stats.steps, {})
+    yield _by("nova_request_state", "Live choices by state", "state", stats.request_states)
+    if (kv := engine.kv()) is not None:
+        yield _by("nova_kv_blocks", "KV blocks by their owner's state; they add up to the total", "state", kv.blocks)
+    phases = SummaryMetricFamily("nova_step_seconds", "Time of steps by phase", labels=["phase"])
+    for phase in ("schedule", "device", "outputs"):
+        seconds, count = getattr(stats.phases, phase)
+        phases.add_metric([phase], count_value=count, sum_value=seconds)
+    yield phases
+
+
+def _progress(service: Service) -> Iterator[Metric]:
+    """Whether everything moves, and what went wrong; also while the engine is not ready."""
+    engine = service.engine
+    assert engine is not None
+    health, actors, stats = engine.health(), engine.actors(), engine.statistics()
+    yield _gauge("nova_live", "1 when no actor is stuck or dead", float(health.is_live), {})
+    yield _gauge("nova_loop_lag_seconds", "How late the watchdog's last look came", health.lag_s, {})
+    dwell = GaugeMetricFamily(
+        "nova_state_dwell_seconds", "How long each actor has been in its state", labels=["actor", "state"]
+    )
+    for actor in actors:
+        dwell.add_metric([actor.name, actor.state], actor.dwell_s)
+    yield dwell
+    waits = {actor.name: actor.wait_s for actor in actors}
+    yield _by("nova_mailbox_wait_seconds", "For how long an actor that is stuck has taken no turn", "actor", waits)
+    depths = {actor.name: actor.mailbox_depth for actor in actors}
+    yield _by("nova_mailbox_depth", "Messages that wait for each actor", "actor", depths)
+    incidents = CounterMetricFamily("nova_incidents", "What went wrong, by kind", labels=["kind"])
+    for kind, count in sorted(stats.incidents.items()):
+        incidents.add_metric([kind], count)
+    yield incidents
+    yield _counter("nova_worker_restarts", "Workers that were lost and replaced", stats.worker_losses, {})
+    rungs = {str(rung): float(rung == stats.rung) for rung in Rung}
+    yield _by("nova_ladder_rung", "1 for the rung of the ladder that the engine works on", "rung", rungs)
 
 
 def _admission(service: Service) -> Iterator[Metric]:

@@ -85,6 +85,7 @@ class Server:
             await self._run_engine(make_engine, on_ready)
         finally:
             self.service.is_draining = True
+            self.service.end_feeds()
             close_http.set()
             await asyncio.wait({http}, timeout=FLUSH_TIMEOUT_S)
             config.abort_connections()  # of clients that do not read what is there for them

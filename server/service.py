@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from novainfer import EngineClosed, EngineDraining, ModelNotFound
+from novainfer.inspection import Subscription
+from novainfer.server.access import Keys
 from novainfer.server.engine import ServedEngine
 from novainfer.server.errors import ModelLoading
 from novainfer.server.live import LiveRequests
@@ -26,9 +28,11 @@ class Service:
     def __init__(self, engine: ServedEngine | None, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
+        self.keys = Keys(settings.api_keys, settings.admin_key)
         self.metrics = Metrics()
         self.live = LiveRequests()
         self.is_draining = False
+        self.feeds: set[Subscription] | None = set()  # clients that listen to events; None: no more are taken
         self.was_ready = False
         self.version = package_version()
 
@@ -46,6 +50,12 @@ class Service:
         if self.was_ready:
             raise EngineClosed("The engine has stopped; the log of the server says why")
         raise ModelLoading("The model is still loading: try again in a moment")
+
+    def end_feeds(self) -> None:
+        """Let the event feeds end: they would keep their connections open for ever."""
+        feeds, self.feeds = self.feeds or set(), None
+        for subscription in feeds:
+            subscription.end()
 
     def check_model(self, name: str | None) -> None:
         """Raise `ModelNotFound` unless `name` is the served model (or left out, as there is only one)."""

@@ -18,12 +18,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `sse_keep_alive_interval_s` is the longest silence on a stream before a comment line (0 switches them off).
     `stall_timeout_s` is the engine's: a client that takes nothing for so long loses its request, and after twice as
     long its stream. `body_bytes` limits a request's body; None means 1 MB, or more when the model's context is long.
-    `shutdown_timeout_s` is what running requests get to finish when the server is told to stop.
+    `shutdown_timeout_s` is what running requests get to finish when the server is told to stop. With `api_keys`, each
+    key sees and cancels its own requests only; `admin_key` sees all, and is what drills (`POST /v1/faults`) need.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    admin_key: str | None = None
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     self_signed: bool = False
@@ -56,6 +58,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidParameter("self_signed makes its own certificate; leave ssl_certfile out", param="self_signed")
         if any(not key or not key.isascii() for key in self.api_keys):
             raise InvalidParameter("api_key must be ASCII and not empty", param="api_key")
+        if self.admin_key is not None and (not self.admin_key or not self.admin_key.isascii()):
+            raise InvalidParameter("admin_key must be ASCII and not empty", param="admin_key")
+        if self.admin_key in self.api_keys:
+            raise InvalidParameter("admin_key must not be one of the API keys", param="admin_key")
 
     def body_bytes_max(self, max_model_len: int) -> int:
         """The body limit in bytes for a model whose context is `max_model_len` tokens."""

@@ -34,6 +34,7 @@ def make_system(
     load_tokenizer: Callable[[], Tokenizer] | None = None,
     limits: Limits = LIMITS,
     max_queue: tuple[int, int] = NO_LIMIT,
+    **more: Any,
 ) -> System:
     """A system that is not started yet."""
     return System(
@@ -41,6 +42,7 @@ def make_system(
         load_tokenizer=load_tokenizer or (lambda: tokenizer or ByteTokenizer()),
         limits=limits,
         max_queue=max_queue,
+        **more,
     )
 
 

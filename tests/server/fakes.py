@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from typing import Any
 
 import msgspec
@@ -20,6 +20,17 @@ from novainfer import (
     TokenLogprob,
 )
 from novainfer.actors.admission import AdmissionStatistics
+from novainfer.actors.feed import Feed
+from novainfer.inspection import (
+    ActorRecord,
+    HealthRecord,
+    IncidentRecord,
+    KvRecord,
+    PhaseTotals,
+    RequestRecord,
+    StepRecord,
+    Subscription,
+)
 
 ANSWER = ("Hello", ",", " wor", "ld", "!")
 
@@ -44,6 +55,11 @@ class FakeStatistics(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     steps: int = 0
     requests_finished: dict[str, int] = {}
+    request_states: dict[str, int] = {}
+    incidents: dict[str, int] = {}
+    worker_losses: int = 0
+    rung: str = "FULL"
+    phases: PhaseTotals = PhaseTotals()
     admission: AdmissionStatistics = AdmissionStatistics(rejected_total={"overflow": 2}, cancelled_total={"queue": 3})
 
 
@@ -81,6 +97,9 @@ class FakeEngine:
         self.left_early: list[str] = []  # ids of requests whose reader went away before their end
         self.changed = asyncio.Condition()
         self.start_gate: asyncio.Event | None = None
+        self.stuck: str | None = None  # why it stands still, if a test wants it to
+        self.feed = Feed(lambda is_listened: None)
+        self.injected: list[tuple[str, dict[str, Any]]] = []
 
     async def start(self) -> None:
         if self.start_gate is not None:
@@ -132,8 +151,43 @@ class FakeEngine:
         async with self.changed:
             self.changed.notify_all()
 
+    def health(self) -> HealthRecord:
+        return HealthRecord(
+            is_live=self.stuck is None,
+            is_ready=self.is_ready and self.stuck is None,
+            state="IDLE",
+            reason=self.stuck,
+            late=[],
+            lag_s=0.0,
+        )
+
+    def actors(self) -> list[ActorRecord]:
+        actor = ActorRecord(
+            name="worker-0", state="READY", dwell_s=1.5, mailbox_depth=2, pid=4711, handled_total=9, wait_s=0.0
+        )
+        return [actor]
+
+    def kv(self) -> KvRecord:
+        blocks = {"free": 90, "cached": 6, "DECODE": 4}
+        return KvRecord(block_size=16, total=100, blocks=blocks, host_total=0, host_used=0)
+
+    def requests(self, owner: str | None = None, ids: Collection[str] | None = None) -> list[RequestRecord]:
+        return []
+
+    def steps(self, last: int = 100) -> list[StepRecord]:
+        return []
+
+    def errors(self, owner: str | None = None) -> list[IncidentRecord]:
+        return []
+
+    def events(self, owner: str | None = None) -> Subscription:
+        return self.feed.subscribe(lambda event, whose: event if owner in (None, whose) else None)
+
+    def inject(self, kind: str, **how: Any) -> None:
+        self.injected.append((kind, how))
+
     async def generate(
-        self, prompt: Any, params: SamplingParams | None = None, *, request_id: str | None = None
+        self, prompt: Any, params: SamplingParams | None = None, *, request_id: str | None = None, owner: str = ""
     ) -> AsyncGenerator[Delta, None]:
         params = params or SamplingParams()
         request_id = request_id or f"unnamed-{len(self.seen)}"

@@ -88,7 +88,7 @@ async def test_nothing_is_served_while_the_model_loads(serve: Serve) -> None:
         assert (await client.get("/metrics")).status_code == 200
         engine.start_gate.set()
         await server.ready.wait()
-        assert (await client.get("/health")).json() == {"status": "ok", "model": "fake"}
+        assert (await client.get("/health")).json() == {"status": "ok", "model": "fake", "state": "IDLE"}
 
 
 async def test_models_are_listed(client: httpx.AsyncClient) -> None:
@@ -123,7 +123,7 @@ async def test_metrics_count_what_happened(client: httpx.AsyncClient, engine: Fa
     assert 'nova_terminal_events_total{kind="error"} 1.0' in lines
     assert 'nova_http_requests_total{method="POST",route="/v1/chat/completions",status="200"} 3.0' in lines
     assert 'nova_http_requests_total{method="GET",route="other",status="404"} 1.0' in lines
-    assert 'nova_kv_blocks{state="owned"} 4.0' in lines
+    assert 'nova_kv_blocks{state="DECODE"} 4.0' in lines
 
 
 async def test_two_apps_in_one_process_have_metrics_of_their_own(serve: Serve) -> None:

@@ -172,7 +172,7 @@ async def test_curl_streams(serve: Serve, flags: tuple[str, ...]) -> None:
     )
     assert events(out)[-1] == "[DONE]", err
     out, err = await curl(*flags, "-w", "%{http_version}", f"{server.url}/health")
-    assert out == '{"status":"ok","model":"fake"}' + ("1.1" if flags == ("--http1.1",) else "2"), err
+    assert out == '{"status":"ok","model":"fake","state":"IDLE"}' + ("1.1" if flags == ("--http1.1",) else "2"), err
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
