@@ -224,10 +224,10 @@ class BlockPool:
         assert counts == self._refs, f"references {self._refs} do not match the owners {counts}"
         places = [*self._free, *self._cached, *(b for b, refs in enumerate(self._refs) if refs)]
         assert sorted(places) == list(range(self.num_blocks)), "a block is in no place, or in two"
-        for name, block in self._index.items():
-            assert self._name[block] == name, f"block {block} is indexed under a name it does not have"
-        assert all(self._name[block] in self._index for block in self._cached), "a cached block nobody can find"
-        assert not any(self._name[block] for block in self._free), "a free block has a name"
+        named = {block: name for block, name in enumerate(self._name) if name}
+        assert self._index == {name: block for block, name in named.items()}, "a name that finds another block, or none"
+        assert self._cached.keys() <= named.keys(), "a cached block nobody can find"
+        assert named.keys().isdisjoint(self._free), "a free block has a name"
 
 
 class HostPool:

@@ -17,7 +17,7 @@ from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.simulation import faults
 from novainfer.fsm.simulation.moves import Move, describe, make, next_moves
 from novainfer.fsm.simulation.shape import Shape
-from novainfer.fsm.simulation.snapshot import fingerprint, load, save
+from novainfer.fsm.simulation.snapshot import Saved, has_changed, load, save
 from novainfer.fsm.simulation.world import TO_WORKER, Rows, World
 
 STATES_MAX = 400_000  # a world with more is not small
@@ -54,16 +54,17 @@ def explore(small: SmallWorld, *, states_max: int = STATES_MAX) -> Exploration:
     _come_up(first, small)
     rows: Rows = first.taken
     parents: list[tuple[int, Move]] = [(-1, ())]  # of each state: the state it was first reached from, and how
-    seen = {fingerprint(first)}
-    frontier: deque[tuple[int, int, bytes]] = deque([(0, 0, save(first))])
+    begin = save(first)
+    seen = {begin.key}
+    frontier: deque[tuple[int, int, Saved]] = deque([(0, 0, begin)])
     edges = depth = 0
     while frontier:
-        at, depth, data = frontier.popleft()
-        world = load(data)
+        at, depth, saved = frontier.popleft()
+        world = load(saved, first)
         for number, move in enumerate(moves(world, small)):
             edges += 1
             if number:  # the first one may have the world itself
-                world = load(data)
+                world = load(saved, first)
             try:
                 _make(world, move)
                 _settle(world, small)
@@ -80,11 +81,11 @@ def explore(small: SmallWorld, *, states_max: int = STATES_MAX) -> Exploration:
                     violation=f"{type(error).__name__}: {error}",
                     path=path,
                 )
-            found = fingerprint(world)
-            if found not in seen:
-                seen.add(found)
+            found = save(world)
+            if found.key not in seen:
+                seen.add(found.key)
                 parents.append((at, move))
-                frontier.append((len(parents) - 1, depth + 1, save(world)))
+                frontier.append((len(parents) - 1, depth + 1, found))
         if len(seen) > states_max:
             break
     return Exploration(
@@ -160,11 +161,12 @@ def _settle(world: World, small: SmallWorld) -> None:
     again = True
     while again:
         again = False
-        for link, queue in list(world.links.items()):
+        for link in list(world.busy):
+            queue = world.links[link]
             while queue and (link[1] in ("client", "streams", "incidents") or isinstance(queue[0], Departed | Settled)):
                 world.deliver(link)
                 again = True
-        for stream_id in world.news():
+        for stream_id in world.news() if has_changed(world, "streams") else ():
             if stream_id not in small.slow_readers:
                 world.read(stream_id)
                 again = True

@@ -27,26 +27,27 @@ class Mix:
         if not self.shape.max_restarts and rng.random() < 0.8:  # such a world ends with the first of these
             self.rates |= dict.fromkeys(("hang", "die", "overdue", "poison"), 0.0)
         self.come_up_fails = rng.random() < 0.02
+        self.is_brisk = rng.random() < 0.3  # readers take each token as it comes
         self.lateness_s = 10 ** rng.uniform(-4, 1)
         self.hop_s = 10 ** rng.uniform(-5, -2.5)  # from one machine to the next
         self.step_s = 10 ** rng.uniform(-3, -1.5)  # of the device
         self.jobs_s = 10 ** rng.uniform(-3, 0)  # how long the device's other jobs take, as a share of the longest
-        self.num_clients = rng.choice([8, 12, 16, 24, 32])
-        self.burst = rng.choice([6, 8, 12, 16])  # clients that come together, and
-        self.burst_gap_s = 10 ** rng.uniform(-2, 2.8)  # how far the next ones are behind them
+        self.num_clients = rng.choice([12, 16, 24, 32, 48])
+        self.burst = rng.choice([8, 12, 16, 24])  # clients that come together, and
+        self.burst_gap_s = 10 ** rng.uniform(-1, 3.6)  # how far the next ones are behind them
         self.heal_after_s = 10 ** rng.uniform(-2, 1.5)
         self.prefixes = [[rng.choice(PROMPT_TOKENS) for _ in range(rng.randint(1, 12))] for _ in range(2)]
 
     def _shape(self) -> Shape:
         rng = self.rng
-        max_num_seqs = rng.choice([2, 8, 8, 16, 16])
-        block_size = rng.choice([1, 2, 4, 4, 8])
+        max_num_seqs = rng.choice([2, 8, 16, 16, 32])
+        block_size = rng.choice([1, 2, 4, 4, 8, 8])
         max_model_len = rng.choice([32, 48, 64])
         # Room for one request at least, and for all of them at most.
         most = max_num_seqs * max_model_len // block_size
         least = -(-max_model_len // block_size)
         return Shape(
-            num_blocks=max(least, int(most * rng.choice([0.1, 0.3, 0.5, 0.8]))),
+            num_blocks=max(least, min(int(most * rng.choice([0.1, 0.2, 0.3, 0.5])), 128)),
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=rng.choice([16, 32, 64, 128]),
@@ -76,7 +77,7 @@ class Mix:
         """How long this client takes to come back for more: most at once, some after seconds or minutes."""
         rate = self.rates["stall"]
         if not rate:
-            return self.hop_s
+            return self.hop_s if self.is_brisk else self.step_s * self.rng.random() * 6
         draw = self.rng.random
         if (stream_id * 7919 % 100) / 100 < rate:  # a slow client is slow all the time
             return 10 ** (draw() * 3.3 - 1)
@@ -94,7 +95,7 @@ class Mix:
     def params(self) -> SamplingParams:
         """How a client wants it."""
         rng, draw = self.rng, self.rng.random
-        max_tokens = rng.choice([2, 8, 10, 12, 12, 16, 20, None])
+        max_tokens = rng.choice([2, 8, 10, 12, 12, 16, 16, 20, 24, None])
         stops = draw() < 0.15
         hurry = draw() < self.rates["timeout"]
         return SamplingParams(

@@ -1,4 +1,4 @@
-"""A world as bytes: to go back to (`save`, `load`), and to recognise (`fingerprint`)."""
+"""A world as bytes: to go back to, and to recognise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copyreg
 import io
 import marshal
 import pickle
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from enum import Enum
 from hashlib import blake2b
@@ -23,6 +23,7 @@ from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.request import Request, RequestState
 from novainfer.fsm.scheduler import Scheduler, SchedulerState
+from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.simulation.world import Rows, World
 from novainfer.fsm.stream import StreamState
@@ -51,7 +52,6 @@ SKIPPED: dict[str, frozenset[str]] = {
     "TextAssembler": frozenset(["_longest_stop", "_plain", "_show_special", "_stops", "_vocabulary", "include_stop"]),
     "Trouble": frozenset(["limits", "planner"]),
     "Worker": frozenset(["_effects", "_found", "_policy"]),
-    "World": frozenset(["_driver", "_trace", "busy", "counts", "machines", "now_s", "shape", "taken"]),
     "_Room": frozenset(["_max_reqs", "_max_tokens"]),
     "_WatchedRequest": frozenset(
         ["_effects", "_taken", "max_len", "names", "num_prompt", "params", "seed", "stop_ids"]
@@ -81,33 +81,142 @@ def _by_number(constant: Any) -> tuple[Callable[[int], Any], tuple[int]]:
     return _constant, (at,)
 
 
+def _new_checks() -> Checks:
+    return object.__new__(Checks)
+
+
 _STATES = (EngineState, GateState, RequestState, Rung, SchedulerState, StreamState, WorkerState)
 _REDUCERS: dict[type, Any] = {
     **copyreg.dispatch_table,
+    Checks: lambda checks: (_new_checks, (), {name: v for name, v in checks.__dict__.items() if name != "world"}),
     **dict.fromkeys((Arrive, Limits, Rows, SamplingParams, Shape, Vocabulary, *_STATES), _by_number),
 }
 
 
-def save(world: World) -> bytes:
-    """The world as it is; parameters, the vocabulary and the count of rows are shared with all its copies."""
-    for link in [link for link, queue in world.links.items() if not queue]:
-        del world.links[link]
-    buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, 5)
-    pickler.dispatch_table = _REDUCERS
-    pickler.dump(world)
-    return buffer.getvalue()
+class Saved:
+    """A world, part by part; `key` is equal for worlds that will behave the same."""
+
+    __slots__ = ("data", "key")
+
+    def __init__(self, data: tuple[Any, ...], key: tuple[Any, ...]) -> None:
+        self.data = data
+        self.key = key
 
 
-def load(data: bytes) -> World:
-    """A world as it was."""
-    world: World = pickle.loads(data)
-    return world
+# A part that nobody looked at after `load` is not read, and not saved again: most moves concern two or three.
+OBJECTS = ("gate", "engine", "scheduler", "worker", "device", "clients", "streams", "checks")  # pickled, each by itself
+MESSAGES = ("links", "jobs", "late", "encodings", "timers")  # nobody changes a message: all worlds may hold the same
+VALUES = ("budget", "is_closed", "is_draining", "is_stopped")
+PARTS: tuple[tuple[str, ...], ...] = (*((name,) for name in OBJECTS), (*MESSAGES, "busy", *VALUES))
+_part_of = {name: at for at, names in enumerate(PARTS) for name in names}
+_known: tuple[dict[bytes, int], ...] = tuple({} for _ in OBJECTS)  # of each: its bytes, and the number of its content
+_contents: tuple[dict[bytes, int], ...] = tuple({} for _ in OBJECTS)  # the same content may be written in several ways
+_messages: dict[int, tuple[Any, bytes]] = {}  # by identity: the message, which stays alive, and its content
 
 
-def fingerprint(world: World) -> bytes:
+class _Copy(World):
+    """A world whose parts are read when they are asked for."""
+
+    def __init__(self, saved: Saved, shape: Shape, taken: Rows) -> None:
+        self.saved = saved
+        self.shape = shape
+        self.taken = taken
+        self.now_s = 0.0
+        self.counts = Counter()
+        self._trace = self._driver = None
+        _read_rest(self, saved.data[-1])
+
+    def __getattr__(self, name: str) -> Any:
+        part = _part_of.get(name)
+        if part is None:
+            raise AttributeError(name)
+        found = self.__dict__[name] = pickle.loads(self.saved.data[part])
+        if name == "checks":
+            found.world = self
+        return found
+
+
+def has_changed(world: World, name: str) -> bool:
+    """Whether the attribute may differ from when the world was loaded: somebody has asked for it."""
+    return name in world.__dict__
+
+
+def save(world: World) -> Saved:
+    """The world as it is; messages, parameters and the count of rows are shared with all its copies."""
+    before = world.saved if isinstance(world, _Copy) else None
+    data: list[Any] = []
+    key: list[Any] = []
+    for part, name in enumerate(OBJECTS):
+        if before is not None and name not in world.__dict__:
+            data.append(before.data[part])
+            key.append(before.key[part])
+            continue
+        buffer = io.BytesIO()
+        pickler = pickle.Pickler(buffer, 5)
+        pickler.dispatch_table = _REDUCERS
+        pickler.dump(getattr(world, name))
+        written = buffer.getvalue()
+        known = _known[part]
+        number = known.get(written)
+        if number is None:
+            content = _digest(plain(getattr(world, name)))
+            number = known[written] = _contents[part].setdefault(content, len(_contents[part]))
+        data.append(written)
+        key.append(number)
+    rest, rest_key = _write_rest(world)
+    return Saved((*data, rest), (*key, rest_key))
+
+
+def load(saved: Saved, like: World) -> World:
+    """A world as it was; it has the size of `like`, and counts rows together with it."""
+    return _Copy(saved, like.shape, like.taken)
+
+
+def fingerprint(world: World) -> tuple[Any, ...]:
     """Equal for worlds that will behave the same; all that decides what can come is in it."""
-    return blake2b(marshal.dumps(plain(world), 2), digest_size=16).digest()
+    return save(world).key
+
+
+def _write_rest(world: World) -> tuple[Any, Any]:
+    """Messages on their way, and values; with the key to them."""
+    links = [(link, tuple(world.links[link])) for link in world.busy]
+    values = tuple(world.budget.items()), world.is_closed, world.is_draining, world.is_stopped
+    jobs, late = tuple(world.jobs), tuple(world.late)
+    encodings, timers = tuple(world.encodings.items()), tuple(world.timers.items())
+    key = (
+        tuple(sorted([(link, *map(_content, queue)) for link, queue in links])),
+        tuple(map(_content, jobs)),
+        tuple([(link, _content(event)) for link, event in late]),
+        tuple(sorted([stream_id for stream_id, _ in encodings])),
+        frozenset([timer for timer, _ in timers]),
+        frozenset(values[0]),
+        values[1:],
+    )
+    return (links, jobs, late, encodings, timers, values), key
+
+
+def _read_rest(world: World, rest: Any) -> None:
+    links, jobs, late, encodings, timers, values = rest
+    world.links = {link: deque(queue) for link, queue in links}
+    world.busy = [link for link, _ in links]
+    world.jobs = deque(jobs)
+    world.late = list(late)
+    world.encodings = dict(encodings)
+    world.timers = dict(timers)
+    budget, world.is_closed, world.is_draining, world.is_stopped = values
+    world.budget = dict(budget)
+
+
+def _content(message: Any) -> bytes:
+    """What a message says; worked out once."""
+    found = _messages.get(id(message))
+    if found is None:
+        found = _messages[id(message)] = message, _digest(plain(message))
+    return found[1]
+
+
+def _digest(content: Any) -> bytes:
+    return blake2b(marshal.dumps(content, 2), digest_size=16).digest()
 
 
 def plain(thing: Any) -> Any:
@@ -138,9 +247,7 @@ def _object(thing: Any) -> tuple[Any, ...]:
     found: list[Any] = [kind.__name__]
     for name in names:
         value = getattr(thing, name)
-        if name == "links":
-            found.append(tuple(sorted((link, plain(queue)) for link, queue in value.items() if queue)))
-        elif name in ORDERED:
+        if name in ORDERED:
             found.append(tuple(value))
             found.append(plain(value))
         else:

@@ -150,12 +150,6 @@ class World:
         )
         self.scheduler.watch(self.taken)
         self.worker = Worker(RestartPolicy(max_restarts=shape.max_restarts, window_s=shape.restart_window_s))
-        self.machines: dict[str, Machine] = {
-            "gate": self.gate,
-            "engine": self.engine,
-            "scheduler": self.scheduler,
-            "worker": self.worker,
-        }
         self.now_s = 0.0
         self.links: dict[Link, deque[Any]] = {}
         self.busy: list[Link] = []  # links with messages
@@ -180,6 +174,11 @@ class World:
         return ScriptedDevice(
             shape.num_blocks, shape.block_size, shape.max_num_seqs, num_host_blocks=shape.num_host_blocks, epoch=epoch
         )
+
+    @property
+    def machines(self) -> dict[str, Machine]:
+        """All of which there is one, by name."""
+        return {"gate": self.gate, "engine": self.engine, "scheduler": self.scheduler, "worker": self.worker}
 
     @property
     def has_begun(self) -> bool:
@@ -281,7 +280,7 @@ class World:
                 self.everybody(Cause.DRAIN, self.gate.overflow)
             elif isinstance(event, CancelAll):  # who came after it at the gate, and before it here, is cancelled too
                 self.everybody(event.cause)
-            self.handle(to, self.machines[to], event)
+            self.handle(to, getattr(self, to), event)
             self.checks.after(to, event)
 
     def _to_streams(self, event: Stop | Outputs | StallOver) -> None:
