@@ -21,6 +21,7 @@ from novainfer.actors.mailbox import Actor
 from novainfer.actors.records import ChoiceRecord, KvRecord, RequestRecord, Transition
 from novainfer.actors.streams import Streams
 from novainfer.fsm.engine import Engine, EngineState
+from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.gate import Gate
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Planner
@@ -187,6 +188,15 @@ class Inspector:
             if (owner is None or whose == owner) and (ids is None or record.id in ids)
         ]
         return live + ended
+
+    def slot_of(self, name: str) -> int:
+        """The device's slot of a request that runs; raises `InvalidParameter` when it holds none."""
+        for note in self._notes.values():
+            if note.id == name:
+                for request in note.requests:
+                    if request.slot >= 0:
+                        return request.slot
+        raise InvalidParameter(f"the request {name[:200]!r} does not run now: it holds no slot", param="request")
 
     def counts(self) -> Counter[str]:
         """Live requests by state, each choice counted; cheap."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from novainfer.actors.inspector import shown_name
 from novainfer.actors.mailbox import Actor
@@ -69,14 +70,19 @@ class Overview:
             lag_s=verdict.lag_s,
         )
 
-    def freeze(self, kind: str, actor: str = "scheduler") -> None:
+    def freeze(self, kind: str, actor: str | None = None, **how: Any) -> None:
         """Stop this actor's turns, or let it take them again; raises `InvalidParameter` when there is no such actor."""
+        if how:
+            raise InvalidParameter(
+                f'{", ".join(how)}: a fault "{kind}" takes nothing but an actor', param=next(iter(how))
+            )
         places: dict[str, Actor | JobThread] = {shown_name(name): place for name, place in self._actors.items()}
         places |= self._actors
         places[TOKENIZER] = self._tokenizer
-        if actor not in places:
+        if actor is None or actor not in places:
             names = ", ".join(record.name for record in self.actors())
-            raise InvalidParameter(f"there is no actor {actor!r}: it is one of {names}", param="actor")
+            what = "actor is required" if actor is None else f"there is no actor {actor!r}"
+            raise InvalidParameter(f"{what}: it is one of {names}", param="actor")
         if kind == THAW_ACTOR:
             places[actor].thaw()
         else:

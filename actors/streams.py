@@ -137,11 +137,6 @@ class Streams:
         entry = self._streams.get(stream_id)
         return entry[0] if entry is not None else None
 
-    def name_of(self, stream_id: int) -> tuple[str, str] | None:
-        """The request id of a stream, and its owner; None when it is forgotten."""
-        entry = self._streams.get(stream_id)
-        return (entry[0].name, "") if entry is not None else None
-
     def forget(self, stream_id: int) -> None:
         """Nobody will read this stream (any more); its outputs, if more come, go nowhere."""
         entry = self._streams.pop(stream_id, None)

@@ -468,8 +468,10 @@ class System:
         return self.overview.health(state=str(self._engine.state), is_ready=self.is_ready, why_not=self.error)
 
     def inject(self, kind: str, **how: Any) -> None:
-        """Let something fail, for a drill; raises `InvalidParameter` when it cannot."""
+        """Let something fail, for a drill; raises `InvalidParameter` when it cannot. `request` becomes its slot."""
         if kind in (FREEZE_ACTOR, THAW_ACTOR):
             self.overview.freeze(kind, **how)
         else:
+            if (name := how.pop("request", None)) is not None:
+                how["slot"] = self.inspector.slot_of(name)
             self._link.inject(kind, **how)

@@ -42,6 +42,9 @@ def explain(error: msgspec.ValidationError) -> MalformedBody | InvalidParameter:
     match = _PATH.match(str(error))
     assert match is not None
     what, path = match["what"], match["path"] or ""
+    if what.startswith("Object contains unknown field") and (unknown := _FIELD.search(what)) is not None:
+        path = f"{path}.{unknown['field']}" if path else unknown["field"]
+        return InvalidParameter(f"{path} is not a field of this body", param=path)
     if (missing := _FIELD.search(what)) is not None:
         path = f"{path}.{missing['field']}" if path else missing["field"]
         return InvalidParameter(f"{path} is required", param=path)
