@@ -32,6 +32,13 @@ class RequestList(msgspec.Struct, kw_only=True):
     data: list[RequestRecord]
 
 
+class RequestDetail(RequestRecord, frozen=True, kw_only=True):
+    """The answer of `GET /v1/requests/{id}`: its first prompt, and in `data` all that were sent under that id."""
+
+    object: str = "request"
+    data: list[RequestRecord]
+
+
 class ActorList(msgspec.Struct, kw_only=True):
     """The answer of `GET /v1/actors`."""
 
@@ -171,7 +178,7 @@ async def get_request(service: Service, request: Request) -> Response:
     found = _engine(service).requests(sees, service.live.engine_ids(name, sees))
     if not found:
         raise RequestNotFound(f"There is no request {name[:200]!r}: it never was, or is long gone")
-    return _json({**msgspec.structs.asdict(found[0]), "object": "request", "data": found})
+    return _json(RequestDetail(data=found, **msgspec.structs.asdict(found[0])))
 
 
 async def list_actors(service: Service, request: Request) -> Response:

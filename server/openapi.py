@@ -7,19 +7,32 @@ from typing import Any
 import msgspec
 
 from novainfer.server.errors import ErrorBody
-from novainfer.server.info import Cancelled, Health, Model, ModelList, Version
+from novainfer.server.info import Alive, Cancelled, Health, Model, ModelList, Version
+from novainfer.server.inspection import (
+    ActorList,
+    ErrorList,
+    Fault,
+    Injected,
+    Kv,
+    MachineList,
+    RequestDetail,
+    RequestList,
+    StepList,
+)
 from novainfer.server.protocol import ChatCompletionRequest, CompletionRequest
 from novainfer.server.replies import ChatCompletion, Completion
 
+READY_PROBES = ("/health", "/healthz", "/readyz", "/ping")
 ERRORS = {
     400: "a field is wrong, unsupported, or too long for the context",
     401: "the API key is missing or wrong",
+    403: "the admin key is needed, or there is none",
     404: "no such model, request or path",
     408: "the body, or the request's own deadline, took too long",
     413: "the body is over the limit",
     415: "the body is not declared as JSON",
     500: "the server failed on this request",
-    503: "full, loading or shutting down; see Retry-After",
+    503: "full, loading, shutting down or stuck; see Retry-After",
 }
 
 
@@ -31,7 +44,8 @@ def build_openapi(version: str) -> dict[str, Any]:
     """The document as a dict."""
     types = (
         *(ChatCompletionRequest, CompletionRequest, ChatCompletion, Completion),
-        *(ModelList, Model, Health, Cancelled, Version, ErrorBody),
+        *(ModelList, Model, Health, Alive, Cancelled, Version, ErrorBody),
+        *(RequestList, RequestDetail, ActorList, Kv, MachineList, StepList, ErrorList, Fault, Injected),
     )
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     by_type: dict[type, dict[str, Any]] = dict(zip(types, schemas, strict=True))
@@ -46,6 +60,7 @@ def build_openapi(version: str) -> dict[str, Any]:
         media_type: str = "application/json",
         parameter: str | None = None,
         public: bool = False,
+        query: dict[str, str] | None = None,
     ) -> dict[str, Any]:
         content = _content(by_type[answer] if answer is not None else {"type": "string"}, media_type)
         if streams:
@@ -58,6 +73,11 @@ def build_openapi(version: str) -> dict[str, Any]:
             entry["requestBody"] = {"required": True, "content": _content(by_type[body])}
         if parameter is not None:
             entry["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}]
+        if query:
+            entry["parameters"] = [
+                {"name": name, "in": "query", "description": text, "schema": {"type": "string"}}
+                for name, text in query.items()
+            ]
         if public:
             entry["security"] = []
         return entry
@@ -78,8 +98,40 @@ def build_openapi(version: str) -> dict[str, Any]:
         "/v1/requests/{request_id}/cancel": {
             "post": operation("Cancel a request", Cancelled, errors=(401, 404, 503), parameter="request_id")
         },
-        "/health": {"get": operation("Ready for requests?", Health, **probe)},
-        "/healthz": {"get": operation("Ready for requests?", Health, **probe)},
+        "/v1/requests": {
+            "get": operation(
+                "Where each request is, and why it waits",
+                RequestList,
+                errors=(400, 401, 503),
+                query={"state": "only those in this state", "limit": "at most so many"},
+            )
+        },
+        "/v1/requests/{request_id}": {
+            "get": operation("One request", RequestDetail, errors=(401, 404, 503), parameter="request_id")
+        },
+        "/v1/actors": {"get": operation("What each actor does", ActorList)},
+        "/v1/kv": {"get": operation("KV blocks by the state of their owner", Kv)},
+        "/v1/machines": {"get": operation("The tables that decide", MachineList, errors=(401,))},
+        "/v1/steps": {
+            "get": operation(
+                "The last steps by phase", StepList, errors=(400, 401, 503), query={"last": "how many, at most 1024"}
+            )
+        },
+        "/v1/errors": {"get": operation("What went wrong, and what was done about it", ErrorList)},
+        "/v1/events": {
+            "get": operation(
+                "Transitions and incidents as they happen",
+                None,
+                media_type="text/event-stream",
+                errors=(400, 401, 503),
+                query={"types": "some of actor,request,incident"},
+            )
+        },
+        "/v1/faults": {
+            "post": operation("Let something fail, for a drill", Injected, body=Fault, errors=(400, 401, 403, 503))
+        },
+        **{path: {"get": operation("Ready for requests?", Health, **probe)} for path in READY_PROBES},
+        "/livez": {"get": operation("Does everything move?", Alive, **probe)},
         "/version": {"get": operation("Version", Version)},
         "/metrics": {"get": operation("Prometheus metrics", None, media_type="text/plain", errors=(401,))},
     }
