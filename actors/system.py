@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from novainfer.actors.inspector import Inspector
 from novainfer.actors.link import DeviceLink, MakeLink
 from novainfer.actors.mailbox import Actor, ActorStatistics
 from novainfer.actors.overview import FREEZE_ACTOR, THAW_ACTOR, Overview
+from novainfer.actors.recorder import Recorder
 from novainfer.actors.records import HealthRecord
 from novainfer.actors.steps import StepLog, StepRecord
 from novainfer.actors.streams import StreamHandle, Streams
@@ -86,8 +88,11 @@ class System:
         restarts: RestartPolicy | None = None,
         step_timeout_s: float = 60.0,
         heartbeat_timeout_s: float = 5.0,
+        recorder: Recorder | None = None,
     ) -> None:
         self._load_tokenizer = load_tokenizer
+        self.recorder = recorder or Recorder(is_enabled=False)
+        self._undelivered: deque[Any] = deque()  # on its way to the streams
         self._limits = limits
         # Admission bounds what is in flight, so a full mailbox is a bug: every choice of every stream let in may send
         # its Submit and its cancel in one turn.
@@ -105,6 +110,7 @@ class System:
             "worker": self._make_actor("worker", self._worker),
         }
         self.incidents = Incidents(lambda stream_id: self.inspector.who(stream_id))
+        self.incidents.subscribe(self.recorder.on_incident)
         self.inspector = Inspector(self._gate, self._engine, self._streams, self.incidents, self._actors)
         self.steps = StepLog()
         self._admission = Admission(self._gate, self._streams, ask=self._actors["gate"].handle)
@@ -200,6 +206,8 @@ class System:
         except Exception as error:
             self._fail(error)
         finally:
+            with anyio.CancelScope(shield=True):
+                await self.recorder.wait_written()
             if self._ready is not None and not self._ready.done():
                 closed = EngineClosed("the engine was closed while it was starting")
                 self._ready.set_exception(ModelLoadError(self.error) if self.error else closed)
@@ -236,6 +244,7 @@ class System:
         self._scheduler = Scheduler(self._limits, vocabulary)
         self._actors["scheduler"] = self._make_actor("scheduler", self._scheduler)
         self.inspector.watch(self._scheduler, self._actors["scheduler"])
+        self.recorder.begin(self._actors, self._streams, self._undelivered, vocabulary, self._loop)
         for name in ("scheduler", "gate", "engine"):
             self._actors[name].open(self._loop)
 
@@ -243,6 +252,7 @@ class System:
         """Stop every actor, also when some of them are broken; what streams are left hear why."""
         self.watchdog.stop()
         self.inspector.feed.close()
+        self.recorder.close()
         stop = Stop(self.error)
         takers: list[Callable[[Any], None]] = [self._actors[name].handle for name in ("engine", "gate")]
         # The worker's last effect closes the device.
@@ -274,6 +284,7 @@ class System:
         """An actor raised: a bug. Its streams end with an error, and the system stops."""
         if self.error is None:
             self.error = f"the {name} died: {sentence_of(error)}"
+        self.recorder.dump_soon("died", self.error)
         self._report(self.error, error)
         self._stop()
 
@@ -322,7 +333,8 @@ class System:
         if to == "streams":
             # Not a mailbox but a call, once per step; after the turn of the worker, so that the device starts first.
             assert self._loop is not None
-            self._loop.call_soon(self._deliver, event)
+            self._undelivered.append(event)
+            self._loop.call_soon(self._deliver)
         elif to == "tokenizer":
             self._tokenizer_thread.put(event)
         elif to == "client":
@@ -336,17 +348,25 @@ class System:
                 self._admission.note_departed(event)
                 if self._idle is not None and self._loop is not None:
                     self._loop.call_soon(self._idle.set)
-            self._tell(to, event, urgent)
+            self._pass(to, event, urgent)
 
     def _tell(self, to: str, event: Any, urgent: bool = False) -> None:
-        actor = self._actors[to]
-        if not actor.tell(event, urgent):
-            assert actor.statistics().state == "DEAD", f"the mailbox of {to} is full: admission should have seen to it"
+        """Put what comes from outside the machines into an actor's mailbox; it is recorded in full."""
+        self._must(to, self._actors[to].told(event, urgent))
 
-    def _deliver(self, event: Any) -> None:
+    def _pass(self, to: str, event: Any, urgent: bool = False) -> None:
+        """Put what one machine says to another into its mailbox."""
+        self._must(to, self._actors[to].tell(event, urgent))
+
+    def _must(self, to: str, was_taken: bool) -> None:
+        if not was_taken:
+            state = self._actors[to].statistics().state
+            assert state == "DEAD", f"the mailbox of {to} is full: admission should have seen to it"
+
+    def _deliver(self) -> None:
         started_s = time.perf_counter()
         try:
-            self._streams.take(event)
+            self._streams.take(self._undelivered.popleft())
             self.steps.delivered(time.perf_counter() - started_s)
         except Exception as error:
             self._died("streams", error)
@@ -354,6 +374,7 @@ class System:
     def _start_job(self, job: Any) -> None:
         if type(job) is Run:
             self.steps.launched(job.plan)
+            self.recorder.launched(job.plan)
         self._link.put(job)
 
     def _from_device(self, event: Any) -> None:
@@ -422,6 +443,7 @@ class System:
             self._ready.set_result(event)
         elif isinstance(event, WorkerFailed):
             self.error = event.message
+            self.recorder.dump_soon("failed", event.message)
             if not self._ready.done():
                 self._ready.set_exception(ModelLoadError(event.message))
             self._stop()

@@ -31,7 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     KV blocks of paused and preempted requests are swapped to a pool of `swap_space_gib` GiB of host memory (0: none).
     A request whose reader is slow keeps its KV for `stall_keep_s` seconds and ends after `stall_timeout_s`. `recorder`
-    keeps the last messages of every actor, to be written to a file when something goes wrong.
+    keeps the last messages of every actor; when something goes wrong they are written to a file in `recorder_dir`, for
+    `novainfer replay` (None: nothing is written unless `Engine.dump_recorder` asks for it).
     """
 
     model: str | Path = DEMO_MODEL
@@ -66,6 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stall_timeout_s: float = 300.0
     max_num_overflow_reqs: int = 1024
     recorder: bool = True
+    recorder_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         check_types(self)

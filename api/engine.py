@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Collection
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +28,7 @@ from novainfer.actors.incidents import IncidentRecord
 from novainfer.actors.link import MakeLink, ThreadLink
 from novainfer.actors.location import ModelLocation
 from novainfer.actors.process import ProcessLink
+from novainfer.actors.recorder import Recorder
 from novainfer.actors.records import ActorRecord, HealthRecord, KvRecord, RequestRecord
 from novainfer.actors.spec import DeviceSpec, ModelSpec, Progress
 from novainfer.actors.steps import PhaseTotals, StepRecord
@@ -99,12 +101,12 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     step_failures: int = 0
     requests_finished: dict[str, int] = {}
+    admission: AdmissionStatistics = AdmissionStatistics()
     request_states: dict[str, int] = {}
     incidents: dict[str, int] = {}
     worker_losses: int = 0
     rung: str = "FULL"
     phases: PhaseTotals = PhaseTotals()
-    admission: AdmissionStatistics = AdmissionStatistics()
 
 
 class Engine:
@@ -137,10 +139,11 @@ class Engine:
             make_link=_link(config, device or ModelSpec(_settings(config, location)), on_progress),
             load_tokenizer=lambda: tokenizer or load_tokenizer(tokenizer_location.path(), is_asked_for=is_asked_for),
             limits=limits,
-            step_timeout_s=config.step_timeout_s,
-            heartbeat_timeout_s=config.heartbeat_timeout_s,
             max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens, config.max_num_overflow_reqs),
             stall_timeout_s=config.stall_timeout_s,
+            recorder=_recorder(config),
+            step_timeout_s=config.step_timeout_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
             restarts=RestartPolicy(config.max_restarts, config.restart_window_s) if is_process else RestartPolicy(),
         )
         self._random = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
@@ -301,12 +304,12 @@ class Engine:
             steps=found.steps_total,
             step_failures=found.step_failures_total,
             requests_finished={str(state): count for state, count in found.finished_total.items()},
+            admission=self._system.admission_statistics(),
             request_states=dict(self._system.inspector.counts()),
             incidents=dict(self._system.incidents.counts),
             worker_losses=found.worker_losses_total,
             rung=str(found.rung),
             phases=self._system.steps.totals(),
-            admission=self._system.admission_statistics(),
         )
 
     # `owner` is as in `generate`: only what concerns its requests is told; None: everything.
@@ -469,4 +472,10 @@ def _settings(config: EngineConfig, location: ModelLocation) -> ModelSettings:
         num_threads=config.num_threads,
         native=config.native,
         batch_invariant=config.batch_invariant,
+        swap_space_gib=config.swap_space_gib,
     )
+
+
+def _recorder(config: EngineConfig) -> Recorder:
+    folder = Path(config.recorder_dir) if config.recorder_dir is not None else None
+    return Recorder(folder, is_enabled=config.recorder)

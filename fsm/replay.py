@@ -82,11 +82,19 @@ class Replayed(msgspec.Struct, kw_only=True):
     difference: Difference | None = None
     reproduced: str | None = None  # the exception that was recorded, and came again
     is_gone: bool = False  # an exception was recorded, and did not come again
+    violation: str | None = None  # what did not hold in the scheduler, and since when, as far as it was looked at
 
     @property
     def is_same(self) -> bool:
         """True when the same transitions were taken, to the end."""
         return self.difference is None and not self.is_gone
+
+
+# What reading a log may raise that has no sense in it, though its checksum is right.
+_NONSENSE = (
+    *(PackError, msgspec.MsgspecError, RecursionError),
+    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+)
 
 
 class _Differs(Exception):
@@ -97,17 +105,23 @@ class _Gone(Exception):
     """A recorded exception did not come."""
 
 
-def replay(image: Image) -> Replayed:
-    """Run `image` again. Raises `DamagedRecording` when it makes no sense."""
+def replay(image: Image, *, check: bool = False) -> Replayed:
+    """Run `image` again. Raises `DamagedRecording` when it makes no sense.
+
+    Who owns which block is checked at the end, and with `check` after each message to the scheduler.
+    """
     run = _Run(image)
+    run.checks_all = check
     try:
         run.run()
+        if run.found.reproduced is None:
+            run.check()
     except _Differs as difference:
         found = run.found
         found.difference = Difference(found.segments, run.entry, run.seconds, str(difference))
     except _Gone:
         run.found.is_gone = True
-    except (PackError, IndexError, msgspec.MsgspecError) as error:
+    except _NONSENSE as error:
         raise DamagedRecording(f"segment {run.found.segments} of the recording cannot be read: {error}") from None
     return run.summary()
 
@@ -141,6 +155,7 @@ class _Run:
     def __init__(self, image: Image) -> None:
         self.image = image
         self.found = Replayed(transitions={}, last=[], incidents=[])
+        self.checks_all = False
         self.entry = 0
         self.vocabulary = Vocabulary.build(image.token_bytes, frozenset(image.special_ids))
         self.known = known_of(self.vocabulary)
@@ -177,12 +192,23 @@ class _Run:
                 self._compare(segment.snapshot)
             self._hash = 0
             self.entry = 0
-            for tag, body in _entries(segment.log):
+            for tag, body in entries(segment.log):
                 self.entry += 1
                 self.found.entries += 1
                 self._take(tag, body)
         self._now_us = max(self._now_us, self.image.ended_us)
         self._compare(self.image.now)
+
+    def check(self) -> None:
+        """Look whether everything has the owner it should have; the first time that it has not is kept."""
+        scheduler = self._machines.get("scheduler")
+        if self.found.violation is not None or not isinstance(scheduler, Scheduler) or scheduler.state == "STARTING":
+            return
+        try:
+            scheduler.check()
+        except AssertionError as error:
+            where = f"segment {self.found.segments}, entry {self.entry}, {self.seconds:.6f} s after its beginning"
+            self.found.violation = f"{where}: {_short(str(error))}"
 
     def summary(self) -> Replayed:
         """What was seen."""
@@ -261,7 +287,10 @@ class _Run:
         self._taken[actor, before, kind, after] += 1
         self._last.append((self._now_us, actor, before, kind, after))
         if actor == STREAMS:
-            self._to_streams(event)
+            try:
+                self._to_streams(event)
+            except Exception as error:
+                raise _Differs(f"a stream raised {_said(error)} when {kind} came") from None
             return
         machine = self._machines[actor]
         if machine.state != before:
@@ -273,6 +302,8 @@ class _Run:
         if machine.state != after:
             raise _Differs(f"{actor} went from {before} to {after} when {kind} came, and goes to {machine.state}")
         self._perform(actor, effects)
+        if self.checks_all and actor == "scheduler":
+            self.check()
 
     def _next_event(self, name: str, actor: str, kind: str) -> Any:
         if name == "":
@@ -313,7 +344,10 @@ class _Run:
         stream = self._streams.get(stream_id)
         if stream is None:
             raise _Differs(f"stream {stream_id} was read, and is not there")
-        effects = stream.handle(Read())
+        try:
+            effects = stream.handle(Read())
+        except Exception as error:
+            raise _Differs(f"stream {stream_id} raised {_said(error)} when it was read") from None
         if not effects:
             raise _Differs(f"stream {stream_id} had something to read, and has nothing")
         self.found.events += 1
@@ -376,7 +410,7 @@ def _said(error: BaseException) -> str:
 _decode = msgspec.msgpack.Decoder().decode
 
 
-def _entries(log: bytes) -> Iterator[tuple[int, Any]]:
+def entries(log: bytes) -> Iterator[tuple[int, Any]]:
     """Each entry's tag (or `CODES_FIRST` plus the number of its code) and what follows it."""
     at, end = 0, len(log)
     while at < end:

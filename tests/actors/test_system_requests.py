@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,19 +40,26 @@ ONE_AT_A_TIME = Limits(
 def count_messages(system: System, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count what the actors tell each other from now on, by the kind of message."""
     counted: Counter[str] = Counter()
-    tell, take = system._tell, system._streams.take
-
-    def counted_tell(to: str, event: Any, urgent: bool = False) -> None:
-        counted[type(event).__name__] += 1
-        tell(to, event, urgent)
+    take = system._streams.take
 
     def counted_take(event: Any) -> None:
         counted["to streams"] += 1
         take(event)
 
-    monkeypatch.setattr(system, "_tell", counted_tell)
+    listen(system, monkeypatch, lambda event: counted.update([type(event).__name__]))
     monkeypatch.setattr(system._streams, "take", counted_take)
     return counted
+
+
+def listen(system: System, monkeypatch: pytest.MonkeyPatch, hear: Callable[[Any], None]) -> None:
+    """Have `hear` called with each message to an actor: from outside the machines (`_tell`), or inside (`_pass`)."""
+
+    def heard(tell: Callable[..., None], to: str, event: Any, urgent: bool = False) -> None:
+        hear(event)
+        tell(to, event, urgent)
+
+    for name in ("_tell", "_pass"):
+        monkeypatch.setattr(system, name, partial(heard, getattr(system, name)))
 
 
 @pytest.mark.parametrize("batch", [1, 8, 60])
@@ -81,13 +90,8 @@ async def test_a_step_is_four_messages_and_one_of_outputs_whatever_the_batch(
 async def test_the_next_step_is_sent_off_before_readers_hear_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     async with running() as system:
-        tell, take = system._tell, system._streams.take
-
-        def noted_tell(to: str, event: Any, urgent: bool = False) -> None:
-            order.append(type(event).__name__)
-            tell(to, event, urgent)
-
-        monkeypatch.setattr(system, "_tell", noted_tell)
+        take = system._streams.take
+        listen(system, monkeypatch, lambda event: order.append(type(event).__name__))
         monkeypatch.setattr(system._streams, "take", lambda event: (order.append("outputs"), take(event)))
         await answer(system, [65], params(3))
     steps = [what for what in order if what in ("Launch", "outputs")]
