@@ -12,7 +12,7 @@ import psutil
 
 from novainfer.actors.process import ProcessLink
 from novainfer.actors.spec import DeviceSpec
-from novainfer.fsm.events import Close, Fit, Load, Run, Spawn, StepPlan, Warm
+from novainfer.fsm.events import Close, Fit, JobDone, Load, Run, Spawn, StepPlan, Warm
 from tests.actors.devices import spec
 from tests.actors.helpers import WAIT_S, eventually
 
@@ -56,8 +56,11 @@ class Line:
 
     async def up(self, epoch: int = 0, num_blocks: int | None = None) -> list[Any]:
         """Spawn, load, fit and warm; gives the four answers."""
-        jobs = (Spawn(epoch), Load(epoch), Fit(epoch, num_blocks), Warm(epoch))
-        return [await self.ask(job) for job in jobs]
+        answers = []
+        for job in (Spawn(epoch), Load(epoch), Fit(epoch, num_blocks), Warm(epoch)):
+            answers.append(await self.ask(job))
+            assert isinstance(answers[-1], JobDone), answers[-1]
+        return answers
 
     async def step(self, epoch: int = 0, **more: Any) -> Any:
         """One step."""

@@ -1,0 +1,62 @@
+"""A device's process never outlives its engine's, however that ends and whatever the device does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.actors.helpers import WAIT_S, eventually
+from tests.actors.links import appears, is_gone
+
+ENGINE = """
+import asyncio, sys
+from novainfer.actors.process import ProcessLink
+from novainfer.fsm.events import Fit, Load, Run, Spawn, Warm
+from tests.actors.devices import spec
+from tests.actors.links import plan
+
+async def main():
+    events = asyncio.Queue()
+    link = ProcessLink(spec("hanging", at=[sys.argv[1]], mark=sys.argv[2]), events.put_nowait, warm_spare=True)
+    life = asyncio.create_task(link.run())
+    for job in (Spawn(0), Load(0), Fit(0), Warm(0)):
+        link.put(job)
+        await events.get()
+    while "Load" not in link._spare.ahead:
+        await asyncio.sleep(0.005)
+    print(link.pid, link._spare.child.pid, flush=True)
+    link.put(Run(plan()))
+    await life
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("device", ["idle", "hung", "frozen"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_it_is_gone_when_its_engine_is(tmp_path: Path, device: str, number: signal.Signals) -> None:
+    if device == "frozen" and sys.platform != "linux":
+        pytest.skip("only Linux ends a stopped process with its parent")
+    mark = tmp_path / "hangs"
+    engine = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", ENGINE, "run" if device == "hung" else "never", str(mark)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert engine.stdout is not None
+    async with asyncio.timeout(WAIT_S):
+        pids = [int(pid) for pid in (await engine.stdout.readline()).split()]
+    assert len(pids) == 2
+    if device == "hung":
+        await appears(mark)
+    if device == "frozen":
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+    engine.send_signal(number)
+    await engine.communicate()
+    await eventually(lambda: all(map(is_gone, pids)))

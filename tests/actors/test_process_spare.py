@@ -1,0 +1,146 @@
+"""A warm spare: loaded ahead, it takes over at once; one that is lost is replaced, but not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from novainfer.actors import process
+from novainfer.actors.process import SPARE_DEATHS_MAX
+from novainfer.fsm.events import DeviceLost, Fit, JobDone, Load, Spawn, StepDone, Warm
+from tests.actors.devices import spec
+from tests.actors.helpers import eventually
+from tests.actors.links import Line, appears, is_gone, linked
+
+
+def spare_of(line: Line) -> Any:
+    device = line.link._spare
+    assert device is not None
+    line.pids.add(device.child.pid)
+    return device
+
+
+def is_ready(line: Line) -> bool:
+    spare = line.link._spare
+    return spare is not None and "Warm" in spare.ahead
+
+
+async def kill(line: Line, pid: int | None = None) -> None:
+    os.kill(pid or line.link.pid, signal.SIGKILL)
+    if pid is None:
+        assert isinstance(await line.next(), DeviceLost)
+
+
+async def test_it_takes_over_with_everything_done() -> None:
+    async with linked(spec("raising", at=[]), warm_spare=True) as line:
+        first = await line.up(0, num_blocks=9)
+        await eventually(lambda: is_ready(line))
+        spare = spare_of(line)
+        asked = dict(spare.asked)
+        await kill(line)
+        again = await line.up(1, num_blocks=9)
+        assert line.link._current is spare
+        assert asked == {} == spare.asked, "nothing had to be asked for"
+        assert again[0] == JobDone("Spawn", {"pid": spare.child.pid, "spare": True}, 1)
+        assert [(a.job, a.value, a.epoch) for a in again[1:]] == [(a.job, a.value, 1) for a in first[1:]]
+        assert await line.step(1) == StepDone(1, 1, [66])
+        await eventually(lambda: is_ready(line))  # and there is another one
+        assert spare_of(line).child.pid != line.link.pid
+
+
+async def test_it_stands_by_only_once_the_worker_is_warm() -> None:
+    async with linked(warm_spare=True) as line:
+        for job in (Spawn(0), Load(0), Fit(0)):
+            await line.ask(job)
+            assert line.link._spare is None
+        await line.ask(Warm(0))
+        assert line.link._spare is not None
+
+
+async def test_needed_while_it_loads_it_takes_over_and_answers_when_it_has_loaded(tmp_path: Path) -> None:
+    mark, gate = tmp_path / "loading", tmp_path / "gate"
+    gate.touch()
+    async with linked(spec("gated", at=["load"], mark=str(mark), gate=str(gate)), warm_spare=True) as line:
+        await line.up()
+        gate.unlink()
+        mark.unlink(missing_ok=True)
+        await appears(mark)
+        spare = spare_of(line)
+        await kill(line)
+        assert (await line.ask(Spawn(1))).value["spare"]
+        line.link.put(Load(1))
+        assert line.nothing_came()
+        gate.touch()
+        loaded = await line.next()
+        assert (loaded.job, loaded.epoch) == ("Load", 1)
+        assert await line.ask(Fit(1, 5)) == JobDone("Fit", {"num_blocks": 5}, 1)
+        assert line.link._current is spare
+
+
+async def test_a_cache_of_another_size_is_made_anew() -> None:
+    async with linked(spec("raising", at=[]), warm_spare=True) as line:
+        await line.up(0, num_blocks=9)
+        await eventually(lambda: is_ready(line))
+        await kill(line)
+        for job in (Spawn(1), Load(1)):
+            await line.ask(job)
+        assert await line.ask(Fit(1, 12)) == JobDone("Fit", {"num_blocks": 12}, 1)
+
+
+async def test_where_memory_is_not_lazy_it_only_loads() -> None:
+    async with linked(spec("fake"), warm_spare=True) as line:
+        await line.up()
+        await eventually(lambda: "Load" in spare_of(line).ahead)
+        assert spare_of(line).asked == {}
+        await kill(line)
+        assert [answer.job for answer in await line.up(1)] == ["Spawn", "Load", "Fit", "Warm"]
+
+
+async def test_one_that_dies_is_replaced_but_not_for_ever() -> None:
+    async with linked(spec("raising", at=[]), warm_spare=True) as line:
+        await line.up()
+        for _ in range(SPARE_DEATHS_MAX - 1):
+            await eventually(lambda: is_ready(line))
+            pid = spare_of(line).child.pid
+            await kill(line, pid)
+            await eventually(lambda pid=pid: line.link._spare is not None and line.link._spare.child.pid != pid)
+        await kill(line, spare_of(line).child.pid)
+        await eventually(lambda: line.link._spare is None)
+        assert await line.step() == StepDone(1, 0, [66])
+        assert line.nothing_came()
+
+
+async def test_one_that_cannot_load_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with linked(spec("raising", at=["load"]), warm_spare=True) as line:
+        await line.ask(Spawn(0))
+        line.link._start_spare()
+        line.pids.add(spare_of(line).child.pid)
+        await eventually(lambda: len(line.link._spare_deaths) == SPARE_DEATHS_MAX)
+        assert line.link._spare is None
+    assert "it could not load the model: RuntimeError: a fault of its own" in caplog.text
+
+
+async def test_a_frozen_one_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "SPARE_SILENCE_S", 0.3)
+    async with linked(spec("raising", at=[]), warm_spare=True) as line:
+        await line.up()
+        await eventually(lambda: is_ready(line))
+        spare = spare_of(line)
+        os.kill(spare.child.pid, signal.SIGSTOP)
+        loop = asyncio.get_running_loop()
+        await eventually(lambda: (spare.child.look(), loop.time() - spare.child.heard_s > 0.3)[1])
+        await kill(line)
+        assert not (await line.ask(Spawn(1))).value["spare"]
+        await eventually(lambda: is_gone(spare.child.pid))
+
+
+async def test_it_is_gone_with_the_worker() -> None:
+    async with linked(warm_spare=True) as line:
+        await line.up()
+        pid = spare_of(line).child.pid
+    assert is_gone(pid)
