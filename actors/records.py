@@ -17,7 +17,7 @@ class Transition(msgspec.Struct, frozen=True, gc=False):
     time: float
 
 
-class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True):
+class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One choice of a request; see `RequestRecord`."""
 
     index: int
@@ -32,7 +32,7 @@ class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     history: list[Transition]
 
 
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request: where it is, since when (`dwell_s`; 0 once it has ended), and why it waits, if it does.
 
     `reason` is "overflow", "tokenizing", "queue", "blocks", "slots", "prefix", "swapped", "recovering" or "paused: slow

@@ -32,7 +32,7 @@ class RequestList(msgspec.Struct, kw_only=True):
     data: list[RequestRecord]
 
 
-class RequestDetail(RequestRecord, frozen=True, kw_only=True):
+class RequestDetail(RequestRecord, frozen=True, kw_only=True, gc=False):
     """The answer of `GET /v1/requests/{id}`: its first prompt, and in `data` all that were sent under that id."""
 
     object: str = "request"
