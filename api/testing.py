@@ -31,6 +31,9 @@ __all__ = [
 
 
 def replay_recording(data: bytes) -> Replayed:
-    """What happens when the recording in `data` is run again; raises `DamagedRecording` when it cannot be read."""
+    """What happens when the recording in `data` is run again, with a check of who owns what after each message.
+
+    Raises `DamagedRecording` when it cannot be read.
+    """
     image, _ = decode_dump(data)
-    return replay(image)
+    return replay(image, check=True)

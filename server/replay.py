@@ -32,8 +32,9 @@ class Unreadable(click.ClickException):
 @click.option(
     "--to-test", type=click.Path(dir_okay=False, path_type=Path), help="Write the incident as a pytest file, and stop."
 )
+@click.option("--check", is_flag=True, help="Check after each message who owns which block; slower.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-def replay_command(file: Path, to_test: Path | None, as_json: bool) -> None:
+def replay_command(file: Path, to_test: Path | None, check: bool, as_json: bool) -> None:
     """Run FILE, which the flight recorder has written, again: without model, device or GPU.
 
     The same state machines are told the same messages, and must take the same transitions, plan the same steps and
@@ -43,7 +44,7 @@ def replay_command(file: Path, to_test: Path | None, as_json: bool) -> None:
     try:
         image, about = decode_dump(file.read_bytes())
         began_s = time.perf_counter()
-        found = replay(image)
+        found = replay(image, check=check)
     except DamagedRecording as error:
         raise Unreadable(f"{file}: {error}") from None
     except OSError as error:
@@ -72,6 +73,8 @@ def _tell(file: Path, about: About, found: Replayed, took_s: float) -> None:
         echo("choices ended, since the start: " + ", ".join(f"{n} {state}" for state, n in found.finished.items()))
     _list("incidents:", found.incidents)
     _list("last transitions:", found.last)
+    if found.violation is not None:
+        echo(f"VIOLATION: {found.violation}")
     if found.difference is not None:
         echo(f"DIFFERENT: {found.difference}")
     elif found.is_gone:
@@ -121,6 +124,7 @@ def _as_json(file: Path, about: About, found: Replayed) -> dict[str, Any]:
         "same": found.is_same,
         "reproduced": found.reproduced,
         "gone": found.is_gone,
+        "violation": found.violation,
         "difference": None
         if difference is None
         else {
@@ -196,4 +200,5 @@ def test_{name}() -> None:
     replayed = replay_recording({source})
     assert replayed.difference is None, f"the machines take another way: {{replayed.difference}}"
     assert replayed.reproduced is None, f"the incident is still there: {{replayed.reproduced}}"
+    assert replayed.violation is None, f"not everything has the owner it should have: {{replayed.violation}}"
 '''
