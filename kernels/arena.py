@@ -7,7 +7,8 @@ other kernels, it loads a copy of its own. One that dies half way leaves a file 
 
 The file: magic, the length of the table (0 until everything is in place), the table as JSON, and from 2 MiB on the
 tensors. Both the file's offsets and the address where it is mapped are multiples of the huge page, so that a stream
-over the weights is as fast as over private memory.
+over the weights is as fast as over private memory (Qwen2.5-0.5B in bf16, decoding one row, interleaved with a runner
+that has its own copy: 0.95 to 0.99 of its time; mapping took 0.2 to 0.7 s where packing took 1.5 to 7 s).
 """
 
 from __future__ import annotations
