@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from novainfer.actors.encoding import Encoding
 from novainfer.actors.inspector import shown_name
 from novainfer.actors.mailbox import Actor
 from novainfer.actors.records import ActorRecord, HealthRecord
 from novainfer.actors.thread import JobThread
 from novainfer.actors.watchdog import WORKER, Watchdog
 from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.health import Sighting
 
 TOKENIZER = "tokenizer"
 FREEZE_ACTOR, THAW_ACTOR = "freeze_actor", "thaw_actor"
@@ -27,14 +27,12 @@ class Overview:
         actors: Mapping[str, Actor],
         watchdog: Watchdog,
         *,
-        tokenizer: JobThread,
-        see_tokenizer: Callable[[], Sighting],
+        encoding: Encoding,
         worker_pid: Callable[[], int],
     ) -> None:
         self._actors = actors
         self._watchdog = watchdog
-        self._tokenizer = tokenizer
-        self._see_tokenizer = see_tokenizer
+        self._encoding = encoding
         self._worker_pid = worker_pid
 
     def actors(self) -> list[ActorRecord]:
@@ -78,7 +76,7 @@ class Overview:
             )
         places: dict[str, Actor | JobThread] = {shown_name(name): place for name, place in self._actors.items()}
         places |= self._actors
-        places[TOKENIZER] = self._tokenizer
+        places[TOKENIZER] = self._encoding.thread
         if actor is None or actor not in places:
             names = ", ".join(record.name for record in self.actors())
             what = "actor is required" if actor is None else f"there is no actor {actor!r}"
@@ -89,10 +87,10 @@ class Overview:
             places[actor].freeze()
 
     def _tokenizer_record(self) -> ActorRecord:
-        thread = self._tokenizer
+        thread = self._encoding.thread
         return ActorRecord(
             name=TOKENIZER,
-            state=str(self._see_tokenizer().state),
+            state=str(self._encoding.sighting().state),
             dwell_s=time.monotonic() - thread.since_s,
             mailbox_depth=thread.num_waiting,
             pid=os.getpid(),

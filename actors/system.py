@@ -23,6 +23,7 @@ import anyio
 
 from novainfer.actors.admission import Admission, AdmissionStatistics
 from novainfer.actors.device import sentence_of
+from novainfer.actors.encoding import Encoding
 from novainfer.actors.incidents import Incidents
 from novainfer.actors.inspector import Inspector
 from novainfer.actors.link import DeviceLink, MakeLink
@@ -33,7 +34,7 @@ from novainfer.actors.records import HealthRecord
 from novainfer.actors.steps import StepLog, StepRecord
 from novainfer.actors.streams import StreamHandle, Streams
 from novainfer.actors.thread import JobThread
-from novainfer.actors.tokenizer import Tokenizer, encode_jobs
+from novainfer.actors.tokenizer import Tokenizer
 from novainfer.actors.watchdog import Watchdog
 from novainfer.fsm.engine import Engine, EngineState
 from novainfer.fsm.errors import EngineClosed, ModelLoadError, NovaInferError
@@ -43,8 +44,6 @@ from novainfer.fsm.events import (
     Departed,
     DeviceLost,
     Drain,
-    Encoded,
-    EncodeFailed,
     JobDone,
     JobFailed,
     MakeBatch,
@@ -58,7 +57,6 @@ from novainfer.fsm.events import (
     WorkerReady,
 )
 from novainfer.fsm.gate import Gate, GateState
-from novainfer.fsm.health import Sighting, TokenizerState
 from novainfer.fsm.params import NUM_CHOICES_MAX, SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.scheduler import Scheduler, SchedulerStatistics
@@ -69,9 +67,7 @@ from novainfer.fsm.worker import RestartPolicy, Worker, WorkerState
 logger = logging.getLogger(__name__)
 
 DEVICE_WORD_S = 5.0  # for the device to say what is wrong with a model whose tokenizer cannot be loaded
-LOAD_TOKENIZER = "load"  # the tokenizer thread's first job
 MAILBOX_SPARE = 1024  # messages that belong to no stream: steps, drain, stop, cancels sent twice
-TOKENIZER_BATCH_MAX = 64  # prompts: enough to keep every core busy, and close need not wait for a thousand
 
 
 class System:
@@ -90,7 +86,6 @@ class System:
         heartbeat_timeout_s: float = 5.0,
         recorder: Recorder | None = None,
     ) -> None:
-        self._load_tokenizer = load_tokenizer
         self.recorder = recorder or Recorder(is_enabled=False)
         self._undelivered: deque[Any] = deque()  # on its way to the streams
         self._limits = limits
@@ -115,13 +110,10 @@ class System:
         self.steps = StepLog()
         self._admission = Admission(self._gate, self._streams, ask=self._actors["gate"].handle)
         self._link = make_link(self._from_device)
-        self._tokenizer: Tokenizer | None = None
-        self._tokenizer_thread = JobThread(
-            "novainfer-tokenizer", self._work_of_tokenizer, self._from_tokenizer, batch_max=TOKENIZER_BATCH_MAX
-        )
+        self._encoding = Encoding(load_tokenizer, loaded=self._has_vocabulary, deliver=partial(self._tell, "engine"))
         self.watchdog = Watchdog(
             self._actors,
-            more=lambda: [self._see_tokenizer()],
+            more=lambda: [self._encoding.sighting()],
             silence_s=self._link.silence_s,
             epoch=lambda: self._worker.epoch,
             overdue=partial(self._tell, "worker"),
@@ -132,8 +124,7 @@ class System:
         self.overview = Overview(
             self._actors,
             self.watchdog,
-            tokenizer=self._tokenizer_thread,
-            see_tokenizer=self._see_tokenizer,
+            encoding=self._encoding,
             worker_pid=lambda: self._link.pid,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -144,7 +135,6 @@ class System:
         self._vocabulary: asyncio.Future[Vocabulary | None] | None = None  # None: stopped before it was there
         self._device_error: str | None = None  # the first job that the device failed
         self._loaded = anyio.Event()  # the device has loaded the model, or said why not
-        self._ids_end: int | None = None  # set when the tokenizer has ids that the model has not
         self.error: str | None = None  # what it died of
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -192,11 +182,11 @@ class System:
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._watch, "device", self._link)
-                group.start_soon(self._watch, "tokenizer thread", self._tokenizer_thread)
+                group.start_soon(self._watch, "tokenizer thread", self._encoding.thread)
                 self._actors["worker"].open(self._loop)
                 self._tell("worker", Begin())
                 self.watchdog.start(self._loop)
-                self._tokenizer_thread.put(LOAD_TOKENIZER)
+                self._encoding.begin()
                 try:
                     if (vocabulary := await self._tokens()) is not None:
                         self._open(vocabulary)
@@ -264,7 +254,7 @@ class System:
         for actor in self._actors.values():
             actor.close()
         self._link.stop()
-        self._tokenizer_thread.stop(drop_waiting=True)
+        self._encoding.thread.stop(drop_waiting=True)
         if self._idle is not None:
             self._idle.set()
 
@@ -336,7 +326,7 @@ class System:
             self._undelivered.append(event)
             self._loop.call_soon(self._deliver)
         elif to == "tokenizer":
-            self._tokenizer_thread.put(event)
+            self._encoding.thread.put(event)
         elif to == "client":
             self._to_client(event)
         elif to == "incidents":
@@ -388,47 +378,14 @@ class System:
             self._loaded.set()
         self._tell("worker", event)
 
-    def _work_of_tokenizer(self, jobs: list[Any]) -> list[Any]:
-        """In the tokenizer's thread: load it, which is always the first job, and then encode."""
-        if self._tokenizer is not None:
-            return list(encode_jobs(self._tokenizer, jobs))
-        assert jobs == [LOAD_TOKENIZER]
-        try:
-            self._tokenizer = self._load_tokenizer()
-            return [self._tokenizer.vocabulary()]
-        except Exception as error:
-            return [error]
-
-    def _from_tokenizer(self, result: Any) -> None:
+    def _has_vocabulary(self, found: Vocabulary | Exception) -> None:
         assert self._vocabulary is not None
-        if isinstance(result, Vocabulary | Exception):
-            if self._vocabulary.done():  # closed, or cancelled, while the tokenizer loaded
-                return
-            if isinstance(result, Vocabulary):
-                self._vocabulary.set_result(result)
-            else:
-                self._vocabulary.set_exception(result)
+        if self._vocabulary.done():  # closed, or cancelled, while the tokenizer loaded
+            return
+        if isinstance(found, Vocabulary):
+            self._vocabulary.set_result(found)
         else:
-            self._tell("engine", self._checked(result))
-
-    def _see_tokenizer(self) -> Sighting:
-        """What the watchdog sees of the tokenizer."""
-        thread = self._tokenizer_thread
-        if self._tokenizer is None:
-            state = TokenizerState.LOADING
-        else:
-            state = TokenizerState.ENCODING if thread.num_waiting else TokenizerState.IDLE
-        return Sighting("tokenizer", state, thread.since_s)
-
-    def _checked(self, result: Encoded | EncodeFailed) -> Encoded | EncodeFailed:
-        """`result`, unless the tokenizer used a token that the model has no row for."""
-        if self._ids_end is None or isinstance(result, EncodeFailed):
-            return result
-        highest = max(result.token_ids, default=0)
-        if highest < self._ids_end:
-            return result
-        what = f"the tokenizer's token {highest} is not in the model's vocabulary of {self._ids_end}"
-        return EncodeFailed(result.stream_id, f"{what}: this tokenizer belongs to another model", "prompt")
+            self._vocabulary.set_exception(found)
 
     def _to_client(self, event: Any) -> None:
         if isinstance(event, Rejected):
@@ -439,7 +396,7 @@ class System:
             assert self._vocabulary is not None
             vocabulary = self._vocabulary.result()
             if vocabulary is not None and len(vocabulary.token_bytes) > event.vocab_size:
-                self._ids_end = event.vocab_size
+                self._encoding.limit_ids(event.vocab_size)
             self._ready.set_result(event)
         elif isinstance(event, WorkerFailed):
             self.error = event.message

@@ -15,6 +15,7 @@ import msgspec
 
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.gate import GateState
+from novainfer.fsm.ladder import Rung
 from novainfer.fsm.request import RequestState
 from novainfer.fsm.scheduler import SchedulerState
 from novainfer.fsm.stream import StreamState
@@ -106,6 +107,7 @@ DWELLS: Mapping[type[StrEnum], Mapping[StrEnum, Dwell]] = {
         R.RECOVERING: _any("as long as the worker comes up again, which has deadlines of its own"),
         **{state: ENDED for state in RequestState if state.startswith("FINISHED")},
     },
+    Rung: dict.fromkeys(Rung, _any("it climbs back when it has been quiet for a while")),
     StreamState: {
         StreamState.OPEN: _any("an answer may be long, and each step has a deadline"),
         StreamState.STALLED: _any("its reader's time, which the stall timeout ends"),
