@@ -130,9 +130,16 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 class ModelDevice:
     """A model of `novainfer.kernels` on a CPU or a CUDA device."""
 
-    def __init__(self, settings: ModelSettings, on_progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        settings: ModelSettings,
+        on_progress: Callable[[int, int], None] | None = None,
+        weights_fd: int | None = None,
+    ) -> None:
+        """`weights_fd` is a memfd in which processes share their packed weights."""
         self._settings = settings
         self._on_progress = on_progress
+        self._weights_fd = weights_fd
         self._runner: ModelRunner | None = None
 
     def load(self) -> dict[str, Any]:
@@ -151,6 +158,7 @@ class ModelDevice:
             num_threads=s.num_threads,
             native=s.native,
             batch_invariant=s.batch_invariant,
+            weights_fd=self._weights_fd,
             on_progress=self._on_progress,
         )
         info = self._runner.info
@@ -165,6 +173,7 @@ class ModelDevice:
             "row_invariant": info.row_invariant,
             "kernels": info.kernels,
             "modes": info.modes,
+            "weights": info.weights,
             "kv_is_lazy": s.device == "cpu",  # its memory is taken when it is first written
         }
 

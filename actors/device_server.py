@@ -78,7 +78,9 @@ class DeviceServer:
     def _take(self, message: Any) -> None:
         if type(message) is Hello:
             _log_to(self, message.log_level)
-            self._device = FaultyDevice(message.spec.make(self._on_progress))
+            if message.weights_fd is not None:
+                os.set_inheritable(message.weights_fd, False)
+            self._device = FaultyDevice(message.spec.make(self._on_progress, message.weights_fd))
             return
         assert self._device is not None, "a device's process is told first what it is to be"
         if type(message) is Injection:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections import deque
 from collections.abc import Callable
@@ -96,6 +97,7 @@ class ProcessLink:
         self._is_found = False
         self._why_not: str | None = None
         self._is_closing = False
+        self._weights_fd: int | None = None  # what the worker has packed, the spare finds
         self._stopped = anyio.Event()
         self._changed = anyio.Event()  # a process was reaped
 
@@ -190,7 +192,10 @@ class ProcessLink:
         self._soon(JobDone("Spawn", {"pid": self._current.child.pid, "spare": is_spare}, epoch))
 
     def _start(self, epoch: int) -> _Device:
-        device = _Device(Child(self._heard, self._ended), epoch)
+        if self._warm_spare and self._weights_fd is None and hasattr(os, "memfd_create"):
+            self._weights_fd = os.memfd_create("novainfer-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fds = () if self._weights_fd is None else (self._weights_fd,)
+        device = _Device(Child(self._heard, self._ended, *fds), epoch)
         self._devices[device.child] = device
         if self._is_found:
             self._greet(device)
@@ -212,7 +217,7 @@ class ProcessLink:
         device.is_greeted = True
         if self._why_not is None:
             level = logging.getLogger("novainfer").getEffectiveLevel()
-            device.child.send(device.epoch, Hello(self._spec, level))
+            device.child.send(device.epoch, Hello(self._spec, level, self._weights_fd))
         while device.waiting:
             self._ask(device, device.waiting.popleft())
 
@@ -308,6 +313,9 @@ class ProcessLink:
         if self._devices:
             pids = ", ".join(str(child.pid) for child in self._devices)
             logger.error("processes that do not end, though they were killed: %s", pids)
+        if self._weights_fd is not None:
+            os.close(self._weights_fd)
+            self._weights_fd = None
         if self._finding is not None:
             self._finding.cancel()
             await asyncio.wait({self._finding})

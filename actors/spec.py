@@ -25,9 +25,9 @@ class ModelSpec(msgspec.Struct, frozen=True, tag="model"):
         """Find the model's folder, once for all processes: a hub may be asked for it, which takes its time."""
         self.settings.location.path()
 
-    def make(self, on_progress: Progress | None = None) -> Device:
-        """A new device."""
-        return ModelDevice(self.settings, on_progress)
+    def make(self, on_progress: Progress | None = None, weights_fd: int | None = None) -> Device:
+        """A new device; `weights_fd` is a memfd in which processes share their packed weights."""
+        return ModelDevice(self.settings, on_progress, weights_fd)
 
 
 class FactorySpec(msgspec.Struct, frozen=True, tag="factory"):
@@ -39,7 +39,7 @@ class FactorySpec(msgspec.Struct, frozen=True, tag="factory"):
     def prepare(self) -> None:
         """Nothing to find."""
 
-    def make(self, on_progress: Progress | None = None) -> Device:
+    def make(self, on_progress: Progress | None = None, weights_fd: int | None = None) -> Device:
         """A new device."""
         module, _, name = self.target.partition(":")
         return cast(Device, getattr(import_module(module), name)(**self.arguments))

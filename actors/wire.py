@@ -47,10 +47,14 @@ class LinkError(Exception):
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """The first frame to a device's process: which device it is to be, and from which level on its log matters."""
+    """The first frame to a device's process: which device it is to be, and from which level on its log matters.
+
+    `weights_fd` is a file in memory that the process has inherited, for the weights of all processes of this engine.
+    """
 
     spec: DeviceSpec
     log_level: int
+    weights_fd: int | None = None
 
 
 class Beat(msgspec.Struct, frozen=True):

@@ -11,16 +11,39 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from novainfer.actors.device import ModelSettings
 from novainfer.actors.fake import FakeDevice
-from novainfer.actors.spec import FactorySpec
+from novainfer.actors.location import ModelLocation
+from novainfer.actors.spec import FactorySpec, ModelSpec
 from novainfer.fsm.events import StepDone, StepPlan
 
 
 def spec(name: str = "fake", **arguments: Any) -> FactorySpec:
     """The device that the function `name` here makes."""
     return FactorySpec(f"{__name__}:{name}", arguments)
+
+
+def model(name: str, native: Literal["0", "1"] = "0") -> ModelSpec:
+    """A model of that name, on torch's kernels unless told otherwise."""
+    return ModelSpec(
+        ModelSettings(
+            location=ModelLocation(name),
+            device="cpu",
+            dtype="auto",
+            max_model_len=None,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            block_size=16,
+            kv_cache_capacity_mode="auto",
+            kv_cache_memory_utilization=0.5,
+            num_kv_blocks=None,
+            num_threads=None,
+            native=native,
+            batch_invariant=False,
+        )
+    )
 
 
 class Scripted(FakeDevice):

@@ -15,9 +15,6 @@ import psutil
 import pytest
 
 from novainfer.actors import process
-from novainfer.actors.device import ModelSettings
-from novainfer.actors.location import ModelLocation
-from novainfer.actors.spec import ModelSpec
 from novainfer.fsm.events import (
     Close,
     DeviceLost,
@@ -35,7 +32,7 @@ from novainfer.fsm.events import (
     Switch,
     Warm,
 )
-from tests.actors.devices import spec
+from tests.actors.devices import model, spec
 from tests.actors.helpers import WAIT_S, eventually
 from tests.actors.links import Line, appears, is_gone, linked, plan
 from tests.leftovers import open_files, other_tasks
@@ -236,26 +233,6 @@ async def test_a_process_that_cannot_be_started_is_a_failed_job(monkeypatch: pyt
         assert isinstance(failed, JobFailed)
         assert failed.message.startswith("the device's process cannot be started: ")
     assert open_files() <= files
-
-
-def model(name: str) -> ModelSpec:
-    return ModelSpec(
-        ModelSettings(
-            location=ModelLocation(name),
-            device="cpu",
-            dtype="auto",
-            max_model_len=None,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            block_size=16,
-            kv_cache_capacity_mode="auto",
-            kv_cache_memory_utilization=0.5,
-            num_kv_blocks=None,
-            num_threads=None,
-            native="0",
-            batch_invariant=False,
-        )
-    )
 
 
 async def test_a_model_that_is_not_there_is_one_sentence() -> None:

@@ -13,7 +13,7 @@ import pytest
 from novainfer.actors import process
 from novainfer.actors.process import SPARE_DEATHS_MAX
 from novainfer.fsm.events import DeviceLost, Fit, JobDone, Load, Spawn, StepDone, Warm
-from tests.actors.devices import spec
+from tests.actors.devices import model, spec
 from tests.actors.helpers import eventually
 from tests.actors.links import Line, appears, is_gone, linked
 
@@ -51,6 +51,19 @@ async def test_it_takes_over_with_everything_done() -> None:
         assert await line.step(1) == StepDone(1, 1, [66])
         await eventually(lambda: is_ready(line))  # and there is another one
         assert spare_of(line).child.pid != line.link.pid
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shares memory by memfd")
+async def test_it_shares_the_weights_that_the_worker_has_packed() -> None:
+    async with linked(model("demo", native="1"), warm_spare=True) as line:
+        first = (await line.up())[1].value
+        await eventually(lambda: is_ready(line))
+        await kill(line)
+        second = (await line.up(1))[1].value
+        assert (first["weights"], second["weights"]) in {("packed", "mapped"), ("own", "own")}
+        assert first["weights"] == "packed" or first["kernels"]["linear"] != "native"
+        assert (await line.step(1)).token_ids
 
 
 async def test_it_stands_by_only_once_the_worker_is_warm() -> None:
