@@ -39,6 +39,10 @@ class Pressure(msgspec.Struct, frozen=True):
     message: str
 
 
+class Steady(msgspec.Struct, frozen=True):
+    """The first good step after a quiet time without any: the time begins again."""
+
+
 class Switched(msgspec.Struct, frozen=True):
     """The device computes in this mode: a step in it is done, or it has just come up."""
 
@@ -57,11 +61,13 @@ class Ladder(Machine):
 
     TABLE: ClassVar[Table] = table(
         S,
-        (Pressure, Switched, SwitchFailed, Quiet),
+        (Pressure, Steady, Switched, SwitchFailed, Quiet),
         on(S.FULL, Pressure, "_down", S.FULL, *LOWER),
         on(S.SMALLER_BATCH, Pressure, "_down", *LOWER),
         on(S.PLAIN_KERNELS, Pressure, "_down", S.PLAIN_KERNELS, S.INT8),
         on(S.INT8, Pressure, "_bear", S.INT8),
+        stay(LOWER, Steady, "_bear"),
+        ignore(S.FULL, Steady, "it was climbed while nobody was there to be computed"),
         stay(S, Switched, "_note"),
         on(S.FULL, SwitchFailed, "_back", S.FULL, S.PLAIN_KERNELS, S.INT8),
         on(S.SMALLER_BATCH, SwitchFailed, "_back", *LOWER),
@@ -89,7 +95,7 @@ class Ladder(Machine):
             return self._bear(event)
         return self._go(lower[0], event.message)
 
-    def _bear(self, _: Pressure) -> Rung:
+    def _bear(self, _: Pressure | Steady) -> Rung:
         self._set_timer()
         return self.state
 

@@ -418,7 +418,7 @@ class Scheduler(Machine):
         return [self._end(request, state, End(error=sentence)) for request, sentence in doomed]
 
     def _quiet(self, event: Quiet) -> StrEnum:
-        self.trouble.climb(event, self._effects)
+        self.trouble.quiet(event, self.requests, self._effects)
         return self.state
 
     # ---- for checkers --------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from novainfer.fsm.draft import Flight
 from novainfer.fsm.events import Fault, Incident, Quiet, StepFailed, WorkerLost
-from novainfer.fsm.ladder import Ladder, Pressure, Rung, Switched, SwitchFailed
+from novainfer.fsm.ladder import Ladder, Pressure, Rung, Steady, Switched, SwitchFailed
 from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.request import Request
@@ -26,6 +26,7 @@ OOM_STEPS_MAX = 2  # steps of several requests that ran out of memory, with fewe
 FAILED_ALONE_MAX = 3  # requests that failed alone, one after the other and without a good step: it is not their fault
 LOSSES_SUSPECT = 2  # workers lost under a request since its last token: once is chance, twice is a reason to look
 TRIES_ALONE = 2  # a request that fails alone is tried once more: the first failure may have been another program's
+FAILURES_MAX = TRIES_ALONE * len(Rung)  # of one request alone, whichever way the ladder was climbed meanwhile
 
 HOW = {Fault.OOM: "ran out of memory", Fault.LOST: "ended the worker", Fault.TIMEOUT: "never ended"}
 Doomed = list[tuple[Request, str]]  # requests that must end, and the sentence that their clients are told
@@ -46,6 +47,7 @@ class Trouble:
         self._good_steps = 0
         self._oom_steps = 0  # of several requests, lately
         self._failed_alone = 0  # requests, since the last good step
+        self._is_quiet_due = False  # a quiet time went by without a good step
 
     # ---- whom to try ---------------------------------------------------------------------------------------------
 
@@ -71,6 +73,9 @@ class Trouble:
             self.chunk = min(self.chunk * 2, self.limits.prefill_chunk_tokens)
             self._oom_steps = 0
         self._note_mode(flight, effects)
+        if self._is_quiet_due:
+            self._is_quiet_due = False
+            self.climb(Steady(), effects)
         # Who has seen workers die stays apart until it has a token: the first chunk of a prompt clears nobody.
         if self.suspects and not any(requests[i].losses for i in self.suspects[0] if i in requests):
             self.suspects.popleft()
@@ -108,6 +113,7 @@ class Trouble:
 
     def worker_lost(self, flight: Flight, event: WorkerLost, effects: list[Effect]) -> Doomed:
         """The worker died under a step, which was taken back."""
+        self._good_steps = 0
         if self.suspects:
             self.suspects.popleft()
         members = [request for request, _, _ in flight.rows if not request.ended]
@@ -136,14 +142,14 @@ class Trouble:
         """A step failed in which `request` stood alone: try it once more, or on a lower rung; else it ends."""
         request.failures += 1
         action = "it is tried once more"
-        if request.failures >= TRIES_ALONE:
+        if request.failures % TRIES_ALONE == 0:
             self._failed_alone += 1
             is_systematic = what.fault is Fault.OOM or self._failed_alone >= FAILED_ALONE_MAX
-            if not is_systematic or not self._go_down(what.message, flight, effects):
+            is_hopeless = request.failures >= FAILURES_MAX
+            if is_hopeless or not is_systematic or not self._go_down(what.message, flight, effects):
                 self._report(what, flight, [request], "the request ended with an error", effects)
                 how = HOW.get(what.fault, "failed")
                 return [(request, f"the step that computed this request {how}: {what.message}")]
-            request.failures = 0
             action = f"it is tried again, with the engine at {self.ladder.state}"
         self.suspects.append([request.request_id])
         self._report(what, flight, [request], action, effects)
@@ -169,12 +175,19 @@ class Trouble:
 
     # ---- the ladder ----------------------------------------------------------------------------------------------
 
-    def climb(self, event: Pressure | Switched | SwitchFailed | Quiet, effects: list[Effect]) -> None:
+    def climb(self, event: Pressure | Steady | Switched | SwitchFailed | Quiet, effects: list[Effect]) -> None:
         """Let the ladder take `event`; at the top all limits are what they were."""
         effects += self.ladder.handle(event)
         if self.ladder.state is Rung.FULL:
             self.planner.max_running = self.limits.max_num_seqs
             self.planner.max_tokens = self.limits.max_num_batched_tokens
+
+    def quiet(self, event: Quiet, requests: Mapping[int, Request], effects: list[Effect]) -> None:
+        """Nothing went wrong for a while; where nothing went well either, the time begins with the next good step."""
+        if requests and not self._good_steps:
+            self._is_quiet_due = self.ladder.state is not Rung.FULL
+        else:
+            self.climb(event, effects)
 
     def _go_down(self, why: str, flight: Flight, effects: list[Effect]) -> bool:
         """One rung down, if there is one; the first halves what was too much."""

@@ -139,3 +139,37 @@ def test_every_failed_step_is_an_incident_that_says_what_is_done_about_it():
     assert said[0] == ("oom", [one, two], "its requests are tried in halves")
     assert ("exception", [one], "it is tried once more") in said
     assert said[-1] == ("exception", [one], "the request ended with an error")
+
+
+def test_a_quiet_time_in_which_nothing_went_well_either_counts_from_the_next_good_step():
+    bench = Bench(modes=ALL)
+    bench.submit([1] * 4, max_tokens=20)
+    bench.step()
+    for _ in range(TRIES_ALONE):
+        bench.fail(Fault.OOM)
+    timer = bench.timers[-1].event
+    bench.tell(timer)
+    assert rung(bench) is Rung.SMALLER_BATCH
+    bench.step()
+    assert bench.timers[-1].event != timer
+    bench.tell(bench.timers[-1].event)
+    assert rung(bench) is Rung.FULL
+
+
+def test_a_request_that_fails_on_every_rung_ends_even_if_the_ladder_is_climbed_meanwhile():
+    bench = Bench(modes=ALL)
+    one = bench.submit([1] * 4)
+    other = bench.submit([2] * 4, max_tokens=50)
+    bench.step()
+    for _ in range(200):
+        if one not in bench.scheduler.requests:
+            break
+        if one in bench.rows():
+            bench.fail(Fault.OOM)
+        else:
+            bench.step()
+            for after in bench.timers:
+                bench.tell(after.event)
+    assert bench.end(one).end.error is not None
+    bench.run()
+    assert bench.end(other).end.finish_reason == "length"
