@@ -13,15 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import GRID, Shape, save_checkpoint
-from driver import Driver, make_runner
+from driver import CPU, Driver, make_runner
 
 from novainfer.kernels.arena import Arena
+from novainfer.kernels.choice import build_registry
 from novainfer.kernels.loader import WeightReader
 from novainfer.kernels.make_checkpoint import make_checkpoint
 from novainfer.kernels.runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no memfd")
 
+NATIVE = any(kernel.name == "native" for kernel in build_registry(CPU).implementations("linear"))
 PROMPT = [(7 * i + 3) % 101 for i in range(21)]
 
 
@@ -197,6 +199,8 @@ def test_weights_of_other_files_dtypes_or_kernels_are_not_taken(change: str, tmp
     if change == "dtype":
         runner = make_runner(tmp_path, "torch", weights_fd=fd, dtype="bfloat16")
     elif change == "kernels":
+        if not NATIVE:
+            pytest.skip("there are no native kernels here")
         runner = make_runner(tmp_path, "native", weights_fd=fd)
     else:
         save_checkpoint(GRID[0], tmp_path, seed=1)
@@ -207,6 +211,7 @@ def test_weights_of_other_files_dtypes_or_kernels_are_not_taken(change: str, tmp
     )
 
 
+@pytest.mark.skipif(not NATIVE, reason="there are no native kernels here")
 def test_shared_weights_have_no_int8_and_are_there_again_at_once(tmp_path: Path, fd: int) -> None:
     save_checkpoint(GRID[0], tmp_path)
     runner = make_runner(tmp_path, "native", weights_fd=fd)
@@ -256,6 +261,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not NATIVE, reason="torch's linears have a layout that cannot be shared")
 def test_two_processes_hold_one_copy(tmp_path: Path, fd: int) -> None:
     """Shares of memory (PSS) with one process, with two that share, and with two that do not; MiB."""
     make_checkpoint("47m", tmp_path)
