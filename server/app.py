@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from novainfer.server import info, inspection
+from novainfer.server import info, inspection, recorder
 from novainfer.server.chat import create_chat_completion
 from novainfer.server.completions import create_completion
 from novainfer.server.events import stream_events
@@ -36,6 +36,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/errors", inspection.list_errors),
     ("GET", "/v1/events", stream_events),
     ("POST", "/v1/faults", inspection.inject_fault),
+    ("POST", "/v1/recorder/dump", recorder.dump_recorder),
     ("GET", "/health", info.health),
     ("GET", "/healthz", info.health),
     ("GET", "/readyz", info.health),

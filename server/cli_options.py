@@ -29,7 +29,7 @@ ENGINE_FIELDS = (
     *("prefill_chunk_tokens", "block_size", "enable_prefix_caching", "kv_cache_capacity_mode", "num_kv_blocks"),
     *("kv_cache_memory_utilization", "max_num_queued_reqs", "max_num_queued_tokens", "num_threads", "native"),
     *("batch_invariant", "worker", "warm_spare", "max_restarts", "swap_space_gib", "stall_keep_s", "ladder_quiet_s"),
-    *("max_num_overflow_reqs", "recorder"),
+    *("max_num_overflow_reqs", "recorder", "recorder_dir"),
 )
 # the same, where the field's name ends with the unit and the flag's does not
 ENGINE_DURATIONS = ("step_timeout", "heartbeat_timeout", "restart_window", "stall_timeout")
@@ -165,6 +165,7 @@ def _fault_options() -> list[Callable[[Command], Command]]:
         option("--stall-timeout", type=float, help="Seconds after which a slow reader's request is ended."),
         option("--max-num-overflow-reqs", type=int, help="Requests beyond the queue that may wait if they asked to."),
         option("--recorder/--no-recorder", default=None, help="The flight recorder; on by default."),
+        option("--recorder-dir", type=click.Path(file_okay=False), help="Where it writes its files."),
     ]
 
 

@@ -10,6 +10,7 @@ import click
 from novainfer import EngineConfig
 from novainfer.server.cli_options import engine_config, engine_options, set_up_logging
 from novainfer.server.engine import ServedEngine
+from novainfer.server.recorder import default_folder
 from novainfer.server.settings import ServerSettings
 
 _PATH = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -48,7 +49,7 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
     """Serve MODEL (a folder, a hub name, or the demo model) over OpenAI's HTTP API until Ctrl-C."""
     from novainfer.server.serve import run_server
 
-    config = engine_config(ctx, options, worker="process")
+    config = engine_config(ctx, options, worker="process", recorder_dir=default_folder())
     settings = ServerSettings(
         host=options["host"],
         port=options["port"],

@@ -20,6 +20,7 @@ from novainfer.server.inspection import (
     StepList,
 )
 from novainfer.server.protocol import ChatCompletionRequest, CompletionRequest
+from novainfer.server.recorder import Dumped
 from novainfer.server.replies import ChatCompletion, Completion
 
 READY_PROBES = ("/health", "/healthz", "/readyz", "/ping")
@@ -46,6 +47,7 @@ def build_openapi(version: str) -> dict[str, Any]:
         *(ChatCompletionRequest, CompletionRequest, ChatCompletion, Completion),
         *(ModelList, Model, Health, Alive, Cancelled, Version, ErrorBody),
         *(RequestList, RequestDetail, ActorList, Kv, MachineList, StepList, ErrorList, Fault, Injected),
+        Dumped,
     )
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     by_type: dict[type, dict[str, Any]] = dict(zip(types, schemas, strict=True))
@@ -130,6 +132,7 @@ def build_openapi(version: str) -> dict[str, Any]:
         "/v1/faults": {
             "post": operation("Let something fail, for a drill", Injected, body=Fault, errors=(400, 401, 403, 503))
         },
+        "/v1/recorder/dump": {"post": operation("Write the flight recorder's file", Dumped, errors=(401, 403, 503))},
         **{path: {"get": operation("Ready for requests?", Health, **probe)} for path in READY_PROBES},
         "/livez": {"get": operation("Does everything move?", Alive, **probe)},
         "/version": {"get": operation("Version", Version)},

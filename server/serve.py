@@ -29,6 +29,7 @@ from novainfer.server.app import create_app
 from novainfer.server.engine import ServedEngine
 from novainfer.server.listen import FLUSH_TIMEOUT_S, bind, check_certificate, hypercorn_config
 from novainfer.server.loop import loop_factory
+from novainfer.server.recorder import dump_on_signal
 from novainfer.server.service import Service
 from novainfer.server.settings import ServerSettings
 from novainfer.server.tls import write_self_signed
@@ -184,3 +185,4 @@ def _stop_on_signals(server: Server) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+    dump_on_signal(server.service, loop)

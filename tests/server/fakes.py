@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from novainfer import (
     EngineOverloaded,
     FinishReason,
     NovaInferError,
+    RecorderUnavailable,
     RequestCancelled,
     SamplingParams,
     TokenLogprob,
@@ -100,6 +102,7 @@ class FakeEngine:
         self.stuck: str | None = None  # why it stands still, if a test wants it to
         self.feed = Feed(lambda is_listened: None)
         self.injected: list[tuple[str, dict[str, Any]]] = []
+        self.recording: Path | None = None  # where it is written when somebody asks
 
     async def start(self) -> None:
         if self.start_gate is not None:
@@ -111,6 +114,11 @@ class FakeEngine:
     async def aclose(self) -> None:
         self.is_closed = True
         self.is_ready = False
+
+    async def dump_recorder(self, path: str | Path | None = None) -> Path:
+        if self.recording is None:
+            raise RecorderUnavailable("the flight recorder is off")
+        return self.recording
 
     async def drain(self, timeout_s: float) -> None:
         self.is_draining = True

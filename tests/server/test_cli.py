@@ -14,6 +14,7 @@ import pytest
 from novainfer import EngineConfig, InvalidParameter, ModelLoadError, NovaInferError
 from novainfer.server import cli_chat, cli_generate, cli_serve
 from novainfer.server.cli import COMMANDS, as_flags, main
+from novainfer.server.recorder import default_folder
 from novainfer.server.settings import ServerSettings
 from tests.server.fakes import FakeEngine
 
@@ -48,8 +49,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_without_flags_it_is_the_defaults(served: Any) -> None:
-    assert served() == (EngineConfig(worker="process"), ServerSettings())
-    assert served("--worker", "thread") == (EngineConfig(), ServerSettings())
+    folder = default_folder()
+    assert served() == (EngineConfig(worker="process", recorder_dir=folder), ServerSettings())
+    assert served("--worker", "thread") == (EngineConfig(recorder_dir=folder), ServerSettings())
 
 
 def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
@@ -69,6 +71,7 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         *("--warm-spare", "--step-timeout", "8", "--heartbeat-timeout", "2.5"),
         *("--max-restarts", "7", "--restart-window", "30", "--ladder-quiet-s", "6", "--swap-space-gib", "0.5"),
         *("--stall-keep-s", "3", "--stall-timeout", "40", "--max-num-overflow-reqs", "11", "--no-recorder"),
+        *("--recorder-dir", str(tmp_path / "recordings")),
     )
     assert config == EngineConfig(
         model="org/model",
@@ -103,6 +106,7 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         stall_timeout_s=40.0,
         max_num_overflow_reqs=11,
         recorder=False,
+        recorder_dir=str(tmp_path / "recordings"),
     )
     assert settings == ServerSettings(
         host="0.0.0.0",
