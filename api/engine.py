@@ -14,7 +14,6 @@ import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Collection
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,19 +21,15 @@ from typing import Any, Self
 import msgspec
 
 from novainfer.actors.admission import AdmissionStatistics
-from novainfer.actors.device import Device, ModelSettings
+from novainfer.actors.device import Device
 from novainfer.actors.feed import FEED_EVENTS_MAX, Subscription
 from novainfer.actors.incidents import IncidentRecord
-from novainfer.actors.link import MakeLink, ThreadLink
-from novainfer.actors.location import ModelLocation
-from novainfer.actors.process import ProcessLink
-from novainfer.actors.recorder import Recorder
 from novainfer.actors.records import ActorRecord, HealthRecord, KvRecord, RequestRecord
-from novainfer.actors.spec import DeviceSpec, ModelSpec, Progress
+from novainfer.actors.spec import DeviceSpec, Progress
 from novainfer.actors.steps import PhaseTotals, StepRecord
 from novainfer.actors.streams import StreamHandle
-from novainfer.actors.system import System
-from novainfer.actors.tokenizer import Tokenizer, load_tokenizer
+from novainfer.actors.tokenizer import Tokenizer
+from novainfer.assembly import make_system
 from novainfer.config import EngineConfig
 from novainfer.fsm.errors import (
     ContextLengthExceeded,
@@ -50,15 +45,13 @@ from novainfer.fsm.errors import (
     RequestTimeout,
     StepFailedError,
 )
-from novainfer.fsm.events import Cause, Chat, End, Finished, Prompt
+from novainfer.fsm.events import Cause, End, Finished
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.planner import Limits
 from novainfer.fsm.stream import StreamState
-from novainfer.fsm.worker import RestartPolicy
+from novainfer.prompt import PromptLike, to_prompt
 
 SEED_MASK = 2**64 - 1
-PromptLike = str | list[int] | Chat | dict[str, Any] | list[dict[str, Any]]
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,28 +117,7 @@ class Engine:
         on_progress: Progress | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
-        is_process = config.worker == "process"
-        location = ModelLocation(config.model)
-        is_asked_for = config.tokenizer is not None
-        tokenizer_location = ModelLocation(config.tokenizer) if config.tokenizer is not None else location
-        limits = Limits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            prefill_chunk_tokens=min(config.prefill_chunk_tokens, config.max_num_batched_tokens),
-            block_size=config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-        self._system = System(
-            make_link=_link(config, device or ModelSpec(_settings(config, location)), on_progress),
-            load_tokenizer=lambda: tokenizer or load_tokenizer(tokenizer_location.path(), is_asked_for=is_asked_for),
-            limits=limits,
-            max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens, config.max_num_overflow_reqs),
-            stall_timeout_s=config.stall_timeout_s,
-            recorder=_recorder(config),
-            step_timeout_s=config.step_timeout_s,
-            heartbeat_timeout_s=config.heartbeat_timeout_s,
-            restarts=RestartPolicy(config.max_restarts, config.restart_window_s) if is_process else RestartPolicy(),
-        )
+        self._system = make_system(config, device=device, tokenizer=tokenizer, on_progress=on_progress)
         self._random = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._handles: dict[str, StreamHandle] = {}
         self._info: ModelInfo | None = None
@@ -232,7 +204,7 @@ class Engine:
         if params.n > self.config.max_num_queued_reqs:
             limit = self.config.max_num_queued_reqs
             raise InvalidParameter(f"n must be at most {limit}, not {params.n}", param="n")
-        wanted = _prompt(prompt, self._info.vocab_size)
+        wanted = to_prompt(prompt, self._info.vocab_size)
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         name = request_id or secrets.token_hex(8)
         if name in self._handles:
@@ -385,8 +357,8 @@ class Engine:
 def error_of(end: End, retry_after_s: float) -> NovaInferError:
     """The exception for a bad end; who waited too long is told to come back in `retry_after_s`."""
     if end.cause is Cause.QUEUE:
-        message = f"the queue stayed full for as long as the request was willing to wait: try again in {retry_after_s:.1f} s"
-        return EngineOverloaded(message, retry_after_s=retry_after_s)
+        message = "the queue stayed full for as long as the request was willing to wait"
+        return EngineOverloaded(f"{message}: try again in {retry_after_s:.1f} s", retry_after_s=retry_after_s)
     if end.cause is Cause.TIMEOUT:
         return RequestTimeout("the request's deadline passed before it finished", param="timeout_s")
     if end.cause is Cause.DRAIN:
@@ -402,80 +374,3 @@ def error_of(end: End, retry_after_s: float) -> NovaInferError:
         "stalled": ReaderStalled,
     }
     return kinds.get(end.code, StepFailedError)(message, param=end.param)
-
-
-def _prompt(prompt: PromptLike, vocab_size: int) -> Prompt:
-    """Any of the forms a caller may write, checked."""
-    if isinstance(prompt, dict):
-        if "prompt_token_ids" in prompt:
-            prompt = prompt["prompt_token_ids"]
-            if not isinstance(prompt, list):
-                raise InvalidParameter("prompt_token_ids must be a list of integers", param="prompt")
-        elif "prompt" in prompt:
-            prompt = prompt["prompt"]
-        else:
-            raise InvalidParameter('a prompt dict needs "prompt" or "prompt_token_ids"', param="prompt")
-    if isinstance(prompt, str):
-        if not prompt:
-            raise InvalidParameter("the prompt must not be empty", param="prompt")
-        return prompt
-    if isinstance(prompt, Chat):
-        return _chat(prompt)
-    if not isinstance(prompt, list) or not prompt:
-        kinds = "a string, a list of token ids, or messages"
-        raise InvalidParameter(f"the prompt must be {kinds}, and not empty", param="prompt")
-    if all(isinstance(item, dict) for item in prompt):
-        return _chat(Chat(messages=[item for item in prompt if isinstance(item, dict)]))
-    ids: list[int] = []
-    for item in prompt:
-        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < vocab_size:
-            raise InvalidParameter(
-                f"prompt token ids must be integers from 0 to {vocab_size - 1}, not {item!r}", param="prompt"
-            )
-        ids.append(item)
-    return ids
-
-
-def _chat(chat: Chat) -> Chat:
-    """`chat`, when its messages look like messages; whether they can be rendered is the template's to say."""
-    if not isinstance(chat.messages, list) or not chat.messages:
-        raise InvalidParameter("messages must hold at least one message", param="messages")
-    for at, message in enumerate(chat.messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidParameter(f"messages[{at}] must be a dict with a role and a content", param="messages")
-    return chat
-
-
-def _link(config: EngineConfig, device: Device | DeviceSpec, on_progress: Progress | None) -> MakeLink:
-    """How the worker's machine reaches its device."""
-    if isinstance(device, DeviceSpec):
-        if config.worker == "process":
-            return partial(ProcessLink, device, warm_spare=config.warm_spare, on_progress=on_progress)
-        return partial(ThreadLink, device.make(on_progress))
-    if config.worker == "process":
-        raise InvalidParameter('worker "process" makes its device there, and cannot take one from here', param="worker")
-    return partial(ThreadLink, device)
-
-
-def _settings(config: EngineConfig, location: ModelLocation) -> ModelSettings:
-    return ModelSettings(
-        location=location,
-        device=config.device,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=config.block_size,
-        kv_cache_capacity_mode=config.kv_cache_capacity_mode,
-        kv_cache_memory_utilization=config.kv_cache_memory_utilization,
-        num_kv_blocks=config.num_kv_blocks,
-        num_threads=config.num_threads,
-        native=config.native,
-        batch_invariant=config.batch_invariant,
-        swap_space_gib=config.swap_space_gib,
-    )
-
-
-def _recorder(config: EngineConfig) -> Recorder:
-    folder = Path(config.recorder_dir) if config.recorder_dir is not None else None
-    return Recorder(folder, is_enabled=config.recorder)

@@ -19,12 +19,13 @@ import msgspec
 
 from novainfer.actors.location import DEMO_MODEL
 from novainfer.config import EngineConfig
-from novainfer.engine import Engine, PromptLike
+from novainfer.engine import Engine
 from novainfer.fsm.errors import EngineClosed, InvalidParameter
 from novainfer.fsm.events import Chat
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.params import SamplingParams
 from novainfer.progress import Bar, LoadingBar
+from novainfer.prompt import PromptLike
 
 T = TypeVar("T")
 

@@ -1,0 +1,86 @@
+"""What an engine is made of, by its configuration: the system of actors, the link to the device, the recorder."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from novainfer.actors.device import Device, ModelSettings
+from novainfer.actors.link import MakeLink, ThreadLink
+from novainfer.actors.location import ModelLocation
+from novainfer.actors.process import ProcessLink
+from novainfer.actors.recorder import Recorder
+from novainfer.actors.spec import DeviceSpec, ModelSpec, Progress
+from novainfer.actors.system import System
+from novainfer.actors.tokenizer import Tokenizer, load_tokenizer
+from novainfer.config import EngineConfig
+from novainfer.fsm.errors import InvalidParameter
+from novainfer.fsm.planner import Limits
+from novainfer.fsm.worker import RestartPolicy
+
+
+def make_system(
+    config: EngineConfig,
+    *,
+    device: Device | DeviceSpec | None,
+    tokenizer: Tokenizer | None,
+    on_progress: Progress | None,
+) -> System:
+    """The actors of one engine; `device` and `tokenizer` replace the model's own."""
+    is_process = config.worker == "process"
+    location = ModelLocation(config.model)
+    is_asked_for = config.tokenizer is not None
+    tokenizer_location = ModelLocation(config.tokenizer) if config.tokenizer is not None else location
+    limits = Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefill_chunk_tokens=min(config.prefill_chunk_tokens, config.max_num_batched_tokens),
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    return System(
+        make_link=_link(config, device or ModelSpec(_settings(config, location)), on_progress),
+        load_tokenizer=lambda: tokenizer or load_tokenizer(tokenizer_location.path(), is_asked_for=is_asked_for),
+        limits=limits,
+        max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens, config.max_num_overflow_reqs),
+        stall_timeout_s=config.stall_timeout_s,
+        recorder=_recorder(config),
+        step_timeout_s=config.step_timeout_s,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        restarts=RestartPolicy(config.max_restarts, config.restart_window_s) if is_process else RestartPolicy(),
+    )
+
+
+def _link(config: EngineConfig, device: Device | DeviceSpec, on_progress: Progress | None) -> MakeLink:
+    """How the worker's machine reaches its device."""
+    if isinstance(device, DeviceSpec):
+        if config.worker == "process":
+            return partial(ProcessLink, device, warm_spare=config.warm_spare, on_progress=on_progress)
+        return partial(ThreadLink, device.make(on_progress))
+    if config.worker == "process":
+        raise InvalidParameter('worker "process" makes its device there, and cannot take one from here', param="worker")
+    return partial(ThreadLink, device)
+
+
+def _settings(config: EngineConfig, location: ModelLocation) -> ModelSettings:
+    return ModelSettings(
+        location=location,
+        device=config.device,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        kv_cache_capacity_mode=config.kv_cache_capacity_mode,
+        kv_cache_memory_utilization=config.kv_cache_memory_utilization,
+        num_kv_blocks=config.num_kv_blocks,
+        num_threads=config.num_threads,
+        native=config.native,
+        batch_invariant=config.batch_invariant,
+        swap_space_gib=config.swap_space_gib,
+    )
+
+
+def _recorder(config: EngineConfig) -> Recorder:
+    folder = Path(config.recorder_dir) if config.recorder_dir is not None else None
+    return Recorder(folder, is_enabled=config.recorder)
