@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+import msgspec
 
 from novainfer.actors.admission import Admission, AdmissionStatistics
 from novainfer.actors.device import sentence_of
@@ -70,6 +71,16 @@ DEVICE_WORD_S = 5.0  # for the device to say what is wrong with a model whose to
 MAILBOX_SPARE = 1024  # messages that belong to no stream: steps, drain, stop, cancels sent twice
 
 
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long what may take, in seconds; `EngineConfig` says what each means."""
+
+    step_timeout_s: float = 60.0
+    heartbeat_timeout_s: float = 5.0
+    stall_keep_s: float = 10.0
+    stall_timeout_s: float = STALL_TIMEOUT_S
+    ladder_quiet_s: float = 60.0
+
+
 class System:
     """The actors of one engine, on the running loop."""
 
@@ -80,12 +91,11 @@ class System:
         load_tokenizer: Callable[[], Tokenizer],
         limits: Limits,
         max_queue: tuple[int, ...],
-        stall_timeout_s: float = STALL_TIMEOUT_S,
         restarts: RestartPolicy | None = None,
-        step_timeout_s: float = 60.0,
-        heartbeat_timeout_s: float = 5.0,
+        patience: Patience | None = None,
         recorder: Recorder | None = None,
     ) -> None:
+        self._patience = patience = patience or Patience()
         self.recorder = recorder or Recorder(is_enabled=False)
         self._undelivered: deque[Any] = deque()  # on its way to the streams
         self._limits = limits
@@ -97,7 +107,7 @@ class System:
         self._scheduler: Scheduler | None = None
         self._worker = Worker(restarts)
         self._streams = Streams(
-            self._route, gone=lambda stream: self.inspector.forgotten(stream), stall_timeout_s=stall_timeout_s
+            self._route, gone=lambda stream: self.inspector.forgotten(stream), stall_timeout_s=patience.stall_timeout_s
         )
         self._actors = {
             "gate": self._make_actor("gate", self._gate),
@@ -118,8 +128,8 @@ class System:
             epoch=lambda: self._worker.epoch,
             overdue=partial(self._tell, "worker"),
             report=self.incidents.take,
-            step_timeout_s=step_timeout_s,
-            heartbeat_timeout_s=heartbeat_timeout_s,
+            step_timeout_s=patience.step_timeout_s,
+            heartbeat_timeout_s=patience.heartbeat_timeout_s,
         )
         self.overview = Overview(
             self._actors,
@@ -231,7 +241,10 @@ class System:
     def _open(self, vocabulary: Vocabulary) -> None:
         """Everything is there: the actors that waited for the vocabulary may take their turns."""
         assert self._loop is not None
-        self._scheduler = Scheduler(self._limits, vocabulary)
+        patience = self._patience
+        self._scheduler = Scheduler(
+            self._limits, vocabulary, stall_keep_s=patience.stall_keep_s, ladder_quiet_s=patience.ladder_quiet_s
+        )
         self._actors["scheduler"] = self._make_actor("scheduler", self._scheduler)
         self.inspector.watch(self._scheduler, self._actors["scheduler"])
         self.recorder.begin(self._actors, self._streams, self._undelivered, vocabulary, self._loop)

@@ -11,7 +11,7 @@ from novainfer.actors.location import ModelLocation
 from novainfer.actors.process import ProcessLink
 from novainfer.actors.recorder import Recorder
 from novainfer.actors.spec import DeviceSpec, ModelSpec, Progress
-from novainfer.actors.system import System
+from novainfer.actors.system import Patience, System
 from novainfer.actors.tokenizer import Tokenizer, load_tokenizer
 from novainfer.config import EngineConfig
 from novainfer.fsm.errors import InvalidParameter
@@ -43,10 +43,8 @@ def make_system(
         load_tokenizer=lambda: tokenizer or load_tokenizer(tokenizer_location.path(), is_asked_for=is_asked_for),
         limits=limits,
         max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens, config.max_num_overflow_reqs),
-        stall_timeout_s=config.stall_timeout_s,
         recorder=_recorder(config),
-        step_timeout_s=config.step_timeout_s,
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        patience=Patience(**{name: getattr(config, name) for name in Patience.__struct_fields__}),
         restarts=RestartPolicy(config.max_restarts, config.restart_window_s) if is_process else RestartPolicy(),
     )
 

@@ -11,7 +11,7 @@ import pytest
 
 from novainfer.actors.fake import FakeDevice
 from novainfer.actors.streams import StreamHandle
-from novainfer.actors.system import System
+from novainfer.actors.system import Patience, System
 from novainfer.fsm.errors import EngineOverloaded
 from novainfer.fsm.events import Cause
 from novainfer.fsm.planner import Limits
@@ -205,7 +205,7 @@ async def test_what_a_text_was_thought_to_hold_is_settled_when_it_is_tokenised()
 
 
 async def test_a_reader_that_stays_away_loses_its_request_and_the_others_never_notice() -> None:
-    async with running(stall_timeout_s=0.05) as system:
+    async with running(patience=Patience(stall_timeout_s=0.05)) as system:
         slow = ask(system, [65], params(1800))
         await eventually(lambda: slow.state == "STALLED")
         others = [ask(system, [70 + i], params(50)) for i in range(5)]
@@ -222,7 +222,7 @@ async def test_a_reader_that_stays_away_loses_its_request_and_the_others_never_n
 
 
 async def test_a_reader_that_comes_back_before_gets_all_of_it_as_often_as_it_likes() -> None:
-    async with running(stall_timeout_s=LONG_S) as system:
+    async with running(patience=Patience(stall_timeout_s=LONG_S)) as system:
         slow = ask(system, [65], params(1800))
         tokens: list[int] = []
         while len(tokens) < 1800:

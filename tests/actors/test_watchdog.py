@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from novainfer.actors.fake import FakeDevice
-from novainfer.actors.system import System
+from novainfer.actors.system import Patience, System
 from novainfer.fsm.events import Overdue
 from novainfer.fsm.health import ANSWER_LIMIT_S, PERIOD_S, TURN_LIMIT_S, Late
 from tests.actors.helpers import Valve, answer, ask, eventually, expected, read_all, running
@@ -53,7 +53,7 @@ class Clock:
 @asynccontextmanager
 async def watched(device: FakeDevice | None = None) -> AsyncIterator[tuple[System, Clock]]:
     """A running system whose watchdog looks when the test says so."""
-    async with running(device, step_timeout_s=STEP_TIMEOUT_S) as system:
+    async with running(device, patience=Patience(step_timeout_s=STEP_TIMEOUT_S)) as system:
         clock = Clock(system)
         await clock.run(2)
         yield system, clock
