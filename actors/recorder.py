@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DUMP_INTERVAL_S = 60.0  # between files that nobody asked for: what fails every second needs no file every second
+DUMP_INTERVAL_S = 60.0  # between files for one reason: what fails every second needs no file every second
 FILES_MAX = 16  # files kept in the folder, a few MB each; the oldest go
 # Incidents that are a way of working, or follow from another that was dumped.
 QUIET_KINDS = frozenset(["ladder", "swap", "stall", "restart"])
@@ -74,7 +74,7 @@ class Recorder:
         self._streams: Streams | None = None
         self._undelivered: Sequence[Any] = ()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._next_dump_s = 0.0
+        self._next_dump_s: dict[str, float] = {}  # by reason
         self._wanted: tuple[str, str] | None = None  # a dump that is due, and why
         self._threads: list[threading.Thread] = []
         self.recording: Recording | None = None
@@ -96,7 +96,7 @@ class Recorder:
             self.recording = Recording(
                 self._parts,
                 vocabulary,
-                clock_s=loop.time,
+                clock_s=time.monotonic,  # the clock of uvloop counts milliseconds
                 segment_bytes=self._segment_bytes,
                 ring_bytes=self._ring_bytes,
             )
@@ -202,10 +202,10 @@ class Recorder:
             self.dump_soon(incident.kind, incident.message)
 
     def dump_soon(self, reason: str, message: str) -> None:
-        """Something went wrong: write a file when this event has been handled, unless there was one a moment ago."""
+        """Something went wrong: write a file when this event has been handled, unless this reason had one just now."""
         if self.recording is None or self._folder is None or self._wanted is not None or self._loop is None:
             return
-        if self._loop.time() < self._next_dump_s:
+        if self._loop.time() < self._next_dump_s.get(reason, 0.0):
             return
         self._wanted = (reason, message)
         self._loop.call_soon(self._dump_wanted)
@@ -240,7 +240,7 @@ class Recorder:
             return
         (reason, message), self._wanted = self._wanted, None
         assert self._loop is not None
-        self._next_dump_s = self._loop.time() + DUMP_INTERVAL_S
+        self._next_dump_s[reason] = self._loop.time() + DUMP_INTERVAL_S
         try:
             where, content = self._content(None, reason, message)
         except RecorderUnavailable:

@@ -200,11 +200,13 @@ def failing(*steps: int, error: type[Exception] = ValueError) -> Callable[[StepP
     return on_step
 
 
-async def test_a_fault_is_dumped_with_its_reason_once_a_minute(tmp_path: Path) -> None:
+async def test_each_kind_of_fault_is_dumped_with_its_reason_once_a_minute(tmp_path: Path) -> None:
     async with running(FakeDevice(on_step=failing(3, 5, 9)), recorder=Recorder(tmp_path)) as system:
         await answer(system, "hello", params(20))
-        assert system.incidents.counts.total() >= 2
-    (path,) = files_in(tmp_path)
+        assert system.incidents.counts["exception"] >= 2
+        system._route("incidents", Incident(kind="oom", message="another kind", action="none"), False)
+    path, other = files_in(tmp_path)
+    assert other.name.endswith("-oom.novarec")
     assert path.name.endswith("-exception.novarec")
     found, about = read_file(path)
     assert found.is_same
@@ -221,10 +223,10 @@ async def test_after_a_minute_the_next_fault_is_dumped_and_the_oldest_files_go(t
         await answer(system, "hello", params(3))
         loop = asyncio.get_running_loop()
         for number in range(FILES_MAX + 3):
-            recorder._next_dump_s = loop.time()  # as if DUMP_INTERVAL_S had passed
+            recorder._next_dump_s.clear()  # as if DUMP_INTERVAL_S had passed
             system._route("incidents", Incident(kind="oom", message=f"number {number}", action="none"), False)
             await eventually(lambda: recorder._wanted is None)
-            assert recorder._next_dump_s > loop.time() + DUMP_INTERVAL_S / 2
+            assert recorder._next_dump_s["oom"] > loop.time() + DUMP_INTERVAL_S / 2
             await recorder.wait_written()
     kept = [path for path in files_in(tmp_path) if path.suffix == ".novarec"]
     assert len(kept) == FILES_MAX
