@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 
 import msgspec
 from starlette.types import Message, Scope, Send
@@ -24,11 +25,23 @@ class Exchange:
     """Follows an answer on its way out: adds the headers every answer has, and knows whether it began and ended."""
 
     __slots__ = (
-        *("_send", "body", "ended", "ignored", "method", "num_bytes", "path", "request_id", "started", "status"),
+        *(
+            "_is_last",
+            "_send",
+            "body",
+            "ended",
+            "ignored",
+            "method",
+            "num_bytes",
+            "path",
+            "request_id",
+            "started",
+            "status",
+        ),
         "viewer",
     )
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, *, is_draining: Callable[[], bool] = lambda: False) -> None:
         self.started = time.perf_counter()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -40,6 +53,9 @@ class Exchange:
         self.ended = False
         self.num_bytes = 0
         self._send = send
+        # A load balancer that is told so does not send its next request into a server that goes down. HTTP/2 has no
+        # such header; its connections get a GOAWAY.
+        self._is_last = is_draining if scope["http_version"].startswith("1") else lambda: False
 
     async def send(self, message: Message) -> None:
         """ASGI's `send`, for the handlers."""
@@ -48,6 +64,8 @@ class Exchange:
             headers = list(message.get("headers", ()))
             headers.append((b"x-request-id", self.request_id.encode("ascii")))
             headers.append((b"openai-processing-ms", b"%d" % elapsed_ms))
+            if self._is_last():
+                headers.append((b"connection", b"close"))
             if self.ignored:
                 headers.append((b"x-nova-ignored-fields", self.ignored))
             self.status = message["status"]

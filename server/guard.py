@@ -51,7 +51,7 @@ class Guard:
             await self._http(scope, receive, send)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, send)
+        exchange = Exchange(scope, send, is_draining=lambda: self._service.is_draining)
         scope[SCOPE_KEY] = exchange
         scope["app"] = self
         task = asyncio.current_task()
