@@ -6,6 +6,8 @@ The machine lives on the loop whatever the device is: a thread of this process h
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -18,10 +20,13 @@ from novainfer.actors.thread import JobThread
 from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.events import Kill, Run
 
+logger = logging.getLogger(__name__)
+
 # The device's thread needs the interpreter to begin a step, and would get it when the loop has served all readers, or
 # after the switch interval of 5 ms. Letting go of it for a moment here took the pause between two steps of 256 requests
 # from 1.4 to 0.3 ms (and from 7 to 2 ms on a busy machine).
 HANDOVER_S = 20e-6
+LAST_WORD_S = 1.0  # for a job that has taken too long already
 
 Deliver = Callable[[Any], None]
 
@@ -53,11 +58,13 @@ MakeLink = Callable[[Deliver], DeviceLink]
 
 
 class ThreadLink:
-    """A device in a thread of this process."""
+    """A device in a thread of this process; at the end it has `patience_s` seconds for the job under way."""
 
-    def __init__(self, device: Device, deliver: Deliver) -> None:
+    def __init__(self, device: Device, deliver: Deliver, *, patience_s: float = 60.0) -> None:
+        self._patience_s = patience_s
         self._device = FaultyDevice(device)
         self._thread = JobThread("novainfer-device", partial(do_jobs, self._device), deliver)
+        self._giving_up: asyncio.TimerHandle | None = None
 
     @property
     def pid(self) -> int:
@@ -74,12 +81,23 @@ class ThreadLink:
             time.sleep(HANDOVER_S)
 
     def stop(self) -> None:
-        """End after the jobs that were put before."""
+        """End after the jobs that were put before; but an engine must not live on for a job that never returns."""
         self._thread.stop()
+        busy_s = time.monotonic() - self._thread.since_s
+        left_s = max(self._patience_s - busy_s, LAST_WORD_S)
+        self._giving_up = asyncio.get_running_loop().call_later(left_s, self._give_up)
 
     async def run(self) -> None:
         """Live from now until `stop`; raises what killed the thread."""
-        await self._thread.run()
+        try:
+            await self._thread.run()
+        finally:
+            if self._giving_up is not None:
+                self._giving_up.cancel()
+
+    def _give_up(self) -> None:
+        logger.error("the device's thread is left behind: its job does not return")
+        self._thread.abandon()
 
     def silence_s(self) -> float | None:
         """A thread says nothing between two jobs."""

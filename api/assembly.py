@@ -54,10 +54,10 @@ def _link(config: EngineConfig, device: Device | DeviceSpec, on_progress: Progre
     if isinstance(device, DeviceSpec):
         if config.worker == "process":
             return partial(ProcessLink, device, warm_spare=config.warm_spare, on_progress=on_progress)
-        return partial(ThreadLink, device.make(on_progress))
-    if config.worker == "process":
+        device = device.make(on_progress)
+    elif config.worker == "process":
         raise InvalidParameter('worker "process" makes its device there, and cannot take one from here', param="worker")
-    return partial(ThreadLink, device)
+    return partial(ThreadLink, device, patience_s=config.step_timeout_s)
 
 
 def _settings(config: EngineConfig, location: ModelLocation) -> ModelSettings:

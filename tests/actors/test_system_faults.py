@@ -249,8 +249,8 @@ async def test_a_worker_that_cannot_recover_its_memory_ends_the_engine_with_its_
         for found in (one, two):
             assert isinstance(found, Read)
             assert found.end.code == "engine_dead"
-            assert found.end.error == "RuntimeError: the context is poisoned"
-        assert system.error == "RuntimeError: the context is poisoned"
+            assert found.end.error == "the worker was lost: RuntimeError: the context is poisoned"
+        assert system.error == "the worker was lost: RuntimeError: the context is poisoned"
 
 
 @pytest.mark.slow

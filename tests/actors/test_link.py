@@ -1,0 +1,95 @@
+"""The link to a device in a thread: what it answers, and that nobody waits for ever for a job that never returns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from novainfer.actors import link as module
+from novainfer.actors.fake import FakeDevice
+from novainfer.actors.link import ThreadLink
+from novainfer.fsm.events import Close, JobDone, Kill, Load, Run, Spawn, StepDone, StepFailed
+from tests.actors.helpers import WAIT_S
+from tests.actors.links import plan
+
+
+class Stuck(FakeDevice):
+    """Its steps end when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started, self.finish = threading.Event(), threading.Event()
+
+    def run(self, plan: Any) -> StepDone:
+        self.started.set()
+        assert self.finish.wait(WAIT_S)
+        return super().run(plan)
+
+
+async def test_jobs_are_answered_in_order_from_this_process() -> None:
+    events: list[Any] = []
+    link = ThreadLink(FakeDevice(), events.append)
+    for job in (Spawn(2), Load(2), Run(plan(2)), Close(2)):
+        link.put(job)
+    link.stop()
+    await link.run()
+    await asyncio.sleep(0)
+    assert [type(event) for event in events] == [JobDone, JobDone, StepDone, JobDone]
+    assert {event.epoch for event in events} == {2}
+    assert link.pid == os.getpid()
+    assert link.silence_s() is None
+
+
+async def test_a_fault_is_injected_into_the_next_step() -> None:
+    events: list[Any] = []
+    link = ThreadLink(FakeDevice(), events.append)
+    link.inject("oom")
+    link.put(Run(plan()))
+    link.put(Run(plan()))
+    link.stop()
+    await link.run()
+    await asyncio.sleep(0)
+    assert [type(event) for event in events] == [StepFailed, StepDone]
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+async def test_a_step_that_never_returns_is_left_behind(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_WORD_S", 0.01)
+    device, events = Stuck(), list[Any]()
+    link = ThreadLink(device, events.append, patience_s=0.0)
+    life = asyncio.create_task(link.run())
+    link.put(Run(plan()))
+    assert await asyncio.to_thread(device.started.wait, WAIT_S)
+    (thread,) = [t for t in threading.enumerate() if t.name == "novainfer-device"]
+    if how == "killed":
+        link.put(Kill(0))
+    else:
+        link.put(Close(0))
+        link.stop()
+    async with asyncio.timeout(WAIT_S):
+        await life
+    assert thread.is_alive()
+    device.finish.set()
+    await asyncio.to_thread(thread.join, WAIT_S)
+    assert events == []
+
+
+async def test_a_step_under_way_is_waited_for_within_its_time() -> None:
+    device, events = Stuck(), list[Any]()
+    link = ThreadLink(device, events.append)
+    life = asyncio.create_task(link.run())
+    link.put(Run(plan()))
+    assert await asyncio.to_thread(device.started.wait, WAIT_S)
+    link.put(Close(0))
+    link.stop()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not life.done()
+    device.finish.set()
+    await life
+    await asyncio.sleep(0)
+    assert [type(event) for event in events] == [StepDone, JobDone]
