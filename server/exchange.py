@@ -25,19 +25,17 @@ class Exchange:
     """Follows an answer on its way out: adds the headers every answer has, and knows whether it began and ended."""
 
     __slots__ = (
-        *(
-            "_is_last",
-            "_send",
-            "body",
-            "ended",
-            "ignored",
-            "method",
-            "num_bytes",
-            "path",
-            "request_id",
-            "started",
-            "status",
-        ),
+        "_is_last",
+        "_send",
+        "body",
+        "ended",
+        "ignored",
+        "method",
+        "num_bytes",
+        "path",
+        "request_id",
+        "started",
+        "status",
         "viewer",
     )
 
