@@ -224,8 +224,8 @@ class ProcessLink:
     def _ask(self, device: _Device, job: Any) -> None:
         """The machine's job: its answer may be there already, or on its way, or has to be asked for."""
         name = type(job).__name__
-        if (self._why_not is not None or not device.is_greeted) and name == "Close":
-            return  # there is nothing to close: `stop` ends the process
+        if name == "Close" and not device.is_warm:
+            return  # nothing is lost when `stop` ends the process, and whoever stops it now is in a hurry
         if (answer := device.ahead.pop(name, None)) is not None and _fits(answer, job):
             self._answer(device, answer)
         elif name in device.asked:
