@@ -98,7 +98,7 @@ from novainfer.kernels.arena import Arena
 arena = Arena.open(int(sys.argv[1]), "a", 1 << 20)
 print("none" if arena is None else "filled" if arena.is_filled else "to be filled", flush=True)
 if arena is not None and not arena.is_filled:
-    arena.put("x", torch.full((1000,), 7.0))
+    arena.put("x", torch.full((250_000,), 7.0))
     print("half way", flush=True)
     sys.stdin.readline()
 """
@@ -114,7 +114,9 @@ def test_an_unfinished_arena_is_left_alone_while_its_process_lives_and_filled_an
     assert Arena.open(fd, "a", 1 << 20) is None
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=60)
+    assert os.fstat(fd).st_blocks * 512 > 1_000_000
     tensors = filled(fd)
+    assert os.fstat(fd).st_blocks * 512 < 100_000  # what the dead one had put there is gone
     third = run(OPENS, fd)
     assert third.communicate(timeout=60)[0].strip() == "filled"
     arena = Arena.open(fd, "a", 0)

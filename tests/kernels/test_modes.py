@@ -75,6 +75,7 @@ def test_every_mode_computes_and_the_way_back_gives_the_same_bits(
     for mode in ("plain", "int8", "full", "int8", "plain", "full"):
         runner.switch(mode)
         assert runner.mode == mode
+        assert runner._decoder.embedding.head is runner._decoder.head
         assert native_parts(runner) == (set() if mode == "plain" else {"linear", "attention", "ops"})
         logits = logits_of(runner)
         assert torch.equal(logits, in_mode.setdefault(mode, logits))
