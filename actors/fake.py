@@ -6,6 +6,7 @@ a test that wants to see what the KV blocks hold uses the simulator's device ins
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,10 @@ def successor(token_id: int) -> int:
 
 
 class FakeDevice:
-    """Answers at once. `on_step(plan)` runs before each step and may raise, or wait: it is in the device's thread."""
+    """Answers at once, or after `step_s` seconds.
+
+    `on_step(plan)` runs before each step and may raise, or wait: it is in the device's thread.
+    """
 
     def __init__(
         self,
@@ -30,11 +34,13 @@ class FakeDevice:
         max_model_len: int = 2048,
         next_token: Callable[[int], int] = successor,
         on_step: Callable[[StepPlan], None] | None = None,
+        step_s: float = 0.0,
     ) -> None:
         self.num_blocks = num_blocks
         self.max_model_len = max_model_len
         self._next = next_token
         self._on_step = on_step
+        self._step_s = step_s
         self.is_closed = False
 
     def load(self) -> dict[str, Any]:
@@ -52,6 +58,8 @@ class FakeDevice:
         """One successor for each sampled row."""
         if self._on_step is not None:
             self._on_step(plan)
+        if self._step_s:
+            time.sleep(self._step_s)
         ends: list[int] = []
         total = 0
         for count in plan.query_lens:

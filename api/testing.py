@@ -3,7 +3,8 @@
 engine = Engine(EngineConfig(max_num_seqs=8), device=FakeDevice(), tokenizer=ByteTokenizer())
 
 The device answers at once with a fixed function of the last token, so answers are known beforehand and a test needs
-neither weights nor patience. `Device` and `Tokenizer` are the protocols to implement for anything else.
+neither weights nor patience. `Device` and `Tokenizer` are the protocols to implement for anything else. A worker in a
+process makes its device there: `FactorySpec("package.module:function", {"argument": 1})` says how.
 
 `replay_recording(data)` runs a file of the flight recorder again, as `novainfer replay` does: without a model, without
 a device, and without running anything that the file says.
@@ -11,6 +12,7 @@ a device, and without running anything that the file says.
 
 from novainfer.actors.device import Device
 from novainfer.actors.fake import EOS, ByteTokenizer, FakeDevice, successor
+from novainfer.actors.spec import FactorySpec
 from novainfer.actors.tokenizer import Tokenizer
 from novainfer.fsm.dumpfile import decode_dump
 from novainfer.fsm.events import StepPlan
@@ -21,6 +23,7 @@ __all__ = [
     "ByteTokenizer",
     "DamagedRecording",
     "Device",
+    "FactorySpec",
     "FakeDevice",
     "Replayed",
     "StepPlan",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 
@@ -64,12 +64,15 @@ def roofline(repeat: int, as_json: bool) -> None:
 @click.option("--steps", type=click.IntRange(1), default=400, show_default=True, help="Steps measured each time.")
 @click.option("--batches", default="16,64,128,256", show_default=True, help="Numbers of running requests.")
 @click.option("--device-ms", type=click.FloatRange(0), default=0.0, show_default=True, help="Time that a step takes.")
+@click.option("--worker", type=click.Choice(["thread", "process"]), default="thread", show_default=True)
 @_json
-def control(repeat: int, steps: int, batches: str, device_ms: float, as_json: bool) -> None:
+def control(
+    repeat: int, steps: int, batches: str, device_ms: float, worker: Literal["thread", "process"], as_json: bool
+) -> None:
     """CPU of the event loop per token and per step, over a device that computes nothing."""
     from novainfer.server.bench import control as run
 
-    emit(*run.run(_numbers(batches), steps, repeat, device_ms), as_json)
+    emit(*run.run(_numbers(batches), steps, repeat, device_ms, worker), as_json)
 
 
 @bench.command()

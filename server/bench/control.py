@@ -1,8 +1,9 @@
 """The control plane alone: engine, scheduler, worker and streams over a device that answers at once.
 
 What is counted is the CPU time of the loop's thread (`time.thread_time`), from the step's plan to the reader that has
-its delta; the device has a thread of its own, and HTTP is not there. A step costs a fixed part and a part per token:
-batches of several sizes are measured in turns, and a straight line through their medians tells the two apart.
+its delta; the device has a thread or a process of its own, and HTTP is not there. A step costs a fixed part and a part
+per token: batches of several sizes are measured in turns, and a straight line through their medians tells the two
+apart.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import asyncio
 import random
 import statistics
 import time
-from typing import Any
+from typing import Any, Literal
 
 from novainfer import Engine, EngineConfig, SamplingParams
 from novainfer.server.bench.machine import describe
 from novainfer.server.bench.report import Target, table, targets_json, targets_table
 from novainfer.server.bench.statistic import line_fit
 from novainfer.server.loop import loop_factory
-from novainfer.testing import ByteTokenizer, FakeDevice, StepPlan
+from novainfer.testing import ByteTokenizer, FactorySpec
 
 BATCHES = (16, 64, 128, 256)
 STEPS = 400
@@ -30,14 +31,18 @@ STEP_US_MAX = 200.0
 
 
 def run(
-    batches: tuple[int, ...] = BATCHES, steps: int = STEPS, repeat: int = 5, device_ms: float = 0.0
+    batches: tuple[int, ...] = BATCHES,
+    steps: int = STEPS,
+    repeat: int = 5,
+    device_ms: float = 0.0,
+    worker: Literal["thread", "process"] = "thread",
 ) -> tuple[dict[str, Any], str]:
     """The report and its tables. A device that sleeps for `device_ms` shows what waking up with cold caches adds."""
     found: dict[int, list[dict[str, float]]] = {batch: [] for batch in batches}
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         for _ in range(repeat):
             for batch in batches:
-                found[batch].append(runner.run(_one(batch, steps, device_ms / 1e3)))
+                found[batch].append(runner.run(_one(batch, steps, device_ms / 1e3, worker)))
     rows = {
         batch: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for batch, runs in found.items()
     }
@@ -52,6 +57,7 @@ def run(
         "repeat": repeat,
         "steps": steps,
         "device_ms": device_ms,
+        "worker": worker,
         "us_per_token": token_us,
         "us_per_step": fixed_us,
         "batches": {str(batch): row for batch, row in rows.items()},
@@ -71,55 +77,40 @@ def run(
         for batch, row in rows.items()
     ]
     answers = f"answers after {device_ms:g} ms" if device_ms else "answers at once"
-    title = f"Control plane, a device that {answers} ({repeat} x {steps} steps, medians)"
+    title = f"Control plane, a device in a {worker} that {answers} ({repeat} x {steps} steps, medians)"
     return report, table(title, header, lines) + "\n\n" + targets_table(targets)
 
 
-async def _one(batch: int, steps: int, device_s: float) -> dict[str, float]:
+async def _one(batch: int, steps: int, device_s: float, worker: Literal["thread", "process"]) -> dict[str, float]:
     """Microseconds a step with `batch` requests decoding, each with a task that reads it."""
     max_tokens = steps + 2 * WARM_STEPS
     blocks = -(-(PROMPT_LEN + max_tokens) // BLOCK_SIZE) + 1
-    clock = _Clock(batch, steps, device_s)
-    device = FakeDevice(num_blocks=batch * blocks, max_model_len=PROMPT_LEN + max_tokens, on_step=clock.on_step)
+    sizes = {"num_blocks": batch * blocks, "max_model_len": PROMPT_LEN + max_tokens}
+    device = FactorySpec("novainfer.testing:FakeDevice", {**sizes, "step_s": device_s})
     config = EngineConfig(
-        max_num_seqs=batch, max_num_batched_tokens=max(2048, batch), max_num_queued_reqs=batch, block_size=BLOCK_SIZE
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(2048, batch),
+        max_num_queued_reqs=batch,
+        block_size=BLOCK_SIZE,
+        worker=worker,
     )
+    marks: list[tuple[float, float]] = []  # CPU seconds of the loop's thread, wall seconds
     async with Engine(config, device=device, tokenizer=ByteTokenizer()) as engine:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         chance = random.Random(batch)
 
-        async def read() -> None:
+        async def read(when: tuple[int, ...]) -> None:
+            """Read one request to its end, and the clocks when it has as many tokens as `when` says."""
             prompt = chance.choices(range(32, 127), k=PROMPT_LEN)
-            async for _ in engine.generate(prompt, params):
-                pass
+            async for delta in engine.generate(prompt, params):
+                if len(marks) < len(when) and delta.num_generated_tokens >= when[len(marks)]:
+                    marks.append((time.thread_time(), time.perf_counter()))
 
-        await asyncio.gather(*(read() for _ in range(batch)))
-    (cpu_s, wall_s), (cpu_end_s, wall_end_s) = clock.marks
+        when = (WARM_STEPS, WARM_STEPS + steps)
+        # The last one to come is the last one to be prefilled: from its first token on, every request decodes.
+        await asyncio.gather(*(read(when if at == batch - 1 else ()) for at in range(batch)))
+    (cpu_s, wall_s), (cpu_end_s, wall_end_s) = marks
     return {
         "loop_us_per_step": (cpu_end_s - cpu_s) / steps * 1e6,
         "wall_us_per_step": (wall_end_s - wall_s) / steps * 1e6,
     }
-
-
-class _Clock:
-    """Reads the clocks, on the loop's thread, when `WARM_STEPS` full steps have run and `steps` steps later."""
-
-    def __init__(self, batch: int, steps: int, device_s: float) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._batch = batch
-        self._device_s = device_s
-        self._when = (WARM_STEPS, WARM_STEPS + steps)
-        self._num_full = 0  # steps in which every request decoded
-        self.marks: list[tuple[float, float]] = []  # CPU seconds of the loop's thread, wall seconds
-
-    def on_step(self, plan: StepPlan) -> None:
-        """The device's hook, in its thread, before each step."""
-        if len(plan.input_ids) == len(plan.sample_seqs) == self._batch:
-            self._num_full += 1
-            if self._num_full in self._when:
-                self._loop.call_soon_threadsafe(self._mark)
-        if self._device_s:
-            time.sleep(self._device_s)
-
-    def _mark(self) -> None:
-        self.marks.append((time.thread_time(), time.perf_counter()))

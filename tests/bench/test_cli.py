@@ -1,6 +1,5 @@
 """`novainfer bench` from the command line: JSON last, one sentence for what is wrong."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -8,20 +7,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from novainfer.server.bench import control
 from novainfer.server.bench.cli import bench
-from novainfer.testing import StepPlan
 
 
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(bench, list(arguments))
-
-
-def plan(num_tokens: int, num_samples: int) -> StepPlan:
-    empty: dict[str, Any] = {"slots": [], "query_lens": [], "context_lens": [], "admissions": []}
-    tables: dict[str, Any] = {"table_slots": [], "table_indexes": [], "table_blocks": []}
-    ids, samples = [0] * num_tokens, list(range(num_samples))
-    return StepPlan(step_id=0, epoch=0, input_ids=ids, sample_seqs=samples, **empty, **tables)
 
 
 def last_json(result: Result) -> dict[str, Any]:
@@ -42,17 +32,12 @@ def test_control_separates_the_fixed_part_from_the_part_per_token() -> None:
     assert "loop CPU per token, us" in result.stdout
 
 
-def test_control_measures_only_steps_in_which_every_request_decodes() -> None:
-    async def marks(*sizes: tuple[int, int]) -> int:
-        clock = control._Clock(batch=2, steps=1, device_s=0.0)
-        for tokens, samples in sizes:
-            clock.on_step(plan(tokens, samples))
-        await asyncio.sleep(0)
-        return len(clock.marks)
-
-    full = [(2, 2)] * (control.WARM_STEPS + 1)
-    assert asyncio.run(marks(*full)) == 2
-    assert asyncio.run(marks(*full[:-1], (1, 1), (5, 2), (2, 1))) == 1
+def test_control_over_a_device_in_a_process() -> None:
+    found = last_json(
+        call("control", "--repeat", "1", "--steps", "5", "--batches", "1,2", "--worker", "process", "--json")
+    )
+    assert found["worker"] == "process"
+    assert found["batches"]["2"]["wall_us_per_step"] > 0
 
 
 def test_without_json_there_is_the_table_alone() -> None:
