@@ -62,6 +62,7 @@ class Actor:
         self._is_frozen = False
         self._timers: dict[asyncio.TimerHandle, Any] = {}  # and their events
         self._recorder: Recorder | None = None
+        self._write_told: Callable[[Codes, Any], None]  # while there are codes
         self._log = bytearray()  # the recorder's; written where there are codes
         self._codes: tuple[Codes | None, Codes | None, Codes | None] = (None, None, None)  # data, control, direct
         self._state_since_s = 0.0
@@ -90,6 +91,7 @@ class Actor:
         self._codes = (None, None, None)
         if recorder is not None:
             self._log = recorder.log
+            self._write_told = recorder.recording.told  # type: ignore[union-attr]
             self._codes = (recorder.lane(name, False), recorder.lane(name, True), recorder.lane(name, None))
 
     def waiting(self) -> tuple[list[Any], list[Any], list[Any]]:
@@ -132,7 +134,10 @@ class Actor:
         """As `tell`, for what comes from outside the machines: the recorder keeps it in full."""
         codes = self._codes[urgent]
         if codes is not None and not self._is_dead and len(self._control if urgent else self._data) < self._limit:
-            self._recorder.told(codes, event)  # type: ignore[union-attr]
+            try:
+                self._write_told(codes, event)
+            except Exception as error:
+                self._recorder.give_up(error)  # type: ignore[union-attr]
         return self.tell(event, urgent)
 
     def statistics(self) -> ActorStatistics:
@@ -166,7 +171,7 @@ class Actor:
             if self.on_transition is not None:
                 self.on_transition(self.name, str(before), str(after), type(event).__name__)
         if codes is not None:
-            self._log += codes[before, type(event), after]
+            self._log += codes[type(event), after]
         self.perform(effects)
 
     def perform(self, effects: Sequence[Effect]) -> None:

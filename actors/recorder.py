@@ -96,7 +96,7 @@ class Recorder:
             self.recording = Recording(
                 self._parts,
                 vocabulary,
-                clock_s=time.monotonic,  # the clock of uvloop counts milliseconds
+                clock_us=_now_us,
                 segment_bytes=self._segment_bytes,
                 ring_bytes=self._ring_bytes,
             )
@@ -137,13 +137,6 @@ class Recorder:
         assert self.recording is not None
         return self.recording.lane(actor, "" if urgent is None else lane_name(LAYOUT, "", actor, urgent))
 
-    def told(self, codes: Codes, event: Any) -> None:
-        """`event` comes from outside."""
-        try:  # once a step, so without `_write`
-            self.recording.told(codes, event)  # type: ignore[union-attr]
-        except Exception as error:
-            self._give_up(error)
-
     def timer(self, codes: Codes, event: Any) -> None:
         """A timer ran out."""
         self._write(Recording.timer, codes, event)
@@ -169,7 +162,7 @@ class Recorder:
         try:
             self.recording.took(outputs)  # type: ignore[union-attr]
         except Exception as error:
-            self._give_up(error)
+            self.give_up(error)
 
     def launched(self, plan: StepPlan) -> None:
         """A step goes to the device."""
@@ -177,7 +170,7 @@ class Recorder:
             try:
                 self.recording.launched(plan)
             except Exception as error:
-                self._give_up(error)
+                self.give_up(error)
 
     def _write(self, write: Callable[..., None], *what: Any) -> None:
         if self.recording is None:
@@ -185,9 +178,10 @@ class Recorder:
         try:
             write(self.recording, *what)
         except Exception as error:
-            self._give_up(error)
+            self.give_up(error)
 
-    def _give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
+        """Record no more, because of `error`."""
         if self.recording is None:
             return
         self.recording = None
@@ -270,7 +264,7 @@ class Recorder:
         try:
             image = self.recording.image()
         except Exception as error:
-            self._give_up(error)
+            self.give_up(error)
             raise RecorderUnavailable(f"the flight recorder is off: {error}") from None
         return path, (image, About(version=_version(), created=now_s, reason=reason, message=message))
 
@@ -291,6 +285,10 @@ def _write_file(path: Path, content: tuple[Image, About], is_ours: bool) -> None
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1000  # the clock of uvloop counts milliseconds
 
 
 def _version() -> str:

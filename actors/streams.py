@@ -170,7 +170,7 @@ class Streams:
         except Exception as error:
             recorder.raised(codes, "", event, error)
             raise
-        recorder.log.extend(codes["", type(event), ""])
+        recorder.log.extend(codes[type(event), ""])
 
     def _take(self, event: Any) -> None:
         if isinstance(event, Stop):

@@ -355,16 +355,15 @@ class System:
 
     def _tell(self, to: str, event: Any, urgent: bool = False) -> None:
         """Put what comes from outside the machines into an actor's mailbox; it is recorded in full."""
-        self._must(to, self._actors[to].told(event, urgent))
+        actor = self._actors[to]
+        if not actor.told(event, urgent):
+            _must_be_dead(actor)
 
     def _pass(self, to: str, event: Any, urgent: bool = False) -> None:
         """Put what one machine says to another into its mailbox."""
-        self._must(to, self._actors[to].tell(event, urgent))
-
-    def _must(self, to: str, was_taken: bool) -> None:
-        if not was_taken:
-            state = self._actors[to].statistics().state
-            assert state == "DEAD", f"the mailbox of {to} is full: admission should have seen to it"
+        actor = self._actors[to]
+        if not actor.tell(event, urgent):
+            _must_be_dead(actor)
 
     def _deliver(self) -> None:
         started_s = time.perf_counter()
@@ -377,8 +376,9 @@ class System:
     def _start_job(self, job: Any) -> None:
         if type(job) is Run:
             self.steps.launched(job.plan)
-            self.recorder.launched(job.plan)
         self._link.put(job)
+        if type(job) is Run:  # the device has begun: this costs the step no time
+            self.recorder.launched(job.plan)
 
     def _from_device(self, event: Any) -> None:
         if isinstance(event, StepDone | StepFailed):
@@ -467,3 +467,8 @@ class System:
             if (name := how.pop("request", None)) is not None:
                 how["slot"] = self.inspector.slot_of(name)
             self._link.inject(kind, **how)
+
+
+def _must_be_dead(actor: Actor) -> None:
+    state = actor.statistics().state
+    assert state == "DEAD", f"the mailbox of {actor.name} is full: admission should have seen to it"

@@ -76,7 +76,7 @@ def decode_dump(data: bytes) -> tuple[Image, About]:
 
 
 _Pairs = list[tuple[str, str]]
-_Codes = list[tuple[int, str, str, str]]
+_Codes = list[tuple[int, str, str]]
 _Kinds = list[tuple[str, list[str]]]
 
 

@@ -2,9 +2,9 @@
 
 Machines decide by nothing but the events they are given, so a run is known when three things are: what they held when
 it began (a *snapshot*), what came from outside (in full), and which actor took its next message from which lane when
-(a byte each). What actors said to each other need not be kept: a replay says it again. The state before and after
-each message is kept with it (it is part of that byte's meaning), and a hash over all plans and texts at each step, so
-that a replay which goes another way is told where.
+(a byte each). What actors said to each other need not be kept: a replay says it again. The state after each message
+is kept with it (it is part of that byte's meaning), and a hash over all plans and texts at each step, so that a replay
+which goes another way is told where.
 
 The log is a ring of segments, each with a snapshot of its own, so that the oldest one that is left can be replayed.
 Nothing here knows a file or a clock; `replay` reads what `Recording.image` gives.
@@ -65,7 +65,7 @@ class Image(msgspec.Struct, kw_only=True):
 
     layout: str
     lanes: list[tuple[str, str]]  # name, actor
-    codes: list[tuple[int, str, str, str]]  # lane, state before, kind of event, state after
+    codes: list[tuple[int, str, str]]  # lane, kind of event, state after
     kinds: list[tuple[str, list[str]]]
     token_bytes: list[bytes]
     special_ids: list[int]
@@ -99,24 +99,27 @@ def known_of(vocabulary: Vocabulary) -> dict[str, Any]:
     return {"vocabulary": vocabulary, "ascii": vocabulary.ascii}
 
 
-class Codes(dict[tuple[str, type, str], bytes]):
-    """The code of each (state before, kind of event, state after) in one lane, made when it first happens."""
+class Codes(dict[tuple[type, str], bytes]):
+    """The code of each (kind of event, state after) in one lane, made when it first happens.
 
-    def __init__(self, lane: int, make: Callable[[int, str, str, str], bytes]) -> None:
+    The state before is that after the message before, so it need not be part of it.
+    """
+
+    def __init__(self, lane: int, make: Callable[[int, str, str], bytes]) -> None:
         super().__init__()
         self.lane = lane
         self._make = make
 
-    def __missing__(self, key: tuple[str, type, str]) -> bytes:
-        code = self[key] = self._make(self.lane, str(key[0]), key[1].__name__, str(key[2]))
+    def __missing__(self, key: tuple[type, str]) -> bytes:
+        code = self[key] = self._make(self.lane, key[0].__name__, str(key[1]))
         return code
 
 
 class Recording:
-    """The ring. `parts` gives the machines when a snapshot is due, `clock_s` seconds that only grow.
+    """The ring. `parts` gives the machines when a snapshot is due, `clock_us` microseconds that only grow.
 
-    The hot path is the caller's: `log += codes[before, type(event), after]` for each message, `log += read_code(id)`
-    for each read. All methods are called between two messages, never while a machine handles one.
+    The hot path is the caller's: `log += codes[type(event), after]` for each message, `log += read_code(id)` for each
+    read. All methods are called between two messages, never while a machine handles one.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class Recording:
         parts: Callable[[], Parts],
         vocabulary: Vocabulary,
         *,
-        clock_s: Callable[[], float],
+        clock_us: Callable[[], int],
         layout: Layout = "actors",
         segment_bytes: int = SEGMENT_BYTES,
         ring_bytes: int = RING_BYTES,
@@ -135,14 +138,14 @@ class Recording:
         self._parts = parts
         self._vocabulary = vocabulary
         self._known = known_of(vocabulary)
-        self._clock_s = clock_s
+        self._clock_us = clock_us
         self._layout = layout
         self._segment_bytes = segment_bytes
         self._ring_bytes = ring_bytes
         self._kinds = Kinds()
         self._lanes: list[tuple[str, str]] = []
         self._lane_of: dict[tuple[str, str], Codes] = {}
-        self._codes: list[tuple[int, str, str, str]] = []
+        self._codes: list[tuple[int, str, str]] = []
         self._whole: deque[Segment] = deque()
         self.bytes_total = 0  # ever written, snapshots included
         self.snapshots_total = 0
@@ -166,7 +169,7 @@ class Recording:
         if type(event) is not StepDone:
             self._write(TOLD, codes, event)
             return
-        now_us = int(self._clock_s() * 1e6)
+        now_us = self._clock_us()
         passed_us, self._last_us = now_us - self._last_us, now_us
         counts = counts_of(event.logprobs) if event.logprobs else None
         body = _encode((passed_us, codes.lane, event.step_id, event.epoch, event.token_ids, counts))
@@ -226,12 +229,12 @@ class Recording:
             special_ids=sorted(self._vocabulary.special_ids),
             segments=[*self._whole, Segment(self._began_us, self._snapshot, bytes(self.log))],
             now=now,
-            ended_us=int(self._clock_s() * 1e6),
+            ended_us=self._clock_us(),
         )
 
     def _begin(self) -> None:
         """A new segment: what is there before anything happens in it."""
-        self._began_us = self._last_us = int(self._clock_s() * 1e6)
+        self._began_us = self._last_us = self._clock_us()
         self._hash = 0
         self._snapshot = pack_parts(self._parts(), self._kinds, self._known)
         self.snapshots_total += 1
@@ -246,17 +249,17 @@ class Recording:
             self._whole.popleft()
 
     def _write(self, tag: int, codes: Codes, event: Any) -> None:
-        now_us = int(self._clock_s() * 1e6)
+        now_us = self._clock_us()
         passed_us, self._last_us = now_us - self._last_us, now_us
         self._put(tag, _encode((passed_us, codes.lane, pack(event, self._kinds, self._known))))
 
     def _put(self, tag: int, payload: bytes) -> None:
         self.log += (tag << 24 | len(payload)).to_bytes(4, "big") + payload
 
-    def _new_code(self, lane: int, before: str, kind: str, after: str) -> bytes:
+    def _new_code(self, lane: int, kind: str, after: str) -> bytes:
         number = len(self._codes)
         assert number < CODES_MAX, "more kinds of transitions than rows in all tables"
-        self._codes.append((lane, before, kind, after))
+        self._codes.append((lane, kind, after))
         number += CODES_FIRST
         if number < CODES_PREFIX:
             return bytes([number])

@@ -36,12 +36,12 @@ class RecordedWorld(World):
     ) -> None:
         self.recording: Recording | None = None
         self._lane: Link | None = None  # the link of the message being delivered; None: it came directly
-        self._taking: tuple[Codes, Machine, str, Any] | None = None
+        self._taking: tuple[Codes, Machine, Any] | None = None
         super().__init__(shape, trace, driver)
         self.recording = Recording(
             self._parts,
             self.scheduler._vocabulary,
-            clock_s=lambda: self.now_s,
+            clock_us=lambda: int(self.now_s * 1e6),
             layout=LAYOUT,
             segment_bytes=self.segment_bytes,
             ring_bytes=self.ring_bytes,
@@ -89,9 +89,9 @@ class RecordedWorld(World):
 
     def _write_taken(self, recording: Recording) -> None:
         if self._taking is not None:
-            codes, machine, before, event = self._taking
+            codes, machine, event = self._taking
             self._taking = None
-            recording.log.extend(codes[before, type(event), machine.state])
+            recording.log.extend(codes[type(event), machine.state])
 
     def handle(self, name: str, machine: Machine, event: Any) -> None:
         """As `World.handle`; a message without a link is written in full."""
@@ -105,7 +105,7 @@ class RecordedWorld(World):
         if self._lane is None:
             recording.called(codes, event)
         self._lane, before = None, machine.state
-        self._taking = (codes, machine, before, event)
+        self._taking = (codes, machine, event)
         try:
             super().handle(name, machine, event)
         except Exception as error:
@@ -126,7 +126,7 @@ class RecordedWorld(World):
             codes = self._codes(STREAMS)
             if self._lane is None:
                 recording.called(codes, event)
-            recording.log.extend(codes["", type(event), ""])
+            recording.log.extend(codes[type(event), ""])
             if isinstance(event, Outputs):
                 recording.took(event.outputs)
         super()._to_streams(event)

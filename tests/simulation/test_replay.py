@@ -231,11 +231,11 @@ def test_codes_and_varints_of_every_size_are_read_back() -> None:
     image, _ = record(1)
     recording = Recording.__new__(Recording)
     recording._codes = []
-    codes = [recording._new_code(0, "a", str(i), "b") for i in range(CODES_MAX)]
+    codes = [recording._new_code(0, str(i), "b") for i in range(CODES_MAX)]
     assert len(set(codes)) == CODES_MAX
     assert [tag - CODES_FIRST for tag, _ in entries(b"".join(codes))] == list(range(CODES_MAX))
     with pytest.raises(AssertionError):
-        recording._new_code(0, "a", "one too many", "b")
+        recording._new_code(0, "one too many", "b")
     for number in (0, 127, 128, 16_383, 16_384, 2**40):
         assert [body for _, body in entries(b"\x06" + varint(number))] == [number]
     assert image.codes
