@@ -39,7 +39,7 @@ def make_system(
         enable_prefix_caching=config.enable_prefix_caching,
     )
     return System(
-        make_link=_link(config, device or ModelSpec(_settings(config, location)), on_progress),
+        make_link=_link(config, device or model_spec(config), on_progress),
         load_tokenizer=lambda: tokenizer or load_tokenizer(tokenizer_location.path(), is_asked_for=is_asked_for),
         limits=limits,
         max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens, config.max_num_overflow_reqs),
@@ -60,9 +60,10 @@ def _link(config: EngineConfig, device: Device | DeviceSpec, on_progress: Progre
     return partial(ThreadLink, device, patience_s=config.step_timeout_s)
 
 
-def _settings(config: EngineConfig, location: ModelLocation) -> ModelSettings:
-    return ModelSettings(
-        location=location,
+def model_spec(config: EngineConfig) -> ModelSpec:
+    """What makes the device that runs the configured model."""
+    settings = ModelSettings(
+        location=ModelLocation(config.model),
         device=config.device,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
@@ -77,6 +78,7 @@ def _settings(config: EngineConfig, location: ModelLocation) -> ModelSettings:
         batch_invariant=config.batch_invariant,
         swap_space_gib=config.swap_space_gib,
     )
+    return ModelSpec(settings)
 
 
 def _recorder(config: EngineConfig) -> Recorder:

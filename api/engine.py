@@ -98,6 +98,8 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     request_states: dict[str, int] = {}
     incidents: dict[str, int] = {}
     worker_losses: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
     rung: str = "FULL"
     phases: PhaseTotals = PhaseTotals()
 
@@ -280,6 +282,8 @@ class Engine:
             request_states=dict(self._system.inspector.counts()),
             incidents=dict(self._system.incidents.counts),
             worker_losses=found.worker_losses_total,
+            swapped_out_blocks=found.swapped_out_blocks_total,
+            swapped_in_blocks=found.swapped_in_blocks_total,
             rung=str(found.rung),
             phases=self._system.steps.totals(),
         )

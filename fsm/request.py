@@ -200,8 +200,8 @@ class Request(Machine):
         self.waits_for: bytes | None = None  # the name it waits for another request to compute
         self.num_preemptions = 0
         self.num_pauses = 0
-        self.failures = 0  # failed steps in which it stood alone
-        self.losses = 0  # steps with it that died with their worker, since its last token
+        # Since its last token: failed steps in which it stood alone, and steps with it that died with their worker.
+        self.failures = self.losses = 0
         self.queued_as = S.WAITING  # the state it was admitted from
         self.is_first_output = True
 

@@ -356,7 +356,7 @@ class Scheduler(Machine):
         """The output for one sampled token."""
         token_ids = request.token_ids
         token_ids.append(token_id)
-        request.losses = 0
+        request.losses = request.failures = 0
         self._generated += 1
         num_generated = len(token_ids) - request.num_prompt
         output = Output(request.request_id, request.stream_id, request.choice, [token_id], "")

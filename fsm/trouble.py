@@ -92,7 +92,7 @@ class Trouble:
         members = [request for request, _, _ in flight.rows if not request.ended]
         is_short = outcome.fault is Fault.OOM
         if len(members) > 1:
-            if is_short:
+            if is_short and self.ladder.state is Rung.FULL:  # lower rungs are for steps that cannot be made smaller
                 self._oom_steps += 1
                 if self._oom_steps >= OOM_STEPS_MAX:
                     self._oom_steps = 0

@@ -1,0 +1,157 @@
+"""The demo model under steps that fail, kernels that are left, and memory that is short: every text is exact.
+
+Served in fp32 with row-invariant kernels, so a request's greedy text does not depend on what happened around it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from novainfer import Engine, EngineConfig, NovaInferError, StepFailedError
+from novainfer.actors.device import Device
+from novainfer.assembly import model_spec
+from novainfer.fsm.events import StepDone, StepPlan
+from novainfer.fsm.ladder import Rung
+from tests.api.helpers import ask, blocks_back, eventually, greedy
+
+pytestmark = pytest.mark.slow
+
+THINGS = ["sun", "rain", "fox", "ship", "tree", "king", "door", "star"]
+PROMPTS = [f"{n} years ago there was a {thing} that" for n in range(8) for thing in THINGS]
+
+
+class Unreliable:
+    """The model's device; `fault(plan)` says what becomes of a step: an exception to raise, or None.
+
+    The step is computed all the same, so that what it wrote into its blocks is there.
+    """
+
+    def __init__(self, device: Device, fault: Callable[[StepPlan], BaseException | None]) -> None:
+        self._device = device
+        self._fault = fault
+        self.modes_seen: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def run(self, plan: StepPlan) -> StepDone:
+        done = self._device.run(plan)
+        if not self.modes_seen or self.modes_seen[-1] != plan.mode:
+            self.modes_seen.append(plan.mode)
+        if (error := self._fault(plan)) is not None:
+            raise error
+        return done
+
+
+@asynccontextmanager
+async def engine_with(
+    fault: Callable[[StepPlan], BaseException | None] = lambda plan: None, **config: Any
+) -> AsyncIterator[tuple[Engine, Unreliable]]:
+    """A started engine over such a device."""
+    settings = EngineConfig(max_num_seqs=64, **config)
+    device = Unreliable(model_spec(settings).make(), fault)
+    engine = Engine(settings, device=device)
+    await engine.start()
+    try:
+        yield engine, device
+        await blocks_back(engine)
+    finally:
+        await engine.aclose()
+
+
+async def texts(engine: Engine, prompts: list[str], max_tokens: int = 24) -> list[str]:
+    """The greedy text of each prompt, all at once."""
+    answers = await asyncio.gather(*(ask(engine, prompt, greedy(max_tokens)) for prompt in prompts))
+    return [answer.text() for answer in answers]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def right() -> list[str]:
+    """What the prompts get when nothing fails."""
+    async with engine_with() as (engine, _):
+        return await texts(engine, PROMPTS)
+
+
+@pytest.mark.parametrize(("error", "number"), [(MemoryError("no memory"), 16), (RuntimeError("broken"), 64)])
+async def test_every_second_step_fails_and_nobody_notices(right: list[str], error: BaseException, number: int) -> None:
+    count = 0
+
+    def fault(plan: StepPlan) -> BaseException | None:
+        nonlocal count
+        count += 1
+        return error if count % 2 else None
+
+    async with engine_with(fault) as (engine, _):
+        assert await texts(engine, PROMPTS) == right
+        assert engine.statistics().step_failures > 10
+
+
+async def test_a_request_that_breaks_every_step_ends_alone_and_the_error_queue_says_so(right: list[str]) -> None:
+    def fault(plan: StepPlan) -> BaseException | None:
+        return RuntimeError("bad token") if 7 in plan.input_ids else None
+
+    async with engine_with(fault) as (engine, _):
+        bad = asyncio.create_task(ask(engine, [7, 8, 9], greedy()))
+        assert await texts(engine, PROMPTS) == right
+        with pytest.raises(
+            StepFailedError, match="the step that computed this request failed: RuntimeError: bad token"
+        ):
+            await bad
+        last = engine.errors()[-1]
+        assert (last.kind, last.action) == ("exception", "the request ended with an error")
+
+
+async def test_a_lack_of_memory_goes_down_the_ladder_and_up_again_when_it_is_quiet(right: list[str]) -> None:
+    is_short = True
+
+    def fault(plan: StepPlan) -> BaseException | None:
+        return MemoryError("no memory") if is_short and plan.mode != "int8" else None
+
+    async with engine_with(fault, ladder_quiet_s=0.2) as (engine, device):
+        await texts(engine, PROMPTS[:4])  # as INT8 would have it: no error, that is all
+        assert engine.statistics().rung == Rung.INT8
+        is_short = False
+
+        async def asked_until_it_is_well() -> None:
+            while engine.statistics().rung != Rung.FULL:
+                await ask(engine, "Once", greedy(2))
+
+        async with asyncio.timeout(60):
+            await asked_until_it_is_well()
+        assert await texts(engine, PROMPTS) == right
+        assert device.modes_seen[0] == device.modes_seen[-1] == "full"
+        assert "int8" in device.modes_seen
+        rungs = [record.action for record in engine.errors() if record.kind == "ladder"]
+        assert rungs[:3] == ["FULL -> SMALLER_BATCH", "SMALLER_BATCH -> PLAIN_KERNELS", "PLAIN_KERNELS -> INT8"]
+        assert rungs[-1] == "SMALLER_BATCH -> FULL"
+
+
+async def test_swapped_requests_go_on_where_they_were(right: list[str]) -> None:
+    small = {"kv_cache_capacity_mode": "fixed", "num_kv_blocks": 24, "max_model_len": 256}
+    async with engine_with(**small, swap_space_gib=0.01, enable_prefix_caching=False) as (engine, _):
+        assert await texts(engine, PROMPTS) == right
+        found = engine.statistics()
+        assert found.preemptions > 0
+        assert found.swapped_in_blocks > 0
+
+
+async def test_a_step_that_needs_more_memory_than_the_process_may_have_is_one_error_for_one_request() -> None:
+    def fault(plan: StepPlan) -> BaseException | None:
+        if 7 not in plan.input_ids:
+            return None
+        try:
+            return bytearray(1 << 62) and None  # a real MemoryError
+        except MemoryError as error:
+            return error
+
+    async with engine_with(fault) as (engine, _):
+        with pytest.raises(NovaInferError, match="ran out of memory"):
+            await ask(engine, [7], greedy())
+        await eventually(lambda: engine.statistics().kv_blocks_owned == 0)
+        assert (await ask(engine, "Once", greedy())).text()
