@@ -76,6 +76,19 @@ def control(
 
 
 @bench.command()
+@_repeat(7)
+@click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Steps measured each time.")
+@click.option("--batches", default="1,32,256", show_default=True, help="Numbers of running requests.")
+@click.option("--device-ms", type=click.FloatRange(0), default=10.0, show_default=True, help="Time that a step takes.")
+@_json
+def recorder(repeat: int, steps: int, batches: str, device_ms: float, as_json: bool) -> None:
+    """What the flight recorder costs the event loop, per step and per token."""
+    from novainfer.server.bench import recorder as run
+
+    emit(*run.run(_numbers(batches), steps, repeat, device_ms), as_json)
+
+
+@bench.command()
 @_repeat(3)
 @click.option("--model", default="demo", show_default=True)
 @_json

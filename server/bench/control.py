@@ -42,7 +42,7 @@ def run(
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         for _ in range(repeat):
             for batch in batches:
-                found[batch].append(runner.run(_one(batch, steps, device_ms / 1e3, worker)))
+                found[batch].append(runner.run(run_once(batch, steps, device_ms / 1e3, worker)))
     rows = {
         batch: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for batch, runs in found.items()
     }
@@ -81,7 +81,9 @@ def run(
     return report, table(title, header, lines) + "\n\n" + targets_table(targets)
 
 
-async def _one(batch: int, steps: int, device_s: float, worker: Literal["thread", "process"]) -> dict[str, float]:
+async def run_once(
+    batch: int, steps: int, device_s: float, worker: Literal["thread", "process"], *, recorder: bool = True
+) -> dict[str, float]:
     """Microseconds a step with `batch` requests decoding, each with a task that reads it."""
     max_tokens = steps + 2 * WARM_STEPS
     blocks = -(-(PROMPT_LEN + max_tokens) // BLOCK_SIZE) + 1
@@ -93,6 +95,7 @@ async def _one(batch: int, steps: int, device_s: float, worker: Literal["thread"
         max_num_queued_reqs=batch,
         block_size=BLOCK_SIZE,
         worker=worker,
+        recorder=recorder,
     )
     marks: list[tuple[float, float]] = []  # CPU seconds of the loop's thread, wall seconds
     async with Engine(config, device=device, tokenizer=ByteTokenizer()) as engine:
