@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -131,3 +132,38 @@ async def test_what_cannot_start_is_one_sentence_and_exit_code_2(flags: list[str
     assert last.startswith("Error: ")
     assert said in last
     assert "Traceback" not in err
+
+
+async def test_a_drain_ends_those_who_wait_for_room_at_once_and_leaves_no_process_behind(start: Start) -> None:
+    flags = ("--max-num-seqs", "1", "--max-num-queued-reqs", "1", "--max-num-overflow-reqs", "1")
+    process, url = await start("--worker", "process", *flags)
+    children = children_of(process.pid)
+    assert children
+    short = LONG | {"max_tokens": 2, "stream": False}
+    async with streaming(url, max_tokens=1500) as lines, httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+        queued = asyncio.create_task(client.post("/v1/completions", json=short))
+        async with asyncio.timeout(TIMEOUT_S):
+            while "nova_queued_requests 1.0" not in (await client.get("/metrics")).text:
+                pass
+        body = short | {"stream": True, "max_queue_ms": 3_600_000}
+        async with client.stream("POST", "/v1/completions", json=body) as overflowed:
+            assert overflowed.headers["x-novainfer-queue"] == "overflow"
+            process.send_signal(signal.SIGTERM)
+            *_, last = [line.removeprefix("data: ") async for line in overflowed.aiter_lines() if line]
+        assert json.loads(last)["error"]["code"] == "draining"
+        assert [line async for line in lines][-1] == "[DONE]"
+        assert (await queued).status_code == 200
+    code, err = await stderr_after(process)
+    assert code == 0
+    assert "Traceback" not in err
+    assert not living(children)
+
+
+def children_of(pid: int) -> list[str]:
+    """Process ids."""
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def living(pids: list[str]) -> list[str]:
+    """Those that are still there."""
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
