@@ -164,6 +164,18 @@ async def test_who_waits_for_room_in_the_queue_is_in_overflow_and_its_way_in_is_
         ]
 
 
+async def test_one_whose_reader_has_left_is_there_until_it_has_ended_and_is_remembered_once() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve)) as system:
+        handle = ask(system, PROMPT)
+        await valve.step_arrived()
+        system.abandon(handle.stream_id)
+        assert only(system).state == "PREFILL"
+        valve.open()
+        await eventually(lambda: only(system).state == "FINISHED_ABORTED")
+        assert states(only(system)) == ["WAITING", "PREFILL", "FINISHED_ABORTED"]
+
+
 async def test_one_that_is_refused_leaves_no_trace() -> None:
     valve = Valve()
     async with running(FakeDevice(on_step=valve), max_queue=(1, 1000)) as system:
