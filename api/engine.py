@@ -261,10 +261,11 @@ class Engine:
         found = self._system.scheduler_statistics()
         if found is None:
             return EngineStatistics(state=state, incidents=dict(self._system.incidents.counts))
+        admission = self._system.admission_statistics()
         return EngineStatistics(
             state=state,
             num_running=found.num_running,
-            num_waiting=max(found.num_waiting, self._system.num_queued),
+            num_waiting=max(found.num_waiting, self._system.num_queued) + admission.num_overflow,
             num_paused=found.num_paused,
             kv_blocks_total=found.blocks.num_blocks,
             kv_blocks_free=found.blocks.num_free,
@@ -278,7 +279,7 @@ class Engine:
             steps=found.steps_total,
             step_failures=found.step_failures_total,
             requests_finished={str(state): count for state, count in found.finished_total.items()},
-            admission=self._system.admission_statistics(),
+            admission=admission,
             request_states=dict(self._system.inspector.counts()),
             incidents=dict(self._system.incidents.counts),
             worker_losses=found.worker_losses_total,
