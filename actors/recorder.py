@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.dumpfile import SUFFIX, About, encode_dump
 from novainfer.fsm.errors import RecorderUnavailable
-from novainfer.fsm.events import Output, StepPlan
+from novainfer.fsm.events import StepPlan
 from novainfer.fsm.recording import (
     RING_BYTES,
     SEGMENT_BYTES,
@@ -96,7 +96,7 @@ class Recorder:
             self.recording = Recording(
                 self._parts,
                 vocabulary,
-                clock_us=_now_us,
+                clock_ns=time.monotonic_ns,  # the clock of uvloop counts milliseconds
                 segment_bytes=self._segment_bytes,
                 ring_bytes=self._ring_bytes,
             )
@@ -156,13 +156,6 @@ class Recorder:
     def raised(self, codes: Codes, before: str, event: Any, error: BaseException) -> None:
         """A machine raised."""
         self._write(Recording.raised, codes, before, event, error)
-
-    def took(self, outputs: list[Output]) -> None:
-        """The streams take `outputs`."""
-        try:
-            self.recording.took(outputs)  # type: ignore[union-attr]
-        except Exception as error:
-            self.give_up(error)
 
     def launched(self, plan: StepPlan) -> None:
         """A step goes to the device."""
@@ -285,10 +278,6 @@ def _write_file(path: Path, content: tuple[Image, About], is_ours: bool) -> None
     except OSError:
         part.unlink(missing_ok=True)
         raise
-
-
-def _now_us() -> int:
-    return time.monotonic_ns() // 1000  # the clock of uvloop counts milliseconds
 
 
 def _version() -> str:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import End, Finished, Outputs, Read, StallOver, Stop
+from novainfer.fsm.events import End, Finished, Output, Outputs, Read, StallOver, Stop
 from novainfer.fsm.machine import After, Effect, Send
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.recording import read_code
@@ -118,6 +118,7 @@ class Streams:
         self._streams: dict[int, tuple[Stream, StreamHandle]] = {}
         self._recorder: Recorder | None = None
         self._codes: Codes | None = None
+        self._took: Callable[[list[Output]], None]  # while there are codes
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -149,7 +150,10 @@ class Streams:
     def record(self, recorder: Recorder | None) -> None:
         """Write all that the streams take, and every read, to `recorder` from now on; None: no more."""
         self._recorder = recorder
-        self._codes = recorder.lane("streams", False) if recorder is not None else None
+        self._codes = None
+        if recorder is not None and recorder.recording is not None:
+            self._codes = recorder.lane("streams", False)
+            self._took = recorder.recording.took
         for _, handle in self._streams.values():
             handle._log = recorder.log if recorder is not None else None
 
@@ -163,9 +167,12 @@ class Streams:
         if recorder is None or codes is None:
             self._take(event)
             return
+        if type(event) is Outputs:
+            try:
+                self._took(event.outputs)
+            except Exception as error:
+                recorder.give_up(error)
         try:
-            if isinstance(event, Outputs):
-                recorder.took(event.outputs)
             self._take(event)
         except Exception as error:
             recorder.raised(codes, "", event, error)

@@ -41,7 +41,7 @@ class RecordedWorld(World):
         self.recording = Recording(
             self._parts,
             self.scheduler._vocabulary,
-            clock_us=lambda: int(self.now_s * 1e6),
+            clock_ns=lambda: int(self.now_s * 1e9),
             layout=LAYOUT,
             segment_bytes=self.segment_bytes,
             ring_bytes=self.ring_bytes,
