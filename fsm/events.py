@@ -396,7 +396,7 @@ class StallOver(msgspec.Struct, frozen=True):
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """Something went wrong, or changed because of it: for the error queue, the log and the metrics.
 
-    `kind` is a `Fault` or "ladder", "swap", "stall", "restart", "gave_up"; `action` says what was done about it.
+    `kind` is a `Fault` or "ladder", "swap", "stall", "restart", "gave_up", "frozen"; `action` says what was done.
     """
 
     kind: str

@@ -145,6 +145,9 @@ def test_a_file_gives_defaults_and_flags_win(served: Any, tmp_path: Path) -> Non
 def test_keys_come_from_the_environment(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOVA_API_KEY", "secret")
     assert served()[1].api_keys == ("secret",)
+    monkeypatch.setenv("NOVAINFER_ADMIN_KEY", "boss")
+    assert served()[1].admin_key == "boss"
+    assert served("--admin-key", "other")[1].admin_key == "other"
 
 
 WRONG: list[tuple[list[str], str]] = [
@@ -169,6 +172,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--no-such-flag"], "--no-such-flag"),
     (["--config", "/no/such/file"], "--config"),
     (["--api-key", ""], "--api-key"),
+    (["--admin-key", ""], "--admin-key"),
     (["--worker", "cluster"], "--worker"),
     (["--worker", "thread", "--warm-spare"], "--warm-spare needs"),
     (["--step-timeout", "0"], "--step-timeout must be more than 0 seconds, not 0.0"),
