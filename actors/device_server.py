@@ -1,4 +1,4 @@
-"""The program of a device's process: `python -m novainfer.actors.device_server FD`, where FD is its end of a socket.
+"""The program of a device's process: it does what it is told over a socket that it has inherited.
 
 The main thread takes one job after the other from the socket, does it on the device, and answers. Another one says ten
 times a second that the process lives, and ends it when the other end of the socket is gone: nobody would ever ask for
@@ -40,14 +40,18 @@ from novainfer.fsm.events import Close, Fault, JobFailed, StepFailed
 
 BEAT_S = 0.1
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # <sys/prctl.h>
+CLONE_FILES = 0x400  # <sched.h>
 OOM_SCORE_ADJ = "500"  # when the machine's memory is short: this process comes back, the one with the clients would not
 
 
 class DeviceServer:
     """Both threads' view of one socket; messages go out whole, under a lock, in the order of their numbers."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, life_fd: int) -> None:
         self._sock = sock
+        self._life_fd = life_fd
+        self._beats = threading.Event()
+        self._is_life_apart = False
         self._writer = FrameWriter()
         self._lock = threading.Lock()
         self._epoch = SPARE_EPOCH  # of the job under way
@@ -56,6 +60,9 @@ class DeviceServer:
     def serve(self) -> None:
         """Do jobs until the device is closed, the link ends, or the device is of no more use."""
         threading.Thread(target=self._beat, name="novainfer-beat", daemon=True).start()
+        self._beats.wait()
+        if self._is_life_apart:
+            os.close(self._life_fd)
         reader = FrameReader(TO_DEVICE)
         try:
             while data := self._sock.recv(RECV_BYTES):
@@ -97,6 +104,9 @@ class DeviceServer:
         self.say(Progress(num_done, num_all))
 
     def _beat(self) -> None:
+        # Where the system lets it, this thread alone holds the pipe whose end says that the process dies (child.py).
+        self._is_life_apart = _unshare_files()
+        self._beats.set()
         gone = select.poll()
         gone.register(self._sock, 0)  # nothing but its end
         while not gone.poll(BEAT_S * 1000):
@@ -137,6 +147,14 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
+def _unshare_files() -> bool:
+    """Give the calling thread a table of files of its own; False where that cannot be (a sandbox may forbid it)."""
+    try:
+        return sys.platform == "linux" and bool(ctypes.CDLL(None).unshare(CLONE_FILES) == 0)
+    except (OSError, AttributeError):
+        return False
+
+
 def _settle(parent: int) -> None:
     """Make this process one that ends with its engine and not before; where the system cannot help, EOF does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -155,12 +173,13 @@ def _settle(parent: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Serve on the socket whose number is the argument, for the process whose id follows."""
-    fd, parent = int(argv[1]), int(argv[2])
-    os.set_inheritable(fd, False)  # or a compiler that a kernel starts would hold it open
+    """The arguments are the numbers of the socket and of the pipe that says whether it lives, and the engine's pid."""
+    fd, life_fd, parent = map(int, argv[1:])
+    for number in (fd, life_fd):
+        os.set_inheritable(number, False)  # or a compiler that a kernel starts would hold it open
     faulthandler.enable()
     _settle(parent)
-    DeviceServer(socket.socket(fileno=fd)).serve()
+    DeviceServer(socket.socket(fileno=fd), life_fd).serve()
 
 
 if __name__ == "__main__":

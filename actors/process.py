@@ -65,6 +65,7 @@ class _Device:
         self.epoch = epoch
         self.is_greeted = False
         self.is_warm = False
+        self.is_lost = False  # its loss was told before its end
         self.silent_s = 0.0
         self.looked_s = child.heard_s
         self.asked: dict[str, int] = {}  # job under way -> the epoch it was asked in
@@ -195,7 +196,7 @@ class ProcessLink:
         if self._warm_spare and self._weights_fd is None and hasattr(os, "memfd_create"):
             self._weights_fd = os.memfd_create("novainfer-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fds = () if self._weights_fd is None else (self._weights_fd,)
-        device = _Device(Child(self._heard, self._ended, *fds), epoch)
+        device = _Device(Child(self._heard, self._dying, self._ended, *fds), epoch)
         self._devices[device.child] = device
         if self._is_found:
             self._greet(device)
@@ -284,6 +285,18 @@ class ProcessLink:
     def _soon(self, event: Any) -> None:
         asyncio.get_running_loop().call_soon(self._deliver, event)
 
+    def _dying(self, child: Child) -> None:
+        """A spare that has memory of its own takes over before the system has taken back the worker's."""
+        device, spare = self._current, self._spare
+        if device is None or device.child is not child or spare is None or "Warm" not in spare.ahead:
+            return
+        if self._is_closing or self._stopped.is_set():
+            return
+        self._current = None
+        device.is_lost = True
+        sentence = f"the device's process {child.pid} has died"
+        self._deliver(DeviceLost(device.epoch, sentence, asyncio.get_running_loop().time()))
+
     def _ended(self, child: Child, sentence: str) -> None:
         device = self._devices.pop(child)
         self._changed.set()
@@ -293,6 +306,8 @@ class ProcessLink:
             if not self._is_closing and not self._stopped.is_set():
                 logger.warning("%s", sentence)
                 self._deliver(DeviceLost(device.epoch, sentence, asyncio.get_running_loop().time()))
+        elif device.is_lost:
+            logger.warning("%s", sentence)
         elif device is self._spare:
             self._spare = None
             if not self._stopped.is_set():

@@ -75,6 +75,19 @@ async def test_it_stands_by_only_once_the_worker_is_warm() -> None:
         assert line.link._spare is not None
 
 
+async def test_what_the_worker_died_of_is_in_the_log_if_not_in_the_event(caplog: pytest.LogCaptureFixture) -> None:
+    async with linked(spec("raising", at=[]), warm_spare=True) as line:
+        await line.up()
+        await eventually(lambda: is_ready(line))
+        pid = line.link.pid
+        os.kill(pid, signal.SIGKILL)
+        lost = await line.next()
+        assert isinstance(lost, DeviceLost)
+        assert lost.message.startswith(f"the device's process {pid} ")
+        await eventually(lambda: f"process {pid} was killed by signal 9" in caplog.text)
+        assert line.nothing_came()
+
+
 async def test_needed_while_it_loads_it_takes_over_and_answers_when_it_has_loaded(tmp_path: Path) -> None:
     mark, gate = tmp_path / "loading", tmp_path / "gate"
     gate.touch()
