@@ -69,6 +69,8 @@ class Child:
         self._is_gone = False
         self._pidfd = -1
         self.heard_s = self._loop.time()  # when it last said something
+        if not sys.executable:
+            raise OSError("there is no interpreter to start, sys.executable is empty")
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._life, their_life = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

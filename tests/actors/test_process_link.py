@@ -225,10 +225,13 @@ async def test_a_worker_that_could_not_be_brought_up_is_replaced_with_its_proces
         assert line.nothing_came()
 
 
-async def test_a_process_that_cannot_be_started_is_a_failed_job(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("executable", ["/no/such/python", ""])
+async def test_a_process_that_cannot_be_started_is_a_failed_job(
+    monkeypatch: pytest.MonkeyPatch, executable: str
+) -> None:
     files = open_files()
     async with linked() as line:
-        monkeypatch.setattr(sys, "executable", "/no/such/python")
+        monkeypatch.setattr(sys, "executable", executable)
         failed = await line.ask(Spawn(0))
         assert isinstance(failed, JobFailed)
         assert failed.message.startswith("the device's process cannot be started: ")
