@@ -116,14 +116,14 @@ async def run(number: int, max_tokens: int) -> dict[str, Any]:
         exact = sum(got[key] == text for key, text in zip(stalled, right, strict=True))
         after = await gaps(http1, http2)
         alone = sorted([*before, *after])
-        p99, p99_alone = (trials._percentile(times, 0.99) for times in (beside, alone))
+        p99, p99_alone = (trials.percentile(times, 0.99) for times in (beside, alone))
         return {
             "stalled": number,
             "exact": exact,
             "kib_per_stalled": round((rss_stalled - rss_before) / number, 1),
             "kv_while_stalled": kv,
-            "itl_p50_ms": round(trials._percentile(beside, 0.5) * 1e3, 2),
-            "itl_p50_alone_ms": round(trials._percentile(alone, 0.5) * 1e3, 2),
+            "itl_p50_ms": round(trials.percentile(beside, 0.5) * 1e3, 2),
+            "itl_p50_alone_ms": round(trials.percentile(alone, 0.5) * 1e3, 2),
             "itl_p99_ms": round(p99 * 1e3, 2),
             "itl_p99_alone_ms": round(p99_alone * 1e3, 2),
             "itl_p99_ratio": round(p99 / p99_alone, 3),

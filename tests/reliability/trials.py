@@ -74,8 +74,8 @@ class Report:
             "exact": self.exact,
             "ends": dict(self.ends),
             "recovery_s": {
-                "p50": round(_percentile(times, 0.5), 3),
-                "p99": round(_percentile(times, 0.99), 3),
+                "p50": round(percentile(times, 0.5), 3),
+                "p99": round(percentile(times, 0.99), 3),
                 "max": round(times[-1], 3),
             }
             if times
@@ -83,7 +83,7 @@ class Report:
         }
 
 
-def _percentile(ordered: list[float], share: float) -> float:
+def percentile(ordered: list[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
