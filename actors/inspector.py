@@ -177,8 +177,11 @@ class Inspector:
         """
         now_s = self._clock()
         positions = self._positions()
+        overflow = {stream_id: at for at, stream_id in enumerate(self._gate.overflow)}
         live = [
-            self._record(note, positions, now_s) if note.requests else self._unsubmitted(stream_id, note, now_s)
+            self._record(note, positions, now_s)
+            if note.requests
+            else self._unsubmitted(stream_id, note, overflow, now_s)
             for stream_id, note in self._notes.items()
             if (owner is None or note.owner == owner) and (ids is None or note.id in ids)
         ]
@@ -326,12 +329,12 @@ class Inspector:
             history=list(request.history),
         )
 
-    def _unsubmitted(self, stream_id: int, note: _Note, now_s: float) -> RequestRecord:
+    def _unsubmitted(self, stream_id: int, note: _Note, overflow: dict[int, int], now_s: float) -> RequestRecord:
         """Of a stream that the scheduler has not got yet."""
-        state, position = CAME, None
+        state, position = CAME, overflow.get(stream_id)
         reason: str | None = "queue"
-        if self._gate.is_overflowed(stream_id):
-            state, reason, position = OVERFLOW, "overflow", self._gate.overflow.index(stream_id)
+        if position is not None:
+            state, reason = OVERFLOW, "overflow"
         elif self._engine.is_encoding(stream_id):
             reason = "tokenizing"
         elif (stream := self._streams.find(stream_id)) is not None and stream.state is StreamState.CLOSED:
