@@ -11,7 +11,7 @@ import pytest
 
 from novainfer.actors.fake import FakeDevice
 from novainfer.actors.system import Patience, System
-from novainfer.fsm.events import Overdue
+from novainfer.fsm.events import Fault, Overdue, WorkerLost
 from novainfer.fsm.health import ANSWER_LIMIT_S, PERIOD_S, TURN_LIMIT_S, Late
 from tests.actors.helpers import Valve, answer, ask, eventually, expected, read_all, running
 
@@ -159,3 +159,25 @@ async def test_the_timer_looks_by_itself_and_leaves_nothing_behind() -> None:
         begun = system._actors["gate"]._turns
         await eventually(lambda: system._actors["gate"]._turns >= begun + 2)
         assert system.watchdog.verdict.ok
+
+
+async def test_a_server_is_ready_while_its_worker_is_replaced_and_not_when_something_is_stuck() -> None:
+    async with watched() as (system, clock):
+        system._engine.handle(WorkerLost(0, Fault.LOST, "killed"))
+        found = system.health()
+        assert (found.is_live, found.is_ready, found.state) == (True, True, "RECOVERING")
+        system._actors["gate"].freeze()
+        await clock.until_late()
+        found = system.health()
+        assert (found.is_live, found.is_ready) == (False, False)
+        assert found.reason is not None
+        assert found.reason.startswith("the gate has taken no turn for")
+
+
+async def test_a_system_that_has_died_is_neither_live_nor_ready() -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # told there, too
+    async with running() as system:
+        system._died("scheduler", KeyError("a planted bug"))
+        found = system.health()
+        assert (found.is_live, found.is_ready) == (False, False)
+        assert found.reason == "the scheduler died: KeyError: 'a planted bug'"
