@@ -30,7 +30,7 @@ from novainfer.fsm.text import Vocabulary
 SEGMENT_BYTES = 4 << 20
 RING_BYTES = 16 << 20  # logs and snapshots together; the newest whole segment is kept even if it is larger
 
-# The first byte of each entry. READ and FORGOT are followed by a varint, HASH by 4 bytes, TOLD to RAISED by 3 bytes
+# The first byte of each entry. READ and FORGOT are followed by a varint, HASH by 4 bytes, TOLD to RAISED by 4 bytes
 # of length and so many of msgpack; all other bytes are codes: which actor took which kind of message from which lane.
 TOLD, STEP, TIMER, CALLED, ADDED, RAISED, READ, FORGOT, HASH = range(9)
 CODES_FIRST = 16
@@ -173,7 +173,7 @@ class Recording:
         passed_us, self._last_us = now_us - self._last_us, now_us
         counts = counts_of(event.logprobs) if event.logprobs else None
         body = _encode((passed_us, codes.lane, event.step_id, event.epoch, event.token_ids, counts))
-        log += (STEP << 24 | len(body)).to_bytes(4, "big") + body
+        log += (STEP << 32 | len(body)).to_bytes(5, "big") + body
 
     def timer(self, codes: Codes, event: Any) -> None:
         """A timer ran out: its event will wait in a lane. Whether it is still among those set makes no difference."""
@@ -255,7 +255,7 @@ class Recording:
         self._put(tag, _encode((passed_us, codes.lane, pack(event, self._kinds, self._known))))
 
     def _put(self, tag: int, payload: bytes) -> None:
-        self.log += (tag << 24 | len(payload)).to_bytes(4, "big") + payload
+        self.log += (tag << 32 | len(payload)).to_bytes(5, "big") + payload
 
     def _new_code(self, lane: int, kind: str, after: str) -> bytes:
         number = len(self._codes)

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from novainfer.fsm.compare import first_difference, short
 from novainfer.fsm.events import Incident, Outputs, Read, Run, StepDone, Stop
 from novainfer.fsm.machine import After, Effect, Machine, Send
 from novainfer.fsm.pack import Kinds, PackError, step_logprobs, unpack
@@ -208,7 +209,7 @@ class _Run:
             scheduler.check()
         except AssertionError as error:
             where = f"segment {self.found.segments}, entry {self.entry}, {self.seconds:.6f} s after its beginning"
-            self.found.violation = f"{where}: {_short(str(error))}"
+            self.found.violation = f"{where}: {short(str(error))}"
 
     def summary(self) -> Replayed:
         """What was seen."""
@@ -241,7 +242,9 @@ class _Run:
         if now != snapshot:
             was = unpack(snapshot, self.image.kinds, self.known)
             there = unpack(now, kinds.names, self.known)
-            raise _Differs("what the machines hold is not what they held: " + _first_difference(there, was))
+            titles = ("machine", "mailbox", "stream", "timers")
+            found = (first_difference(a, b, title) for title, a, b in zip(titles, there, was, strict=True))
+            raise _Differs("what is there is not what was there: " + next(filter(None, found), "in another order"))
 
     # ---- one entry -----------------------------------------------------------------------------------------------
 
@@ -436,50 +439,6 @@ def entries(log: bytes) -> Iterator[tuple[int, Any]]:
             yield tag, int.from_bytes(log[at : at + 4], "big")
             at += 4
         else:
-            size = int.from_bytes(log[at : at + 3], "big")
-            at += 3 + size
+            size = int.from_bytes(log[at : at + 4], "big")
+            at += 4 + size
             yield tag, log[at - size : at]
-
-
-def _first_difference(now: Any, was: Any, path: str = "", depth: int = 0) -> str:
-    """Where `now` and `was` first differ, and how; in words."""
-    if now is was:
-        return ""
-    if type(now) is not type(was):
-        return f"{path or 'it'} was {_short(was)}, and is {_short(now)}"
-    if isinstance(was, dict):
-        if list(now) != list(was):
-            return f"{path} had the keys {_short(list(was))}, and has {_short(list(now))}"
-        pairs = [(f"{path}[{_short(key)}]", now[key], was[key]) for key in was]
-    elif isinstance(was, list | tuple | deque):
-        if len(now) != len(was):
-            return f"{path} held {_short(was)}, and holds {_short(now)}"
-        pairs = [_item(path, at, a, b) for at, (a, b) in enumerate(zip(now, was, strict=True))]
-    else:
-        names = getattr(was, "__struct_fields__", None) or [
-            *(name for base in type(was).__mro__ for name in getattr(base, "__slots__", ())),
-            *getattr(was, "__dict__", ()),
-        ]
-        if not names or depth > 30:
-            return "" if now == was else f"{path} was {_short(was)}, and is {_short(now)}"
-        pairs = [
-            (f"{path}.{name}", getattr(now, name, None), getattr(was, name, None))
-            for name in names
-            if name not in ("_effects", "before", "probe", "request_type")
-        ]
-    for where, a, b in pairs:
-        if found := _first_difference(a, b, where, depth + 1):
-            return found
-    return ""
-
-
-def _item(path: str, at: int, now: Any, was: Any) -> tuple[str, Any, Any]:
-    """What to call the item, and its two values; named things go by their names."""
-    if isinstance(was, tuple) and isinstance(now, tuple) and len(was) == len(now) == 2 and now[0] == was[0]:
-        return f"{path} {was[0]}".strip(), now[1], was[1]
-    return f"{path}[{at}]", now, was
-
-
-def _short(thing: Any) -> str:
-    text = repr(thing)
-    return text if len(text) < 200 else f"{text[:200]}…"

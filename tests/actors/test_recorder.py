@@ -303,6 +303,21 @@ async def test_an_actor_that_dies_leaves_a_file_in_which_it_dies_again(
     assert asyncio_said == ["novainfer: the scheduler died: RuntimeError: a bug"]
 
 
+async def test_an_engine_that_gives_up_leaves_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeDevice):
+        def reclaim(self) -> None:
+            raise RuntimeError("the context is poisoned")
+
+    device = Broken(on_step=failing(2, error=MemoryError))
+    async with running(device, recorder=Recorder(tmp_path)) as system:
+        assert (await answer(system, "hello", params(20))).end.code == "engine_dead"
+    reasons = [read_file(path)[1].reason for path in files_in(tmp_path)]
+    assert {"gave_up", "failed"} & set(reasons)
+    found, _ = read_file(files_in(tmp_path)[-1])
+    assert found.is_same
+    assert found.states["worker"] == "FAILED"
+
+
 async def test_a_recorder_that_cannot_go_on_is_off_and_the_engine_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

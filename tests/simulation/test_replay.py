@@ -158,7 +158,7 @@ def test_an_exception_that_does_not_come_any_more_is_gone() -> None:
 
 
 def entry(tag: int, body: bytes) -> bytes:
-    return (tag << 24 | len(body)).to_bytes(4, "big") + body
+    return (tag << 32 | len(body)).to_bytes(5, "big") + body
 
 
 def test_who_owns_what_is_checked_too() -> None:
