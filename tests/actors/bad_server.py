@@ -8,6 +8,7 @@ import sys
 import threading
 
 from novainfer.actors.wire import Beat, FrameWriter
+from novainfer.fsm.events import JobDone, JobFailed, StepDone
 
 sock = socket.socket(fileno=int(sys.argv[1]))
 how = os.environ["NOVA_BAD_SERVER"]
@@ -21,6 +22,10 @@ elif how == "twice":
     sock.sendall(beat * 2)
 elif how == "closes":
     sock.close()
+elif how == "unasked":
+    frames = FrameWriter()
+    for message in (Beat(), JobDone("Load", {}, 0), JobFailed("Fit", "why?", 0), StepDone(1, 0, [65]), Beat()):
+        sock.sendall(frames.frame(0, message))
 elif how == "deaf":
     pass
 threading.Event().wait()

@@ -36,6 +36,28 @@ async def test_one_that_does_not_speak_the_language_is_ended(
         assert line.link.pid == 0
 
 
+async def test_answers_that_nobody_asked_for_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "SERVER_MODULE", "tests.actors.bad_server")
+    monkeypatch.setenv("NOVA_BAD_SERVER", "unasked")
+    async with linked() as line:
+        await line.ask(Spawn(0))
+        device = line.link._current
+        assert device is not None
+        await eventually(lambda: device.child._reader._seq == 5)
+        assert line.nothing_came()
+
+
+async def test_one_that_is_told_garbage_says_so_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    async with linked() as line:
+        await line.up()
+        device = line.link._current
+        assert device is not None
+        device.child._sock.send(b"\xff" * 64)
+        lost = await line.next()
+        assert lost.message.endswith("ended with exit code 71: it did not understand what it was told")
+    assert "novainfer: the engine sent a frame of 4294967295 bytes" in capfd.readouterr().err
+
+
 async def test_one_that_does_not_listen_is_ended_when_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "SERVER_MODULE", "tests.actors.bad_server")
     monkeypatch.setattr(child, "UNSENT_BYTES_MAX", 2**20)
