@@ -192,7 +192,6 @@ class Child:
         while self._read():
             pass
         if self.is_talking:
-            self._process.kill()  # should nothing but that thread have ended
             self._on_dying(self)
 
     def _on_exit(self) -> None:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from contextlib import suppress
 from typing import Any
 
@@ -72,6 +73,11 @@ class DeviceServer:
         except LinkError as error:
             print(f"novainfer: the engine sent {error}", file=sys.stderr)
             _exit(EXIT_LINK)
+        except (
+            BaseException
+        ):  # a device may even leave the interpreter, whose own end would stop the other thread first
+            traceback.print_exc()
+            _exit(1)
         _exit(EXIT_ORPHANED)
 
     def say(self, message: Any) -> None:

@@ -294,6 +294,7 @@ class ProcessLink:
             return
         self._current = None
         device.is_lost = True
+        child.signal(signal.SIGKILL)  # should nothing but the thread have ended that holds the pipe
         sentence = f"the device's process {child.pid} has died"
         self._deliver(DeviceLost(device.epoch, sentence, asyncio.get_running_loop().time()))
 
