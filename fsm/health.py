@@ -174,10 +174,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 class _Entry:
     """What the watch remembers of one actor; times are watched seconds, which do not count what nobody saw."""
 
-    __slots__ = ("dwell_s", "num_turns", "silent_s", "silent_seen_s", "since_s", "state", "wait_s")
+    __slots__ = ("dwell_s", "num_turns", "seen_in", "silent_s", "silent_seen_s", "since_s", "wait_s")
 
     def __init__(self, seen: Sighting) -> None:
-        self.state = seen.state
+        self.seen_in = seen.state
         self.since_s = seen.since_s
         self.num_turns = seen.num_turns
         self.dwell_s = self.wait_s = self.silent_s = 0.0
@@ -211,9 +211,9 @@ class Watch:
         return entry.wait_s if entry is not None else 0.0
 
     def _update(self, entry: _Entry, seen: Sighting, elapsed_s: float, watched_s: float) -> None:
-        is_same = entry.state is seen.state and entry.since_s == seen.since_s
+        is_same = entry.seen_in is seen.state and entry.since_s == seen.since_s
         entry.dwell_s = entry.dwell_s + watched_s if is_same else 0.0
-        entry.state, entry.since_s = seen.state, seen.since_s
+        entry.seen_in, entry.since_s = seen.state, seen.since_s
         entry.wait_s = entry.wait_s + watched_s if entry.num_turns == seen.num_turns else 0.0
         entry.num_turns = seen.num_turns
         if seen.silent_s is None or entry.silent_seen_s is None:
