@@ -118,6 +118,19 @@ async def test_killed_while_idle() -> None:
         assert await line.step(1) == StepDone(1, 1, [66])
 
 
+async def test_killed_where_the_system_has_no_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    async with linked() as line:
+        await line.up()
+        pid = line.link.pid
+        os.kill(pid, signal.SIGKILL)
+        assert (await line.next()).message.endswith("was killed by signal 9 (SIGKILL)")
+        assert is_gone(pid)
+        await line.up(1)
+        line.link.put(Kill(1))
+        await line.up(2)
+
+
 @pytest.mark.parametrize("job", ["load", "run"])
 async def test_a_process_that_ends_by_itself_is_lost_with_its_exit_code(job: str) -> None:
     async with linked(spec("exiting", at=[job], code=3)) as line:
