@@ -63,6 +63,7 @@ class Actor:
         self._timers: dict[asyncio.TimerHandle, Any] = {}  # and their events
         self._recorder: Recorder | None = None
         self._write_told: Callable[[Codes, Any], None]  # while there are codes
+        self._append: Callable[[int], None]
         self._log = bytearray()  # the recorder's; written where there are codes
         self._codes: tuple[Codes | None, Codes | None, Codes | None] = (None, None, None)  # data, control, direct
         self._state_since_s = 0.0
@@ -91,6 +92,7 @@ class Actor:
         self._codes = (None, None, None)
         if recorder is not None:
             self._log = recorder.log
+            self._append = recorder.log.append
             self._write_told = recorder.recording.told  # type: ignore[union-attr]
             self._codes = (recorder.lane(name, False), recorder.lane(name, True), recorder.lane(name, None))
 
@@ -171,7 +173,10 @@ class Actor:
             if self.on_transition is not None:
                 self.on_transition(self.name, str(before), str(after), type(event).__name__)
         if codes is not None:
-            self._log += codes[type(event), after]
+            try:
+                self._append(codes.short[type(event)][after])
+            except KeyError:  # it happens for the first time, or has a code of two bytes
+                self._log += codes[type(event), after]
         self.perform(effects)
 
     def perform(self, effects: Sequence[Effect]) -> None:

@@ -102,24 +102,30 @@ def known_of(vocabulary: Vocabulary) -> dict[str, Any]:
 class Codes(dict[tuple[type, str], bytes]):
     """The code of each (kind of event, state after) in one lane, made when it first happens.
 
-    The state before is that after the message before, so it need not be part of it.
+    The state before is that after the message before, so it need not be part of it. `short` has the codes of one byte
+    once more, by kind and state: two plain dictionaries are looked up in half the time that this one takes.
     """
 
     def __init__(self, lane: int, make: Callable[[int, str, str], bytes]) -> None:
         super().__init__()
         self.lane = lane
         self._make = make
+        self.short: dict[type, dict[str, int]] = {}
 
     def __missing__(self, key: tuple[type, str]) -> bytes:
-        code = self[key] = self._make(self.lane, key[0].__name__, str(key[1]))
+        kind, after = key
+        code = self[key] = self._make(self.lane, kind.__name__, str(after))
+        if len(code) == 1:
+            self.short.setdefault(kind, {})[after] = code[0]
         return code
 
 
 class Recording:
     """The ring. `parts` gives the machines when a snapshot is due, `clock_ns` nanoseconds that only grow.
 
-    The hot path is the caller's: `log += codes[type(event), after]` for each message, `log += read_code(id)` for each
-    read. All methods are called between two messages, never while a machine handles one.
+    The hot path is the caller's: `log += codes[type(event), after]`, or `log.append(codes.short[type(event)][after])`,
+    for each message, and `log += read_code(id)` for each read. All methods are called between two messages, never while
+    a machine handles one.
     """
 
     def __init__(
