@@ -45,6 +45,7 @@ from novainfer.fsm.events import (
     Departed,
     DeviceLost,
     Drain,
+    Fault,
     JobDone,
     JobFailed,
     MakeBatch,
@@ -68,6 +69,7 @@ from novainfer.fsm.worker import RestartPolicy, Worker, WorkerState
 logger = logging.getLogger(__name__)
 
 DEVICE_WORD_S = 5.0  # for the device to say what is wrong with a model whose tokenizer cannot be loaded
+WORKER_INCIDENTS = (Fault.LOST, Fault.TIMEOUT, "gave_up")
 MAILBOX_SPARE = 1024  # messages that belong to no stream: steps, drain, stop, cancels sent twice
 
 
@@ -343,6 +345,8 @@ class System:
         elif to == "client":
             self._to_client(event)
         elif to == "incidents":
+            if event.kind in WORKER_INCIDENTS and not event.stream_ids:  # it concerns all that the worker computes
+                event = msgspec.structs.replace(event, stream_ids=self._engine.live_streams)
             self.incidents.take(event)
         else:
             if type(event) is MakeBatch:

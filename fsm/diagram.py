@@ -10,13 +10,14 @@ from pathlib import Path
 
 from novainfer.fsm.engine import Engine
 from novainfer.fsm.gate import Gate
+from novainfer.fsm.ladder import Ladder
 from novainfer.fsm.machine import Machine, Row
 from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.worker import Worker
 
-MACHINES: tuple[type[Machine], ...] = (Gate, Engine, Scheduler, Request, Worker, Stream)
+MACHINES: tuple[type[Machine], ...] = (Gate, Engine, Scheduler, Request, Worker, Ladder, Stream)
 
 HEAD = """# The machines
 

@@ -170,6 +170,11 @@ class Engine(Machine):
         """Streams that have arrived and not ended."""
         return len(self._encoding) + len(self._live)
 
+    @property
+    def live_streams(self) -> list[int]:
+        """Streams whose requests are with the scheduler."""
+        return list(self._live)
+
     def is_encoding(self, stream_id: int) -> bool:
         """True while the stream's prompt is at the tokenizer."""
         return stream_id in self._encoding
