@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
@@ -82,9 +83,12 @@ async def test_what_it_does_not_read_at_once_it_reads_later() -> None:
         big.query_lens = [1_000_000]
         line.link.put(Run(big))
         assert line.link._current is not None
-        assert line.link._current.child._unsent
+        process = line.link._current.child
+        assert process._unsent
         os.kill(line.link.pid, signal.SIGCONT)
         assert await line.next() == StepDone(1, 0, [66])
+        assert not process._unsent
+        assert not asyncio.get_running_loop().remove_writer(process._sock), "the loop would turn for nothing"
 
 
 # ---- faults on request ---------------------------------------------------------------------------------------------
