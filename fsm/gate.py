@@ -116,6 +116,11 @@ class Gate(Machine):
         """Streams on the overflow list, the next one first."""
         return list(self._overflow)
 
+    @property
+    def queued(self) -> list[int]:
+        """Streams that hold credits."""
+        return list(self._queue.held)
+
     def num_credits(self, stream_id: int) -> int:
         """The choices of this stream that wait in the queue: all of them, or none."""
         return self._queue.held.get(stream_id, (0, 0))[0]

@@ -46,6 +46,7 @@ from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler, SchedulerState
+from novainfer.fsm.simulation.admission import check_gate, check_stall
 from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.client import Client
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
@@ -215,7 +216,14 @@ class World:
         self.taken[_MACHINES[name], machine.state, kind] += 1
         if self._trace is not None:
             self._trace(_encode((self.now_s, name, kind, event)))
-        self.perform(name, machine.handle(event))
+        before = machine.state
+        queued = set(self.gate.queued) if name == "gate" else set()
+        effects = machine.handle(event)
+        if name == "gate":
+            check_gate(self, queued, event, effects)
+        elif name == "streams":
+            check_stall(before, machine.state, event, effects)  # type: ignore[arg-type]
+        self.perform(name, effects)
 
     def _set_timer(self, source: str, effect: After) -> None:
         event = effect.event
@@ -371,7 +379,8 @@ class World:
     def arrive(self, prompt: str | list[int], params: SamplingParams, seed: int = 1) -> None:
         """A client asks for something. The gate answers at once."""
         stream_id = len(self.clients)
-        arrive = Arrive(stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=len(prompt))
+        num_tokens = len(prompt) if isinstance(prompt, list) else len(prompt) // 2 + 1  # of a text it is a guess
+        arrive = Arrive(stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=num_tokens)
         client = self.clients[stream_id] = Client(arrive, self.shape.context_len)
         shape = self.shape
         self.streams[stream_id] = Stream(
@@ -384,7 +393,7 @@ class World:
         )
         if self.is_stopped:
             client.causes.add(Cause.DRAIN)
-        waiting, tokens = self.gate.num_queued + params.n, self.gate.num_queued_tokens + len(prompt)
+        waiting, tokens = self.gate.num_queued + params.n, self.gate.num_queued_tokens + num_tokens
         was_full = waiting > shape.max_num_queued_reqs or tokens > shape.max_num_queued_tokens
         was_full = was_full or bool(self.gate.overflow)
         self.handle("gate", self.gate, arrive)
@@ -428,7 +437,9 @@ class World:
         client, stream = self.clients[stream_id], self.streams[stream_id]
         client.num_reads += 1
         self.taken["Stream", stream.state, "Read"] += 1
+        before = stream.state
         effects = stream.handle(Read())
+        check_stall(before, stream.state, Read(), effects)
         if not effects:
             raise Violation(f"stream {stream_id} had news, and a read gave nothing")
         for effect in effects:
