@@ -16,6 +16,7 @@ from novainfer.fsm.events import DeviceLost, Fit, JobDone, Load, Spawn, StepDone
 from tests.actors.devices import model, spec
 from tests.actors.helpers import eventually
 from tests.actors.links import Line, appears, is_gone, linked
+from tests.leftovers import open_files
 
 
 def spare_of(line: Line) -> Any:
@@ -165,8 +166,11 @@ async def test_a_frozen_one_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> Non
         await eventually(lambda: is_gone(spare.child.pid))
 
 
-async def test_it_is_gone_with_the_worker() -> None:
+async def test_it_is_gone_with_the_worker_and_so_is_what_they_shared() -> None:
+    files = open_files()
     async with linked(warm_spare=True) as line:
         await line.up()
         pid = spare_of(line).child.pid
+        assert open_files() > files
     assert is_gone(pid)
+    assert open_files() <= files
