@@ -8,6 +8,7 @@ from novainfer.fsm.engine import Engine
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.simulation.gate_bugs import GATE_MUTANTS
 from novainfer.fsm.simulation.mutants import Mutant
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import TextAssembler
@@ -189,6 +190,7 @@ MUTANTS = [
         "logprobs[0] if logprobs",
     ),
     Mutant("a choice samples with the seed of another", Request, "sampling_spec", "choice=self.choice", "choice=0"),
+    *GATE_MUTANTS,
 ]
 
 # By name: why neither seeds nor small worlds can find it.
