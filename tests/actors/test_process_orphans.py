@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.actors.helpers import WAIT_S, eventually
+from tests.actors.helpers import eventually
 from tests.actors.links import appears, is_gone
 
 ENGINE = """
@@ -43,20 +44,19 @@ async def test_it_is_gone_when_its_engine_is(tmp_path: Path, device: str, number
     if device == "frozen" and sys.platform != "linux":
         pytest.skip("only Linux ends a stopped process with its parent")
     mark = tmp_path / "hangs"
-    engine = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", ENGINE, "run" if device == "hung" else "never", str(mark)),
-        stdout=asyncio.subprocess.PIPE,
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, "run" if device == "hung" else "never", str(mark)],
+        stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
-    assert engine.stdout is not None
-    async with asyncio.timeout(WAIT_S):
-        pids = [int(pid) for pid in (await engine.stdout.readline()).split()]
-    assert len(pids) == 2
-    if device == "hung":
-        await appears(mark)
-    if device == "frozen":
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-    engine.send_signal(number)
-    await engine.communicate()
+    with engine:
+        assert engine.stdout is not None
+        pids = [int(pid) for pid in (await asyncio.to_thread(engine.stdout.readline)).split()]
+        assert len(pids) == 2
+        if device == "hung":
+            await appears(mark)
+        if device == "frozen":
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+        engine.send_signal(number)
     await eventually(lambda: all(map(is_gone, pids)))
