@@ -44,7 +44,7 @@ async def test_it_is_gone_when_its_engine_is(tmp_path: Path, device: str, number
     if device == "frozen" and sys.platform != "linux":
         pytest.skip("only Linux ends a stopped process with its parent")
     mark = tmp_path / "hangs"
-    engine = subprocess.Popen(
+    engine = subprocess.Popen(  # noqa: ASYNC220 - asyncio's own would leave a thread that waits for it
         [sys.executable, "-c", ENGINE, "run" if device == "hung" else "never", str(mark)],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
