@@ -1,7 +1,8 @@
 """What the flight recorder costs: the control plane with it and without it, in turns.
 
 As in `control`, the CPU time of the loop's thread is counted, over a device that sleeps for `device_ms`: what wakes up
-with cold caches pays more. The difference of the medians is set against the whole step.
+with cold caches pays more. The median of the differences between two runs that follow each other is set against the
+whole step.
 """
 
 from __future__ import annotations
@@ -34,10 +35,18 @@ def run(
                     found[batch, on].append(runner.run(once))
     rows: dict[int, dict[str, float]] = {}
     for batch in batches:
-        off_us, on_us = (statistics.median(r["loop_us_per_step"] for r in found[batch, on]) for on in (False, True))
-        wall_us = statistics.median(r["wall_us_per_step"] for r in found[batch, False])
-        share = (on_us - off_us) / wall_us
-        rows[batch] = {"off_us": off_us, "on_us": on_us, "ratio": on_us / off_us, "wall_us": wall_us, "share": share}
+        off, on = ([run["loop_us_per_step"] for run in found[batch, is_on]] for is_on in (False, True))
+        more_us = statistics.median(b - a for a, b in zip(off, on, strict=True))
+        wall_us = statistics.median(run["wall_us_per_step"] for run in found[batch, False])
+        off_us, on_us = statistics.median(off), statistics.median(on)
+        rows[batch] = {
+            "off_us": off_us,
+            "on_us": on_us,
+            "ratio": on_us / off_us,
+            "more_us": more_us,
+            "wall_us": wall_us,
+            "share": more_us / wall_us,
+        }
     targets = [
         Target(name=f"share of a step, {batch} requests", wanted=SHARE_MAX, measured=row["share"], at_most=True)
         for batch, row in rows.items()
@@ -52,9 +61,6 @@ def run(
         "targets": targets_json(targets),
     }
     header = ("running requests", "loop CPU us/step without", "with", "more, us", "per token, us", "share of a step")
-    lines = [
-        (b, r["off_us"], r["on_us"], r["on_us"] - r["off_us"], (r["on_us"] - r["off_us"]) / b, f"{r['share']:.2%}")
-        for b, r in rows.items()
-    ]
+    lines = [(b, r["off_us"], r["on_us"], r["more_us"], r["more_us"] / b, f"{r['share']:.2%}") for b, r in rows.items()]
     title = f"Flight recorder, steps of {device_ms:g} ms ({repeat} x {steps} steps in turns, medians)"
     return report, table(title, header, lines) + "\n\n" + targets_table(targets)
