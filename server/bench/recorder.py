@@ -35,10 +35,10 @@ def run(
                     found[batch, on].append(runner.run(once))
     rows: dict[int, dict[str, float]] = {}
     for batch in batches:
-        off, on = ([run["loop_us_per_step"] for run in found[batch, is_on]] for is_on in (False, True))
-        more_us = statistics.median(b - a for a, b in zip(off, on, strict=True))
+        without, with_it = ([run["loop_us_per_step"] for run in found[batch, is_on]] for is_on in (False, True))
+        more_us = statistics.median(b - a for a, b in zip(without, with_it, strict=True))
         wall_us = statistics.median(run["wall_us_per_step"] for run in found[batch, False])
-        off_us, on_us = statistics.median(off), statistics.median(on)
+        off_us, on_us = statistics.median(without), statistics.median(with_it)
         rows[batch] = {
             "off_us": off_us,
             "on_us": on_us,
