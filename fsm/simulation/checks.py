@@ -15,6 +15,7 @@ checks at every read.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.draft import SHORT_SHARE, Flight
@@ -27,6 +28,7 @@ from novainfer.fsm.events import (
     Cause,
     Configure,
     Drain,
+    Fault,
     KeepOver,
     MakeBatch,
     Open,
@@ -42,9 +44,11 @@ from novainfer.fsm.events import (
     Submit,
     WorkerLost,
 )
+from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.request import ENDED, Request, RequestState
 from novainfer.fsm.scheduler import SchedulerState
 from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.simulation.restarts import Restarts
 from novainfer.fsm.worker import WorkerState
 
 if TYPE_CHECKING:
@@ -61,10 +65,13 @@ class Checks:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.restarts = Restarts(world.shape)
         self.at_once: Counter[int] = Counter()  # plans, by the number of requests that were there
         self._ended: set[int] = set()  # requests
         self._quiet = False  # nothing but MakeBatch reached the scheduler since its last savepoint
         self._step_blocks: list[int] = []  # all blocks that the step on the device may touch
+        self._failed: tuple[int, set[int]] | None = None  # the step that failed, and the streams that it concerned
+        self._rung = ""  # of the ladder, before the event
         self._oldest: Request | None = None  # of those that run, before the step being planned
         self._cancelled: set[int] = set()  # requests
         self._leaving: Request | None = None  # the one being cancelled
@@ -83,6 +90,7 @@ class Checks:
             self._cancelled.add(event.request_id)
             self._leaving = self.world.scheduler.requests.get(event.request_id)
         scheduler = self.world.scheduler
+        self._rung = scheduler.trouble.ladder.state
         if isinstance(event, WorkerLost) and scheduler.flight is not None:
             self._note_failure(scheduler.flight)
         if not isinstance(event, MakeBatch):
@@ -100,6 +108,7 @@ class Checks:
     def _note_failure(self, flight: Flight) -> None:
         """A step has failed, or was lost: if one request stood alone in it, that one may be to blame."""
         members = [request.stream_id for request, _, _ in flight.rows if not request.ended]
+        self._failed = flight.step_id, set(members)
         if len(members) == 1:
             self.world.clients[members[0]].failed_alone += 1
 
@@ -124,9 +133,10 @@ class Checks:
 
         planner.rollback = watched  # type: ignore[method-assign]
 
-    def after_scheduler(self, event: Any) -> None:
+    def after_scheduler(self, event: Any, effects: Sequence[Effect]) -> None:
         """The scheduler has handled `event`."""
         scheduler = self.world.scheduler
+        self._incidents(event, effects)
         if scheduler.state is SchedulerState.STARTING:
             return
         planner = scheduler.planner
@@ -167,6 +177,28 @@ class Checks:
                 raise Violation(f"request {event.request_id} was cancelled and has not ended")
             self._leaving = None
 
+    def _incidents(self, event: Any, effects: Sequence[Effect]) -> None:
+        """What went wrong was reported, and nothing else."""
+        incidents = [e.event for e in effects if isinstance(e, Send) and e.to == "incidents"]
+        failed, self._failed = self._failed, None
+        rung = self.world.scheduler.trouble.ladder.state
+        if (rung != self._rung) is not any(incident.kind == "ladder" for incident in incidents):
+            raise Violation(f"the ladder went from {self._rung} to {rung}, and was reported so: {incidents}")
+        faults = [incident for incident in incidents if incident.kind != "ladder"]
+        outcome = event.outcome if isinstance(event, MakeBatch) else event
+        if failed is None or not isinstance(outcome, StepFailed | WorkerLost):
+            if faults:
+                raise Violation(f"nothing went wrong, and {faults} were reported")
+            return
+        step_id, streams = failed
+        for incident in faults:
+            if (incident.kind, incident.step_id) != (outcome.fault, step_id) or not streams.issuperset(
+                incident.stream_ids
+            ):
+                raise Violation(f"step {step_id} failed by {outcome.fault}, and {incident} was reported")
+        if isinstance(outcome, StepFailed) and outcome.fault is not Fault.SWITCH and streams and len(faults) != 1:
+            raise Violation(f"step {step_id} failed by {outcome.fault}, and {len(faults)} incidents were reported")
+
     def _plan(self, flight: Flight | None) -> None:
         """A step was planned, or nothing was."""
         world = self.world
@@ -198,6 +230,8 @@ class Checks:
     def before(self, to: str, event: Any) -> None:
         """`event` is about to be handled by the engine, the gate or the worker."""
         engine = self.world.engine
+        if to == "worker":
+            self.restarts.before(self.world.worker)
         if to == "gate":
             self._gate_heard.add(type(event))
         if to != "engine" or type(event) not in _TOLD:
@@ -215,9 +249,10 @@ class Checks:
         elif isinstance(event, Pause):
             self._to_be_told = set(engine._live.get(event.stream_id, ()))
 
-    def after(self, to: str, event: Any) -> None:
+    def after(self, to: str, event: Any, effects: Sequence[Effect]) -> None:
         """The engine, the gate or the worker has handled `event`: what concerns requests was passed on to each."""
         if to == "worker":
+            self.restarts.after(self.world.worker, event, effects)
             if self.world.worker.state is WorkerState.FAILED and not self.world.is_stopped:
                 self.world.stopped()
         elif to == "engine" and type(event) in _TOLD:

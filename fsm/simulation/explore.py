@@ -20,6 +20,7 @@ from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.simulation.snapshot import Saved, has_changed, load, save
 from novainfer.fsm.simulation.world import TO_WORKER, Rows, World
 
+EVERYBODY = ("engine", "gate", "streams", "worker")
 STATES_MAX = 400_000  # a world with more is not small
 
 
@@ -32,6 +33,7 @@ class SmallWorld(msgspec.Struct, frozen=True, kw_only=True):
     budget: dict[str, int]
     from_start: bool = False  # also explore how the worker comes up
     slow_readers: frozenset[int] = frozenset()  # streams whose reads are moves of their own
+    opening: tuple[Fault, ...] = ()  # how the first steps of the first client fail, before anything else is tried
 
 
 class Exploration(msgspec.Struct, kw_only=True):
@@ -97,6 +99,12 @@ def _come_up(world: World, small: SmallWorld) -> None:
     """To where the world begins: a worker that is ready, mostly."""
     while not small.from_start and (found := next_moves(world)):
         make(world, found[0])
+    if small.opening:
+        make(world, ("arrive", *small.clients[0]))
+    for fault in small.opening:
+        while not (world.jobs and isinstance(world.jobs[0], Run)):
+            make(world, next_moves(world)[0])
+        make(world, ("fail_step", fault, True))
     _settle(world, small)
 
 
@@ -136,14 +144,17 @@ def moves(world: World, small: SmallWorld) -> list[Move]:
     if budget.get("contradict") and isinstance((world.links.get(TO_WORKER) or [None])[0], JobDone):
         found.append(("contradict",))
     found += [("come_late", at) for at in range(len(world.late))]
-    if is_at_rest:
-        found += [("fire_timer", timer) for timer in world.timers]
-    elif budget.get("fire_early"):
-        found += [("fire_early", timer) for timer in world.timers]
+    # A restart waits for next to nothing, other timers for long; early is before all else is done.
+    found += [("fire_timer", timer) for timer in world.timers if is_at_rest or timer[1] == "Restart"]
+    if not is_at_rest and budget.get("fire_early"):
+        found += [("fire_early", timer) for timer in world.timers if timer[1] != "Restart"]
     found += [(kind,) for kind in ("cancel_all", "drain") if budget.get(kind)]
     if budget.get("stop"):
         found.append(("stop", "injected"))
-    found += [("read", stream_id) for stream_id in world.news()]
+    if budget.get("stop_all"):
+        found.append(("stop", "injected", EVERYBODY))
+    if is_at_rest or budget.get("read", 1):  # once the budget is spent, a slow reader comes when all else rests
+        found += [("read", stream_id) for stream_id in world.news()]
     return found
 
 
@@ -151,7 +162,9 @@ def _make(world: World, move: Move) -> None:
     kind = move[0]
     if kind == "fail_step":
         kind = move[1] if move[2] else "unlaunched"
-    if kind in world.budget:
+    elif kind == "stop" and len(move) == 3:
+        kind = "stop_all"
+    if world.budget.get(kind):
         world.budget[kind] -= 1
     make(world, move)
 

@@ -32,9 +32,9 @@ class Mix:
         self.hop_s = 10 ** rng.uniform(-5, -2.5)  # from one machine to the next
         self.step_s = 10 ** rng.uniform(-3, -1.5)  # of the device
         self.jobs_s = 10 ** rng.uniform(-3, 0)  # how long the device's other jobs take, as a share of the longest
-        self.num_clients = rng.choice([12, 16, 24, 32, 48])
-        self.burst = rng.choice([8, 12, 16, 24])  # clients that come together, and
-        self.burst_gap_s = 10 ** rng.uniform(-1, 3.6)  # how far the next ones are behind them
+        self.num_clients = rng.choice([12, 24, 32, 48])
+        self.burst = rng.choice([8, 16, 24, 32])  # clients that come together, and
+        self.burst_gap_s = 10 ** rng.uniform(-1, 3.8)  # how far the next ones are behind them
         self.heal_after_s = 10 ** rng.uniform(-2, 1.5)
         self.prefixes = [[rng.choice(PROMPT_TOKENS) for _ in range(rng.randint(1, 12))] for _ in range(2)]
 
@@ -42,21 +42,21 @@ class Mix:
         rng = self.rng
         max_num_seqs = rng.choice([2, 8, 16, 16, 32])
         block_size = rng.choice([1, 2, 4, 4, 8, 8])
-        max_model_len = rng.choice([32, 48, 64])
+        max_model_len = rng.choice([32, 40, 48])
         # Room for one request at least, and for all of them at most.
         most = max_num_seqs * max_model_len // block_size
         least = -(-max_model_len // block_size)
         return Shape(
-            num_blocks=max(least, min(int(most * rng.choice([0.1, 0.2, 0.3, 0.5])), 128)),
+            num_blocks=max(least, min(int(most * rng.choice([0.1, 0.3, 0.5, 0.7])), 128)),
             block_size=block_size,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=rng.choice([16, 32, 64, 128]),
-            prefill_chunk_tokens=rng.choice([4, 8, 16, 32, 64]),
+            max_num_batched_tokens=rng.choice([16, 64, 128, 128]),
+            prefill_chunk_tokens=rng.choice([4, 16, 32, 64, 64]),
             max_model_len=max_model_len,
-            max_num_queued_reqs=rng.choice([4, 16, 64, 64]),
+            max_num_queued_reqs=rng.choice([8, 32, 64, 64]),
             max_num_queued_tokens=rng.choice([60, 1 << 20, 1 << 20]),
             enable_prefix_caching=rng.random() < 0.8,
-            stall_high=rng.choice([1, 4, 8, 16]),
+            stall_high=rng.choice([1, 6, 12, 24]),
             stall_low=rng.choice([0, 1]),
             stall_keep_s=rng.choice([0.1, 10.0]),
             stall_timeout_s=rng.choice([30.0, 300.0]),
@@ -95,11 +95,11 @@ class Mix:
     def params(self) -> SamplingParams:
         """How a client wants it."""
         rng, draw = self.rng, self.rng.random
-        max_tokens = rng.choice([2, 8, 10, 12, 12, 16, 16, 20, 24, None])
+        max_tokens = rng.choice([2, 8, 10, 11, 12, 12, 13, 14, 16, 20, None])
         stops = draw() < 0.15
         hurry = draw() < self.rates["timeout"]
         return SamplingParams(
-            n=rng.choice([1, 1, 1, 1, 2, 3]),
+            n=rng.choice([1, 1, 1, 2, 2, 3]),
             max_tokens=max_tokens,
             min_tokens=rng.randint(0, max_tokens or 8) if draw() < 0.15 else 0,
             stop=[rng.choice(STOPS) for _ in range(rng.randint(1, 3))] if stops else None,

@@ -56,7 +56,7 @@ def expected_run(prompt: Sequence[int], params: SamplingParams, seed: int, choic
                 text += TOKEN_BYTES[token].decode("utf-8", "replace")
             return Expected([*tokens, token], text, FinishReason.STOP, None if token == EOS else token)
         tokens.append(token)
-        so_far = whole_characters(_bytes(tokens, params))
+        so_far = whole_characters(_bytes(tokens, params)) if params.stop_strings else ""
         if not may_stop:
             searched_from = len(so_far)
         elif met := sorted((at, s) for s in params.stop_strings if (at := so_far.find(s, searched_from)) >= 0):

@@ -93,12 +93,11 @@ class RecordedWorld(World):
             self._taking = None
             recording.log.extend(codes[type(event), machine.state])
 
-    def handle(self, name: str, machine: Machine, event: Any) -> None:
+    def handle(self, name: str, machine: Machine, event: Any) -> Sequence[Effect]:
         """As `World.handle`; a message without a link is written in full."""
         recording = self.recording
         if recording is None or name == STREAMS:
-            super().handle(name, machine, event)
-            return
+            return super().handle(name, machine, event)
         if isinstance(event, Arrive) and name == "gate":
             recording.adds(self.streams[event.stream_id], False)  # it is there
         codes = self._codes(name)
@@ -107,7 +106,7 @@ class RecordedWorld(World):
         self._lane, before = None, machine.state
         self._taking = (codes, machine, event)
         try:
-            super().handle(name, machine, event)
+            return super().handle(name, machine, event)
         except Exception as error:
             if self._taking is not None:  # the machine raised, and no check after it
                 self._taking = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from novainfer.fsm.events import Fault
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.simulation.explore import SmallWorld
 from novainfer.fsm.simulation.shape import Shape
@@ -9,96 +12,207 @@ from novainfer.fsm.simulation.shape import Shape
 NEVER_STALLS = 1 << 20  # unread tokens
 
 
-def _ask(max_tokens: int, n: int = 1) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True, temperature=0.0)
+def _ask(max_tokens: int, n: int = 1, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True, temperature=0.0, **more)
+
+
+def _shape(num_blocks: int, block_size: int = 1, max_num_seqs: int = 2, **more: Any) -> Shape:
+    """As small as can be; no reader is slow, unless `more` says so."""
+    limits: dict[str, Any] = {
+        "max_num_batched_tokens": 4,
+        "prefill_chunk_tokens": 4,
+        "max_model_len": num_blocks * block_size,
+        "stall_high": NEVER_STALLS,
+        "max_restarts": 1,
+    }
+    return Shape(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, **(limits | more))
 
 
 SMALL_WORLDS = [
     SmallWorld(
         name="two requests, too few blocks for both",
-        shape=Shape(
-            num_blocks=4,
-            block_size=1,
-            max_num_seqs=2,
-            max_num_batched_tokens=4,
-            prefill_chunk_tokens=4,
-            max_model_len=4,
-            stall_high=NEVER_STALLS,
-        ),
+        shape=_shape(3),
+        clients=[([1], _ask(2)), ([2], _ask(2))],
+        budget={"oom": 1, "cancel": 1},
+    ),
+    SmallWorld(
+        name="two requests, a step that was never launched, and a worker that dies",
+        shape=_shape(4),
         clients=[([1], _ask(3)), ([2], _ask(2))],
-        budget={"oom": 1, "unlaunched": 1, "cancel": 1},
+        budget={"unlaunched": 1, "die": 1},
     ),
     SmallWorld(
         name="a prefix that one computes and the other waits for",
-        shape=Shape(
-            num_blocks=5,
-            block_size=2,
-            max_num_seqs=2,
-            max_num_batched_tokens=4,
-            prefill_chunk_tokens=2,
-            max_model_len=8,
-            stall_high=NEVER_STALLS,
-        ),
+        shape=_shape(5, 2, max_model_len=8, prefill_chunk_tokens=2),
         clients=[([1, 2, 3, 4, 5], _ask(1)), ([1, 2, 3, 4, 6], _ask(2))],
-        budget={"oom": 1, "exception": 1, "cancel": 1},
+        budget={"oom": 1, "cancel": 1},
     ),
     SmallWorld(
         name="completions that come twice, at any time",
-        shape=Shape(
-            num_blocks=3,
-            block_size=1,
-            max_num_seqs=2,
-            max_num_batched_tokens=4,
-            prefill_chunk_tokens=4,
-            max_model_len=3,
-            stall_high=NEVER_STALLS,
-        ),
+        shape=_shape(3),
         clients=[([1], _ask(2)), ([2], _ask(1))],
-        budget={"oom": 1, "duplicate": 2},
+        budget={"oom": 1, "duplicate": 1},
     ),
     SmallWorld(
-        name="coming up, draining and stopping",
-        shape=Shape(
-            num_blocks=2,
-            block_size=2,
-            max_num_seqs=1,
-            max_num_batched_tokens=4,
-            prefill_chunk_tokens=4,
-            max_model_len=4,
-            stall_high=NEVER_STALLS,
-        ),
-        clients=[("a", _ask(1))],
-        budget={"fail_job": 1, "stop": 1, "drain": 1, "cancel": 1, "fail_encode": 1},
+        name="answers that contradict themselves",
+        shape=_shape(2, 1, 1),
+        clients=[([1], _ask(1))],
+        budget={"contradict": 1, "die": 1},
         from_start=True,
     ),
     SmallWorld(
+        name="coming up, draining and stopping",
+        shape=_shape(2, 1, 1),
+        clients=[("a", _ask(1))],
+        budget={"fail_job": 1, "stop": 1, "drain": 1, "fail_encode": 1},
+        from_start=True,
+    ),
+    SmallWorld(
+        name="cancelled before it begins",
+        shape=_shape(2, 1, 1),
+        clients=[("a", _ask(1))],
+        budget={"cancel": 2, "cancel_all": 1, "drain": 2},
+        from_start=True,
+    ),
+    SmallWorld(
+        name="all is ended at once",
+        shape=_shape(2, 1, 1, max_num_queued_reqs=1),
+        clients=[([1], _ask(1, max_queue_s=1.0))],
+        budget={"stop_all": 1, "cancel_all": 1},
+    ),
+    SmallWorld(
+        name="everybody is cancelled, in a world that breaks",
+        shape=_shape(2, 1, 1),
+        clients=[([1], _ask(1))],
+        budget={"cancel_all": 1, "exception": 1, "die": 1},
+    ),
+    SmallWorld(
+        name="a full queue, and who waits for it",
+        shape=_shape(2, 1, 1, max_num_queued_reqs=1),
+        clients=[([1], _ask(1)), ([2], _ask(1, max_queue_s=1.0, timeout_s=1.0))],
+        budget={"exception": 1, "fire_early": 1},
+    ),
+    SmallWorld(
         name="readers that stall",
-        shape=Shape(
-            num_blocks=4,
-            block_size=1,
-            max_num_seqs=2,
-            max_num_batched_tokens=4,
-            prefill_chunk_tokens=4,
-            max_model_len=4,
-            stall_high=0,
-            stall_low=0,
-        ),
-        clients=[([1], _ask(3)), ([2], _ask(2))],
-        budget={},
+        shape=_shape(4, stall_high=0, stall_low=0),
+        clients=[([1], _ask(3)), ([2], _ask(1))],
+        budget={"read": 0},
+        slow_readers=frozenset([0]),
+    ),
+    SmallWorld(
+        name="two choices, one of which stalls both",
+        shape=_shape(5, 1, 2, max_model_len=4, stall_high=0, stall_low=0, prefill_chunk_tokens=1),
+        clients=[([1, 2], _ask(2, n=2))],
+        budget={"read": 1},
+        slow_readers=frozenset([0]),
+    ),
+    SmallWorld(
+        name="a reader that stalls while the worker dies",
+        shape=_shape(4, 1, 1, stall_high=0, stall_low=0),
+        clients=[([1], _ask(3))],
+        budget={"die": 1, "read": 0},
+        slow_readers=frozenset([0]),
+    ),
+    SmallWorld(
+        name="a reader that stalls until everything stops",
+        shape=_shape(4, 1, 1, stall_high=0, stall_low=0),
+        clients=[([1], _ask(3))],
+        budget={"stop": 1, "read": 0},
+        slow_readers=frozenset([0]),
+    ),
+    SmallWorld(
+        name="a paused request is parked on the host, and comes back",
+        shape=_shape(4, 1, 1, stall_high=0, stall_low=0, num_host_blocks=2),
+        clients=[([1], _ask(3)), ([2], _ask(1))],
+        budget={"read": 0},
         slow_readers=frozenset([0]),
     ),
     SmallWorld(
         name="two choices of two tokens, one of which fails",
-        shape=Shape(
-            num_blocks=3,
-            block_size=1,
-            max_num_seqs=2,
-            max_num_batched_tokens=4,
-            prefill_chunk_tokens=4,
-            max_model_len=3,
-            stall_high=NEVER_STALLS,
-        ),
-        clients=[([1], _ask(2, n=2)), ([2], _ask(1))],
-        budget={"exception": 2, "cancel": 1},
+        shape=_shape(3),
+        clients=[([1], _ask(2, n=2))],
+        budget={"exception": 3, "cancel": 1},
+    ),
+    SmallWorld(
+        name="prompts that come at any moment",
+        shape=_shape(3),
+        clients=[("a", _ask(1)), ("b", _ask(1))],
+        budget={"fail_encode": 1, "die": 1, "exception": 1},
+    ),
+    SmallWorld(
+        name="a worker that dies, and what it said comes late",
+        shape=_shape(2, 1, 1),
+        clients=[([1], _ask(1))],
+        budget={"die": 1, "exception": 1, "duplicate": 1},
+    ),
+    SmallWorld(
+        name="a worker that dies or hangs, and a request that is cancelled",
+        shape=_shape(3, 1, 1, prefill_chunk_tokens=1),
+        clients=[([1, 2], _ask(1))],
+        budget={"overdue": 1, "cancel": 1},
+    ),
+    SmallWorld(
+        name="a worker that dies too often",
+        shape=_shape(2, 1, 1),
+        clients=[([1], _ask(1))],
+        budget={"die": 1, "overdue": 1},
+    ),
+    SmallWorld(
+        name="a worker that dies, and a stop",
+        shape=_shape(2, 1, 1),
+        clients=[([1], _ask(1))],
+        budget={"die": 1, "overdue": 1, "stop": 1},
+    ),
+    SmallWorld(
+        name="a worker that cannot come up again",
+        shape=_shape(2, 1, 1),
+        clients=[([1], _ask(1))],
+        budget={"overdue": 1, "fail_job": 2, "contradict": 1},
+    ),
+    SmallWorld(
+        name="a device that is a thread",
+        shape=_shape(2, 1, 1, max_restarts=0),
+        clients=[([1], _ask(1))],
+        budget={"die": 1, "overdue": 1, "duplicate": 1},
+    ),
+    SmallWorld(
+        name="the ladder, down and up",
+        shape=_shape(2, 1, 1, modes=("full", "plain", "int8")),
+        clients=[([1], _ask(1))],
+        budget={"oom": 4, "fail_job": 1, "fire_early": 2},
+        opening=(Fault.OOM, Fault.OOM),
+    ),
+    SmallWorld(
+        name="a switch of mode, interrupted",
+        shape=_shape(2, 1, 1, modes=("full", "plain")),
+        clients=[([1], _ask(1))],
+        budget={"oom": 1, "die": 1, "overdue": 1},
+        opening=(Fault.OOM, Fault.OOM, Fault.OOM),
+    ),
+    SmallWorld(
+        name="a switch of mode, and a stop",
+        shape=_shape(2, 1, 1, modes=("full", "plain")),
+        clients=[([1], _ask(1))],
+        budget={"oom": 1, "stop": 1},
+        opening=(Fault.OOM, Fault.OOM, Fault.OOM),
+    ),
+    SmallWorld(
+        name="a switch of mode, and old answers",
+        shape=_shape(2, 1, 1, modes=("full", "plain")),
+        clients=[([1], _ask(1))],
+        budget={"oom": 2, "duplicate": 1, "fail_job": 1},
+        opening=(Fault.OOM, Fault.OOM),
+    ),
+    SmallWorld(
+        name="blocks swapped to the host",
+        shape=_shape(4, num_host_blocks=2),
+        clients=[([1], _ask(3)), ([2], _ask(2))],
+        budget={"oom": 1, "cancel": 1},
+    ),
+    SmallWorld(
+        name="blocks on the host of a worker that dies",
+        shape=_shape(4, num_host_blocks=2),
+        clients=[([1], _ask(3)), ([2], _ask(2))],
+        budget={"die": 1},
     ),
 ]

@@ -36,7 +36,7 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Arrive": frozenset(["num_tokens", "params", "prompt", "seed"]),
     "BlockPool": frozenset(["_released_at", "_releases", "block_size", "num_blocks"]),
     "Checks": frozenset(
-        ["_gate_heard", "_leaving", "_oldest", "_sampled", "_to_be_told", "at_once", "world"]
+        ["_failed", "_gate_heard", "_leaving", "_oldest", "_rung", "_sampled", "_to_be_told", "at_once", "world"]
     ),  # within one event, or told by the gate's state
     "Client": frozenset(["_expected", "_max_len", "arrive", "prompt"]),
     "Engine": frozenset(["_effects"]),
@@ -45,6 +45,7 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Incident": frozenset(["action", "message"]),
     "_WatchedLadder": frozenset(["_effects", "_quiet_s", "_taken"]),
     "Planner": frozenset(["limits", "num_preemptions", "num_swapped_in", "num_swapped_out", "probe"]),
+    "Restarts": frozenset(["_epoch", "_shape", "_state"]),
     "SamplingSpec": frozenset(["num_prompt_tokens", "params", "stop_ids"]),
     "ScriptedDevice": frozenset(["block_size"]),
     "Stream": frozenset(["_effects", "_stall_high", "_stall_low", "name"]),

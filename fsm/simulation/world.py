@@ -210,8 +210,8 @@ class World:
         """Somebody outside the machines sends `event`."""
         self.perform(source, [Send(to, event, urgent)])
 
-    def handle(self, name: str, machine: Machine, event: Any) -> None:
-        """One event for one machine, and its effects."""
+    def handle(self, name: str, machine: Machine, event: Any) -> Sequence[Effect]:
+        """One event for one machine, and its effects, which are performed."""
         kind = type(event).__name__
         self.taken[_MACHINES[name], machine.state, kind] += 1
         if self._trace is not None:
@@ -224,6 +224,7 @@ class World:
         elif name == "streams":
             check_stall(before, machine.state, event, effects)  # type: ignore[arg-type]
         self.perform(name, effects)
+        return effects
 
     def _set_timer(self, source: str, effect: After) -> None:
         event = effect.event
@@ -270,8 +271,7 @@ class World:
         """`event` is at its receiver."""
         if to == "scheduler":
             self.checks.before_scheduler(event)
-            self.handle("scheduler", self.scheduler, event)
-            self.checks.after_scheduler(event)
+            self.checks.after_scheduler(event, self.handle("scheduler", self.scheduler, event))
         elif to == "streams":
             self._to_streams(event)
         elif to == "tokenizer":
@@ -288,8 +288,7 @@ class World:
                 self.everybody(Cause.DRAIN, self.gate.overflow)
             elif isinstance(event, CancelAll):  # who came after it at the gate, and before it here, is cancelled too
                 self.everybody(event.cause)
-            self.handle(to, getattr(self, to), event)
-            self.checks.after(to, event)
+            self.checks.after(to, event, self.handle(to, getattr(self, to), event))
 
     def _to_streams(self, event: Stop | Outputs | StallOver) -> None:
         if isinstance(event, StallOver):

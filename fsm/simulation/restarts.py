@@ -1,0 +1,89 @@
+"""An account of the worker's losses, kept apart from the worker's own: the restart budget must be exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+from novainfer.fsm.events import (
+    DeviceLost,
+    Fit,
+    JobFailed,
+    Load,
+    Overdue,
+    Restart,
+    Spawn,
+    StepDone,
+    Warm,
+    WorkerLost,
+    WorkerReady,
+)
+from novainfer.fsm.machine import After, Effect, Send, Start
+from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.simulation.shape import Shape
+from novainfer.fsm.worker import Worker, WorkerState
+
+S = WorkerState
+GONE = (S.RESTARTING, S.FAILED, S.STOPPED)
+UP = (S.READY, S.RUNNING, S.SWITCHING, S.OOM)
+ITS_JOB: dict[StrEnum, tuple[str, ...]] = {
+    S.LOADING: ("Spawn", "Load"),
+    S.FITTING: ("Fit",),
+    S.WARMING: ("Warm",),
+    S.OOM: ("Reclaim",),
+}
+
+
+class Restarts:
+    """Looks at the worker before and after each of its events."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._losses: list[float] = []  # when, since the last good step
+        self._now_s = 0.0  # the latest time that the worker was told of
+        self._was_ready = False
+        self._state: StrEnum = S.LOADING  # before the event
+        self._epoch = 0
+        self._begun: set[tuple[str, int]] = set()  # jobs of coming up, by epoch
+
+    def before(self, worker: Worker) -> None:
+        """The worker is about to handle an event."""
+        self._state, self._epoch = worker.state, worker.epoch
+
+    def after(self, worker: Worker, event: Any, effects: Sequence[Effect]) -> None:
+        """The worker has handled `event`."""
+        sent = [effect.event for effect in effects if isinstance(effect, Send)]
+        self._was_ready = self._was_ready or any(isinstance(e, WorkerReady) for e in sent)
+        for effect in effects:
+            if isinstance(effect, Start) and isinstance(effect.job, Spawn | Load | Fit | Warm):
+                job = type(effect.job).__name__, effect.job.epoch
+                if job in self._begun:
+                    raise Violation(f"the worker begins {job} twice")
+                self._begun.add(job)
+        if isinstance(event, DeviceLost | Overdue):
+            self._now_s = max(self._now_s, event.at_s)
+        num_incidents = sum(effect.to == "incidents" for effect in effects if isinstance(effect, Send))
+        if not self._is_loss(event):
+            if isinstance(event, StepDone) and self._state is S.RUNNING and worker.state is S.READY:
+                self._losses.clear()
+            if worker.epoch != self._epoch or num_incidents:
+                raise Violation(f"{event} in {self._state}: the worker's epoch is {worker.epoch}, and nothing is lost")
+            return
+        shape = self._shape
+        self._losses = [at_s for at_s in self._losses if at_s > self._now_s - shape.restart_window_s] + [self._now_s]
+        may_restart = self._was_ready and len(self._losses) <= shape.max_restarts
+        if worker.state is not (S.RESTARTING if may_restart else S.FAILED):
+            raise Violation(f"after {len(self._losses)} losses in a row the worker is {worker.state}")
+        if worker.epoch != self._epoch + may_restart or num_incidents != 1:
+            raise Violation(f"{event}: the worker's epoch is {worker.epoch}, with {num_incidents} incidents")
+        if may_restart:
+            timers = [effect.event for effect in effects if isinstance(effect, After)]
+            was_told = any(isinstance(e, WorkerLost) and e.epoch == self._epoch for e in sent)
+            if timers != [Restart(worker.epoch)] or was_told is not (self._state in UP):
+                raise Violation(f"{event} in {self._state}: the timers are {timers}, the engine was told: {was_told}")
+
+    def _is_loss(self, event: Any) -> bool:
+        if isinstance(event, DeviceLost | Overdue):
+            return event.epoch == self._epoch and self._state not in GONE
+        return isinstance(event, JobFailed) and event.epoch == self._epoch and event.job in ITS_JOB.get(self._state, ())
