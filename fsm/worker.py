@@ -142,6 +142,7 @@ class Worker(Machine):
         self._losses: list[float] = []  # when, since the last good step
         self._clock_s = 0.0  # the latest time it was told of
         self._found: dict[str, Any] = {}  # what Load and Fit found out about the model
+        self._spawned = -1  # the epoch whose device is there
         self._was_ready = False
         self._mode = FULL_MODE
         self._plan: StepPlan | None = None  # the step at the device, or the one that waits for the switch
@@ -162,7 +163,8 @@ class Worker(Machine):
         return event.job == job and event.epoch == self.epoch
 
     def _loaded(self, event: JobDone) -> WorkerState:
-        if self._is_answer(event, "Spawn"):
+        if self._is_answer(event, "Spawn") and self._spawned < self.epoch:  # it may come twice
+            self._spawned = self.epoch
             self._start(Load(self.epoch))
         if not self._is_answer(event, "Load"):
             return S.LOADING
