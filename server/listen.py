@@ -17,7 +17,6 @@ from novainfer.server.settings import ServerSettings
 
 FLUSH_TIMEOUT_S = 3.0  # for the last bytes of answers that are already written, after the engine has drained
 UNSENT_BYTES_MAX = 128 * 1024  # in the kernel, for each connection; what is on its way to the client comes on top
-STALL_TIMES_MAX = 2  # after one stall timeout the request ends with an error event; the client has as long to take it
 REQUESTS_PER_CONNECTION_MAX = 1_000_000_000  # Hypercorn's own limit of 1000 silences streams in flight
 
 
@@ -44,7 +43,7 @@ def bind(settings: ServerSettings) -> socket.socket:
         ) from None
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # A client that stopped reading is dropped by the kernel, whatever layer above waits for it.
-        timeout_ms = int(STALL_TIMES_MAX * settings.stall_timeout_s * 1000)
+        timeout_ms = int((settings.stall_timeout_s + settings.stall_grace_s) * 1000)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         # The kernel would take megabytes of an answer that its client does not read, and nobody would know.

@@ -16,8 +16,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How the server listens and what it lets in; raises `InvalidParameter`, naming the field.
 
     `sse_keep_alive_interval_s` is the longest silence on a stream before a comment line (0 switches them off).
-    `stall_timeout_s` is the engine's: a client that takes nothing for so long loses its request, and after twice as
-    long its stream. `body_bytes` limits a request's body; None means 1 MB, or more when the model's context is long.
+    `stall_timeout_s` is the engine's: a client that takes nothing for so long loses its request, and after
+    `stall_grace_s` more its stream. `body_bytes` limits a request's body; None means 1 MB, or more when the model's
+    context is long.
     `shutdown_timeout_s` is what running requests get to finish when the server is told to stop. With `api_keys`, each
     key sees and cancels its own requests only; `admin_key` sees all, and is what drills (`POST /v1/faults`) need.
     """
@@ -32,6 +33,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     access_log: bool = False
     sse_keep_alive_interval_s: float = 15.0
     stall_timeout_s: float = 300.0
+    stall_grace_s: float = 120.0  # to take the error event; its memory is bounded, and its blocks are free already
     shutdown_timeout_s: float = 30.0
     body_bytes: int | None = None
     body_timeout_s: float = 30.0
@@ -42,7 +44,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise InvalidParameter(f"port must be between 0 and 65535, not {self.port}", param="port")
-        for name in ("stall_timeout_s", "body_timeout_s", "keep_alive_timeout_s"):
+        for name in ("stall_timeout_s", "stall_grace_s", "body_timeout_s", "keep_alive_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InvalidParameter(f"{name} must be more than 0 seconds", param=name)
         for name in ("sse_keep_alive_interval_s", "shutdown_timeout_s"):

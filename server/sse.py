@@ -6,7 +6,7 @@
 
 A client that stops reading closes its window, so that `send` waits, the engine's stream fills, and its request pauses.
 If it comes back within `stall_timeout_s` it goes on where it was; if later, it finds what there was and one error
-event. If it has not come back after twice that, its stream is reset.
+event. If it has not come back `stall_grace_s` after that, its stream is reset.
 
 Between events, a comment line goes out after each silent interval, and one at the beginning if the request has to wait
 for room in the queue. One timer per stream does that and looks for stalled writes: it is not re-armed per token.
@@ -23,7 +23,6 @@ from novainfer import Delta
 from novainfer.server.chunks import KEEP_ALIVE, StreamEncoder
 from novainfer.server.errors import error_body, log_if_ours
 from novainfer.server.generation import Generation
-from novainfer.server.listen import STALL_TIMES_MAX
 from novainfer.server.settings import ServerSettings
 
 log = logging.getLogger("novainfer.server")
@@ -97,7 +96,7 @@ class _Writer:
     def __init__(self, send: Send, settings: ServerSettings) -> None:
         self._send = send
         self._keep_alive_s = settings.sse_keep_alive_interval_s
-        self._stall_s = STALL_TIMES_MAX * settings.stall_timeout_s
+        self._stall_s = settings.stall_timeout_s + settings.stall_grace_s
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None

@@ -132,7 +132,7 @@ async def test_silence_is_filled_with_comments(serve: Serve) -> None:
 
 async def test_a_reader_that_takes_nothing_is_dropped_in_the_end(serve: Serve) -> None:
     engine = FakeEngine(answer=tuple("x" * 10_000 for _ in range(20)))
-    server = await serve(engine, stall_timeout_s=0.05)
+    server = await serve(engine, stall_timeout_s=0.05, stall_grace_s=0.01)
     client = await RawH2.connect(server.port, takes_data=False)
     stream = await client.request("/v1/chat/completions", BODY)
     await client.read_until(lambda: stream in client.resets)

@@ -337,7 +337,7 @@ async def test_a_client_that_comes_back_in_time_gets_all_of_it(kind: Any) -> Non
 
 async def test_a_client_that_never_comes_back_has_its_stream_reset_in_the_end() -> None:
     engine = fake_engine(stall_timeout_s=0.05)
-    async with running(engine, stall_timeout_s=0.05, shutdown_timeout_s=0.0) as server:
+    async with running(engine, stall_timeout_s=0.05, stall_grace_s=0.05, shutdown_timeout_s=0.0) as server:
         client = await RawH2.connect(server.port, takes_data=False)
         stream_id = await client.request(PATH, json.dumps(STALLS).encode())
         await client.read_until(lambda: stream_id in client.resets)
