@@ -17,6 +17,7 @@ from novainfer.fsm.simulation.bugs import MUTANTS, SURVIVORS
 from novainfer.fsm.simulation.coverage import Coverage, coverage
 from novainfer.fsm.simulation.explore import Exploration, explore
 from novainfer.fsm.simulation.mutants import Hunt, hunt
+from novainfer.fsm.simulation.paths import condense, explain, path_of, shorten, to_line
 from novainfer.fsm.simulation.report import Report, median, merge, run_seeds
 from novainfer.fsm.simulation.small import SMALL_WORLDS
 
@@ -51,6 +52,8 @@ def simulate(
         result = _hunt_all(jobs)
     else:
         result = _run_seeds([range(seed, seed + 1)] if seed is not None else _chunks(first, seeds), jobs)
+        if seed is not None and not result["is_well"]:
+            _explain(seed)
     is_well = result.pop("is_well")
     if as_json:
         click.echo(json.dumps(result))
@@ -104,6 +107,18 @@ def _run_seeds(chunks: list[range], jobs: int) -> dict[str, Any]:
         **_rows(rows),
         "cpu_s": round(cpu_s, 2),
     }
+
+
+def _explain(seed: int) -> None:
+    """The shortest path to the violation of `seed` that can be found in half a minute, for reading and for keeping."""
+    path = path_of(seed)
+    if path is None:
+        click.echo("its moves alone do not lead there: it takes the seed's clock, or very many moves")
+        return
+    path = condense(shorten(path))
+    click.echo(f"{len(path.moves)} moves that lead there:")
+    click.echo("\n".join(f"    {line}" for line in explain(path)))
+    click.echo(f"to keep it, append this line to tests/simulation/regressions.jsonl:\n{to_line(path)}")
 
 
 # ---- small worlds ---------------------------------------------------------------------------------------------------

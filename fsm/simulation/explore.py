@@ -144,10 +144,10 @@ def moves(world: World, small: SmallWorld) -> list[Move]:
     if budget.get("contradict") and isinstance((world.links.get(TO_WORKER) or [None])[0], JobDone):
         found.append(("contradict",))
     found += [("come_late", at) for at in range(len(world.late))]
-    # A restart waits for next to nothing, other timers for long; early is before all else is done.
-    found += [("fire_timer", timer) for timer in world.timers if is_at_rest or timer[1] == "Restart"]
-    if not is_at_rest and budget.get("fire_early"):
-        found += [("fire_early", timer) for timer in world.timers if timer[1] != "Restart"]
+    if is_at_rest:
+        found += [("fire_timer", timer) for timer in world.timers]
+    elif budget.get("fire_early"):
+        found += [("fire_early", timer) for timer in world.timers]
     found += [(kind,) for kind in ("cancel_all", "drain") if budget.get(kind)]
     if budget.get("stop"):
         found.append(("stop", "injected"))

@@ -23,16 +23,18 @@ MOVES_MAX = 20_000  # after the path, before the world must have ended
 
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):
-    """A world, and the moves that lead to `violation` (or did once)."""
+    """A world, and the moves that lead to `violation` (or did once); `bug` names the mutant that brings it back."""
 
+    bug: str = ""
     violation: str
     shape: Shape
     moves: list[Move]
 
 
-class _Kept(msgspec.Struct, kw_only=True):
+class _Kept(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A path as one line of JSON, in which tuples are lists and enumerations are words."""
 
+    bug: str = ""
     violation: str
     shape: Shape
     moves: list[list[Any]]
@@ -123,14 +125,15 @@ def condense(path: Path) -> Path:
 
 def to_line(path: Path) -> str:
     """`path` as one line of JSON."""
-    kept = _Kept(violation=path.violation, shape=path.shape, moves=[list(move) for move in path.moves])
+    kept = _Kept(bug=path.bug, violation=path.violation, shape=path.shape, moves=list(map(list, path.moves)))
     return msgspec.json.encode(kept).decode()
 
 
 def from_line(line: str) -> Path:
     """What `to_line` gave."""
     kept = msgspec.json.decode(line, type=_Kept)
-    return Path(violation=kept.violation, shape=kept.shape, moves=[_move(*move) for move in kept.moves])
+    moves = [_move(*move) for move in kept.moves]
+    return Path(bug=kept.bug, violation=kept.violation, shape=kept.shape, moves=moves)
 
 
 def _move(kind: str, *args: Any) -> Move:

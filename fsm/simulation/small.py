@@ -61,6 +61,13 @@ SMALL_WORLDS = [
         from_start=True,
     ),
     SmallWorld(
+        name="answers of a device that is gone",
+        shape=_shape(2, 1, 1),
+        clients=[],
+        budget={"duplicate": 1, "die": 1, "fire_early": 1},
+        from_start=True,
+    ),
+    SmallWorld(
         name="coming up, draining and stopping",
         shape=_shape(2, 1, 1),
         clients=[("a", _ask(1))],
@@ -90,7 +97,7 @@ SMALL_WORLDS = [
         name="a full queue, and who waits for it",
         shape=_shape(2, 1, 1, max_num_queued_reqs=1),
         clients=[([1], _ask(1)), ([2], _ask(1, max_queue_s=1.0, timeout_s=1.0))],
-        budget={"exception": 1, "fire_early": 1},
+        budget={"drain": 1, "fire_early": 1},
     ),
     SmallWorld(
         name="readers that stall",
@@ -103,7 +110,21 @@ SMALL_WORLDS = [
         name="two choices, one of which stalls both",
         shape=_shape(5, 1, 2, max_model_len=4, stall_high=0, stall_low=0, prefill_chunk_tokens=1),
         clients=[([1, 2], _ask(2, n=2))],
+        budget={"fire_early": 1, "read": 0},
+        slow_readers=frozenset([0]),
+    ),
+    SmallWorld(
+        name="two choices in one slot, one of which stalls both",
+        shape=_shape(4, 1, 1, stall_high=0, stall_low=0),
+        clients=[([1], _ask(2, n=2))],
         budget={"read": 1},
+        slow_readers=frozenset([0]),
+    ),
+    SmallWorld(
+        name="two choices that are swapped, one of which stalls both",
+        shape=_shape(4, 1, 2, stall_high=0, stall_low=0, num_host_blocks=4),
+        clients=[([1], _ask(3, n=2))],
+        budget={"read": 0},
         slow_readers=frozenset([0]),
     ),
     SmallWorld(
@@ -111,6 +132,13 @@ SMALL_WORLDS = [
         shape=_shape(4, 1, 1, stall_high=0, stall_low=0),
         clients=[([1], _ask(3))],
         budget={"die": 1, "read": 0},
+        slow_readers=frozenset([0]),
+    ),
+    SmallWorld(
+        name="a reader that stalls while a step fails",
+        shape=_shape(4, 1, 1, stall_high=0, stall_low=0),
+        clients=[([1], _ask(3))],
+        budget={"exception": 1, "read": 1},
         slow_readers=frozenset([0]),
     ),
     SmallWorld(
@@ -137,13 +165,19 @@ SMALL_WORLDS = [
         name="prompts that come at any moment",
         shape=_shape(3),
         clients=[("a", _ask(1)), ("b", _ask(1))],
-        budget={"fail_encode": 1, "die": 1, "exception": 1},
+        budget={"fail_encode": 1, "exception": 1},
+    ),
+    SmallWorld(
+        name="a prompt that comes while the worker dies",
+        shape=_shape(2, 1, 1),
+        clients=[("a", _ask(1))],
+        budget={"fail_encode": 1, "die": 1},
     ),
     SmallWorld(
         name="a worker that dies, and what it said comes late",
         shape=_shape(2, 1, 1),
         clients=[([1], _ask(1))],
-        budget={"die": 1, "exception": 1, "duplicate": 1},
+        budget={"die": 1, "exception": 1, "duplicate": 1, "fire_early": 1},
     ),
     SmallWorld(
         name="a worker that dies or hangs, and a request that is cancelled",
@@ -158,10 +192,10 @@ SMALL_WORLDS = [
         budget={"die": 1, "overdue": 1},
     ),
     SmallWorld(
-        name="a worker that dies, and a stop",
+        name="a worker that hangs, and a stop",
         shape=_shape(2, 1, 1),
         clients=[([1], _ask(1))],
-        budget={"die": 1, "overdue": 1, "stop": 1},
+        budget={"overdue": 1, "stop": 1},
     ),
     SmallWorld(
         name="a worker that cannot come up again",
@@ -179,8 +213,8 @@ SMALL_WORLDS = [
         name="the ladder, down and up",
         shape=_shape(2, 1, 1, modes=("full", "plain", "int8")),
         clients=[([1], _ask(1))],
-        budget={"oom": 4, "fail_job": 1, "fire_early": 2},
-        opening=(Fault.OOM, Fault.OOM),
+        budget={"oom": 4, "fail_job": 1, "fire_early": 1},
+        opening=(Fault.OOM, Fault.OOM, Fault.OOM, Fault.OOM),
     ),
     SmallWorld(
         name="a switch of mode, interrupted",

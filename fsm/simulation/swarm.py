@@ -200,7 +200,8 @@ class Seed:
             return 0.1
         if self.world.worker.epoch == 0 and isinstance(job, Spawn | Load | Fit | Warm):
             return 0.5 if self.mix.come_up_fails else 0.0
-        return self._rates["job"]
+        rare = isinstance(job, Switch) and not self._is_healed  # there are so few of them
+        return 0.1 if rare else self._rates["job"]
 
     def _overdue(self, number: int) -> None:
         if number != self._job or not self._is_hung:

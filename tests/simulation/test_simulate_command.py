@@ -2,10 +2,13 @@ import json
 
 from click.testing import CliRunner
 
-from novainfer.fsm.simulation.bugs import MUTANTS
+import novainfer.server.simulate as simulate_module
+from novainfer.fsm.simulation.bugs import MUTANTS, SURVIVORS
 from novainfer.fsm.simulation.mutants import planted
 from novainfer.fsm.simulation.report import run_seeds
-from novainfer.server.simulate import simulate
+from novainfer.fsm.simulation.small import SMALL_WORLDS
+
+simulate = simulate_module.simulate
 
 
 def test_the_last_line_is_one_json_object():
@@ -24,6 +27,7 @@ def test_a_failing_seed_is_printed_with_the_command_that_reproduces_it():
         result = CliRunner().invoke(simulate, ["--seed", str(failing)])
     assert result.exit_code == 1
     assert f"reproduce it with: novainfer simulate --seed {failing}" in result.stdout
+    assert "append this line to tests/simulation/regressions.jsonl" in result.stdout
 
 
 def test_the_same_seeds_give_the_same_hash_from_any_starting_point():
@@ -32,3 +36,36 @@ def test_the_same_seeds_give_the_same_hash_from_any_starting_point():
 
     assert trace("--seed", "7") == trace("--first", "7", "--seeds", "1")
     assert trace("--seed", "7") != trace("--seed", "8")
+
+
+def test_planted_bugs_are_hunted_and_those_that_survive_are_named(monkeypatch):
+    found, survivor = MUTANTS[0], next(m for m in MUTANTS if m.name in SURVIVORS)
+    monkeypatch.setattr(simulate_module, "MUTANTS", [found, survivor])
+    monkeypatch.setattr("novainfer.fsm.simulation.mutants.SEEDS", 20)
+    monkeypatch.setattr("novainfer.fsm.simulation.mutants.STATES_MAX", 10)
+    result = CliRunner().invoke(simulate, ["--mutants", "--json"])
+    assert result.exit_code == 0
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert (said["planted"], said["found"], said["survivors"]) == (2, 1, [survivor.name])
+    assert SURVIVORS[survivor.name] in result.stdout
+
+
+def test_a_survivor_that_nobody_has_argued_is_a_failure(monkeypatch):
+    survivor = next(m for m in MUTANTS if m.name in SURVIVORS)
+    monkeypatch.setattr(simulate_module, "MUTANTS", [survivor])
+    monkeypatch.setattr(simulate_module, "SURVIVORS", {})
+    monkeypatch.setattr("novainfer.fsm.simulation.mutants.SEEDS", 1)
+    monkeypatch.setattr("novainfer.fsm.simulation.mutants.STATES_MAX", 1)
+    assert CliRunner().invoke(simulate, ["--mutants"]).exit_code == 1
+
+
+def test_small_worlds_say_how_many_rows_of_the_tables_they_reach(monkeypatch):
+    monkeypatch.setattr(
+        simulate_module, "SMALL_WORLDS", [w for w in SMALL_WORLDS if w.name == "a switch of mode, and a stop"]
+    )
+    result = CliRunner().invoke(simulate, ["--exhaustive", "--json"])
+    assert result.exit_code == 0
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert said["complete"]
+    assert said["states"] < said["edges"]
+    assert said["rows_reached"] + len(said["rows_missing"]) == said["rows_total"]
