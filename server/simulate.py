@@ -14,7 +14,7 @@ import click
 from tqdm import tqdm
 
 from novainfer.fsm.simulation.bugs import MUTANTS, SURVIVORS
-from novainfer.fsm.simulation.coverage import Coverage, coverage
+from novainfer.fsm.simulation.coverage import ARGUED, Coverage, coverage
 from novainfer.fsm.simulation.explore import Exploration, explore
 from novainfer.fsm.simulation.mutants import Hunt, hunt
 from novainfer.fsm.simulation.paths import condense, explain, path_of, shorten, to_line
@@ -210,9 +210,9 @@ class _Timed:
 
 def _say_rows(rows: list[Coverage], verb: str) -> None:
     click.echo(f"rows {verb}: " + ", ".join(f"{c.machine} {c.taken}/{c.total}" for c in rows))
-    for c in rows:
-        for _, state, event in c.missing:
-            click.echo(f"    not {verb}: {c.machine} {state} x {event}")
+    for row in [row for c in rows for row in c.missing]:
+        why = f" ({ARGUED[row]})" if row in ARGUED else ""
+        click.echo(f"    not {verb}: {' x '.join(row)}{why}")
 
 
 def _rows(rows: list[Coverage]) -> dict[str, Any]:
