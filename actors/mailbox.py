@@ -61,6 +61,7 @@ class Actor:
         self._is_dead = False
         self._is_frozen = False
         self._timers: dict[asyncio.TimerHandle, Any] = {}  # and their events
+        self._timers_of: dict[int, list[asyncio.TimerHandle]] = {}  # by stream, where they belong to one
         self._recorder: Recorder | None = None
         self._write_told: Callable[[Codes, Any], None]  # while there are codes
         self._append: Callable[[int], None]
@@ -85,6 +86,7 @@ class Actor:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
+        self._timers_of.clear()
 
     def record(self, recorder: Recorder | None) -> None:
         """Write all that this actor takes to `recorder` from now on; None: no more."""
@@ -226,3 +228,12 @@ class Actor:
 
         timer = self._loop.call_later(effect.delay_s, fire)
         self._timers[timer] = effect.event
+        stream_id = getattr(effect.event, "stream_id", None)
+        if stream_id is not None:
+            self._timers_of.setdefault(stream_id, []).append(timer)
+
+    def drop_timers(self, stream_id: int) -> None:
+        """The stream is gone: deadlines of ten minutes must not be kept for each request of the last ten minutes."""
+        for timer in self._timers_of.pop(stream_id, ()):
+            timer.cancel()
+            self._timers.pop(timer, None)

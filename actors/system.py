@@ -62,7 +62,7 @@ from novainfer.fsm.gate import Gate, GateState
 from novainfer.fsm.params import NUM_CHOICES_MAX, SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.scheduler import Scheduler, SchedulerStatistics
-from novainfer.fsm.stream import STALL_TIMEOUT_S
+from novainfer.fsm.stream import STALL_TIMEOUT_S, Stream
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.worker import RestartPolicy, Worker, WorkerState
 
@@ -108,9 +108,7 @@ class System:
         self._engine = Engine()
         self._scheduler: Scheduler | None = None
         self._worker = Worker(restarts)
-        self._streams = Streams(
-            self._route, gone=lambda stream: self.inspector.forgotten(stream), stall_timeout_s=patience.stall_timeout_s
-        )
+        self._streams = Streams(self._route, gone=self._forgotten, stall_timeout_s=patience.stall_timeout_s)
         self._actors = {
             "gate": self._make_actor("gate", self._gate),
             "engine": self._make_actor("engine", self._engine),
@@ -327,6 +325,11 @@ class System:
         while (self._engine.num_streams or self._gate.num_queued) and not self._stopping.is_set():
             self._idle.clear()
             await self._idle.wait()
+
+    def _forgotten(self, stream: Stream) -> None:
+        """Nobody reads this stream any more."""
+        self._actors["gate"].drop_timers(stream.stream_id)
+        self.inspector.forgotten(stream)
 
     # ---- what actors see of each other ---------------------------------------------------------------------------
 

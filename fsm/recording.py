@@ -86,8 +86,12 @@ def lane_name(layout: str, source: str, to: str, urgent: bool) -> str:
 
 def pack_parts(parts: Parts, kinds: Kinds, known: Mapping[str, Any]) -> bytes:
     """The snapshot: equal for parts that hold the same."""
-    # The timers of streams are not compared: their shell stops one that its stream would ignore.
-    timers = [(to, event) for to, event in parts.timers if to != STREAMS]
+    # The timers of streams are not compared, nor the gate's of streams that are gone: their shell stops such a timer,
+    # which would be ignored.
+    streams = parts.streams
+    timers = [
+        (to, event) for to, event in parts.timers if to != STREAMS and (to != "gate" or event.stream_id in streams)
+    ]
     timers.sort(key=lambda t: (t[0], pack(t[1], kinds, known)))
     machines = [(name, parts.machines[name]) for name in sorted(parts.machines)]
     lanes = [(name, list(parts.lanes[name])) for name in sorted(parts.lanes) if parts.lanes[name]]

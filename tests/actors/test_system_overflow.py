@@ -144,6 +144,20 @@ async def test_its_deadline_goes_on_when_it_is_let_in() -> None:
         await all_blocks_back(full.system)
 
 
+async def test_the_timers_of_a_stream_go_with_it() -> None:
+    async with full_queue() as full:
+        gate = full.system._actors["gate"]
+        full.patient(timeout_s=LONG_S)
+        left = full.patient(timeout_s=LONG_S)
+        full.handles.remove(left)
+        assert len(gate.waiting()[2]) == 4
+        full.system.abandon(left.stream_id)
+        assert len(gate.waiting()[2]) == 2
+        await full.finish()
+        assert gate.waiting()[2] == []
+        assert not gate._timers_of
+
+
 async def test_a_drain_ends_those_who_wait_for_room_at_once_and_lets_the_others_finish() -> None:
     async with full_queue() as full:
         waits = full.patient()
