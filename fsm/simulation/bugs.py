@@ -266,6 +266,7 @@ MUTANTS = [
         "if plan.epoch != self.epoch:",
         "if False:",
         seeds=0,
+        small="a worker that dies, and what it said comes late",
     ),
     Mutant(
         "a step is known by its number alone",
@@ -281,6 +282,7 @@ MUTANTS = [
         "event.job == job and event.epoch == self.epoch",
         "event.job == job",
         seeds=0,
+        small="answers of a device that is gone",
     ),
     Mutant(
         "a death that was known already ends the next worker",

@@ -34,7 +34,7 @@ class Edit(msgspec.Struct, frozen=True):
 
 
 class Mutant(msgspec.Struct, frozen=True):
-    """One bug; `seeds`: the swarm finds it within so many (0: only the explorer does)."""
+    """One bug; `seeds`: the swarm finds it within so many (0: only the explorer does, in the world named `small`)."""
 
     name: str
     owner: type
@@ -42,6 +42,7 @@ class Mutant(msgspec.Struct, frozen=True):
     line: str
     wrong: str
     seeds: int = 300
+    small: str = ""
     more: tuple[Edit, ...] = ()  # other lines that belong to the bug
 
 
@@ -66,7 +67,7 @@ def hunt(mutant: Mutant) -> Hunt:
         report = run_seeds(seeds, stop_at_first=True)
         if report.violations:
             return said(f"seed {report.failing_seeds[0]}")
-        for small in SMALL_WORLDS:
+        for small in sorted(SMALL_WORLDS, key=lambda small: small.name != mutant.small):
             if (found := explore(small, states_max=STATES_MAX)).violation is not None:
                 return said(f"{found.depth} moves into {small.name!r}")
     return said("neither by seeds nor in the small worlds", found=False)
