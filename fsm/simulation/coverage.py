@@ -20,12 +20,9 @@ MACHINES: tuple[type[Machine], ...] = (Gate, Engine, Scheduler, Request, Worker,
 RowId = tuple[str, str, str]  # machine, state, event
 
 # Rows that no world reaches, and why they are not `never` rows.
-ARGUED: dict[RowId, str] = dict.fromkeys(
-    [("Engine", state, "WorkerFailed") for state in ("IDLE", "SCHEDULING", "ROLLBACK")],
-    "a worker fails while it comes up or reclaims memory, when the engine is STARTING or WAITING_WORKER; a worker "
-    "whose process is lost will fail at any moment",
-)
-ARGUED["Gate", "STARTING", "Cancel"] = "nobody has a stream yet; a program that embeds the engine may try all the same"
+ARGUED: dict[RowId, str] = {
+    ("Gate", "STARTING", "Cancel"): "nobody has a stream yet; a program that embeds the engine may try all the same",
+}
 
 
 class Coverage(msgspec.Struct, frozen=True):

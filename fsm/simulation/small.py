@@ -121,6 +121,13 @@ SMALL_WORLDS = [
         slow_readers=frozenset([0]),
     ),
     SmallWorld(
+        name="a stall that ends while another choice begins",
+        shape=_shape(2, 1, 1, stall_high=0, stall_low=0),
+        clients=[([1], _ask(1, n=2))],
+        budget={"fire_early": 1, "exception": 1, "read": 0},
+        slow_readers=frozenset([0]),
+    ),
+    SmallWorld(
         name="two choices that are swapped, one of which stalls both",
         shape=_shape(4, 1, 2, stall_high=0, stall_low=0, num_host_blocks=4),
         clients=[([1], _ask(3, n=2))],
