@@ -21,7 +21,8 @@ from novainfer.fsm.simulation.report import run_seeds
 from novainfer.fsm.simulation.small import SMALL_WORLDS
 
 SEEDS = 1000  # what a hunt tries before it explores; most bugs need fewer than a hundred
-STATES_MAX = 8000  # of each small world that a hunt explores; all of them take half a minute
+STATES_MAX = 3000  # of each small world that a hunt explores; all of them take half a minute
+STATES_MAX_NAMED = 20_000  # of the one that the mutant names
 
 
 class Edit(msgspec.Struct, frozen=True):
@@ -68,7 +69,8 @@ def hunt(mutant: Mutant) -> Hunt:
         if report.violations:
             return said(f"seed {report.failing_seeds[0]}")
         for small in sorted(SMALL_WORLDS, key=lambda small: small.name != mutant.small):
-            if (found := explore(small, states_max=STATES_MAX)).violation is not None:
+            states_max = STATES_MAX_NAMED if small.name == mutant.small else STATES_MAX
+            if (found := explore(small, states_max=states_max)).violation is not None:
                 return said(f"{found.depth} moves into {small.name!r}")
     return said("neither by seeds nor in the small worlds", found=False)
 
