@@ -2,7 +2,7 @@ import pytest
 
 from novainfer.fsm.simulation.report import Report, run_seeds
 
-NUM_SEEDS = 1500  # about half a minute of one core
+NUM_SEEDS = 1000  # about twenty seconds of one core
 
 
 @pytest.fixture(scope="session")
