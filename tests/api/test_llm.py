@@ -162,6 +162,15 @@ def test_several_threads_may_share_it(llm: LLM) -> None:
     assert found == [expected] * 4
 
 
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """As in a terminal, also where the tests run in the background and the shell has Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_ends_the_batch_and_the_llm_goes_on(llm: LLM) -> None:
     main = threading.get_ident()
     steps_before = llm._engine.statistics().steps
