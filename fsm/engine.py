@@ -206,8 +206,8 @@ class Engine(Machine):
         self._send("scheduler", configure)
 
     def _lost(self, event: WorkerLost) -> EngineState:
+        self._send("scheduler", WorkerLost(event.epoch, event.fault, event.message, self._step[0]))
         self._step = (-1, -1)
-        self._send("scheduler", event)
         return S.RECOVERING
 
     def _worker_failed(self, event: WorkerFailed) -> EngineState:

@@ -359,11 +359,15 @@ class WorkerReady(msgspec.Struct, frozen=True):
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
-    """The worker of this epoch is gone with all that its device held; another one is coming up."""
+    """The worker of this epoch is gone with all that its device held; another one is coming up.
+
+    `step_id` is the last step that the engine gave it, which the engine adds for the scheduler.
+    """
 
     epoch: int
     fault: Fault
     message: str
+    step_id: int = -1
 
 
 class WorkerFailed(msgspec.Struct, frozen=True):

@@ -160,6 +160,9 @@ class Planner:
             if not request.ended and request.state is RequestState.PREFILL:
                 self.producers[name] = request.request_id
                 request.producing.add(name)
+        for request in flight.fetched:
+            if launched and not request.ended:  # what cannot be fetched is computed again
+                self.drop_host(request)
         for request_id, (request, blocks) in flight.swapped.items():
             if launched:  # what was copied may have been overwritten first
                 self.drop_host(request)

@@ -406,10 +406,12 @@ class Scheduler(Machine):
         self._losses += 1
         flight, self.flight = self.flight, None
         if flight is not None:
-            self._failures += 1
-            self.planner.rollback(flight, launched=True)
-            if outputs := self._end_doomed(self.trouble.worker_lost(flight, event, self._effects)):
-                self._send("engine", Outputs(outputs))
+            was_launched = flight.step_id == event.step_id  # the engine throws away a plan that comes after the loss
+            self.planner.rollback(flight, launched=was_launched)
+            if was_launched:
+                self._failures += 1
+                if outputs := self._end_doomed(self.trouble.worker_lost(flight, event, self._effects)):
+                    self._send("engine", Outputs(outputs))
         self.planner.lose()
         return S.RECOVERING
 

@@ -89,7 +89,7 @@ class Trouble:
         self._note_mode(flight, effects)
         if self.suspects:
             self.suspects.popleft()
-        members = [request for request, _, _ in flight.rows if not request.ended]
+        members = members_of(flight)
         is_short = outcome.fault is Fault.OOM
         if len(members) > 1:
             if is_short and self.ladder.state is Rung.FULL:  # lower rungs are for steps that cannot be made smaller
@@ -102,8 +102,11 @@ class Trouble:
             return []
         doomed: Doomed = []
         for request in members:
-            num_tokens = flight.rows[0][1]
-            if is_short and num_tokens > self.limits.block_size:
+            num_tokens = sum(count for row, count, _ in flight.rows if row is request)
+            if not is_alone(flight):  # the others have ended meanwhile, and it may have been theirs
+                self.suspects.append([request.request_id])
+                self._report(outcome, flight, members, "it is tried alone", effects)
+            elif is_short and num_tokens > self.limits.block_size:
                 self.chunk = max(num_tokens // 2, self.limits.block_size)  # fewer tokens need less memory
                 self.suspects.append([request.request_id])
                 self._report(outcome, flight, members, f"it is tried with {self.chunk} tokens", effects)
@@ -116,11 +119,11 @@ class Trouble:
         self._good_steps = 0
         if self.suspects:
             self.suspects.popleft()
-        members = [request for request, _, _ in flight.rows if not request.ended]
+        members = members_of(flight)
         for request in members:
             request.losses += 1
         suspects = [request for request in members if request.losses >= LOSSES_SUSPECT]
-        if len(members) == len(suspects) == 1:
+        if len(members) == len(suspects) == 1 and is_alone(flight):
             return self._blame(suspects[0], flight, event, effects)
         if suspects:
             self._bisect(suspects)
@@ -199,3 +202,14 @@ class Trouble:
             planner.max_running = max(len(flight.rows) // 2, len(planner.running) // 2, 1)
             planner.max_tokens = max(num_tokens // 2, planner.max_running, self.limits.block_size)
         return self.ladder.state is not before
+
+
+def members_of(flight: Flight) -> list[Request]:
+    """The requests that a step computed or fetched, and that have not ended."""
+    computed = [request for request, _, _ in flight.rows]
+    return [request for request in (*computed, *flight.fetched) if not request.ended]
+
+
+def is_alone(flight: Flight) -> bool:
+    """Whether the step held one request, whatever has become of the others."""
+    return len(flight.rows) + len(flight.fetched) == 1

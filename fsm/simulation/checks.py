@@ -107,9 +107,10 @@ class Checks:
 
     def _note_failure(self, flight: Flight) -> None:
         """A step has failed, or was lost: if one request stood alone in it, that one may be to blame."""
-        members = [request.stream_id for request, _, _ in flight.rows if not request.ended]
+        held = [*(request for request, _, _ in flight.rows), *flight.fetched]
+        members = [request.stream_id for request in held if not request.ended]
         self._failed = flight.step_id, set(members)
-        if len(members) == 1:
+        if len(held) == len(members) == 1:
             self.world.clients[members[0]].failed_alone += 1
 
     def _watch_rollback(self, outcome: StepFailed, *, exact: bool) -> None:

@@ -97,14 +97,14 @@ async def test_a_request_that_breaks_every_step_ends_alone_and_the_error_queue_s
         return RuntimeError("bad token") if 7 in plan.input_ids else None
 
     async with engine_with(fault) as (engine, _):
-        bad = asyncio.create_task(ask(engine, [7, 8, 9], greedy()))
+        bad = asyncio.create_task(_all_of(engine.generate([7, 8, 9], greedy(), request_id="bad")))
         assert await texts(engine, PROMPTS) == right
         with pytest.raises(
             StepFailedError, match="the step that computed this request failed: RuntimeError: bad token"
         ):
             await bad
         last = engine.errors()[-1]
-        assert (last.kind, last.action) == ("exception", "the request ended with an error")
+        assert (last.kind, last.action, last.requests) == ("exception", "the request ended with an error", ["bad"])
 
 
 async def test_a_lack_of_memory_goes_down_the_ladder_and_up_again_when_it_is_quiet(right: list[str]) -> None:
@@ -155,3 +155,8 @@ async def test_a_step_that_needs_more_memory_than_the_process_may_have_is_one_er
             await ask(engine, [7], greedy())
         await eventually(lambda: engine.statistics().kv_blocks_owned == 0)
         assert (await ask(engine, "Once", greedy())).text()
+
+
+async def _all_of(deltas: AsyncIterator[Any]) -> None:
+    async for _ in deltas:
+        pass

@@ -119,8 +119,9 @@ class Bench:
 
     def lose(self, fault: Fault = Fault.LOST) -> None:
         """The worker is gone, with the step that is planned and all that it held."""
+        step_id = self.plan.step_id if self.plan is not None else -1
         self.plan = None
-        self.tell(WorkerLost(self._epoch, fault, "killed"))
+        self.tell(WorkerLost(self._epoch, fault, "killed", step_id))
         self._epoch += 1
         self.device = self._new_device()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from novainfer.fsm.events import CancelRequest, Cause, Fault, KeepOver, PauseRequest, ResumeRequest
+from novainfer.fsm.events import CancelRequest, Cause, Fault, KeepOver, PauseRequest, ResumeRequest, WorkerLost
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import RequestState
 from novainfer.fsm.scheduler import SchedulerState
@@ -199,3 +199,11 @@ def test_who_overstays_while_its_step_is_on_the_device_gives_up_its_blocks_after
     assert bench.request(one).blocks  # the device may write into them
     bench.step()
     assert not bench.request(one).blocks
+
+
+def test_a_plan_that_never_reached_the_lost_worker_counts_against_nobody():
+    bench = Bench()
+    one = bench.submit([1] * 3)
+    bench.step()
+    bench.tell(WorkerLost(0, Fault.LOST, "killed", step_id=-1))
+    assert bench.request(one).losses == 0

@@ -2,9 +2,10 @@
 
 import pytest
 
-from novainfer.fsm.events import Fault, MakeBatch, Quiet, StepFailed
+from novainfer.fsm.events import Fault, KeepOver, MakeBatch, PauseRequest, Quiet, ResumeRequest, StepFailed
 from novainfer.fsm.ladder import Rung
 from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.request import RequestState
 from novainfer.fsm.simulation.oracle import expected_run
 from novainfer.fsm.trouble import CHUNK_RECOVERY_STEPS, FAILED_ALONE_MAX, OOM_STEPS_MAX, TRIES_ALONE
 from tests.fsm.helpers import Bench
@@ -173,3 +174,33 @@ def test_a_request_that_fails_on_every_rung_ends_even_if_the_ladder_is_climbed_m
     assert bench.end(one).end.error is not None
     bench.run()
     assert bench.end(other).end.finish_reason == "length"
+
+
+def test_a_step_that_cannot_fetch_is_reported_and_what_it_would_have_fetched_is_computed_again():
+    bench = Bench(num_host_blocks=8)
+    one = bench.submit([1] * 5)
+    bench.step()
+    bench.step()
+    bench.tell(PauseRequest(one))
+    bench.step()
+    bench.tell(KeepOver(one, 1))
+    bench.tell(ResumeRequest(one))
+    bench.step()
+    assert bench.request(one).state is RequestState.WAITING_FOR_REMOTE_KVS
+    bench.fail(Fault.EXCEPTION)
+    assert bench.incidents[-1].stream_ids == [one]
+    assert not bench.request(one).host_blocks
+    bench.run()
+    assert bench.end(one).end.finish_reason == "length"
+
+
+def test_nobody_is_blamed_for_a_step_that_held_a_cancelled_request_as_well():
+    bench = Bench()
+    gone, one = bench.submit([1] * 3), bench.submit([2] * 3)
+    bench.step()
+    bench.cancel(gone)
+    bench.fail(Fault.EXCEPTION)
+    assert bench.request(one).failures == 0
+    assert bench.incidents[-1].action == "it is tried alone"
+    bench.run()
+    assert bench.end(one).end.finish_reason == "length"
