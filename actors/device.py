@@ -181,6 +181,7 @@ class ModelDevice:
         """Allocate the KV cache."""
         s = self._settings
         num_blocks = self._model.fit(
+            again=num_blocks is not None,
             mode="fixed" if num_blocks is not None else s.kv_cache_capacity_mode,
             num_blocks=num_blocks if num_blocks is not None else s.num_kv_blocks,
             memory_utilization=s.kv_cache_memory_utilization,

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 DUMP_INTERVAL_S = 60.0  # between files for one reason: what fails every second needs no file every second
 FILES_MAX = 16  # files kept in the folder, a few MB each; the oldest go
 # Incidents that are a way of working, or follow from another that was dumped.
-QUIET_KINDS = frozenset(["ladder", "swap", "stall", "restart"])
+QUIET_KINDS = frozenset(["ladder", "stall"])
 PREFIX = "novainfer-"
 LAYOUT: Layout = "actors"
 

@@ -175,6 +175,7 @@ class ModelRunner:
         num_blocks: int | None = None,
         memory_utilization: float = 0.6,
         swap_space_bytes: int = 0,
+        again: bool = False,
     ) -> int:
         """Allocate the KV cache once and give its number of blocks.
 
@@ -183,6 +184,7 @@ class ModelRunner:
         sequence of `max_model_len` tokens would not fit: then the message says how many tokens would.
 
         `swap_space_bytes` of the host's memory hold blocks that are swapped out: `num_host_blocks` says how many.
+        `again`: a cache of this size was in use a moment ago, and free memory may be short for that very reason.
         """
         info = self.info
         if mode == "fixed":
@@ -191,7 +193,8 @@ class ModelRunner:
             limit = wanted = num_blocks
             where = f"{num_blocks} KV blocks"
             needed, free = num_blocks * info.kv_bytes_per_block, free_bytes(self._kernels.device)
-            if needed > free:
+            is_lazy = again and self._kernels.device.type == "cpu"  # pages count when they are written
+            if needed > free and not is_lazy:
                 raise LoadError(
                     f"{num_blocks} KV blocks need {needed / GIB:.2f} GiB, but only {free / GIB:.2f} GiB are free: at "
                     f"most {free // info.kv_bytes_per_block} blocks fit"

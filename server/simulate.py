@@ -78,6 +78,9 @@ def _run_seeds(chunks: list[range], jobs: int) -> dict[str, Any]:
             cpu_s += seconds
             bar.update(report.seeds)
     report = merge(reports)
+    counts = sorted(report.faults.items())
+    faults = {kind: count for kind, count in counts if not _is_outcome(kind)}
+    outcomes = {kind: count for kind, count in counts if _is_outcome(kind)}
     length, at_once, days = median(report.lengths), median(report.at_once), report.simulated_s / SECONDS_PER_DAY
     click.echo(
         f"{report.seeds} seeds: {report.requests} requests of {length} tokens (median), {at_once} at once (median), "
@@ -86,8 +89,9 @@ def _run_seeds(chunks: list[range], jobs: int) -> dict[str, Any]:
     )
     click.echo(
         f"per CPU minute: {report.requests * 60 / cpu_s:,.0f} requests, {days * 60 / cpu_s:.1f} simulated days; "
-        "injected: " + ", ".join(f"{count} {kind}" for kind, count in sorted(report.faults.items()))
+        "injected: " + ", ".join(f"{count} {kind}" for kind, count in faults.items())
     )
+    click.echo("what came of it: " + ", ".join(f"{count} {kind}" for kind, count in outcomes.items()))
     rows = coverage(report.rows)
     _say_rows(rows, "taken")
     for violation, failing in zip(report.violations, report.failing_seeds, strict=True):
@@ -97,7 +101,8 @@ def _run_seeds(chunks: list[range], jobs: int) -> dict[str, Any]:
         "seeds": report.seeds,
         "requests": report.requests,
         "simulated_s": round(report.simulated_s, 3),
-        "faults": dict(sorted(report.faults.items())),
+        "faults": faults,
+        "outcomes": outcomes,
         "violations": report.violations,
         "trace_hash": report.trace_hash,
         "tokens": report.tokens,
@@ -107,6 +112,11 @@ def _run_seeds(chunks: list[range], jobs: int) -> dict[str, Any]:
         **_rows(rows),
         "cpu_s": round(cpu_s, 2),
     }
+
+
+def _is_outcome(kind: str) -> bool:
+    """Whether a world's count is of what came of faults, not of a fault."""
+    return kind in ("steps", "rollbacks checked") or kind.startswith(("incident: ", "rejected: "))
 
 
 def _explain(seed: int) -> None:

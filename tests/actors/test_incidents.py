@@ -89,9 +89,9 @@ def test_an_owner_sees_what_touched_its_requests_and_what_touched_nobodys() -> N
     incidents = make()
     incidents.take(incident("oom", 1, 2))
     incidents.take(incident("exception", 2))
-    incidents.take(incident("restart"))
-    assert [(r.kind, r.requests) for r in incidents.records("alice")] == [("oom", ["chatcmpl-one"]), ("restart", [])]
-    assert [(r.kind, r.requests) for r in incidents.records("carol")] == [("restart", [])]
+    incidents.take(incident("frozen"))
+    assert [(r.kind, r.requests) for r in incidents.records("alice")] == [("oom", ["chatcmpl-one"]), ("frozen", [])]
+    assert [(r.kind, r.requests) for r in incidents.records("carol")] == [("frozen", [])]
     assert len(incidents.records()) == 3
 
 

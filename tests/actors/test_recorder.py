@@ -235,7 +235,7 @@ async def test_after_a_minute_the_next_fault_is_dumped_and_the_oldest_files_go(t
     assert (tmp_path / "novainfer-mine.txt").exists()
 
 
-@pytest.mark.parametrize("kind", ["ladder", "swap", "stall", "restart"])
+@pytest.mark.parametrize("kind", ["ladder", "stall"])
 async def test_what_is_no_fault_is_not_dumped(tmp_path: Path, kind: str) -> None:
     async with running(recorder=Recorder(tmp_path)) as system:
         system._route("incidents", Incident(kind=kind, message="as designed", action="none"), False)
