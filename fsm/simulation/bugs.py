@@ -354,7 +354,13 @@ MUTANTS = [
         'self._send("scheduler", MakeBatch())',
         "pass",
     ),
-    Mutant("the scheduler does not hear of a loss", Engine, "_lost", 'self._send("scheduler", event)', "pass"),
+    Mutant(
+        "the scheduler does not hear of a loss",
+        Engine,
+        "_lost",
+        'self._send("scheduler", WorkerLost(event.epoch, event.fault, event.message, self._step[0]))',
+        "pass",
+    ),
     Mutant(
         "what was sampled before a loss is thrown away",
         Engine,
