@@ -50,7 +50,7 @@ class Mix:
             num_blocks=max(least, min(int(most * rng.choice([0.1, 0.3, 0.5, 0.7])), 128)),
             block_size=block_size,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=rng.choice([16, 64, 128, 128]),
+            max_num_batched_tokens=max(rng.choice([16, 64, 128, 128]), max_num_seqs),  # as EngineConfig demands
             prefill_chunk_tokens=rng.choice([4, 16, 32, 64, 64]),
             max_model_len=max_model_len,
             max_num_queued_reqs=rng.choice([8, 32, 64, 64]),
