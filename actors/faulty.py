@@ -20,6 +20,7 @@ from novainfer.fsm.events import StepDone, StepPlan
 FaultKind = Literal["oom", "exception", "stall", "hang", "freeze", "kill", "eat_memory"]
 # These would take the engine with them where the device is a thread of its process.
 PROCESS_ONLY = ("hang", "freeze", "kill", "eat_memory")
+ARMED_MAX = 64  # faults that wait for their step: a drill has a few
 EATEN_MIB_MAX = 256  # what "eat_memory" may take: enough for a real MemoryError under a limit, too little to hurt
 MIB = 2**20
 
@@ -62,10 +63,11 @@ class FaultyDevice:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._armed: deque[Injection] = deque()  # appended by anybody, changed by the device's thread
+        # Appended by anybody, changed by the device's thread; the oldest makes room.
+        self._armed: deque[Injection] = deque(maxlen=ARMED_MAX)
 
     def arm(self, fault: Injection) -> None:
-        """Fail so from the next step on; faults come one after the other."""
+        """Fail so from the next step that it concerns; one of a slot is void when the slot is given to another."""
         self._armed.append(fault)
 
     def run(self, plan: StepPlan) -> StepDone:
@@ -103,10 +105,14 @@ class FaultyDevice:
         return self.device.is_usable()
 
     def _fail(self, plan: StepPlan) -> None:
-        fault = self._armed[0]
-        if fault.slot is not None and fault.slot not in plan.slots:
+        given = {spec.slot for spec in plan.admissions}  # whoever they were meant for has them no more
+        for void in tuple(self._armed):  # a copy: another thread may arm one meanwhile
+            if void.slot in given:
+                self._armed.remove(void)
+        fault = next((f for f in tuple(self._armed) if f.slot is None or f.slot in plan.slots), None)
+        if fault is None:
             return
-        self._armed.popleft()
+        self._armed.remove(fault)
         is_alone = fault.slot is not None and plan.slots == [fault.slot]
         if fault.num_steps > 1 and not is_alone:
             self._armed.appendleft(msgspec.structs.replace(fault, num_steps=fault.num_steps - 1))

@@ -208,8 +208,6 @@ class Draft:
         for request, blocks in self.flight.swapped.values():
             plan.swap_out_blocks += blocks
             plan.swap_out_hosts += request.host_blocks
-        planner.num_swapped_out += len(plan.swap_out_blocks)
-        planner.num_swapped_in += len(plan.swap_in_blocks)
 
     def _prefill(self, request: Request, allowance: int, num_blocks: int | None = None) -> int:
         """Add up to `allowance` prompt tokens of `request`; returns how many."""

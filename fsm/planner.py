@@ -47,7 +47,6 @@ class Planner:
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.producers: dict[bytes, int] = {}  # block name -> the running request that will compute it
         self.num_preemptions = 0
-        self.num_swapped_out = self.num_swapped_in = 0  # blocks
         self.probe: Callable[[], object] | None = None  # the simulator's: what a rollback has to give back
 
     # ---- queue ---------------------------------------------------------------------------------------------------
@@ -80,10 +79,6 @@ class Planner:
         request.host_blocks = []
         request.num_swapped = 0
         self.leaving.pop(request.request_id, None)
-
-    def park(self, request: Request) -> None:
-        """Take slot and blocks of a paused request that is not in the step on the device."""
-        self._preempt(request)
 
     def unpark(self, request: Request) -> None:
         """Its reader is back: queue it again."""
@@ -181,13 +176,13 @@ class Planner:
         for request_id in sorted(self.overstayed):
             request = self.running.get(request_id)
             if request is not None and request.state is RequestState.PAUSED:
-                self._preempt(request)
+                self.preempt(request)
         self.overstayed.clear()
         while self.waiting and not (self.free_slots and len(self.running) < self.max_running):
             paused = next((r for r in self.running.values() if r.state is RequestState.PAUSED), None)
             if paused is None:
                 break
-            self._preempt(paused)
+            self.preempt(paused)
         while self.max_running < len(self.running):  # looked at closely only while memory is short
             active = [r for r in self.running.values() if r.state is not RequestState.PAUSED]
             if len(active) <= self.max_running or not self._preempt_one(keep=min(active, key=arrival)):
@@ -215,11 +210,11 @@ class Planner:
         victims = [r for r in self.running.values() if r is not keep and r.blocks]
         if not victims:
             return False
-        self._preempt(min(victims, key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, -r.request_id)))
+        self.preempt(min(victims, key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, -r.request_id)))
         return True
 
-    def _preempt(self, victim: Request) -> None:
-        """Take slot and blocks of `victim`, leaving a copy on the host if there is room."""
+    def preempt(self, victim: Request) -> None:
+        """Take slot and blocks of `victim`, leaving a copy on the host if there is room; it is in no step now."""
         self.num_preemptions += 1
         num_blocks = -(-victim.num_computed // self.limits.block_size)
         if 0 < num_blocks <= self.host.num_free:

@@ -162,6 +162,7 @@ class Scheduler(Machine):
         self._step_id = 0
         self._steps = self._failures = self._prompt_tokens = self._generated = self._losses = 0
         self._queried = self._hit = 0
+        self._swapped_out = self._swapped_in = 0  # blocks
         self._finished: dict[str, int] = dict.fromkeys(sorted(ENDED), 0)
 
     def statistics(self) -> SchedulerStatistics:
@@ -181,8 +182,8 @@ class Scheduler(Machine):
             prefix_hit_tokens_total=self._hit,
             finished_total=dict(self._finished),
             worker_losses_total=self._losses,
-            swapped_out_blocks_total=self.planner.num_swapped_out,
-            swapped_in_blocks_total=self.planner.num_swapped_in,
+            swapped_out_blocks_total=self._swapped_out,
+            swapped_in_blocks_total=self._swapped_in,
             num_host_blocks=self.planner.host.num_blocks,
             num_host_blocks_free=self.planner.host.num_free,
             rung=self.trouble.ladder.state,
@@ -273,7 +274,7 @@ class Scheduler(Machine):
         if self._is_in_flight(request):
             self.planner.overstayed.add(request.request_id)
         else:
-            self.planner.park(request)
+            self.planner.preempt(request)
         return self.state
 
     def _is_in_flight(self, request: Request) -> bool:
@@ -333,7 +334,9 @@ class Scheduler(Machine):
     def _commit(self, flight: Flight, outcome: StepDone) -> list[Output]:
         """Append what was sampled, end what has ended, and say what is new."""
         self._steps += 1
+        self._swapped_out += sum(len(blocks) for _, blocks in flight.swapped.values())
         for request in flight.fetched:
+            self._swapped_in += len(request.host_blocks)
             if not request.ended:
                 request.handle(FETCHED)
                 self.planner.drop_host(request)

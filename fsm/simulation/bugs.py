@@ -436,7 +436,7 @@ MUTANTS = [
     Mutant(
         "vLLM #46240: one transfer is remembered where several are on their way",
         Planner,
-        "_preempt",
+        "preempt",
         "self.leaving[victim.request_id] = victim, victim.blocks[:num_blocks]",
         "self.leaving = {victim.request_id: (victim, victim.blocks[:num_blocks])}",
     ),

@@ -44,7 +44,7 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Gate": frozenset(["_effects"]),
     "Incident": frozenset(["action", "message"]),
     "_WatchedLadder": frozenset(["_effects", "_quiet_s", "_taken"]),
-    "Planner": frozenset(["limits", "num_preemptions", "num_swapped_in", "num_swapped_out", "probe"]),
+    "Planner": frozenset(["limits", "num_preemptions", "probe"]),
     "Restarts": frozenset(["_epoch", "_shape", "_state"]),
     "SamplingSpec": frozenset(["num_prompt_tokens", "params", "stop_ids"]),
     "ScriptedDevice": frozenset(["block_size"]),
@@ -61,7 +61,7 @@ SKIPPED: dict[str, frozenset[str]] = {
         ["_effects", "_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_limits"]
     )
     | frozenset(["_ladder_quiet_s", "_losses", "_max_len", "_prompt_tokens", "_queried", "_stall_keep_s", "_steps"])
-    | frozenset(["_taken", "_vocabulary", "request_type"]),
+    | frozenset(["_swapped_in", "_swapped_out", "_taken", "_vocabulary", "request_type"]),
 }
 # Dictionaries whose order says who comes first; of all others only the content counts.
 ORDERED = frozenset(["_cached", "_overflow", "_pending", "parked", "running"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 
 from novainfer.actors import faulty
@@ -12,6 +13,8 @@ from novainfer.actors.fake import FakeDevice
 from novainfer.actors.faulty import FaultyDevice, injection
 from novainfer.actors.link import ThreadLink
 from novainfer.fsm.errors import InvalidParameter
+from novainfer.fsm.events import SamplingSpec
+from novainfer.fsm.params import SamplingParams
 from tests.actors.links import plan
 
 
@@ -41,6 +44,18 @@ def test_a_fault_of_one_slot_follows_it_until_it_stands_alone() -> None:
     steps = [(0, 1, 2, 3), (0, 1), (2, 3), (3,), (2,), (2,)]
     failed = "RuntimeError"
     assert outcomes(device, *steps) == [failed, "done", failed, "done", failed, "done"]
+
+
+def test_a_fault_whose_request_has_left_holds_up_no_other_and_hits_nobody_who_gets_its_slot() -> None:
+    device = FaultyDevice(FakeDevice())
+    device.arm(injection("exception", {"slot": 2, "num_steps": 100}))
+    device.arm(injection("oom", {}))
+    assert outcomes(device, (0,), (0,)) == ["MemoryError", "done"]
+    spec = SamplingSpec(
+        slot=2, params=SamplingParams(), seed=0, choice=0, num_prompt_tokens=1, stop_ids=[], token_ids=None
+    )
+    device.run(msgspec.structs.replace(plan(slots=(2,)), admissions=[spec]))
+    assert outcomes(device, (2,)) == ["done"]
 
 
 def test_faults_come_one_after_the_other() -> None:
