@@ -1,24 +1,30 @@
 """A device whose next token depends on what its KV blocks really hold, so that no accounting mistake goes unseen.
 
-It keeps the block table and the blocks as a real one does, but stores token ids instead of keys and values. The token
-it samples is a function of the whole context as read back through the block table, and of the seed and choice that
-the slot was given. A block that was shared, evicted, overwritten, swapped or freed wrongly changes a context, and with
-it a token; a slot with another's parameters changes it too; `expected_token` says what it should have been.
+It keeps the block table, the blocks and the slots' parameters as a real one does. A cell holds no key and no value,
+but a digest of its token and of every cell before it as they were read through the block table: as in a model, equal
+tokens behind another prefix are not the same. The token that it samples is a function of all cells of the context, of
+its position, and of all that the slot was given: seed, choice, penalties with the tokens that they count, allowed,
+banned and biased ids, and the stop ids, which are banned before `min_tokens`. A block that was shared, evicted,
+overwritten, swapped or freed wrongly changes a context, and with it a token; a slot with parameters that are
+another's, too old or not there changes it too. `Sampler` and `fold` say what it should have been.
 
 One device is one epoch: whoever replaces it begins with garbage in every block, on the device and on the host.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from zlib import crc32
 
-from novainfer.fsm.events import SamplingSpec, StepDone, StepPlan
+from novainfer.fsm.events import StepDone, StepPlan
+from novainfer.fsm.params import SamplingParams
 
 VOCAB_SIZE = 64
 EOS = 0
-GARBAGE = 255  # what a failed step leaves in the blocks it had begun to write; no token id
-CHOICES_MAX = 8  # choices and seeds must not meet in one number
+CELL = 4  # bytes
+GARBAGE = (
+    b"\xff" * CELL
+)  # what a failed step leaves in the cells it had begun to write; no cell's last byte is so large
 FULL = "full"  # the mode every device comes up in
 
 # Prompt tokens that a device cannot compute, each time it tries: what becomes of the step.
@@ -27,9 +33,64 @@ POISON_LOST, POISON_EXCEPTION, POISON_OOM, POISON_HANG = POISONS = (251, 252, 25
 Logprob = tuple[float, list[int], list[float]]
 
 
-def expected_token(context: Sequence[int], seed: int, choice: int) -> int:
-    """The token that follows `context`, any ids below 256: a fixed function, EOS about once in 64."""
-    return zlib.crc32(bytes(context), seed * CHOICES_MAX + choice) % VOCAB_SIZE
+def cell(context: int, token_id: int) -> bytes:
+    """What is kept for `token_id` behind cells whose digest is `context`."""
+    mixed = (context ^ (token_id + 1) * 0x01000193) * 0x9E3779B1
+    return (mixed >> 7 & 0x7FFFFFFF).to_bytes(CELL, "little")
+
+
+def fold(token_ids: Iterable[int], context: int = 0) -> int:
+    """The digest of the cells of `token_ids`, which follow cells whose digest is `context`."""
+    for token_id in token_ids:
+        context = crc32(cell(context, token_id), context)
+    return context
+
+
+class Sampler:
+    """How one choice of one request picks its tokens; `stop_ids` are those that end it."""
+
+    __slots__ = ("_forbidden", "_min_position", "_num_prompt", "_salt", "_stop_ids", "num_top", "params")
+
+    def __init__(
+        self, params: SamplingParams, seed: int, choice: int, num_prompt: int, stop_ids: Collection[int]
+    ) -> None:
+        self.params = params
+        self.num_top = params.logprobs
+        self._num_prompt = num_prompt
+        bias = sorted(params.logit_bias.items())
+        filters = params.temperature, params.top_p, params.top_k, params.min_p
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        self._salt = crc32(repr((seed, choice, bias, filters, penalties)).encode())
+        allowed = range(VOCAB_SIZE) if params.allowed_token_ids is None else params.allowed_token_ids
+        self._forbidden = frozenset(range(VOCAB_SIZE)) - frozenset(allowed) | frozenset(params.banned_token_ids)
+        self._stop_ids = frozenset(stop_ids)
+        self._min_position = num_prompt + params.min_tokens
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether penalties depend on the tokens so far."""
+        params = self.params
+        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+    def token(self, context: int, position: int, history: bytes | bytearray) -> int:
+        """The token at `position`, behind cells whose digest is `context`; EOS about once in 64.
+
+        `history` holds the tokens before it, and is looked at for penalties only.
+        """
+        number = crc32(context.to_bytes(4, "little"), (self._salt + position) & 0xFFFFFFFF)
+        if self.counts_tokens:
+            assert len(history) >= position, f"penalties at position {position} know {len(history)} tokens"
+            if self.params.repetition_penalty != 1:
+                number = crc32(history[:position], number)
+            number = crc32(history[self._num_prompt : position], number)
+        forbidden = self._forbidden
+        if position < self._min_position:
+            early = forbidden | self._stop_ids
+            forbidden = early if len(early) < VOCAB_SIZE else forbidden  # some token must be drawn
+        stride = number >> 8 | 1  # odd: it comes by every token
+        while number % VOCAB_SIZE in forbidden:
+            number += stride
+        return number % VOCAB_SIZE
 
 
 def expected_logprob(token_id: int, num_top: int) -> Logprob:
@@ -47,63 +108,71 @@ class ScriptedDevice:
         self.epoch = epoch
         self.mode = FULL
         self.is_closed = False
-        self._kv = [[GARBAGE] * block_size for _ in range(num_blocks)]
-        self._host = [[GARBAGE] * block_size for _ in range(num_host_blocks)]
+        self._kv = [bytearray(GARBAGE * block_size) for _ in range(num_blocks)]
+        self._host = [bytearray(GARBAGE * block_size) for _ in range(num_host_blocks)]
         self._tables: list[dict[int, int]] = [{} for _ in range(num_slots)]
-        self._specs: list[SamplingSpec | None] = [None] * num_slots
+        self._samplers: list[Sampler | None] = [None] * num_slots
+        self._histories: list[bytearray] = [bytearray() for _ in range(num_slots)]  # where penalties need them
 
     def run(self, plan: StepPlan) -> StepDone:
         """Compute one step."""
-        self._write(plan, None)
+        self._write(plan, spoil=False)
         tokens: list[int] = []
         logprobs: list[Logprob | None] = []
         for seq in plan.sample_seqs:
-            slot = plan.slots[seq]
-            context = self._read(slot, plan.context_lens[seq])
-            spec = self._specs[slot]
-            assert spec is not None, f"step {plan.step_id} samples in slot {slot}, which was never given parameters"
-            assert GARBAGE not in context, f"step {plan.step_id} attends to what was never computed, or overwritten"
-            token = expected_token(context, spec.seed, spec.choice)
+            slot, position = plan.slots[seq], plan.context_lens[seq]
+            cells = self._read(slot, position)
+            sampler, history = self._samplers[slot], self._histories[slot]
+            assert sampler is not None, f"step {plan.step_id} samples in slot {slot}, which was never given parameters"
+            assert GARBAGE not in cells, f"step {plan.step_id} attends to what was never computed, or overwritten"
+            token = sampler.token(crc32(cells), position, history)
+            if sampler.counts_tokens:
+                history[position : position + 1] = bytes([token])  # again, when a step is computed again
             tokens.append(token)
-            num_top = spec.params.logprobs
+            num_top = sampler.num_top
             logprobs.append(None if num_top is None else expected_logprob(token, num_top))
         return StepDone(plan.step_id, plan.epoch, tokens, logprobs if any(logprobs) else [])
 
     def spoil(self, plan: StepPlan) -> None:
         """Fail in the middle of a step: its blocks hold garbage where it would have written."""
-        self._write(plan, GARBAGE)
+        self._write(plan, spoil=True)
 
     def poison(self, plan: StepPlan) -> int | None:
         """The poison in this step, if there is any."""
         return next((token for token in plan.input_ids if token in POISONS), None)
 
-    def _write(self, plan: StepPlan, value: int | None) -> None:
+    def _write(self, plan: StepPlan, *, spoil: bool) -> None:
         assert plan.epoch == self.epoch, f"step {plan.step_id} is of epoch {plan.epoch}, the device of {self.epoch}"
         assert plan.mode == self.mode, f"step {plan.step_id} is for mode {plan.mode}, the device is in {self.mode}"
-        self._swap(plan, value)
+        self._swap(plan, spoil=spoil)
         for spec in plan.admissions:
-            self._specs[spec.slot] = spec
+            sampler = Sampler(spec.params, spec.seed, spec.choice, spec.num_prompt_tokens, spec.stop_ids)
+            self._samplers[spec.slot] = sampler
+            self._histories[spec.slot] = bytearray(spec.token_ids or ())
         for slot, index, block in zip(plan.table_slots, plan.table_indexes, plan.table_blocks, strict=True):
             self._tables[slot][index] = block
-        at = 0
+        at, kv, size, ids = 0, self._kv, self.block_size, plan.input_ids
         for slot, count, end in zip(plan.slots, plan.query_lens, plan.context_lens, strict=True):
-            table = self._tables[slot]
-            for position in range(end - count, end):
-                block, offset = table[position // self.block_size], position % self.block_size
-                self._kv[block][offset] = plan.input_ids[at] if value is None else value
+            table, start = self._tables[slot], end - count
+            context = 0 if spoil else crc32(self._read(slot, start))
+            for position in range(start, end):
+                found = GARBAGE if spoil else cell(context, ids[at])
+                offset = position % size * CELL
+                kv[table[position // size]][offset : offset + CELL] = found
+                context = crc32(found, context)
                 at += 1
-        assert at == len(plan.input_ids), "input_ids do not match query_lens"
+        assert at == len(ids), "input_ids do not match query_lens"
 
-    def _swap(self, plan: StepPlan, value: int | None) -> None:
+    def _swap(self, plan: StepPlan, *, spoil: bool) -> None:
         """All copies out, then all copies in; of a step that fails nobody knows how far they came."""
+        garbage = GARBAGE * self.block_size
         for block, host in zip(plan.swap_out_blocks, plan.swap_out_hosts, strict=True):
-            self._host[host] = list(self._kv[block]) if value is None else [value] * self.block_size
+            self._host[host] = bytearray(garbage if spoil else self._kv[block])
         for host, block in zip(plan.swap_in_hosts, plan.swap_in_blocks, strict=True):
-            self._kv[block] = list(self._host[host]) if value is None else [value] * self.block_size
+            self._kv[block] = bytearray(garbage if spoil else self._host[host])
 
-    def _read(self, slot: int, length: int) -> list[int]:
-        table, kv, size = self._tables[slot], self._kv, self.block_size
-        context: list[int] = []
-        for index in range(-(-length // size)):
-            context += kv[table[index]]
-        return context[:length]
+    def _read(self, slot: int, length: int) -> bytes:
+        """The cells of the first `length` tokens."""
+        table, kv = self._tables[slot], self._kv
+        blocks: Sequence[bytearray] = [kv[table[index]] for index in range(-(-length // self.block_size))]
+        return b"".join(blocks)[: length * CELL]

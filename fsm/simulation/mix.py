@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.simulation.device import POISONS, VOCAB_SIZE
@@ -14,6 +15,10 @@ PER_EVENT = {"cancel": 8, "duplicate": 4, "early": 32, "jump": 512, "die": 64, "
 FAULTS = (*PER_JOB, *PER_EVENT, "stall", "timeout", "encode", "poison")
 STOPS = ["a", "ab", "bca", "c ", "\u00e9", "c\u20ac", "\U0001f600", "<sep>", "\ufffd"]
 PROMPT_TOKENS = range(1, POISONS[0])
+ADORNED = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_k"),
+    *("logit_bias", "allowed_token_ids", "banned_token_ids"),
+)
 
 
 class Mix:
@@ -36,7 +41,12 @@ class Mix:
         self.burst = rng.choice([8, 16, 24, 32])  # clients that come together, and
         self.burst_gap_s = 10 ** rng.uniform(-1, 3.8)  # how far the next ones are behind them
         self.heal_after_s = 10 ** rng.uniform(-2, 1.5)
-        self.prefixes = [[rng.choice(PROMPT_TOKENS) for _ in range(rng.randint(1, 12))] for _ in range(2)]
+        self.alphabet = rng.sample(PROMPT_TOKENS, rng.choice([2, len(PROMPT_TOKENS), len(PROMPT_TOKENS)]))
+        self.prefixes = [[rng.choice(self.alphabet) for _ in range(rng.randint(1, 12))] for _ in range(2)]
+        # Prompts that begin alike, differ in the middle, and end alike, mostly at the edges of blocks.
+        self.parts = [self._parts(2), self._parts(rng.choice([2, 3, 6])), self._parts(2)]
+        self.is_patched = rng.choice([0.0, 0.0, 0.3, 0.9])  # how many prompts are made of these parts
+        self.is_adorned = rng.choice([0.0, 0.1, 0.3, 0.9])  # how many clients want more than the likeliest token
 
     def _shape(self) -> Shape:
         rng = self.rng
@@ -87,28 +97,60 @@ class Mix:
         """What a client asks for: short, long, empty; half of them begin alike."""
         rng = self.rng
         length = rng.choice([1, 2, 3, 5, 8]) if rng.random() < 0.97 else rng.choice([0, self.shape.context_len])
-        prompt = [*rng.choice([[], *self.prefixes]), *(rng.choice(PROMPT_TOKENS) for _ in range(length))]
+        head = rng.choice([[], *self.prefixes])
+        if self.is_patched and rng.random() < self.is_patched:
+            head, length = [token for part in self.parts for token in rng.choice(part)], rng.choice([0, 1, 1, 2])
+        prompt = [*head, *(rng.choice(self.alphabet) for _ in range(length))]
         if self.rates["poison"] and rng.random() < self.rates["poison"]:
             prompt.insert(rng.randrange(len(prompt) + 1), rng.choice(POISONS))
         return "".join(map(chr, prompt)) if rng.random() < 0.5 else prompt
 
+    def _parts(self, num: int) -> list[list[int]]:
+        """So many pieces of prompts, of one length: a block or two, or nearly."""
+        rng, size = self.rng, self.shape.block_size
+        length = min(size * rng.choice([1, 1, 2]) + rng.choice([0, 0, 0, 1]), self.shape.context_len // 5)
+        return [[rng.choice(self.alphabet) for _ in range(length)] for _ in range(num)]
+
+    def _adorned(self) -> dict[str, Any]:
+        """What makes the next token depend on more than its context: a few of all such wishes."""
+        rng = self.rng
+        wishes: dict[str, Any] = {}
+        for name in rng.sample(ADORNED, rng.choice([1, 1, 2, 3])):
+            ids = rng.sample(range(VOCAB_SIZE), 12)
+            wishes[name] = {
+                "repetition_penalty": 1.5,
+                "presence_penalty": rng.choice([0.5, -0.5]),
+                "frequency_penalty": rng.choice([0.5, -0.5]),
+                "logit_bias": dict.fromkeys(ids[:2], 1.0),
+                "allowed_token_ids": ids if rng.random() < 0.7 else [*ids, *range(VOCAB_SIZE // 2)],
+                "banned_token_ids": rng.sample(range(VOCAB_SIZE), 30),
+                "temperature": rng.choice([0.5, 1.0]),
+                "top_k": rng.choice([1, 5]),
+            }[name]
+        if "allowed_token_ids" in wishes and "banned_token_ids" in wishes:
+            wishes["banned_token_ids"] = wishes["allowed_token_ids"][::2]
+        return wishes
+
     def params(self) -> SamplingParams:
         """How a client wants it."""
         rng, draw = self.rng, self.rng.random
+        adorned = self._adorned() if self.is_adorned and draw() < self.is_adorned else {}
+        some = adorned.get("allowed_token_ids", range(VOCAB_SIZE))  # where all of them stop, none can be banned
         max_tokens = rng.choice([2, 8, 10, 11, 12, 12, 13, 14, 16, 20, None])
         stops = draw() < 0.15
         hurry = draw() < self.rates["timeout"]
         return SamplingParams(
             n=rng.choice([1, 1, 1, 2, 2, 3]),
             max_tokens=max_tokens,
-            min_tokens=rng.randint(0, max_tokens or 8) if draw() < 0.15 else 0,
+            min_tokens=rng.randint(0, max_tokens or 8) if draw() < (0.4 if adorned else 0.15) else 0,
             stop=[rng.choice(STOPS) for _ in range(rng.randint(1, 3))] if stops else None,
-            stop_token_ids=[rng.randrange(VOCAB_SIZE) for _ in range(6)] if draw() < 0.1 else [],
+            stop_token_ids=rng.sample(some, rng.choice([3, 6, 12])) if draw() < (0.4 if adorned else 0.1) else [],
             include_stop_str_in_output=stops and draw() < 0.4,
             ignore_eos=draw() < 0.4,
             skip_special_tokens=draw() < 0.8,
             logprobs=rng.randrange(3) if draw() < 0.1 else None,
-            temperature=0.0,
+            temperature=adorned.pop("temperature", 0.0),
             max_queue_s=10 ** rng.uniform(-2 if hurry else 1, 2) if hurry or draw() < 0.1 else None,
             timeout_s=10 ** rng.uniform(-2 if hurry else 1, 2) if hurry or draw() < 0.1 else None,
+            **adorned,
         )

@@ -12,7 +12,7 @@ import msgspec
 
 from novainfer.fsm.outputs import FinishReason
 from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, expected_token
+from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, Sampler, fold
 from novainfer.fsm.text import Vocabulary
 
 # Letters that meet in stop strings, characters cut in two and three, a stray continuation byte, and two specials.
@@ -44,10 +44,15 @@ def is_refused(num_prompt: int, params: SamplingParams, max_len: int) -> bool:
 def expected_run(prompt: Sequence[int], params: SamplingParams, seed: int, choice: int, max_len: int) -> Expected:
     """Run the request alone, one token at a time."""
     limit = max_len - len(prompt) if params.max_tokens is None else params.max_tokens
+    stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+    sampler = Sampler(params, seed, choice, len(prompt), stop_ids)
     tokens: list[int] = []
     searched_from = 0
+    history, context = bytearray(prompt), fold(prompt)
     while True:
-        token = expected_token([*prompt, *tokens], seed, choice)
+        token = sampler.token(context, len(history), history)
+        history.append(token)
+        context = fold([token], context)
         may_stop = len(tokens) + 1 >= params.min_tokens
         is_eos = token == EOS and not params.ignore_eos
         if may_stop and (is_eos or token in params.stop_token_ids):

@@ -46,7 +46,6 @@ SKIPPED: dict[str, frozenset[str]] = {
     "_WatchedLadder": frozenset(["_effects", "_quiet_s", "_taken"]),
     "Planner": frozenset(["limits", "num_preemptions", "probe"]),
     "Restarts": frozenset(["_epoch", "_shape", "_state"]),
-    "SamplingSpec": frozenset(["num_prompt_tokens", "params", "stop_ids"]),
     "ScriptedDevice": frozenset(["block_size"]),
     "Stream": frozenset(["_effects", "_stall_high", "_stall_low", "name"]),
     "Submit": frozenset(["params", "seed", "token_ids"]),
@@ -262,7 +261,7 @@ def _object(thing: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-_ATOMS = frozenset([int, str, bytes, bool, float, type(None)])
+_ATOMS = frozenset([int, str, bytes, bytearray, bool, float, type(None)])
 _attributes: dict[type, tuple[str, ...]] = {}
 
 

@@ -140,7 +140,7 @@ def test_the_others_get_the_tokens_they_would_have_got(scene):
         at.bench.recover()
     at.bench.run()
     for request_id, prompt, max_tokens in ((at.old, OLD, 40), (at.sibling, SIBLING, 20)):
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         got = [t for o in at.bench.outputs if o.request_id == request_id for t in o.token_ids]
         assert got == expected_run(prompt, params, 1, 0, 64).token_ids
 
@@ -153,4 +153,6 @@ def test_the_same_scene_without_a_cancel_ends_well(scene):
     at.bench.tell(ResumeRequest(at.victim))
     at.bench.run()
     got = [t for o in at.bench.outputs if o.request_id == at.victim for t in o.token_ids]
-    assert got == expected_run(VICTIM, SamplingParams(max_tokens=20, ignore_eos=True), 1, 0, 64).token_ids
+    assert (
+        got == expected_run(VICTIM, SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0), 1, 0, 64).token_ids
+    )

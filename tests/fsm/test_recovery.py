@@ -16,7 +16,7 @@ def tokens(bench, request_id):
 
 
 def exact(bench, request_id, prompt, max_tokens=8):
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     assert tokens(bench, request_id) == expected_run(prompt, params, 1, 0, 64).token_ids
 
 

@@ -29,7 +29,9 @@ def test_a_bisection_isolates_the_request_that_fails_and_only_that_one_ends(offe
             assert end.code == "step_failed"
         else:
             assert end.finish_reason == "length"
-            expected = expected_run([10 + request_id] * 3, SamplingParams(max_tokens=4, ignore_eos=True), 1, 0, 64)
+            expected = expected_run(
+                [10 + request_id] * 3, SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0), 1, 0, 64
+            )
             got = [t for o in bench.outputs if o.request_id == request_id for t in o.token_ids]
             assert got == expected.token_ids
     assert bench.scheduler.statistics().finished_total[RequestState.FINISHED_ERROR] == 1
@@ -224,7 +226,7 @@ def test_a_paused_request_is_left_out_and_goes_on_where_it_was():
     bench.tell(ResumeRequest(one))
     bench.run()
     for request_id, prompt in ((one, [1]), (two, [2])):
-        expected = expected_run(prompt, SamplingParams(max_tokens=8, ignore_eos=True), 1, 0, 64)
+        expected = expected_run(prompt, SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0), 1, 0, 64)
         assert [t for o in bench.outputs if o.request_id == request_id for t in o.token_ids] == expected.token_ids
 
 

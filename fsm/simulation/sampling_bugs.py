@@ -1,0 +1,63 @@
+"""Bugs planted in what a prefix is, and in what the device is told of how a request samples."""
+
+from __future__ import annotations
+
+from novainfer.fsm.draft import Draft
+from novainfer.fsm.request import Request
+from novainfer.fsm.simulation.mutants import Mutant
+
+SAMPLING_MUTANTS = [
+    # ---- prefixes that differ in the middle
+    Mutant(
+        "a block is known by its own tokens alone",
+        Request,
+        "name_blocks",
+        'block_name(names[-1] if names else b"",',
+        'block_name(b"",',
+    ),
+    Mutant(
+        "a block is known by its own tokens and those of the one before it",
+        Request,
+        "name_blocks",
+        'block_name(names[-1] if names else b"",',
+        'block_name(block_name(b"", self.token_ids[max(at - block_size, 0) : at]) if names else b"",',
+    ),
+    Mutant("a prefix goes on behind a block that is not there", Draft, "_find_prefix", "break", "continue"),
+    # ---- what must survive a recovery, a preemption and a swap
+    Mutant(
+        "penalties forget what was sampled before a preemption",
+        Request,
+        "sampling_spec",
+        "list(self.token_ids) if penalised",
+        "self.token_ids[: self.num_prompt] if penalised",
+    ),
+    Mutant(
+        "penalties take what was sampled before a preemption for the prompt",
+        Request,
+        "sampling_spec",
+        "num_prompt_tokens=self.num_prompt",
+        "num_prompt_tokens=len(self.token_ids)",
+    ),
+    Mutant(
+        "the end of a sequence is no stop id that min_tokens bans",
+        Request,
+        "sampling_spec",
+        "stop_ids=sorted(self.stop_ids)",
+        "stop_ids=sorted(self.params.stop_token_ids)",
+    ),
+    Mutant(
+        "who is fetched samples as the slot's last owner did",
+        Draft,
+        "_fetch",
+        "plan.admissions.append(request.sampling_spec())",
+        "pass",
+    ),
+    Mutant(
+        "min_tokens counts the tokens since the last preemption",
+        Request,
+        "sampling_spec",
+        "params=params",
+        "params=params if self.num_generated < 3 else type(params)(**{"
+        "name: getattr(params, name) for name in params.__struct_fields__ if name != 'min_tokens'})",
+    ),
+]
