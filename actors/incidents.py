@@ -59,7 +59,7 @@ class Incidents:
         self._listeners: list[Listener] = []
         self.counts: Counter[str] = Counter()  # by kind, since the start
 
-    def take(self, event: Incident) -> None:
+    def take(self, event: Incident, *, is_logged: bool = True) -> None:
         """Keep, count and log `event`, and tell the listeners."""
         known = [found for i in event.stream_ids if (found := self._who(i)) is not None]
         record = IncidentRecord(
@@ -75,7 +75,8 @@ class Incidents:
         self._records.append(record)
         self._owners.append([owner for _, owner in known])
         self.counts[event.kind] += 1
-        logger.warning("%s", _sentence(record))
+        if is_logged:
+            logger.warning("%s", _sentence(record))
         for listen in tuple(self._listeners):
             try:
                 listen(record)

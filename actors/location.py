@@ -1,4 +1,4 @@
-"""Where a model lies on disk, found once, off the loop: a hub id may take minutes to fetch."""
+"""Where a model or a tokenizer lies on disk, found once, off the loop: a hub id may take minutes to fetch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from pathlib import Path
 from novainfer.fsm.errors import ModelLoadError
 
 DEMO_MODEL = "demo"  # the model that ships with NovaInfer
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json")
 
 
 class ModelLocation:
-    """What a user calls a model: "demo", a directory, or a hub id. `path` may be asked from any thread."""
+    """What a user calls a model: "demo", a directory, or a hub id. `path` may be asked from any thread.
 
-    def __init__(self, name: str | Path) -> None:
+    `setting` is what errors blame: "model", or "tokenizer".
+    """
+
+    def __init__(self, name: str | Path, setting: str = "model") -> None:
         self.name = name
+        self._setting = setting
         self._lock = threading.Lock()
         self._path: Path | None = None
         self._why_not: str | None = None
 
     def path(self) -> Path:
-        """The model's directory; raises `ModelLoadError` with one sentence when there is none. Looked for once."""
+        """The directory; raises `ModelLoadError` with one sentence when there is none. Looked for once."""
         with self._lock:
             if self._path is None and self._why_not is None:
                 try:
@@ -28,8 +33,28 @@ class ModelLocation:
                 except ModelLoadError as error:
                     self._why_not = error.message
             if self._path is None:
-                raise ModelLoadError(self._why_not or "", param="model")
+                raise ModelLoadError(self._why_not or "", param=self._setting)
             return self._path
+
+    def check(self) -> None:
+        """Raise `ModelLoadError` when a file is missing, by a look at the disk alone: before anything is started.
+
+        A hub id is left to `path`, which may have to fetch it.
+        """
+        from novainfer.kernels.errors import LoadError
+        from novainfer.kernels.folder import check_folder
+        from novainfer.kernels.hub import is_hub_id
+
+        if self.name == DEMO_MODEL or is_hub_id(self.name):
+            return
+        path = self.path()
+        if self._setting == "tokenizer":
+            check_vocabulary(path)
+            return
+        try:
+            check_folder(path)
+        except LoadError as error:
+            raise ModelLoadError(str(error), param="model") from None
 
     def _find(self) -> Path:
         if self.name == DEMO_MODEL:
@@ -40,6 +65,13 @@ class ModelLocation:
         from novainfer.kernels.hub import resolve_model
 
         try:
-            return resolve_model(self.name)
+            return resolve_model(self.name, self._setting)
         except LoadError as error:
-            raise ModelLoadError(str(error), param="model") from error
+            raise ModelLoadError(str(error), param=self._setting) from error
+
+
+def check_vocabulary(path: Path) -> None:
+    """Raise `ModelLoadError` when this folder holds no tokenizer; transformers would make an empty one of it."""
+    if path.is_dir() and not any((path / name).exists() for name in VOCABULARY_FILES):
+        names = " nor ".join(VOCABULARY_FILES)
+        raise ModelLoadError(f"there is no tokenizer in {path}: neither {names}", param="tokenizer")

@@ -3,6 +3,9 @@
 Actors write into it what they are told from outside and what they take (see `novainfer.fsm.recording`); on a fault,
 or when asked, it writes what it holds to a file that `novainfer replay` runs again. Files hold prompts and answers:
 they are readable by their owner only. A recorder that fails is switched off and says so; the engine goes on.
+
+A start that fails writes no file: its error is a sentence on the screen, and a server that is started again and again
+with a bad flag would push out the recordings of real incidents.
 """
 
 from __future__ import annotations
@@ -10,15 +13,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.dumpfile import SUFFIX, About, encode_dump
-from novainfer.fsm.errors import RecorderUnavailable
+from novainfer.fsm.errors import InvalidParameter, RecorderUnavailable
 from novainfer.fsm.events import StepPlan
 from novainfer.fsm.recording import (
     RING_BYTES,
@@ -42,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DUMP_INTERVAL_S = 60.0  # between files for one reason: what fails every second needs no file every second
-FILES_MAX = 16  # files kept in the folder, a few MB each; the oldest go
+FILES_MAX = 16  # files kept in the folder, a few MB each
 # Incidents that are a way of working, or follow from another that was dumped.
 QUIET_KINDS = frozenset(["ladder", "stall"])
 PREFIX = "novainfer-"
@@ -77,8 +82,22 @@ class Recorder:
         self._next_dump_s: dict[str, float] = {}  # by reason
         self._wanted: tuple[str, str] | None = None  # a dump that is due, and why
         self._threads: list[threading.Thread] = []
+        self._is_up = False  # the engine has been ready once
         self.recording: Recording | None = None
         self.log = bytearray()
+
+    def check_folder(self) -> None:
+        """Make the folder and a file in it, so that a fault need not find out; raises `InvalidParameter`."""
+        if self._folder is None or not self._is_enabled:
+            return
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder):
+                pass
+        except OSError as error:
+            raise InvalidParameter(
+                f"recorder_dir {self._folder} cannot be written: {error.strerror}", param="recorder_dir"
+            ) from None
 
     def begin(
         self,
@@ -124,6 +143,10 @@ class Recorder:
             timers += [(name, event) for event in events]
         machines = {name: actor.machine for name, actor in self._actors.items() if actor.machine is not None}
         return Parts(machines, lanes, self._streams.machines(), timers)
+
+    def came_up(self) -> None:
+        """The engine is ready: from now on an incident is worth a file."""
+        self._is_up = True
 
     @property
     def is_on(self) -> bool:
@@ -191,6 +214,8 @@ class Recorder:
     def dump_soon(self, reason: str, message: str) -> None:
         """Something went wrong: write a file when this event has been handled, unless this reason had one just now."""
         if self.recording is None or self._folder is None or self._wanted is not None or self._loop is None:
+            return
+        if not self._is_up:
             return
         if self._loop.time() < self._next_dump_s.get(reason, 0.0):
             return
@@ -263,13 +288,10 @@ class Recorder:
 
 
 def _write_file(path: Path, content: tuple[Image, About], is_ours: bool) -> None:
-    """Write the file whole or not at all; in the recorder's own folder the oldest make room."""
+    """Write the file whole or not at all; in the recorder's own folder others make room."""
     data = encode_dump(*content)
     if is_ours:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        files = sorted(path.parent.glob(f"{PREFIX}*{SUFFIX}"))
-        for old in files[: max(len(files) - FILES_MAX + 1, 0)]:
-            old.unlink(missing_ok=True)
     part = path.with_name(path.name + ".part")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -278,6 +300,29 @@ def _write_file(path: Path, content: tuple[Image, About], is_ours: bool) -> None
     except OSError:
         part.unlink(missing_ok=True)
         raise
+    if is_ours:
+        with _making_room:
+            _make_room(path.parent)
+
+
+_making_room = threading.Lock()  # two threads that look at once would each leave a file too many
+
+
+def _make_room(folder: Path) -> None:
+    """Keep `FILES_MAX` recordings: the oldest of the most frequent reason goes, so that what happens every minute does
+    not push out what happened once."""
+    by_reason: defaultdict[str, list[Path]] = defaultdict(list)
+    for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
+        by_reason[_reason_of(path)].append(path)
+    for _ in range(sum(map(len, by_reason.values())) - FILES_MAX):
+        most = max(map(len, by_reason.values()))
+        oldest = min(paths[0] for paths in by_reason.values() if len(paths) == most)
+        by_reason[_reason_of(oldest)].pop(0)
+        oldest.unlink(missing_ok=True)
+
+
+def _reason_of(path: Path) -> str:
+    return path.stem.rpartition("-")[2]
 
 
 def _version() -> str:

@@ -350,7 +350,8 @@ class System:
         elif to == "incidents":
             if event.kind in WORKER_INCIDENTS and not event.stream_ids:  # it concerns all that the worker computes
                 event = msgspec.structs.replace(event, stream_ids=self._engine.live_streams)
-            self.incidents.take(event)
+            is_up = self._ready is not None and self._ready.done()
+            self.incidents.take(event, is_logged=is_up or event.kind != "gave_up")  # a failed start is told by `start`
         else:
             if type(event) is MakeBatch:
                 self.steps.asked()
@@ -417,6 +418,7 @@ class System:
             vocabulary = self._vocabulary.result()
             if vocabulary is not None and len(vocabulary.token_bytes) > event.vocab_size:
                 self._encoding.limit_ids(event.vocab_size)
+            self.recorder.came_up()
             self._ready.set_result(event)
         elif isinstance(event, WorkerFailed):
             self.error = event.message

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from novainfer.actors.location import VOCABULARY_FILES, check_vocabulary
 from novainfer.fsm.errors import ModelLoadError
 from novainfer.fsm.events import Chat, Encode, Encoded, EncodeFailed
 from novainfer.fsm.text import Vocabulary
@@ -19,7 +20,6 @@ from novainfer.fsm.text import Vocabulary
 logger = logging.getLogger(__name__)
 
 QWEN2 = [("qwen2", "Qwen2Tokenizer", False), ("qwen2", "Qwen2TokenizerFast", False)]
-VOCABULARY_FILES = ("tokenizer.json", "vocab.json")
 
 
 class Tokenizer(Protocol):
@@ -75,10 +75,7 @@ class HFTokenizer:
     """A Hugging Face tokenizer with a byte-level vocabulary (Qwen2's kind), from a directory or a hub id."""
 
     def __init__(self, path: Path) -> None:
-        if path.is_dir() and not any((path / name).exists() for name in VOCABULARY_FILES):
-            # transformers would make an empty tokenizer without a word.
-            names = " nor ".join(VOCABULARY_FILES)
-            raise ModelLoadError(f"there is no tokenizer in {path}: neither {names}", param="tokenizer")
+        check_vocabulary(path)
         try:
             self._tokenizer = _class_for(path).from_pretrained(str(path))
         except Exception as error:

@@ -30,7 +30,7 @@ def make_system(
     is_process = config.worker == "process"
     location = ModelLocation(config.model)
     is_asked_for = config.tokenizer is not None
-    tokenizer_location = ModelLocation(config.tokenizer) if config.tokenizer is not None else location
+    tokenizer_location = ModelLocation(config.tokenizer, "tokenizer") if config.tokenizer is not None else location
     limits = Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -47,6 +47,18 @@ def make_system(
         patience=Patience(**{name: getattr(config, name) for name in Patience.__struct_fields__}),
         restarts=RestartPolicy(config.max_restarts, config.restart_window_s) if is_process else RestartPolicy(),
     )
+
+
+def check_before_start(config: EngineConfig, *, has_model: bool, has_tokenizer: bool) -> None:
+    """Raise `ModelLoadError` or `InvalidParameter` for what a look at the disk can tell, before anything is started.
+
+    `has_model` and `has_tokenizer` say that the model's own will be loaded, not a replacement of the caller's.
+    """
+    if has_model:
+        ModelLocation(config.model).check()
+    if has_tokenizer and config.tokenizer is not None:
+        ModelLocation(config.tokenizer, "tokenizer").check()
+    _recorder(config).check_folder()
 
 
 def _link(config: EngineConfig, device: Device | DeviceSpec, on_progress: Progress | None) -> MakeLink:

@@ -29,7 +29,7 @@ from novainfer.actors.spec import DeviceSpec, Progress
 from novainfer.actors.steps import PhaseTotals, StepRecord
 from novainfer.actors.streams import StreamHandle
 from novainfer.actors.tokenizer import Tokenizer
-from novainfer.assembly import make_system
+from novainfer.assembly import check_before_start, make_system
 from novainfer.config import EngineConfig
 from novainfer.fsm.errors import (
     ContextLengthExceeded,
@@ -119,6 +119,7 @@ class Engine:
         on_progress: Progress | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
+        self._loads = {"has_model": device is None, "has_tokenizer": tokenizer is None}
         self._system = make_system(config, device=device, tokenizer=tokenizer, on_progress=on_progress)
         self._random = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._handles: dict[str, StreamHandle] = {}
@@ -128,10 +129,14 @@ class Engine:
     # ---- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load and warm the model; raises `ModelLoadError` with one sentence that says what is wrong."""
+        """Load and warm the model; raises `ModelLoadError` with one sentence that says what is wrong.
+
+        Raises `InvalidParameter` when `recorder_dir` cannot be written.
+        """
         if self._is_started:
             raise EngineClosed("an engine starts once; make a new one")
         self._is_started = True
+        check_before_start(self.config, **self._loads)
         ready = await self._system.start()
         self._info = ModelInfo(
             name=self.config.served_model_name or str(self.config.model),

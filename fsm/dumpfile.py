@@ -3,7 +3,7 @@
     "NOVAREC1" · (name, length, CRC-32, zlib data)… · an empty section "end."
 
 The first section says what it is: JSON with the version, the date and the reason. Reading runs nothing that the file
-says (see `pack`), and takes no more memory than a recording can have.
+says (see `pack`), and inflates no more than a recording of the file's size can hold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from novainfer.fsm.replay import DamagedRecording
 
 MAGIC = b"NOVAREC1"
 SUFFIX = ".novarec"
-SECTION_BYTES_MAX = 1 << 30  # inflated: a snapshot of the largest engine is a tenth of it
+FILE_BYTES_MAX = 1 << 30  # the ring is 16 MiB; a snapshot of the largest engine is a tenth of this
+# Inflated, all sections together: recordings shrink to a fourth or a tenth, zlib would allow a thousandth.
+INFLATED_BYTES_MAX = 1 << 30
+INFLATED_BYTES_FREE = 16 << 20
+INFLATED_SHARE_MAX = 64
 ZLIB_LEVEL = 3  # 16 MiB in a quarter of a second; 9 takes five times as long for 8 % less
 _HEAD = struct.Struct(">4sII")
 
@@ -51,8 +55,10 @@ def decode_dump(data: bytes) -> tuple[Image, About]:
         raise DamagedRecording(f"this is not a recording of NovaInfer, but {what}")
     found: dict[bytes, list[bytes]] = {}
     at = len(MAGIC)
+    room = min(INFLATED_BYTES_FREE + INFLATED_SHARE_MAX * len(data), INFLATED_BYTES_MAX)
     while b"end." not in found:
-        name, body, at = _read_section(data, at)
+        name, body, at = _read_section(data, at, room)
+        room -= len(body)
         found.setdefault(name, []).append(body)
     try:
         about = msgspec.json.decode(found[b"meta"][0], type=About)
@@ -70,7 +76,7 @@ def decode_dump(data: bytes) -> tuple[Image, About]:
             now=found[b"now."][0],
             ended_us=ended_us,
         )
-    except (msgspec.MsgspecError, KeyError) as error:
+    except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as error:
         raise DamagedRecording(f"the recording's parts do not fit together: {error}") from None
     return image, about
 
@@ -89,8 +95,8 @@ def _section(name: bytes, body: bytes) -> bytes:
     return _HEAD.pack(name, len(packed), zlib.crc32(packed, zlib.crc32(name))) + packed
 
 
-def _read_section(data: bytes, at: int) -> tuple[bytes, bytes, int]:
-    """A section's name and content, and where the next one begins."""
+def _read_section(data: bytes, at: int, room: int) -> tuple[bytes, bytes, int]:
+    """A section's name and content, of at most `room` bytes, and where the next one begins."""
     begin = at + _HEAD.size
     if begin > len(data):
         raise DamagedRecording(f"the recording is cut off after {len(data)} bytes: its end is missing")
@@ -102,10 +108,10 @@ def _read_section(data: bytes, at: int) -> tuple[bytes, bytes, int]:
         raise DamagedRecording(f"the recording is damaged: the checksum of what begins at byte {at} does not match")
     inflate = zlib.decompressobj()
     try:
-        body = inflate.decompress(packed, SECTION_BYTES_MAX)
+        body = inflate.decompress(packed, room + 1)  # a limit of 0 would be none
     except zlib.error as error:
         raise DamagedRecording(f"the recording is damaged at byte {at}: {error}") from None
-    if inflate.unconsumed_tail:
+    if len(body) > room or inflate.unconsumed_tail:
         raise DamagedRecording(f"the recording is damaged: what begins at byte {at} is too large to be true")
     return name, body, begin + length
 

@@ -21,7 +21,7 @@ import msgspec
 from novainfer.fsm.compare import first_difference, short
 from novainfer.fsm.events import Incident, Outputs, Read, Run, StepDone, Stop
 from novainfer.fsm.machine import After, Effect, Machine, Send
-from novainfer.fsm.pack import Kinds, PackError, step_logprobs, unpack
+from novainfer.fsm.pack import Kinds, step_logprobs, unpack
 from novainfer.fsm.recording import (
     ADDED,
     CALLED,
@@ -47,6 +47,7 @@ from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import Vocabulary
 
 LAST_TRANSITIONS = 20  # kept for people
+SAID_CHARS_MAX = 300  # of an exception that damage has caused
 
 
 class DamagedRecording(Exception):
@@ -91,13 +92,6 @@ class Replayed(msgspec.Struct, kw_only=True):
         return self.difference is None and not self.is_gone
 
 
-# What reading a log may raise that has no sense in it, though its checksum is right.
-_NONSENSE = (
-    *(PackError, msgspec.MsgspecError, RecursionError),
-    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
-)
-
-
 class _Differs(Exception):
     """The replay took another way."""
 
@@ -111,24 +105,22 @@ def replay(image: Image, *, check: bool = False) -> Replayed:
 
     Who owns which block is checked at the end, and with `check` after each message to the scheduler.
     """
-    run = _Run(image)
-    run.checks_all = check
+    run = None
     try:
-        run.run()
-        if run.found.reproduced is None:
-            run.check()
-    except _Differs as difference:
-        found = run.found
-        found.difference = Difference(found.segments, run.entry, run.seconds, str(difference))
-    except _Gone:
-        run.found.is_gone = True
-    except _NONSENSE as error:
-        raise DamagedRecording(f"segment {run.found.segments} of the recording cannot be read: {error}") from None
-    return run.summary()
+        run = _Run(image)
+        run.checks_all = check
+        run.replay()
+        return run.summary()
+    except DamagedRecording:
+        raise
+    except Exception as error:  # a file says which objects there are, and objects with wrong fields may raise anything
+        at = run.found.segments if run is not None else 0
+        said = " ".join(_said(error).split())[:SAID_CHARS_MAX]
+        raise DamagedRecording(f"segment {at} of the recording cannot be read: {said}") from error
 
 
 def slim(image: Image) -> Image:
-    """`image` without the bytes of tokens that its replay does not look at: most of a vocabulary."""
+    """`image`, once it was replayed, without the bytes of tokens that nothing looked at: most of a vocabulary."""
     run = _Run(image)
     token_bytes, texts = _Noting(run.vocabulary.token_bytes), _Noting(run.vocabulary.ascii)
     run.vocabulary = Vocabulary(token_bytes, run.vocabulary.special_ids, texts)
@@ -178,6 +170,17 @@ class _Run:
         return (self._now_us - self._began_us) / 1e6
 
     # ---- the whole -----------------------------------------------------------------------------------------------
+
+    def replay(self) -> None:
+        """All segments, up to the first difference."""
+        try:
+            self.run()
+            if self.found.reproduced is None:
+                self.check()
+        except _Differs as difference:
+            self.found.difference = Difference(self.found.segments, self.entry, self.seconds, str(difference))
+        except _Gone:
+            self.found.is_gone = True
 
     def run(self) -> None:
         """All segments."""

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from novainfer.kernels.config import read_json
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.folder import weight_files
 
 __all__ = ["Checkpoint", "TensorEntry"]
 
@@ -51,7 +51,7 @@ class Checkpoint:
         self.entries: dict[str, TensorEntry] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         self.identities: dict[Path, tuple[int, int]] = {}  # of each file: bytes, and nanoseconds of its last change
-        for file in _shards(model_dir):
+        for file in weight_files(model_dir):
             self.identities[file] = _identity(file)
             self.entries.update(_read_header(file))
 
@@ -122,30 +122,6 @@ def _identity(file: Path) -> tuple[int, int]:
     except OSError as error:
         raise LoadError(f"{file} cannot be read: {error.strerror}") from None
     return status.st_size, status.st_mtime_ns
-
-
-def _shards(model_dir: Path) -> list[Path]:
-    index = model_dir / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise LoadError(f'{index} must hold a "weight_map" from tensor names to files')
-        names = sorted({str(name) for name in weight_map.values()})
-        if any(Path(name).name != name for name in names):
-            raise LoadError(f"{index} must name files of its own folder only")
-        missing = [name for name in names if not (model_dir / name).is_file()]
-        if missing:
-            listed = ", ".join(missing[:LISTED_MAX])
-            raise LoadError(
-                f"{model_dir} lacks {len(missing)} of {len(names)} shards that {index.name} names: {listed}"
-            )
-        return [model_dir / name for name in names]
-    single = model_dir / "model.safetensors"
-    if single.is_file():
-        return [single]
-    other = sorted(path.name for path in model_dir.glob("*.bin"))
-    hint = f" ({other[0]} is a pickle file: convert it to safetensors)" if other else ""
-    raise LoadError(f"{model_dir} holds no model.safetensors and no model.safetensors.index.json{hint}")
 
 
 def _read_header(file: Path) -> dict[str, TensorEntry]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.folder import read_json
 
-__all__ = ["DTYPES", "NUM_LAYERS_MAX", "ConfigReader", "ModelConfig", "read_json"]
+__all__ = ["DTYPES", "NUM_LAYERS_MAX", "ConfigReader", "ModelConfig"]
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -44,21 +44,6 @@ class ModelConfig:
     qkv_bias: bool
     dtype: torch.dtype | None  # what the config says the checkpoint holds
     eos_token_ids: tuple[int, ...]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises `LoadError` naming the file when there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LoadError(f"{path.parent} holds no {path.name}, so it is not a Hugging Face model folder") from None
-    except OSError as error:
-        raise LoadError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # covers JSONDecodeError and UnicodeDecodeError
-        raise LoadError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise LoadError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 class ConfigReader:

@@ -7,15 +7,24 @@ from pathlib import Path
 
 from novainfer.kernels.errors import LoadError
 
-__all__ = ["resolve_model"]
+__all__ = ["is_hub_id", "resolve_model"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
 FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # weights, configs, tokenizer, chat template
 
 
-def resolve_model(name: str | Path) -> Path:
-    """The folder of a model; an id such as "Qwen/Qwen2.5-0.5B-Instruct" is fetched (or found in the hub's
-    cache).
+def is_hub_id(name: str | Path) -> bool:
+    """Whether `name` is no folder here and has the form of a hub id."""
+    path = Path(name).expanduser()
+    if path.exists() or isinstance(name, Path):
+        return False
+    return HUB_ID.fullmatch(name) is not None and not name.startswith((".", "~"))
+
+
+def resolve_model(name: str | Path, what: str = "model") -> Path:
+    """The folder of a model; an id such as "Qwen/Qwen2.5-0.5B-Instruct" is fetched (or found in the hub's cache).
+
+    `what` is what errors call it: "model" or "tokenizer".
 
     Raises `LoadError` with one sentence when there is no such folder and the hub does not give one.
     """
@@ -23,15 +32,16 @@ def resolve_model(name: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise LoadError(f"model {name} is a file; the folder that holds config.json is needed")
-    if isinstance(name, Path) or not HUB_ID.fullmatch(name) or name.startswith((".", "~")):
-        raise LoadError(f"model {name} is neither a folder here nor a hub id of the form organisation/name")
+        file = "config.json" if what == "model" else "tokenizer.json"
+        raise LoadError(f"{what} {name} is a file; the folder that holds {file} is needed")
+    if not is_hub_id(name):
+        raise LoadError(f"{what} {name} is neither a folder here nor a hub id of the form organisation/name")
     # Imported here: time that a local folder need not pay.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=FILES))
+        return Path(snapshot_download(str(name), allow_patterns=FILES))
     except GatedRepoError:
         reason = "access to it must be asked for at huggingface.co, and HF_TOKEN set"
     except RepositoryNotFoundError:
@@ -41,4 +51,4 @@ def resolve_model(name: str | Path) -> Path:
     except Exception as error:  # the hub client lets its HTTP library's and the system's errors through
         text = " ".join(str(error).split())[:300] or type(error).__name__
         reason = f"the Hugging Face hub did not give it ({text})"
-    raise LoadError(f"model {name} is not a folder here, and {reason}")
+    raise LoadError(f"{what} {name} is not a folder here, and {reason}")

@@ -6,7 +6,6 @@ Whatever a user gets wrong is one sentence on stderr and exit code 2; a model th
 from __future__ import annotations
 
 import os
-import re
 import sys
 from importlib import import_module
 
@@ -15,7 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import click
 
-from novainfer import InvalidParameter, ModelLoadError, NovaInferError, __version__
+from novainfer import EngineConfig, InvalidParameter, ModelLoadError, NovaInferError, __version__
 
 EXIT_USAGE = 2
 EXIT_FAILURE = 1
@@ -89,14 +88,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def as_flags(error: NovaInferError) -> str:
-    """The message with the field named as the flag it came from: `max_num_seqs` reads `--max-num-seqs`."""
-    field = error.param or error.message.split(" ", 1)[0]
-    if error.param is None and not re.fullmatch("[a-z]+(_[a-z]+)+", field):
+    """The message with its field named as the flag: "max_num_seqs must be …" becomes "--max-num-seqs must be …".
+
+    A message that does not begin with its field is kept as it is, after the flag.
+    """
+    first, space, rest = error.message.partition(" ")
+    field = error.param or (first if first in _FIELDS else None)
+    if field is None or field in _ARGUMENTS:
         return error.message
     flag = "--" + _FLAGS.get(field, field).replace("_", "-")
-    return error.message.replace(field, flag, 1) if field in error.message else f"{flag}: {error.message}"
+    return f"{flag}{space}{rest}" if first == field else f"{flag}: {error.message}"
 
 
+_ARGUMENTS = ("model",)  # has five flags and an argument: its messages say "model" themselves
+_FIELDS = frozenset(EngineConfig.__struct_fields__)
 _FLAGS = {  # settings with a unit in their name
     "sse_keep_alive_interval_s": "sse_keep_alive_interval",
     "shutdown_timeout_s": "shutdown_timeout",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import click
 from novainfer import EngineConfig
 from novainfer.server.cli_options import engine_config, engine_options, set_up_logging
 from novainfer.server.engine import ServedEngine
-from novainfer.server.recorder import default_folder
+from novainfer.server.recorder import default_folder, usable_default
 from novainfer.server.settings import ServerSettings
+
+log = logging.getLogger("novainfer.server")
 
 _PATH = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -49,7 +52,8 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
     """Serve MODEL (a folder, a hub name, or the demo model) over OpenAI's HTTP API until Ctrl-C."""
     from novainfer.server.serve import run_server
 
-    config = engine_config(ctx, options, worker="process", recorder_dir=default_folder())
+    folder = usable_default() if options["recorder_dir"] is None else None
+    config = engine_config(ctx, options, worker="process", recorder_dir=folder)
     settings = ServerSettings(
         host=options["host"],
         port=options["port"],
@@ -66,6 +70,8 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
         http2_max_concurrent_streams=options["http2_max_concurrent_streams"],
     )
     set_up_logging(options, access_log=settings.access_log)
+    if config.recorder and config.recorder_dir is None:
+        log.warning("%s cannot be written: recordings stay in memory unless --recorder-dir is given", default_folder())
     return run_server(settings, lambda: make_engine(config))
 
 

@@ -40,6 +40,17 @@ def default_folder() -> Path:
         return Path(tempfile.gettempdir()) / "novainfer-recordings"
 
 
+def usable_default() -> Path | None:
+    """The default folder, made if need be; None where it cannot be written, as in a container with a read-only disk."""
+    folder = default_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return None
+
+
 async def dump_recorder(service: Service, request: Request) -> Response:
     """Write what the flight recorder holds to a file of the server; with an admin key, only for its owner."""
     exchange: Exchange = request.scope[SCOPE_KEY]

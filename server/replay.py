@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from novainfer.fsm.dumpfile import SUFFIX, About, decode_dump, encode_dump
+from novainfer.fsm.dumpfile import FILE_BYTES_MAX, MAGIC, SUFFIX, About, decode_dump, encode_dump
 from novainfer.fsm.recording import Image
 from novainfer.fsm.replay import DamagedRecording, Replayed, replay, slim
 from novainfer.server.service import package_version
@@ -42,11 +42,11 @@ def replay_command(file: Path, to_test: Path | None, check: bool, as_json: bool)
     read. FILE holds prompts and answers; nothing in it is executed.
     """
     try:
-        image, about = decode_dump(file.read_bytes())
+        image, about = decode_dump(_read(file))
         began_s = time.perf_counter()
         found = replay(image, check=check)
     except DamagedRecording as error:
-        raise Unreadable(f"{file}: {error}") from None
+        raise Unreadable(f"{file}: {_printable(str(error))}") from None
     except OSError as error:
         raise Unreadable(f"{file} cannot be read: {error.strerror}") from None
     _tell(file, about, found, time.perf_counter() - began_s)
@@ -59,8 +59,28 @@ def replay_command(file: Path, to_test: Path | None, check: bool, as_json: bool)
         raise click.exceptions.Exit(1)
 
 
+def _read(file: Path) -> bytes:
+    """The file, when it begins as a recording does; a device or a pipe may have no end."""
+    with file.open("rb") as source:
+        data = source.read(len(MAGIC))
+        if data == MAGIC:
+            data += source.read(FILE_BYTES_MAX)
+            if source.read(1):
+                raise DamagedRecording(f"it is larger than a recording can be ({FILE_BYTES_MAX >> 20} MiB)")
+    return data
+
+
+def _printable(text: str) -> str:
+    """`text`, which may come from anybody, without what a terminal would obey."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def _echo(text: str) -> None:
+    click.echo("\n".join(map(_printable, text.split("\n"))))
+
+
 def _tell(file: Path, about: About, found: Replayed, took_s: float) -> None:
-    echo = click.echo
+    echo = _echo
     echo(f"{file.name}: recorded {_date(about)} by NovaInfer {about.version}, {_why(about)}")
     if about.version != package_version():
         echo(f"this is NovaInfer {package_version()}: another version may rightly do otherwise")
@@ -87,7 +107,7 @@ def _tell(file: Path, about: About, found: Replayed, took_s: float) -> None:
 
 def _list(title: str, lines: list[str]) -> None:
     if lines:
-        click.echo("\n    ".join([title, *lines]))
+        _echo("\n    ".join([title, *lines]))
 
 
 def _date(about: About) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from novainfer.kernels.config import ConfigReader, ModelConfig, read_json
+from novainfer.kernels.config import ConfigReader, ModelConfig
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.folder import read_json
 from novainfer.kernels.models import qwen2
 
 __all__ = ["FAMILIES", "ModelFamily", "read_config"]

@@ -28,7 +28,7 @@ def test_the_hub_is_asked_once_by_all_who_want_to_know(
 ) -> None:
     asked: list[object] = []
 
-    def resolve(name: object) -> Path:
+    def resolve(name: object, what: str) -> Path:
         asked.append(name)
         if not is_there:
             raise LoadError("the hub does not know it")

@@ -16,8 +16,8 @@ from novainfer.actors.fake import FakeDevice
 from novainfer.actors.recorder import DUMP_INTERVAL_S, FILES_MAX, Recorder
 from novainfer.actors.system import System
 from novainfer.fsm.dumpfile import About, decode_dump
-from novainfer.fsm.errors import NovaInferError, RecorderUnavailable
-from novainfer.fsm.events import Cause, Incident, StepPlan
+from novainfer.fsm.errors import InvalidParameter, ModelLoadError, NovaInferError, RecorderUnavailable
+from novainfer.fsm.events import Cause, Incident, StepPlan, WorkerReady
 from novainfer.fsm.machine import Machine
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.planner import Limits
@@ -235,6 +235,40 @@ async def test_after_a_minute_the_next_fault_is_dumped_and_the_oldest_files_go(t
     assert (tmp_path / "novainfer-mine.txt").exists()
 
 
+async def test_what_happens_every_minute_does_not_push_out_what_happened_once(tmp_path: Path) -> None:
+    for stamp in range(FILES_MAX + 3):  # as an earlier version left them: more than are kept
+        (tmp_path / f"novainfer-20260101T0000{stamp:02d}000Z-died.novarec").touch()
+    recorder = Recorder(tmp_path)
+    async with running(recorder=recorder):
+        once = await recorder.dump(reason="once")
+        for _ in range(FILES_MAX):
+            latest = await recorder.dump(reason="died")
+    kept = files_in(tmp_path)
+    assert len(kept) == FILES_MAX
+    assert {once, latest} <= set(kept)
+
+
+async def test_dumps_at_one_time_leave_as_many_files_as_are_kept(tmp_path: Path) -> None:
+    numbers = iter(range(100))
+    recorder = Recorder(tmp_path, clock=lambda: float(next(numbers)))
+    async with running(recorder=recorder):
+        await asyncio.gather(*(recorder.dump() for _ in range(FILES_MAX + 8)))
+    assert len(files_in(tmp_path)) == FILES_MAX
+
+
+async def test_starts_that_fail_write_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeDevice):
+        def load(self) -> WorkerReady:
+            raise RuntimeError("a bad flag")
+
+    for _ in range(3):
+        with pytest.raises(ModelLoadError, match="a bad flag"):
+            async with running(Broken(), recorder=Recorder(tmp_path)):
+                pass
+    assert files_in(tmp_path) == []
+    assert caplog.messages == []  # `start` has said it
+
+
 @pytest.mark.parametrize("kind", ["ladder", "stall"])
 async def test_what_is_no_fault_is_not_dumped(tmp_path: Path, kind: str) -> None:
     async with running(recorder=Recorder(tmp_path)) as system:
@@ -267,6 +301,16 @@ async def test_a_folder_that_cannot_be_made_is_logged_and_nothing_else(
     async with running(FakeDevice(on_step=failing(3)), recorder=Recorder(tmp_path / "file" / "folder")) as system:
         assert (await answer(system, "hello", params(20))).is_well
     assert any("cannot write" in message for message in caplog.messages)
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_anything_goes_wrong(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InvalidParameter, match=r"recorder_dir .*folder cannot be written: Not a directory") as caught:
+        Recorder(tmp_path / "file" / "folder").check_folder()
+    assert caught.value.param == "recorder_dir"
+    Recorder(tmp_path / "new" / "folder").check_folder()
+    assert files_in(tmp_path / "new" / "folder") == []
+    Recorder(tmp_path / "file" / "folder", is_enabled=False).check_folder()
 
 
 # ---- when an actor dies ----------------------------------------------------------------------------------------------

@@ -150,10 +150,42 @@ async def test_a_device_that_is_not_there_is_one_sentence() -> None:
         await Engine(EngineConfig(device="cuda")).start()
 
 
-async def test_a_tokenizer_that_is_nowhere_is_one_sentence() -> None:
-    with pytest.raises(ModelLoadError, match="neither a folder here nor a hub id") as caught:
-        await Engine(EngineConfig(tokenizer="/no/such/tokenizer")).start()
-    assert_one_sentence(caught.value.message)
+async def test_a_tokenizer_that_is_nowhere_is_one_sentence(tmp_path: Path) -> None:
+    for path, said in [
+        ("/no/such/tokenizer", "neither a folder here nor a hub id"),
+        (tmp_path, "there is no tokenizer in"),
+    ]:
+        with pytest.raises(ModelLoadError, match=said) as caught:
+            await Engine(EngineConfig(tokenizer=path)).start()
+        assert_one_sentence(caught.value.message)
+        assert "model" not in caught.value.message
+        assert caught.value.param == "tokenizer"
+
+
+MISSING = ["no config", "corrupt config", "config is a list", "no weights", "missing shard"]
+
+
+@pytest.mark.parametrize("damage", MISSING)
+async def test_what_is_missing_is_told_before_a_process_is_started(
+    folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def no_process(*args: object, **how: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("asyncio.create_subprocess_exec", no_process)
+    monkeypatch.setattr("subprocess.Popen.__init__", lambda *args, **how: pytest.fail("a process was started"))
+    break_it, named = DAMAGES[damage]
+    break_it(folder)
+    with pytest.raises(ModelLoadError, match=named):
+        await Engine(EngineConfig(model=folder, worker="process")).start()
+    assert caplog.messages == []
+
+
+async def test_a_recorder_without_a_folder_is_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = EngineConfig(recorder_dir=tmp_path / "file")
+    with pytest.raises(InvalidParameter, match=r"recorder_dir .* cannot be written: File exists"):
+        await Engine(config).start()
 
 
 async def test_weights_alone_are_served_with_token_ids(folder: Path) -> None:

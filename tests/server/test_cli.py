@@ -54,6 +54,15 @@ def test_without_flags_it_is_the_defaults(served: Any) -> None:
     assert served("--worker", "thread") == (EngineConfig(recorder_dir=folder), ServerSettings())
 
 
+def test_where_the_usual_folder_cannot_be_written_recordings_stay_in_memory(
+    served: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert served()[0].recorder_dir is None
+    assert "--recorder-dir" in caplog.text
+
+
 def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
     for name in ("cert.pem", "key.pem"):
         (tmp_path / name).touch()
@@ -215,6 +224,31 @@ def test_what_is_wrong_in_the_file_is_one_sentence_too(
     assert said in err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["{}/empty"], "{}/empty holds no config.json, so it is not a Hugging Face model folder"),
+        (["/nope"], "model /nope is neither a folder here nor a hub id of the form organisation/name"),
+        (["--tokenizer", "/nope"], "--tokenizer /nope is neither a folder here nor a hub id"),
+        (["--tokenizer", "{}/empty"], "--tokenizer: there is no tokenizer in {}/empty"),
+        (["--recorder-dir", "{}/file/x"], "--recorder-dir {}/file/x cannot be written: Not a directory"),
+    ],
+)
+def test_what_keeps_a_server_from_starting_is_the_only_sentence(tmp_path: Path, argv: list[str], said: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    argv = [arg.format(tmp_path) for arg in argv]
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    command = [sys.executable, "-m", "novainfer.server", *argv, "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    loading, error = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert loading.startswith("Loading the model; ")
+    assert error.startswith("Error: " + said.format(tmp_path))
+    assert not list(tmp_path.rglob("*.novarec"))
+
+
 def test_a_model_that_cannot_be_loaded_is_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,6 +272,12 @@ def test_a_model_that_cannot_be_loaded_is_exit_code_2(
         (ModelLoadError("max_model_len (9) is more than 8"), "--max-model-len (9) is more than 8"),
         (InvalidParameter("must not be empty", param="host"), "--host: must not be empty"),
         (ModelLoadError("/models/a_b has no config.json"), "/models/a_b has no config.json"),
+        (
+            ModelLoadError("cannot load a tokenizer from /x: no such file", param="tokenizer"),
+            "--tokenizer: cannot load a tokenizer from /x: no such file",
+        ),
+        (ModelLoadError("tokenizer /nope is no folder", param="tokenizer"), "--tokenizer /nope is no folder"),
+        (ModelLoadError("model /nope is no folder", param="model"), "model /nope is no folder"),
     ],
 )
 def test_fields_are_named_as_flags(error: NovaInferError, said: str) -> None:

@@ -1,0 +1,59 @@
+"""What a model's folder must hold, looked at without torch: before a process is started that imports it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from novainfer.kernels.errors import LoadError
+
+__all__ = ["check_folder", "read_json", "weight_files"]
+
+LISTED_MAX = 5  # names spelled out in an error; the rest is counted
+
+
+def check_folder(model_dir: Path) -> None:
+    """Raise `LoadError` when files are missing that no model can be loaded without; what they hold is not looked at."""
+    read_json(model_dir / "config.json")
+    weight_files(model_dir)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises `LoadError` naming the file when there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LoadError(f"{path.parent} holds no {path.name}, so it is not a Hugging Face model folder") from None
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # covers JSONDecodeError and UnicodeDecodeError
+        raise LoadError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise LoadError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of a model, all of which are there; raises `LoadError` when some are missing."""
+    index = model_dir / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise LoadError(f'{index} must hold a "weight_map" from tensor names to files')
+        names = sorted({str(name) for name in weight_map.values()})
+        if any(Path(name).name != name for name in names):
+            raise LoadError(f"{index} must name files of its own folder only")
+        missing = [name for name in names if not (model_dir / name).is_file()]
+        if missing:
+            listed = ", ".join(missing[:LISTED_MAX])
+            raise LoadError(
+                f"{model_dir} lacks {len(missing)} of {len(names)} shards that {index.name} names: {listed}"
+            )
+        return [model_dir / name for name in names]
+    single = model_dir / "model.safetensors"
+    if single.is_file():
+        return [single]
+    other = sorted(path.name for path in model_dir.glob("*.bin"))
+    hint = f" ({other[0]} is a pickle file: convert it to safetensors)" if other else ""
+    raise LoadError(f"{model_dir} holds no model.safetensors and no model.safetensors.index.json{hint}")
