@@ -282,8 +282,11 @@ class ProcessLink:
             self._on_progress = None
             self._start_spare()
 
-    def _soon(self, event: Any) -> None:
-        asyncio.get_running_loop().call_soon(self._deliver, event)
+    def _soon(self, event: JobDone | JobFailed) -> None:
+        loop = asyncio.get_running_loop()
+        if isinstance(event, JobFailed):  # the budget of restarts goes by when a worker was lost
+            event = msgspec.structs.replace(event, at_s=loop.time())
+        loop.call_soon(self._deliver, event)
 
     def _dying(self, child: Child) -> None:
         """A spare that has memory of its own takes over before the system has taken back the worker's."""

@@ -484,11 +484,12 @@ class JobDone(msgspec.Struct, frozen=True):
 
 
 class JobFailed(msgspec.Struct, frozen=True):
-    """The job of this name failed; `message` is one clear sentence."""
+    """The job of this name failed; `message` is one clear sentence, `at_s` is when, as in `DeviceLost`."""
 
     job: str
     message: str
     epoch: int = 0
+    at_s: float = 0.0
 
 
 class DeviceLost(msgspec.Struct, frozen=True):

@@ -140,7 +140,6 @@ class Worker(Machine):
         self._policy = policy or RestartPolicy()
         self.epoch = 0
         self._losses: list[float] = []  # when, since the last good step
-        self._clock_s = 0.0  # the latest time it was told of
         self._found: dict[str, Any] = {}  # what Load and Fit found out about the model
         self._spawned = -1  # the epoch whose device is there
         self._was_ready = False
@@ -260,23 +259,20 @@ class Worker(Machine):
     def _job_failed(self, event: JobFailed) -> StrEnum:
         if event.epoch != self.epoch or event.job not in JOBS_OF[self.state]:
             return self.state
-        return self._lose(Fault.EXCEPTION, event.message)
+        return self._lose(Fault.EXCEPTION, event.message, event.at_s)
 
     def _device_lost(self, event: DeviceLost) -> StrEnum:
-        self._clock_s = max(self._clock_s, event.at_s)
-        return self._lose(Fault.LOST, event.message) if event.epoch == self.epoch else self.state
+        return self._lose(Fault.LOST, event.message, event.at_s) if event.epoch == self.epoch else self.state
 
     def _overdue(self, event: Overdue) -> StrEnum:
-        self._clock_s = max(self._clock_s, event.at_s)
-        return self._lose(Fault.TIMEOUT, event.message) if event.epoch == self.epoch else self.state
+        return self._lose(Fault.TIMEOUT, event.message, event.at_s) if event.epoch == self.epoch else self.state
 
-    def _lose(self, fault: Fault, message: str) -> WorkerState:
-        """The device is of no more use: replace it while the budget lasts."""
+    def _lose(self, fault: Fault, message: str, at_s: float) -> WorkerState:
+        """The device is of no more use since `at_s`: replace it while the budget lasts."""
         policy = self._policy
         if policy.max_restarts:  # elsewhere there is nothing that could be killed
             self._start(Kill(self.epoch))
-        since_s = self._clock_s - policy.window_s
-        self._losses = [at_s for at_s in self._losses if at_s > since_s] + [self._clock_s]
+        self._losses = [loss_s for loss_s in self._losses if loss_s > at_s - policy.window_s] + [at_s]
         was_up = self.state in UP
         lost = self.epoch
         if not self._was_ready:  # it never came up: whoever starts it should hear that at once

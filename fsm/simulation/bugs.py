@@ -11,6 +11,7 @@ from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.gate_bugs import GATE_MUTANTS
 from novainfer.fsm.simulation.mutants import Mutant
+from novainfer.fsm.simulation.process_bugs import PROCESS_MUTANTS
 from novainfer.fsm.simulation.sampling_bugs import SAMPLING_MUTANTS
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import TextAssembler
@@ -194,6 +195,7 @@ MUTANTS = [
     Mutant("a choice samples with the seed of another", Request, "sampling_spec", "choice=self.choice", "choice=0"),
     *GATE_MUTANTS,
     *SAMPLING_MUTANTS,
+    *PROCESS_MUTANTS,
     # ---- blocks on the host
     Mutant(
         "a rollback forgets what was to be copied out",

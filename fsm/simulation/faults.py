@@ -43,7 +43,7 @@ def fail_job(world: World) -> None:
     if isinstance(job, Close):
         world.is_closed = True
     world.counts[f"{type(job).__name__} failed"] += 1
-    world.answer(JobFailed(type(job).__name__, "injected", job.epoch))
+    world.answer(JobFailed(type(job).__name__, "injected", job.epoch, world.now_s))
 
 
 def die(world: World) -> None:
@@ -84,7 +84,7 @@ def duplicate(world: World, link: Link) -> None:
 def contradict(world: World) -> None:
     """The job that is done will be called failed as well, when its device dies a little later."""
     done = world.links[TO_WORKER][0]
-    world.late.append((TO_WORKER, JobFailed(done.job, "injected", done.epoch)))
+    world.late.append((TO_WORKER, JobFailed(done.job, "injected", done.epoch, world.now_s)))
     world.counts["contradiction"] += 1
 
 

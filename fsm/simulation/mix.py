@@ -74,7 +74,8 @@ class Mix:
             num_host_blocks=rng.choice([0, 0, 4, 64]),
             modes=rng.choice([("full",), ("full", "plain"), ("full", "plain", "int8"), ("full", "int8")]),
             ladder_quiet_s=rng.choice([0.1, 5.0, 60.0]),
-            max_restarts=rng.choice([0, 5, 5, 5, 20, 20]),
+            max_restarts=rng.choice([0, 2, 5, 5, 20, 20]),
+            restart_window_s=rng.choice([1.0, 10.0, 60.0, 60.0]),
         )
 
     def arrival_gap_s(self, num_arrived: int) -> float:

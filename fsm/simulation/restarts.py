@@ -40,8 +40,7 @@ class Restarts:
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
-        self._losses: list[float] = []  # when, since the last good step
-        self._now_s = 0.0  # the latest time that the worker was told of
+        self._losses: list[float] = []  # when each happened, since the last good step, however long ago
         self._was_ready = False
         self._state: StrEnum = S.LOADING  # before the event
         self._epoch = 0
@@ -61,8 +60,6 @@ class Restarts:
                 if job in self._begun:
                     raise Violation(f"the worker begins {job} twice")
                 self._begun.add(job)
-        if isinstance(event, DeviceLost | Overdue):
-            self._now_s = max(self._now_s, event.at_s)
         num_incidents = sum(effect.to == "incidents" for effect in effects if isinstance(effect, Send))
         if not self._is_loss(event):
             if isinstance(event, StepDone) and self._state is S.RUNNING and worker.state is S.READY:
@@ -71,10 +68,11 @@ class Restarts:
                 raise Violation(f"{event} in {self._state}: the worker's epoch is {worker.epoch}, and nothing is lost")
             return
         shape = self._shape
-        self._losses = [at_s for at_s in self._losses if at_s > self._now_s - shape.restart_window_s] + [self._now_s]
-        may_restart = self._was_ready and len(self._losses) <= shape.max_restarts
+        self._losses.append(event.at_s)
+        num_recent = sum(event.at_s - loss_s < shape.restart_window_s for loss_s in self._losses)
+        may_restart = self._was_ready and num_recent <= shape.max_restarts
         if worker.state is not (S.RESTARTING if may_restart else S.FAILED):
-            raise Violation(f"after {len(self._losses)} losses in a row the worker is {worker.state}")
+            raise Violation(f"after {num_recent} losses in a row the worker is {worker.state}")
         if worker.epoch != self._epoch + may_restart or num_incidents != 1:
             raise Violation(f"{event}: the worker's epoch is {worker.epoch}, with {num_incidents} incidents")
         if may_restart:

@@ -240,6 +240,18 @@ def test_losses_longer_ago_than_the_window_do_not_count(replaceable):
     assert replaceable.state is WorkerState.READY
 
 
+@pytest.mark.parametrize("gap_s", [PLAN.window_s / PLAN.max_restarts / 2, PLAN.window_s / PLAN.max_restarts])
+def test_a_job_that_fails_counts_for_when_it_failed(replaceable, gap_s):
+    replaceable.handle(DeviceLost(0, "gone", 0.0))
+    for number in range(1, 3 * PLAN.max_restarts):
+        if replaceable.state is WorkerState.FAILED:
+            break
+        replaceable.handle(Restart(number))
+        replaceable.handle(JobFailed("Spawn", "no more processes", number, number * gap_s))
+    is_too_often = gap_s * PLAN.max_restarts < PLAN.window_s
+    assert replaceable.state is (WorkerState.FAILED if is_too_often else WorkerState.RESTARTING)
+
+
 def test_a_job_that_fails_while_it_comes_up_again_is_a_loss_too_and_the_engine_hears_of_the_first_only(replaceable):
     replaceable.handle(DeviceLost(0, "gone", 1.0))
     replaceable.handle(Restart(1))
