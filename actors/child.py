@@ -104,14 +104,10 @@ class Child:
         return self._why is None and not self._is_gone
 
     def send(self, epoch: int, message: Any) -> None:
-        """Put a message on its way; to a process that is ending it goes nowhere."""
+        """Put a message on its way; to a process that is ending it goes nowhere. Raises `UnsendableError`."""
         if not self.is_talking:
             return
-        try:
-            data = self._writer.frame(epoch, message)
-        except LinkError as error:
-            self.kill(f"it was ended, because of {error}")
-            return
+        data = self._writer.frame(epoch, message)
         if not self._unsent:
             try:
                 sent = self._sock.send(data)

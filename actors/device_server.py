@@ -36,8 +36,9 @@ from novainfer.actors.wire import (
     LinkError,
     LogLine,
     Progress,
+    UnsendableError,
 )
-from novainfer.fsm.events import Close, Fault, JobFailed, StepFailed
+from novainfer.fsm.events import Close, Fault, JobFailed, Run, StepFailed
 
 BEAT_S = 0.1
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # <sys/prctl.h>
@@ -100,7 +101,11 @@ class DeviceServer:
             self._device.arm(message)
             return
         (answer,) = do_jobs(self._device, [message])
-        self.say(answer)
+        try:
+            self.say(answer)
+        except UnsendableError as error:
+            answer = _failure(message, str(error))
+            self.say(answer)
         if type(message) is Close:
             _exit(0)
         if _is_failure(answer) and not self._device.is_usable():
@@ -121,6 +126,13 @@ class DeviceServer:
         _exit(EXIT_ORPHANED)
 
 
+def _failure(job: Any, why: str) -> StepFailed | JobFailed:
+    """The answer to a job whose own answer cannot be sent."""
+    if type(job) is Run:
+        return StepFailed(job.plan.step_id, job.plan.epoch, Fault.EXCEPTION, why)
+    return JobFailed(type(job).__name__, why, job.epoch)
+
+
 def _is_failure(answer: Any) -> bool:
     if type(answer) is StepFailed:
         return answer.fault is not Fault.OOM
@@ -135,7 +147,8 @@ class _Forward(logging.Handler):
         self._server = server
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._server.say(LogLine(record.name, record.levelno, record.getMessage()))
+        text = record.getMessage().encode("utf-8", "backslashreplace").decode()  # names of files may be no text
+        self._server.say(LogLine(record.name, record.levelno, text))
 
 
 def _log_to(server: DeviceServer, level: int) -> None:

@@ -27,11 +27,12 @@ from novainfer.actors.device import sentence_of
 from novainfer.actors.faulty import injection
 from novainfer.actors.link import Deliver
 from novainfer.actors.spec import DeviceSpec
-from novainfer.actors.wire import SPARE_EPOCH, Beat, Hello, LogLine, Progress
+from novainfer.actors.wire import SPARE_EPOCH, Beat, Hello, LogLine, Progress, UnsendableError
 from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.events import (
     Close,
     DeviceLost,
+    Fault,
     Fit,
     JobDone,
     JobFailed,
@@ -173,7 +174,10 @@ class ProcessLink:
         elif kind == "freeze":
             device.child.signal(signal.SIGSTOP)
         else:
-            device.child.send(device.epoch, fault)
+            try:
+                device.child.send(device.epoch, fault)
+            except UnsendableError as error:
+                raise InvalidParameter(str(error), param="kind") from None
 
     # ---- processes -----------------------------------------------------------------------------------------------
 
@@ -240,8 +244,19 @@ class ProcessLink:
             self._send(device, job)
 
     def _send(self, device: _Device, job: Any) -> None:
-        device.asked[type(job).__name__] = device.epoch
-        device.child.send(device.epoch, job)
+        """What cannot be sent has failed, and the process goes on: a step is tried again in halves, and found out."""
+        name = type(job).__name__
+        try:
+            device.child.send(device.epoch, job)
+        except UnsendableError as error:
+            if type(job) is Run:
+                step_id, epoch = job.plan.step_id, job.plan.epoch
+                self._soon(StepFailed(step_id, epoch, Fault.EXCEPTION, str(error), launched=False))
+            else:
+                device.wanted.discard(name)
+                self._soon(JobFailed(name, str(error), device.epoch))
+            return
+        device.asked[name] = device.epoch
 
     def _heard(self, child: Child, epoch: int, message: Any) -> None:
         kind = type(message)

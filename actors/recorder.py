@@ -2,7 +2,8 @@
 
 Actors write into it what they are told from outside and what they take (see `novainfer.fsm.recording`); on a fault,
 or when asked, it writes what it holds to a file that `novainfer replay` runs again. Files hold prompts and answers:
-they are readable by their owner only. A recorder that fails is switched off and says so; the engine goes on.
+they are readable by their owner only. A recorder that fails is off, says so, and begins anew after a while: what it
+could not write has most likely left by then. The engine goes on.
 
 A start that fails writes no file: its error is a sentence on the screen, and a server that is started again and again
 with a bad flag would push out the recordings of real incidents.
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RESUME_S = 10.0  # until one that failed begins anew: a snapshot of a busy engine takes 22 ms, whether it fails or not
 DUMP_INTERVAL_S = 60.0  # between files for one reason: what fails every second needs no file every second
 FILES_MAX = 16  # files kept in the folder, a few MB each
 # Incidents that are a way of working, or follow from another that was dumped.
@@ -81,6 +83,8 @@ class Recorder:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next_dump_s: dict[str, float] = {}  # by reason
         self._wanted: tuple[str, str] | None = None  # a dump that is due, and why
+        self._vocabulary: Vocabulary | None = None
+        self._resuming: asyncio.TimerHandle | None = None  # set while it is off because it failed
         self._threads: list[threading.Thread] = []
         self._is_up = False  # the engine has been ready once
         self.recording: Recording | None = None
@@ -111,19 +115,30 @@ class Recorder:
         if not self._is_enabled:
             return
         self._actors, self._streams, self._undelivered, self._loop = actors, streams, undelivered, loop
+        self._vocabulary = vocabulary
+        self._begin()
+
+    def _begin(self) -> None:
+        assert self._vocabulary is not None
+        self._resuming = None
         try:
             self.recording = Recording(
                 self._parts,
-                vocabulary,
+                self._vocabulary,
                 clock_ns=time.monotonic_ns,  # the clock of uvloop counts milliseconds
                 segment_bytes=self._segment_bytes,
                 ring_bytes=self._ring_bytes,
             )
         except Exception as error:
-            logger.error("the flight recorder cannot begin: %s", error)
+            self._resume_later("the flight recorder cannot begin", error)
             return
         self.log = self.recording.log
         self._attach(self)
+
+    def _resume_later(self, what: str, error: Exception | BaseException) -> None:
+        assert self._loop is not None
+        logger.error("%s: %s; it is tried again in %g s", what, error, RESUME_S)
+        self._resuming = self._loop.call_later(RESUME_S, self._begin)
 
     def _attach(self, recorder: Recorder | None) -> None:
         for actor in self._actors.values():
@@ -197,12 +212,12 @@ class Recorder:
             self.give_up(error)
 
     def give_up(self, error: BaseException) -> None:
-        """Record no more, because of `error`."""
+        """Record no more for `RESUME_S` seconds, because of `error`."""
         if self.recording is None:
             return
         self.recording = None
         self._attach(None)
-        logger.error("the flight recorder is off: it cannot write what it was told: %s", error)
+        self._resume_later("the flight recorder is off: it cannot write what it was told", error)
 
     # ---- dumps ---------------------------------------------------------------------------------------------------
 
@@ -237,6 +252,9 @@ class Recorder:
     def close(self) -> None:
         """Record no more; a dump that is due is begun first."""
         self._dump_wanted()
+        if self._resuming is not None:
+            self._resuming.cancel()
+            self._resuming = None
         if self.recording is not None:
             self.recording = None
             self._attach(None)

@@ -34,6 +34,9 @@ from novainfer.fsm.events import (
 # 40 MB); a length beyond this can only be garbage.
 FRAME_BYTES_MAX = 2**28
 LENGTH = struct.Struct("!I")
+# What msgspec raises for what its format does not have: an integer beyond 64 bits, half of a surrogate pair (a
+# ValueError), a type of its own, lists without end.
+UNENCODABLE = (OverflowError, ValueError, TypeError, NotImplementedError, RecursionError)
 RECV_BYTES = 2**18
 # Exit codes of a device's process.
 EXIT_ORPHANED = 70  # the process it worked for is gone
@@ -44,6 +47,10 @@ SPARE_EPOCH = -1  # of a process that stands by, and works for no worker yet
 
 class LinkError(Exception):
     """The other end does not speak this language; one sentence says what came."""
+
+
+class UnsendableError(Exception):
+    """A message that no frame can carry, in one sentence: nothing of it was sent, and the link goes on without it."""
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -92,10 +99,14 @@ class FrameWriter:
         self._seq = 0
 
     def frame(self, epoch: int, message: Any) -> bytes:
-        """The bytes of one message; raises `LinkError` when they are too many."""
-        body = self._encoder.encode([epoch, self._seq, type(message).__name__, message])
+        """The bytes of one message; raises `UnsendableError` when they are too many, or there are none for it."""
+        name = type(message).__name__
+        try:
+            body = self._encoder.encode([epoch, self._seq, name, message])
+        except UNENCODABLE as error:
+            raise UnsendableError(f"a {name} cannot be sent to the device's process: {error}") from None
         if len(body) > FRAME_BYTES_MAX:
-            raise LinkError(f"a {type(message).__name__} of {len(body)} bytes is too large for the link")
+            raise UnsendableError(f"a {name} of {len(body)} bytes is too large for the device's process")
         self._seq += 1
         return LENGTH.pack(len(body)) + body
 

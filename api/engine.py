@@ -52,6 +52,8 @@ from novainfer.fsm.stream import StreamState
 from novainfer.prompt import PromptLike, to_prompt
 
 SEED_MASK = 2**64 - 1
+# Seeds that are drawn: JavaScript's numbers hold integers below 2**53 exactly, and the last choice adds 127.
+SEED_DRAWN_BITS = 52
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,7 +214,7 @@ class Engine:
             limit = self.config.max_num_queued_reqs
             raise InvalidParameter(f"n must be at most {limit}, not {params.n}", param="n")
         wanted = to_prompt(prompt, self._info.vocab_size)
-        seed = params.seed if params.seed is not None else self._random.getrandbits(63)
+        seed = params.seed if params.seed is not None else self._random.getrandbits(SEED_DRAWN_BITS)
         name = request_id or secrets.token_hex(8)
         if name in self._handles:
             name = f"{name}-{secrets.token_hex(4)}"

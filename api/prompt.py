@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.events import Chat, Prompt
+from novainfer.fsm.params import is_unicode, shown
+
+# What apply_chat_template takes itself: as template variables they would change what is rendered, or by what.
+RESERVED_KWARGS = frozenset(
+    (
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations"),
+        *("documents", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict"),
+        *("return_tensors", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+    )
+)
+DEPTH_MAX = 32  # lists and dicts in each other; a message with tool calls and their schemas has about ten
+_encode = msgspec.msgpack.Encoder().encode
 
 PromptLike = str | list[int] | Chat | dict[str, Any] | list[dict[str, Any]]
 
@@ -24,6 +38,9 @@ def to_prompt(prompt: PromptLike, vocab_size: int) -> Prompt:
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidParameter("the prompt must not be empty", param="prompt")
+        if not is_unicode(prompt):
+            message = "the prompt is not valid Unicode: it holds half of a surrogate pair"
+            raise InvalidParameter(message, param="prompt")
         return prompt
     if isinstance(prompt, Chat):
         return _chat(prompt)
@@ -36,7 +53,7 @@ def to_prompt(prompt: PromptLike, vocab_size: int) -> Prompt:
     for item in prompt:
         if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < vocab_size:
             raise InvalidParameter(
-                f"prompt token ids must be integers from 0 to {vocab_size - 1}, not {item!r}", param="prompt"
+                f"prompt token ids must be integers from 0 to {vocab_size - 1}, not {_shown(item)}", param="prompt"
             )
         ids.append(item)
     return ids
@@ -49,4 +66,39 @@ def _chat(chat: Chat) -> Chat:
     for at, message in enumerate(chat.messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidParameter(f"messages[{at}] must be a dict with a role and a content", param="messages")
+    kwargs = chat.template_kwargs
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        raise InvalidParameter("chat_template_kwargs must be a dict with names as keys", param="chat_template_kwargs")
+    if reserved := sorted(RESERVED_KWARGS & set(kwargs)):
+        what = f"chat_template_kwargs must not hold {', '.join(reserved)}"
+        why = "templates, and how they are used, are the operator's to choose"
+        raise InvalidParameter(f"{what}: {why}", param=f"chat_template_kwargs.{reserved[0]}")
+    _check_data("messages", chat.messages)
+    _check_data("chat_template_kwargs", kwargs)
     return chat
+
+
+def _check_data(name: str, value: Any) -> None:
+    """Raise `InvalidParameter` unless `value` is plain data, which a template's process and the recorder can hold."""
+    _check_depth(name, value, DEPTH_MAX)
+    try:
+        _encode(value)
+    except UnicodeEncodeError:
+        message = f"{name} is not valid Unicode: it holds half of a surrogate pair"
+        raise InvalidParameter(message, param=name) from None
+    except OverflowError:
+        raise InvalidParameter(f"{name} holds an integer of more than 64 bits", param=name) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParameter(f"{name} must hold JSON's kinds of values only: {error}", param=name) from None
+
+
+def _check_depth(name: str, value: Any, left: int) -> None:
+    if isinstance(value, dict | list | tuple):
+        if not left:
+            raise InvalidParameter(f"{name} is nested more than {DEPTH_MAX} levels deep", param=name)
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_depth(name, item, left - 1)
+
+
+def _shown(item: Any) -> str:
+    return shown(item) if isinstance(item, int) else repr(item)[:100]

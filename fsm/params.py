@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -12,11 +12,21 @@ import msgspec
 
 from novainfer.fsm.errors import InvalidParameter
 
+INTEGER_MAX = 2**31 - 1  # no vocabulary and no context is larger, and every format and device holds it
 TEMPERATURE_GREEDY_MAX = 1e-5  # vLLM's bound too: below it, dividing logits overflows fp32 before it changes a draw
+TEMPERATURE_MAX = 100.0
+TOP_P_MIN = 2**-126  # the smallest normal fp32 number: devices take smaller ones for 0, and would keep no token
+REPETITION_PENALTY_MIN = 0.01  # far below any use; 1e-38 takes logits beyond what fp32 holds, and 0.01 a hundredfold
+REPETITION_PENALTY_MAX = 100.0
 STOP_STRINGS_MAX = 16  # OpenAI allows 4; each one costs a search per token
+STOP_CHARS_MAX = 256  # a text that may be the beginning of one is compared with each of its prefixes, at each token
+TOKEN_IDS_MAX = 2**18  # ids in one list: as many as the largest vocabularies hold
+LOGIT_BIAS_MAX = 1024  # entries; OpenAI documents 300
 LOGPROBS_MAX = 20  # OpenAI's limit for top_logprobs
 NUM_CHOICES_MAX = 128  # OpenAI's limit for n
 SEED_BITS = 64
+SHOWN_CHARS_MAX = 40  # of a number in an error
+DURATION_S_MAX = 366 * 86_400.0  # a year: loops lose count of timers that are set for centuries
 
 TokenIds = Annotated[list[int], "token ids of the served model's vocabulary"]
 
@@ -58,32 +68,59 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_types(self)
         check = _Check()
         check.between("n", self.n, 1, NUM_CHOICES_MAX)
-        check.between("temperature", self.temperature, 0.0, 100.0)
+        check.between("temperature", self.temperature, 0.0, TEMPERATURE_MAX)
         check.above_up_to("top_p", self.top_p, 0.0, 1.0)
-        if self.top_k < -1:
-            raise InvalidParameter(f"top_k must be at least 1, or 0 for no limit, not {self.top_k}", param="top_k")
+        check.between("top_p", self.top_p, TOP_P_MIN, 1.0)
+        if not -1 <= self.top_k <= INTEGER_MAX:
+            message = f"top_k must be between 1 and {INTEGER_MAX}, or 0 for no limit, not {shown(self.top_k)}"
+            raise InvalidParameter(message, param="top_k")
         check.between("min_p", self.min_p, 0.0, 1.0)
-        check.above_up_to("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
+        low, high = REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX
+        check.between("repetition_penalty", self.repetition_penalty, low, high)
         check.between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check.between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None and not -(2 ** (SEED_BITS - 1)) <= self.seed < 2**SEED_BITS:
-            raise InvalidParameter(f"seed must fit {SEED_BITS} bits, not {self.seed}", param="seed")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidParameter(f"max_tokens must be at least 1, not {self.max_tokens}", param="max_tokens")
-        check.between("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else math.inf)
-        strings = self.stop_strings
-        if len(strings) > STOP_STRINGS_MAX:
-            raise InvalidParameter(f"stop takes at most {STOP_STRINGS_MAX} strings, not {len(strings)}", param="stop")
-        if any(not s for s in strings):
-            raise InvalidParameter("stop must not hold an empty string", param="stop")
+            raise InvalidParameter(f"seed must fit {SEED_BITS} bits, not {shown(self.seed)}", param="seed")
+        if self.max_tokens is not None:
+            check.between("max_tokens", self.max_tokens, 1, INTEGER_MAX)
+        check.between("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else INTEGER_MAX)
+        self._check_stop()
         if self.logprobs is not None:
             check.between("logprobs", self.logprobs, 0, LOGPROBS_MAX)
-        for bias in self.logit_bias.values():
-            check.between("logit_bias", bias, -100.0, 100.0)
+        for token_id, bias in self.logit_bias.items():
+            check.between(f"logit_bias[{shown(token_id)}]", bias, -100.0, 100.0, param="logit_bias")
+        check.between("the length of logit_bias", len(self.logit_bias), 0, LOGIT_BIAS_MAX, param="logit_bias")
+        for name, ids in self._token_ids().items():
+            check.between(f"the length of {name}", len(ids), 0, TOKEN_IDS_MAX, param=name)
+            if ids and (min(ids) < 0 or max(ids) > INTEGER_MAX):
+                wrong = min(ids) if min(ids) < 0 else max(ids)
+                raise InvalidParameter(f"{name} must hold token ids, and {shown(wrong)} is none", param=name)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids must hold at least one token id", param="allowed_token_ids")
         check.duration("timeout_s", self.timeout_s)
         check.duration("max_queue_s", self.max_queue_s)
+
+    def _check_stop(self) -> None:
+        strings = self.stop_strings
+        if len(strings) > STOP_STRINGS_MAX:
+            raise InvalidParameter(f"stop takes at most {STOP_STRINGS_MAX} strings, not {len(strings)}", param="stop")
+        for string in strings:
+            if not string:
+                raise InvalidParameter("stop must not hold an empty string", param="stop")
+            if len(string) > STOP_CHARS_MAX:
+                message = f"a stop string has at most {STOP_CHARS_MAX} characters, not {len(string)}"
+                raise InvalidParameter(message, param="stop")
+            if not is_unicode(string):
+                raise InvalidParameter("stop is not valid Unicode: it holds half of a surrogate pair", param="stop")
+
+    def _token_ids(self) -> dict[str, Collection[int]]:
+        """All fields that hold token ids, by name."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids or [],
+            "banned_token_ids": self.banned_token_ids,
+        }
 
     @property
     def stop_strings(self) -> list[str]:
@@ -98,21 +135,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.temperature < TEMPERATURE_GREEDY_MAX
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise `InvalidParameter` when a token id of any field is outside `[0, vocab_size)`."""
-        fields = {
-            "stop_token_ids": self.stop_token_ids,
-            "logit_bias": self.logit_bias,
-            "allowed_token_ids": self.allowed_token_ids or [],
-            "banned_token_ids": self.banned_token_ids,
-        }
-        for name, ids in fields.items():
-            for token_id in ids:
-                if not 0 <= token_id < vocab_size:
-                    raise InvalidParameter(
-                        f"{name} holds {token_id}, but token ids run from 0 to {vocab_size - 1}", param=name
-                    )
-        if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(self.banned_token_ids):
+        """Raise `InvalidParameter` when a token id is outside `[0, vocab_size)`, or no token is left to be drawn."""
+        for name, ids in self._token_ids().items():
+            if ids and (highest := max(ids)) >= vocab_size:
+                message = f"{name} holds {highest}, but token ids run from 0 to {vocab_size - 1}"
+                raise InvalidParameter(message, param=name)
+        banned = set(self.banned_token_ids)
+        if len(banned) >= vocab_size:
+            raise InvalidParameter("banned_token_ids bans every token", param="banned_token_ids")
+        if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= banned:
             raise InvalidParameter("banned_token_ids bans every allowed token", param="banned_token_ids")
+
+
+def is_unicode(text: str) -> bool:
+    """False when `text` holds half of a surrogate pair: no format can carry it, and no tokenizer takes it."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(number: float) -> str:
+    """A number in an error: one of a thousand digits says no more than its beginning."""
+    try:
+        text = str(number)
+    except ValueError:  # Python writes out no integer of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= SHOWN_CHARS_MAX else f"{text[:SHOWN_CHARS_MAX]}… ({len(text)} digits)"
 
 
 def check_types(record: msgspec.Struct) -> None:
@@ -148,17 +200,18 @@ class _Check:
     """Range checks that say the field, the range and the value (nan is in no range)."""
 
     @staticmethod
-    def between(name: str, value: float, low: float, high: float) -> None:
+    def between(name: str, value: float, low: float, high: float, *, param: str | None = None) -> None:
         if not low <= value <= high:
-            limit = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-            raise InvalidParameter(f"{name} must be {limit}, not {value}", param=name)
+            message = f"{name} must be between {low} and {high}, not {shown(value)}"
+            raise InvalidParameter(message, param=param or name)
 
     @staticmethod
     def above_up_to(name: str, value: float, low: float, high: float) -> None:
         if not low < value <= high:
-            raise InvalidParameter(f"{name} must be more than {low} and at most {high}, not {value}", param=name)
+            raise InvalidParameter(f"{name} must be more than {low} and at most {high}, not {shown(value)}", param=name)
 
     @staticmethod
     def duration(name: str, value: float | None) -> None:
-        if value is not None and not 0 < value < math.inf:
-            raise InvalidParameter(f"{name} must be more than 0 seconds, not {value}", param=name)
+        if value is not None and not 0 < value <= DURATION_S_MAX:
+            limits = f"more than 0 and at most {DURATION_S_MAX:.0f} seconds"
+            raise InvalidParameter(f"{name} must be {limits}, not {shown(value)}", param=name)

@@ -13,7 +13,7 @@ __all__ = ["adorn", "penalise"]
 def adorn(logits: Tensor, row: SamplingRow, position: int) -> None:
     """Allowed ids, banned ids, stop ids while too early, bias; fp32 [vocab_size], in place.
 
-    Where the stop ids would leave nothing (they are all that is allowed), they stay: some token must be
+    Where the stop ids would leave nothing (they are all that is allowed, or not banned), they stay: some token must be
     drawn.
     """
     if row.allowed_ids is not None:
@@ -27,7 +27,7 @@ def adorn(logits: Tensor, row: SamplingRow, position: int) -> None:
         stops = torch.tensor(row.stop_ids, device=logits.device)
         kept = logits[stops]
         logits[stops] = -torch.inf
-        if row.allowed_ids is not None and not bool(torch.isfinite(logits.amax())):
+        if (row.allowed_ids is not None or row.banned_ids) and not bool(torch.isfinite(logits.amax())):
             logits[stops] = kept
     if row.logit_bias:
         biased = torch.tensor(list(row.logit_bias), device=logits.device)

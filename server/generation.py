@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from novainfer import Delta, EngineOverloaded, InvalidParameter, SamplingParams
+from novainfer.fsm.params import DURATION_S_MAX
 from novainfer.server.exchange import is_printable_id
 from novainfer.server.merge import merge_deltas
 from novainfer.server.replies import Choice, Tally
@@ -147,8 +148,9 @@ def with_deadline(params: SamplingParams, headers: Mapping[str, str]) -> Samplin
         timeout_s = float(value) / 1000
     except ValueError:
         timeout_s = math.nan
-    if not 0 < timeout_s < math.inf:
-        raise InvalidParameter(f"{TIMEOUT_HEADER} must be a number of milliseconds above 0", param=TIMEOUT_HEADER)
+    if not 0 < timeout_s <= DURATION_S_MAX:
+        message = f"{TIMEOUT_HEADER} must be a number of milliseconds, above 0 and at most {DURATION_S_MAX * 1000:.0f}"
+        raise InvalidParameter(message, param=TIMEOUT_HEADER)
     if params.timeout_s is not None and params.timeout_s <= timeout_s:
         return params
     return msgspec.structs.replace(params, timeout_s=timeout_s)

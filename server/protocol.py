@@ -6,14 +6,15 @@ Types are strict ("9" is not a number). Every optional field may be null, as Ope
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import msgspec
 
 from novainfer import Chat, InvalidParameter, SamplingParams, UnsupportedParameter
+from novainfer.fsm.params import DURATION_S_MAX
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chat fills the context
+MESSAGES_MAX = 10_000  # rendering takes some 5 us each
 PROMPTS_MAX = 2048  # OpenAI's limit for a list of inputs
 
 Prompt = str | dict[str, list[int]]
@@ -27,10 +28,11 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message; only `text` is served."""
+    """One part of a message; `text` is served, and what an assistant refused before, `refusal`."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -40,6 +42,7 @@ class Message(msgspec.Struct, kw_only=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[Any] | None = None
+    refusal: str | None = None
 
     def as_template_input(self, path: str) -> dict[str, Any]:
         """What a chat template takes; `path` is this message's own, for errors."""
@@ -60,19 +63,23 @@ class Message(msgspec.Struct, kw_only=True):
 
     def _text(self, path: str) -> str:
         if self.content is None:
+            if self.role == "assistant":  # OpenAI's own answers have null where they refused, or said nothing
+                return self.refusal or ""
             raise InvalidParameter(f"{path} must be a string or a list of text parts, not null", param=path)
         if isinstance(self.content, str):
             return self.content
         texts: list[str] = []
         for i, part in enumerate(self.content):
-            if part.type != "text":
+            kind = "refusal" if part.type == "refusal" and self.role == "assistant" else "text"
+            if part.type != kind:
                 raise UnsupportedParameter(
                     f'content of type "{part.type}" is not supported: this model reads only "text"',
                     param=f"{path}[{i}].type",
                 )
-            if part.text is None:
-                raise InvalidParameter(f"{path}[{i}].text is missing", param=f"{path}[{i}].text")
-            texts.append(part.text)
+            text = part.refusal if kind == "refusal" else part.text
+            if text is None:
+                raise InvalidParameter(f"{path}[{i}].{kind} is missing", param=f"{path}[{i}].{kind}")
+            texts.append(text)
         return "\n".join(texts)  # as vLLM joins parts for templates that take strings
 
 
@@ -122,8 +129,9 @@ class CommonRequest(msgspec.Struct, kw_only=True):
         if self.timeout is not None:
             given["timeout_s"] = self.timeout
         if self.max_queue_ms is not None:
-            if not 0 < self.max_queue_ms < math.inf:
-                message = f"max_queue_ms must be more than 0 milliseconds, not {self.max_queue_ms:g}"
+            if not 0 < self.max_queue_ms <= DURATION_S_MAX * 1000:
+                limits = f"more than 0 and at most {DURATION_S_MAX * 1000:.0f} milliseconds"
+                message = f"max_queue_ms must be {limits}, not {self.max_queue_ms:g}"
                 raise InvalidParameter(message, param="max_queue_ms")
             given["max_queue_s"] = self.max_queue_ms / 1000
         try:
@@ -161,6 +169,9 @@ class ChatCompletionRequest(CommonRequest, kw_only=True):
         """The conversation, checked."""
         if not self.messages:
             raise InvalidParameter("messages must hold at least one message", param="messages")
+        if (num_messages := len(self.messages)) > MESSAGES_MAX:
+            message = f"messages takes at most {MESSAGES_MAX} messages, not {num_messages}"
+            raise InvalidParameter(message, param="messages")
         continued = bool(self.continue_final_message)
         if continued and self.add_generation_prompt:
             raise InvalidParameter(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from novainfer.actors.device import ModelSettings
-from novainfer.actors.fake import FakeDevice
+from novainfer.actors.fake import FakeDevice, successor
 from novainfer.actors.location import ModelLocation
 from novainfer.actors.spec import FactorySpec, ModelSpec
 from novainfer.fsm.events import StepDone, StepPlan
@@ -89,6 +89,11 @@ def raising(at: list[str], kind: str = "RuntimeError", text: str = "a fault of i
         raise {"RuntimeError": RuntimeError, "MemoryError": MemoryError, "SystemExit": SystemExit}[kind](text)
 
     return Scripted(at, act)
+
+
+def beyond(number: int = 70) -> FakeDevice:
+    """After one token its answer is a number that no message can carry."""
+    return FakeDevice(next_token=lambda token: 2**number if token == ord("!") else successor(token))
 
 
 def exiting(at: list[str], code: int = 3) -> Scripted:

@@ -11,7 +11,7 @@ from typing import Any
 
 from novainfer.actors.device import Device
 from novainfer.actors.fake import ByteTokenizer, FakeDevice, successor
-from novainfer.actors.link import ThreadLink
+from novainfer.actors.link import MakeLink, ThreadLink
 from novainfer.actors.streams import StreamHandle
 from novainfer.actors.system import System
 from novainfer.actors.tokenizer import Tokenizer
@@ -34,11 +34,12 @@ def make_system(
     load_tokenizer: Callable[[], Tokenizer] | None = None,
     limits: Limits = LIMITS,
     max_queue: tuple[int, int] = NO_LIMIT,
+    link: MakeLink | None = None,
     **more: Any,
 ) -> System:
     """A system that is not started yet."""
     return System(
-        make_link=partial(ThreadLink, device or FakeDevice()),
+        make_link=link or partial(ThreadLink, device or FakeDevice()),
         load_tokenizer=load_tokenizer or (lambda: tokenizer or ByteTokenizer()),
         limits=limits,
         max_queue=max_queue,

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from novainfer.actors import wire
 from novainfer.actors.faulty import Injection
 from novainfer.actors.spec import FactorySpec
-from novainfer.actors.wire import FROM_DEVICE, TO_DEVICE, Beat, FrameReader, FrameWriter, Hello, LinkError, LogLine
+from novainfer.actors.wire import (
+    FROM_DEVICE,
+    TO_DEVICE,
+    Beat,
+    FrameReader,
+    FrameWriter,
+    Hello,
+    LinkError,
+    LogLine,
+    UnsendableError,
+)
 from novainfer.fsm.events import (
     Close,
     Fault,
@@ -127,6 +137,6 @@ def test_garbage_is_refused_or_waits_for_more(data: bytes) -> None:
 def test_what_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "FRAME_BYTES_MAX", 100)
     writer = FrameWriter()
-    with pytest.raises(LinkError, match=r"a Run of \d+ bytes is too large"):
+    with pytest.raises(UnsendableError, match=r"a Run of \d+ bytes is too large"):
         writer.frame(0, Run(PLAN))
     assert list(FrameReader(FROM_DEVICE).feed(writer.frame(0, Beat()))) == [(0, Beat())], "and no number is missing"

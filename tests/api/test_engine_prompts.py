@@ -43,6 +43,17 @@ async def test_every_form_of_prompt_is_taken(prompt: Any, token_ids: list[int]) 
         assert found.last.num_generated_tokens == 5
 
 
+def _nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def _told(**kwargs: Any) -> Chat:
+    return Chat(messages=[{"role": "user", "content": "x"}], template_kwargs=kwargs)
+
+
 @pytest.mark.parametrize(
     ("prompt", "param"),
     [
@@ -66,8 +77,20 @@ async def test_every_form_of_prompt_is_taken(prompt: Any, token_ids: list[int]) 
         (Chat(messages=["hello"]), "messages"),  # type: ignore[list-item]
         ([{"content": "no role"}], "messages"),
         ([{"role": 5, "content": "x"}], "messages"),
+        ("half \ud800", "prompt"),
+        ([{"role": "user", "content": "half \ud800"}], "messages"),
+        ([{"role": "user", "content": "x", "number": 10**30}], "messages"),
+        ([{"role": "user", "content": "x", "set": {1, object()}}], "messages"),
+        ([{"role": "user", "content": _nested(33)}], "messages"),
+        (_told(chat_template="{{ 'x' * 50000000 }}"), "chat_template_kwargs.chat_template"),
+        (_told(tokenize=True), "chat_template_kwargs.tokenize"),
+        (_told(tools=[]), "chat_template_kwargs.tools"),
+        (_told(deep=_nested(10_000)), "chat_template_kwargs"),
+        (_told(number=2**64), "chat_template_kwargs"),
+        (_told(text="\udfff"), "chat_template_kwargs"),
+        (Chat(messages=[{"role": "user"}], template_kwargs=[]), "chat_template_kwargs"),  # type: ignore[arg-type]
     ],
-    ids=str,
+    ids=lambda value: ascii(value)[:40] if isinstance(value, str) else type(value).__name__,
 )
 async def test_a_bad_prompt_is_refused_and_names_the_field(prompt: Any, param: str) -> None:
     async with fake_engine() as engine:

@@ -160,7 +160,6 @@ def test_what_can_be_used_is_taken(good: dict[str, Any]) -> None:
     ("name", "value"),
     [
         ("stop_token_ids", [257]),
-        ("stop_token_ids", [-1]),
         ("logit_bias", {257: 1.0}),
         ("allowed_token_ids", [0, 257]),
         ("banned_token_ids", [300]),

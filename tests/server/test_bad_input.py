@@ -21,6 +21,8 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
+REFUSED_PART = ("messages[0].content[0].type", "unsupported_parameter")
+UNSAID_PART = ("messages[0].content[0].refusal", "invalid_value")
 CHAT_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "invalid_value"),
     ({"messages": None}, "messages", "invalid_value"),
@@ -46,6 +48,21 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_k": -2}, "top_k", "invalid_value"),
     ({"n": 0}, "n", "invalid_value"),
     ({"n": 129}, "n", "invalid_value"),
+    ({"top_k": 2**64}, "top_k", "invalid_value"),
+    ({"top_k": -(2**63) - 1}, "top_k", "invalid_value"),
+    ({"min_tokens": 10**30}, "min_tokens", "invalid_value"),
+    ({"max_tokens": 2**31}, "max_tokens", "invalid_value"),
+    ({"repetition_penalty": 1e-38}, "repetition_penalty", "invalid_value"),
+    ({"repetition_penalty": 1e-320}, "repetition_penalty", "invalid_value"),
+    ({"top_p": 5e-324}, "top_p", "invalid_value"),
+    ({"stop": "x" * 257}, "stop", "invalid_value"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "invalid_value"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value"),
+    ({"timeout": 1e300}, "timeout", "invalid_value"),
+    ({"max_queue_ms": 1e300}, "max_queue_ms", "invalid_value"),
+    ({"messages": [{"role": "user", "content": "x"}] * 10_001}, "messages", "invalid_value"),
+    ({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]}, *REFUSED_PART),
+    ({"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, *UNSAID_PART),
     ({"n": True}, "n", "invalid_value"),
     ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
     ({"seed": 1 << 70}, "seed", "invalid_value"),

@@ -154,6 +154,22 @@ async def test_text_parts_are_joined_and_developer_is_system(client: httpx.Async
     assert prompt.add_generation_prompt
 
 
+async def test_an_assistants_null_content_and_its_refusals_are_taken(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """OpenAI's own answers are sent back like this."""
+    said = [
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "refusal": "I cannot."},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "But."}]},
+    ]
+    assert (await chat(client, messages=[*USER, *said])).status_code == 200
+    [(prompt, _, _)] = engine.seen
+    assert [message["content"] for message in prompt.messages[1:]] == ["", "I cannot.", "No.\nBut."]
+    for role in ("user", "system"):
+        assert (await chat(client, messages=[{"role": role, "content": None}])).status_code == 400
+
+
 async def test_a_final_message_can_be_continued(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     messages = [*USER, {"role": "assistant", "content": "Well,"}]
     assert (await chat(client, messages=messages, continue_final_message=True)).status_code == 200

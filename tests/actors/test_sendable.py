@@ -1,0 +1,212 @@
+"""Whatever validation lets through can be sent to a device's process, recorded, and drawn from.
+
+What cannot be sent all the same ends its own request.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from novainfer.actors.process import ProcessLink
+from novainfer.actors.recorder import RESUME_S, Recorder
+from novainfer.actors.wire import TO_DEVICE, FrameReader, FrameWriter, UnsendableError
+from novainfer.fsm.errors import InvalidParameter
+from novainfer.fsm.events import Arrive, Run, SamplingSpec, StepPlan
+from novainfer.fsm.pack import Kinds, pack, unpack
+from novainfer.fsm.params import INTEGER_MAX, STOP_CHARS_MAX, TOKEN_IDS_MAX, SamplingParams
+from novainfer.kernels.adorn import adorn
+from novainfer.kernels.draw_row import draw_row
+from tests.actors.devices import spec
+from tests.actors.helpers import answer, ask, eventually, expected, params, read_all, running
+
+EXTREMES = [0.0, -0.0, 5e-324, 1e-320, 1e-38, 2**-126, 1e-5, 1e-300, 1.0, 1e38, 1e308, math.inf, -math.inf, math.nan]
+WIDE_INT = st.one_of(
+    st.integers(-2, 40), st.sampled_from([2**31 - 1, 2**31, 2**63, 2**64 - 1, 2**64, 10**30, -(10**30)])
+)
+TEXT = st.text(st.characters(codec=None), max_size=6)  # with halves of surrogate pairs
+
+
+def reals(low: float, high: float) -> st.SearchStrategy[float]:
+    """Mostly within the limits, and what lies at and beyond them."""
+    return st.one_of(st.floats(low, high), st.floats(low, high), st.sampled_from(EXTREMES))
+
+
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "n": WIDE_INT,
+    "temperature": reals(0, 100),
+    "top_p": reals(0, 1),
+    "top_k": WIDE_INT,
+    "min_p": reals(0, 1),
+    "repetition_penalty": reals(0, 100),
+    "presence_penalty": reals(-2, 2),
+    "frequency_penalty": reals(-2, 2),
+    "seed": st.one_of(st.none(), WIDE_INT, st.integers(-(2**63), 2**64 - 1)),
+    "max_tokens": st.one_of(st.none(), WIDE_INT),
+    "min_tokens": WIDE_INT,
+    "stop": st.one_of(st.none(), TEXT, st.lists(TEXT, max_size=3)),
+    "stop_token_ids": st.lists(WIDE_INT, max_size=3),
+    "include_stop_str_in_output": st.booleans(),
+    "ignore_eos": st.booleans(),
+    "logprobs": st.one_of(st.none(), WIDE_INT),
+    "logit_bias": st.dictionaries(WIDE_INT, reals(-100, 100), max_size=3),
+    "allowed_token_ids": st.one_of(st.none(), st.lists(WIDE_INT, max_size=3)),
+    "banned_token_ids": st.lists(WIDE_INT, max_size=3),
+    "skip_special_tokens": st.booleans(),
+    "timeout_s": st.one_of(st.none(), reals(0, 1e6)),
+    "max_queue_s": st.one_of(st.none(), reals(0, 1e6)),
+}
+
+
+@st.composite
+def let_through(draw: st.DrawFn) -> SamplingParams:
+    """Parameters that validation takes: a field that it refuses is left at its default."""
+    found = SamplingParams(max_tokens=None)
+    for name, strategy in FIELDS.items():
+        try:
+            found = msgspec.structs.replace(found, **{name: draw(strategy)})
+        except InvalidParameter:
+            continue
+    return found
+
+
+def plan_of(params: SamplingParams, seed: int = 0) -> StepPlan:
+    spec = SamplingSpec(slot=0, params=params, seed=seed, choice=0, num_prompt_tokens=1, stop_ids=[], token_ids=None)
+    rest = {f.name: [] for f in msgspec.structs.fields(StepPlan) if f.required}
+    return StepPlan(**{**rest, "step_id": 1, "epoch": 0, "admissions": [spec]})  # type: ignore[arg-type]
+
+
+def test_every_field_has_its_strategy() -> None:
+    assert set(FIELDS) == set(SamplingParams.__struct_fields__)
+
+
+@settings(max_examples=300, deadline=None)
+@given(let_through())
+def test_what_validation_lets_through_survives_wire_and_pack(params: SamplingParams) -> None:
+    frame = FrameWriter().frame(0, Run(plan_of(params)))
+    ((_, run),) = FrameReader(TO_DEVICE).feed(frame)
+    assert run.plan.admissions[0].params == params
+    kinds = Kinds()
+    arrival = Arrive(stream_id=1, prompt="x", params=params, seed=0, num_tokens=1)
+    assert unpack(pack(arrival, kinds), kinds.names) == arrival
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    let_through(), st.floats(0, 1, exclude_max=True), st.lists(st.floats(-1e4, 1e4, width=32), min_size=48, max_size=48)
+)
+def test_what_validation_lets_through_draws_a_token_in_fp32(
+    params: SamplingParams, u: float, logits: list[float]
+) -> None:
+    """The arithmetic of the sampler: repeated penalties, bias, temperature and filters; warnings are errors."""
+    if params.is_greedy:
+        return
+    x = np.array(logits, dtype=np.float32)
+    penalty = np.float32(params.repetition_penalty)
+    x = np.where(x > 0, x / penalty, x * penalty) + np.float32(100.0)
+    assert np.isfinite(x).all()
+    token = draw_row(x, params.temperature, max(params.top_k, 0), params.top_p, params.min_p, u)
+    assert 0 <= token < len(logits)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("repetition_penalty", 1e-38),
+        ("repetition_penalty", 1e-320),
+        ("top_p", 5e-324),
+        ("top_k", 2**64),
+        ("top_k", -(2**63) - 1),
+        ("min_tokens", 10**30),
+        ("max_tokens", 10**30),
+        ("seed", 10**5000),
+        ("stop", ["\ud800"]),
+        ("stop", "x" * (STOP_CHARS_MAX + 1)),
+        ("stop_token_ids", [-1]),
+        ("allowed_token_ids", [2**64]),
+        ("banned_token_ids", [0] * (TOKEN_IDS_MAX + 1)),
+        ("logit_bias", {INTEGER_MAX + 1: 1.0}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("timeout_s", 1e300),
+        ("max_queue_s", math.inf),
+    ],
+    ids=lambda value: repr(value)[:30] if isinstance(value, str | float) else type(value).__name__,
+)
+def test_a_value_that_something_behind_the_door_could_not_hold_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter, match=field.removesuffix("_s")) as caught:
+        SamplingParams(**{"max_tokens": None, field: value})
+    assert caught.value.param == field
+    assert len(caught.value.message) < 200
+
+
+def test_a_ban_on_the_whole_vocabulary_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match="bans every token"):
+        SamplingParams(banned_token_ids=list(range(8))).check_vocabulary(8)
+
+
+def test_where_all_but_the_stop_tokens_are_banned_a_stop_token_is_drawn_however_early() -> None:
+    import torch
+
+    from novainfer.kernels.batch import SamplingRow
+
+    logits = torch.zeros(4)
+    adorn(logits, SamplingRow(banned_ids=[0, 1, 2], stop_ids=[3], min_position=10), 1)
+    assert logits.tolist() == [-math.inf, -math.inf, -math.inf, 0.0]
+
+
+# ---- what cannot be sent, all the same -------------------------------------------------------------------------------
+
+
+def unsendable(params: SamplingParams) -> SamplingParams:
+    """`params` as no validation would let them through."""
+    msgspec.structs.force_setattr(params, "top_k", 10**30)
+    return params
+
+
+def test_a_message_that_cannot_be_encoded_leaves_the_link_as_it_was() -> None:
+    writer, reader = FrameWriter(), FrameReader(TO_DEVICE)
+    with pytest.raises(UnsendableError, match="a Run cannot be sent to the device's process"):
+        writer.frame(0, Run(plan_of(unsendable(SamplingParams()))))
+    assert list(reader.feed(writer.frame(0, Run(plan_of(SamplingParams())))))
+
+
+async def test_a_request_that_cannot_be_sent_ends_alone_and_the_process_goes_on() -> None:
+    async with running(link=partial(ProcessLink, spec())) as system:
+        neighbour = ask(system, "neighbour", params(400))
+        bad = await answer(system, "bad", unsendable(params(5)))
+        assert "cannot be sent" in (bad.end.error or "")
+        assert (await read_all(neighbour)).token_ids == expected("neighbour", 400)
+        assert (await answer(system, "after", params(5))).token_ids == expected("after", 5)
+        statistics = system.scheduler_statistics()
+        assert statistics is not None
+        assert statistics.worker_losses_total == 0
+
+
+async def test_an_answer_that_cannot_be_sent_is_a_failed_step_and_the_process_goes_on() -> None:
+    async with running(link=partial(ProcessLink, spec("beyond"))) as system:
+        assert "cannot be sent" in ((await answer(system, "no!", params(5))).end.error or "")
+        assert (await answer(system, "after", params(5))).token_ids == expected("after", 5)
+        statistics = system.scheduler_statistics()
+        assert statistics is not None
+        assert statistics.worker_losses_total == 0
+
+
+async def test_a_recorder_that_could_not_write_one_request_records_again_when_it_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("novainfer.actors.recorder.RESUME_S", RESUME_S / 1e4)
+    recorder = Recorder()
+    async with running(recorder=recorder) as system:
+        bad = unsendable(params(5))
+        msgspec.structs.force_setattr(bad, "stop", ["\ud800"])  # an integer alone is written as text
+        assert (await answer(system, "hello", bad)).is_well
+        await eventually(lambda: recorder.is_on)
+        assert (await answer(system, "after", params(5))).is_well
+        assert recorder.is_on
