@@ -297,7 +297,7 @@ class ProcessLink:
             self._on_progress = None
             self._start_spare()
 
-    def _soon(self, event: JobDone | JobFailed) -> None:
+    def _soon(self, event: JobDone | JobFailed | StepFailed) -> None:
         loop = asyncio.get_running_loop()
         if isinstance(event, JobFailed):  # the budget of restarts goes by when a worker was lost
             event = msgspec.structs.replace(event, at_s=loop.time())
