@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -68,15 +67,14 @@ class TorchLinear:
 class MkldnnLinear:
     """oneDNN's blocked weight layout, packed once: about half the time of `F.linear` at M <= 8 in bf16.
 
-    The operators are torch's own but private (torch.compile's freezing uses them), so the self-test guards
-    them. The packed tensor is opaque; `rows` reads it through its address. oneDNN's blocked layouts are
-    separable: element (n, k) lies at `offset_n(n) + offset_k(k)`, and both are learned by packing a small
-    probe.
+    The operators are torch's own but private (torch.compile's freezing uses them), so the self-test guards them. The
+    packed tensor is opaque, and how it lies depends on the CPU: only oneDNN can read it, and unpacks it whole. So
+    an output head that is tied to the embeddings is not packed (kernels/loader.py).
     """
 
     name: ClassVar[str] = "mkldnn"
     row_invariant: ClassVar[bool] = False
-    gathers_rows: ClassVar[bool] = True
+    gathers_rows: ClassVar[bool] = False
 
     def __init__(self, packed: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> None:
         self.packed = packed
@@ -84,7 +82,6 @@ class MkldnnLinear:
         self.out_features, self.in_features = shape
         packed_bytes = int(torch.ops.mkldnn._nbytes(packed))
         self.weight_bytes = packed_bytes + (0 if bias is None else bias.nbytes)
-        self._layout: _Layout | None = None
 
     @classmethod
     def refuses(cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -112,74 +109,6 @@ class MkldnnLinear:
         return y
 
     def rows(self, ids: Tensor) -> Tensor:
-        """int64 [n] -> [n, K]."""
-        if self._layout is None:
-            self._layout = _Layout(self.packed, self.out_features, self.in_features)
-        return self._layout.rows(ids)
-
-
-class _Layout:
-    """Where oneDNN put element (n, k) of a packed weight: `row_base(n) + column_offset[k]`, in elements.
-
-    Learned by packing a probe of the same width whose values name their row or column; rows repeat in groups.
-    Raises RuntimeError when the layout is not of that form.
-    """
-
-    ROWS = 256  # whole numbers up to 256 are exact in bf16, so one probe names every row
-
-    def __init__(self, packed: Tensor, out_features: int, in_features: int) -> None:
-        num_rows = min(out_features, self.ROWS)
-        self.flat = _elements(packed)  # borrows the memory of `packed`, whose owner also owns this object
-        self.row_offsets = self._probe_rows(num_rows, in_features, packed.dtype)
-        self.column_offsets = self._probe_columns(num_rows, in_features, packed.dtype)
-        self.group, self.stride = self._find_groups(out_features)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """int64 [n] -> [n, in_features]."""
-        base = ids // self.group * self.stride + self.row_offsets[ids % self.group]
-        return self.flat[base[:, None] + self.column_offsets]
-
-    @staticmethod
-    def _places(probe: Tensor, count: int) -> Tensor:
-        """The offsets of the values 1..count, in that order, in the packed probe."""
-        packed = torch.ops.mkldnn._reorder_linear_weight(probe, PACK_ROWS_HINT)
-        flat = _elements(packed)
-        places = flat.nonzero().flatten()
-        order = torch.argsort(flat[places], stable=True)
-        if len(places) != count:
-            raise RuntimeError("oneDNN packed a probe in a layout that cannot be read back")
-        return places[order]
-
-    def _probe_rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        probe = torch.zeros(num_rows, width, dtype=dtype)
-        probe[:, 0] = torch.arange(1, num_rows + 1)
-        return self._places(probe, num_rows)
-
-    def _probe_columns(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        probe = torch.zeros(num_rows, width, dtype=dtype)
-        offsets = []
-        for begin in range(0, width, self.ROWS):
-            count = min(self.ROWS, width - begin)
-            probe[0] = 0
-            probe[0, begin : begin + count] = torch.arange(1, count + 1)
-            offsets.append(self._places(probe, count))
-        return torch.cat(offsets)
-
-    def _find_groups(self, out_features: int) -> tuple[int, int]:
-        learned = len(self.row_offsets)
-        if learned == out_features:
-            return out_features, 0
-        ids = torch.arange(learned)
-        for group in (16, 32, 48, 64, 80, 96, 128):
-            stride = int(self.row_offsets[group])
-            if torch.equal(self.row_offsets, ids // group * stride + self.row_offsets[ids % group]):
-                return group, stride
-        raise RuntimeError("oneDNN packed a weight in groups of rows that cannot be told")
-
-
-def _elements(packed: Tensor) -> Tensor:
-    """The memory of an opaque oneDNN tensor as a vector (to be used only while `packed` lives)."""
-    count = int(torch.ops.mkldnn._nbytes(packed)) // packed.dtype.itemsize
-    address = int(torch.ops.mkldnn.data_ptr(packed))
-    buffer: Any = (ctypes.c_char * (count * packed.dtype.itemsize)).from_address(address)
-    return torch.frombuffer(buffer, dtype=packed.dtype, count=count)
+        """int64 [n] -> [n, K]; the whole weight is unpacked for it."""
+        unpacked: Tensor = self.packed.to_dense()
+        return unpacked.index_select(0, ids)

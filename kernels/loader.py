@@ -224,10 +224,6 @@ class WeightReader:
         bias = self.fused([f"{name}.bias" for name in spec.names]) if spec.has_bias else None
         kernel = self.kernels.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
         packed: Linear = kernel.pack(weight, bias)
-        if spec.gathers_rows:
-            ids = torch.linspace(0, weight.shape[0] - 1, 64, device=weight.device).long()
-            if not torch.equal(packed.rows(ids), weight[ids]):
-                raise LoadError(f"the linear kernel {kernel.name} does not give the embedding rows back")
         self.num_bytes += packed.weight_bytes
         return packed
 

@@ -175,8 +175,11 @@ class Modes:
             new = WeightReader(self._checkpoint, self._shapes, choice).linear(spec)
         else:
             kernel = choice.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
+            whole = None if old.gathers_rows else old.rows(torch.arange(spec.out_features, device=choice.device))
 
             def rows(first: int, last: int) -> Tensor:
+                if whole is not None:
+                    return whole[first:last]
                 return old.rows(torch.arange(first, last, device=choice.device))
 
             if choice.int8:
@@ -213,11 +216,13 @@ class Modes:
 
     def _step_bytes(self, mode: str) -> int:
         """What the first products need on the way to int8: the largest of a layer, and the rows it is made of."""
-        assert self._choices[mode].int8
+        choice = self._choices[mode]
+        assert choice.int8
         layer = [spec for spec in self._specs if spec.layer == 0]
         largest = max(spec.out_features * spec.in_features for spec in layer)
         parts = max(min(spec.out_features, part_rows(spec.in_features)) * spec.in_features for spec in layer)
-        return largest + SCRATCH_BYTES_PER_ELEMENT * parts
+        unpacked = 0 if all(self._product(spec).gathers_rows for spec in layer) else 2 * largest * choice.dtype.itemsize
+        return largest + SCRATCH_BYTES_PER_ELEMENT * parts + unpacked
 
     def _hold_reserve(self) -> None:
         if "int8" in self._choices:

@@ -53,7 +53,7 @@ class Linear(Protocol):
 
     name: ClassVar[str]
     row_invariant: ClassVar[bool]
-    gathers_rows: ClassVar[bool]  # whether `rows` works: an embedding tied to the output head needs it
+    gathers_rows: ClassVar[bool]  # whether `rows` costs what it gives: an embedding tied to the output head needs it
     out_features: int  # N
     in_features: int  # K
     weight_bytes: int  # bytes this object keeps, padding and bias included
@@ -75,7 +75,10 @@ class Linear(Protocol):
         """[M, K] -> [M, N], same dtype, M >= 1. Rows of `x` may lie apart (`stride(0) >= K`)."""
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight as given: int64 [n] -> [n, K], bit for bit (if `gathers_rows`)."""
+        """Rows of the weight as given: int64 [n] -> [n, K], bit for bit.
+
+        Where the kernel does not gather rows, the whole weight is unpacked for it.
+        """
 
 
 @runtime_checkable

@@ -273,7 +273,8 @@ class ModelRunner:
         """Copy blocks, compute one step and sample; what the device raises (out of memory among it) comes through."""
         with torch.inference_mode():
             if batch.swap_out_blocks or batch.swap_in_blocks:
-                assert self._host_pool is not None, "there is no swap space"
+                if self._host_pool is None:
+                    raise ValueError("a step swaps blocks, but there is no swap space")
                 self._host_pool.swap_out(batch.swap_out_blocks, batch.swap_out_hosts)
                 self._host_pool.swap_in(batch.swap_in_hosts, batch.swap_in_blocks)
             for admission in batch.admissions:

@@ -18,6 +18,7 @@ from novainfer.kernels.batch import Admission, Logprobs, Sampled, SamplingRow
 from novainfer.kernels.draw import draw
 from novainfer.kernels.draw_row import argmax, draw_row, logprobs_of_row
 from novainfer.kernels.memory import lazy_zeros
+from novainfer.kernels.step import must_lie_in
 from novainfer.kernels.uniform import uniforms
 
 __all__ = ["Sampler"]
@@ -45,10 +46,13 @@ class Sampler:
     def admit(self, admission: Admission) -> None:
         """A sequence takes a slot: keep how it samples and, where penalties need it, its tokens so far."""
         row = admission.sampling
+        must_lie_in("admitted slots", [admission.slot], len(self._rows))
         self._rows[admission.slot] = row
         self._plain_from[admission.slot] = _plain_from(row)
         if row.needs_history:
-            assert admission.token_ids is not None, "penalties need the tokens so far"
+            if admission.token_ids is None:
+                raise ValueError("penalties need the tokens so far")
+            must_lie_in("token_ids", admission.token_ids, self.vocab_size)
             tokens = torch.tensor(admission.token_ids, dtype=torch.int32)
             self._tokens()[admission.slot, : len(tokens)] = tokens.to(self.device)
 

@@ -12,6 +12,7 @@ from novainfer.kernels.arena import ALIGNMENT, Arena, fingerprint_of
 from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.choice import KernelChoice
 from novainfer.kernels.config import ModelConfig
+from novainfer.kernels.errors import LoadError
 from novainfer.kernels.loader import (
     EMBEDDING,
     LinearSpec,
@@ -128,7 +129,8 @@ class MappedWeights:
     def tensor(self, name: str) -> Tensor:
         """A tensor that is kept as it is."""
         tensor = self.arena.get(name)
-        assert tensor is not None, f"the arena holds no {name}"
+        if tensor is None:
+            raise LoadError(f"the shared weights hold no {name}")
         self.num_bytes += tensor.nbytes
         return tensor
 

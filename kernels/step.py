@@ -7,7 +7,9 @@ CUDA two pinned buffers go over, one of each integer width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import gt
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +18,17 @@ from torch import Tensor
 
 from novainfer.kernels.batch import Batch
 
-__all__ = ["StepBuffers", "StepTensors"]
+__all__ = ["StepBuffers", "StepTensors", "must_lie_in"]
 
 Ints32 = npt.NDArray[np.int32]
 Ints64 = npt.NDArray[np.int64]
+
+
+def must_lie_in(name: str, numbers: Sequence[int], end: int, *, first: int = 0) -> None:
+    """Raise ValueError when one of `numbers` lies outside [first, end)."""
+    if numbers and not (first <= min(numbers) and max(numbers) < end):
+        wrong = next(number for number in numbers if not first <= number < end)
+        raise ValueError(f"{name} of a step must be {first} to {end - 1}, not {wrong}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +84,39 @@ class StepBuffers:
         self._arange: Ints64 = np.arange(max_num_batched_tokens, dtype=np.int64)
 
     def update_table(self, batch: Batch) -> None:
-        """Apply the block-table updates; a block that is not there is a programmer's error."""
+        """Apply the block-table updates; raises ValueError for a place or a block that is not there."""
         if batch.table_slots:
-            assert 0 <= min(batch.table_blocks) <= max(batch.table_blocks) < self.num_blocks
+            num_slots, num_indexes = self.block_table.shape
+            must_lie_in("table_slots", batch.table_slots, num_slots)
+            must_lie_in("table_indexes", batch.table_indexes, num_indexes)
+            must_lie_in("table_blocks", batch.table_blocks, self.num_blocks)
             self.block_table[batch.table_slots, batch.table_indexes] = batch.table_blocks
 
+    def _check(self, batch: Batch) -> None:
+        """Kernels read what these numbers point to without asking: a wrong one must not get that far."""
+        num_seqs, num_tokens = len(batch.slots), len(batch.input_ids)
+        if not num_seqs == len(batch.query_lens) == len(batch.context_lens):
+            raise ValueError("slots, query_lens and context_lens of a step must be of one length")
+        if num_tokens != sum(batch.query_lens):
+            raise ValueError(f"query_lens sum to {sum(batch.query_lens)}, but there are {num_tokens} input_ids")
+        if num_seqs > self.max_num_seqs or num_tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                f"a step of {num_seqs} sequences and {num_tokens} tokens, but there is room for {self.max_num_seqs} "
+                f"and {self.max_num_batched_tokens}"
+            )
+        must_lie_in("slots", batch.slots, self.max_num_seqs)
+        must_lie_in("query_lens", batch.query_lens, self.max_num_batched_tokens + 1, first=1)
+        must_lie_in("context_lens", batch.context_lens, self.max_model_len + 1, first=1)
+        if any(map(gt, batch.query_lens, batch.context_lens)):
+            raise ValueError("a sequence of a step has more query tokens than context")
+        must_lie_in("input_ids", batch.input_ids, self.vocab_size)
+        must_lie_in("sample_seqs", batch.sample_seqs, num_seqs)
+
     def fill(self, batch: Batch) -> StepTensors:
-        """Apply the block-table updates and lay out the step; a batch over the limits is a programmer's error."""
+        """Apply the block-table updates and lay out the step; raises ValueError for a batch over the limits."""
         num_seqs, num_tokens, num_samples = len(batch.slots), len(batch.input_ids), len(batch.sample_seqs)
+        self._check(batch)
         max_query_len, max_context_len = max(batch.query_lens), max(batch.context_lens)
-        # Kernels read what these numbers point to without asking: a wrong one must not get that far.
-        assert num_seqs <= self.max_num_seqs
-        assert num_tokens <= self.max_num_batched_tokens
-        assert num_tokens == sum(batch.query_lens), "query_lens must sum to the number of input_ids"
-        assert min(batch.query_lens) > 0
-        assert max_context_len <= self.max_model_len
         self.update_table(batch)
 
         i64, i32 = self._ints64, self._ints32
@@ -97,7 +124,6 @@ class StepBuffers:
         slots, logit_rows = i64[2 * num_tokens : 3 * num_tokens], i64[3 * num_tokens : 3 * num_tokens + num_samples]
         starts, contexts = i32[: num_seqs + 1], i32[num_seqs + 1 : 2 * num_seqs + 1]
         ids[:] = batch.input_ids
-        assert 0 <= min(batch.input_ids) <= max(batch.input_ids) < self.vocab_size
         contexts[:] = batch.context_lens
         starts[0] = 0
         seq_slots = np.array(batch.slots, dtype=np.int64)

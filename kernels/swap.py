@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.memory import lazy_zeros
+from novainfer.kernels.step import must_lie_in
 
 __all__ = ["HostPool"]
 
@@ -54,11 +55,11 @@ class HostPool:
             to[layer].copy_(source[layer], non_blocking=True)
 
     def _check(self, blocks: Sequence[int], hosts: Sequence[int]) -> None:
-        """A wrong number is a programmer's error; a negative one would be somebody else's block."""
-        assert len(blocks) == len(hosts), "every block needs a host block"
-        if blocks:
-            assert 0 <= min(blocks) <= max(blocks) < self._num_device_blocks
-            assert 0 <= min(hosts) <= max(hosts) < self.num_blocks
+        """Raises ValueError for a block that is not there; a negative number would be another sequence's."""
+        if len(blocks) != len(hosts):
+            raise ValueError(f"{len(blocks)} blocks cannot be copied to or from {len(hosts)} host blocks")
+        must_lie_in("swapped blocks", blocks, self._num_device_blocks)
+        must_lie_in("host blocks", hosts, self.num_blocks)
 
 
 def _allocate(shape: tuple[int, int, int], like: Tensor) -> Tensor:

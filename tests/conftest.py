@@ -8,9 +8,20 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections import Counter
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _state = tempfile.mkdtemp(prefix="novainfer-tests-")
 os.environ["XDG_STATE_HOME"] = _state
 atexit.register(shutil.rmtree, _state, ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name what this run has not tested, and why: a CPU without BF16 skips the kernels that most users run."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
+    )
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"not tested here: {reason} ({count} tests)")

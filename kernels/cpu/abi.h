@@ -2,11 +2,12 @@
 #pragma once
 
 #include <new>
+#include <stdexcept>
 
 namespace nova {
 
 // What the functions that compute give; native.py makes exceptions of them.
-enum Status : int { DONE = 0, NO_MEMORY = 1, FAILED = 2 };
+enum Status : int { DONE = 0, NO_MEMORY = 1, FAILED = 2, OUT_OF_RANGE = 3 };
 
 template <class F>
 int guarded(F&& f) noexcept {
@@ -15,6 +16,8 @@ int guarded(F&& f) noexcept {
     return DONE;
   } catch (const std::bad_alloc&) {
     return NO_MEMORY;
+  } catch (const std::out_of_range&) {
+    return OUT_OF_RANGE;
   } catch (...) {
     return FAILED;
   }

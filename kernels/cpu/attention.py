@@ -51,8 +51,8 @@ class NativeAttention:
         lib = library()
         self.desc = _describe(shape, data.shape[1], self.dtype)
         self._desc = ctypes.byref(self.desc)
-        assert data.is_contiguous()
-        assert data.nbytes == lib.nova_cache_block_bytes(self._desc) * data.shape[1]
+        if not data.is_contiguous() or data.nbytes != lib.nova_cache_block_bytes(self._desc) * data.shape[1]:
+            raise ValueError("this memory is not a KV cache of that shape")
         self.desc.data = data.data_ptr()
         self._write = lib.nova_cache_write
         self._attend = lib.nova_attend
@@ -89,8 +89,8 @@ class NativeAttention:
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store key and value [T, num_kv_heads, head_dim] at slot_mapping (int64 [T]); slots below 0 are skipped."""
-        assert key.dtype == value.dtype == self.dtype
-        assert slot_mapping.dtype == torch.int64
+        if not key.dtype == value.dtype == self.dtype or slot_mapping.dtype != torch.int64:
+            raise TypeError(f"keys and values must be {self.dtype} and slots int64")
         count = slot_mapping.shape[0]
         threads = 1 if key.numel() * key.itemsize < SERIAL_WRITE_BYTES_MAX else num_threads()
         self._write(
@@ -110,8 +110,11 @@ class NativeAttention:
         max_context_len: int,
     ) -> Tensor:
         """Causal attention of each sequence's last tokens over its context -> [T, num_heads * head_dim]."""
-        assert query.dtype == self.dtype
-        assert block_tables.dtype == query_start.dtype == context_lens.dtype == torch.int32
+        if (
+            query.dtype != self.dtype
+            or not block_tables.dtype == query_start.dtype == context_lens.dtype == torch.int32
+        ):
+            raise TypeError(f"queries must be {self.dtype}; tables, starts and lengths int32")
         tokens = query.shape[0]
         out = torch.empty((tokens, self.shape.num_heads * self.shape.head_dim), dtype=self.dtype)
         flops = self._flops_per_pair * tokens * max_context_len

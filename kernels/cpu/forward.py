@@ -65,8 +65,8 @@ class NativeForward:
                 linear: PackedLinear = getattr(layer, name)
                 setattr(desc, name, ctypes.pointer(linear.desc))
                 self._flops_per_token += 2 * linear.out_features * linear.in_features
-        assert final_norm.is_contiguous()
-        assert cos_sin.is_contiguous()
+        if not (final_norm.is_contiguous() and cos_sin.is_contiguous()):
+            raise ValueError("the last norm and the positions' angles must be contiguous")
         self._model = ModelDesc(
             layers=descs,
             num_layers=len(layers),
@@ -102,8 +102,8 @@ class NativeForward:
     def __call__(self, hidden: Tensor, step: StepTensors) -> Tensor | None:
         """Embeddings [num_tokens, hidden] (contiguous; overwritten) -> [num_samples, hidden], None without samples."""
         num_tokens = hidden.shape[0]
-        assert hidden.dtype == self._dtype
-        assert hidden.is_contiguous()
+        if hidden.dtype != self._dtype or not hidden.is_contiguous():
+            raise TypeError(f"embeddings must be contiguous and {self._dtype}")
         out = torch.empty((step.num_samples, self._width), dtype=self._dtype) if step.num_samples else None
         desc = StepDesc(
             num_tokens,

@@ -11,7 +11,7 @@ from torch import Tensor
 from novainfer.kernels.cpu.linear import PackedLinear, padded
 from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.cpu.native import DTYPE_CODES, LinearDesc, library, num_threads
-from novainfer.kernels.int8 import put_in_parts
+from novainfer.kernels.int8 import PART_ROWS, put_in_parts
 
 __all__ = ["NativeInt8Linear"]
 
@@ -34,7 +34,10 @@ class NativeInt8Linear(PackedLinear):
 
     def put(self, first: int, rows: Tensor) -> None:
         """Quantise rows [n, K] and pack them as rows `first` on; `first` is a multiple of `PART_ROWS`."""
-        assert self.scale is not None
+        if self.scale is None or first % PART_ROWS or not 0 <= first <= first + len(rows) <= self.out_features:
+            raise IndexError(f"rows {first} to {first + len(rows) - 1} are no part of {self.out_features} rows")
+        if rows.dtype != self.dtype or rows.shape[1] != self.in_features:
+            raise ValueError(f"rows must be {self.in_features} {self.dtype}, not {rows.shape[1]} {rows.dtype}")
         lib = library()
         before = LinearDesc(None, None, first, self.in_features, self.desc.dtype, 1)
         part = LinearDesc(None, None, len(rows), self.in_features, self.desc.dtype, 1)

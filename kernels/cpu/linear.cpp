@@ -280,8 +280,11 @@ int nova_linear_quantise(const LinearDesc* d, const void* weight, void* out, flo
 }
 
 // Rows of the weight as given, bit for bit; of int8 rows, each element times the row's scale, rounded to the dtype.
+// OUT_OF_RANGE when there is no such row.
 int nova_linear_rows(const LinearDesc* d, const int64_t* ids, int64_t count, void* out, int threads) {
   return guarded([&] {
+    for (long i = 0; i < count; i++)
+      if (ids[i] < 0 || ids[i] >= d->n) throw std::out_of_range("row");
     d->dtype == 0 ? gather_any<Bf16>(*d, ids, count, out, threads) : gather_any<Fp32>(*d, ids, count, out, threads);
   });
 }

@@ -71,17 +71,17 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] -> [M, N], same dtype. Rows of `x` may lie apart, elements of a row may not."""
         rows, columns = x.shape
-        assert columns == self.in_features
-        assert x.dtype == self.dtype
-        assert x.stride(1) == 1 or columns == 1
+        if columns != self.in_features or x.dtype != self.dtype or (x.stride(1) != 1 and columns != 1):
+            raise ValueError(f"rows must be {self.in_features} contiguous {self.dtype}, not {columns} {x.dtype}")
         out = torch.empty((rows, self.out_features), dtype=self.dtype)
         threads = threads_for(rows, self.weight_bytes, rows * self._flops_per_row)
         self._linear(self._desc, x.data_ptr(), x.stride(0), rows, out.data_ptr(), threads)
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight: int64 [n] -> [n, K]."""
-        assert ids.dtype == torch.int64
+        """Rows of the weight: int64 [n] -> [n, K]; raises IndexError when there is no such row."""
+        if ids.dtype != torch.int64:
+            raise TypeError(f"row numbers must be int64, not {ids.dtype}")
         ids = ids.contiguous()
         out = torch.empty((ids.numel(), self.in_features), dtype=self.dtype)
         threads = num_threads() if ids.numel() >= PARALLEL_ROWS_MIN else 1
@@ -120,9 +120,9 @@ class NativeLinear(PackedLinear):
     def over(cls, out_features: int, in_features: int, dtype: torch.dtype, tensors: list[Tensor]) -> Self:
         """On what another one has packed."""
         weight, bias = (*tensors, None)[:2]
-        assert weight is not None
         desc = LinearDesc(None, None, out_features, in_features, DTYPE_CODES[dtype])
-        assert weight.nbytes == library().nova_linear_bytes(ctypes.byref(desc))
+        if weight is None or weight.nbytes != library().nova_linear_bytes(ctypes.byref(desc)):
+            raise ValueError(f"this memory is not a packed weight [{out_features}, {in_features}]")
         return cls(desc, weight, bias, None, dtype)
 
 

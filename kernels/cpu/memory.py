@@ -18,12 +18,16 @@ HUGE_PAGE_BYTES = 2 << 20
 def huge_zeros(num_bytes: int) -> Tensor:
     """Zeroed uint8 [num_bytes], on huge pages as far as whole ones fit; freed with the tensor.
 
-    The pages become the process's own when they are first touched; asking costs nothing where it is refused.
+    The pages become the process's own when they are first touched; asking costs nothing where it is refused. Raises
+    MemoryError when there is no room.
     """
     whole = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if whole == 0:
         return torch.zeros(num_bytes, dtype=torch.uint8)
-    buffer = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        buffer = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{num_bytes} bytes cannot be mapped: {error}") from None
     start = -ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % HUGE_PAGE_BYTES
     advice: Any = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:

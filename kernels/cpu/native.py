@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from novainfer.kernels.cpu.build import build_library
-from novainfer.kernels.errors import KernelUnavailableError
+from novainfer.kernels.cpu.build import best_library
 
 if TYPE_CHECKING:
     from novainfer.kernels.registry import Operation
@@ -138,16 +138,13 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled library, built at first use; raises `KernelUnavailableError` with the reason."""
-    path = build_library()
-    try:
-        return bind(ctypes.CDLL(str(path)))
-    except (OSError, AttributeError) as error:
-        raise KernelUnavailableError(f"the native library {path} cannot be loaded: {error}") from error
+    """The library for this CPU, compiled at first use; raises `KernelUnavailableError` with the reason."""
+    return best_library(bind)
 
 
-def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
-    """Give every function of the library its signature."""
+def bind(path: Path) -> ctypes.CDLL:
+    """Load a library and give every function its signature; raises OSError or AttributeError."""
+    lib = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.argtypes = arguments
@@ -165,6 +162,8 @@ def _check(status: int, function: Any, arguments: Any) -> None:
         return
     if status == 1:
         raise MemoryError(f"{function.__name__} ran out of memory")
+    if status == 3:
+        raise IndexError(f"{function.__name__} was given a number out of range")
     raise RuntimeError(f"{function.__name__} failed")
 
 

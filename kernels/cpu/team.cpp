@@ -14,6 +14,15 @@
 #include <mutex>
 #include <new>
 
+// These have newer versions since their move into libc.so, which do the same: by the old ones, a library that was linked
+// on a new system runs on an old one.
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
+__asm__(".symver pthread_mutex_trylock, pthread_mutex_trylock@GLIBC_2.2.5");
+__asm__(".symver pthread_sigmask, pthread_sigmask@GLIBC_2.2.5");
+__asm__(".symver pthread_setname_np, pthread_setname_np@GLIBC_2.12");
+#endif
+
 namespace nova {
 namespace {
 

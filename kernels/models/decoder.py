@@ -92,7 +92,8 @@ class Decoder:
         when there are none: then nothing behind the last layer's keys and values is computed.
         """
         attention, ops, config = self.attention, self.ops, self.config
-        assert attention is not None, "the KV cache is not fitted"
+        if attention is None:
+            raise RuntimeError("the KV cache is not fitted")
         eps, dim = config.rms_norm_eps, config.head_dim
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         num_rotated, num_all = num_heads + num_kv_heads, num_heads + 2 * num_kv_heads

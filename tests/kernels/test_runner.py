@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +136,51 @@ def test_a_batch_over_the_limits_is_a_programmers_error(folder: Path) -> None:
         Batch([0], [1], [257], [1], [0], [16], [0], [0]),  # behind the context
         Batch([0], [1], [1], [160], [0], [0], [0], [0]),  # no such token
         Batch([0], [1], [1], [1], [0], [0], [64], [0]),  # no such block
+        Batch([0], [1], [1], [1], [6], [0], [0], [0]),  # no such row of the block table
+        Batch([0], [1], [1], [1], [0], [-1], [0], [0]),  # no such place in it
+        Batch([-1], [1], [1], [1], [0], [0], [0], [0]),  # no such slot
+        Batch([0], [2], [1], [1, 1], [0], [0], [0], [0]),  # before the context
+        Batch([0], [1], [1], [1], [0], [0], [0], [-2]),  # a token for a sequence that is not there
+        Batch([0], [1], [1], [1], [0], [0], [0], [0], [Admission(6, SamplingRow())]),
     ):
-        with pytest.raises((AssertionError, IndexError)):
+        with pytest.raises(ValueError, match=r"step|query_lens sum to 3, but there are 2"):
             runner.execute(batch)
+
+
+UNASSERTED = """
+import sys
+from pathlib import Path
+from novainfer.kernels.batch import Batch
+from novainfer.kernels.runner import ModelRunner
+
+runner = ModelRunner.load(Path(sys.argv[1]), max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64)
+runner.fit(mode="fixed", num_blocks=8, swap_space_bytes=4 * runner.info.kv_bytes_per_block)
+for batch in (
+    Batch([0], [1], [1], [10**6], [0], [0], [0], [0]),
+    Batch([0], [1], [1], [1], [0], [0], [10**6], [0]),
+    Batch([], [], [], [], swap_out_blocks=[10**6], swap_out_hosts=[0]),
+    Batch([], [], [], [], swap_in_hosts=[10**6], swap_in_blocks=[0]),
+):
+    try:
+        runner.execute(batch)
+    except ValueError as error:
+        print(error)
+assert False, "not under -O"
+"""
+
+
+@pytest.mark.slow
+def test_numbers_that_point_to_nothing_are_refused_without_assertions_too(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", UNASSERTED, str(folder)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "input_ids of a step must be 0 to 159, not 1000000",
+        "table_blocks of a step must be 0 to 7, not 1000000",
+        "swapped blocks of a step must be 0 to 7, not 1000000",
+        "host blocks of a step must be 0 to 3, not 1000000",
+    ]
 
 
 def test_what_the_device_raises_comes_through_and_the_next_step_works(

@@ -14,6 +14,8 @@ import torch
 
 from novainfer.kernels.choice import build_registry
 from novainfer.kernels.cpu import build, native
+from novainfer.kernels.cpu import levels as cpu_levels
+from novainfer.kernels.cpu.levels import ISA_VARIABLE, LEVELS, levels
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
 
 SOURCE = '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n'
@@ -22,7 +24,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small library's sources and an empty cache in the place of the real ones."""
+    """A small library's sources, an empty cache and no wheel in the place of the real ones."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "answer.cpp").write_text(SOURCE)
@@ -30,7 +32,14 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "answer.h").write_text("#define ANSWER 42\n")
     monkeypatch.setattr(build, "SOURCE_DIR", folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
     return folder
+
+
+def load(path: Path) -> Path:
+    """A file of no use raises."""
+    ctypes.CDLL(str(path))
+    return path
 
 
 def answer(path: Path) -> int:
@@ -38,25 +47,81 @@ def answer(path: Path) -> int:
     return result
 
 
+def take_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+
+
 def test_a_library_is_built_once_and_again_when_a_source_changes(sources: Path) -> None:
-    first = build.build_library()
+    first = build.best_library(load)
     assert answer(first) == 42
     written = first.stat().st_mtime_ns
-    assert build.build_library() == first
+    assert build.best_library(load) == first
     assert first.stat().st_mtime_ns == written
     (sources / "answer.h").write_text("#define ANSWER 43\n")
-    second = build.build_library()
+    second = build.best_library(load)
     assert second != first
     assert answer(second) == 43
 
 
 def test_other_instruction_sets_are_other_libraries(sources: Path) -> None:
-    assert build.build_library(isa=("-mavx2",)) != build.build_library(isa=())
+    found = {build.library_of(level, lambda path: path) for level in LEVELS}
+    assert {path.name.rpartition("-")[0] for path in found} == {"avx512-bf16", "avx512", "avx2"}
+
+
+def test_what_is_in_the_cache_needs_no_compiler(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build.best_library(load)
+    take_the_compiler(monkeypatch)
+    assert build.best_library(load) == built
+
+
+def test_what_came_with_the_wheel_needs_neither_compiler_nor_cache(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = build.prebuild(build.prebuilt_dir())
+    assert [path.name.rpartition("-")[0] for path in built] == ["avx2", "avx512", "avx512-bf16"]
+    take_the_compiler(monkeypatch)
+    assert answer(build.best_library(load)) == 42
+    assert not build.cache_dir().exists()
+
+
+def test_a_wheels_library_of_other_sources_is_not_taken(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build.prebuild(build.prebuilt_dir())
+    (sources / "answer.h").write_text("#define ANSWER 43\n")
+    assert answer(build.best_library(load)) == 43
+    take_the_compiler(monkeypatch)
+    (sources / "answer.h").write_text("#define ANSWER 44\n")
+    with pytest.raises(KernelUnavailableError, match=r"g\+\+ was not found"):
+        build.best_library(load)
+
+
+def test_libraries_of_a_wheel_are_the_same_bytes_wherever_they_are_made(sources: Path, tmp_path: Path) -> None:
+    first, again = tmp_path / "first", tmp_path / "a" / "longer" / "path"
+    made = [[path.read_bytes() for path in build.prebuild(folder)] for folder in (first, again)]
+    assert made[0] == made[1]
+    (first / "avx2-of-older-sources.so").write_bytes(b"")
+    assert [path.read_bytes() for path in build.prebuild(first)] == made[0]
+    assert len(list(first.iterdir())) == 3
+
+
+def test_a_cached_library_that_cannot_be_loaded_is_made_again(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
+    built = build.best_library(lambda path: path)
+    built.write_bytes(built.read_bytes()[:1000])  # the disk was full
+    assert answer(build.best_library(load)) == 42
+    assert "cannot be loaded, and is made again" in caplog.text
+
+
+def test_one_that_cannot_be_loaded_when_it_was_just_made_is_one_sentence(sources: Path) -> None:
+    def refuse(path: Path) -> Path:
+        raise OSError("planted")
+
+    with pytest.raises(KernelUnavailableError, match="cannot be loaded: planted"):
+        build.best_library(refuse)
 
 
 def test_builders_may_race(sources: Path) -> None:
     built: list[Path] = []
-    threads = [threading.Thread(target=lambda: built.append(build.build_library())) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: built.append(build.best_library(load))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -70,7 +135,7 @@ def test_builders_may_race(sources: Path) -> None:
 def test_a_compiler_error_is_one_sentence_and_leaves_nothing(sources: Path) -> None:
     (sources / "other.cpp").write_text("this is not C++\n")
     with pytest.raises(KernelUnavailableError, match=r"compiler failed: .*other\.cpp") as caught:
-        build.build_library()
+        build.best_library(load)
     assert "\n" not in str(caught.value)
     assert os.listdir(build.cache_dir()) == []
 
@@ -78,62 +143,72 @@ def test_a_compiler_error_is_one_sentence_and_leaves_nothing(sources: Path) -> N
 def test_a_cache_that_cannot_be_written_is_one_sentence(sources: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(KernelUnavailableError, match="cannot hold the native library"):
-        build.build_library()
+        build.best_library(load)
 
 
 def test_without_a_compiler_the_reason_names_it(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
+    take_the_compiler(monkeypatch)
     with pytest.raises(KernelUnavailableError, match=r"g\+\+ was not found"):
-        build.build_library()
+        build.best_library(load)
 
 
 def test_without_avx2_the_reason_names_it(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"sse2"}))
+    monkeypatch.setattr(cpu_levels, "cpu_flags", lambda: frozenset({"sse2"}))
     with pytest.raises(KernelUnavailableError, match="AVX2"):
-        build.build_library()
+        build.best_library(load)
 
 
 AVX512 = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
 @pytest.mark.parametrize(
-    ("flags", "best", "levels"),
+    ("flags", "expected"),
     [
-        (AVX512 | {"avx512_bf16"}, "-mavx512bf16", 3),
-        (AVX512, "-mavx512f", 2),
-        ({"avx2", "fma"}, "-mavx2", 1),
+        (AVX512 | {"avx512_bf16"}, ["avx512-bf16", "avx512", "avx2"]),
+        (AVX512, ["avx512", "avx2"]),
+        ({"avx2", "fma"}, ["avx2"]),
+        ({"avx2"}, []),
     ],
 )
-def test_the_best_instruction_set_of_the_cpu_is_taken(flags: set[str], best: str, levels: int) -> None:
-    found = build.isa_flags(frozenset(flags))
-    assert best in found[0]
-    assert len(found) == levels
+def test_the_levels_are_those_of_the_cpu_the_best_first(
+    flags: set[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
+    monkeypatch.setattr(cpu_levels, "cpu_flags", lambda: frozenset(flags))
+    assert [level.name for level in levels()] == expected
 
 
-def test_without_fused_multiply_and_add_there_is_none() -> None:
-    assert build.isa_flags(frozenset({"avx2"})) == []
+def test_a_better_cpu_can_be_told_to_compute_as_a_lesser_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_levels, "cpu_flags", lambda: frozenset(AVX512 | {"avx512_bf16"}))
+    monkeypatch.setenv(ISA_VARIABLE, "avx512")
+    assert [level.name for level in levels()] == ["avx512", "avx2"]
+    monkeypatch.setenv(ISA_VARIABLE, "avx1024")
+    with pytest.raises(LoadError, match="NOVAINFER_ISA must be one of avx512-bf16, avx512, avx2, not 'avx1024'"):
+        levels()
 
 
 def test_a_compiler_older_than_the_cpu_builds_for_lesser_instruction_sets(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = tmp_path / "old-g++"
     old.write_text(
         '#!/bin/sh\ncase "$*" in *-mavx512bf16*) echo "error: unrecognized option" >&2; exit 1 ;; esac\nexec g++ "$@"\n'
     )
     old.chmod(0o755)
-    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(AVX512 | {"avx512_bf16"}))
+    monkeypatch.setenv("CXX", str(old))
+    monkeypatch.setattr(cpu_levels, "cpu_flags", lambda: frozenset(AVX512 | {"avx512_bf16"}))
     # Only what the compiler takes matters here, not what this CPU has.
-    assert build.build_library(str(old)) == build.build_library(str(old), isa=build.ISA_LEVELS[1][1])
+    assert build.best_library(lambda path: path).name.startswith("avx512-")
+    assert "native kernels for avx512-bf16 cannot be used" in caplog.text
+    assert "those for avx512 are used instead" in caplog.text
 
 
 @pytest.fixture
 def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has built nothing yet and has no compiler."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "prebuilt_dir", lambda: tmp_path / "none")
+    take_the_compiler(monkeypatch)
     native.library.cache_clear()
 
 
@@ -167,7 +242,7 @@ def test_switched_off_nothing_is_built() -> None:
 
 
 def test_where_it_can_be_built_it_stands_first() -> None:
-    if not build.isa_flags(build.cpu_flags()):
+    if not levels():
         pytest.skip("this CPU lacks AVX2")
     registry = build_registry(CPU, native="require")
     for operation in ("linear", "attention", "ops"):
@@ -203,7 +278,7 @@ print(sum(1 for task in os.listdir("/proc/self/task") if "novainfer" in open(f"/
 
 @pytest.mark.slow
 def test_callers_may_share_the_pool_and_fork() -> None:
-    if not build.isa_flags(build.cpu_flags()):
+    if not levels():
         pytest.skip("this CPU lacks AVX2")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False

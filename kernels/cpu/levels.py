@@ -1,0 +1,61 @@
+"""The instruction sets that the native kernels are compiled for, and which of them this machine has.
+
+`NOVAINFER_ISA` names the best one that may be used: on a better CPU, it computes as on a lesser one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from novainfer.kernels.errors import LoadError
+
+__all__ = ["ISA_VARIABLE", "LEVELS", "Level", "cpu_flags", "levels"]
+
+ISA_VARIABLE = "NOVAINFER_ISA"
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One instruction set: the features that /proc/cpuinfo must name, and the compiler's flags that use them."""
+
+    name: str
+    features: frozenset[str]
+    flags: tuple[str, ...]
+
+
+AVX512 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"})
+AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mavx2")
+LEVELS = (  # fastest first
+    Level("avx512-bf16", AVX512 | {"avx512_bf16"}, (*AVX512_FLAGS, "-mavx512bf16")),
+    Level("avx512", AVX512, AVX512_FLAGS),
+    Level("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma")),
+)
+
+
+def cpu_flags() -> frozenset[str]:
+    """Features of this machine's CPU as /proc/cpuinfo names them; empty where that cannot be read."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    try:
+        text = CPU_INFO.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def levels() -> list[Level]:
+    """Those that this CPU has and `NOVAINFER_ISA` allows, fastest first; `LoadError` when that names no level."""
+    best = os.environ.get(ISA_VARIABLE, LEVELS[0].name)
+    names = [level.name for level in LEVELS]
+    if best not in names:
+        raise LoadError(f"{ISA_VARIABLE} must be one of {', '.join(names)}, not {best!r}")
+    flags = cpu_flags()
+    return [level for level in LEVELS[names.index(best) :] if level.features <= flags]

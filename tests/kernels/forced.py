@@ -1,0 +1,39 @@
+"""Native kernels of a lesser instruction set than this CPU's best, in this process."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+from novainfer.kernels.cpu import attention, build, forward, int8, linear, native, ops
+from novainfer.kernels.cpu.levels import ISA_VARIABLE, LEVELS, cpu_flags, levels
+from novainfer.kernels.errors import KernelUnavailableError
+
+__all__ = ["use_level", "why_not"]
+
+
+@functools.cache
+def _library(name: str) -> native.ctypes.CDLL:
+    (level,) = (level for level in LEVELS if level.name == name)
+    return build.library_of(level, native.bind)
+
+
+def why_not(name: str) -> str:
+    """Why the kernels of this level cannot run here."""
+    (level,) = (level for level in LEVELS if level.name == name)
+    missing = ", ".join(sorted(level.features - cpu_flags()))
+    return f"this CPU lacks {missing}" if missing else f"{ISA_VARIABLE} is {os.environ[ISA_VARIABLE]}"
+
+
+def use_level(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute with the kernels of this level for the rest of the test, which is skipped where they cannot run."""
+    if name not in [level.name for level in levels()]:
+        pytest.skip(f"native kernels for {name}: {why_not(name)}")
+    try:
+        library = _library(name)
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+    for module in (attention, forward, int8, linear, ops):
+        monkeypatch.setattr(module, "library", lambda: library)
