@@ -88,11 +88,17 @@ class Generation:
             if task.done():
                 task.result()
         except BaseException as error:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await self.close(error)
+            await self.leave(task, error)
             raise
         return task
+
+    async def leave(self, first: asyncio.Task[Delta], error: BaseException | None) -> None:
+        """`close`, when the first delta may still be waited for: a generator that runs cannot be closed."""
+        first.cancel()
+        try:
+            await asyncio.gather(first, return_exceptions=True)
+        finally:  # cancelled once more, by an end of the connection behind the client's own
+            await self.close(error)
 
     async def collect(self) -> list[Choice]:
         """All deltas, put together by choice."""

@@ -13,6 +13,9 @@
        both for ever
     9  a connection that the client closed stays for keep_alive_timeout     closed at once (http1.py does it, too)
     10 a path that is not ASCII, or CONNECT, ends the connection            answered with 400, 501
+    11 a connection that ends while its first packets are taken leaves      nothing waits between a stream's entry and
+       its requests to be computed for nothing                              its app's start; what is reset is not begun
+    12 what a client may ask for that leads to nothing has no limit         `http2_allowance.py`; 4 KiB a turn
 
 It also writes once per turn of the loop for all streams, instead of once per frame (33 -> 13 µs an event).
 The app sees nothing of all this: `Http2` takes the place of `hypercorn.protocol.H2Protocol` (`install`).
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -40,7 +44,8 @@ from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.typing import AppWrapper, TaskGroup, WorkerContext
 from hypercorn.utils import filter_pseudo_headers
 
-from novainfer.server.http1 import cancel_idle_timer, note_connection
+from novainfer.server.connection import end_idle_timer
+from novainfer.server.http2_allowance import ClientAllowance
 from novainfer.server.http2_stream import AppSpawner, Inbox, Stream
 
 BUFFER_HIGH_BYTES = 32 * 1024  # `send` waits above it: two frames, as Hypercorn means to
@@ -48,7 +53,16 @@ BUFFER_LOW_BYTES = 16 * 1024  # and goes on below it
 WRITE_BYTES_MAX = 256 * 1024  # one write to the socket, so that a bulk download does not delay others' tokens
 WINDOW_BYTES = 1024 * 1024  # what a client may send before the app has read: Go's. With 64 KiB, uploads through
 # httpcore starve: each window update that it waits for costs it a turn in a line of all its streams.
+READ_BYTES = 4096  # taken in one turn of the loop: a hundred requests or two hundred PINGs, 10 ms
 CONTROL_BYTES_MAX = 1024 * 1024  # answers to PINGs and such that wait for a client to read: 60,000 of them
+IDLE_EVENTS = (
+    h2.events.PingReceived,
+    h2.events.PriorityUpdated,
+    h2.events.RemoteSettingsChanged,
+    h2.events.WindowUpdated,
+    h2.events.UnknownFrameReceived,
+    h2.events.DataReceived,  # without data
+)
 
 
 class Http2(H2Protocol):
@@ -67,7 +81,6 @@ class Http2(H2Protocol):
         send: Callable[[Event], Awaitable[None]],
     ) -> None:
         super().__init__(app, config, context, task_group, connection_state, ssl, client, server, send)
-        note_connection(config, send)
         self.connection = h2.connection.H2Connection(
             config=h2.config.H2Configuration(client_side=False, header_encoding=None)
         )
@@ -86,50 +99,76 @@ class Http2(H2Protocol):
         self._is_flushing = False
         self._frame_bytes_max = config.h2_max_inbound_frame_size + 9
         self._received_bytes = 0  # of bodies, not yet given back to the connection's window
+        self._allowance = ClientAllowance(config.h2_max_concurrent_streams, time.monotonic)
 
     @property
     def idle(self) -> bool:
         return not self._open
 
     async def initiate(self, headers: list[tuple[bytes, bytes]] | None = None, settings: bytes | None = None) -> None:
-        if settings is not None:
-            self.connection.initiate_upgrade_connection(settings)
-        else:
-            self.connection.initiate_connection()
+        assert headers is None and settings is None, "http1.py takes no upgrade"  # noqa: PT018
+        self.connection.initiate_connection()
         self.connection.increment_flow_control_window(WINDOW_BYTES)
         await self._flush()
         self.task_group.spawn(self.send_task)
-        if headers is not None:  # the request that asked for the upgrade
-            await self._request(1, headers)
-            await self._end_of_request(1)
-        else:
-            await self.send(Updated(idle=True))
+        await self.send(Updated(idle=True))
 
     # What the client sends
 
     async def handle(self, event: Event) -> None:
         if isinstance(event, RawData):
-            try:
-                events = self.connection.receive_data(event.data)
-            except h2.exceptions.ProtocolError:
-                if not self._is_flushing:
-                    await self._flush()  # the GOAWAY that says why
-                await self.send(Closed())
-                return
-            for h2_event in events:
-                await self._handle_event(h2_event)
-            self._open_connection_window()
-            if (code := self._excess()) is not None:
-                self._say_goodbye(code)
-                if not self._is_flushing:
-                    await self._flush()
-                await self.send(Closed())
-                return
-            # Only the sender writes. Were reading to wait for it, a client that reads nothing before it has sent
-            # everything (httpcore, with an upload beside downloads) and this server would wait for each other.
-            self._wake_sender.set()
+            data = memoryview(event.data)
+            for begin in range(0, len(data), READ_BYTES):
+                if begin:
+                    await asyncio.sleep(0)
+                if self.closed:
+                    return
+                await self._take(data[begin : begin + READ_BYTES])
         elif isinstance(event, Closed):
             await self._close()
+
+    async def _take(self, data: memoryview) -> None:
+        """Take a slice of what came, and end the connection if it breaks the protocol or asks for too much."""
+        try:
+            events = self.connection.receive_data(data)
+        except h2.exceptions.ProtocolError:
+            await self._end()
+            return
+        num_requests = num_idle_events = body_bytes = 0
+        reset = {event.stream_id for event in events if isinstance(event, h2.events.StreamReset)}
+        for event in events:
+            if isinstance(event, h2.events.DataReceived) and event.data:
+                body_bytes += event.flow_controlled_length or 0
+            elif isinstance(event, h2.events.RequestReceived):
+                num_requests += 1
+                if event.stream_id in reset:
+                    continue  # its client has gone already
+            elif isinstance(event, IDLE_EVENTS):
+                num_idle_events += 1
+            if isinstance(event, h2.events.StreamReset) and not self._allowance.reset():
+                await self._end(ErrorCodes.ENHANCE_YOUR_CALM)
+            if self.closed:
+                return
+            await self._handle_event(event)
+        self._open_connection_window()
+        is_fair = self._allowance.received(
+            len(data), body_bytes=body_bytes, num_requests=num_requests, num_idle_events=num_idle_events
+        )
+        if (code := self._excess() if is_fair else ErrorCodes.ENHANCE_YOUR_CALM) is not None:
+            await self._end(code)
+            return
+        # Only the sender writes. Were reading to wait for it, a client that reads nothing before it has sent
+        # everything (httpcore, with an upload beside downloads) and this server would wait for each other.
+        self._wake_sender.set()
+
+    async def _end(self, code: ErrorCodes | None = None) -> None:
+        """Close the connection with a GOAWAY (h2's own when `code` is None), and cancel all that it asked for."""
+        if code is not None:
+            self._say_goodbye(code)
+        if not self._is_flushing:
+            await self._flush()
+        await self._leave()
+        await self.send(Closed())
 
     def _excess(self) -> ErrorCodes | None:
         """Why this connection must end, when its client makes it hold more than it should."""
@@ -143,7 +182,8 @@ class Http2(H2Protocol):
         if isinstance(event, h2.events.RequestReceived):
             assert event.stream_id is not None
             if self.context.terminated.is_set():
-                self.connection.reset_stream(event.stream_id, ErrorCodes.REFUSED_STREAM)  # safe to send elsewhere
+                with contextlib.suppress(h2.exceptions.ProtocolError):
+                    self.connection.reset_stream(event.stream_id, ErrorCodes.REFUSED_STREAM)  # safe to send elsewhere
             else:
                 await self._request(event.stream_id, event.headers or [])
         elif isinstance(event, h2.events.DataReceived):
@@ -176,6 +216,10 @@ class Http2(H2Protocol):
         if not path or not path.isascii() or not method.isascii():
             self._refuse(stream_id, 400)
             return
+        if not self._open:
+            await self.send(Updated(idle=False))
+            if self.closed:  # while the idle timer was stopped
+                return
         stream = Stream(Inbox(lambda flow_bytes: self._taken(stream_id, flow_bytes)))
         stream.http = HTTPStream(
             self.app,
@@ -188,9 +232,8 @@ class Http2(H2Protocol):
             self.stream_send,
             stream_id,
         )
+        # From here to the app's start nothing waits: an end of the connection in between would be told to nothing.
         self._open[stream_id] = stream
-        if len(self._open) == 1:
-            await self.send(Updated(idle=False))
         await stream.http.handle(
             stream_events.Request(
                 stream_id=stream_id,
@@ -205,7 +248,8 @@ class Http2(H2Protocol):
 
     def _refuse(self, stream_id: int, status: int) -> None:
         headers = [(b":status", b"%d" % status), (b"content-length", b"0"), *self.config.response_headers("h2")]
-        self.connection.send_headers(stream_id, headers, end_stream=True)
+        with contextlib.suppress(h2.exceptions.ProtocolError):
+            self.connection.send_headers(stream_id, headers, end_stream=True)
 
     async def _end_of_request(self, stream_id: int) -> None:
         stream = self._open.get(stream_id)
@@ -314,6 +358,7 @@ class Http2(H2Protocol):
                     connection.send_data(stream_id, bytes(stream.buffer[:length]), end_stream=is_last)
                     del stream.buffer[:length]
                     num_bytes += length
+                    self._allowance.sent(1)
                 elif stream.is_ended:
                     connection.end_stream(stream_id)
                     is_last = True
@@ -325,6 +370,7 @@ class Http2(H2Protocol):
                 continue
             if is_last:
                 stream.is_finished = True
+                self._allowance.answered()
             elif stream.buffer:
                 ready[stream_id] = None  # to the end of the line
             if is_last or len(stream.buffer) < BUFFER_LOW_BYTES:
@@ -371,11 +417,14 @@ class Http2(H2Protocol):
             self._say_goodbye()
             self.closed = True
             await self._flush()
+        await self._leave()
+
+    async def _leave(self) -> None:
         self.closed = True
         for stream_id in list(self._open):
             await self._forget(stream_id)
         self._wake_sender.set()
-        cancel_idle_timer(self.send)
+        end_idle_timer(self.send)
 
 
 def install() -> None:

@@ -50,7 +50,7 @@ class Inbox:
         self._body = bytearray()
         self._flow_bytes = 0
         self._is_complete = False
-        self._is_disconnected = False
+        self.is_disconnected = False  # the client has gone, or has its whole answer
         self._completion_sent = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -62,13 +62,15 @@ class Inbox:
     async def put(self, event: Any) -> None:
         """What Hypercorn's stream tells its app; the body comes by `add_body`."""
         if event["type"] == "http.disconnect":
-            self._is_disconnected = True
+            self.is_disconnected = True
         elif not event.get("more_body", False):
             self._is_complete = True
         self._wake()
 
     async def get(self) -> Any:
         while True:
+            if self.is_disconnected:
+                return {"type": "http.disconnect"}  # also where a body has come: nothing waits for its answer
             if self._body or (self._is_complete and not self._completion_sent):
                 body, flow_bytes = bytes(self._body), self._flow_bytes
                 self._body.clear()
@@ -77,8 +79,6 @@ class Inbox:
                 if flow_bytes:
                     self._on_taken(flow_bytes)
                 return {"type": "http.request", "body": body, "more_body": not self._is_complete}
-            if self._is_disconnected:
-                return {"type": "http.disconnect"}
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
@@ -98,6 +98,8 @@ class AppSpawner:
         self, app: AppWrapper, config: Config, scope: Any, send: Callable[[Any], Awaitable[None]]
     ) -> Callable[[Any], Awaitable[None]]:
         async def run() -> None:
+            if self._inbox.is_disconnected:
+                return  # it was reset before its turn came
             try:
                 await app(scope, self._inbox.get, send, _no_threads, _no_threads)
             except Exception:

@@ -12,7 +12,7 @@ from pathlib import Path
 from hypercorn.config import Config
 
 from novainfer import InvalidParameter
-from novainfer.server.http1 import HttpConfig
+from novainfer.server.connection import HttpConfig
 from novainfer.server.settings import ServerSettings
 
 FLUSH_TIMEOUT_S = 3.0  # for the last bytes of answers that are already written, after the engine has drained

@@ -24,7 +24,7 @@ from pathlib import Path
 import hypercorn.asyncio
 
 from novainfer import EngineDead
-from novainfer.server import http1, http2
+from novainfer.server import connection, http1, http2
 from novainfer.server.app import create_app
 from novainfer.server.engine import ServedEngine
 from novainfer.server.listen import FLUSH_TIMEOUT_S, bind, check_certificate, hypercorn_config
@@ -71,6 +71,7 @@ class Server:
         """Serve until `stop` is set; raises what `make_engine` or `engine.start` raise, after closing everything."""
         close_http = asyncio.Event()
         config = hypercorn_config(self.settings, self._sock, self._certificate)
+        connection.install()
         http1.install()
         http2.install()
 

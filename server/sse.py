@@ -86,8 +86,7 @@ class EventStream:
             task.uncancel()
         finally:
             writer.close()
-            self._first.cancel()
-            await generation.close(ended_by)
+            await generation.leave(self._first, ended_by)
 
 
 class _Writer:

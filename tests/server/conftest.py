@@ -18,7 +18,8 @@ from tests.server.fakes import FakeEngine
 from tests.server.rawh2 import RawH2
 
 TIMEOUT_S = 10.0
-BOTH_LOOPS = {"test_http2.py", "test_endings.py", "test_serve.py"}  # what depends on how a loop treats sockets
+# What depends on how a loop treats sockets.
+BOTH_LOOPS = {"test_http2.py", "test_endings.py", "test_leaving.py", "test_serve.py"}
 
 
 def pytest_asyncio_loop_factories(

@@ -10,7 +10,7 @@ import hypercorn.asyncio
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from novainfer.server import http1, http2
+from novainfer.server import connection, http1, http2
 from novainfer.server.listen import hypercorn_config
 from novainfer.server.settings import ServerSettings
 from tests.server.conftest import eventually
@@ -26,6 +26,7 @@ async def serving(app: ASGIApp, **settings: Any) -> AsyncIterator[int]:
     sock = socket.create_server(("127.0.0.1", 0))
     port: int = sock.getsockname()[1]
     stop, listening = asyncio.Event(), asyncio.Event()
+    connection.install()
     http1.install()
     http2.install()
 

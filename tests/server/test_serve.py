@@ -172,7 +172,9 @@ async def test_curl_streams(serve: Serve, flags: tuple[str, ...]) -> None:
     )
     assert events(out)[-1] == "[DONE]", err
     out, err = await curl(*flags, "-w", "%{http_version}", f"{server.url}/health")
-    assert out == '{"status":"ok","model":"fake","state":"IDLE"}' + ("1.1" if flags == ("--http1.1",) else "2"), err
+    # --http2 asks for an upgrade, which is ignored: a proxy that passes it on would open a way past its own rules
+    version = "2" if flags == ("--http2-prior-knowledge",) else "1.1"
+    assert out == '{"status":"ok","model":"fake","state":"IDLE"}' + version, err
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
