@@ -1,7 +1,6 @@
 """The command line: flags, the configuration file, and one sentence for what is wrong."""
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -256,7 +255,7 @@ def test_a_model_that_cannot_be_loaded_is_exit_code_2(
     engine.start_failure = ModelLoadError("/models/x has no config.json")
     for module in (cli_serve, cli_chat, cli_generate):
         monkeypatch.setattr(module, "make_engine", lambda config: engine)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}\n')))
     for argv in (["serve", "--port", "0"], ["chat"], ["generate"]):
         assert main(argv) == 2
         assert capsys.readouterr().err.endswith("Error: /models/x has no config.json\n")
@@ -304,97 +303,6 @@ def test_every_option_has_a_hyphenated_name_and_no_double() -> None:
         names = [opt for param in command.params for opt in param.opts if isinstance(param, click.Option)]
         assert len(names) == len(set(names))
         assert not any("_" in name for name in names)
-
-
-@pytest.fixture
-def fake_generate(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
-    """The engines that `novainfer generate` makes, fake ones."""
-    engines: list[FakeEngine] = []
-
-    def make_engine(config: EngineConfig) -> FakeEngine:
-        engines.append(FakeEngine())
-        return engines[-1]
-
-    monkeypatch.setattr(cli_generate, "make_engine", make_engine)
-    return engines
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_generate_answers_each_line_in_order(fake_generate: list[FakeEngine], tmp_path: Path) -> None:
-    source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [
-        '{"prompt": "a", "id": "first", "note": 1}',
-        '{"messages": [{"role": "user", "content": "hi"}], "n": 2, "max_completion_tokens": 9}',
-        "",
-        '{"prompt_token_ids": [1, 2], "logprobs": 1, "return_token_ids": true}',
-        "nonsense",
-        '{"prompt": "b", "tools": [1], "id": 5}',
-        '{"prompt": "b", "messages": []}',
-        '{"prompt": "a", "temperature": 99999}',
-        '{"prompt": ["a", "b"]}',
-        '{"prompt": "a", "stream": true}',
-        '{"prompt": "' + "x" * 65 + '"}',
-        '{"prompt": "last"}',
-    ]
-    source.write_text("\n".join(lines))
-    argv = ["generate", "-i", str(source), "-o", str(sink), "--max-tokens", "7", "--temperature", "0.5"]
-    assert main(argv) == 0
-    results = read(sink)
-    assert [result["index"] for result in results] == list(range(11))
-    assert [result["id"] for result in results] == ["first", None, None, None, 5] + [None] * 6
-    assert results[0]["choices"] == [{"index": 0, "text": "Hello, world!", "finish_reason": "stop"}]
-    assert results[0]["ignored_fields"] == ["note"]
-    assert len(results[1]["choices"]) == 2
-    assert results[2]["choices"][0]["token_ids"] == [0, 1, 2, 3, 4]
-    assert results[2]["choices"][0]["logprobs"]["tokens"][0] == "Hello"
-    params = [None, "tools", "prompt", "temperature", "prompt", "stream", "prompt"]
-    assert [result["error"]["param"] for result in results[3:10]] == params
-    assert results[9]["error"]["code"] == "context_length_exceeded"
-    assert "choices" in results[10]
-    sent = {request_id: params for _, params, request_id in fake_generate[0].seen}
-    assert (sent["batch-0"].max_tokens, sent["batch-0"].temperature) == (7, 0.5)
-    assert sent["batch-1"].max_tokens == 9
-    assert fake_generate[0].is_closed
-
-
-def test_generate_goes_on_where_it_stopped(fake_generate: list[FakeEngine], tmp_path: Path) -> None:
-    source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(5)))
-    argv = ["generate", "-i", str(source), "-o", str(sink)]
-    assert main(argv) == 0
-    complete = sink.read_bytes()
-    cut = complete.splitlines(keepends=True)
-    sink.write_bytes(b"".join(cut[:2]) + cut[2][:20])  # as a crash leaves it
-    assert main(argv) == 0
-    assert sink.read_bytes() == complete
-    assert [prompt for prompt, _, _ in fake_generate[1].seen] == ["2", "3", "4"]
-    assert main(argv) == 0
-    assert fake_generate[2].seen == []
-    assert sink.read_bytes() == complete
-
-
-def test_generate_does_not_touch_a_file_of_another_kind(
-    fake_generate: list[FakeEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "in.jsonl"
-    source.write_text('{"prompt": "x"}\n')
-    assert main(["generate", "-i", str(source), "-o", str(source)]) == 2
-    assert "--output" in capsys.readouterr().err
-    assert source.read_text() == '{"prompt": "x"}\n'
-    assert not fake_generate
-
-
-def test_generate_reads_and_writes_standard_streams(
-    fake_generate: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}\n')))
-    with os.fdopen(os.dup(1), "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        assert main(["generate"]) == 0
-    assert json.loads(capfdbinary.readouterr().out)["choices"][0]["text"] == "Hello, world!"
 
 
 def chat_with(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, text: str, *argv: str) -> None:
