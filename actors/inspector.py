@@ -326,7 +326,7 @@ class Inspector:
             index=request.choice,
             state=str(request.state),
             reason=None if ended else self._reason(request, positions.get(request.request_id)),
-            dwell_s=now_s - request.since_s,
+            dwell_s=round(now_s - request.since_s, 6),
             cached_tokens=request.num_cached,
             generated_tokens=request.num_generated,
             blocks=0 if ended else len(request.blocks),  # they go back right after its end, or with its step
@@ -362,7 +362,7 @@ class Inspector:
             reason=reason,
             position=position,
             time=note.came.time,
-            dwell_s=dwell_s,
+            dwell_s=round(dwell_s, 6),
             prompt_tokens=None,
             cached_tokens=0,
             generated_tokens=0,

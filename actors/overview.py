@@ -44,11 +44,11 @@ class Overview:
                 ActorRecord(
                     name=shown_name(name),
                     state=found.state,
-                    dwell_s=found.dwell_s,
+                    dwell_s=round(found.dwell_s, 6),
                     mailbox_depth=found.mailbox_depth,
                     pid=self._worker_pid() if name == WORKER else os.getpid(),
                     handled_total=found.handled_total,
-                    wait_s=self._watchdog.wait_s(name),
+                    wait_s=round(self._watchdog.wait_s(name), 6),
                 )
             )
         return [*records, self._tokenizer_record()]
@@ -91,7 +91,7 @@ class Overview:
         return ActorRecord(
             name=TOKENIZER,
             state=str(self._encoding.sighting().state),
-            dwell_s=time.monotonic() - thread.since_s,
+            dwell_s=round(time.monotonic() - thread.since_s, 6),
             mailbox_depth=thread.num_waiting,
             pid=os.getpid(),
             handled_total=thread.num_done,

@@ -41,6 +41,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/healthz", info.health),
     ("GET", "/readyz", info.health),
     ("GET", "/ping", info.health),
+    ("POST", "/ping", info.health),
     ("GET", "/livez", info.live),
     ("GET", "/metrics", info.metrics),
     ("GET", "/version", info.version),

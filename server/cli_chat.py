@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import click
 
 from novainfer import Chat, EngineConfig, InvalidParameter, NovaInferError, SamplingParams
-from novainfer.server.cli_options import engine_config, engine_options, set_up_logging
+from novainfer.server.cli_options import API_KEY_VARIABLES, engine_config, engine_options, set_up_logging
 from novainfer.server.cli_serve import make_engine
 from novainfer.server.loop import loop_factory
 
@@ -201,7 +201,7 @@ def _say(partner: Partner, messages: Messages, params: SamplingParams) -> str | 
 @click.command()
 @engine_options
 @click.option("--url", help="Talk to the server at this address instead of loading a model.")
-@click.option("--api-key", envvar="NOVA_API_KEY", help="For --url. [env: NOVA_API_KEY]")
+@click.option("--api-key", envvar=API_KEY_VARIABLES, help="For --url. [env: NOVAINFER_API_KEY]")
 @click.option("--system", help="What the model is told before the conversation.")
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="0: always the likeliest token.")
 @click.option("--top-p", type=float, default=1.0, show_default=True)

@@ -16,6 +16,7 @@ from novainfer import EngineConfig
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+API_KEY_VARIABLES = ["NOVAINFER_API_KEY", "NOVA_API_KEY"]  # the first one that is set; the second is its old name
 MODEL_SOURCES = {
     "model_argument": "MODEL",
     "model": "--model",

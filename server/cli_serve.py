@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from novainfer import EngineConfig
-from novainfer.server.cli_options import engine_config, engine_options, set_up_logging
+from novainfer.server.cli_options import API_KEY_VARIABLES, engine_config, engine_options, set_up_logging
 from novainfer.server.engine import ServedEngine
 from novainfer.server.recorder import default_folder, usable_default
 from novainfer.server.settings import ServerSettings
@@ -27,8 +27,8 @@ _PATH = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--api-key",
     "api_keys",
     multiple=True,
-    envvar="NOVA_API_KEY",
-    help="A key that requests must carry; may be given several times. Probes need none. [env: NOVA_API_KEY]",
+    envvar=API_KEY_VARIABLES,
+    help="A key that requests must carry; may be given several times. Probes need none. [env: NOVAINFER_API_KEY]",
 )
 @click.option(
     "--admin-key",

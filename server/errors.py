@@ -25,7 +25,15 @@ from collections.abc import Iterable
 
 import msgspec
 
-from novainfer import CallerError, EngineOverloaded, NovaInferError, ServerError
+from novainfer import (
+    CallerError,
+    EngineOverloaded,
+    NovaInferError,
+    ReaderStalled,
+    RequestTimeout,
+    ServerError,
+    StepFailedError,
+)
 
 log = logging.getLogger("novainfer.server")
 
@@ -33,6 +41,11 @@ Headers = list[tuple[bytes, bytes]]
 
 RETRY_AFTER_S = 2.0  # for a server that starts or stops; openai-python ignores anything over 120 s
 INTERNAL_MESSAGE = "The server failed on this request; its log says why. Other requests go on."
+
+
+# OpenAI's clients send a 408 or a 500 again, up to three times, unless they are told not to. The first two are the
+# client's own deadline and its own slowness; a step that failed with this request alone in it would fail again.
+NEVER_RETRIED = (RequestTimeout, ReaderStalled, StepFailedError)
 
 
 class MalformedBody(CallerError):
@@ -160,6 +173,8 @@ def error_headers(error: Exception) -> Headers:
         wait_s = error.retry_after_s if isinstance(error, EngineOverloaded) else RETRY_AFTER_S
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
         headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))))
+    elif isinstance(error, NEVER_RETRIED):
+        headers.append((b"x-should-retry", b"false"))
     return headers
 
 

@@ -15,14 +15,16 @@ from novainfer import EngineClosed, InvalidParameter, RequestNotFound
 from novainfer.fsm.diagram import MACHINES, states
 from novainfer.fsm.health import DWELLS
 from novainfer.fsm.machine import Machine
+from novainfer.fsm.request import RequestState
 from novainfer.inspection import ActorRecord, IncidentRecord, RequestRecord, StepRecord
 from novainfer.server.decode import explain
 from novainfer.server.engine import ServedEngine
-from novainfer.server.errors import MalformedBody
+from novainfer.server.errors import MalformedBody, one_of
 from novainfer.server.exchange import SCOPE_KEY, Exchange, Viewer
 from novainfer.server.service import Service
 
 LAST_MAX = 1024  # steps that are kept
+REQUEST_STATES = (*map(str, RequestState), "OVERFLOW")
 
 
 class RequestList(msgspec.Struct, kw_only=True):
@@ -164,8 +166,11 @@ def _number(request: Request, name: str, default: int, most: int) -> int:
 
 async def list_requests(service: Service, request: Request) -> Response:
     """Where each request is, since when, and why it waits; `?state=` and `?limit=` narrow it down."""
+    state = request.query_params.get("state")
+    if state is not None and state.upper() not in REQUEST_STATES:
+        raise InvalidParameter(f"state must be {one_of(REQUEST_STATES)}, not {state[:40]!r}", param="state")
     found = _engine(service).requests(_viewer(request).sees)
-    if (state := request.query_params.get("state")) is not None:
+    if state is not None:
         found = [record for record in found if record.state == state.upper()]
     limit = _number(request, "limit", len(found) or 1, 1_000_000)
     return _json(RequestList(data=found[:limit]))

@@ -1,7 +1,7 @@
 """What is checked before a handler sees a request: content type, the body's size and its arrival in time.
 
-A refused body is still read, up to a limit, before the answer goes out: an early answer makes HTTP/1.1 clients lose
-it to a connection reset, and some HTTP/2 clients too.
+A refused body is still read to its end, and dropped, before the answer goes out: an early answer makes HTTP/1.1 clients
+lose it to a connection reset, and HTTP/2 clients too (curl, httpx). What that may take is bounded by time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from starlette.types import Receive, Scope
 
 from novainfer.server.errors import BodyTimeout, PayloadTooLarge, UnsupportedMediaType
 from novainfer.server.exchange import header
-
-DISCARDED_BYTES_MAX = 4 * 1024 * 1024  # read and dropped from a body over the limit, so that its sender hears why
 
 
 class ClientGone(Exception):
@@ -46,12 +44,13 @@ async def read_body(receive: Receive, *, bytes_max: int, timeout_s: float) -> by
                 num_bytes += len(chunk)
                 if num_bytes <= bytes_max:
                     chunks.append(chunk)
-                elif num_bytes > bytes_max + DISCARDED_BYTES_MAX:
-                    break
+                else:
+                    chunks.clear()
                 if not message.get("more_body", False):
                     break
     except TimeoutError:
-        raise BodyTimeout(f"The body did not arrive within {timeout_s:g} seconds") from None
+        if num_bytes <= bytes_max:
+            raise BodyTimeout(f"The body did not arrive within {timeout_s:g} seconds") from None
     if num_bytes > bytes_max:
         raise PayloadTooLarge(f"The body is over this server's limit of {bytes_max} bytes")
     return b"".join(chunks)

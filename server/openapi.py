@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
-from novainfer.server.errors import ErrorBody
+from novainfer.server.errors import ErrorBody, one_of
 from novainfer.server.info import Alive, Cancelled, Health, Model, ModelList, Version
 from novainfer.server.inspection import (
+    REQUEST_STATES,
     ActorList,
     ErrorList,
     Fault,
@@ -23,7 +24,7 @@ from novainfer.server.protocol import ChatCompletionRequest, CompletionRequest
 from novainfer.server.recorder import Dumped
 from novainfer.server.replies import ChatCompletion, Completion
 
-READY_PROBES = ("/health", "/healthz", "/readyz", "/ping")
+READY_PROBES = ("/health", "/healthz", "/readyz")
 ERRORS = {
     400: "a field is wrong, unsupported, or too long for the context",
     401: "the API key is missing or wrong",
@@ -105,7 +106,7 @@ def build_openapi(version: str) -> dict[str, Any]:
                 "Where each request is, and why it waits",
                 RequestList,
                 errors=(400, 401, 503),
-                query={"state": "only those in this state", "limit": "at most so many"},
+                query={"state": f"only those in this state: {one_of(REQUEST_STATES)}", "limit": "at most so many"},
             )
         },
         "/v1/requests/{request_id}": {
@@ -134,6 +135,7 @@ def build_openapi(version: str) -> dict[str, Any]:
         },
         "/v1/recorder/dump": {"post": operation("Write the flight recorder's file", Dumped, errors=(401, 403, 503))},
         **{path: {"get": operation("Ready for requests?", Health, **probe)} for path in READY_PROBES},
+        "/ping": dict.fromkeys(("get", "post"), operation("Ready for requests?", Health, **probe)),
         "/livez": {"get": operation("Does everything move?", Alive, **probe)},
         "/version": {"get": operation("Version", Version)},
         "/metrics": {"get": operation("Prometheus metrics", None, media_type="text/plain", errors=(401,))},

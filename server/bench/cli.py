@@ -14,6 +14,7 @@ from novainfer.server.bench.ideal import Roof
 from novainfer.server.bench.report import emit
 from novainfer.server.bench.worker import ChildError
 from novainfer.server.bench.workload import PREFIX, WORKLOADS, Workload, scaled
+from novainfer.server.cli_options import API_KEY_VARIABLES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 LIKE = "qwen2.5-0.5b"  # the shape that the targets are written for
@@ -151,7 +152,7 @@ def offline(
 
 @bench.command()
 @click.argument("target")
-@click.option("--api-key", envvar="NOVA_API_KEY")
+@click.option("--api-key", envvar=API_KEY_VARIABLES)
 @click.option("--http", type=click.Choice(["h1", "h2", "both"]), default="both", show_default=True)
 @click.option("--requests", type=click.IntRange(1), default=32, show_default=True)
 @click.option("--clients", type=click.IntRange(1), default=16, show_default=True, help="Requests open at a time.")

@@ -151,7 +151,9 @@ def test_a_file_gives_defaults_and_flags_win(served: Any, tmp_path: Path) -> Non
 
 
 def test_keys_come_from_the_environment(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOVA_API_KEY", "secret")
+    monkeypatch.setenv("NOVA_API_KEY", "old")
+    assert served()[1].api_keys == ("old",)
+    monkeypatch.setenv("NOVAINFER_API_KEY", "secret")
     assert served()[1].api_keys == ("secret",)
     monkeypatch.setenv("NOVAINFER_ADMIN_KEY", "boss")
     assert served()[1].admin_key == "boss"

@@ -4,9 +4,10 @@ import asyncio
 import json
 
 import httpx
+import openai
 import pytest
 
-from novainfer import StepFailedError
+from novainfer import NovaInferError, RequestTimeout, StepFailedError
 from tests.server.conftest import Serve, eventually
 from tests.server.fakes import FakeEngine
 from tests.server.rawh2 import RawH2
@@ -34,6 +35,24 @@ async def test_a_failure_before_the_first_token_is_a_status(client: httpx.AsyncC
     response = await client.post("/v1/chat/completions", content=BODY)
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "step_failed"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [RequestTimeout("The deadline has passed"), StepFailedError("The step failed with this request alone in it")],
+    ids=["408", "500"],
+)
+async def test_openais_client_does_not_send_again_what_would_end_the_same_way(
+    serve: Serve, failure: NovaInferError
+) -> None:
+    engine = FakeEngine()
+    engine.fail_at, engine.failure = 0, failure
+    server = await serve(engine)
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        with pytest.raises(openai.APIStatusError) as raised:
+            await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "hi"}])
+    assert raised.value.status_code == failure.status
+    assert len(engine.seen) == 1
 
 
 async def test_a_full_queue_is_503_with_retry_after(client: httpx.AsyncClient, engine: FakeEngine) -> None:

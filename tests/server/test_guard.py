@@ -67,6 +67,7 @@ async def test_a_client_that_leaves_during_its_body_is_forgotten(serve: Serve, e
     server = await serve(engine)
     client = await RawH2.connect(server.port)
     stream = await client.request("/v1/completions", b'{"prompt":', end=False)
+    assert (await client.response(await client.request("/health")))[0] == 200  # so it has begun
     await client.reset(stream)
     assert (await client.response(await client.request("/health")))[0] == 200
     assert server.service.metrics.http_requests["POST", "other", 499] == 1

@@ -283,6 +283,29 @@ async def test_an_actor_frozen_by_a_drill_is_reported_and_goes_on_when_it_is_tha
     assert (await held.client.get("/livez")).status_code == 200
 
 
+async def test_a_state_that_is_none_is_told_what_would_be_one(client: httpx.AsyncClient) -> None:
+    response = await client.get("/v1/requests?state=FOO")
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == "state"
+    assert error["message"].startswith("state must be WAITING, PREFILL, DECODE, ")
+    assert error["message"].endswith(" or OVERFLOW, not 'FOO'")
+    for state in ("decode", "OVERFLOW"):
+        assert (await client.get(f"/v1/requests?state={state}")).json()["data"] == []
+
+
+async def test_a_ping_may_be_a_post(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/ping")).json() == (await client.get("/ping")).json()
+
+
+async def test_times_are_told_to_the_microsecond(held: Held, serve: Serve) -> None:
+    await held.serve(serve)
+    await held.ask("one")
+    records = [*(await held.get("/v1/actors"))["data"], *(await held.get("/v1/requests"))["data"]]
+    for seconds in (record[name] for record in records for name in ("dwell_s", "wait_s") if name in record):
+        assert seconds == round(seconds, 6)
+
+
 # ---- documents ------------------------------------------------------------------------------------------------------
 
 
