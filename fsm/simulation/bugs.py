@@ -9,6 +9,7 @@ from novainfer.fsm.gate import Gate
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.simulation.deadline_bugs import DEADLINE_MUTANTS
 from novainfer.fsm.simulation.gate_bugs import GATE_MUTANTS
 from novainfer.fsm.simulation.mutants import Mutant
 from novainfer.fsm.simulation.process_bugs import PROCESS_MUTANTS
@@ -194,6 +195,7 @@ MUTANTS = [
     ),
     Mutant("a choice samples with the seed of another", Request, "sampling_spec", "choice=self.choice", "choice=0"),
     *GATE_MUTANTS,
+    *DEADLINE_MUTANTS,
     *SAMPLING_MUTANTS,
     *PROCESS_MUTANTS,
     # ---- blocks on the host

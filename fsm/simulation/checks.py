@@ -80,6 +80,11 @@ class Checks:
         self._sampled: list[Request] = []  # who got a token in the step being committed
         self._cancelled_early: set[int] = set()  # streams cancelled before anything was submitted for them
 
+    @property
+    def num_ended(self) -> int:
+        """Requests that have ended, as their streams were told."""
+        return len(self._ended)
+
     # ---- the scheduler -------------------------------------------------------------------------------------------
 
     def before_scheduler(self, event: Any) -> None:
@@ -322,7 +327,8 @@ class Checks:
             world.clients[event.stream_id].causes.add(Cause.QUEUE)
         elif isinstance(event, StallOver):
             client = world.clients[event.stream_id]
-            if client.num_reads == client.reads_when_stalled:
+            is_due = world.audit is None or world.audit.deadlines.is_overdue(event)
+            if is_due and client.num_reads == client.reads_when_stalled:
                 world.counts["stall timeout"] += 1
                 client.causes.add(Cause.STALLED)
 

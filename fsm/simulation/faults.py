@@ -106,7 +106,12 @@ def repeatable(world: World) -> list[Link]:
 def fire_early(world: World, timer: Timer) -> None:
     """A timer runs out before its time."""
     world.counts["early timeout"] += 1
+    audit = world.audit
+    if audit is not None:
+        audit.deadlines.is_early = True
     world.fire_timer(timer)
+    if audit is not None:
+        audit.deadlines.is_early = False
 
 
 # ---- clients and the owner ----------------------------------------------------------------------------------------

@@ -63,10 +63,13 @@ class Seed:
             self._make("stop", None)
             self._go_on()
         world.checks.end()
+        assert world.audit is not None
+        world.audit.end()
 
     def _go_on(self) -> None:
         """Until nothing can happen any more."""
-        world, clock = self.world, self.clock
+        world, clock, audit = self.world, self.clock, self.world.audit
+        assert audit is not None
         busy, draw, hop_s = world.busy, self.rng.random, self.mix.hop_s
         for turn in range(self._turn + 1, TURNS_MAX):
             self._turn = turn
@@ -79,8 +82,10 @@ class Seed:
                 self._make("deliver", busy[int(draw() * len(busy))])
                 world.now_s += hop_s
             elif len(clock):
+                audit.still()
                 if not world.jobs and not self._is_hung:
                     world.checks.quiet()
+                    audit.quiet()
                 world.now_s, call, args = clock.pop()
                 call(*args)
             elif world.late:

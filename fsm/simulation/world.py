@@ -47,6 +47,7 @@ from novainfer.fsm.planner import Limits
 from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler, SchedulerState
 from novainfer.fsm.simulation.admission import check_gate, check_stall
+from novainfer.fsm.simulation.audit import Audit
 from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.client import Client
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
@@ -132,6 +133,8 @@ class _WatchedScheduler(Scheduler):
 class World:
     """See the module. `trace` is given the bytes of every event that a machine takes, and when."""
 
+    audit: Audit | None = None  # where there is a clock
+
     def __init__(
         self, shape: Shape, trace: Callable[[bytes], None] | None = None, driver: Driver | None = None
     ) -> None:
@@ -168,6 +171,8 @@ class World:
         self.checks = Checks(self)
         self._trace = trace
         self._driver = driver
+        if driver is not None:
+            self.audit = Audit(self)
         self.perform("shell", [Send("worker", Begin())])
 
     def _new_device(self, epoch: int) -> ScriptedDevice:
@@ -271,7 +276,12 @@ class World:
         """`event` is at its receiver."""
         if to == "scheduler":
             self.checks.before_scheduler(event)
-            self.checks.after_scheduler(event, self.handle("scheduler", self.scheduler, event))
+            if self.audit is not None:
+                self.audit.before_scheduler(event)
+            effects = self.handle("scheduler", self.scheduler, event)
+            self.checks.after_scheduler(event, effects)
+            if self.audit is not None:
+                self.audit.scheduled(event, effects)
         elif to == "streams":
             self._to_streams(event)
         elif to == "tokenizer":
@@ -306,6 +316,9 @@ class World:
             stream_id = output.stream_id
             if stream_id in self.streams:
                 self.handle("streams", self.streams[stream_id], output)
+            if self.audit is not None:
+                self.audit.deadlines.given(output)
+            if stream_id in self.streams:
                 self._news(stream_id)
 
     def _news(self, stream_id: int) -> None:
@@ -371,6 +384,8 @@ class World:
         """A timer runs out."""
         event = self.timers.pop(timer)
         self.checks.timer(event)
+        if self.audit is not None:
+            self.audit.deadlines.fired(event)
         self.tell("timer", timer[0], event, urgent=True)
 
     # ---- clients -------------------------------------------------------------------------------------------------
@@ -406,6 +421,8 @@ class World:
             self.checks.rejection(rejected, was_full)
         else:
             client.was_let_in = True
+            if self.audit is not None:
+                self.audit.deadlines.arrived(stream_id)
 
     def abandon(self, stream_id: int) -> None:
         """A client goes away without reading on: its stream is forgotten."""
@@ -446,6 +463,8 @@ class World:
                 self.perform("streams", [effect])
             elif isinstance(effect.event, Delta):
                 client.take(effect.event)
+                if self.audit is not None:
+                    self.audit.deadlines.read(stream_id, effect.event)
             else:
                 assert isinstance(effect.event, End | Finished)
                 client.take_end(effect.event)

@@ -1,0 +1,50 @@
+"""Accounts that are kept beside a world with a clock: what should have happened by now, by means of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from novainfer.fsm.events import KeepOver, PauseRequest
+from novainfer.fsm.machine import Effect
+from novainfer.fsm.simulation.deadlines import Deadlines
+from novainfer.fsm.simulation.leftovers import check_empty, check_known
+
+if TYPE_CHECKING:
+    from novainfer.fsm.simulation.world import World
+
+
+class Audit:
+    """All accounts of one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.deadlines = Deadlines(world)
+        self._num_ended = 0  # requests, when leftovers were last looked for
+
+    def before_scheduler(self, event: Any) -> None:
+        """The scheduler is about to handle `event`."""
+        if isinstance(event, KeepOver):
+            self.deadlines.keep_over(event)
+
+    def scheduled(self, event: Any, effects: Sequence[Effect]) -> None:
+        """The scheduler has handled `event`."""
+        if isinstance(event, PauseRequest):
+            self.deadlines.paused(self._world.scheduler.requests.get(event.request_id))
+        elif isinstance(event, KeepOver):
+            self.deadlines.kept(event)
+
+    def still(self) -> None:
+        """All messages have arrived, and time goes on."""
+        self.deadlines.still()
+
+    def quiet(self) -> None:
+        """The device, too, has nothing to do."""
+        num_ended = self._world.checks.num_ended
+        if num_ended > self._num_ended:
+            self._num_ended = num_ended
+            check_known(self._world)
+
+    def end(self) -> None:
+        """Everybody has left."""
+        check_empty(self._world)
