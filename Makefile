@@ -10,14 +10,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # The strict editable install links file by file (so that mypy and editors see the folders as one package): a new or
 # removed file needs the links made again, which takes a second. `.venv/.files` changes when the list does.
-FILES := $(shell find api fsm kernels actors server -type f ! -path '*/__pycache__/*' 2>/dev/null | LC_ALL=C sort)
+FILES := $(shell find api fsm kernels actors server -type f ! -path '*/__pycache__/*' ! -path '*/prebuilt/*' 2>/dev/null | LC_ALL=C sort)
 ifneq ($(FILES),$(shell cat .venv/.files 2>/dev/null))
 .PHONY: $(LINKS)
 endif
 
 export OMP_WAIT_POLICY := passive
 
-.PHONY: setup serve test test-long check format lint types imports docs bench clean help
+.PHONY: setup serve test test-long check format lint types imports docs bench wheel clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -67,6 +67,14 @@ docs: setup      ## write the generated pages again: state machines, the tree
 
 bench: setup     ## the benchmarks, with ratios to roofline and transformers
 	$(BIN)/novainfer bench all $(ARGS)
+
+# The libraries lie in the tree only while the wheel is made; the same commit gives the same bytes.
+wheel: setup     ## make dist/*.whl, with the native kernels of every instruction set: no compiler where it is installed
+	rm -rf build/lib build/bdist.* dist kernels/cpu/prebuilt
+	$(BIN)/python -m novainfer.kernels.cpu.build kernels/cpu/prebuilt
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build/lib build/bdist.* kernels/cpu/prebuilt
+	ls -l dist
 
 clean:           ## remove the venv and caches
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
