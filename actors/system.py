@@ -435,6 +435,11 @@ class System:
         return self._gate.state is GateState.OPEN and self._stopping is not None and not self._stopping.is_set()
 
     @property
+    def has_ended(self) -> bool:
+        """True when nothing runs: it was never started, or everything has ended."""
+        return self._root is None or self._root.done()
+
+    @property
     def engine_state(self) -> EngineState:
         """What the engine waits for."""
         return self._engine.state

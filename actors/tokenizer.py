@@ -59,6 +59,23 @@ def load_tokenizer(path: Path, *, is_asked_for: bool = False) -> Tokenizer:
     return NoTokenizer()
 
 
+def load_for_caller(path: Path) -> Any:
+    """transformers' own tokenizer object: another one than the engine's, which belongs to a thread.
+
+    Raises `ModelLoadError` when the folder holds none.
+    """
+    check_vocabulary(path)
+    return _from_transformers(path)
+
+
+def _from_transformers(path: Path) -> Any:
+    try:
+        return _class_for(path).from_pretrained(str(path))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelLoadError(f"cannot load a tokenizer from {path}: {reason}", param="tokenizer") from error
+
+
 class NoTokenizer:
     """For a checkpoint that is only weights: prompts are token ids, and no token has text."""
 
@@ -76,11 +93,7 @@ class HFTokenizer:
 
     def __init__(self, path: Path) -> None:
         check_vocabulary(path)
-        try:
-            self._tokenizer = _class_for(path).from_pretrained(str(path))
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ModelLoadError(f"cannot load a tokenizer from {path}: {reason}", param="tokenizer") from error
+        self._tokenizer = _from_transformers(path)
         decoder = json.loads(self._tokenizer.backend_tokenizer.to_str()).get("decoder") or {}
         if decoder.get("type") != "ByteLevel":
             raise ModelLoadError(

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         ServerError,
         StepFailedError,
         UnsupportedParameter,
+        WrongLoop,
     )
     from novainfer.fsm.events import Chat
     from novainfer.fsm.outputs import Delta, FinishReason, TokenLogprob
@@ -67,6 +68,7 @@ _HOMES = {
         "ServerError",
         "StepFailedError",
         "UnsupportedParameter",
+        "WrongLoop",
     ),
     "novainfer.fsm.events": ("Chat",),
     "novainfer.fsm.outputs": ("Delta", "FinishReason", "TokenLogprob"),
@@ -107,6 +109,7 @@ __all__ = [
     "StepFailedError",
     "TokenLogprob",
     "UnsupportedParameter",
+    "WrongLoop",
     "__version__",
 ]
 

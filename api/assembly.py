@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from novainfer.actors.device import Device, ModelSettings
 from novainfer.actors.link import MakeLink, ThreadLink
@@ -12,7 +13,7 @@ from novainfer.actors.process import ProcessLink
 from novainfer.actors.recorder import Recorder
 from novainfer.actors.spec import DeviceSpec, ModelSpec, Progress
 from novainfer.actors.system import Patience, System
-from novainfer.actors.tokenizer import Tokenizer, load_tokenizer
+from novainfer.actors.tokenizer import Tokenizer, load_for_caller, load_tokenizer
 from novainfer.config import EngineConfig
 from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.planner import Limits
@@ -47,6 +48,13 @@ def make_system(
         patience=Patience(**{name: getattr(config, name) for name in Patience.__struct_fields__}),
         restarts=RestartPolicy(config.max_restarts, config.restart_window_s) if is_process else RestartPolicy(),
     )
+
+
+def callers_tokenizer(config: EngineConfig) -> Any:
+    """transformers' tokenizer of the configured model; raises `ModelLoadError`. May take a second."""
+    if config.tokenizer is not None:
+        return load_for_caller(ModelLocation(config.tokenizer, "tokenizer").path())
+    return load_for_caller(ModelLocation(config.model).path())
 
 
 def check_before_start(config: EngineConfig, *, has_model: bool, has_tokenizer: bool) -> None:

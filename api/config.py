@@ -12,6 +12,8 @@ from novainfer.actors.location import DEMO_MODEL
 from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.params import check_types
 
+DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an engine is built; without arguments it serves the demo model on the CPU.
@@ -20,7 +22,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     A step computes at most `max_num_batched_tokens` tokens of at most `max_num_seqs` requests; a prompt is
     prefilled in chunks of `prefill_chunk_tokens`. The KV cache holds `num_kv_blocks` blocks of `block_size` tokens
     when `kv_cache_capacity_mode` is "fixed"; "auto" takes what `max_num_seqs` requests can use, within
-    `kv_cache_memory_utilization` of the free memory. Admission: at most `max_num_queued_reqs` requests of
+    `kv_cache_memory_utilization` of the free memory (`gpu_memory_utilization` is another name for it). `dtype` may be
+    "half", "float", "fp16", "bf16" or "fp32", too. Admission: at most `max_num_queued_reqs` requests of
     `max_num_queued_tokens` tokens wait; beyond them, `max_num_overflow_reqs` that asked to wait may.
 
     `worker` "process" gives the device a process of its own, which is brought up again when it is lost; with
@@ -39,7 +42,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokenizer: str | Path | None = None
     served_model_name: str | None = None
     device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "half", "fp16", "bf16", "float", "fp32"] = "auto"
     seed: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -49,6 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: bool = True
     kv_cache_capacity_mode: Literal["auto", "fixed"] = "auto"
     kv_cache_memory_utilization: float = 0.6
+    gpu_memory_utilization: float | None = None
     num_kv_blocks: int | None = None
     max_num_queued_reqs: int = 1024
     max_num_queued_tokens: int = 1_048_576
@@ -70,7 +74,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     recorder_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.dtype, str):
+            msgspec.structs.force_setattr(self, "dtype", DTYPES.get(self.dtype, self.dtype))
         check_types(self)
+        if self.gpu_memory_utilization is not None:
+            self._take_vllms_name(self.gpu_memory_utilization)
         for name in ("model", "tokenizer"):
             value = getattr(self, name)
             if not (isinstance(value, str | Path) and value != "") and not (name == "tokenizer" and value is None):
@@ -107,3 +115,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"({self.max_num_seqs}), so that every running request can decode in one step",
                 param="max_num_batched_tokens",
             )
+
+    def _take_vllms_name(self, share: float) -> None:
+        """`gpu_memory_utilization` was given: it is read back under its own name."""
+        default = type(self).__struct_defaults__[type(self).__struct_fields__.index("kv_cache_memory_utilization")]
+        if self.kv_cache_memory_utilization not in (default, share):
+            raise InvalidParameter(
+                "gpu_memory_utilization is another name for kv_cache_memory_utilization: give one of them",
+                param="gpu_memory_utilization",
+            )
+        msgspec.structs.force_setattr(self, "kv_cache_memory_utilization", share)
+        msgspec.structs.force_setattr(self, "gpu_memory_utilization", None)

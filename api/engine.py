@@ -10,6 +10,7 @@ model has a process instead, which is replaced when it is lost.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 import time
@@ -29,7 +30,8 @@ from novainfer.actors.spec import DeviceSpec, Progress
 from novainfer.actors.steps import PhaseTotals, StepRecord
 from novainfer.actors.streams import StreamHandle
 from novainfer.actors.tokenizer import Tokenizer
-from novainfer.assembly import check_before_start, make_system
+from novainfer.arguments import must_be, must_be_seconds, must_have
+from novainfer.assembly import callers_tokenizer, check_before_start, make_system
 from novainfer.config import EngineConfig
 from novainfer.fsm.errors import (
     ContextLengthExceeded,
@@ -49,6 +51,7 @@ from novainfer.fsm.events import Cause, End, Finished
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.stream import StreamState
+from novainfer.home import Home
 from novainfer.prompt import PromptLike, to_prompt
 
 SEED_MASK = 2**64 - 1
@@ -120,7 +123,17 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         on_progress: Progress | None = None,
     ) -> None:
-        self.config = config = config or EngineConfig()
+        if config is not None:
+            must_be("config", config, EngineConfig, "an EngineConfig")
+        if device is not None and not isinstance(device, DeviceSpec):
+            must_have("device", device, ("load", "fit", "warm", "run", "close"), "a Device or a DeviceSpec")
+        if tokenizer is not None:
+            must_have("tokenizer", tokenizer, ("encode_batch", "vocabulary"), "a Tokenizer (a folder goes into config)")
+        if on_progress is not None and not callable(on_progress):
+            raise InvalidParameter("on_progress must be a function of two integers", param="on_progress")
+        self.config = config = config if config is not None else EngineConfig()
+        self._home = Home()
+        self._tokenizer = tokenizer
         self._loads = {"has_model": device is None, "has_tokenizer": tokenizer is None}
         self._system = make_system(config, device=device, tokenizer=tokenizer, on_progress=on_progress)
         self._random = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
@@ -133,10 +146,12 @@ class Engine:
     async def start(self) -> None:
         """Load and warm the model; raises `ModelLoadError` with one sentence that says what is wrong.
 
-        Raises `InvalidParameter` when `recorder_dir` cannot be written.
+        The engine lives on the running event loop from now on. Raises `WrongLoop` when that is none of asyncio's, and
+        `InvalidParameter` when `recorder_dir` cannot be written.
         """
         if self._is_started:
             raise EngineClosed("an engine starts once; make a new one")
+        self._home.enter()
         self._is_started = True
         check_before_start(self.config, **self._loads)
         ready = await self._system.start()
@@ -154,11 +169,19 @@ class Engine:
         )
 
     async def aclose(self) -> None:
-        """End everything now; requests still open end with `EngineDraining`. From any task, any number of times."""
+        """End everything now; requests still open end with `EngineDraining`. From any task, any number of times.
+
+        After the loop has ended there is nothing left to close.
+        """
+        if self._home.has_ended and self._system.has_ended:
+            return
+        self._home.check()
         await self._system.aclose()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests; those here may finish for `timeout_s` seconds, then the rest end with an error."""
+        must_be_seconds("timeout_s", timeout_s)
+        self._home.check()
         await self._system.drain(timeout_s)
 
     async def __aenter__(self) -> Self:
@@ -185,7 +208,7 @@ class Engine:
         `owner` says whose request it is, for `requests(owner)` and its like; the server passes a digest of the key.
 
         Raises `EngineOverloaded` (with `retry_after_s`), `EngineDraining`, `InvalidParameter`,
-        `ContextLengthExceeded`, `RequestCancelled`, `RequestTimeout`, `StepFailedError` or `EngineDead`.
+        `ContextLengthExceeded`, `WrongLoop`, `RequestCancelled`, `RequestTimeout`, `StepFailedError` or `EngineDead`.
         """
         name = self.add_request(prompt, params, request_id=request_id, owner=owner)
         try:
@@ -208,6 +231,12 @@ class Engine:
         """
         if self._info is None:
             raise EngineClosed("the engine was not started")
+        self._home.check()
+        if params is not None:
+            must_be("params", params, SamplingParams, "SamplingParams")
+        if request_id is not None:
+            must_be("request_id", request_id, str, "a string")
+        must_be("owner", owner, str, "a string")
         params = params if params is not None else SamplingParams(max_tokens=None)
         params.check_vocabulary(self._info.vocab_size)
         if params.n > self.config.max_num_queued_reqs:
@@ -237,6 +266,8 @@ class Engine:
 
     def cancel(self, request_id: str) -> bool:
         """End a request; False if there is none of this id (any more). Twice is as good as once."""
+        must_be("request_id", request_id, str, "a string")
+        self._home.check()
         handle = self._handles.get(request_id)
         if handle is None:
             return False
@@ -341,11 +372,25 @@ class Engine:
 
         `novainfer replay` runs the file again. It holds prompts and answers. Raises `RecorderUnavailable`.
         """
+        if path is not None:
+            must_be("path", path, str | Path, "a path")
+        self._home.check()
         return await self._system.recorder.dump(Path(path) if path is not None else None)
+
+    async def get_tokenizer(self) -> Any:
+        """The model's tokenizer as transformers has it (another object than the engine's own), or the one given here.
+
+        Raises `ModelLoadError` when the model has none.
+        """
+        if self._tokenizer is not None:
+            return self._tokenizer
+        return await asyncio.to_thread(callers_tokenizer, self.config)
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
     def _handle(self, request_id: str) -> StreamHandle:
+        must_be("request_id", request_id, str, "a string")
+        self._home.check()
         handle = self._handles.get(request_id)
         if handle is None:
             raise RequestNotFound(f"there is no request {request_id}", param="request_id")

@@ -8,6 +8,7 @@ for output in llm.generate(["Once upon a time", "The capital of France is"], Sam
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import weakref
 from collections.abc import Coroutine, Iterable, Sequence
@@ -18,9 +19,11 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from novainfer.actors.location import DEMO_MODEL
+from novainfer.arguments import must_be
+from novainfer.assembly import callers_tokenizer
 from novainfer.config import EngineConfig
 from novainfer.engine import Engine
-from novainfer.fsm.errors import EngineClosed, InvalidParameter
+from novainfer.fsm.errors import EngineClosed, InvalidParameter, NovaInferError
 from novainfer.fsm.events import Chat
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.params import SamplingParams
@@ -29,6 +32,7 @@ from novainfer.prompt import PromptLike
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
 
 # Streams open at once, in batches of max_num_seqs: the next ones are tokenised while the last ones decode.
 OPEN_BATCHES = 2
@@ -36,7 +40,10 @@ UNLIMITED = 2**62  # a script's own queue needs no admission
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One choice: its text, its token ids, and how it ended."""
+    """One choice: its text, its token ids, and how it ended.
+
+    `cumulative_logprob` is the sum of the tokens' log probabilities; it and `logprobs` are None unless asked for.
+    """
 
     index: int
     text: str = ""
@@ -44,10 +51,14 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] | None = None
+    cumulative_logprob: float | None = None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """The answer to one prompt; `prompt` is None when token ids were given."""
+    """The answer to one prompt; `prompt` is None when token ids were given.
+
+    A prompt of a list that could not be answered has its `error` here, and no `outputs`.
+    """
 
     request_id: str
     prompt: str | None
@@ -56,6 +67,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     seed: int | None = None
     finished: bool = True
+    error: NovaInferError | None = None
 
 
 class LLM:
@@ -81,34 +93,46 @@ class LLM:
     def generate(
         self,
         prompts: PromptLike | Sequence[str | list[int] | dict[str, Any]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer each prompt, in order; `prompts` is a string, `{"prompt_token_ids": [...]}`, or a list of either.
 
-        `params` is one for all, or one for each. The first prompt that cannot be answered raises, and ends the rest.
+        `sampling_params` is one for all, or one for each. A prompt of a list that cannot be answered has an `error` in
+        its place, and a line in the log; the others are answered. A single prompt raises it.
         """
         listed: list[Any]
+        is_one = False
         if isinstance(prompts, str | bytes | dict | Chat) or not isinstance(prompts, Iterable):
-            listed = [prompts]  # one prompt, or nothing that could be one: the engine says which
+            listed, is_one = [prompts], True  # or nothing that could be a prompt: the engine says so
         else:
             listed = list(prompts)
             if listed and all(isinstance(item, int) for item in listed):  # one prompt of token ids
-                listed = [listed]
-        return self._run(_generate_all(self._engine, listed, _spread(params, len(listed)), use_tqdm))
+                listed, is_one = [listed], True
+        return self._answer(listed, sampling_params, use_tqdm, is_one)
 
     def chat(
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of a list of them, through the model's chat template."""
-        many = messages if messages and isinstance(messages[0], list) else [messages]
-        chats = [Chat(messages=list(conversation)) for conversation in many]  # type: ignore[arg-type]
-        return self._run(_generate_all(self._engine, list(chats), _spread(params, len(chats)), use_tqdm))
+        """Answer one conversation, or each of a list of them, through the model's chat template.
+
+        Errors are as in `generate`: of a list each has its own, a single conversation raises.
+        """
+        must_be("messages", messages, list, "a list of messages, or a list of such lists")
+        is_one = not messages or not isinstance(messages[0], list)
+        many: list[Any] = [messages] if is_one else messages
+        return self._answer([Chat(messages=conversation) for conversation in many], sampling_params, use_tqdm, is_one)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer as transformers has it; raises `ModelLoadError` when the model has none."""
+        if not self._finalizer.alive:
+            raise EngineClosed("this LLM is closed")
+        return callers_tokenizer(self._engine.config)
 
     def close(self) -> None:
         """Free the model; any number of times."""
@@ -123,6 +147,15 @@ class LLM:
         self.close()
 
     # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _answer(self, prompts: list[Any], sampling_params: Any, use_tqdm: bool, is_one: bool) -> list[RequestOutput]:
+        outputs = self._run(_generate_all(self._engine, prompts, _spread(sampling_params, len(prompts)), use_tqdm))
+        errors = [output.error for output in outputs if output.error is not None]
+        if is_one and errors:
+            raise errors[0]
+        if errors:
+            logger.warning("%d of %d prompts got an error, the first: %s", len(errors), len(outputs), errors[0])
+        return outputs
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Do `work` on the loop's thread; Ctrl-C here cancels it there."""
@@ -176,11 +209,14 @@ async def _generate_one(engine: Engine, prompt: Any, params: SamplingParams | No
             choice.token_ids += delta.token_ids
             if delta.logprobs is not None:
                 choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]
+                choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + sum(x.logprob for x in delta.logprobs)
             choice.finish_reason = delta.finish_reason
             choice.stop_reason = delta.stop_reason
             output.request_id, output.seed = delta.request_id, delta.seed
             output.num_cached_tokens = delta.num_cached_tokens
             output.prompt_token_ids = delta.prompt_token_ids or output.prompt_token_ids
+    except NovaInferError as error:
+        output.error, output.outputs = error, []
     finally:
         await stream.aclose()
     return output
@@ -191,8 +227,12 @@ def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    must_be("sampling_params", params, Sequence, "SamplingParams, or one for each prompt")
+    for at, one in enumerate(params):
+        must_be(f"sampling_params[{at}]", one, SamplingParams, "SamplingParams")
     if len(params) != count:
-        raise InvalidParameter(f"params must be one, or one for each of {count} prompts, not {len(params)}")
+        message = f"sampling_params must be one, or one for each of {count} prompts, not {len(params)}"
+        raise InvalidParameter(message, param="sampling_params")
     return list(params)
 
 

@@ -6,7 +6,8 @@
     │   ├── UnsupportedParameter    400  a known field whose feature is not built
     │   ├── ContextLengthExceeded   400  prompt plus max_tokens do not fit the context
     │   ├── ModelNotFound           404  the server does not serve this model
-    │   └── RequestNotFound         404  no request of this id
+    │   ├── RequestNotFound         404  no request of this id
+    │   └── WrongLoop               400  an engine is used on another event loop than its own
     ├── ServerError                 the server cannot do it now
     │   ├── EngineOverloaded        503  the admission queue is full: try again after `retry_after_s`
     │   ├── EngineDraining          503  the engine is shutting down
@@ -81,6 +82,12 @@ class RequestNotFound(CallerError):
     status = 404
     type = "not_found_error"
     code = "request_not_found"
+
+
+class WrongLoop(CallerError, RuntimeError):
+    """An engine is used on another event loop than its own, or on none."""
+
+    code = "wrong_loop"
 
 
 class ServerError(NovaInferError):

@@ -12,10 +12,10 @@ import yaml
 from click.core import ParameterSource
 
 from novainfer import EngineConfig
+from novainfer.config import DTYPES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 API_KEY_VARIABLES = ["NOVAINFER_API_KEY", "NOVA_API_KEY"]  # the first one that is set; the second is its old name
 MODEL_SOURCES = {
     "model_argument": "MODEL",
@@ -34,10 +34,6 @@ ENGINE_FIELDS = (
 )
 # the same, where the field's name ends with the unit and the flag's does not
 ENGINE_DURATIONS = ("step_timeout", "heartbeat_timeout", "restart_window", "stall_timeout")
-
-
-def _dtype(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    return DTYPES.get(value, value) if value is not None else None
 
 
 def _load_config(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
@@ -104,7 +100,6 @@ def _engine_options() -> list[Callable[[Command], Command]]:
             type=click.Choice(["auto", "float32", "bfloat16", "float16", *DTYPES]),
             default="auto",
             show_default=True,
-            callback=_dtype,
         ),
         option("--seed", type=int, help="Of requests that bring none; default: drawn anew."),
         option("--max-model-len", type=int, help="Longest context in tokens; default: the model's own."),

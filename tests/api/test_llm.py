@@ -108,9 +108,16 @@ def test_logprobs_belong_to_the_tokens(llm: LLM) -> None:
     ],
     ids=lambda value: str(value)[:20].encode("ascii", "backslashreplace").decode(),
 )
-def test_one_bad_prompt_among_many_raises_and_the_llm_goes_on(llm: LLM, bad: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        llm.generate(["Hello", bad, *["World"] * 40], greedy(50, ignore_eos=True), use_tqdm=False)
+def test_one_bad_prompt_among_many_has_its_error_and_the_others_their_answers(
+    llm: LLM, bad: Any, error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, wrong, *others = llm.generate(["Hello", bad, *["World"] * 40], greedy(9, ignore_eos=True), use_tqdm=False)
+    assert isinstance(wrong.error, error)
+    assert wrong.outputs == []
+    for output in (first, *others):
+        assert output.error is None
+        assert len(output.outputs[0].token_ids) == 9
+    assert "1 of 42 prompts got an error, the first: " in caplog.text
     assert llm.generate("Hello", greedy(3), use_tqdm=False)[0].outputs[0].token_ids
     statistics = llm._engine.statistics()
     assert (statistics.num_running, statistics.num_waiting, statistics.kv_blocks_owned) == (0, 0, 0)
@@ -120,6 +127,50 @@ def test_one_bad_prompt_among_many_raises_and_the_llm_goes_on(llm: LLM, bad: Any
 def test_what_is_no_prompt_at_all_is_refused(llm: LLM, bad: Any) -> None:
     with pytest.raises(InvalidParameter, match="the prompt must be a string, a list of token ids, or messages"):
         llm.generate(bad, greedy(1), use_tqdm=False)
+
+
+def test_a_bad_conversation_among_many_has_its_error_and_one_alone_raises(llm: LLM) -> None:
+    good, bad = [{"role": "user", "content": "hi"}], [{"role": "user", "content": "x " * 5000}]
+    answered, wrong = llm.chat([good, bad], greedy(3), use_tqdm=False)
+    assert answered.outputs[0].token_ids
+    assert isinstance(wrong.error, ContextLengthExceeded)
+    with pytest.raises(ContextLengthExceeded):
+        llm.chat(bad, greedy(3), use_tqdm=False)
+
+
+@pytest.mark.parametrize("bad", [None, 5, "hello", {"role": "user"}], ids=repr)
+def test_what_is_no_conversation_is_refused(llm: LLM, bad: Any) -> None:
+    with pytest.raises(InvalidParameter, match="messages must be a list of messages"):
+        llm.chat(bad)
+
+
+@pytest.mark.parametrize("bad", [5, "greedy", {"max_tokens": 3}, [None], ["greedy"]], ids=repr)
+def test_what_are_no_parameters_is_refused_by_name(llm: LLM, bad: Any) -> None:
+    with pytest.raises(InvalidParameter, match="sampling_params") as caught:
+        llm.generate(["Hello"], bad)
+    assert str(caught.value.param).startswith("sampling_params")
+
+
+def test_arguments_may_be_spelled_as_vllm_does(llm: LLM) -> None:
+    (first,) = llm.generate("Hello", greedy(3), use_tqdm=False)
+    (second,) = llm.generate(prompts="Hello", sampling_params=greedy(3), use_tqdm=False)
+    assert first.outputs == second.outputs
+    assert llm.chat(messages=[{"role": "user", "content": "hi"}], sampling_params=[greedy(1)], use_tqdm=False)
+
+
+def test_the_tokenizer_is_that_of_the_model(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    (output,) = llm.generate("Hello there", greedy(8), use_tqdm=False)
+    assert tokenizer.encode("Hello there") == output.prompt_token_ids
+    assert tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True) == output.outputs[0].text
+
+
+def test_the_cumulative_log_probability_is_the_sum_over_the_tokens(llm: LLM) -> None:
+    (output,) = llm.generate("Hello", greedy(5, logprobs=0), use_tqdm=False)
+    (choice,) = output.outputs
+    assert choice.logprobs is not None
+    assert choice.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in choice.logprobs))
+    assert llm.generate("Hello", greedy(5), use_tqdm=False)[0].outputs[0].cumulative_logprob is None
 
 
 def test_parameters_are_one_or_one_for_each(llm: LLM) -> None:

@@ -41,6 +41,7 @@ SURFACE = [
     "StepFailedError",
     "TokenLogprob",
     "UnsupportedParameter",
+    "WrongLoop",
     "__version__",
 ]
 
