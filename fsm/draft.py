@@ -1,19 +1,30 @@
 """One step being planned: who runs in it, and how many tokens of each; continuous batching under one token budget.
 
-Every request that decodes takes one token. What is left of the budget, but no more than the chunk, goes to prompts,
-first come first served. A prompt longer than what is left is cut at a block boundary and goes on in the next step;
-while a short one stands behind it, a quarter of the chunk is kept for short ones, so that one long prompt starves
-nobody. A waiting request is admitted when its whole prompt, and one block to go on, fit beside what the prompts before
-it still need; it waits for nobody's blocks half-way.
+Every request that decodes takes one token. What is left of the budget, but no more than the chunk, goes to prompts:
+half of it by age, and half by work (the tokens that have to be computed), least first. A prompt longer than what is
+left is cut at a block boundary and goes on in the next step. So with C tokens a step for prompts, p = C // 2 - block
+size, and slots and blocks free, a request of w tokens of work has its first token within
+
+    ceil((min(A, S) + w) / p) + 2 steps
+
+where A is the work of it and all older ones, and S that of all with at most twice its own: neither one long prompt, nor
+many, hold up a short one, nor do many short ones hold up a long one. docs/fairness.md holds all rules of this kind.
+
+A waiting request is admitted when its whole prompt, and one block to go on, fit beside what the prompts before it
+still need and a headroom for those that run; it waits for nobody's blocks half-way.
 
 A prefix that another request is computing is not computed twice: planned in the same step or cached, its blocks are
-shared; if its turn comes in a later step, the newcomer waits for it by name, and becomes the producer itself when
-the first one ends.
+shared; if its turn comes in a later step, the newcomer waits for it by name, unless it would be done first itself. It
+becomes the producer itself when the first one ends.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection
+from heapq import nsmallest
+from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,8 +36,13 @@ from novainfer.fsm.request import ADMIT, FETCH, Request, RequestState
 if TYPE_CHECKING:
     from novainfer.fsm.planner import Planner
 
-SHORT_SHARE = 4  # 1/4 of the chunk is kept for short prompts while a long one is ahead of them
-SHORT_LOOKAHEAD = 32  # waiting requests looked at to see whether a short one is there: bounds the scan of a long queue
+RUNNING_PER_BLOCK = 4  # an admission leaves one block free for so many running requests
+# What one planned step may cost, however many wait: a look is a microsecond, and so is each of its units eight times.
+LOOKS = 32  # waiting requests looked at by age, in turn, and by work: so many of each
+LOOK_UNITS = 8192  # names looked up in those by age and in turn, and again in those by work: 0.1 us each
+HASH_UNITS = 8  # of a name that has to be worked out first: 0.8 us
+ADMISSIONS = 64  # 25 us each
+ADMITTED_BLOCKS = 2048  # table entries, after which nothing more is admitted: 1 us each
 
 
 class Flight(msgspec.Struct, gc=False):
@@ -57,6 +73,16 @@ class Draft:
         self.only = only
         self.budget = planner.max_tokens
         self.chunk = chunk
+        self.left = 0  # prompt tokens that the step can still take
+        self.reserved = 0  # blocks that those in prefill still need
+        self.barrier: float = inf  # the id of the oldest request that did not fit: nothing younger is admitted
+        self.oldest: Request | None = None  # of those that the first half goes to
+        self.kept_slots = 0
+        self.had_running = bool(planner.running)
+        self.served: set[int] = set()
+        self.expecting: list[Request] = []  # they wait for a prefix
+        self.units = 0  # what may still be spent on looking
+        self.is_cut = False  # a look ended for want of them
         self.flight = Flight(step_id, [], [], [], Journal(), [], [], [], {})
         self.plan = StepPlan(
             step_id=step_id,
@@ -101,71 +127,201 @@ class Draft:
         self.budget -= len(rows)
 
     def add_prefills(self) -> None:
-        """Prompt tokens, first come first served, within the chunk and the budget."""
+        """Prompt tokens within the chunk and the budget: half of them by age, half by work."""
         planner = self.planner
-        left = min(self.chunk, self.budget)
-        short = self.chunk // SHORT_SHARE
+        self.left = min(self.chunk, self.budget)
+        if self.left <= 0:
+            return
         prefilling = [r for r in planner.running.values() if r.state is RequestState.PREFILL and allowed(r, self.only)]
-        prefilling.sort(key=arrival)
-        waiting = [r for r in planner.waiting if allowed(r, self.only)] if self.only else planner.waiting
-        candidates = [*prefilling, *(waiting[:SHORT_LOOKAHEAD] if planner.free_slots else ())]
-        long_left = left
-        if any(r.num_remaining > left for r in candidates) and any(r.num_remaining <= short for r in candidates):
-            long_left = max(left - short, 1)  # the long one goes on, whoever else can or cannot use the rest
-        reserved = sum(blocks_for(r, self.size) - len(r.blocks) for r in prefilling)
-        for request in prefilling:
-            used = self._prefill(request, long_left if request.num_remaining > short else left)
-            left -= used
-            long_left = min(long_left - used if request.num_remaining > 0 else long_left, left)
-            reserved -= len(request.blocks) - self.flight.rows[-1][2] if used else 0
-        admitted: list[Request] = []
-        for request in waiting:
-            if left <= 0 or not planner.free_slots or len(planner.running) >= planner.max_running:
+        if not prefilling and not planner.waiting:
+            return
+        self.reserved = sum(blocks_for(r, self.size) - len(r.blocks) for r in prefilling)
+        self.oldest = min(prefilling, key=arrival, default=None)
+        candidates = sorted([*prefilling, *self._admissible()], key=arrival)
+        half = -(-self.left // 2)
+        cut: Request | None = None  # it gets what is left of the first half, and its turn in the second
+        for request in candidates:
+            if half <= 0 or self._to_compute(request) > half:
+                cut = request if half > 0 else None
                 break
-            if self.only is None and request.waits_for in planner.producers:
-                continue
-            hits, request.waits_for = ([], None) if request.host_blocks else self._find_prefix(request)
-            if request.waits_for is not None:
-                continue
-            revived = sum(planner.pool.is_cached(block) for block in hits)
-            needed = blocks_for(request, self.size) + 1 - len(hits) + revived
-            if needed > planner.pool.num_available - reserved and planner.running:
-                break  # first come, first served: nobody overtakes by being small
-            if request.host_blocks:
-                self._fetch(request)
-                admitted.append(request)
-                reserved += blocks_for(request, self.size) - len(request.blocks)
-                continue
-            allowance = long_left if request.num_remaining - len(hits) * self.size > short else left
-            if allowance <= 0:
-                continue
-            self._admit(request, hits)
-            admitted.append(request)
-            used = self._prefill(request, allowance, num_blocks=0)
-            assert used, "what was admitted fits, or has the pool to itself"
-            left -= used
-            long_left = min(long_left - used if request.num_remaining > 0 else long_left, left)
-            reserved += blocks_for(request, self.size) - len(request.blocks)
-        for request in admitted:
-            planner.waiting.remove(request)
+            half -= self._serve(request, half)
+        ranked = sorted((r for r in candidates if r is not cut), key=lambda r: (r.work, r.request_id))
+        if cut is not None:
+            kept = self._keep(cut)
+            for request in ranked:
+                if (request.work, request.request_id) > (cut.work, cut.request_id):
+                    break
+                self._serve(request, self.left - half)
+            self._keep(None, kept)
+            self._serve(cut, self.left)
+        for request in ranked:
+            self._serve(request, self.left)
+        for request in self.expecting:
+            name = request.waits_for
+            self._serve(request, self.left)  # what it waits for may just have been planned
+            request.waits_for = request.waits_for or (name if request.slot < 0 else None)
+        for request in self.flight.admitted:
+            planner.dequeue(request)
 
-    def _find_prefix(self, request: Request) -> tuple[list[int], bytes | None]:
-        """The blocks that already hold the beginning of `request`, or the name of one that is worth waiting for."""
+    def _admissible(self) -> list[Request]:
+        """The waiting requests that could be admitted, oldest first: up to the first one that does not fit."""
+        planner, size, only = self.planner, self.size, self.only
+        waiting = [r for r in planner.waiting if allowed(r, only)] if only is not None else planner.waiting
+        if not waiting or not self._has_slot():
+            return []
+        purse_of = self._whom_to_look_at(waiting)
+        purses = [LOOK_UNITS, LOOK_UNITS]
+        room = planner.pool.num_available - self.reserved - self._headroom()
+        found: list[Request] = []
+        for request in waiting:
+            at = purse_of.get(request.request_id) if purse_of is not None else 0
+            needed = blocks_for(request, size) + 1 - (len(request.token_ids) - request.work) // size
+            if at is not None:
+                if purses[at] <= 0:
+                    continue
+                self.units = purses[at]
+                hits = self._look(request)
+                purses[at] = self.units
+                if hits is None:
+                    continue
+                request.work = 0 if request.host_blocks else len(request.token_ids) - len(hits) * size
+                if request.waits_for is not None:
+                    self.expecting.append(request)
+                    continue
+                needed = self._needed(request, hits)
+            elif request.waits_for is not None:
+                continue
+            if needed > room and (planner.running or found):
+                break
+            if at is not None:
+                found.append(request)
+                if self.oldest is None or request.request_id < self.oldest.request_id:
+                    self.oldest = request
+        return found
+
+    def _whom_to_look_at(self, waiting: list[Request]) -> dict[int, int] | None:
+        """The ids to look at in this step, each with its purse; None: everybody, with the first one."""
         planner = self.planner
-        if not planner.limits.enable_prefix_caching:
-            return [], None
-        # At least one token must be computed: its logits are the point.
-        names = request.name_blocks((len(request.token_ids) - 1) // self.size, self.size)
+        if len(waiting) <= 3 * LOOKS:
+            return None
+        after = bisect_right(waiting, planner.looked_at, key=arrival)
+        in_turn = waiting[max(after, LOOKS) :][:LOOKS]
+        planner.looked_at = in_turn[-1].request_id if len(in_turn) == LOOKS else -1
+        purse_of = {r.request_id: 0 for r in (*waiting[:LOOKS], *in_turn)}
+        for request in nsmallest(LOOKS, waiting, key=by_work):
+            purse_of.setdefault(request.request_id, 1)
+        return purse_of
+
+    def _look(self, request: Request) -> list[int] | None:
+        """The blocks that hold the beginning of `request`; what it waits for is noted.
+
+        None when the names of its blocks are not all worked out that had to be: the next look goes on there.
+        """
+        planner, size = self.planner, self.size
+        request.waits_for = None
         hits: list[int] = []
-        for name in names:
-            block = planner.pool.find(name)
+        if request.host_blocks or not planner.limits.enable_prefix_caching:
+            return hits
+        names, find = request.names, planner.pool.find
+        # At least one token must be computed: its logits are the point.
+        for at in range((len(request.token_ids) - 1) // size):
+            if at == len(names):
+                if self.units <= 0:
+                    self.is_cut = True
+                    return None
+                self.units -= HASH_UNITS
+                request.name_next(size)
+            name = names[at]
+            block = find(name)
             if block is None:
-                producer = planner.producers.get(name)
-                if producer is not None and (self.only is None or producer in self.only):
-                    return [], name
+                producer_id = planner.producers.get(name)
+                work = len(request.token_ids) - at * size
+                if producer_id is not None and self._is_worth_waiting_for(producer_id, work):
+                    request.waits_for = name
                 break
             hits.append(block)
-        return hits, None
+        self.units -= len(hits) + 1
+        return hits
+
+    def _is_worth_waiting_for(self, producer_id: int, work: int) -> bool:
+        """Whether the producer will have computed the prefix about as soon as a request of so much `work` would."""
+        producer = self.planner.running[producer_id]
+        if not allowed(producer, self.only):
+            return False
+        return producer is self.oldest or producer.work <= 2 * work
+
+    def _needed(self, request: Request, hits: list[int]) -> int:
+        """Blocks that must be available for `request`, one to go on included."""
+        revived = sum(map(self.planner.pool.is_cached, hits))
+        return blocks_for(request, self.size) + 1 - len(hits) + revived
+
+    def _keep(self, request: Request | None, kept: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+        """Keep a slot and blocks for `request`, if it has none yet; None: give back what was `kept`."""
+        self.reserved -= kept[0]
+        self.kept_slots -= kept[1]
+        if request is None or request.slot >= 0:
+            return 0, 0
+        self.units = LOOK_UNITS
+        kept = self._needed(request, self._look(request) or []), 1
+        self.reserved += kept[0]
+        self.kept_slots += 1
+        return kept
+
+    def _to_compute(self, request: Request) -> int:
+        """Tokens of `request` that are to be computed, this step's hits included; none when they are fetched."""
+        return request.num_remaining if request.slot >= 0 else request.work
+
+    def _has_slot(self) -> bool:
+        planner = self.planner
+        return min(len(planner.free_slots), planner.max_running - len(planner.running)) > self.kept_slots
+
+    def _headroom(self) -> int:
+        """Blocks that an admission leaves free, so that those who run need not preempt it in the next steps."""
+        return len(self.planner.running) // RUNNING_PER_BLOCK
+
+    def _serve(self, request: Request, allowance: int) -> int:
+        """Compute up to `allowance` tokens of `request` in this step, admitting it first if it waits; how many."""
+        if request.request_id in self.served:
+            return 0
+        if request.slot < 0:
+            used = self._try_to_admit(request, allowance)
+        elif allowance <= 0:
+            return 0
+        else:
+            owned = len(request.blocks)
+            used = self._prefill(request, allowance)
+            self.reserved -= len(request.blocks) - owned
+        if used:
+            self.served.add(request.request_id)
+        self.left -= used
+        return used
+
+    def _try_to_admit(self, request: Request, allowance: int) -> int:
+        planner = self.planner
+        is_swapped = bool(request.host_blocks)
+        is_enough = len(self.flight.admitted) >= ADMISSIONS or len(self.plan.table_blocks) >= ADMITTED_BLOCKS
+        if request.request_id > self.barrier or not self._has_slot() or (is_enough and self.flight.admitted):
+            return 0
+        if allowance <= 0 and not is_swapped:
+            return 0
+        self.units = LOOK_UNITS
+        hits = self._look(request)  # again: what was planned since has named blocks, and promised some
+        if hits is None or request.waits_for is not None:
+            return 0
+        room = planner.pool.num_available - self.reserved - self._headroom()
+        if self._needed(request, hits) > room and (self.had_running or request is not self.oldest):
+            self.barrier = request.request_id  # first come, first served: nobody overtakes by being small
+            return 0
+        used = 0
+        if is_swapped:
+            self._fetch(request)
+            self.served.add(request.request_id)
+        else:
+            self._admit(request, hits)
+            used = self._prefill(request, allowance, num_blocks=0)
+            assert used, "what was admitted fits, or has the pool to itself"
+        self.reserved += blocks_for(request, self.size) - len(request.blocks)
+        return used
 
     def _admit(self, request: Request, hits: list[int]) -> None:
         request.handle(ADMIT)
@@ -191,6 +347,7 @@ class Draft:
             plan.swap_in_hosts.append(host_block)
             plan.swap_in_blocks.append(block)
         request.num_computed = request.num_swapped
+        request.work = request.num_remaining
         if planner.limits.enable_prefix_caching:
             self._name_blocks(request, 0)
         planner.produce(request)
@@ -252,9 +409,8 @@ class Draft:
         request.blocks.append(block)
 
 
-def arrival(request: Request) -> int:
-    """The key that requests are sorted by: first come, first served."""
-    return request.request_id
+arrival = attrgetter("request_id")  # the key of age: first come, first served
+by_work = attrgetter("work")
 
 
 def allowed(request: Request, only: Collection[int] | None) -> bool:

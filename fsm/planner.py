@@ -9,7 +9,7 @@ and the one that takes it in again copies it back. Paused requests are preempted
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection
 
 import msgspec
@@ -45,6 +45,7 @@ class Planner:
         self.max_running = limits.max_num_seqs  # requests and
         self.max_tokens = limits.max_num_batched_tokens  # tokens in one step; less while memory is short
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.looked_at = -1  # the id of the waiting request that was looked at last in turn
         self.producers: dict[bytes, int] = {}  # block name -> the running request that will compute it
         self.num_preemptions = 0
         self.probe: Callable[[], object] | None = None  # the simulator's: what a rollback has to give back
@@ -53,15 +54,27 @@ class Planner:
 
     def enqueue(self, request: Request) -> None:
         """Put `request` into the queue, at its place by arrival."""
+        request.work = 0 if request.host_blocks else len(request.token_ids)
         insort(self.waiting, request, key=arrival)
+
+    def dequeue(self, request: Request) -> None:
+        """Take `request` out of the queue, where it must be."""
+        at = bisect_left(self.waiting, request.request_id, key=arrival)
+        assert self.waiting[at] is request, f"request {request.request_id} is not in the queue"
+        del self.waiting[at]
+
+    def is_queued(self, request: Request) -> bool:
+        """Whether `request` is in the queue."""
+        at = bisect_left(self.waiting, request.request_id, key=arrival)
+        return at < len(self.waiting) and self.waiting[at] is request
 
     def remove(self, request: Request) -> None:
         """Take `request` out of the queue or the batch, and give back what it owns."""
         if request.request_id in self.running:
             del self.running[request.request_id]
             self.release(request)
-        elif self.parked.pop(request.request_id, None) is None and request in self.waiting:
-            self.waiting.remove(request)
+        elif self.parked.pop(request.request_id, None) is None and self.is_queued(request):
+            self.dequeue(request)
         self.drop_host(request)
 
     def release(self, request: Request) -> None:
@@ -129,6 +142,8 @@ class Planner:
             if draft.flight.rows or draft.flight.fetched:
                 draft.add_swaps()
                 return draft.plan, draft.flight
+            if draft.is_cut:  # nothing else is to be done than to look on
+                continue
             # Nothing fits. If somebody wants to run, take the blocks of whoever loses least, and try again.
             wants_to_run = [r for r in (*self.running.values(), *self.waiting) if runnable(r, only)]
             if not wants_to_run or not self._preempt_one(keep=min(wants_to_run, key=arrival)):
@@ -150,7 +165,7 @@ class Planner:
             request.handle(UNADMIT)
             if not request.ended:
                 del self.running[request.request_id]
-                insort(self.waiting, request, key=arrival)
+                self.enqueue(request)
         for name, request in reversed(flight.fulfilled):
             if not request.ended and request.state is RequestState.PREFILL:
                 self.producers[name] = request.request_id
@@ -234,8 +249,11 @@ class Planner:
     def produce(self, request: Request) -> None:
         """Promise the names of the full blocks that `request` has still to compute."""
         size = self.limits.block_size
+        if not self.limits.enable_prefix_caching:
+            return
         worth_sharing = (len(request.token_ids) - 1) // size  # as `_find_prefix` looks no further
-        for name in request.names[request.num_computed // size : worth_sharing]:
+        names = request.name_blocks(worth_sharing, size)
+        for name in names[request.num_computed // size : worth_sharing]:
             if name not in self.producers and self.pool.find(name) is None:
                 self.producers[name] = request.request_id
                 request.producing.add(name)

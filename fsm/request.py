@@ -168,6 +168,7 @@ class Request(Machine):
         "text",
         "token_ids",
         "waits_for",
+        "work",
     )
     state: RequestState
 
@@ -198,6 +199,7 @@ class Request(Machine):
         self.names: list[bytes] = []  # of its full blocks, as far as they were needed
         self.producing: set[bytes] = set()  # names others may wait for while it computes them
         self.waits_for: bytes | None = None  # the name it waits for another request to compute
+        self.work = self.num_prompt  # tokens to compute before its next one, when it was last looked at in the queue
         self.num_preemptions = 0
         self.num_pauses = 0
         # Since its last token: failed steps in which it stood alone, and steps with it that died with their worker.
@@ -222,13 +224,17 @@ class Request(Machine):
         """Tokens sampled so far."""
         return len(self.token_ids) - self.num_prompt
 
-    def name_blocks(self, num_full: int, block_size: int) -> list[bytes]:
-        """The names of its first `num_full` blocks, which its tokens must fill."""
+    def name_next(self, block_size: int) -> None:
+        """Work out one more name; its tokens must fill that block."""
         names = self.names
-        while len(names) < num_full:
-            at = len(names) * block_size
-            names.append(block_name(names[-1] if names else b"", self.token_ids[at : at + block_size]))
-        return names[:num_full]
+        at = len(names) * block_size
+        names.append(block_name(names[-1] if names else b"", self.token_ids[at : at + block_size]))
+
+    def name_blocks(self, num_full: int, block_size: int) -> list[bytes]:
+        """The names of its blocks: of the first `num_full`, which its tokens must fill, at least."""
+        while len(self.names) < num_full:
+            self.name_next(block_size)
+        return self.names
 
     def sampling_spec(self) -> SamplingSpec:
         """What the device must know before it can sample this request."""

@@ -11,7 +11,7 @@ from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.deadline_bugs import DEADLINE_MUTANTS
 from novainfer.fsm.simulation.gate_bugs import GATE_MUTANTS
-from novainfer.fsm.simulation.mutants import Mutant
+from novainfer.fsm.simulation.mutants import Edit, Mutant
 from novainfer.fsm.simulation.process_bugs import PROCESS_MUTANTS
 from novainfer.fsm.simulation.sampling_bugs import SAMPLING_MUTANTS
 from novainfer.fsm.stream import Stream
@@ -107,9 +107,9 @@ MUTANTS = [
     Mutant(
         "a small request overtakes one that does not fit yet",
         Draft,
-        "add_prefills",
-        "break  # first come, first served",
-        "continue  # first come, first served",
+        "_admissible",
+        "break",
+        "continue",
         seeds=1000,
     ),
     Mutant(
@@ -470,9 +470,10 @@ MUTANTS = [
     Mutant(
         "SGLang #26265: prompts are admitted beyond what the pool holds",
         Draft,
-        "add_prefills",
-        "if needed > planner.pool.num_available - reserved and planner.running:",
+        "_admissible",
+        "if needed > room and (planner.running or found):",
         "if False:",
+        more=(Edit(Draft, "_try_to_admit", "if self._needed(request, hits) > room and (", "if False and ("),),
     ),
     Mutant(
         "llama.cpp #16467: who waits cannot be cancelled",

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.draft import SHORT_SHARE, Flight
+from novainfer.fsm.draft import Flight
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.events import (
     Arrive,
@@ -268,13 +268,13 @@ class Checks:
                 raise Violation(f"{event} was not passed on to the requests {missing}")
 
     def _nobody_overtakes(self, flight: Flight) -> None:
-        """Who was admitted is younger only than who waits for a prefix, or is too long for what the step had left."""
-        scheduler = self.world.scheduler
-        youngest = max((request.request_id for request in flight.admitted), default=-1)
-        for request in scheduler.planner.waiting:
-            is_short = request.num_remaining <= scheduler.trouble.chunk // SHORT_SHARE
-            if request.request_id < youngest and request.waits_for is None and is_short:
-                raise Violation(f"request {youngest} overtook request {request.request_id}")
+        """Who was admitted has less work than older ones that wait, except those that wait for a prefix."""
+        for request in self.world.scheduler.planner.waiting:
+            for admitted in flight.admitted:
+                work = 0 if admitted in flight.fetched else admitted.work
+                overtook = admitted.request_id > request.request_id and work >= request.work
+                if overtook and request.waits_for is None:
+                    raise Violation(f"request {admitted.request_id} overtook request {request.request_id}")
 
     # ---- clients -------------------------------------------------------------------------------------------------
 
