@@ -66,6 +66,7 @@ class Child:
         self._reader = FrameReader(FROM_DEVICE)
         self._unsent = bytearray()
         self._why: str | None = None  # what we ended it for
+        self._is_dead = False  # its socket has ended, and so will it
         self._is_gone = False
         self._pidfd = -1
         self.heard_s = self._loop.time()  # when it last said something
@@ -101,7 +102,7 @@ class Child:
     @property
     def is_talking(self) -> bool:
         """False once its end has begun."""
-        return self._why is None and not self._is_gone
+        return self._why is None and not self._is_dead and not self._is_gone
 
     def send(self, epoch: int, message: Any) -> None:
         """Put a message on its way; to a process that is ending it goes nowhere. Raises `UnsendableError`."""
@@ -156,6 +157,7 @@ class Child:
         except OSError:
             data = b""
         if not data:  # it is ending; or it has closed the link and lives on, of no use to anybody
+            self._is_dead = True
             self._forget(self._sock)
             self._process.kill()
             if self._pidfd < 0:

@@ -27,7 +27,6 @@ from novainfer.actors.wire import (
     EXIT_ORPHANED,
     EXIT_UNUSABLE,
     RECV_BYTES,
-    SPARE_EPOCH,
     TO_DEVICE,
     Beat,
     FrameReader,
@@ -35,10 +34,12 @@ from novainfer.actors.wire import (
     Hello,
     LinkError,
     LogLine,
+    Ping,
     Progress,
     UnsendableError,
 )
 from novainfer.fsm.events import Close, Fault, JobFailed, Run, StepFailed
+from novainfer.fsm.process import SPARE_EPOCH
 
 BEAT_S = 0.1
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # <sys/prctl.h>
@@ -95,6 +96,9 @@ class DeviceServer:
             if message.weights_fd is not None:
                 os.set_inheritable(message.weights_fd, False)
             self._device = FaultyDevice(message.spec.make(self._on_progress, message.weights_fd))
+            return
+        if type(message) is Ping:
+            self.say(Beat())
             return
         assert self._device is not None, "a device's process is told first what it is to be"
         if type(message) is Injection:

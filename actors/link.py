@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from novainfer.actors.faulty import PROCESS_ONLY, FaultyDevice, injection
 from novainfer.actors.thread import JobThread
 from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.events import Kill, Run
+from novainfer.fsm.health import Sighting
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,15 @@ class DeviceLink(Protocol):
 
     def silence_s(self) -> float | None:
         """Seconds since the device's process last said that it lives; None where nobody says so."""
+
+    def num_signs(self) -> int | None:
+        """A number that grows with each sign that the device gets on; None where nobody says so."""
+
+    def sightings(self, silence_limit_s: float) -> Iterable[Sighting]:
+        """What there is to be watched beside the worker: its spare, and processes that are ending."""
+
+    def overdue(self, actor: str, message: str) -> bool:
+        """One of `sightings` is late; True when something is done about it, which is an incident of its own."""
 
     def inject(self, kind: str, **how: Any) -> None:
         """Let the device fail (`novainfer.actors.faulty`); raises `InvalidParameter` when that cannot be done."""
@@ -102,6 +112,18 @@ class ThreadLink:
     def silence_s(self) -> float | None:
         """A thread says nothing between two jobs."""
         return None
+
+    def num_signs(self) -> int | None:
+        """A thread says nothing while it loads: the model may even be fetched then."""
+        return None
+
+    def sightings(self, silence_limit_s: float) -> Iterable[Sighting]:
+        """A thread has no spare."""
+        return ()
+
+    def overdue(self, actor: str, message: str) -> bool:
+        """There is nothing beside the worker."""
+        return False
 
     def inject(self, kind: str, **how: Any) -> None:
         """Let the device fail from its next step on."""

@@ -13,9 +13,11 @@ from novainfer.actors.mailbox import Actor
 from novainfer.actors.records import ActorRecord, HealthRecord
 from novainfer.actors.thread import JobThread
 from novainfer.actors.watchdog import WORKER, Watchdog
+from novainfer.fsm.engine import EngineState
 from novainfer.fsm.errors import InvalidParameter
+from novainfer.fsm.health import RECOVERY_READY_S
 
-TOKENIZER = "tokenizer"
+ENGINE, TOKENIZER = "engine", "tokenizer"
 FREEZE_ACTOR, THAW_ACTOR = "freeze_actor", "thaw_actor"
 
 
@@ -59,9 +61,13 @@ class Overview:
         reason = why_not
         if reason is None and stuck:
             reason = "; ".join(late.sentence() for late in stuck)
+        lost_s = self._watchdog.dwell_s(ENGINE) if state == EngineState.RECOVERING else 0.0
+        is_back_late = lost_s > RECOVERY_READY_S
+        if reason is None and is_back_late:
+            reason = f"the worker was lost {lost_s:.0f} s ago, and is not back yet: requests wait for it"
         return HealthRecord(
             is_live=not stuck and why_not is None,
-            is_ready=is_ready and not stuck,
+            is_ready=is_ready and not stuck and not is_back_late,
             state=state,
             reason=reason,
             late=list(verdict.late),

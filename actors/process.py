@@ -1,12 +1,8 @@
 """A device in a process of its own: started, talked to, replaced when the worker's machine says so, and ended.
 
-The machine decides; this performs. Spawn starts a process, or takes the spare that stands by; every other job goes to
-the process of its epoch, and what comes back is delivered only while that process is the worker's. A spare does Load
-ahead, and Fit and Warm where that costs no memory: when it takes over, their answers are there already.
-
-              ┌──────────── Spawn ───────────▶ current ──end──▶ DeviceLost
-    process ──┤                                   ▲
-              └─ warm_spare, once warm ─▶ spare ──┘ Spawn
+`fsm/roster.py` decides which process is the worker's and which one stands by, `fsm/process.py` what each was asked;
+this performs, and says what the processes said. Machines take one event at a time, so what one effect brings at once
+(a process that has started) waits until all effects before it are performed.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import logging
 import os
 import signal
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import anyio
@@ -27,52 +23,56 @@ from novainfer.actors.device import sentence_of
 from novainfer.actors.faulty import injection
 from novainfer.actors.link import Deliver
 from novainfer.actors.spec import DeviceSpec
-from novainfer.actors.wire import SPARE_EPOCH, Beat, Hello, LogLine, Progress, UnsendableError
+from novainfer.actors.watchdog import ENDING, SPARE
+from novainfer.actors.wire import Beat, Hello, LogLine, Ping, Progress, UnsendableError
 from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.events import (
-    Close,
-    DeviceLost,
-    Fault,
-    Fit,
-    JobDone,
-    JobFailed,
-    Kill,
-    Load,
-    Run,
-    Spawn,
-    StepDone,
-    StepFailed,
-    Warm,
+from novainfer.fsm.events import Close, Fault, JobDone, JobFailed, Kill, Run, Spawn, StepDone, StepFailed, Stop
+from novainfer.fsm.health import DYING_LIMIT_S, LOOK_S_MAX, Sighting
+from novainfer.fsm.machine import After, Effect, Send, Start
+from novainfer.fsm.process import Answered, Ask, Ended, Finish, Process, Started, StartFailed, Tell
+from novainfer.fsm.roster import (
+    CLOSE_S,
+    Alive,
+    CloseOver,
+    Dying,
+    Find,
+    Found,
+    Greet,
+    Open,
+    Probe,
+    ProbeOver,
+    Roster,
+    RosterState,
+    SpareOverdue,
 )
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 5.0  # for a device to be closed; what its process holds goes with it in any case
-REAP_S = 10.0  # for killed processes to be gone: one that the kernel does not let go is left behind, and named
 # Importing torch from a cold disk holds the interpreter, and with it the beat, for many seconds.
 LOAD_SILENCE_S = 60.0
-# The loop itself may be stopped for a while (Ctrl-Z, a suspended machine): one look counts for no more silence.
-LOOK_S_MAX = 1.0
-SPARE_SILENCE_S = 2.0  # of a spare that is to take over: twenty beats; to start another process takes about as long
-SPARE_DEATHS_MAX = 3  # within
-SPARE_WINDOW_S = 600.0  # seconds; after that many, no spare is started until the worker has needed a new process
 
 
-class _Device:
-    """One process and what it was asked: by the machine (`wanted`), or ahead of it."""
+class _Seen:
+    """What is seen of one process: how long it has been silent, and its state's age."""
 
-    def __init__(self, child: Child, epoch: int) -> None:
+    def __init__(self, child: Child, now_s: float) -> None:
         self.child = child
-        self.epoch = epoch
-        self.is_greeted = False
-        self.is_warm = False
-        self.is_lost = False  # its loss was told before its end
-        self.silent_s = 0.0
-        self.looked_s = child.heard_s
-        self.asked: dict[str, int] = {}  # job under way -> the epoch it was asked in
-        self.wanted: set[str] = set()  # jobs whose answer the machine waits for
-        self.ahead: dict[str, JobDone] = {}  # answers that it does not wait for yet
-        self.waiting: deque[Any] = deque()  # jobs for a process that was not greeted yet
+        self.signs = 0  # that it gets on with what it does
+        self.state: Any = None
+        self.since_s = now_s
+        self._silent_s = 0.0
+        self._looked_s = child.heard_s
+
+    def silent_s(self, process: Process, now_s: float) -> float:
+        """Seconds in which it said nothing while the loop was listening, beyond what loading excuses."""
+        # The loop itself may be stopped for a while (Ctrl-Z, a suspended machine): one look counts for so much only.
+        self.child.look()
+        if self.child.heard_s > self._looked_s:
+            self._silent_s = min(now_s - self.child.heard_s, LOOK_S_MAX)
+        else:
+            self._silent_s += min(now_s - self._looked_s, LOOK_S_MAX)
+        self._looked_s = now_s
+        return self._silent_s if process.is_warm else max(0.0, self._silent_s - LOAD_SILENCE_S)
 
 
 class ProcessLink:
@@ -88,17 +88,16 @@ class ProcessLink:
     ) -> None:
         self._spec = spec
         self._deliver = deliver
-        self._warm_spare = warm_spare
         self._on_progress = on_progress  # of the first process only: a restart is no progress
-        self._current: _Device | None = None
-        self._spare: _Device | None = None
-        self._spare_deaths: deque[float] = deque(maxlen=SPARE_DEATHS_MAX)
-        self._num_blocks: int | None = None  # of the last KV cache, which a spare makes as large
-        self._devices: dict[Child, _Device] = {}  # all whose process is not reaped
+        self._shares_weights = warm_spare and hasattr(os, "memfd_create")
+        self.roster = Roster(warm_spare=warm_spare)
+        self._inbox: deque[Any] = deque()
+        self._is_turning = False
+        self._seen: dict[int, _Seen] = {}  # all whose process is not reaped, by serial
+        self._serials: dict[Child, int] = {}
+        self._probed = -1  # the process that was asked for a sign of life
         self._finding: asyncio.Task[None] | None = None  # the model's folder
-        self._is_found = False
-        self._why_not: str | None = None
-        self._is_closing = False
+        self._timers: set[asyncio.TimerHandle] = set()
         self._weights_fd: int | None = None  # what the worker has packed, the spare finds
         self._stopped = anyio.Event()
         self._changed = anyio.Event()  # a process was reaped
@@ -108,34 +107,17 @@ class ProcessLink:
     @property
     def pid(self) -> int:
         """The process of the worker; 0 while there is none."""
-        return self._current.child.pid if self._current else 0
+        worker = self.roster.worker
+        return self._seen[worker.serial].child.pid if worker and worker.serial in self._seen else 0
 
     def put(self, job: Any) -> None:
         """Start, end, or ask the worker's process."""
-        if type(job) is Spawn:
-            self._spawn(job.epoch)
-            return
-        device = self._current
-        epoch = job.plan.epoch if type(job) is Run else job.epoch
-        if device is None or device.epoch != epoch:
-            return  # it is gone, and its loss was told
-        if type(job) is Kill:
-            self._current = None
-            device.child.kill()
-            return
-        if type(job) is Close:
-            self._is_closing = True
-        if type(job) is Run:
-            self._send(device, job)
-        else:
-            self._ask(device, job)
+        self._take(job if isinstance(job, Spawn | Kill | Close) else Ask(job))
 
     def stop(self) -> None:
         """End: at once, or when the device is closed if that was asked for, within `CLOSE_S` seconds."""
+        self._take(Stop())
         self._stopped.set()
-        for device in list(self._devices.values()):
-            if device is not self._current or "Close" not in device.asked:
-                device.child.kill()
 
     async def run(self) -> None:
         """Live from now until `stop`; when cancelled, every process is killed. Ends with all of them reaped."""
@@ -143,256 +125,215 @@ class ProcessLink:
             await self._stopped.wait()
             await self._all_reaped()
         except BaseException:
-            self._stopped.set()
-            self._kill_all()
+            self.stop()
+            self._take(CloseOver())
             with anyio.CancelScope(shield=True):
                 await self._all_reaped()
             raise
 
     def silence_s(self) -> float | None:
         """Seconds in which the worker's process said nothing while the loop was listening; None while there is none."""
-        device = self._current
-        if device is None:
+        worker = self.roster.worker
+        if worker is None or worker.serial not in self._seen:
             return None
-        device.child.look()
+        return self._seen[worker.serial].silent_s(worker, asyncio.get_running_loop().time())
+
+    def num_signs(self) -> int | None:
+        """Signs that the worker's process gets on; None while there is none, or the model is still being found."""
+        worker = self.roster.worker
+        if worker is None or self.roster.state is RosterState.FINDING or worker.serial not in self._seen:
+            return None
+        return self._seen[worker.serial].signs
+
+    def sightings(self, silence_limit_s: float) -> Iterable[Sighting]:
+        """The spare, and the processes that are ending."""
         now_s = asyncio.get_running_loop().time()
-        if device.child.heard_s > device.looked_s:
-            device.silent_s = min(now_s - device.child.heard_s, LOOK_S_MAX)
-        else:
-            device.silent_s += min(now_s - device.looked_s, LOOK_S_MAX)
-        device.looked_s = now_s
-        return device.silent_s if device.is_warm else max(0.0, device.silent_s - LOAD_SILENCE_S)
+        spare = self.roster.spare
+        processes = [*self.roster.ending.values()] + ([spare] if spare is not None else [])
+        for process in processes:
+            seen = self._seen.get(process.serial)
+            if seen is None:
+                continue
+            is_spare = process is spare
+            silent_s = seen.silent_s(process, now_s) if is_spare else None
+            name = SPARE if is_spare else f"{ENDING}{seen.child.pid}"
+            yield Sighting(
+                name, process.state, seen.since_s, None, silent_s, silence_limit_s, seen.signs if is_spare else None
+            )
+
+    def overdue(self, actor: str, message: str) -> bool:
+        """The watchdog's word about one of `sightings`: a spare is replaced, and that is an incident of its own."""
+        spare = self.roster.spare
+        if actor == SPARE and spare is not None:
+            self._take(SpareOverdue(spare.serial, message, asyncio.get_running_loop().time()))
+            return True
+        return False
 
     def inject(self, kind: str, **how: Any) -> None:
         """Let the worker's process fail, or end it."""
         fault = injection(kind, how)
-        device = self._current
-        if device is None or not device.child.is_talking:
+        worker = self.roster.worker
+        child = self._seen[worker.serial].child if worker and worker.serial in self._seen else None
+        if worker is None or child is None or not child.is_talking:
             raise InvalidParameter("there is no worker process at the moment", param="kind")
         if kind == "kill":
-            device.child.signal(signal.SIGKILL)
+            child.signal(signal.SIGKILL)
         elif kind == "freeze":
-            device.child.signal(signal.SIGSTOP)
+            child.signal(signal.SIGSTOP)
         else:
             try:
-                device.child.send(device.epoch, fault)
+                child.send(worker.epoch, fault)
             except UnsendableError as error:
                 raise InvalidParameter(str(error), param="kind") from None
 
-    # ---- processes -----------------------------------------------------------------------------------------------
+    # ---- the machine's shell -------------------------------------------------------------------------------------
 
-    def _spawn(self, epoch: int) -> None:
-        if self._current is not None:  # it lives, but could not be brought up
-            self._current.child.kill()
-        self._current = self._take_spare()
-        is_spare = self._current is not None
-        if self._current is not None:
-            self._current.epoch = epoch
+    def _take(self, event: Any) -> None:
+        self._inbox.append(event)
+        if self._is_turning:
+            return
+        self._is_turning = True
+        try:
+            while self._inbox:
+                for effect in self.roster.handle(self._inbox.popleft()):
+                    self._perform(effect)
+            self._note_states()
+        finally:
+            self._is_turning = False
+
+    def _note_states(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        roster = self.roster
+        for process in (roster.worker, roster.spare, *roster.ending.values()):
+            seen = self._seen.get(process.serial) if process is not None else None
+            if process is not None and seen is not None and seen.state is not process.state:
+                seen.state, seen.since_s = process.state, now_s
+
+    def _perform(self, effect: Effect) -> None:
+        loop = asyncio.get_running_loop()
+        if isinstance(effect, Send):
+            event = effect.event
+            if isinstance(event, JobFailed):  # the budget of restarts goes by when a worker was lost
+                event = msgspec.structs.replace(event, at_s=loop.time())
+            if isinstance(event, JobDone) and event.job == "Warm":
+                self._on_progress = None
+            if isinstance(event, JobDone | JobFailed):
+                loop.call_soon(self._deliver, event)  # some answers are there already: never within the turn that asks
+            else:
+                self._deliver(event)
+        elif isinstance(effect, After):
+            self._timers.add(loop.call_later(effect.delay_s, self._fire, effect.event))
         else:
-            try:
-                self._current = self._start(epoch)
-            except OSError as error:
-                self._soon(JobFailed("Spawn", f"the device's process cannot be started: {error}", epoch))
-                return
-        self._soon(JobDone("Spawn", {"pid": self._current.child.pid, "spare": is_spare}, epoch))
+            self._do(effect)
 
-    def _start(self, epoch: int) -> _Device:
-        if self._warm_spare and self._weights_fd is None and hasattr(os, "memfd_create"):
+    def _fire(self, event: Any) -> None:
+        if isinstance(event, ProbeOver):
+            event = ProbeOver(event.serial, asyncio.get_running_loop().time())
+        self._take(event)
+
+    def _do(self, effect: Start) -> None:
+        job = effect.job
+        if isinstance(job, Open):
+            self._open(job.serial)
+        elif isinstance(job, Find):
+            self._finding = asyncio.get_running_loop().create_task(self._find(), name="novainfer-find-model")
+        elif isinstance(job, Finish) and not job.why:
+            self._seen[job.serial].child.signal(signal.SIGKILL)
+        elif isinstance(job, Finish):
+            self._seen[job.serial].child.kill(job.why)
+        elif isinstance(job, Tell):
+            self._tell(job)
+        elif isinstance(job, Greet):
+            level = logging.getLogger("novainfer").getEffectiveLevel()
+            self._seen[job.serial].child.send(job.epoch, Hello(self._spec, level, self._weights_fd))
+        elif isinstance(job, Probe):
+            child = self._seen[job.serial].child
+            child.look()  # what it said before it was asked proves nothing
+            self._probed = job.serial
+            child.send(0, Ping())
+
+    def _tell(self, tell: Tell) -> None:
+        """What cannot be sent has failed, and the process goes on: a step is tried again in halves, and found out."""
+        job = tell.job
+        try:
+            self._seen[tell.serial].child.send(tell.epoch, job)
+        except UnsendableError as error:
+            failed: StepFailed | JobFailed
+            if isinstance(job, Run):
+                failed = StepFailed(job.plan.step_id, job.plan.epoch, Fault.EXCEPTION, str(error), launched=False)
+            else:
+                failed = JobFailed(type(job).__name__, str(error), tell.epoch)
+            self._take(Answered(tell.serial, tell.epoch, failed, asyncio.get_running_loop().time()))
+
+    def _open(self, serial: int) -> None:
+        loop = asyncio.get_running_loop()
+        if self._shares_weights and self._weights_fd is None:
             self._weights_fd = os.memfd_create("novainfer-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fds = () if self._weights_fd is None else (self._weights_fd,)
-        device = _Device(Child(self._heard, self._dying, self._ended, *fds), epoch)
-        self._devices[device.child] = device
-        if self._is_found:
-            self._greet(device)
-        elif self._finding is None:
-            self._finding = asyncio.get_running_loop().create_task(self._find(), name="novainfer-find-model")
-        return device
+        try:
+            child = Child(self._heard, self._dying, self._ended, *fds)
+        except OSError as error:
+            self._take(StartFailed(serial, str(error), loop.time()))
+            return
+        self._seen[serial] = _Seen(child, loop.time())
+        self._serials[child] = serial
+        self._take(Started(serial, child.pid))
 
     async def _find(self) -> None:
-        """Find the model, which may mean to fetch it; then the processes that wait for it can begin."""
+        """Find the model, which may mean to fetch it; then the process that waits for it can begin."""
+        why_not = None
         try:
             await asyncio.to_thread(self._spec.prepare)
         except Exception as error:
-            self._why_not = sentence_of(error)
-        self._is_found = True
-        for device in list(self._devices.values()):
-            self._greet(device)
+            why_not = sentence_of(error)
+        self._take(Found(why_not, asyncio.get_running_loop().time()))
 
-    def _greet(self, device: _Device) -> None:
-        device.is_greeted = True
-        if self._why_not is None:
-            level = logging.getLogger("novainfer").getEffectiveLevel()
-            device.child.send(device.epoch, Hello(self._spec, level, self._weights_fd))
-        while device.waiting:
-            self._ask(device, device.waiting.popleft())
-
-    def _ask(self, device: _Device, job: Any) -> None:
-        """The machine's job: its answer may be there already, or on its way, or has to be asked for."""
-        name = type(job).__name__
-        if name == "Close" and not device.is_warm:
-            return  # nothing is lost when `stop` ends the process, and whoever stops it now is in a hurry
-        if (answer := device.ahead.pop(name, None)) is not None and _fits(answer, job):
-            self._answer(device, answer)
-        elif name in device.asked:
-            device.wanted.add(name)
-        elif not device.is_greeted:
-            device.waiting.append(job)
-        elif self._why_not is not None:
-            self._soon(JobFailed(name, self._why_not, device.epoch))
-        else:
-            device.wanted.add(name)
-            self._send(device, job)
-
-    def _send(self, device: _Device, job: Any) -> None:
-        """What cannot be sent has failed, and the process goes on: a step is tried again in halves, and found out."""
-        name = type(job).__name__
-        try:
-            device.child.send(device.epoch, job)
-        except UnsendableError as error:
-            if type(job) is Run:
-                step_id, epoch = job.plan.step_id, job.plan.epoch
-                self._soon(StepFailed(step_id, epoch, Fault.EXCEPTION, str(error), launched=False))
-            else:
-                device.wanted.discard(name)
-                self._soon(JobFailed(name, str(error), device.epoch))
-            return
-        device.asked[name] = device.epoch
+    # ---- what processes say --------------------------------------------------------------------------------------
 
     def _heard(self, child: Child, epoch: int, message: Any) -> None:
         kind = type(message)
-        device = self._devices[child]
+        serial = self._serials[child]
+        if serial == self._probed:
+            self._probed = -1
+            self._take(Alive(serial))
         if kind is Beat:
             return
-        if kind is StepDone or kind is StepFailed:
-            if device is self._current and device.asked.pop("Run", None) == epoch:
-                self._deliver(message)
-        elif kind is JobDone or kind is JobFailed:
-            if device.asked.get(message.job) == epoch:
-                del device.asked[message.job]
-                self._job_ended(device, message)
+        if kind in (StepDone, StepFailed, JobDone, JobFailed):
+            self._seen[serial].signs += 1
+            self._take(Answered(serial, epoch, message, asyncio.get_running_loop().time()))
         elif kind is LogLine:
             logging.getLogger(message.logger).log(message.level, "%s", message.text)
-        elif kind is Progress and self._on_progress is not None:
-            self._on_progress(message.num_done, message.num_all)
-
-    def _job_ended(self, device: _Device, answer: JobDone | JobFailed) -> None:
-        is_done = isinstance(answer, JobDone)
-        device.is_warm = device.is_warm or (is_done and answer.job == "Warm")
-        if answer.job in device.wanted:
-            device.wanted.discard(answer.job)
-            self._answer(device, answer)
-        elif isinstance(answer, JobDone):
-            device.ahead[answer.job] = answer
-            if device is self._spare:
-                self._go_ahead(device, answer)
-        elif device is self._spare and answer.job == "Load":
-            device.child.kill(f"it could not load the model: {answer.message}")
-
-    def _answer(self, device: _Device, answer: JobDone | JobFailed) -> None:
-        """Deliver what the worker's process answered, for the epoch that it works in now, on a later turn."""
-        self._soon(msgspec.structs.replace(answer, epoch=device.epoch))
-        if isinstance(answer, JobDone) and answer.job == "Fit":
-            self._num_blocks = answer.value["num_blocks"]
-        elif isinstance(answer, JobDone) and answer.job == "Warm":
-            self._on_progress = None
-            self._start_spare()
-
-    def _soon(self, event: JobDone | JobFailed | StepFailed) -> None:
-        loop = asyncio.get_running_loop()
-        if isinstance(event, JobFailed):  # the budget of restarts goes by when a worker was lost
-            event = msgspec.structs.replace(event, at_s=loop.time())
-        loop.call_soon(self._deliver, event)
+        elif kind is Progress:
+            self._seen[serial].signs += 1
+            if self._on_progress is not None:
+                self._on_progress(message.num_done, message.num_all)
 
     def _dying(self, child: Child) -> None:
-        """A spare that has memory of its own takes over before the system has taken back the worker's."""
-        device, spare = self._current, self._spare
-        if device is None or device.child is not child or spare is None or "Warm" not in spare.ahead:
-            return
-        if self._is_closing or self._stopped.is_set():
-            return
-        self._current = None
-        device.is_lost = True
-        child.signal(signal.SIGKILL)  # should nothing but the thread have ended that holds the pipe
         sentence = f"the device's process {child.pid} has died"
-        self._deliver(DeviceLost(device.epoch, sentence, asyncio.get_running_loop().time()))
+        self._take(Dying(self._serials[child], sentence, asyncio.get_running_loop().time()))
 
     def _ended(self, child: Child, sentence: str) -> None:
-        device = self._devices.pop(child)
+        serial = self._serials.pop(child)
+        del self._seen[serial]
+        if not self._stopped.is_set() and self.roster.state is not RosterState.CLOSING:
+            logger.warning("%s", sentence)
         self._changed.set()
         self._changed = anyio.Event()
-        if device is self._current:
-            self._current = None
-            if not self._is_closing and not self._stopped.is_set():
-                logger.warning("%s", sentence)
-                self._deliver(DeviceLost(device.epoch, sentence, asyncio.get_running_loop().time()))
-        elif device.is_lost:
-            logger.warning("%s", sentence)
-        elif device is self._spare:
-            self._spare = None
-            if not self._stopped.is_set():
-                logger.warning("a spare is lost: %s", sentence)
-                self._spare_deaths.append(asyncio.get_running_loop().time())
-                self._start_spare()
-
-    def _kill_all(self) -> None:
-        for child in list(self._devices):
-            child.kill()
+        self._take(Ended(serial, sentence, asyncio.get_running_loop().time()))
 
     async def _all_reaped(self) -> None:
-        with anyio.move_on_after(CLOSE_S):
-            await self._no_devices()
-        self._kill_all()
-        with anyio.move_on_after(REAP_S):
-            await self._no_devices()
-        if self._devices:
-            pids = ", ".join(str(child.pid) for child in self._devices)
+        """Every process is gone, or is left behind because the kernel does not let it go."""
+        with anyio.move_on_after(CLOSE_S + DYING_LIMIT_S):
+            while self._seen:
+                await self._changed.wait()
+        if self._seen:
+            pids = ", ".join(str(seen.child.pid) for seen in self._seen.values())
             logger.error("processes that do not end, though they were killed: %s", pids)
+        for timer in self._timers:
+            timer.cancel()
         if self._weights_fd is not None:
             os.close(self._weights_fd)
             self._weights_fd = None
         if self._finding is not None:
             self._finding.cancel()
             await asyncio.wait({self._finding})
-
-    async def _no_devices(self) -> None:
-        while self._devices:
-            await self._changed.wait()
-
-    # ---- the spare -----------------------------------------------------------------------------------------------
-
-    def _start_spare(self) -> None:
-        if not self._warm_spare or self._spare is not None or self._stopped.is_set() or self._is_closing:
-            return
-        deaths, now_s = self._spare_deaths, asyncio.get_running_loop().time()
-        if len(deaths) == SPARE_DEATHS_MAX and now_s - deaths[0] < SPARE_WINDOW_S:
-            logger.warning("%d spares were lost within %g s: there is none for now", len(deaths), SPARE_WINDOW_S)
-            return
-        try:
-            self._spare = self._start(SPARE_EPOCH)
-        except OSError as error:
-            logger.warning("a spare cannot be started: %s", error)
-            return
-        self._send(self._spare, Load(SPARE_EPOCH))
-
-    def _take_spare(self) -> _Device | None:
-        """The spare, if there is one that still lives."""
-        spare, self._spare = self._spare, None
-        if spare is None:
-            return None
-        spare.child.look()
-        silent_s = asyncio.get_running_loop().time() - spare.child.heard_s
-        if "Load" in spare.ahead and silent_s > SPARE_SILENCE_S:
-            spare.child.kill("it stood by as a spare, and was silent when it was needed")
-        return spare if spare.child.is_talking else None
-
-    def _go_ahead(self, device: _Device, answer: JobDone) -> None:
-        """Let the spare do what the machine will ask for next, as far as that takes nothing from the worker."""
-        if answer.job == "Load" and answer.value.get("kv_is_lazy", False) and self._num_blocks is not None:
-            self._send(device, Fit(SPARE_EPOCH, self._num_blocks))
-        elif answer.job == "Fit":
-            self._send(device, Warm(SPARE_EPOCH))
-
-
-def _fits(answer: JobDone, job: Any) -> bool:
-    """Whether an answer that was got ahead is one to this very job."""
-    return type(job) is not Fit or job.num_blocks in (None, answer.value["num_blocks"])

@@ -46,6 +46,7 @@ from novainfer.fsm.events import (
     DeviceLost,
     Drain,
     Fault,
+    Incident,
     JobDone,
     JobFailed,
     MakeBatch,
@@ -123,8 +124,10 @@ class System:
         self._encoding = Encoding(load_tokenizer, loaded=self._has_vocabulary, deliver=partial(self._tell, "engine"))
         self.watchdog = Watchdog(
             self._actors,
-            more=lambda: [self._encoding.sighting()],
+            more=lambda: [self._encoding.sighting(), *self._link.sightings(patience.heartbeat_timeout_s)],
             silence_s=self._link.silence_s,
+            num_signs=self._link.num_signs,
+            rescue=self._link.overdue,
             epoch=lambda: self._worker.epoch,
             overdue=partial(self._tell, "worker"),
             report=self.incidents.take,
@@ -389,6 +392,9 @@ class System:
             self.recorder.launched(job.plan)
 
     def _from_device(self, event: Any) -> None:
+        if isinstance(event, Incident):
+            self.incidents.take(event)
+            return
         if isinstance(event, StepDone | StepFailed):
             self.steps.returned(event)
         elif isinstance(event, JobFailed):

@@ -2,8 +2,9 @@
 
 One timer looks every quarter of a second, tells `fsm/health.py` what it sees, and asks each actor for a turn, so that
 one that has nothing to do is watched as well. A worker that is overdue hears of it as an event, once for each state it
-is stuck in: its machine decides (a process is replaced, a thread cannot be). Anybody else that is stuck is reported as
-an incident, and `/livez` fails until it moves again.
+is stuck in: its machine decides (a process is replaced, a thread cannot be). So does the roster, of a spare. An actor
+that is stuck is reported as an incident, and `/livez` fails until it moves again; so is a process that does not end,
+which is left behind.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from novainfer.fsm.events import Incident, Overdue
 from novainfer.fsm.health import PERIOD_S, Late, Sighting, Verdict, Watch
 
 WORKER = "worker"
+SPARE = "spare"
+ENDING = "process "  # and its number
 RESCUE_LIMIT_S = 2.0  # for the worker's machine to have done something about what is overdue
 
 
@@ -25,7 +28,8 @@ class Watchdog:
     """Looks at `actors`, and at what `more()` sees beside them.
 
     `silence_s()` is how long the worker's process has given no sign of life (None: it gives none). `overdue(event)`
-    reaches the worker, `report(incident)` the error queue.
+    reaches the worker, `report(incident)` the error queue. `num_signs()` grows while the worker's process gets on, and
+    `rescue(actor, message)` is True when something is done about one of `more` that is late.
     """
 
     def __init__(
@@ -34,6 +38,8 @@ class Watchdog:
         *,
         more: Callable[[], Iterable[Sighting]],
         silence_s: Callable[[], float | None],
+        num_signs: Callable[[], int | None],
+        rescue: Callable[[str, str], bool],
         epoch: Callable[[], int],
         overdue: Callable[[Overdue], None],
         report: Callable[[Incident], None],
@@ -43,6 +49,8 @@ class Watchdog:
         self._actors = actors
         self._more = more
         self._silence_s = silence_s
+        self._num_signs = num_signs
+        self._rescue = rescue
         self._epoch = epoch
         self._overdue = overdue
         self._report = report
@@ -82,11 +90,19 @@ class Watchdog:
     @property
     def stuck(self) -> tuple[Late, ...]:
         """Those late about whom nothing is being done: a worker is given a moment to be replaced."""
-        return tuple(late for late in self.verdict.late if not _is_workers(late) or late.for_s > _rescued_by_s(late))
+        return tuple(
+            late
+            for late in self.verdict.late
+            if not is_beside(late.actor) and (not _is_workers(late) or late.for_s > _rescued_by_s(late))
+        )
 
     def wait_s(self, actor: str) -> float:
         """How long `actor` has waited for its turn; 0 when all is well."""
         return self._watch.wait_s(actor)
+
+    def dwell_s(self, actor: str) -> float:
+        """How long `actor` has been in its state while the watchdog looked."""
+        return self._watch.dwell_s(actor)
 
     def _fire(self) -> None:
         assert self._loop is not None
@@ -100,15 +116,27 @@ class Watchdog:
                 continue
             if name == WORKER:
                 silent_s = self._silence_s()
-                seen = msgspec.structs.replace(seen, silent_s=silent_s, silence_limit_s=self._heartbeat_timeout_s)
+                seen = msgspec.structs.replace(
+                    seen,
+                    silent_s=silent_s,
+                    silence_limit_s=self._heartbeat_timeout_s,
+                    num_signs=self._num_signs(),
+                )
             yield seen
         yield from self._more()
 
     def _tell(self, late: Late, now_s: float) -> None:
         if _is_workers(late):
             self._overdue(Overdue(self._epoch(), late.sentence(), now_s))
-        else:
+        elif not is_beside(late.actor):
             self._report(Incident(kind="frozen", message=late.sentence(), action="/livez fails until it moves again"))
+        elif not self._rescue(late.actor, late.sentence()):
+            self._report(Incident(kind="frozen", message=late.sentence(), action="it is left behind"))
+
+
+def is_beside(actor: str) -> bool:
+    """True for what the engine serves without: a spare, and processes that are ending."""
+    return actor == SPARE or actor.startswith(ENDING)
 
 
 def _is_workers(late: Late) -> bool:

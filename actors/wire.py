@@ -42,7 +42,6 @@ RECV_BYTES = 2**18
 EXIT_ORPHANED = 70  # the process it worked for is gone
 EXIT_LINK = 71  # it was told something it does not understand
 EXIT_UNUSABLE = 72  # its device can compute nothing any more
-SPARE_EPOCH = -1  # of a process that stands by, and works for no worker yet
 
 
 class LinkError(Exception):
@@ -68,6 +67,10 @@ class Beat(msgspec.Struct, frozen=True):
     """A sign of life."""
 
 
+class Ping(msgspec.Struct, frozen=True):
+    """Say something: a spare is asked so before it takes over, and answers with a Beat."""
+
+
 class Progress(msgspec.Struct, frozen=True):
     """So many tensors of all have been read."""
 
@@ -87,7 +90,7 @@ def _names(*kinds: type) -> dict[str, type]:
     return {kind.__name__: kind for kind in kinds}
 
 
-TO_DEVICE = _names(Hello, Load, Fit, Warm, Run, Switch, Reclaim, Close, Injection)
+TO_DEVICE = _names(Hello, Ping, Load, Fit, Warm, Run, Switch, Reclaim, Close, Injection)
 FROM_DEVICE = _names(Beat, Progress, LogLine, JobDone, JobFailed, StepDone, StepFailed)
 
 

@@ -400,7 +400,8 @@ class StallOver(msgspec.Struct, frozen=True):
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """Something went wrong, or changed because of it: for the error queue, the log and the metrics.
 
-    `kind` is a `Fault` or "ladder", "swap", "stall", "restart", "gave_up", "frozen"; `action` says what was done.
+    `kind` is a `Fault` or "ladder", "swap", "stall", "restart", "gave_up", "spare", "frozen"; `action` says what was
+    done.
     """
 
     kind: str

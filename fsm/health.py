@@ -16,7 +16,9 @@ import msgspec
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.gate import GateState
 from novainfer.fsm.ladder import Rung
+from novainfer.fsm.process import ProcessState
 from novainfer.fsm.request import RequestState
+from novainfer.fsm.roster import RosterState
 from novainfer.fsm.scheduler import SchedulerState
 from novainfer.fsm.stream import StreamState
 from novainfer.fsm.worker import WorkerState
@@ -28,6 +30,13 @@ ANSWER_LIMIT_S = 5.0  # for a message between two actors of one loop, and the tu
 RECLAIM_LIMIT_S = 30.0  # collecting garbage, and giving cached memory back to the driver
 SWITCH_LIMIT_S = 300.0  # packing the weights of a large model anew
 MEMORY_LIMIT_S = 600.0  # allocating a KV cache; compiling and running every kernel once, on a machine that swaps
+LOAD_STALL_LIMIT_S = (
+    120.0  # without another tensor read: the largest one is 2.5 GB, and a slow disk gives 20 MB a second
+)
+DYING_LIMIT_S = 10.0  # for a process that was killed: it takes the system 0.5 s to take back 1 GiB
+# For which a server that replaces its worker is ready all the same: every other one behind its balancer would get its
+# load. Within them a worker of a small model is back; a longer outage is for the balancer to know.
+RECOVERY_READY_S = 10.0
 BACKOFF_LIMIT_S = 60.0  # longer than any pause between two restarts
 ENCODE_LIMIT_S = 60.0  # one batch at the tokenizer: 64 prompts of the largest body took 9 s
 
@@ -41,11 +50,15 @@ class TokenizerState(StrEnum):
 
 
 class Dwell(msgspec.Struct, frozen=True):
-    """How long a state may last, and why: `limit_s` seconds, those of a step beside if `and_step`; None: any time."""
+    """How long a state may last, and why: `limit_s` seconds, those of a step beside if `and_step`; None: any time.
+
+    `by_signs`: from one sign that it gets on to the next; an actor that gives no such signs has any time.
+    """
 
     limit_s: float | None
     why: str
     and_step: bool = False
+    by_signs: bool = False
 
     def seconds(self, step_timeout_s: float) -> float | None:
         """The limit in seconds."""
@@ -59,7 +72,7 @@ def _any(why: str) -> Dwell:
 
 
 ENDED = _any("it has ended")
-E, W, R = EngineState, WorkerState, RequestState
+E, W, P, R = EngineState, WorkerState, ProcessState, RequestState
 
 DWELLS: Mapping[type[StrEnum], Mapping[StrEnum, Dwell]] = {
     GateState: {
@@ -86,7 +99,7 @@ DWELLS: Mapping[type[StrEnum], Mapping[StrEnum, Dwell]] = {
         SchedulerState.RECOVERING: _any("as long as the worker comes up again, which has deadlines of its own"),
     },
     WorkerState: {
-        W.LOADING: _any("a large model may be fetched and read for hours; its process must give signs of life"),
+        W.LOADING: Dwell(LOAD_STALL_LIMIT_S, "a large model may be read for hours, but it is read on", by_signs=True),
         W.FITTING: Dwell(MEMORY_LIMIT_S, "allocating the KV cache"),
         W.WARMING: Dwell(MEMORY_LIMIT_S, "compiling and running the kernels once"),
         W.READY: _any("it waits for a step"),
@@ -96,6 +109,21 @@ DWELLS: Mapping[type[StrEnum], Mapping[StrEnum, Dwell]] = {
         W.RESTARTING: Dwell(BACKOFF_LIMIT_S, "a pause before the next try"),
         W.FAILED: ENDED,
         W.STOPPED: ENDED,
+    },
+    RosterState: {
+        **dict.fromkeys(RosterState, _any("its processes and the worker have deadlines of their own")),
+        RosterState.PROBING: _any("a timer of its own ends it"),
+    },
+    ProcessState: {
+        P.STARTING: _any("it starts within a turn"),
+        P.IDLE: _any("it waits for a job"),
+        P.AHEAD: Dwell(MEMORY_LIMIT_S, "a spare that gets on, however slowly", by_signs=True),
+        P.BUSY: _any("the worker's state has a deadline for its job"),
+        P.READY: _any("it waits for a step"),
+        P.RUNNING: _any("the worker's state has a deadline for its job"),
+        P.CLOSING: _any("a timer of its own ends it"),
+        P.DYING: Dwell(DYING_LIMIT_S, "the system takes back what it held"),
+        P.GONE: ENDED,
     },
     RequestState: {
         R.WAITING: _any("its turn depends on the others; its own timeout ends it"),
@@ -130,7 +158,8 @@ class Sighting(msgspec.Struct, frozen=True):
     """One actor at a look: its state, since when (on the watch's clock), and how many turns it has taken.
 
     `num_turns` is None for what takes none. `silent_s` is how long ago it gave a sign of life, where it gives any, and
-    `silence_limit_s` how long ago that may be.
+    `silence_limit_s` how long ago that may be. `num_signs` grows with each sign that it gets on in its state, where it
+    gives any.
     """
 
     actor: str
@@ -139,6 +168,7 @@ class Sighting(msgspec.Struct, frozen=True):
     num_turns: int | None = None
     silent_s: float | None = None
     silence_limit_s: float = 0.0
+    num_signs: int | None = None
 
 
 class Late(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,12 +204,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 class _Entry:
     """What the watch remembers of one actor; times are watched seconds, which do not count what nobody saw."""
 
-    __slots__ = ("dwell_s", "num_turns", "seen_in", "silent_s", "silent_seen_s", "since_s", "wait_s")
+    __slots__ = ("dwell_s", "num_signs", "num_turns", "seen_in", "silent_s", "silent_seen_s", "since_s", "wait_s")
 
     def __init__(self, seen: Sighting) -> None:
         self.seen_in = seen.state
         self.since_s = seen.since_s
         self.num_turns = seen.num_turns
+        self.num_signs = seen.num_signs
         self.dwell_s = self.wait_s = self.silent_s = 0.0
         self.silent_seen_s = seen.silent_s
 
@@ -210,10 +241,15 @@ class Watch:
         entry = self._entries.get(actor)
         return entry.wait_s if entry is not None else 0.0
 
+    def dwell_s(self, actor: str) -> float:
+        """How long `actor` has been in its state, in watched seconds."""
+        entry = self._entries.get(actor)
+        return entry.dwell_s if entry is not None else 0.0
+
     def _update(self, entry: _Entry, seen: Sighting, elapsed_s: float, watched_s: float) -> None:
-        is_same = entry.seen_in is seen.state and entry.since_s == seen.since_s
+        is_same = entry.seen_in is seen.state and entry.since_s == seen.since_s and entry.num_signs == seen.num_signs
         entry.dwell_s = entry.dwell_s + watched_s if is_same else 0.0
-        entry.seen_in, entry.since_s = seen.state, seen.since_s
+        entry.seen_in, entry.since_s, entry.num_signs = seen.state, seen.since_s, seen.num_signs
         entry.wait_s = entry.wait_s + watched_s if entry.num_turns == seen.num_turns else 0.0
         entry.num_turns = seen.num_turns
         if seen.silent_s is None or entry.silent_seen_s is None:
@@ -226,7 +262,10 @@ class Watch:
 
     def _judge(self, entry: _Entry, seen: Sighting) -> Iterable[Late]:
         name, state = seen.actor, str(seen.state)
-        limit_s = dwell_limit_s(seen.state, self._step_timeout_s)
+        dwell = DWELLS[type(seen.state)][seen.state]
+        limit_s = dwell.seconds(self._step_timeout_s)
+        if dwell.by_signs and seen.num_signs is None:
+            limit_s = None
         if limit_s is not None and entry.dwell_s > limit_s:
             yield Late(actor=name, what="dwell", state=state, for_s=entry.dwell_s, limit_s=limit_s)
         if seen.num_turns is not None and entry.wait_s > TURN_LIMIT_S:

@@ -142,6 +142,7 @@ class Worker(Machine):
         self._losses: list[float] = []  # when, since the last good step
         self._found: dict[str, Any] = {}  # what Load and Fit found out about the model
         self._spawned = -1  # the epoch whose device is there
+        self._stood_by = False  # that device is a spare's
         self._was_ready = False
         self._mode = FULL_MODE
         self._plan: StepPlan | None = None  # the step at the device, or the one that waits for the switch
@@ -164,6 +165,7 @@ class Worker(Machine):
     def _loaded(self, event: JobDone) -> WorkerState:
         if self._is_answer(event, "Spawn") and self._spawned < self.epoch:  # it may come twice
             self._spawned = self.epoch
+            self._stood_by = bool((event.value or {}).get("spare", False))
             self._start(Load(self.epoch))
         if not self._is_answer(event, "Load"):
             return S.LOADING
@@ -259,7 +261,22 @@ class Worker(Machine):
     def _job_failed(self, event: JobFailed) -> StrEnum:
         if event.epoch != self.epoch or event.job not in JOBS_OF[self.state]:
             return self.state
+        if self._stood_by and self.state in COMING_UP:
+            return self._do_without_spare(event)
         return self._lose(Fault.EXCEPTION, event.message, event.at_s)
+
+    def _do_without_spare(self, event: JobFailed) -> WorkerState:
+        """A spare that cannot come up is no loss: the process before it may still hold the memory that it needs.
+
+        This comes once for each loss, since no spare is started before a worker is warm.
+        """
+        self._start(Kill(self.epoch))
+        message = f"the spare that took over failed: {event.job}: {event.message}"
+        self._send("incidents", Incident(kind="spare", message=message, action="a new process is started"))
+        self.epoch += 1
+        self._stood_by = False
+        self._start(Spawn(self.epoch))
+        return S.LOADING
 
     def _device_lost(self, event: DeviceLost) -> StrEnum:
         return self._lose(Fault.LOST, event.message, event.at_s) if event.epoch == self.epoch else self.state
@@ -282,6 +299,7 @@ class Worker(Machine):
             return self._give_up(fault, f"the worker was lost{times}: {message}")
         self.epoch += 1
         self._plan = self._failure = None
+        self._stood_by = False
         if was_up:
             self._send("engine", WorkerLost(lost, fault, message))
         action = f"restart {len(self._losses)} of at most {policy.max_restarts}"

@@ -146,3 +146,14 @@ def telling(line: str) -> FakeDevice:
             return {**super().load(), "omp": environment, "path": sys.path, "argv": sys.argv[1:]}
 
     return Telling()
+
+
+def loading_once(mark: str) -> Scripted:
+    """The first one of them makes the file `mark`; all others fail to load."""
+
+    def act(job: str) -> None:
+        if Path(mark).exists():
+            raise RuntimeError("the second time")
+        Path(mark).touch()
+
+    return Scripted(["load"], act)

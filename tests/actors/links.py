@@ -10,9 +10,11 @@ from typing import Any
 
 import psutil
 
+from novainfer.actors.child import Child
 from novainfer.actors.process import ProcessLink
 from novainfer.actors.spec import DeviceSpec
 from novainfer.fsm.events import Close, Fit, JobDone, Load, Run, Spawn, StepPlan, Warm
+from novainfer.fsm.process import Process
 from tests.actors.devices import spec
 from tests.actors.helpers import WAIT_S, eventually
 
@@ -66,6 +68,11 @@ class Line:
         """One step."""
         return await self.ask(Run(plan(epoch, **more)))
 
+    def child(self, process: Process | None) -> Child:
+        """The operating system's side of one of the roster's processes."""
+        assert process is not None
+        return self.link._seen[process.serial].child
+
     def nothing_came(self) -> bool:
         """True when nobody has said anything more."""
         return self.events.empty()
@@ -79,12 +86,12 @@ async def linked(device: DeviceSpec | None = None, *, close: bool = True, **more
     try:
         yield line
     finally:
-        if close and line.link.pid and line.link._current is not None:
-            line.link.put(Close(line.link._current.epoch))
+        if close and line.link.pid and line.link.roster.worker is not None:
+            line.link.put(Close(line.link.roster.worker.epoch))
         line.link.stop()
         async with asyncio.timeout(WAIT_S):
             await life
-        assert not line.link._devices
+        assert not line.link._seen
         assert not [child for child in psutil.Process().children() if child.pid in line.pids]
 
 

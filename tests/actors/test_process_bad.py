@@ -42,18 +42,15 @@ async def test_answers_that_nobody_asked_for_are_not_heard(monkeypatch: pytest.M
     monkeypatch.setenv("NOVA_BAD_SERVER", "unasked")
     async with linked() as line:
         await line.ask(Spawn(0))
-        device = line.link._current
-        assert device is not None
-        await eventually(lambda: device.child._reader._seq == 5)
+        heard = line.child(line.link.roster.worker)
+        await eventually(lambda: heard._reader._seq == 5)
         assert line.nothing_came()
 
 
 async def test_one_that_is_told_garbage_says_so_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
     async with linked() as line:
         await line.up()
-        device = line.link._current
-        assert device is not None
-        device.child._sock.send(b"\xff" * 64)
+        line.child(line.link.roster.worker)._sock.send(b"\xff" * 64)
         lost = await line.next()
         assert lost.message.endswith("ended with exit code 71: it did not understand what it was told")
     assert "novainfer: the engine sent a frame of 4294967295 bytes" in capfd.readouterr().err
@@ -65,11 +62,9 @@ async def test_one_that_does_not_listen_is_ended_when_too_much_waits(monkeypatch
     monkeypatch.setenv("NOVA_BAD_SERVER", "deaf")
     async with linked() as line:
         await line.ask(Spawn(0))
-        await eventually(lambda: line.link._current is not None and line.link._current.is_greeted)
         big = plan()
-        big.input_ids = list(range(2**16, 2**16 + 100_000))
-        for _ in range(4):
-            line.link.put(Run(big))
+        big.input_ids = list(range(2**16, 2**16 + 1_000_000))
+        line.link.put(Run(big))
         lost = await line.next()
         assert lost.message.endswith("is gone: it no longer read what it was told")
 
@@ -82,8 +77,7 @@ async def test_what_it_does_not_read_at_once_it_reads_later() -> None:
         big.input_ids = [65] * 1_000_000
         big.query_lens = [1_000_000]
         line.link.put(Run(big))
-        assert line.link._current is not None
-        process = line.link._current.child
+        process = line.child(line.link.roster.worker)
         assert process._unsent
         os.kill(line.link.pid, signal.SIGCONT)
         assert await line.next() == StepDone(1, 0, [66])

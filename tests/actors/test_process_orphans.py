@@ -28,9 +28,9 @@ async def main():
     for job in (Spawn(0), Load(0), Fit(0), Warm(0)):
         link.put(job)
         await events.get()
-    while "Load" not in link._spare.ahead:
+    while not link.roster.spare or "Load" not in link.roster.spare.ahead:
         await asyncio.sleep(0.005)
-    print(link.pid, link._spare.child.pid, flush=True)
+    print(link.pid, link.roster.spare.pid, flush=True)
     link.put(Run(plan()))
     await life
 

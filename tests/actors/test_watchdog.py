@@ -7,12 +7,24 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from novainfer.actors.fake import FakeDevice
 from novainfer.actors.system import Patience, System
 from novainfer.fsm.events import Fault, Overdue, WorkerLost
-from novainfer.fsm.health import ANSWER_LIMIT_S, PERIOD_S, TURN_LIMIT_S, Late
+from novainfer.fsm.health import (
+    ANSWER_LIMIT_S,
+    DYING_LIMIT_S,
+    LOAD_STALL_LIMIT_S,
+    PERIOD_S,
+    RECOVERY_READY_S,
+    TURN_LIMIT_S,
+    Late,
+    Sighting,
+)
+from novainfer.fsm.process import ProcessState
+from novainfer.fsm.worker import WorkerState
 from tests.actors.helpers import Valve, answer, ask, eventually, expected, read_all, running
 
 STEP_TIMEOUT_S = 20.0
@@ -172,6 +184,57 @@ async def test_a_server_is_ready_while_its_worker_is_replaced_and_not_when_somet
         assert (found.is_live, found.is_ready) == (False, False)
         assert found.reason is not None
         assert found.reason.startswith("the gate has taken no turn for")
+
+
+async def test_a_server_whose_worker_does_not_come_back_is_not_ready_and_says_why() -> None:
+    async with watched() as (system, clock):
+        system._engine.handle(WorkerLost(0, Fault.LOST, "killed"))
+        await clock.run(RECOVERY_READY_S)
+        assert system.health().is_ready
+        await clock.run(1.0)
+        found = system.health()
+        assert (found.is_live, found.is_ready, found.state) == (True, False, "RECOVERING")
+        assert found.reason == "the worker was lost 11 s ago, and is not back yet: requests wait for it"
+
+
+async def test_a_load_of_a_process_that_reads_nothing_any_more_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched() as (system, clock):
+        told: list[Overdue] = []
+        monkeypatch.setattr(system.watchdog, "_overdue", told.append)
+        worker, signs = system._actors["worker"], [0]
+        loading = Sighting("worker", WorkerState.LOADING, clock.now_s)
+        monkeypatch.setattr(worker, "sighting", lambda: loading)
+        monkeypatch.setattr(system.watchdog, "_num_signs", lambda: signs[0])
+        for _ in range(4):
+            signs[0] += 1
+            assert await clock.run(LOAD_STALL_LIMIT_S - 1) == ()
+        _, late = await clock.until_late()
+        assert (late.actor, late.what, late.state) == ("worker", "dwell", "LOADING")
+        assert len(told) == 1
+
+
+async def test_a_spare_and_a_process_that_does_not_end_are_told_and_the_server_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with watched() as (system, clock):
+        asked: list[str] = []
+        seen = [
+            Sighting("spare", ProcessState.READY, clock.now_s, None, 0.0, 5.0),
+            Sighting("process 17", ProcessState.DYING, clock.now_s),
+        ]
+        begun_s = clock.now_s
+
+        def more() -> list[Sighting]:
+            return [msgspec.structs.replace(seen[0], silent_s=clock.now_s - begun_s), seen[1]]
+
+        monkeypatch.setattr(system.watchdog, "_more", more)
+        monkeypatch.setattr(system.watchdog, "_rescue", lambda actor, _: actor == "spare" and not asked.append(actor))
+        await clock.run(DYING_LIMIT_S + 1)
+        assert asked == ["spare"]
+        (incident,) = system.incidents.records()
+        assert (incident.kind, incident.action) == ("frozen", "it is left behind")
+        assert incident.message.startswith("the process 17 has been DYING for 10.")
+        assert system.health().is_live
 
 
 async def test_a_system_that_has_died_is_neither_live_nor_ready() -> None:

@@ -99,8 +99,8 @@ async def test_a_step_that_fails_there_is_taken_back_here(fault: str) -> None:
 async def test_a_spare_takes_over() -> None:
     async with engine_of(warm_spare=True) as engine:
         link = engine._system._link
-        await eventually(lambda: link._spare is not None and "Load" in link._spare.ahead)
-        spare = link._spare.child.pid
+        await eventually(lambda: link.roster.spare is not None and "Load" in link.roster.spare.ahead)
+        spare = link.roster.spare.pid
         seen: list[int] = []
         stream = asyncio.create_task(read(engine, "spare", 1500, seen))
         await eventually(lambda: len(seen) > 100)

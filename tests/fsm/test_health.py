@@ -11,6 +11,7 @@ from novainfer.fsm.engine import EngineState
 from novainfer.fsm.gate import GateState
 from novainfer.fsm.health import (
     DWELLS,
+    LOAD_STALL_LIMIT_S,
     LOOK_S_MAX,
     PERIOD_S,
     TURN_LIMIT_S,
@@ -40,6 +41,7 @@ class World:
         self.turns = 0
         self.is_frozen = False
         self.silent_since_s: float | None = None
+        self.num_signs: int | None = 0
 
     def enter(self, state: StrEnum) -> None:
         self.state, self.since_s = state, self.now_s
@@ -48,7 +50,8 @@ class World:
         silent_s = None if self.silent_since_s is None else self.now_s - self.silent_since_s
         self.turns += not self.is_frozen
         return self.watch.look(
-            self.now_s, [Sighting("actor", self.state, self.since_s, self.turns, silent_s, silence_limit_s=5.0)]
+            self.now_s,
+            [Sighting("actor", self.state, self.since_s, self.turns, silent_s, 5.0, self.num_signs)],
         )
 
     def run(self, seconds: float) -> Verdict:
@@ -178,3 +181,23 @@ def test_each_fault_is_told_in_a_sentence() -> None:
     assert say("turn") == "the scheduler has taken no turn for 2.2 s (at most 2 s)"
     assert say("silence") == "the scheduler has given no sign of life for 2.2 s (at most 2 s)"
     assert say("dwell") == "the scheduler has been FULL for 2.2 s (at most 2 s)"
+
+
+def test_a_load_that_gets_on_may_take_hours() -> None:
+    world = World()
+    world.look()
+    world.enter(WorkerState.LOADING)
+    for sign in range(60):
+        world.num_signs = sign
+        assert world.run(LOAD_STALL_LIMIT_S - PERIOD_S).ok
+    after_s, late = world.until_late(LOAD_STALL_LIMIT_S)
+    assert (late.what, late.state) == ("dwell", "LOADING")
+    assert after_s < LOAD_STALL_LIMIT_S
+
+
+def test_where_no_signs_are_given_a_load_may_take_hours() -> None:
+    world = World()
+    world.num_signs = None
+    world.look()
+    world.enter(WorkerState.LOADING)
+    assert world.run(10 * LOAD_STALL_LIMIT_S).ok

@@ -261,6 +261,34 @@ def test_a_job_that_fails_while_it_comes_up_again_is_a_loss_too_and_the_engine_h
     assert replaceable.state is WorkerState.RESTARTING
 
 
+@pytest.mark.parametrize("job", ["Load", "Fit", "Warm"])
+def test_a_spare_that_cannot_come_up_is_replaced_by_a_new_process_and_is_no_loss(replaceable, job):
+    for number in range(3 * PLAN.max_restarts):  # more often than the budget would bear
+        epoch = replaceable.epoch
+        replaceable.handle(DeviceLost(epoch, "gone", 100.0 * number))
+        replaceable.handle(Restart(epoch + 1))
+        replaceable.handle(JobDone("Spawn", {"spare": True}, epoch + 1))
+        for done in ["Load", "Fit", "Warm"][: ["Load", "Fit", "Warm"].index(job)]:
+            replaceable.handle(JobDone(done, {**LOADED, "num_blocks": 8}, epoch + 1))
+        effects = replaceable.handle(JobFailed(job, "the killed one holds the memory", epoch + 1, 100.0 * number))
+        assert effects[0] == Start(Kill(epoch + 1))
+        assert effects[-1] == Start(Spawn(epoch + 2))
+        assert kinds(effects) == ["spare"]
+        assert replaceable.state is WorkerState.LOADING
+        for done in ["Spawn", "Load", "Fit", "Warm"]:
+            replaceable.handle(JobDone(done, {**LOADED, "num_blocks": 8}, epoch + 2))
+        assert replaceable.state is WorkerState.READY
+
+
+def test_a_new_process_that_fails_after_the_spare_has_is_a_loss(replaceable):
+    replaceable.handle(DeviceLost(0, "gone", 1.0))
+    replaceable.handle(Restart(1))
+    replaceable.handle(JobDone("Spawn", {"spare": True}, 1))
+    replaceable.handle(JobFailed("Load", "no", 1, 1.0))
+    assert kinds(replaceable.handle(JobFailed("Spawn", "no", 2, 1.0))) == ["exception"]
+    assert replaceable.state is WorkerState.RESTARTING
+
+
 def test_a_device_that_dies_before_it_was_ever_ready_fails_the_start(replaceable):
     worker = Worker(PLAN)
     worker.handle(Begin())
