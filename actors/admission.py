@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
+from novainfer.actors.encoding import size_of
 from novainfer.actors.streams import StreamHandle, Streams
 from novainfer.fsm.errors import EngineClosed, EngineDraining, EngineOverloaded, NovaInferError
-from novainfer.fsm.events import Arrive, Cancel, CancelAll, Cause, Chat, Departed, Prompt, Rejected
+from novainfer.fsm.events import Arrive, Cancel, CancelAll, Cause, Departed, Prompt, Rejected
 from novainfer.fsm.gate import Gate
 from novainfer.fsm.params import SamplingParams
 
@@ -182,11 +183,4 @@ def estimate_tokens(prompt: Prompt) -> int:
     """What admission reserves for a prompt before it is tokenised, in tokens."""
     if isinstance(prompt, list):
         return len(prompt)
-    if isinstance(prompt, Chat):
-        num_bytes = sum(_num_bytes(str(message.get("content", ""))) for message in prompt.messages)
-        return num_bytes // BYTES_PER_TOKEN + len(prompt.messages)
-    return _num_bytes(prompt) // BYTES_PER_TOKEN + 1
-
-
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    return size_of(prompt) // BYTES_PER_TOKEN + 1

@@ -82,7 +82,7 @@ class Child:
                 pass_fds=(theirs.fileno(), their_life.fileno(), *fds),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # the terminal's Ctrl-C is for us, and we end it in our own time
-                env=_environment(),
+                env=environment(),
             )
         except BaseException:
             self._sock.close()
@@ -239,7 +239,7 @@ def _signal_name(number: int) -> str:
         return "unknown"
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Ours, with the way to the same modules, and nothing that spins beside the loop."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path}

@@ -65,12 +65,8 @@ class Device(Protocol):
         """False when nothing can be computed any more, whatever is asked: only a new process helps then."""
 
 
-def do_jobs(device: Device, jobs: list[Any]) -> list[Any]:
-    """The device thread's work: each job, and the event that says how it went."""
-    return [_do(device, job) for job in jobs]
-
-
-def _do(device: Device, job: Any) -> Any:
+def do_job(device: Device, job: Any) -> Any:
+    """The device's work: one job, and the event that says how it went."""
     if type(job) is Run:
         return _run(device, job.plan)
     name = type(job).__name__

@@ -20,7 +20,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-from novainfer.actors.device import do_jobs
+from novainfer.actors.device import do_job
 from novainfer.actors.faulty import FaultyDevice, Injection
 from novainfer.actors.wire import (
     EXIT_LINK,
@@ -104,7 +104,7 @@ class DeviceServer:
         if type(message) is Injection:
             self._device.arm(message)
             return
-        (answer,) = do_jobs(self._device, [message])
+        answer = do_job(self._device, message)
         try:
             self.say(answer)
         except UnsendableError as error:

@@ -94,6 +94,16 @@ class ByteTokenizer:
         """256 bytes and EOS."""
         return Vocabulary.build([bytes([i]) for i in range(256)] + [b"<eos>"], frozenset([EOS]))
 
+    def tokens_min(self, text: str) -> int:
+        """Each byte is a token."""
+        return len(text.encode())
+
+    def limit_tokens(self, max_tokens: int) -> None:
+        """Its chats are as long as their messages."""
+
+    def close(self) -> None:
+        """It holds nothing."""
+
     def _text(self, prompt: str | Chat) -> str:
         if isinstance(prompt, str):
             return prompt

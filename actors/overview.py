@@ -11,7 +11,6 @@ from novainfer.actors.encoding import Encoding
 from novainfer.actors.inspector import shown_name
 from novainfer.actors.mailbox import Actor
 from novainfer.actors.records import ActorRecord, HealthRecord
-from novainfer.actors.thread import JobThread
 from novainfer.actors.watchdog import WORKER, Watchdog
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.errors import InvalidParameter
@@ -80,9 +79,9 @@ class Overview:
             raise InvalidParameter(
                 f'{", ".join(how)}: a fault "{kind}" takes nothing but an actor', param=next(iter(how))
             )
-        places: dict[str, Actor | JobThread] = {shown_name(name): place for name, place in self._actors.items()}
+        places: dict[str, Actor | Encoding] = {shown_name(name): place for name, place in self._actors.items()}
         places |= self._actors
-        places[TOKENIZER] = self._encoding.thread
+        places[TOKENIZER] = self._encoding
         if actor is None or actor not in places:
             names = ", ".join(record.name for record in self.actors())
             what = "actor is required" if actor is None else f"there is no actor {actor!r}"
@@ -93,13 +92,13 @@ class Overview:
             places[actor].freeze()
 
     def _tokenizer_record(self) -> ActorRecord:
-        thread = self._encoding.thread
+        encoding = self._encoding
         return ActorRecord(
             name=TOKENIZER,
-            state=str(self._encoding.sighting().state),
-            dwell_s=round(time.monotonic() - thread.since_s, 6),
-            mailbox_depth=thread.num_waiting,
+            state=str(encoding.sighting().state),
+            dwell_s=round(time.monotonic() - encoding.since_s, 6),
+            mailbox_depth=encoding.num_waiting,
             pid=os.getpid(),
-            handled_total=thread.num_done,
+            handled_total=encoding.num_done,
             wait_s=0.0,
         )

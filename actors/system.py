@@ -34,7 +34,6 @@ from novainfer.actors.recorder import Recorder
 from novainfer.actors.records import HealthRecord
 from novainfer.actors.steps import StepLog, StepRecord
 from novainfer.actors.streams import StreamHandle, Streams
-from novainfer.actors.thread import JobThread
 from novainfer.actors.tokenizer import Tokenizer
 from novainfer.actors.watchdog import Watchdog
 from novainfer.fsm.engine import Engine, EngineState
@@ -195,7 +194,7 @@ class System:
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._watch, "device", self._link)
-                group.start_soon(self._watch, "tokenizer thread", self._encoding.thread)
+                group.start_soon(self._watch, "tokenizer thread", self._encoding)
                 self._actors["worker"].open(self._loop)
                 self._tell("worker", Begin())
                 self.watchdog.start(self._loop)
@@ -226,7 +225,7 @@ class System:
                 await self._loaded.wait()
             raise
 
-    async def _watch(self, name: str, thread: JobThread | DeviceLink) -> None:
+    async def _watch(self, name: str, thread: Encoding | DeviceLink) -> None:
         """Live as long as `thread`; its death is an actor's death."""
         try:
             await thread.run()
@@ -270,7 +269,7 @@ class System:
         for actor in self._actors.values():
             actor.close()
         self._link.stop()
-        self._encoding.thread.stop(drop_waiting=True)
+        self._encoding.stop()
         if self._idle is not None:
             self._idle.set()
 
@@ -304,6 +303,7 @@ class System:
         """Ask for admission; raises `EngineOverloaded`, `EngineDraining` or `EngineClosed` when it is refused."""
         if self._stopping is not None and self._stopping.is_set():
             raise EngineClosed(self.error or "the engine is not running")
+        self._encoding.check_length(prompt)
         handle = self._admission.add(name, prompt, params, seed)
         self.inspector.arrived(handle.stream_id, name, owner, params)
         assert self._idle is not None
@@ -347,7 +347,7 @@ class System:
             self._undelivered.append(event)
             self._loop.call_soon(self._deliver)
         elif to == "tokenizer":
-            self._encoding.thread.put(event)
+            self._encoding.put(event)
         elif to == "client":
             self._to_client(event)
         elif to == "incidents":
@@ -360,6 +360,7 @@ class System:
                 self.steps.asked()
             elif type(event) is Departed:
                 self._admission.note_departed(event)
+                self._encoding.forget(event.stream_ids)  # credits come back, so nothing of theirs may wait
                 if self._idle is not None and self._loop is not None:
                     self._loop.call_soon(self._idle.set)
             self._pass(to, event, urgent)
@@ -421,9 +422,8 @@ class System:
         assert self._ready is not None
         if isinstance(event, WorkerReady) and not self._ready.done():
             assert self._vocabulary is not None
-            vocabulary = self._vocabulary.result()
-            if vocabulary is not None and len(vocabulary.token_bytes) > event.vocab_size:
-                self._encoding.limit_ids(event.vocab_size)
+            max_tokens = min(event.max_model_len, event.num_blocks * self._limits.block_size)
+            self._encoding.limit(num_ids=event.vocab_size, max_tokens=max_tokens)
             self.recorder.came_up()
             self._ready.set_result(event)
         elif isinstance(event, WorkerFailed):

@@ -18,27 +18,23 @@ import anyio
 
 
 class JobThread:
-    """`work(jobs)` runs in the thread, with at most `batch_max` of those that wait; `deliver(result)` on the loop."""
+    """`work(job)` runs in the thread, one job after the other; `deliver(result)` on the loop."""
 
     def __init__(
         self,
         name: str,
-        work: Callable[[list[Any]], list[Any]],
+        work: Callable[[Any], Any],
         deliver: Callable[[Any], None],
-        *,
-        batch_max: int = 1,
     ) -> None:
-        self._name = name
+        self.name = name
         self._work = work
         self._deliver = deliver
-        self._batch_max = batch_max
         self._jobs: SimpleQueue[Any] = SimpleQueue()
         self._held: list[Any] | None = None  # jobs put while it is frozen
         self._num_put = 0  # counted on the loop
         self.num_done = 0  # counted in the thread
         self.since_s = time.monotonic()  # when it last got its first job, or did one
         self._is_dropping = False
-        self._is_at_end = False
         self._is_abandoned = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -85,7 +81,7 @@ class JobThread:
     async def run(self) -> None:
         """Live from now until `stop`; raises what killed the thread. When cancelled, the running job is waited for."""
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+        self._thread = threading.Thread(target=self._main, name=self.name, daemon=True)
         self._thread.start()
         try:
             await self._ended.wait()
@@ -102,15 +98,14 @@ class JobThread:
 
     def _main(self) -> None:
         try:
-            while jobs := self._next_jobs():
-                for result in self._work(jobs):
-                    self._tell(self._deliver, result)
-                self.num_done += len(jobs)
+            while (job := self._jobs.get()) is not None and not self._is_dropping:
+                self._tell(self._deliver, self._work(job))
+                self.num_done += 1
                 self.since_s = time.monotonic()
         except Exception as error:
             self._error = error
         except BaseException as error:  # raised as it is, a SystemExit would go through the caller's loop and end it
-            self._error = RuntimeError(f"{self._name} was ended by {type(error).__name__}({error})")
+            self._error = RuntimeError(f"{self.name} was ended by {type(error).__name__}({error})")
         finally:
             self._tell(self._ended.set)
 
@@ -119,13 +114,3 @@ class JobThread:
         assert self._loop is not None
         if not self._is_abandoned:
             self._loop.call_soon_threadsafe(callback, *arguments)
-
-    def _next_jobs(self) -> list[Any]:
-        """Wait for a job, and take those that wait behind it if they go in batches; none at the end."""
-        jobs: list[Any] = []
-        while not self._is_at_end and (not jobs or (len(jobs) < self._batch_max and not self._jobs.empty())):
-            job = self._jobs.get()
-            self._is_at_end = job is None
-            if not self._is_at_end:
-                jobs.append(job)
-        return [] if self._is_dropping else jobs

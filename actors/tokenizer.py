@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from novainfer.actors.location import VOCABULARY_FILES, check_vocabulary
+from novainfer.actors.renderer import Renderer, RenderError
 from novainfer.fsm.errors import ModelLoadError
 from novainfer.fsm.events import Chat, Encode, Encoded, EncodeFailed
 from novainfer.fsm.text import Vocabulary
 
 logger = logging.getLogger(__name__)
 
+NFC_SHRINK = 3  # bytes of UTF-8 that become one at most, when characters are composed (U+0390 from its parts)
+CHARS_PER_TOKEN = 128  # of the longest tokens of large vocabularies
 QWEN2 = [("qwen2", "Qwen2Tokenizer", False), ("qwen2", "Qwen2TokenizerFast", False)]
 
 
@@ -31,6 +34,21 @@ class Tokenizer(Protocol):
     def vocabulary(self) -> Vocabulary:
         """The bytes of each token id, and which ids are control tokens."""
 
+    def tokens_min(self, text: str) -> int:
+        """A number of tokens that `text` has at least, found without tokenising it; called on the loop."""
+
+    def limit_tokens(self, max_tokens: int) -> None:
+        """A prompt of more tokens than this will be refused: a chat that is longer need not be rendered to its end."""
+
+    def close(self) -> None:
+        """Let go of what it holds beside memory; it may be used again."""
+
+
+class TooLong(str):
+    """A sentence saying why a prompt has no token ids: it has more than the context holds."""
+
+    __slots__ = ()
+
 
 def encode_jobs(tokenizer: Tokenizer, jobs: list[Any]) -> list[Encoded | EncodeFailed]:
     """The tokenizer thread's work: all waiting Encodes in one batch."""
@@ -42,7 +60,8 @@ def encode_jobs(tokenizer: Tokenizer, jobs: list[Any]) -> list[Encoded | EncodeF
     for job, result in zip(encodes, results, strict=True):
         if isinstance(result, str):
             param = "messages" if isinstance(job.prompt, Chat) else "prompt"
-            answers.append(EncodeFailed(job.stream_id, result, param))
+            code = "context_length_exceeded" if isinstance(result, TooLong) else "invalid_value"
+            answers.append(EncodeFailed(job.stream_id, str(result), param, code))
         else:
             answers.append(Encoded(job.stream_id, result))
     return answers
@@ -87,6 +106,16 @@ class NoTokenizer:
         """Nothing."""
         return Vocabulary.build([], frozenset())
 
+    def tokens_min(self, text: str) -> int:
+        """None: it will be refused for another reason."""
+        return 0
+
+    def limit_tokens(self, max_tokens: int) -> None:
+        """It makes no tokens."""
+
+    def close(self) -> None:
+        """It holds nothing."""
+
 
 class HFTokenizer:
     """A Hugging Face tokenizer with a byte-level vocabulary (Qwen2's kind), from a directory or a hub id."""
@@ -94,7 +123,14 @@ class HFTokenizer:
     def __init__(self, path: Path) -> None:
         check_vocabulary(path)
         self._tokenizer = _from_transformers(path)
-        decoder = json.loads(self._tokenizer.backend_tokenizer.to_str()).get("decoder") or {}
+        self._backend = self._tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        settings = json.loads(self._backend.to_str())
+        self._bytes_per_token = self._longest_token(settings)
+        self._max_tokens = 1 << 32
+        self._renderer = self._make_renderer()
+        decoder = settings.get("decoder") or {}
         if decoder.get("type") != "ByteLevel":
             raise ModelLoadError(
                 f"the tokenizer in {path} is not byte-level ({decoder.get('type')}): only Qwen2's kind is supported",
@@ -104,7 +140,7 @@ class HFTokenizer:
     @property
     def has_chat_template(self) -> bool:
         """True when conversations can be rendered."""
-        return bool(self._tokenizer.chat_template)
+        return self._renderer is not None
 
     def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
         """Render the chats, then tokenise everything in one call."""
@@ -115,8 +151,8 @@ class HFTokenizer:
             try:
                 texts.append(prompt if isinstance(prompt, str) else self._render(prompt))
                 places.append(at)
-            except Exception as error:
-                results[at] = f"the chat template cannot render these messages: {error}"
+            except RenderError as error:
+                results[at] = self._refusal(error)
         for at, ids in zip(places, self._encode(texts), strict=True):
             results[at] = ids
         return results
@@ -138,7 +174,7 @@ class HFTokenizer:
         """The ids of each text; one that cannot be encoded (half a surrogate pair) spoils only itself."""
         try:
             # Templates write the control tokens themselves, and Qwen2 adds none to plain text.
-            return list(self._tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
+            return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         except Exception as error:
             if len(texts) == 1:
                 if any("\ud800" <= char <= "\udfff" for char in texts[0]):
@@ -146,18 +182,55 @@ class HFTokenizer:
                 return [f"the prompt is not text that can be tokenised: {error}"]
             return [self._encode([text])[0] for text in texts]
 
+    def tokens_min(self, text: str) -> int:
+        """Its bytes over those of the longest token."""
+        if not self._bytes_per_token:
+            return 0
+        num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass")) // NFC_SHRINK
+        return -(-num_bytes // self._bytes_per_token)
+
+    def limit_tokens(self, max_tokens: int) -> None:
+        """Chats of more tokens are not rendered to their end."""
+        self._max_tokens = max_tokens
+
+    def close(self) -> None:
+        """End the processes that render chats."""
+        if self._renderer is not None:
+            self._renderer.close()
+
     def _render(self, chat: Chat) -> str:
-        if not self.has_chat_template:
-            raise ValueError("this model's tokenizer has no chat template; use a plain prompt")
-        text = self._tokenizer.apply_chat_template(
-            chat.messages,
-            tokenize=False,
-            add_generation_prompt=chat.add_generation_prompt,
-            continue_final_message=chat.continue_final_message,
-            **chat.template_kwargs,
-        )
-        assert isinstance(text, str)
+        if self._renderer is None:
+            raise RenderError("this model's tokenizer has no chat template; use a plain prompt")
+        chars_max = (self._bytes_per_token or CHARS_PER_TOKEN) * NFC_SHRINK * self._max_tokens
+        text = self._renderer.render(chat, chars_max)
+        if self.tokens_min(text) > self._max_tokens:
+            raise RenderError("it is too long", is_too_long=True)
         return text
+
+    def _make_renderer(self) -> Renderer | None:
+        if not self._tokenizer.chat_template:
+            return None
+        try:
+            template = self._tokenizer.get_chat_template()
+        except ValueError:  # it has several, by name
+            logger.warning("none of the model's chat templates is called default: it takes plain prompts only")
+            return None
+        return Renderer(template, {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()})
+
+    def _refusal(self, error: RenderError) -> str:
+        if error.is_too_long:
+            limit = f"This model's maximum context length is {self._max_tokens} tokens"
+            return TooLong(f"{limit}, and these messages have more; shorten them.")
+        return f"the chat template cannot render these messages: {error}"
+
+    def _longest_token(self, settings: dict[str, Any]) -> int:
+        """The bytes of the longest token; 0 when a text may have fewer tokens than its bytes over these."""
+        if (settings.get("normalizer") or {}).get("type") not in (None, "NFC"):
+            return 0
+        if any(token["lstrip"] or token["rstrip"] for token in settings["added_tokens"]):
+            return 0  # it takes the spaces around it along, however many
+        added = [len(token["content"].encode()) for token in settings["added_tokens"]]
+        return max([1, *added, *map(len, self._tokenizer.get_vocab())])  # a character of its alphabet is a byte
 
 
 def _class_for(path: Path) -> Any:

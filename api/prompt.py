@@ -15,7 +15,7 @@ RESERVED_KWARGS = frozenset(
     (
         *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations"),
         *("documents", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict"),
-        *("return_tensors", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+        *("return_tensors", "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
     )
 )
 DEPTH_MAX = 32  # lists and dicts in each other; a message with tool calls and their schemas has about ten

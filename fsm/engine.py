@@ -259,7 +259,7 @@ class Engine(Machine):
     def _encode_failed(self, event: EncodeFailed) -> StrEnum:
         if self._encoding.pop(event.stream_id, None) is None:
             return self.state
-        end = End(error=event.message, code="invalid_value", param=event.param)
+        end = End(error=event.message, code=event.code, param=event.param)
         return self._end_unsubmitted(event.stream_id, end)
 
     def _submit(self, arrival: Arrive, token_ids: list[int]) -> StrEnum:

@@ -150,6 +150,7 @@ class EncodeFailed(msgspec.Struct, frozen=True):
     stream_id: int
     message: str
     param: str | None = None
+    code: str = "invalid_value"
 
 
 # ---- engine <-> scheduler -----------------------------------------------------------------------------------------

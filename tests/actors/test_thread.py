@@ -17,9 +17,9 @@ WAIT_S = 60.0
 class Bench:
     """A job thread, what it delivered, and a way to wait for so many results."""
 
-    def __init__(self, work: Callable[[list[Any]], list[Any]], *, batch_max: int = 1) -> None:
+    def __init__(self, work: Callable[[Any], Any]) -> None:
         self.results: list[Any] = []
-        self.thread = JobThread("novainfer-test", work, self._deliver, batch_max=batch_max)
+        self.thread = JobThread("novainfer-test", work, self._deliver)
         self._came = asyncio.Event()
         self.threads_seen: set[threading.Thread] = set()
 
@@ -35,8 +35,8 @@ class Bench:
                 await self._came.wait()
 
 
-def double(jobs: list[Any]) -> list[Any]:
-    return [job * 2 for job in jobs]
+def double(job: int) -> int:
+    return job * 2
 
 
 async def test_results_come_in_order_on_the_loop() -> None:
@@ -61,57 +61,8 @@ async def test_jobs_put_before_it_runs_are_done() -> None:
     assert bench.results == [2, 4]
 
 
-async def test_jobs_that_wait_are_done_in_one_batch_when_it_is_batched() -> None:
-    batches: list[list[int]] = []
-    go = threading.Event()
-
-    def work(jobs: list[Any]) -> list[Any]:
-        assert go.wait(WAIT_S)
-        batches.append(jobs)
-        return jobs
-
-    bench = Bench(work, batch_max=64)
-    for job in range(5):
-        bench.thread.put(job)
-    go.set()
-    bench.thread.stop()
-    await bench.thread.run()
-    assert [job for batch in batches for job in batch] == [0, 1, 2, 3, 4]
-    assert batches == [[0, 1, 2, 3, 4]]
-
-
-async def test_a_batch_has_a_limit() -> None:
-    sizes: list[int] = []
-
-    def work(jobs: list[Any]) -> list[Any]:
-        sizes.append(len(jobs))
-        return jobs
-
-    bench = Bench(work, batch_max=4)
-    for job in range(10):
-        bench.thread.put(job)
-    bench.thread.stop()
-    await bench.thread.run()
-    assert sizes == [4, 4, 2]
-
-
-async def test_an_unbatched_thread_takes_one_job_at_a_time() -> None:
-    sizes: list[int] = []
-
-    def work(jobs: list[Any]) -> list[Any]:
-        sizes.append(len(jobs))
-        return jobs
-
-    bench = Bench(work)
-    for job in range(5):
-        bench.thread.put(job)
-    bench.thread.stop()
-    await bench.thread.run()
-    assert sizes == [1] * 5
-
-
 async def test_stop_lets_the_jobs_before_it_finish() -> None:
-    bench = Bench(double, batch_max=64)
+    bench = Bench(double)
     bench.thread.put(21)
     bench.thread.stop()
     bench.thread.put(99)
@@ -123,10 +74,10 @@ async def test_stop_lets_the_jobs_before_it_finish() -> None:
 async def test_stopping_in_a_hurry_drops_the_jobs_that_wait() -> None:
     started, finish = threading.Event(), threading.Event()
 
-    def work(jobs: list[Any]) -> list[Any]:
+    def work(job: Any) -> Any:
         started.set()
         assert finish.wait(WAIT_S)
-        return jobs
+        return job
 
     bench = Bench(work)
     for job in ("runs", "waits", "waits too"):
@@ -142,10 +93,10 @@ async def test_stopping_in_a_hurry_drops_the_jobs_that_wait() -> None:
 async def test_cancelled_while_a_job_runs_it_waits_for_the_job() -> None:
     started, finish = threading.Event(), threading.Event()
 
-    def work(jobs: list[Any]) -> list[Any]:
+    def work(job: Any) -> Any:
         started.set()
         assert finish.wait(WAIT_S)
-        return jobs
+        return job
 
     bench = Bench(work)
     bench.thread.put("long")
@@ -162,7 +113,7 @@ async def test_cancelled_while_a_job_runs_it_waits_for_the_job() -> None:
 
 
 async def test_an_exception_kills_it_visibly() -> None:
-    def work(jobs: list[Any]) -> list[Any]:
+    def work(job: Any) -> Any:
         raise ZeroDivisionError("a bug in the work")
 
     bench = Bench(work)
@@ -173,7 +124,7 @@ async def test_an_exception_kills_it_visibly() -> None:
 
 
 async def test_not_even_a_system_exit_dies_in_silence() -> None:
-    def work(jobs: list[Any]) -> list[Any]:
+    def work(job: Any) -> Any:
         raise SystemExit(3)
 
     bench = Bench(work)
@@ -206,11 +157,11 @@ def test_it_can_be_made_before_there_is_a_loop() -> None:
 async def test_abandoned_it_is_not_waited_for_and_what_it_still_says_is_not_heard() -> None:
     started, finish, said = threading.Event(), threading.Event(), threading.Event()
 
-    def work(jobs: list[Any]) -> list[Any]:
+    def work(job: Any) -> Any:
         started.set()
         assert finish.wait(WAIT_S)
         said.set()
-        return jobs
+        return job
 
     bench = Bench(work)
     bench.thread.put("never ends")

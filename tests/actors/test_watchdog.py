@@ -89,12 +89,12 @@ async def test_an_actor_frozen_on_purpose_is_reported_within_its_deadline_and_a_
 
 async def test_a_frozen_tokenizer_is_reported_and_goes_on_when_it_is_thawed() -> None:
     async with watched() as (system, clock):
-        system._encoding.thread.freeze()
+        system._encoding.freeze()
         assert await clock.run(300) == ()  # nothing waits for it
         handle = ask(system, "text")
         _, late = await clock.until_late(90)
         assert (late.actor, late.state, late.what) == ("tokenizer", "ENCODING", "dwell")
-        system._encoding.thread.thaw()
+        system._encoding.thaw()
         assert (await read_all(handle)).is_well
         assert await clock.run(1) == ()
 

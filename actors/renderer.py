@@ -1,0 +1,177 @@
+"""Renders chats in processes of their own, which are killed when a template takes too long.
+
+    render ─▶ an idle process, or a new one ─▶ text, or why there is none ─▶ idle
+                                        └─ silent for RENDER_S, or ended ─▶ killed
+
+A thread could not be ended: templates loop in the interpreter, and multiply strings below it. A process takes 0.1 s
+and 25 MB; a chat through it 0.1 ms more than in this one. It is started for the first chat, one for each thread that
+renders at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import msgspec
+
+from novainfer.actors.child import environment
+from novainfer.actors.template import LENGTH, Order
+from novainfer.actors.wire import UNENCODABLE
+from novainfer.fsm.events import Chat
+
+RENDER_S = 2.0  # for one chat; ten thousand messages take 0.1 s
+START_S = 30.0  # for a process to start and to compile its template
+PROGRAM = "novainfer.actors.template"
+RECV_BYTES = 1 << 18
+_decode = msgspec.msgpack.Decoder(tuple[bool, str]).decode
+
+
+class RenderError(Exception):
+    """This chat cannot be rendered; one sentence says why. `is_too_long`: for the length of what comes out."""
+
+    def __init__(self, message: str, *, is_too_long: bool = False) -> None:
+        super().__init__(message)
+        self.is_too_long = is_too_long
+
+
+class Renderer:
+    """One template, and the processes that render it; all methods may be called from any thread."""
+
+    def __init__(self, template: str, variables: dict[str, Any], *, render_s: float = RENDER_S) -> None:
+        self._first = msgspec.msgpack.encode((template, variables))
+        self._render_s = render_s
+        self._lock = threading.Lock()
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+        weakref.finalize(self, _reap_all, self._all)
+
+    def render(self, chat: Chat, chars_max: int) -> str:
+        """The text of `chat`; raises `RenderError`."""
+        order = Order(
+            chat.messages, chat.add_generation_prompt, chat.continue_final_message, chat.template_kwargs, chars_max
+        )
+        try:
+            data = msgspec.msgpack.encode(order)
+        except UNENCODABLE as error:
+            raise RenderError(str(error)) from None
+        process, is_whole = self._take(), False
+        try:
+            if not process.is_started:
+                process.ask(self._first, START_S)
+                process.is_started = True
+            text = process.ask(data, self._render_s)
+            is_whole = True
+        except RenderError:
+            is_whole = process.is_started
+            raise
+        except TimeoutError:
+            raise RenderError(f"that takes more than {self._render_s:g} s") from None
+        except (OSError, EOFError):
+            raise RenderError("the process that renders it has ended") from None
+        finally:
+            self._give_back(process, is_whole)
+        return text
+
+    def close(self) -> None:
+        """End all processes; what is being rendered fails, and what comes later gets a new one."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+            for process in self._all - set(idle):
+                process.end()  # the thread that waits for it does the rest
+            self._all -= set(idle)
+        for process in idle:
+            process.reap()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that there are."""
+        with self._lock:
+            return sorted(process.pid for process in self._all)
+
+    def _take(self) -> _Process:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+            try:
+                process = _Process()
+            except OSError as error:
+                raise RenderError(f"the process that renders it cannot be started: {error.strerror}") from None
+            self._all.add(process)
+            return process
+
+    def _give_back(self, process: _Process, is_whole: bool) -> None:
+        with self._lock:
+            if is_whole:
+                self._idle.append(process)
+                return
+            self._all.discard(process)
+        process.reap()
+
+
+class _Process:
+    """One process; asked by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", PROGRAM, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # the terminal's Ctrl-C is for the engine
+            env=environment(),
+            bufsize=0,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+        self.is_started = False  # it has compiled its template
+        self.pid = self._process.pid
+
+    def ask(self, data: bytes, timeout_s: float) -> str:
+        """The text that comes back; raises `RenderError`, TimeoutError, EOFError or OSError."""
+        deadline_s = time.monotonic() + timeout_s
+        rest = memoryview(LENGTH.pack(len(data)) + data)
+        while rest:
+            _wait(self._in, select.POLLOUT, deadline_s)
+            rest = rest[os.write(self._in, rest) :]
+        found = bytearray()
+        while len(found) < LENGTH.size or len(found) < LENGTH.size + LENGTH.unpack_from(found)[0]:
+            _wait(self._out, select.POLLIN, deadline_s)
+            if not (more := os.read(self._out, RECV_BYTES)):
+                raise EOFError
+            found += more
+        is_text, text = _decode(found[LENGTH.size :])
+        if not is_text:
+            raise RenderError(text or "it is too long", is_too_long=not text)
+        return text
+
+    def end(self) -> None:
+        """Kill it; any thread may, while another one waits for its answer."""
+        self._process.kill()
+
+    def reap(self) -> None:
+        """Kill it, and leave nothing of it."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _reap_all(processes: set[_Process]) -> None:
+    for process in processes:
+        process.reap()
+
+
+def _wait(fd: int, what: int, deadline_s: float) -> None:
+    poll = select.poll()
+    poll.register(fd, what)
+    if not poll.poll(max(deadline_s - time.monotonic(), 0.0) * 1000):
+        raise TimeoutError
