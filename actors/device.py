@@ -141,6 +141,7 @@ class ModelDevice:
     def load(self) -> dict[str, Any]:
         """Import torch and the kernels, and read the weights."""
         from novainfer.kernels.runner import ModelRunner
+        from novainfer.kernels.threads import threads_in_use
 
         s = self._settings
         self._runner = ModelRunner.load(
@@ -170,6 +171,7 @@ class ModelDevice:
             "kernels": info.kernels,
             "modes": info.modes,
             "weights": info.weights,
+            "num_threads": threads_in_use() if s.device == "cpu" else 0,
             "kv_is_lazy": s.device == "cpu",  # its memory is taken when it is first written
         }
 

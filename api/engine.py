@@ -62,7 +62,8 @@ SEED_DRAWN_BITS = 52
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The model that is served; `created` is when it was loaded, in seconds since 1970.
 
-    `kernels` names, for each operation, the implementations that compute it.
+    `kernels` names, for each operation, the implementations that compute it; `num_threads` is theirs on the CPU, 0
+    where it is not known. A step computes for at most `max_num_seqs` requests.
     """
 
     name: str
@@ -75,6 +76,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     kv_bytes_per_block: int = 0
     kernels: dict[str, str] = {}
+    block_size: int = 16
+    max_num_seqs: int = 256
+    num_threads: int = 0
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +170,9 @@ class Engine:
             weight_bytes=int(ready.facts.get("weight_bytes", 0)),
             kv_bytes_per_block=int(ready.facts.get("kv_bytes_per_block", 0)),
             kernels=dict(ready.facts.get("kernels", {})),
+            block_size=self.config.block_size,
+            max_num_seqs=self.config.max_num_seqs,
+            num_threads=int(ready.facts.get("num_threads", 0)),
         )
 
     async def aclose(self) -> None:
@@ -292,6 +299,12 @@ class Engine:
         if self._info is None:
             raise EngineClosed("the engine was not started")
         return self._info
+
+    @property
+    def recorder_dir(self) -> Path | None:
+        """The folder of the flight recorder's files; None when faults write none."""
+        folder = self.config.recorder_dir
+        return Path(folder) if folder is not None and self.config.recorder else None
 
     def statistics(self) -> EngineStatistics:
         """An immutable record of the moment, at any time."""

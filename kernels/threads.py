@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["granted_cpus", "use_threads"]
+__all__ = ["granted_cpus", "threads_in_use", "use_threads"]
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: "quota period" in microseconds, or "max period"
 
@@ -33,3 +33,8 @@ def use_threads(num_threads: int | None) -> None:
             return
         num_threads = granted
     torch.set_num_threads(num_threads)
+
+
+def threads_in_use() -> int:
+    """How many threads kernels of this process use on the CPU."""
+    return torch.get_num_threads()

@@ -14,19 +14,35 @@ from urllib.parse import urlsplit
 
 import click
 
-from novainfer import Chat, EngineConfig, InvalidParameter, NovaInferError, SamplingParams
+from novainfer import (
+    Chat,
+    ContextLengthExceeded,
+    EngineConfig,
+    FinishReason,
+    InvalidParameter,
+    NovaInferError,
+    SamplingParams,
+)
 from novainfer.server.cli_options import API_KEY_VARIABLES, engine_config, engine_options, set_up_logging
 from novainfer.server.cli_serve import make_engine
+from novainfer.server.flags import Grouped, flag
 from novainfer.server.loop import loop_factory
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+FULL = "/reset forgets the conversation and makes room."
 PROMPT = "> "
+TALK = "Conversation"
 
 Messages = list[dict[str, str]]
 
 
 class Partner(Protocol):
-    """Whoever answers: `answer` yields text as it comes and raises `NovaInferError`; closing it stops the answer."""
+    """What answers: `answer` yields text as it comes and raises `NovaInferError`; closing it stops the answer.
+
+    `finish_reason` is that of the last answer, None when it was stopped.
+    """
+
+    finish_reason: str | None
 
     @property
     def name(self) -> str: ...
@@ -39,6 +55,7 @@ class LocalModel:
     def __init__(self, config: EngineConfig) -> None:
         self._runner = asyncio.Runner(loop_factory=loop_factory())
         self._engine = make_engine(config)
+        self.finish_reason: str | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -63,10 +80,14 @@ class LocalModel:
 
     def answer(self, messages: Messages, params: SamplingParams) -> Iterator[str]:
         deltas = self._engine.generate(Chat(messages=list(messages)), params)
+        self.finish_reason = None
 
         async def next_text() -> str | None:
             delta = await anext(deltas, None)
-            return None if delta is None else delta.text
+            if delta is None:
+                return None
+            self.finish_reason = delta.finish_reason
+            return delta.text
 
         try:
             while (text := self._runner.run(next_text())) is not None:
@@ -87,6 +108,7 @@ class RemoteServer:
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
+        self.finish_reason: str | None = None
         self.name = model or self._first_model()
 
     def _connect(self) -> http.client.HTTPConnection:
@@ -102,7 +124,7 @@ class RemoteServer:
         except (OSError, http.client.HTTPException) as error:
             raise NovaInferError(f"{self._parts.geturl()} does not answer: {error}") from None
         if response.status != 200:
-            raise NovaInferError(_error_text(response.status, response.read()))
+            raise _error_of(response.status, response.read())
         return response
 
     def _first_model(self) -> str:
@@ -120,6 +142,7 @@ class RemoteServer:
         if params.max_tokens is not None:
             body["max_tokens"] = params.max_tokens
         connection = self._connect()
+        self.finish_reason = None
         try:
             for line in self._request(connection, "POST", "/v1/chat/completions", body):
                 if not line.startswith(b"data: "):
@@ -129,8 +152,9 @@ class RemoteServer:
                     return
                 event = json.loads(data)
                 if event.get("error"):
-                    raise NovaInferError(_error_text(200, data))
+                    raise _error_of(200, data)
                 for choice in event["choices"]:
+                    self.finish_reason = choice.get("finish_reason")
                     yield choice["delta"].get("content") or ""
             raise NovaInferError("the server ended the answer before it was complete")
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -139,11 +163,14 @@ class RemoteServer:
             connection.close()
 
 
-def _error_text(status: int, body: bytes) -> str:
+def _error_of(status: int, body: bytes) -> NovaInferError:
+    """The error in a server's answer."""
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return f"the server answered {status}"
+        detail = json.loads(body)["error"]
+        kind = ContextLengthExceeded if detail.get("code") == ContextLengthExceeded.code else NovaInferError
+        return kind(str(detail["message"]))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return NovaInferError(f"the server answered {status}")
 
 
 def converse(partner: Partner, system: str | None, params: SamplingParams) -> None:
@@ -189,23 +216,36 @@ def _say(partner: Partner, messages: Messages, params: SamplingParams) -> str | 
             click.echo(text, nl=False)
     except KeyboardInterrupt:
         click.echo(" (stopped)", nl=False, err=True)
+    except ContextLengthExceeded as error:
+        click.echo(f"Error: {error.message.rstrip('.')}. {FULL}", err=True)
+        return None
     except NovaInferError as error:
         click.echo(f"Error: {error.message}", err=True)
         return None
     finally:
         texts.close()  # type: ignore[attr-defined]
     click.echo()
+    if partner.finish_reason == FinishReason.LENGTH:
+        why = "the answer has reached --max-tokens" if params.max_tokens is not None else f"the context is full. {FULL}"
+        click.echo(f"({why})", err=True)
     return "".join(said)
 
 
-@click.command()
+@click.command(cls=Grouped)
 @engine_options
-@click.option("--url", help="Talk to the server at this address instead of loading a model.")
-@click.option("--api-key", envvar=API_KEY_VARIABLES, help="For --url. [env: NOVAINFER_API_KEY]")
-@click.option("--system", help="What the model is told before the conversation.")
-@click.option("--temperature", type=float, default=0.7, show_default=True, help="0: always the likeliest token.")
-@click.option("--top-p", type=float, default=1.0, show_default=True)
-@click.option("--max-tokens", type=int, help="Longest answer; default: what the context holds.")
+@flag(TALK, "--url", help="Talk to the server at this address instead of loading a model.")
+@flag(TALK, "--api-key", envvar=API_KEY_VARIABLES, help="The key for --url. [env: NOVAINFER_API_KEY]")
+@flag(TALK, "--system", help="What the model is told before the conversation.")
+@flag(TALK, "--temperature", type=float, default=0.7, show_default=True, help="0 takes the likeliest token always.")
+@flag(
+    TALK,
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Draw from the likeliest tokens that have this probability together.",
+)
+@flag(TALK, "--max-tokens", type=int, help="Longest answer in tokens. [default: what the context holds]")
 @click.pass_context
 def chat(ctx: click.Context, /, **options: Any) -> None:
     """Talk to MODEL (a folder, a hub name, or the demo model), or to a running server with --url."""

@@ -24,36 +24,40 @@ from novainfer.server.batch_output import BatchOutput
 from novainfer.server.batch_records import Defaults, Record, Result, digest_of
 from novainfer.server.cli_options import engine_config, engine_options, set_up_logging
 from novainfer.server.cli_serve import make_engine
+from novainfer.server.flags import Grouped, flag
 from novainfer.server.loop import loop_factory
 
 STDIO = Path("-")
 EXIT_FAILURE = 1
+BATCH = "Records"
 WINDOW_PER_SEQ = 2  # requests in the engine for each that can run, so that a step never waits for the next line
 
 
-@click.command()
+@click.command(cls=Grouped)
 @engine_options
-@click.option(
+@flag(
+    BATCH,
     "--input",
     "-i",
     "--input-file",
     "input_path",
     type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
     default="-",
-    help="JSONL of records; default: standard input.",
+    help="JSONL of records. [default: standard input]",
 )
-@click.option(
+@flag(
+    BATCH,
     "--output",
     "-o",
     "--output-file",
     "output_path",
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
     default="-",
-    help="JSONL of answers; what it holds already is not asked again, errors are. Default: standard output.",
+    help="JSONL of answers; what it holds already is not asked again, errors are. [default: standard output]",
 )
-@click.option("--max-tokens", type=int, default=256, show_default=True, help="For records that do not say.")
-@click.option("--temperature", type=float, help="For records that do not say; default: the model's own.")
-@click.option("--top-p", type=float, help="For records that do not say; default: the model's own.")
+@flag(BATCH, "--max-tokens", type=int, default=256, show_default=True, help="For records that do not say.")
+@flag(BATCH, "--temperature", type=float, help="For records that do not say. [default: the model's own]")
+@flag(BATCH, "--top-p", type=float, help="For records that do not say. [default: the model's own]")
 @click.pass_context
 def generate(ctx: click.Context, /, **options: Any) -> int:
     """Answer each line of a JSONL file with MODEL (a folder, a hub name, or the demo model).

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from novainfer import EngineConfig
 from novainfer.config import DTYPES
+from novainfer.server.flags import flag
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -79,51 +80,251 @@ def engine_options(command: Command) -> Command:
     return command
 
 
+MODEL, MEMORY, BATCHING, QUEUE, READERS, WORKER, RECORDER, GENERAL = (
+    *("Model", "KV memory", "Batching and kernels", "Queue", "Slow readers", "Worker and recovery"),
+    *("Flight recorder", "General"),
+)
+
+
 def _engine_options() -> list[Callable[[Command], Command]]:
-    option = click.option
     return [
         click.argument("model_argument", metavar="[MODEL]", required=False),
-        option("--model", help='A folder, a name on the Hugging Face hub, or "demo" (the default).'),
-        option("--model-path", help="The same as --model."),
-        option("--hf-checkpoint", help="The same; excludes --checkpoint-path."),
-        option(
+        *_model_options(),
+        *_memory_options(),
+        *_work_options(),
+        *_waiting_options(),
+        *_worker_options(),
+        *_general_options(),
+    ]
+
+
+def _model_options() -> list[Callable[[Command], Command]]:
+    dtypes = ["auto", "float32", "bfloat16", "float16", *DTYPES]
+    return [
+        flag(MODEL, "--model", field="model", help="A folder, or a name on the Hugging Face hub."),
+        flag(MODEL, "--model-path", help="The same as --model."),
+        flag(MODEL, "--hf-checkpoint", help="The same as --model; excludes --checkpoint-path."),
+        flag(
+            MODEL,
             "--checkpoint-path",
             type=click.Path(exists=True, path_type=str),
             help="A checkpoint's folder; excludes --hf-checkpoint.",
         ),
-        option("--model-type", type=click.Choice(["auto", "qwen2"]), default="auto", help="The architecture."),
-        option("--tokenizer", help="Where the tokenizer is, if not with the model."),
-        option("--served-model-name", help="The name that clients use."),
-        option("--device", type=click.Choice(["cpu", "cuda", "nvidia"]), default="cpu", show_default=True),
-        option(
-            "--dtype",
-            type=click.Choice(["auto", "float32", "bfloat16", "float16", *DTYPES]),
+        flag(
+            MODEL,
+            "--model-type",
+            type=click.Choice(["auto", "qwen2"]),
             default="auto",
             show_default=True,
+            help="The architecture.",
         ),
-        option("--seed", type=int, help="Of requests that bring none; default: drawn anew."),
-        option("--max-model-len", type=int, help="Longest context in tokens; default: the model's own."),
-        option("--max-num-seqs", type=int, help="Most requests in a batch."),
-        option("--max-num-batched-tokens", type=int, help="Most tokens in a step."),
-        option("--prefill-chunk-tokens", type=int, help="Tokens of a prompt computed in one step."),
-        option("--block-size", type=int, help="Tokens in a KV block."),
-        option("--enable-prefix-caching/--no-enable-prefix-caching", default=None, help="On by default."),
-        option("--kv-cache-capacity-mode", type=click.Choice(["auto", "fixed"]), help="fixed needs --num-kv-blocks."),
-        option("--num-kv-blocks", type=int, help="KV blocks when the capacity is fixed."),
-        option(
+        flag(MODEL, "--tokenizer", help="The tokenizer's folder or hub name. [default: the model's]"),
+        flag(MODEL, "--served-model-name", help="The name that clients use. [default: as the model was given]"),
+        flag(
+            MODEL,
+            "--device",
+            type=click.Choice(["cpu", "cuda", "nvidia"]),
+            default="cpu",
+            show_default=True,
+            help="Where the model runs; nvidia is another word for cuda.",
+        ),
+        flag(
+            MODEL,
+            "--dtype",
+            type=click.Choice(dtypes),
+            metavar="NAME",
+            default="auto",
+            show_default=True,
+            help="float32, bfloat16 or float16 (also half, fp16, bf16, float, fp32); auto: as in the checkpoint.",
+        ),
+        flag(MODEL, "--max-model-len", type=int, help="Longest context in tokens. [default: the model's]"),
+        flag(MODEL, "--seed", type=int, help="Seeds of requests that bring none begin here. [default: by chance]"),
+    ]
+
+
+def _memory_options() -> list[Callable[[Command], Command]]:
+    return [
+        flag(
+            MEMORY,
+            "--kv-cache-capacity-mode",
+            type=click.Choice(["auto", "fixed"]),
+            field="kv_cache_capacity_mode",
+            help="auto: by the free memory; fixed: --num-kv-blocks.",
+        ),
+        flag(MEMORY, "--num-kv-blocks", type=int, help="Blocks of the KV cache; only with fixed."),
+        flag(
+            MEMORY,
             "--kv-cache-memory-utilization",
             "--gpu-memory-utilization",
             "kv_cache_memory_utilization",
             type=float,
-            help="Share of the free memory for the KV cache.",
+            field="kv_cache_memory_utilization",
+            help="Largest share of the free memory that the KV cache may take.",
         ),
-        option("--max-num-queued-reqs", type=int, help="Requests that may wait; more get 503."),
-        option("--max-num-queued-tokens", type=int, help="Tokens that may wait; more get 503."),
-        option("--num-threads", type=int, help="CPU threads for the kernels."),
-        option("--native", type=click.Choice(["0", "1", "require"]), help="C++ kernels: never, if possible, or must."),
-        option("--batch-invariant", is_flag=True, default=None, help="Only kernels whose rows ignore the batch."),
-        *_fault_options(),
-        option(
+        flag(MEMORY, "--block-size", type=int, field="block_size", help="Tokens in a KV block."),
+        flag(
+            MEMORY,
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            default=None,
+            field="enable_prefix_caching",
+            help="Keep the KV of finished requests for prompts that begin alike.",
+        ),
+        flag(
+            MEMORY,
+            "--swap-space-gib",
+            type=float,
+            field="swap_space_gib",
+            help="Host memory in GiB for the KV of paused and preempted requests.",
+        ),
+    ]
+
+
+def _work_options() -> list[Callable[[Command], Command]]:
+    return [
+        flag(BATCHING, "--max-num-seqs", type=int, field="max_num_seqs", help="Most requests in a step."),
+        flag(
+            BATCHING,
+            "--max-num-batched-tokens",
+            type=int,
+            field="max_num_batched_tokens",
+            help="Most tokens in a step.",
+        ),
+        flag(
+            BATCHING,
+            "--prefill-chunk-tokens",
+            type=int,
+            field="prefill_chunk_tokens",
+            help="Most tokens of one prompt in a step.",
+        ),
+        flag(BATCHING, "--num-threads", type=int, help="CPU threads of the kernels. [default: by cores and quota]"),
+        flag(
+            BATCHING,
+            "--native",
+            type=click.Choice(["0", "1", "require"]),
+            help="C++ kernels: 0 never, 1 where they can be had, require: or no start. [default: 1]",
+        ),
+        flag(
+            BATCHING,
+            "--batch-invariant",
+            is_flag=True,
+            default=None,
+            field="batch_invariant",
+            help="Only kernels that compute a row alike in every batch.",
+        ),
+    ]
+
+
+def _waiting_options() -> list[Callable[[Command], Command]]:
+    return [
+        flag(
+            QUEUE,
+            "--max-num-queued-reqs",
+            type=int,
+            field="max_num_queued_reqs",
+            help="Requests that may wait; more are refused with 503.",
+        ),
+        flag(
+            QUEUE,
+            "--max-num-queued-tokens",
+            type=int,
+            field="max_num_queued_tokens",
+            help="Prompt tokens that may wait; more are refused with 503.",
+        ),
+        flag(
+            QUEUE,
+            "--max-num-overflow-reqs",
+            type=int,
+            field="max_num_overflow_reqs",
+            help="Requests beyond the queue that may wait if they asked to.",
+        ),
+        flag(
+            READERS,
+            "--stall-keep-s",
+            type=float,
+            field="stall_keep_s",
+            help="Seconds that a slow reader's request keeps its KV on the device.",
+        ),
+        flag(
+            READERS,
+            "--stall-timeout",
+            type=float,
+            field="stall_timeout_s",
+            help="Seconds after which a slow reader's request is ended.",
+        ),
+    ]
+
+
+def _worker_options() -> list[Callable[[Command], Command]]:
+    return [
+        flag(
+            WORKER,
+            "--worker",
+            type=click.Choice(["process", "thread"]),
+            help="A process is restarted when it is lost. [default: process for serve, else thread]",
+        ),
+        flag(
+            WORKER,
+            "--warm-spare",
+            is_flag=True,
+            default=None,
+            field="warm_spare",
+            help="Keep a second worker loaded, to take over at once.",
+        ),
+        flag(
+            WORKER,
+            "--step-timeout",
+            type=float,
+            field="step_timeout_s",
+            help="Seconds after which a step counts as hung, and its worker as lost.",
+        ),
+        flag(
+            WORKER,
+            "--heartbeat-timeout",
+            type=float,
+            field="heartbeat_timeout_s",
+            help="Seconds of silence after which a worker counts as lost.",
+        ),
+        flag(
+            WORKER,
+            "--max-restarts",
+            type=int,
+            field="max_restarts",
+            help="Losses without a step between them, within --restart-window, before the engine gives up.",
+        ),
+        flag(
+            WORKER,
+            "--restart-window",
+            type=float,
+            field="restart_window_s",
+            help="Seconds in which losses are counted.",
+        ),
+        flag(
+            WORKER,
+            "--ladder-quiet-s",
+            type=float,
+            field="ladder_quiet_s",
+            help="Seconds without trouble before a degraded mode is left again.",
+        ),
+    ]
+
+
+def _general_options() -> list[Callable[[Command], Command]]:
+    return [
+        flag(
+            RECORDER,
+            "--recorder/--no-recorder",
+            default=None,
+            field="recorder",
+            help="Keep the last minutes, to be written when something goes wrong.",
+        ),
+        flag(
+            RECORDER,
+            "--recorder-dir",
+            type=click.Path(file_okay=False),
+            help="Folder of the recordings, which hold prompts. [default: for serve the user's state folder]",
+        ),
+        flag(
+            GENERAL,
             "--config",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
             callback=_load_config,
@@ -131,37 +332,15 @@ def _engine_options() -> list[Callable[[Command], Command]]:
             expose_value=False,
             help="A YAML file of flags; those on the command line win.",
         ),
-        option(
+        flag(
+            GENERAL,
             "--log-level",
             type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
             default="info",
             show_default=True,
+            help="Least level of log lines on standard error.",
         ),
-        option("--verbose", "-v", is_flag=True, help="The same as --log-level debug."),
-    ]
-
-
-def _fault_options() -> list[Callable[[Command], Command]]:
-    option = click.option
-    return [
-        option(
-            "--worker",
-            type=click.Choice(["process", "thread"]),
-            help="Where the device works: in a process that is restarted when it is lost (the default of serve), or in "
-            "a thread of this one.",
-        ),
-        option("--warm-spare", is_flag=True, default=None, help="Keep a second worker loaded, to take over at once."),
-        option("--step-timeout", type=float, help="Seconds after which a step counts as hung, and its worker as lost."),
-        option("--heartbeat-timeout", type=float, help="Seconds of silence after which a worker counts as lost."),
-        option("--max-restarts", type=int, help="Restarts without a step between them before the engine gives up, and"),
-        option("--restart-window", type=float, help="the seconds in which they are counted."),
-        option("--ladder-quiet-s", type=float, help="Seconds without trouble before a degraded mode is left again."),
-        option("--swap-space-gib", type=float, help="Host memory for the KV of paused and preempted requests."),
-        option("--stall-keep-s", type=float, help="Seconds that a slow reader's request keeps its KV on the device."),
-        option("--stall-timeout", type=float, help="Seconds after which a slow reader's request is ended."),
-        option("--max-num-overflow-reqs", type=int, help="Requests beyond the queue that may wait if they asked to."),
-        option("--recorder/--no-recorder", default=None, help="The flight recorder; on by default."),
-        option("--recorder-dir", type=click.Path(file_okay=False), help="Where it writes its files."),
+        flag(GENERAL, "--verbose", "-v", is_flag=True, help="The same as --log-level debug."),
     ]
 
 

@@ -11,42 +11,63 @@ import click
 from novainfer import EngineConfig
 from novainfer.server.cli_options import API_KEY_VARIABLES, engine_config, engine_options, set_up_logging
 from novainfer.server.engine import ServedEngine
+from novainfer.server.flags import Grouped, flag
 from novainfer.server.recorder import default_folder, usable_default
 from novainfer.server.settings import ServerSettings
 
 log = logging.getLogger("novainfer.server")
 
+LISTEN, ACCESS, HTTP = "Address and TLS", "Access", "HTTP"
 _PATH = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.command()
+@click.command(cls=Grouped)
 @engine_options
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0 for everywhere.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
-@click.option(
+@flag(LISTEN, "--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0 for all.")
+@flag(LISTEN, "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@flag(LISTEN, "--ssl-certfile", type=_PATH, help="Certificate (PEM): HTTPS, with HTTP/2 by ALPN.")
+@flag(LISTEN, "--ssl-keyfile", type=_PATH, help="The certificate's key (PEM).")
+@flag(LISTEN, "--self-signed", is_flag=True, help="HTTPS with a certificate made for this run.")
+@flag(
+    ACCESS,
     "--api-key",
     "api_keys",
     multiple=True,
     envvar=API_KEY_VARIABLES,
-    help="A key that requests must carry; may be given several times. Probes need none. [env: NOVAINFER_API_KEY]",
+    help="A key that requests must carry; may be given several times. [env: NOVAINFER_API_KEY]",
 )
-@click.option(
+@flag(
+    ACCESS,
     "--admin-key",
     envvar="NOVAINFER_ADMIN_KEY",
-    help="A key that sees and cancels everybody's requests, and may inject faults. [env: NOVAINFER_ADMIN_KEY]",
+    help="A key that sees and cancels all requests, and may inject faults. [env: NOVAINFER_ADMIN_KEY]",
 )
-@click.option("--ssl-certfile", type=_PATH, help="Certificate (PEM): HTTPS, with HTTP/2 by ALPN.")
-@click.option("--ssl-keyfile", type=_PATH, help="Its key (PEM).")
-@click.option("--self-signed", is_flag=True, help="HTTPS with a certificate made for this run.")
-@click.option("--access-log/--no-access-log", default=False, help="A line for each request.")
-@click.option(
-    "--sse-keep-alive-interval", type=float, default=15.0, show_default=True, help="Seconds of silence; 0: never."
+@flag(ACCESS, "--access-log/--no-access-log", default=False, show_default=True, help="Log a line for each request.")
+@flag(
+    HTTP,
+    "--sse-keep-alive-interval",
+    type=float,
+    default=15.0,
+    show_default=True,
+    help="Most seconds of silence on a stream; 0: no limit.",
 )
-@click.option(
-    "--shutdown-timeout", type=float, default=30.0, show_default=True, help="Seconds that running requests get."
+@flag(
+    HTTP,
+    "--shutdown-timeout",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="Seconds that running requests get when the server stops.",
 )
-@click.option("--max-body-bytes", type=int, help="Largest request body. [default: 1 MB, more for long contexts]")
-@click.option("--http2-max-concurrent-streams", type=int, default=1000, show_default=True, help="Per connection.")
+@flag(HTTP, "--max-body-bytes", type=int, help="Largest request body. [default: 1 MB, more for long contexts]")
+@flag(
+    HTTP,
+    "--http2-max-concurrent-streams",
+    type=int,
+    default=1000,
+    show_default=True,
+    help="Streams of one HTTP/2 connection.",
+)
 @click.pass_context
 def serve(ctx: click.Context, /, **options: Any) -> int:
     """Serve MODEL (a folder, a hub name, or the demo model) over OpenAI's HTTP API until Ctrl-C."""

@@ -30,6 +30,7 @@ from novainfer.server.engine import ServedEngine
 from novainfer.server.listen import FLUSH_TIMEOUT_S, bind, check_certificate, hypercorn_config
 from novainfer.server.loop import loop_factory
 from novainfer.server.recorder import dump_on_signal
+from novainfer.server.said import Throughput, about
 from novainfer.server.service import Service
 from novainfer.server.settings import ServerSettings
 from novainfer.server.tls import write_self_signed
@@ -127,8 +128,11 @@ class Server:
             self.service.was_ready = True
             self.ready.set()
             on_ready()
+            throughput = Throughput(time.monotonic())
             while not stop.done():
                 await asyncio.wait({stop}, timeout=ALIVE_CHECK_S)
+                if (line := throughput.line(engine.statistics, time.monotonic())) is not None:
+                    log.info("%s", line)
                 if not stop.done() and not engine.is_ready:
                     raise EngineDead("The engine died; every request has been told, and the log says why")
             self.service.is_draining = True
@@ -159,7 +163,7 @@ def run_server(settings: ServerSettings, make_engine: MakeEngine) -> int:
 
 
 def ready_line(server: Server, elapsed_s: float) -> str:
-    """What a user sees when the server is warm: where it is, and a command to try."""
+    """What a user sees when the server is warm: where it is, what it has, and a command to try."""
     engine = server.service.engine
     assert engine is not None, "ready without an engine"
     name = engine.model_info.name
@@ -167,6 +171,7 @@ def ready_line(server: Server, elapsed_s: float) -> str:
     key = " \\\n    -H 'authorization: Bearer KEY'" if server.settings.api_keys else ""
     return (
         f"NovaInfer {server.service.version} serves {name} at {server.url} (ready in {elapsed_s:.1f} s)\n"
+        f"{about(engine)}\n"
         f"  curl -N{options} {server.url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n"
         f'    -d \'{{"model": "{name}", "stream": true, '
         '"messages": [{"role": "user", "content": "Hello, who are you?"}]}\''

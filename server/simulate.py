@@ -35,9 +35,17 @@ Result = TypeVar("Result")
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Processes to share the work.")
 @click.option("--exhaustive", is_flag=True, help="Explore the small worlds completely instead.")
 @click.option("--mutants", is_flag=True, help="Plant bugs instead, one after the other, and see that each is found.")
+@click.option("--rows", "lists_rows", is_flag=True, help="List the rows of the tables that were not taken.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 def simulate(
-    seeds: int, seed: int | None, first: int, jobs: int, exhaustive: bool, mutants: bool, as_json: bool
+    seeds: int,
+    seed: int | None,
+    first: int,
+    jobs: int,
+    exhaustive: bool,
+    mutants: bool,
+    lists_rows: bool,
+    as_json: bool,
 ) -> None:
     """Run the scheduler, engine, worker and streams with a simulated device, clients, time and faults.
 
@@ -54,6 +62,10 @@ def simulate(
         result = _run_seeds([range(seed, seed + 1)] if seed is not None else _chunks(first, seeds), jobs)
         if seed is not None and not result["is_well"]:
             _explain(seed)
+    if lists_rows:
+        for row in result.get("rows_missing", []):
+            why = ARGUED.get(tuple(row.split("/")))
+            click.echo(f"    {row.replace('/', ' x ')}" + (f" ({why})" if why else ""))
     is_well = result.pop("is_well")
     if as_json:
         click.echo(json.dumps(result))
@@ -220,9 +232,9 @@ class _Timed:
 
 def _say_rows(rows: list[Coverage], verb: str) -> None:
     click.echo(f"rows {verb}: " + ", ".join(f"{c.machine} {c.taken}/{c.total}" for c in rows))
-    for row in [row for c in rows for row in c.missing]:
-        why = f" ({ARGUED[row]})" if row in ARGUED else ""
-        click.echo(f"    not {verb}: {' x '.join(row)}{why}")
+    missing = sum(len(c.missing) for c in rows)
+    if missing:
+        click.echo(f"{missing} rows were not {verb}: --rows lists them")
 
 
 def _rows(rows: list[Coverage]) -> dict[str, Any]:

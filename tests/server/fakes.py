@@ -41,6 +41,17 @@ class FakeModelInfo(msgspec.Struct, frozen=True):
     name: str = "fake"
     max_model_len: int = 64
     created: int = 1_700_000_000
+    num_kv_blocks: int = 100
+    block_size: int = 16
+    max_num_seqs: int = 8
+    num_threads: int = 2
+    dtype: str = "float32"
+    device: str = "cpu"
+    kernels: dict[str, str] = msgspec.field(
+        default_factory=lambda: {"linear": "native", "ops": "native", "attention": "torch"}
+    )
+    weight_bytes: int = 3 << 30
+    kv_bytes_per_block: int = 1 << 20
 
 
 class FakeStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +98,7 @@ class FakeEngine:
         self.is_ready = False
         self._ready_after_start = is_ready
         self.model_info = FakeModelInfo()
+        self.recorder_dir: Path | None = None
         self.fail_at: int | None = None
         self.failure: Exception = RuntimeError("a secret that must not leave the server")
         self.start_failure: NovaInferError | None = None

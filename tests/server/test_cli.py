@@ -10,9 +10,10 @@ from typing import Any
 import click
 import pytest
 
-from novainfer import EngineConfig, InvalidParameter, ModelLoadError, NovaInferError
+from novainfer import ContextLengthExceeded, EngineConfig, InvalidParameter, ModelLoadError, NovaInferError
 from novainfer.server import cli_chat, cli_generate, cli_serve
 from novainfer.server.cli import COMMANDS, as_flags, main
+from novainfer.server.flags import Flag
 from novainfer.server.recorder import default_folder
 from novainfer.server.settings import ServerSettings
 from tests.server.fakes import FakeEngine
@@ -300,6 +301,28 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) ->
     assert "--max-num-seqs" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["serve", "chat", "generate"])
+def test_each_flag_has_a_group_and_one_sentence_and_says_its_default(name: str) -> None:
+    command = {"serve": cli_serve.serve, "chat": cli_chat.chat, "generate": cli_generate.generate}[name]
+    defaults = dict(zip(EngineConfig.__struct_fields__, EngineConfig.__struct_defaults__, strict=True))
+    for flag in (param for param in command.params if isinstance(param, click.Option)):
+        assert isinstance(flag, Flag), flag.name
+        assert flag.help, flag.name
+        sentence = flag.help.split(" [")[0]
+        assert sentence.endswith("."), flag.name
+        assert ". " not in sentence, flag.name
+        default = defaults.get(str(flag.name), defaults.get(f"{flag.name}_s"))
+        if default is not None and not isinstance(default, bool) and flag.name not in ("worker", "dtype", "device"):
+            assert f"[default: {default}]" in flag.help, flag.name
+
+
+def test_help_has_a_section_for_each_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    out = capsys.readouterr().out
+    for title in ("Model:", "KV memory:", "Queue:", "Worker and recovery:", "Address and TLS:", "Access:"):
+        assert f"\n{title}\n" in out
+
+
 def test_every_option_has_a_hyphenated_name_and_no_double() -> None:
     for command in (cli_serve.serve, cli_chat.chat, cli_generate.generate):
         names = [opt for param in command.params for opt in param.opts if isinstance(param, click.Option)]
@@ -323,6 +346,19 @@ def test_chat_remembers_until_told_to_forget(
     answer = "Hello, world!"
     assert seen == [["be kind", "one"], ["be kind", "one", answer, "two"], ["be kind", "three"]]
     assert engine.is_closed
+
+
+def test_chat_says_what_to_do_when_the_context_is_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine()
+    engine.fail_at, engine.failure = 0, ContextLengthExceeded("This model's maximum context length is 64 tokens")
+    chat_with(monkeypatch, engine, "one\n")
+    full = "/reset forgets the conversation and makes room."
+    assert capsys.readouterr().err == f"Error: This model's maximum context length is 64 tokens. {full}\n"
+    engine = FakeEngine()
+    chat_with(monkeypatch, engine, "one\n", "--max-tokens", "2")
+    assert "(the answer has reached --max-tokens)" in capsys.readouterr().err
 
 
 def test_chat_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

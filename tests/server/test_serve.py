@@ -180,7 +180,8 @@ async def test_curl_streams(serve: Serve, flags: tuple[str, ...]) -> None:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 async def test_the_ready_lines_curl_works_as_printed(serve: Serve) -> None:
     server = await serve(FakeEngine())
-    first, command = ready_line(server, 1.5).split("\n", 1)
+    first, command = ready_line(server, 1.5).split("\n  curl", 1)
+    command = "curl" + command
     assert server.url in first
     assert "1.5 s" in first
     process = await asyncio.create_subprocess_shell(command + " -sS", stdout=asyncio.subprocess.PIPE)

@@ -21,6 +21,16 @@ def test_the_last_line_is_one_json_object():
     assert {"requests", "faults", "trace_hash", "moves", "tokens", "rows_missing", "cpu_s"} <= said.keys()
 
 
+def test_rows_that_were_not_taken_are_counted_and_listed_when_asked_for():
+    plain = CliRunner().invoke(simulate, ["--seeds", "2"]).stdout
+    assert " rows were not taken: --rows lists them" in plain
+    assert " x " not in plain
+    listed = CliRunner().invoke(simulate, ["--seeds", "2", "--rows", "--json"]).stdout.splitlines()
+    missing = json.loads(listed[-1])["rows_missing"]
+    assert sum(" x " in line for line in listed) == len(missing) > 0
+    assert f"{len(missing)} rows were not taken" in plain
+
+
 def test_a_failing_seed_is_printed_with_the_command_that_reproduces_it():
     with planted(MUTANTS[0]):
         failing = run_seeds(range(50), stop_at_first=True).failing_seeds[0]

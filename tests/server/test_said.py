@@ -1,0 +1,40 @@
+"""What the server says at its start, and of its throughput."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from novainfer.server.said import INTERVAL_S, Throughput, about
+from tests.server.fakes import FakeEngine, FakeStatistics
+
+
+def test_the_start_says_memory_limits_kernels_threads_the_worker_and_where_recordings_go() -> None:
+    engine = FakeEngine()
+    engine.recorder_dir = Path("/var/recordings")
+    assert about(engine).splitlines() == [
+        "  model     float32 on cpu, 2 threads; kernels: linear native, ops native, attention torch; "
+        "the worker's process is 4711",
+        "  memory    3.0 GiB weights, 100 MiB KV: 100 blocks of 16, 1600 tokens",
+        "  limits    64 tokens of context; 8 requests at once, 8 of them if each fills its context",
+        "  recorder  writes to /var/recordings when something goes wrong",
+    ]
+    engine.recorder_dir = None
+    assert "it has no folder" in about(engine)
+
+
+def test_throughput_is_said_now_and_then_and_only_when_there_was_work() -> None:
+    throughput = Throughput(100.0)
+
+    def at(seconds: float, prompt: int, generated: int, rung: str = "FULL") -> str | None:
+        found = FakeStatistics(
+            prompt_tokens_total=prompt, generation_tokens_total=generated, num_running=3, num_waiting=1, rung=rung
+        )
+        return throughput.line(lambda: found, seconds)
+
+    assert at(100.0 + INTERVAL_S - 0.5, 90, 9) is None
+    said = "10.0 prompt and 2.0 generated tokens/s; 3 running, 1 waiting; KV 4% used"
+    assert at(100.0 + INTERVAL_S, 100, 20) == said
+    assert at(100.0 + 2 * INTERVAL_S, 100, 20) is None
+    assert at(100.0 + 3 * INTERVAL_S, 100, 21, "INT8") == (
+        "0.0 prompt and 0.1 generated tokens/s; 3 running, 1 waiting; KV 4% used, degraded to INT8"
+    )
