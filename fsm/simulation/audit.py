@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.events import KeepOver, PauseRequest
 from novainfer.fsm.machine import Effect
+from novainfer.fsm.simulation.blame import Blame
 from novainfer.fsm.simulation.deadlines import Deadlines
 from novainfer.fsm.simulation.leftovers import check_empty, check_known
 
@@ -20,15 +21,18 @@ class Audit:
     def __init__(self, world: World) -> None:
         self._world = world
         self.deadlines = Deadlines(world)
+        self.blame = Blame(world)
         self._num_ended = 0  # requests, when leftovers were last looked for
 
     def before_scheduler(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
+        self.blame.before(event)
         if isinstance(event, KeepOver):
             self.deadlines.keep_over(event)
 
     def scheduled(self, event: Any, effects: Sequence[Effect]) -> None:
         """The scheduler has handled `event`."""
+        self.blame.after(event, effects)
         if isinstance(event, PauseRequest):
             self.deadlines.paused(self._world.scheduler.requests.get(event.request_id))
         elif isinstance(event, KeepOver):

@@ -9,6 +9,7 @@ from novainfer.fsm.gate import Gate
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.simulation.blame_bugs import BLAME_MUTANTS
 from novainfer.fsm.simulation.deadline_bugs import DEADLINE_MUTANTS
 from novainfer.fsm.simulation.gate_bugs import GATE_MUTANTS
 from novainfer.fsm.simulation.mutants import Edit, Mutant
@@ -195,6 +196,7 @@ MUTANTS = [
     ),
     Mutant("a choice samples with the seed of another", Request, "sampling_spec", "choice=self.choice", "choice=0"),
     *GATE_MUTANTS,
+    *BLAME_MUTANTS,
     *DEADLINE_MUTANTS,
     *SAMPLING_MUTANTS,
     *PROCESS_MUTANTS,

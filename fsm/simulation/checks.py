@@ -22,6 +22,7 @@ from novainfer.fsm.draft import Flight
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.events import (
     Arrive,
+    Batch,
     Cancel,
     CancelAll,
     CancelRequest,
@@ -33,6 +34,7 @@ from novainfer.fsm.events import (
     MakeBatch,
     Open,
     Output,
+    Outputs,
     Pause,
     PauseRequest,
     QueueOver,
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 COMPUTED = (RequestState.PREFILL, RequestState.DECODE)
 ADMITTED = (*COMPUTED, RequestState.WAITING_FOR_REMOTE_KVS)
 _MOVES_BLOCKS = frozenset([MakeBatch, CancelRequest, WorkerLost, KeepOver, Configure])
+FAILED_ALONE_MIN = 2  # the first failure of a request alone may have been another program's
 _TOLD = frozenset([Cancel, CancelAll, Pause])  # what the engine passes on to requests
 
 
@@ -78,6 +81,9 @@ class Checks:
         self._to_be_told: set[int] = set()  # requests that the event at the engine concerns
         self._gate_heard: set[type] = set()  # kinds of events
         self._sampled: list[Request] = []  # who got a token in the step being committed
+        self._failed_alone: Counter[int] = (
+            Counter()
+        )  # by request: failed steps that held no other, since its last token
         self._cancelled_early: set[int] = set()  # streams cancelled before anything was submitted for them
 
     @property
@@ -116,7 +122,7 @@ class Checks:
         members = [request.stream_id for request in held if not request.ended]
         self._failed = flight.step_id, set(members)
         if len(held) == len(members) == 1:
-            self.world.clients[members[0]].failed_alone += 1
+            self._failed_alone[held[0].request_id] += 1
 
     def _watch_rollback(self, outcome: StepFailed, *, exact: bool) -> None:
         """Wrap the coming rollback: afterwards the state must be that of before the plan."""
@@ -143,6 +149,7 @@ class Checks:
         """The scheduler has handled `event`."""
         scheduler = self.world.scheduler
         self._incidents(event, effects)
+        self._outcomes(effects)
         if scheduler.state is SchedulerState.STARTING:
             return
         planner = scheduler.planner
@@ -182,6 +189,22 @@ class Checks:
             if event.request_id in scheduler.requests or not self._leaving.ended:
                 raise Violation(f"request {event.request_id} was cancelled and has not ended")
             self._leaving = None
+
+    def _outcomes(self, effects: Sequence[Effect]) -> None:
+        """An error ends a request that failed twice with no other in its step, and had no token since."""
+        for effect in effects:
+            if not isinstance(effect, Send) or not isinstance(effect.event, Batch | Outputs):
+                continue
+            for output in effect.event.outputs:
+                end = output.end
+                if end is not None and end.error is not None and end.code == "step_failed":
+                    if self._failed_alone[output.request_id] < FAILED_ALONE_MIN:
+                        raise Violation(
+                            f"request {output.request_id} ended with {end}, and no two failures were its own"
+                        )
+                    self.world.clients[output.stream_id].was_blamed = True
+                if end is not None or output.token_ids:
+                    self._failed_alone.pop(output.request_id, None)
 
     def _incidents(self, event: Any, effects: Sequence[Effect]) -> None:
         """What went wrong was reported, and nothing else."""

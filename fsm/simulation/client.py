@@ -6,7 +6,6 @@ from novainfer.fsm.events import Arrive, Cause, End, Finished, Rejected
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.simulation.device import expected_logprob
 from novainfer.fsm.simulation.oracle import TOKEN_BYTES, Expected, Violation, expected_run, is_refused
-from novainfer.fsm.trouble import TRIES_ALONE
 
 
 class Client:
@@ -26,7 +25,7 @@ class Client:
         self.encoding_failed = False
         self.num_reads = 0
         self.reads_when_stalled = -1  # how many there had been when the stream last stalled
-        self.failed_alone = 0  # steps that failed with nobody but one of its requests in them
+        self.was_blamed = False  # one of its requests ended for failures of its own
         self.is_refused = is_refused(len(self.prompt), params, max_len)
         self._expected: list[Expected | None] = [None] * params.n
         self._max_len = max_len
@@ -97,7 +96,7 @@ class Client:
                 raise Violation(f"{name} was cancelled ({end.cause}), and nobody had asked for that")
         else:
             possible = {
-                "step_failed": self.failed_alone >= TRIES_ALONE,
+                "step_failed": self.was_blamed,
                 "invalid_value": self.encoding_failed or not self.prompt,
                 "context_length_exceeded": self.is_refused and bool(self.prompt),
                 "engine_dead": Cause.DRAIN in self.causes,

@@ -32,6 +32,7 @@ class Mix:
         if not self.shape.max_restarts and rng.random() < 0.8:  # such a world ends with the first of these
             self.rates |= dict.fromkeys(("hang", "die", "overdue", "poison"), 0.0)
         self.come_up_fails = rng.random() < 0.02
+        self.spite = rng.choice([0.0, 0.0, 0.1, 0.5])  # how often requests are cancelled in a step that will fail
         self.is_brisk = rng.random() < 0.3  # readers take each token as it comes
         self.lateness_s = 10 ** rng.uniform(-4, 1)
         self.hop_s = 10 ** rng.uniform(-5, -2.5)  # from one machine to the next

@@ -6,6 +6,7 @@ A mutant names the line as it stands, so a change of that line breaks the mutant
 from __future__ import annotations
 
 import inspect
+import signal
 import textwrap
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from novainfer.fsm.simulation.report import run_seeds
 from novainfer.fsm.simulation.small import SMALL_WORLDS
 
 SEEDS = 1000  # what a hunt tries before it explores; most bugs need fewer than a hundred
+SEED_S_MAX = 20.0  # CPU seconds: a thousand times what most need
 STATES_MAX = 3000  # of each small world that a hunt explores; all of them take half a minute
 STATES_MAX_NAMED = 20_000  # of the one that the mutant names
 
@@ -64,15 +66,31 @@ def hunt(mutant: Mutant) -> Hunt:
         return Hunt(mutant.name, found, how, round(time.monotonic() - began_s, 2))
 
     with planted(mutant):
-        seeds = range(SEEDS if mutant.seeds else 0)
-        report = run_seeds(seeds, stop_at_first=True)
-        if report.violations:
-            return said(f"seed {report.failing_seeds[0]}")
+        for seed in range(SEEDS if mutant.seeds else 0):
+            with _broken_off():
+                if run_seeds([seed]).violations:
+                    return said(f"seed {seed}")
         for small in sorted(SMALL_WORLDS, key=lambda small: small.name != mutant.small):
             states_max = STATES_MAX_NAMED if small.name == mutant.small else STATES_MAX
             if (found := explore(small, states_max=states_max)).violation is not None:
                 return said(f"{found.depth} moves into {small.name!r}")
     return said("neither by seeds nor in the small worlds", found=False)
+
+
+@contextmanager
+def _broken_off() -> Iterator[None]:
+    """A bug may be a loop without end: what runs for too long is broken off, and that is a finding."""
+
+    def break_off(*_: Any) -> None:
+        raise AssertionError(f"this seed has not ended after {SEED_S_MAX:g} CPU seconds")
+
+    before = signal.signal(signal.SIGVTALRM, break_off)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SEED_S_MAX)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @contextmanager

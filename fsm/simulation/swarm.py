@@ -169,6 +169,10 @@ class Seed:
             self._after(JOB_S[type(job)] * self.mix.jobs_s * rng.random(), self._finish, self._job)
             return
         fate = self._fate(job)
+        device, spite = self.world.device, 0.0 if self._is_healed else self.mix.spite
+        will_fail = fate or (device is not None and device.poison(job.plan) is not None)
+        if will_fail and spite and rng.random() < spite:
+            self._spoil_sport()
         if fate == "hang":
             self._is_hung = True
             self._after(rng.choice(HANG_S), self._overdue, self._job)
@@ -186,6 +190,18 @@ class Seed:
             if rates[fate] and draw() < rates[fate]:
                 return fate
         return ""
+
+    def _spoil_sport(self) -> None:
+        """Some, all, or all but one of the clients in the step that will fail go away before it does."""
+        rng, flight = self.rng, self.world.scheduler.flight
+        stream_ids = sorted({request.stream_id for request, _, _ in flight.rows}) if flight is not None else []
+        leaving = rng.sample(stream_ids, rng.choice([1, len(stream_ids) - 1, len(stream_ids)]) if stream_ids else 0)
+        for stream_id in leaving:
+            self._after(self.mix.step_s * rng.random() / 2, self._leave, stream_id)
+
+    def _leave(self, stream_id: int) -> None:
+        if self.world.clients[stream_id].end is None:
+            self._make("cancel", stream_id, Cause.CLIENT)
 
     def _finish(self, number: int, fate: str | Fault = "") -> None:
         """The device's job is over, if it is still this one."""

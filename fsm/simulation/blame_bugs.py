@@ -1,0 +1,74 @@
+"""Bugs planted in which requests are suspected, which are forgiven, and when."""
+
+from __future__ import annotations
+
+from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.simulation.mutants import Mutant
+from novainfer.fsm.trouble import Trouble
+
+BLAME_MUTANTS = [
+    Mutant(
+        "failures before a token still count after it",
+        Scheduler,
+        "_append",
+        "request.losses = request.failures = 0",
+        "request.losses = 0",
+    ),
+    Mutant(
+        "lost workers before a token still count after it",
+        Scheduler,
+        "_append",
+        "request.losses = request.failures = 0",
+        "request.failures = 0",
+    ),
+    Mutant(
+        "who shared a failed step is blamed when the others have left",
+        Trouble,
+        "step_failed",
+        "if not is_alone(flight):",
+        "if False:",
+        seeds=1000,
+    ),
+    Mutant(
+        "a failed step is tried again as it was",
+        Trouble,
+        "_bisect",
+        "half = (len(ids) + 1) // 2",
+        "half = len(ids)",
+    ),
+    Mutant(
+        "only the first half of a failed step is tried apart",
+        Trouble,
+        "_bisect",
+        "self.suspects += [ids[:half], ids[half:]]",
+        "self.suspects += [ids[:half]]",
+    ),
+    Mutant(
+        "a new failure forgets those who were suspected",
+        Trouble,
+        "_bisect",
+        "self.suspects += [ids[:half], ids[half:]]",
+        "self.suspects = deque([ids[:half], ids[half:]])",
+    ),
+    Mutant(
+        "one lost worker is reason enough",
+        Trouble,
+        "worker_lost",
+        "if request.losses >= LOSSES_SUSPECT]",
+        "if request.losses >= 1]",
+    ),
+    Mutant(
+        "who failed alone is tried once more among the others",
+        Trouble,
+        "_blame",
+        "self.suspects.append([request.request_id])",
+        "pass",
+    ),
+    Mutant(
+        "a group that ran well is tried apart again",
+        Trouble,
+        "step_done",
+        "self.suspects.popleft()",
+        "self.suspects.rotate(-1)",
+    ),
+]
