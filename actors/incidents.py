@@ -27,7 +27,7 @@ Listener = Callable[["IncidentRecord"], None]
 class IncidentRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One failure: when (seconds since 1970), what, whose requests it touched, and what was done about it.
 
-    `kind` is "oom", "exception", "timeout", "lost", "ladder", "stall", "gave_up", "spare" or "frozen".
+    `kind` is "oom", "exception", "timeout", "lost", "not_a_number", "ladder", "stall", "gave_up", "spare" or "frozen".
     `requests` are the ids that the clients know; `step_id` is -1 when no step was at fault. `number` only grows: one
     that is missing between two was dropped from the queue.
     """

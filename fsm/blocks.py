@@ -129,6 +129,14 @@ class BlockPool:
         self._name[block] = name
         self._note(_Did.NAMED, block, name)
 
+    def unname(self, blocks: Iterable[int]) -> None:
+        """What these owned blocks hold is not to be trusted: no later request shall find it."""
+        assert self._journal is None, "blocks lose their names between steps only"
+        for block in blocks:
+            if name := self._name[block]:
+                del self._index[name]
+                self._name[block] = b""
+
     def find(self, name: bytes) -> int | None:
         """The block that holds (or, within the step being planned, will hold) the prefix `name`."""
         return self._index.get(name)

@@ -328,7 +328,10 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class StepDone(msgspec.Struct, frozen=True):
-    """The step ran: one token per entry of the plan's sample_seqs; `logprobs` is empty when nobody asked."""
+    """The step ran: one token per entry of the plan's sample_seqs; `logprobs` is empty when nobody asked.
+
+    A token below 0 is none: the model's output for that row is not a number.
+    """
 
     step_id: int
     epoch: int
@@ -401,8 +404,8 @@ class StallOver(msgspec.Struct, frozen=True):
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """Something went wrong, or changed because of it: for the error queue, the log and the metrics.
 
-    `kind` is a `Fault` or "ladder", "swap", "stall", "restart", "gave_up", "spare", "frozen"; `action` says what was
-    done.
+    `kind` is a `Fault` or "not_a_number", "ladder", "swap", "stall", "restart", "gave_up", "spare", "frozen"; `action`
+    says what was done.
     """
 
     kind: str

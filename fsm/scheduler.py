@@ -29,6 +29,7 @@ from novainfer.fsm.events import (
     Cause,
     Configure,
     End,
+    Incident,
     KeepOver,
     MakeBatch,
     Output,
@@ -49,6 +50,8 @@ from novainfer.fsm.planner import Limits, Planner
 from novainfer.fsm.request import ENDED, FETCHED, PREFILLED, Finish, Request, RequestState
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.trouble import Doomed, Trouble
+
+NOT_A_NUMBER = "the model's output for this request is not a number: no token can be drawn from it"
 
 
 class SchedulerState(StrEnum):
@@ -348,12 +351,29 @@ class Scheduler(Machine):
             state = request.state
             if state in finished:
                 continue
+            if token_id < 0:
+                outputs.append(self._end_not_a_number(request, outcome))
+                continue
             if state is prefill:
                 request.handle(PREFILLED)
             outputs.append(self._append(request, token_id, logprobs[at] if logprobs else None))
         self.planner.settle(flight)
         self.trouble.step_done(flight, self.requests, self._effects)
         return outputs
+
+    def _end_not_a_number(self, request: Request, outcome: StepDone) -> Output:
+        """A fault of this request: the step was good for all others, and what it has computed is of no use to them."""
+        incident = Incident(
+            kind="not_a_number",
+            message=NOT_A_NUMBER,
+            action="the request ended with an error",
+            step_id=outcome.step_id,
+            epoch=outcome.epoch,
+            stream_ids=[request.stream_id],
+        )
+        self._send("incidents", incident)
+        self.planner.pool.unname(request.blocks)
+        return self._end(request, RequestState.FINISHED_ERROR, End(error=NOT_A_NUMBER))
 
     def _append(self, request: Request, token_id: int, logprob: tuple[float, list[int], list[float]] | None) -> Output:
         """The output for one sampled token."""

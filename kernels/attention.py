@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -27,6 +28,7 @@ class _Decodes:
     rows: Tensor  # int64 [n]: their query rows
     blocks: Tensor  # int64 [n * num_blocks]
     mask: Tensor  # bool [n, 1, group, num_blocks * block_size]
+    hidden: Tensor  # int64: the tokens of all these blocks, in this order, that no row sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,10 @@ class TorchAttention:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for decodes in self._decodes:
             n = len(decodes.rows)
-            k, v = (x.reshape(n, -1, shape.num_kv_heads, shape.head_dim) for x in self.gather(layer, decodes.blocks))
+            k, v = self.gather(layer, decodes.blocks)
+            for x in (k, v):  # a mask is not enough: what an earlier owner of a block left may be infinite or NaN
+                x.index_fill_(0, decodes.hidden, 0)
+            k, v = (x.reshape(n, -1, shape.num_kv_heads, shape.head_dim) for x in (k, v))
             q = query.index_select(0, decodes.rows).view(n, shape.num_kv_heads, group, shape.head_dim)
             o = scaled_dot_product_attention(
                 q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=decodes.mask, scale=scale
@@ -115,8 +120,20 @@ class TorchAttention:
             out.index_copy_(0, decodes.rows, o.reshape(n, shape.num_heads, shape.head_dim))
         for chunk in self._chunks:
             k, v = (x[: chunk.context_len].transpose(0, 1) for x in self.gather(layer, chunk.blocks))
-            self._attend_chunk(chunk, query, k, v, scale, out)
+            if query.device.type == "cpu" and not math.isfinite(k.sum() + v.sum()):
+                self._attend_rows(chunk, query, k, v, scale, out)
+            else:
+                self._attend_chunk(chunk, query, k, v, scale, out)
         return out.flatten(1)
+
+    def _attend_rows(self, chunk: _Chunk, query: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+        """The same, each row over what it sees: torch multiplies hidden values by zero, which a NaN survives."""
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        for row in range(chunk.begin, chunk.end):
+            visible = chunk.context_len - chunk.end + row + 1
+            q = query[row].view(1, self.shape.num_kv_heads, group, -1)
+            o = scaled_dot_product_attention(q, k[None, :, :visible], v[None, :, :visible], scale=scale)
+            out[row] = o.view(self.shape.num_heads, -1)
 
     def _attend_chunk(self, chunk: _Chunk, query: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
         """Rows `chunk.begin` to `chunk.end` of query over k and v [num_kv_heads, context_len, head_dim], into out."""
@@ -174,4 +191,5 @@ class TorchAttention:
             blocks.masked_fill_(torch.arange(longest, device=device) >= needed[:, None], 0)
             visible = torch.arange(longest * shape.block_size, device=device) < lens[:, None]
             mask = visible[:, None, None, :].expand(-1, 1, group, -1)
-            self._decodes.append(_Decodes(rows, blocks.flatten(), mask))
+            hidden = (~visible).flatten().nonzero().flatten()
+            self._decodes.append(_Decodes(rows, blocks.flatten(), mask, hidden))

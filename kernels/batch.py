@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Admission", "Batch", "Logprobs", "Sampled", "SamplingRow"]
+__all__ = ["NO_TOKEN", "Admission", "Batch", "Logprobs", "Sampled", "SamplingRow"]
+
+NO_TOKEN = -1  # what a row gets from which no token can be drawn: its logits hold a NaN, or their largest is infinite
 
 Logprobs = tuple[float, list[int], list[float]]
 """Log probability of the sampled token, the most likely token ids, their log probabilities."""
@@ -80,7 +82,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Sampled:
-    """One token for each of `sample_seqs`; `logprobs` is empty when no row asked for them."""
+    """One token (or `NO_TOKEN`) for each of `sample_seqs`; `logprobs` is empty when no row asked for them."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs | None] = field(default_factory=list)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.adorn import adorn, penalise
-from novainfer.kernels.batch import Admission, Logprobs, Sampled, SamplingRow
+from novainfer.kernels.batch import NO_TOKEN, Admission, Logprobs, Sampled, SamplingRow
 from novainfer.kernels.draw import draw
 from novainfer.kernels.draw_row import argmax, draw_row, logprobs_of_row
 from novainfer.kernels.memory import lazy_zeros
@@ -57,21 +57,23 @@ class Sampler:
             self._tokens()[admission.slot, : len(tokens)] = tokens.to(self.device)
 
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
-        """Draw one token a row.
+        """Draw one token a row; `NO_TOKEN` where the logits hold a NaN or an infinity above all others.
 
         logits [n, vocab_size] in the model's dtype (may be overwritten); slots and positions [n]: whose row
         it is, and the absolute position that the sampled token will have.
         """
         plain = [self._plain_from[slot] <= at for slot, at in zip(slots, positions, strict=True)]
         if all(plain):
-            ids = argmax(logits) if self._on_cpu else logits.argmax(-1)
-            return Sampled(ids.tolist())
+            if self._on_cpu:
+                return Sampled(argmax(logits).tolist())
+            largest, ids = logits.max(-1)
+            return Sampled(ids.masked_fill_(~largest.isfinite(), NO_TOKEN).tolist())
         rows = [self._rows[slot] for slot in slots]
         u = uniforms([row.seed for row in rows], [row.choice for row in rows], positions).tolist()
         sampled = self._sample_rows if self._on_cpu else self._sample_batch
         token_ids, logprobs = sampled(logits, rows, slots, positions, plain, u)
         for row, slot, position, token_id in zip(rows, slots, positions, token_ids, strict=True):
-            if row.needs_history:
+            if row.needs_history and token_id != NO_TOKEN:
                 self._tokens()[slot, position] = token_id
         return Sampled(token_ids, logprobs if any(entry is not None for entry in logprobs) else [])
 
@@ -95,12 +97,17 @@ class Sampler:
             x = logits[i].float()
             raw = x.clone() if row.logprobs is not None else None
             self._adorn(x, row, slots[i], positions[i])
-            if row.temperature < TEMPERATURE_GREEDY_MAX:
-                token_id = int(x.numpy().argmax())
+            if raw is not None and not raw.amax().isfinite():
+                token_id = NO_TOKEN  # its log probabilities would be none, wherever the NaN lies
+            elif row.temperature < TEMPERATURE_GREEDY_MAX:
+                token_id = int(argmax(x[None])[0])
             else:
                 token_id = draw_row(x.numpy(), row.temperature, row.top_k, row.top_p, row.min_p, u[i])
             token_ids.append(token_id)
-            logprobs.append(None if raw is None else logprobs_of_row(raw.numpy(), token_id, row.logprobs or 0))
+            if raw is None or token_id == NO_TOKEN:
+                logprobs.append(None)
+            else:
+                logprobs.append(logprobs_of_row(raw.numpy(), token_id, row.logprobs or 0))
         return token_ids, logprobs
 
     def _sample_batch(
@@ -126,17 +133,21 @@ class Sampler:
             chosen = [rows[i] for i in random]
             indexes = torch.tensor(random, device=device)
             temperatures = torch.tensor([r.temperature for r in chosen], dtype=torch.float32, device=device)
+            logits[indexes] /= temperatures[:, None]
             tokens[indexes] = draw(
-                logits[indexes] / temperatures[:, None],
+                logits[indexes],
                 torch.tensor([r.top_k if 0 < r.top_k < vocab_size else vocab_size for r in chosen], device=device),
                 torch.tensor([r.top_p for r in chosen], dtype=torch.float64, device=device),
                 torch.tensor([r.min_p for r in chosen], dtype=torch.float32, device=device),
                 torch.tensor([u[i] for i in random], dtype=torch.float64, device=device),
             )
-        token_ids: list[int] = tokens.tolist()
+        is_finite = logits.amax(-1).isfinite()
+        is_finite[asked] &= raw.amax(-1).isfinite()
+        token_ids: list[int] = tokens.masked_fill_(~is_finite, NO_TOKEN).tolist()
         logprobs: list[Logprobs | None] = [None] * len(rows)
         for i, row in zip(asked, raw.cpu().numpy(), strict=True):
-            logprobs[i] = logprobs_of_row(row, token_ids[i], rows[i].logprobs or 0)
+            if token_ids[i] != NO_TOKEN:
+                logprobs[i] = logprobs_of_row(row, token_ids[i], rows[i].logprobs or 0)
         return token_ids, logprobs
 
     def _adorn(self, x: Tensor, row: SamplingRow, slot: int, position: int) -> None:

@@ -11,8 +11,8 @@
 //
 // Row invariance: each row's context is cut at fixed multiples of TILE_GROUPS groups. A tile gives a maximum, a sum
 // and an accumulator by itself; tiles are merged in ascending order. Which rows are computed beside and which thread
-// takes which tile do not change a row's chain of operations: what lies behind its position is multiplied by an
-// exact zero, and merging an empty tile changes nothing.
+// takes which tile do not change a row's chain of operations: what lies behind its position is left out, and merging an
+// empty tile changes nothing.
 #include "attention.h"
 
 #include <algorithm>
@@ -86,16 +86,21 @@ __attribute__((noinline)) void score_tile(const uint32_t* q, long q_stride, cons
 }
 
 // out[r][column] = sum over the tile's tokens of p[r][token] * value[token][column], for MR rows and NC vectors of
-// columns; merged into what is there as `out * keep[r] + sum * take[r]` when `keep` is given.
+// columns; merged into what is there as `out * keep[r] + sum * take[r]` when `keep` is given. Row r sees the tokens
+// before position seen[r], which ascends with r; what lies behind is not multiplied, not even by its probability of zero:
+// it may be infinite or NaN.
 template <class T, int MR, int NC>
 __attribute__((noinline)) void value_tile(const typename T::type* p, const TileGroups& g, long column, long width, float* out,
-                const float* keep, const float* take) {
+                const float* keep, const float* take, const int* seen) {
   vf acc[MR][NC];
 #pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 16
     for (int v = 0; v < NC; v++) acc[r][v] = zero();
-  for (int i = 0; i < g.count; i++) {
+  int common = g.count;  // groups that all rows see as far as they are filled
+  while (common > 0 && g.position[common - 1] + g.tokens[common - 1] > seen[0]) common--;
+  const vi low = set1i(0xffffu);
+  for (int i = 0; i < common; i++) {
     const uint32_t* value = g.values[i] + column;
     const typename T::type* pr = p + i * GROUP;
     const int full = g.tokens[i] / T::E;
@@ -111,9 +116,7 @@ __attribute__((noinline)) void value_tile(const typename T::type* p, const TileG
       }
     }
     if (g.tokens[i] % T::E) {
-      // Half a unit: the other token was never written for this sequence. Its probability is zero, but what an
-      // earlier owner of the block left there may be infinite or NaN.
-      const vi low = set1i(0xffffu);
+      // Half a unit: the other token was never written for this sequence, but by an earlier owner of the block.
 #pragma GCC unroll 16
       for (int v = 0; v < NC; v++) {
         const vi b = andi(loadi(value + full * width + v * VL), low);
@@ -123,6 +126,18 @@ __attribute__((noinline)) void value_tile(const typename T::type* p, const TileG
       }
     }
   }
+  for (int i = common; i < g.count; i++)  // the diagonal, row by row
+    for (int r = 0; r < MR; r++) {
+      const uint32_t* value = g.values[i] + column;
+      const typename T::type* pr = p + i * GROUP + r * TILE_LANES;
+      const int tokens = std::max(0, std::min(g.tokens[i], seen[r] - g.position[i])), full = tokens / T::E;
+      for (int u = 0; u < full; u++)
+        for (int v = 0; v < NC; v++)
+          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + u * T::E), loadi(value + u * width + v * VL));
+      if (tokens % T::E)
+        for (int v = 0; v < NC; v++)
+          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + full * T::E), andi(loadi(value + full * width + v * VL), low));
+    }
 #pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 16
@@ -229,14 +244,18 @@ struct Attention {
   template <int MR>
   void rows_of_tile(const TileGroups& g, const TileGroups& next, int r, int position0, int rows, float* partial) {
     score<MR>(g, r, r == 0 && rows <= 2 * ROWS);
-    for (int j = 0; j < MR; j++) soften(g, j, r + j, position0 + (r + j) / ratio);
+    int seen[MR];
+    for (int j = 0; j < MR; j++) {
+      seen[j] = position0 + (r + j) / ratio + 1;
+      soften(g, j, r + j, seen[j] - 1);
+    }
     if (partial) {
       std::copy_n(&s.tile_max[r], MR, partial + r);
       std::copy_n(&s.tile_sum[r], MR, partial + rows + r);
-      weigh<MR>(g, partial + 2 * rows + r * width, nullptr, nullptr);
+      weigh<MR>(g, partial + 2 * rows + r * width, nullptr, nullptr, seen);
     } else {
       merge_sums(r, r + MR);
-      weigh<MR>(g, &s.acc[r * width], &s.keep[r], &s.take[r]);
+      weigh<MR>(g, &s.acc[r * width], &s.keep[r], &s.take[r], seen);
     }
     if (r == 0 && rows <= 2 * ROWS)
       for (int i = 0; i < std::min(next.count, WIDE); i++) prefetch(next.keys[i], cache.key_group());
@@ -294,11 +313,11 @@ struct Attention {
   }
 
   template <int MR>
-  void weigh(const TileGroups& g, float* out, const float* keep, const float* take) {
+  void weigh(const TileGroups& g, float* out, const float* keep, const float* take, const int* seen) {
     long column = 0;
     for (; column + VECTORS * VL <= width; column += VECTORS * VL)
-      value_tile<T, MR, VECTORS>(s.p.data(), g, column, width, out, keep, take);
-    for (; column < width; column += VL) value_tile<T, MR, 1>(s.p.data(), g, column, width, out, keep, take);
+      value_tile<T, MR, VECTORS>(s.p.data(), g, column, width, out, keep, take, seen);
+    for (; column < width; column += VL) value_tile<T, MR, 1>(s.p.data(), g, column, width, out, keep, take, seen);
   }
 
   // Takes the tile's maxima and sums in, and leaves the factors of the old and the new accumulators.

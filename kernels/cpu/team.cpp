@@ -1,11 +1,14 @@
 // The pool behind Team: helpers that take items of the caller's loop, spin for a moment without any, and then sleep.
 #include "team.h"
 
+#include "abi.h"
+
 #include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -26,8 +29,30 @@ __asm__(".symver pthread_setname_np, pthread_setname_np@GLIBC_2.12");
 namespace nova {
 namespace {
 
-constexpr int SPIN_MAX = 2000;  // pauses, about 30 us: what a sleep and a wake-up cost
+constexpr int64_t SPIN_NS = 30'000;  // what a sleep and a wake-up cost
+constexpr int PAUSES_PER_LOOK = 16;  // at the clock, which takes 20 ns; a pause takes 10 to 50 ns, by the CPU
 constexpr int HELPERS_MAX = 255;
+
+int64_t now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1'000'000'000ll + time.tv_nsec;
+}
+
+// Waits without sleeping, for a while.
+struct Spin {
+  int64_t end_ns = 0;  // of the while, once the clock was looked at
+  int pauses = 0;
+
+  // After a pause, whether to go on.
+  bool goes_on() {
+    _mm_pause();
+    if (++pauses % PAUSES_PER_LOOK) return true;
+    const int64_t now = now_ns();
+    if (end_ns == 0) end_ns = now + SPIN_NS;
+    return now < end_ns;
+  }
+};
 
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
@@ -70,14 +95,12 @@ struct Pool {
     return true;
   }
 
-  void help(int number) {
+  [[noreturn]] void help(int number) {
     for (;;) {
       const uint32_t call = calls.load();
       if (number < wanted.load(std::memory_order_relaxed))
-        for (int spin = 0; spin < SPIN_MAX; spin++) {
-          while (take()) spin = 0;
-          _mm_pause();
-        }
+        for (Spin spin; spin.goes_on();)
+          while (take()) spin = Spin();
       sleepers.fetch_add(1);
       // Whoever publishes a loop either sees this sleeper, or has raised `calls` before it falls asleep.
       if (number >= wanted.load() || (uint32_t)ticket.load() == 0) sleep_while(calls, call);
@@ -100,10 +123,10 @@ struct Pool {
   }
 
   void await(long items) {
-    for (int spin = 0; spin < SPIN_MAX; spin++) {
+    Spin spin;
+    do {
       if ((long)done.load(std::memory_order_acquire) == items) return;
-      _mm_pause();
-    }
+    } while (spin.goes_on());
     caller_sleeps.store(1);
     for (uint32_t ended; (long)(ended = done.load()) != items;) sleep_while(done, ended);
     caller_sleeps.store(0);
@@ -129,8 +152,8 @@ struct Pool {
           [](void* argument) -> void* {
             const Start mine = *(Start*)argument;
             delete (Start*)argument;
+            const FlushDenormals always;
             mine.pool->help(mine.number);
-            return nullptr;
           },
           start);
       pthread_sigmask(SIG_SETMASK, &before, nullptr);

@@ -1,11 +1,12 @@
 import pytest
 
 from novainfer.fsm.events import CancelRequest, Cause, Fault, MakeBatch, PauseRequest, ResumeRequest, StepDone
+from novainfer.fsm.ladder import Rung
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import RequestState
 from novainfer.fsm.simulation.device import EOS
 from novainfer.fsm.simulation.oracle import TOKEN_BYTES, expected_run
-from novainfer.fsm.trouble import CHUNK_RECOVERY_STEPS, TRIES_ALONE
+from novainfer.fsm.trouble import CHUNK_RECOVERY_STEPS, FAILED_ALONE_MAX, TRIES_ALONE
 from tests.fsm.helpers import Bench
 
 A, B, AB = TOKEN_BYTES.index(b"a"), TOKEN_BYTES.index(b"b"), TOKEN_BYTES.index(b"ab")
@@ -228,6 +229,46 @@ def test_a_paused_request_is_left_out_and_goes_on_where_it_was():
     for request_id, prompt in ((one, [1]), (two, [2])):
         expected = expected_run(prompt, SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0), 1, 0, 64)
         assert [t for o in bench.outputs if o.request_id == request_id for t in o.token_ids] == expected.token_ids
+
+
+def test_output_that_is_not_a_number_ends_its_request_and_harms_no_other():
+    bench = Bench(modes=("full", "plain", "int8"))
+    prompt = [7] * 10
+    one, two = bench.submit(prompt), bench.submit([2] * 3)
+    bench.step()
+    mode, size = bench.plan.mode, len(bench.rows())
+    bench.step(sampled=[-1, A])
+    end = bench.end(one).end
+    assert (end.error, end.code) == (
+        "the model's output for this request is not a number: no token can be drawn from it",
+        "step_failed",
+    )
+    assert [t for o in bench.outputs if o.request_id == two for t in o.token_ids] == [A]
+    assert (size, mode, bench.plan.mode, bench.rows()) == (2, "full", "full", {two: 1})
+    trouble = bench.scheduler.trouble
+    assert not trouble.suspects
+    (incident,) = bench.incidents
+    assert (incident.kind, incident.stream_ids, incident.action) == (
+        "not_a_number",
+        [one],
+        "the request ended with an error",
+    )
+    again = bench.submit(prompt)  # what was computed of the prompt is of no use
+    bench.step()
+    assert bench.rows()[again] == len(prompt)
+    bench.run()
+    assert bench.end(again).end.error is None
+    assert bench.end(two).end.error is None
+
+
+def test_output_that_is_not_a_number_comes_alone_as_often_as_it_likes_and_moves_no_rung():
+    bench = Bench(modes=("full", "plain", "int8"))
+    for at in range(4 * FAILED_ALONE_MAX):
+        one = bench.submit([10 + at] * 3)
+        bench.step()
+        bench.step(sampled=[-1])
+        assert bench.end(one).end.error is not None
+        assert bench.scheduler.trouble.ladder.state is Rung.FULL
 
 
 def test_log_probabilities_come_with_the_bytes_of_the_tokens():

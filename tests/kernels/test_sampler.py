@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from novainfer.kernels.batch import Admission, Sampled, SamplingRow
+from novainfer.kernels.batch import NO_TOKEN, Admission, Sampled, SamplingRow
 from novainfer.kernels.draw import draw
 from novainfer.kernels.draw_row import draw_row
 from novainfer.kernels.sampler import Sampler
@@ -299,3 +299,56 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert greedy is not None
     assert greedy[0] == greedy[2][0]  # one number, whichever way it is told
     assert sample(logits, *[SamplingRow()] * 3).logprobs == []
+
+
+NAN, INF = float("nan"), float("inf")
+FAULTS = {
+    "all NaN": lambda row: row.fill_(NAN),
+    "one NaN": lambda row: row.index_fill_(0, torch.tensor([VOCAB - 2]), NAN),
+    "one NaN with the sign bit": lambda row: row.index_fill_(0, torch.tensor([3]), -NAN),
+    "infinity": lambda row: row.index_fill_(0, torch.tensor([700]), INF),
+    "only minus infinity": lambda row: row.fill_(-INF),
+}
+WAYS: list[SamplingRow] = [
+    SamplingRow(),
+    SamplingRow(banned_ids=[5]),
+    SamplingRow(logprobs=2),
+    SamplingRow(temperature=1.0),
+    SamplingRow(temperature=1.0, top_k=20),
+    SamplingRow(temperature=0.7, top_p=0.9, min_p=0.01, logprobs=0),
+    SamplingRow(temperature=1.0, top_k=50, top_p=0.9),
+    SamplingRow(temperature=1.2, repetition_penalty=1.3),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_row_that_is_not_a_number_gets_no_token_and_the_others_get_theirs(
+    on_cpu: bool, fault: str, dtype: torch.dtype
+) -> None:
+    whole = logits_of(30, rows=3).to(dtype)
+    broken = whole.clone()
+    FAULTS[fault](broken[1])
+    for row in WAYS:
+        results = []
+        for logits in (whole, broken):
+            sampler = Sampler(VOCAB, 3, 64, CPU)
+            sampler._on_cpu = on_cpu
+            for slot in range(3):
+                sampler.admit(Admission(slot, row, [1, 2]))
+            results.append(sampler.sample(logits.clone(), range(3), [5] * 3))
+        expected, found = results
+        assert found.token_ids == [expected.token_ids[0], NO_TOKEN, expected.token_ids[2]], row
+        if row.logprobs is not None:
+            assert found.logprobs == [expected.logprobs[0], None, expected.logprobs[2]]
+
+
+def test_logits_too_large_for_their_temperature_give_no_token() -> None:
+    logits = logits_of(31)
+    logits[0, 9] = 3e38
+    for on_cpu in (True, False):
+        sampler = Sampler(VOCAB, 1, 64, CPU)
+        sampler._on_cpu = on_cpu
+        sampler.admit(Admission(0, SamplingRow(temperature=0.5)))
+        assert sampler.sample(logits.clone(), [0], [5]).token_ids == [NO_TOKEN]

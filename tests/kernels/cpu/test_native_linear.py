@@ -101,3 +101,17 @@ def test_it_says_what_it_cannot_do() -> None:
     assert "float16" in str(NativeLinear.refuses(8, 8, torch.float16, cpu))
     assert "cuda" in str(NativeLinear.refuses(8, 8, torch.bfloat16, torch.device("cuda")))
     assert "empty" in str(NativeLinear.refuses(0, 8, torch.bfloat16, cpu))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_too_small_to_be_normal_count_as_zero_inside_on_every_thread(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("novainfer.kernels.cpu.linear.num_threads", lambda: 3)
+    tiny = torch.full((2048, 512), 1e-39).to(dtype)
+    linear = NativeLinear.pack(tiny.clone(), None)
+    for _ in range(20):
+        assert not linear(torch.ones(8, 512, dtype=dtype)).any()
+    assert torch.equal(linear.rows(torch.arange(2048)), tiny)
+    assert (tiny[0].float() * 2 == tiny[0].float() + tiny[0].float()).all()
+    assert (tiny[0].float() * 2).all()  # outside they are what they were
