@@ -26,7 +26,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     params = with_deadline(body.sampling_params(), request.headers)
     prompt = body.prompt()
     name = wanted_id(body.request_id, exchange.request_id)
-    generation = Generation(service, "chatcmpl", name, [prompt], params, exchange.viewer.owner)
+    generation = Generation(service, "chatcmpl", name, [prompt], params, exchange.viewer.owner, exchange.client)
     if body.stream:
         first = await generation.first()
         options = ChunkOptions(

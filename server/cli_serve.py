@@ -68,6 +68,20 @@ _PATH = click.Path(exists=True, dir_okay=False, path_type=Path)
     show_default=True,
     help="Streams of one HTTP/2 connection.",
 )
+@flag(
+    HTTP,
+    "--max-client-reqs",
+    type=int,
+    help="Live choices of one client: a key, or an address. [default: with API keys, half of what may run and wait]",
+)
+@flag(
+    HTTP,
+    "--max-client-unread",
+    type=int,
+    default=256,
+    show_default=True,
+    help="Answers that may wait for one client to read them.",
+)
 @click.pass_context
 def serve(ctx: click.Context, /, **options: Any) -> int:
     """Serve MODEL (a folder, a hub name, or the demo model) over OpenAI's HTTP API until Ctrl-C."""
@@ -89,11 +103,21 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
         stall_timeout_s=config.stall_timeout_s,
         body_bytes=options["max_body_bytes"],
         http2_max_concurrent_streams=options["http2_max_concurrent_streams"],
+        max_client_reqs=_client_reqs(options, config),
+        max_client_unread=options["max_client_unread"],
     )
     set_up_logging(options, access_log=settings.access_log)
     if config.recorder and config.recorder_dir is None:
         log.warning("%s cannot be written: recordings stay in memory unless --recorder-dir is given", default_folder())
     return run_server(settings, lambda: make_engine(config))
+
+
+def _client_reqs(options: dict[str, Any], config: EngineConfig) -> int | None:
+    """With keys there are several clients: one of them must not fill the queue for the others."""
+    given: int | None = options["max_client_reqs"]
+    if given is None and options["api_keys"]:
+        return (config.max_num_seqs + config.max_num_queued_reqs) // 2 or 1
+    return given
 
 
 def make_engine(config: EngineConfig) -> ServedEngine:

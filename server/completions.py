@@ -27,7 +27,7 @@ async def create_completion(service: Service, request: Request) -> Response | Ev
     prompts = body.prompts()
     echoes = body.echoes(prompts)
     name = wanted_id(body.request_id, exchange.request_id)
-    generation = Generation(service, "cmpl", name, prompts, params, exchange.viewer.owner)
+    generation = Generation(service, "cmpl", name, prompts, params, exchange.viewer.owner, exchange.client)
     if body.stream:
         first = await generation.first()
         options = ChunkOptions(

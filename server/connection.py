@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import hypercorn.asyncio.run
 from hypercorn.asyncio.tcp_server import TCPServer
@@ -22,7 +21,7 @@ class HttpConfig(Config):
     """Hypercorn's configuration, and the connections that live under it: Hypercorn itself keeps no list."""
 
     def __init__(self) -> None:
-        self.connections: WeakSet[Connection] = WeakSet()
+        self.connections: set[Connection] = set()
 
     def abort_connections(self) -> None:
         """Close all of them now, whatever their clients have not read."""
@@ -35,15 +34,17 @@ class Connection(TCPServer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        assert isinstance(self.config, HttpConfig)
-        self.config.connections.add(self)
         self.idle_task: IdleTimer = IdleTimer()
 
     async def run(self) -> None:
+        assert isinstance(self.config, HttpConfig)
+        self.config.connections.add(self)
         try:
             await super().run()
         except* OSError:
             pass  # the client has gone, in whatever way: its requests were told
+        finally:
+            self.config.connections.discard(self)
 
     async def _read_data(self) -> None:
         try:

@@ -12,6 +12,7 @@ Errors that only HTTP can have extend the one tree of `novainfer` here:
     ├── PayloadTooLarge       413  the body is over the limit
     └── UnsupportedMediaType  415  the body is not declared as JSON
     ServerError
+    ├── TooManyRequests       429  of this client; others are let in
     ├── ModelLoading          503  the model is not loaded yet
     ├── NotMoving             503  an actor is stuck
     └── TooManyListeners      503  of the event feed
@@ -111,6 +112,14 @@ class UnsupportedMediaType(CallerError):
     code = "unsupported_media_type"
 
 
+class TooManyRequests(ServerError):
+    """This client has as many live requests, or answers that it does not read, as one may have."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_requests"
+
+
 class ModelLoading(ServerError):
     """The model is not loaded and warm yet."""
 
@@ -169,7 +178,7 @@ def error_headers(error: Exception) -> Headers:
         headers.append((b"allow", error.allow.encode("ascii")))
     elif isinstance(error, AuthenticationError):
         headers.append((b"www-authenticate", b"Bearer"))
-    elif isinstance(error, ServerError) and error.status == 503:
+    elif isinstance(error, ServerError) and error.status in (429, 503):
         wait_s = error.retry_after_s if isinstance(error, EngineOverloaded) else RETRY_AFTER_S
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
         headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))))

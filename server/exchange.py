@@ -5,9 +5,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.types import Message, Scope, Send
+
+if TYPE_CHECKING:
+    from novainfer.server.clients import Unread
 
 REQUEST_ID_CHARS_MAX = 128
 SCOPE_KEY = "nova.exchange"
@@ -21,11 +25,18 @@ class Viewer(msgspec.Struct, frozen=True):
     is_admin: bool = False
 
 
+class ClientGone(Exception):
+    """The client went away before its request was complete, or does not take its answer."""
+
+
 class Exchange:
     """Follows an answer on its way out: adds the headers every answer has, and knows whether it began and ended."""
 
     __slots__ = (
+        "_address",
         "_is_last",
+        "_is_stream",
+        "_make_unread",
         "_send",
         "body",
         "ended",
@@ -39,7 +50,14 @@ class Exchange:
         "viewer",
     )
 
-    def __init__(self, scope: Scope, send: Send, *, is_draining: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        send: Send,
+        *,
+        unread: Callable[[str], Unread],
+        is_draining: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.started = time.perf_counter()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -51,9 +69,21 @@ class Exchange:
         self.ended = False
         self.num_bytes = 0
         self._send = send
+        self._address: str = (scope.get("client") or ("",))[0]
+        self._make_unread = unread
+        self._is_stream = False
         # A load balancer that is told so does not send its next request into a server that goes down. HTTP/2 has no
         # such header; its connections get a GOAWAY.
         self._is_last = is_draining if scope["http_version"].startswith("1") else lambda: False
+
+    @property
+    def client(self) -> str:
+        """Whose request it is: its key's digest, or the address that it came from."""
+        return self.viewer.owner or self._address
+
+    def unread(self) -> Unread:
+        """A watch of this answer's sends."""
+        return self._make_unread(self.client)
 
     async def send(self, message: Message) -> None:
         """ASGI's `send`, for the handlers."""
@@ -72,7 +102,18 @@ class Exchange:
         if message["type"] == "http.response.body":
             self.num_bytes += len(message.get("body", b""))
             self.ended = not message.get("more_body", False)
+            if self.ended and not self._is_stream:
+                await self._send_whole(message)
+                return
+            self._is_stream = True  # and watches its sends itself
         await self._send(message)
+
+    async def _send_whole(self, message: Message) -> None:
+        try:
+            with self.unread().whole():
+                await self._send(message)
+        except TimeoutError:
+            raise ClientGone from None
 
     async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         """Send a whole answer."""

@@ -33,6 +33,7 @@ class Generation:
         prompts: Sequence[Any],
         params: SamplingParams,
         owner: str = "",
+        client: str = "",
     ) -> None:
         engine = service.ready_engine()
         self._service = service
@@ -41,6 +42,8 @@ class Generation:
         self.created = int(time.time())
         self.model = engine.model_info.name
         self.tally = Tally(len(prompts), params.n)
+        service.clients.enter(client, self.num_choices)
+        self._client = client
         self._live = service.live.open(prefix, wanted_id, len(prompts), owner)
         sources = [
             engine.generate(prompt, params, request_id=engine_id, owner=owner)
@@ -132,6 +135,7 @@ class Generation:
             await self.deltas.aclose()
         finally:
             self._service.live.close(self._live)
+            self._service.clients.leave(self._client, self.num_choices)
 
 
 def wanted_id(body_id: str | None, exchange_id: str) -> str:

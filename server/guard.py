@@ -25,8 +25,8 @@ from novainfer.server.errors import (
     error_status,
     log_if_ours,
 )
-from novainfer.server.exchange import SCOPE_KEY, Exchange
-from novainfer.server.limits import ClientGone, check_content_type, read_body
+from novainfer.server.exchange import SCOPE_KEY, ClientGone, Exchange
+from novainfer.server.limits import check_content_type, read_body
 from novainfer.server.service import Service
 
 access_log = logging.getLogger("novainfer.access")
@@ -51,7 +51,8 @@ class Guard:
             await self._http(scope, receive, send)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, send, is_draining=lambda: self._service.is_draining)
+        service = self._service
+        exchange = Exchange(scope, send, unread=service.unread, is_draining=lambda: service.is_draining)
         scope[SCOPE_KEY] = exchange
         scope["app"] = self
         task = asyncio.current_task()
@@ -131,7 +132,7 @@ async def _fail(exchange: Exchange, error: Exception, *, timeout_s: float) -> No
         error = _routing_error(error, exchange)
     log_if_ours(error, exchange.request_id)
     if not exchange.status:
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, ClientGone):
             async with asyncio.timeout(timeout_s):
                 await exchange.answer(error_status(error), error_headers(error), error_body(error))
 

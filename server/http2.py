@@ -15,7 +15,7 @@
     10 a path that is not ASCII, or CONNECT, ends the connection            answered with 400, 501
     11 a connection that ends while its first packets are taken leaves      nothing waits between a stream's entry and
        its requests to be computed for nothing                              its app's start; what is reset is not begun
-    12 what a client may ask for that leads to nothing has no limit         `http2_allowance.py`; 4 KiB a turn
+    12 what a client may ask for that leads to nothing has no limit         `http2_allowance.py`; 1 KiB a turn
 
 It also writes once per turn of the loop for all streams, instead of once per frame (33 -> 13 µs an event).
 The app sees nothing of all this: `Http2` takes the place of `hypercorn.protocol.H2Protocol` (`install`).
@@ -49,11 +49,13 @@ from novainfer.server.http2_allowance import ClientAllowance
 from novainfer.server.http2_stream import AppSpawner, Inbox, Stream
 
 BUFFER_HIGH_BYTES = 32 * 1024  # `send` waits above it: two frames, as Hypercorn means to
+CONNECTION_HIGH_BYTES = 4 * 1024 * 1024  # with more in all of its streams, each waits above
+SHARE_BYTES = 4 * 1024  # of its own
 BUFFER_LOW_BYTES = 16 * 1024  # and goes on below it
 WRITE_BYTES_MAX = 256 * 1024  # one write to the socket, so that a bulk download does not delay others' tokens
 WINDOW_BYTES = 1024 * 1024  # what a client may send before the app has read: Go's. With 64 KiB, uploads through
 # httpcore starve: each window update that it waits for costs it a turn in a line of all its streams.
-READ_BYTES = 4096  # taken in one turn of the loop: a hundred requests or two hundred PINGs, 10 ms
+READ_BYTES = 1024  # taken in one turn of the loop: some thirty requests or sixty PINGs, 1 to 3 ms
 CONTROL_BYTES_MAX = 1024 * 1024  # answers to PINGs and such that wait for a client to read: 60,000 of them
 IDLE_EVENTS = (
     h2.events.PingReceived,
@@ -98,6 +100,7 @@ class Http2(H2Protocol):
         self._wake_sender = asyncio.Event()
         self._is_flushing = False
         self._frame_bytes_max = config.h2_max_inbound_frame_size + 9
+        self._unsent_bytes = 0  # of all streams
         self._received_bytes = 0  # of bodies, not yet given back to the connection's window
         self._allowance = ClientAllowance(config.h2_max_concurrent_streams, time.monotonic)
 
@@ -282,8 +285,9 @@ class Http2(H2Protocol):
             if stream.is_finished:
                 return
             stream.buffer += event.data
+            self._unsent_bytes += len(event.data)
             self._is_ready(event.stream_id)
-            while len(stream.buffer) >= BUFFER_HIGH_BYTES and not stream.is_finished:
+            while self._is_full(stream) and not stream.is_finished:
                 await stream.wait()
         elif isinstance(event, stream_events.EndBody):
             stream.is_ended = True
@@ -299,6 +303,11 @@ class Http2(H2Protocol):
             self._wake_sender.set()  # goes out with the first of the body
         elif isinstance(event, stream_events.StreamClosed):
             await self._app_is_done(event.stream_id, stream)
+
+    def _is_full(self, stream: Stream) -> bool:
+        """True while a stream's app must wait for its client. A stream that waits is woken by its own progress."""
+        length = len(stream.buffer)
+        return length >= BUFFER_HIGH_BYTES or (length >= SHARE_BYTES and self._unsent_bytes > CONNECTION_HIGH_BYTES)
 
     async def _app_is_done(self, stream_id: int, stream: Stream) -> None:
         """The app returned: a stream it left open is reset, a request still being sent is refused."""
@@ -357,6 +366,7 @@ class Http2(H2Protocol):
                     is_last = stream.is_ended and length == len(stream.buffer)
                     connection.send_data(stream_id, bytes(stream.buffer[:length]), end_stream=is_last)
                     del stream.buffer[:length]
+                    self._unsent_bytes -= length
                     num_bytes += length
                     self._allowance.sent(1)
                 elif stream.is_ended:
@@ -393,6 +403,7 @@ class Http2(H2Protocol):
         if stream is None:
             return
         self._ready.pop(stream_id, None)
+        self._unsent_bytes -= len(stream.buffer)
         stream.is_finished = True
         stream.wake()
         if stream.http is not None:

@@ -11,11 +11,7 @@ import asyncio
 from starlette.types import Receive, Scope
 
 from novainfer.server.errors import BodyTimeout, PayloadTooLarge, UnsupportedMediaType
-from novainfer.server.exchange import header
-
-
-class ClientGone(Exception):
-    """The client went away before its request was complete."""
+from novainfer.server.exchange import ClientGone, header
 
 
 def check_content_type(scope: Scope) -> None:

@@ -6,12 +6,13 @@ process do not collide. A histogram here costs 0.1 µs an observation (prometheu
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -83,6 +84,7 @@ class Metrics:
         """The text of one scrape."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Scrape(service))
+        ProcessCollector(registry=registry)
         return generate_latest(registry)
 
 
@@ -130,6 +132,8 @@ def _http(service: Service) -> Iterator[Metric]:
         terminal.add_metric([kind], metrics.terminal_events[kind])
     yield terminal
     yield _gauge("nova_live_requests", "Generations in progress", service.live.num_live, {})
+    yield _gauge("nova_connections", "Open connections", len(service.connections), {})
+    yield _gauge("nova_tasks", "Tasks of the server's loop", len(asyncio.all_tasks()), {})
     yield _gauge("nova_ready", "1 when the engine is warm and takes requests", float(service.is_ready), {})
 
 

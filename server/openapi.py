@@ -33,6 +33,7 @@ ERRORS = {
     408: "the body, or the request's own deadline, took too long",
     413: "the body is over the limit",
     415: "the body is not declared as JSON",
+    429: "this client has its share already; see Retry-After",
     500: "the server failed on this request",
     503: "full, loading, shutting down or stuck; see Retry-After",
 }
@@ -85,7 +86,7 @@ def build_openapi(version: str) -> dict[str, Any]:
             entry["security"] = []
         return entry
 
-    generates: dict[str, Any] = {"errors": (400, 401, 404, 408, 413, 415, 500, 503), "streams": True}
+    generates: dict[str, Any] = {"errors": (400, 401, 404, 408, 413, 415, 429, 500, 503), "streams": True}
     probe: dict[str, Any] = {"public": True, "errors": (503,)}
     paths: dict[str, Any] = {
         "/v1/chat/completions": {

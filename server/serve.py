@@ -72,6 +72,7 @@ class Server:
         """Serve until `stop` is set; raises what `make_engine` or `engine.start` raise, after closing everything."""
         close_http = asyncio.Event()
         config = hypercorn_config(self.settings, self._sock, self._certificate)
+        self.service.connections = config.connections
         connection.install()
         http1.install()
         http2.install()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 
 from novainfer import EngineClosed, EngineDraining, ModelNotFound
 from novainfer.inspection import Subscription
 from novainfer.server.access import Keys
+from novainfer.server.clients import Clients, Unread
 from novainfer.server.engine import ServedEngine
 from novainfer.server.errors import ModelLoading
 from novainfer.server.live import LiveRequests
@@ -31,6 +33,8 @@ class Service:
         self.keys = Keys(settings.api_keys, settings.admin_key)
         self.metrics = Metrics()
         self.live = LiveRequests()
+        self.clients = Clients(settings)
+        self.connections: Collection[object] = ()  # those that are open
         self.is_draining = False
         self.feeds: set[Subscription] | None = set()  # clients that listen to events; None: no more are taken
         self.was_ready = False
@@ -50,6 +54,10 @@ class Service:
         if self.was_ready:
             raise EngineClosed("The engine has stopped; the log of the server says why")
         raise ModelLoading("The model is still loading: try again in a moment")
+
+    def unread(self, client: str) -> Unread:
+        """A watch of one answer's sends to `client`."""
+        return Unread(self.clients, client, self.settings.stall_timeout_s + self.settings.stall_grace_s)
 
     def end_feeds(self) -> None:
         """Let the event feeds end: they would keep their connections open for ever."""

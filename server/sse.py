@@ -21,7 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from novainfer import Delta
 from novainfer.server.chunks import KEEP_ALIVE, StreamEncoder
+from novainfer.server.clients import UNREAD_AFTER_S, Unread
 from novainfer.server.errors import error_body, log_if_ours
+from novainfer.server.exchange import SCOPE_KEY, Exchange
 from novainfer.server.generation import Generation
 from novainfer.server.settings import ServerSettings
 
@@ -55,7 +57,8 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, encoder = self._generation, self._encoder
-        writer = _Writer(send, self._settings)
+        exchange: Exchange = scope[SCOPE_KEY]
+        writer = _Writer(send, self._settings.sse_keep_alive_interval_s, exchange.unread())
         ended_by: BaseException | None = None
         try:
             headers = [*HEADERS, IN_OVERFLOW] if generation.is_overflowed else HEADERS
@@ -92,35 +95,40 @@ class EventStream:
 class _Writer:
     """Sends events, and comment lines when there are none; cancels its task when a send makes no progress."""
 
-    def __init__(self, send: Send, settings: ServerSettings) -> None:
+    def __init__(self, send: Send, keep_alive_s: float, unread: Unread) -> None:
         self._send = send
-        self._keep_alive_s = settings.sse_keep_alive_interval_s
-        self._stall_s = settings.stall_timeout_s + settings.stall_grace_s
+        self._keep_alive_s = keep_alive_s
+        self._unread = unread
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
         self._task = task
         self._ping: asyncio.Task[None] | None = None
-        self._last = self._loop.time()  # when the last send ended
+        self._last = self._loop.time()  # when the last send began or ended
         self._is_sending = False
-        self.has_stalled = False
-        self._period_s = min(self._keep_alive_s, self._stall_s) if self._keep_alive_s else self._stall_s
+        self._period_s = min(self._keep_alive_s or UNREAD_AFTER_S, UNREAD_AFTER_S, unread.timeout_s)
         self._timer = self._loop.call_later(self._period_s, self._beat)
 
     async def write(self, data: bytes, *, is_last: bool = False) -> None:
         if not data and not is_last:
             return
         self._is_sending = True
+        self._last = self._loop.time()
         await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
         self._is_sending = False
         self._last = self._loop.time()
+        self._unread.goes_on()
+
+    @property
+    def has_stalled(self) -> bool:
+        """True when the task was cancelled because its client took nothing."""
+        return self._unread.has_stalled
 
     def _beat(self) -> None:
         silent_s = self._loop.time() - self._last
         if self._is_sending or (self._ping is not None and not self._ping.done()):
-            if silent_s >= self._stall_s:
-                self.has_stalled = True
-                self._task.cancel()
+            self._unread.waits(self._task, silent_s)
+            if self.has_stalled:
                 return
         elif self._keep_alive_s and silent_s >= self._keep_alive_s:
             self._ping = self._loop.create_task(self._send_ping())
@@ -131,8 +139,10 @@ class _Writer:
     async def _send_ping(self) -> None:
         await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
         self._last = self._loop.time()
+        self._unread.goes_on()
 
     def close(self) -> None:
         self._timer.cancel()
+        self._unread.goes_on()
         if self._ping is not None:
             self._ping.cancel()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import h2.config
 import h2.connection
 import h2.events
-from h2.settings import SettingCodes
+from h2.settings import SettingCodes, Settings
 
 TIMEOUT_S = 10.0  # of any wait: a hang is a failure, not a stuck test run
 
@@ -39,7 +39,8 @@ class RawH2:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         client = cls(reader, writer, takes_data=takes_data)
         if initial_window is not None:
-            client.connection.local_settings[SettingCodes.INITIAL_WINDOW_SIZE] = initial_window
+            first = {SettingCodes.INITIAL_WINDOW_SIZE: initial_window}  # set later, it would not be in the first frame
+            client.connection.local_settings = Settings(client=True, initial_values=first)
         client.connection.initiate_connection()
         await client.flush()
         return client

@@ -1,0 +1,82 @@
+"""Attacks on a server as users start it, with a normal client beside each; the table of docs/reliability.md.
+
+python -m tests.reliability.attacks [--only NAME] [--sample] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tests.reliability import attacks_http2
+from tests.reliability.attack import Attack, Report, attack, serving
+
+ATTACKS: tuple[Attack, ...] = (*attacks_http2.ATTACKS,)
+SAMPLE = tuple(one for one in ATTACKS if one.sample)
+
+
+async def run(attacks: Iterable[Attack], *, sample: bool = False, log: bool = False) -> list[Report]:
+    """Try them, one after the other; those that want the same server share one."""
+    reports = []
+
+    def place(one: Attack) -> str:
+        return repr((one.flags, one.limits))
+
+    for _, group in groupby(sorted(attacks, key=place), key=place):
+        together = list(group)
+        async with serving(together[0].flags, together[0].limits) as target:
+            for one in together:
+                report = await attack(target, one, one.sample if sample else one.number)
+                reports.append(report)
+                if log:
+                    print(json.dumps(report.row()), file=sys.stderr, flush=True)
+    return reports
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """The rows as docs/reliability.md has them."""
+    lines = [
+        "| attack | how often | what came of it | neighbour alone p50 / p99 | beside it | answers (refused) | left |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        neighbour, left = row["neighbour"], row["left"]
+        alone, beside = (
+            f"{neighbour[name]['p50_ms']:g} / {neighbour[name]['p99_ms']:g} ms" for name in ("alone", "beside")
+        )
+        rest = ", ".join(f"{value} {name}" for name, value in left.items() if value and name != "mib")
+        lines.append(
+            f"| {row['name']}: {row['what']} | {row['rounds']} × {row['number']:,} | {row['seen']} | {alone} "
+            f"| {beside} | {neighbour['served']} ({neighbour['refused']}) | {rest or 'nothing'}, {left['mib']:+g} MiB |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description="Attacks, with a normal client beside each.")
+    parser.add_argument("--only", help="those whose name contains it")
+    parser.add_argument("--sample", action="store_true", help="what `make test` runs")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    began_s = time.monotonic()
+    chosen = SAMPLE if args.sample else ATTACKS
+    if args.only:
+        chosen = tuple(one for one in chosen if args.only in one.name)
+    rows = [report.row() for report in asyncio.run(run(chosen, sample=args.sample, log=True))]
+    print(table(rows))
+    result = {"wall_s": round(time.monotonic() - began_s, 1), "attacks": rows}
+    print(json.dumps(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

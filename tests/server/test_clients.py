@@ -1,0 +1,133 @@
+"""What one client may hold: live requests, and answers that it does not read. Others notice nothing of its bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from novainfer.server import clients, http2, sse
+from novainfer.server.serve import Server
+from tests.server.conftest import TIMEOUT_S, Serve, eventually
+from tests.server.fakes import FakeEngine
+from tests.server.rawh2 import RawH2
+from tests.server.test_bad_input import error_of
+
+PATH = "/v1/completions"
+ALICE, BOB = ({"authorization": f"Bearer {name}"} for name in ("alice", "bob"))
+KEYS = {"api_keys": ("alice", "bob")}
+both_kinds = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+def client_of(server: Server, **headers: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S, **headers)
+
+
+@both_kinds
+@pytest.mark.parametrize("has_keys", [False, True], ids=["addresses", "keys"])
+async def test_a_client_with_too_many_live_requests_is_refused_and_others_are_not(
+    serve: Serve, stream: bool, has_keys: bool
+) -> None:
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine, max_client_reqs=4, **(KEYS if has_keys else {}))
+    body = {"prompt": ["a", "b"], "stream": stream}
+    async with client_of(server, headers=ALICE) as alice, client_of(server, headers=BOB) as bob:
+        tasks = [asyncio.create_task(alice.post(PATH, json=body)) for _ in range(2)]
+        await engine.wait_until(lambda: len(engine.active) == 4)
+        refused = await alice.post(PATH, json={"prompt": "c"})
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "too_many_requests")
+        assert "4 live requests" in error_of(refused)["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        if has_keys:
+            tasks.append(asyncio.create_task(bob.post(PATH, json=body)))
+            await engine.wait_until(lambda: len(engine.active) == 6)
+        engine.is_paced = False
+        engine.release()
+        assert [response.status_code for response in await asyncio.gather(*tasks)] == [200] * len(tasks)
+        assert (await alice.post(PATH, json={"prompt": ["a"] * 9})).status_code == 200  # alone, a large one is let in
+    await eventually(lambda: not server.service.clients.live)
+
+
+@both_kinds
+async def test_a_client_may_leave_only_so_many_answers_unread(
+    serve: Serve, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "UNREAD_AFTER_S", 0.01)
+    monkeypatch.setattr(sse, "UNREAD_AFTER_S", 0.01)
+    server = await serve(FakeEngine(), max_client_unread=2)
+    unread = server.service.clients.unread
+    away = await RawH2.connect(server.port, initial_window=0)
+    body = json.dumps({"prompt": "a", "stream": stream}).encode()
+    kept = [await away.request(PATH, body) for _ in range(2)]
+    await eventually(lambda: unread["127.0.0.1"] == 2)
+    async with client_of(server) as client:
+        refused = await client.post(PATH, json={"prompt": "c"})
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "too_many_requests")
+        assert error_of(refused)["message"].startswith("2 answers wait for this client to read them")
+    for stream_id in kept:
+        away.connection.increment_flow_control_window(100_000, stream_id)
+        await away.flush()
+        assert (await away.response(stream_id))[0] == 200
+    await eventually(lambda: not unread)
+    async with client_of(server) as client:
+        assert (await client.post(PATH, json={"prompt": "c"})).status_code == 200
+    await away.close()
+
+
+@both_kinds
+async def test_of_many_answers_that_stay_unread_at_once_those_above_the_limit_are_reset(
+    serve: Serve, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "UNREAD_AFTER_S", 0.05)
+    monkeypatch.setattr(sse, "UNREAD_AFTER_S", 0.05)
+    server = await serve(FakeEngine(), max_client_unread=3)
+    away = await RawH2.connect(server.port, initial_window=0)
+    body = json.dumps({"prompt": "a", "stream": stream}).encode()
+    asked = [await away.request(PATH, body) for _ in range(10)]
+    await away.read_until(lambda: len(away.resets) == 7)
+    assert server.service.clients.unread["127.0.0.1"] == 3
+    for stream_id in set(asked) - set(away.resets):
+        away.connection.increment_flow_control_window(100_000, stream_id)
+        await away.flush()
+        assert (await away.response(stream_id))[0] == 200
+    await eventually(lambda: not server.service.clients.unread and not server.service.clients.live)
+    await away.close()
+
+
+async def test_a_whole_answer_that_is_never_read_is_reset_in_the_end(serve: Serve) -> None:
+    server = await serve(FakeEngine(), stall_timeout_s=0.02, stall_grace_s=0.02)
+    away = await RawH2.connect(server.port, initial_window=0)
+    stream_id = await away.request(PATH, b'{"prompt": "a"}')
+    await away.read_until(lambda: stream_id in away.resets)
+    assert stream_id in away.resets
+    assert server.service.metrics.http_requests["POST", PATH, 499] == 1
+    await away.close()
+
+
+async def test_the_unsent_bytes_of_a_connection_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2, "CONNECTION_HIGH_BYTES", 20_000)
+    engine = FakeEngine(answer=("x" * 1000,) * 100)
+    server = await serve(engine)
+    away = await RawH2.connect(server.port, initial_window=0)
+    body = b'{"prompt": "a", "stream": true}'
+    asked = [await away.request(PATH, body) for _ in range(10)]
+    await away.read_until(lambda: len(away.headers) == 10)
+    (connection,) = server.service.connections
+    held = connection.protocol.protocol  # type: ignore[attr-defined]
+    async with client_of(server) as client:  # time passes
+        for _ in range(20):
+            assert (await client.get("/health")).status_code == 200
+    assert held._unsent_bytes < 20_000 + 10 * (http2.SHARE_BYTES + 2000)
+    away.connection.increment_flow_control_window(10_000_000)
+    for stream_id in asked:
+        away.connection.increment_flow_control_window(1_000_000, stream_id)
+    await away.flush()
+    for stream_id in asked:
+        status, data = await away.response(stream_id)
+        assert status == 200
+        assert data.count(b"x" * 1000) == 100
+    assert held._unsent_bytes == 0
+    await away.close()
