@@ -77,6 +77,7 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         *("--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem")),
         *("--sse-keep-alive-interval", "7", "--shutdown-timeout", "9", "--max-body-bytes", "1234"),
         *("--http2-max-concurrent-streams", "12", "--log-level", "warning"),
+        *("--max-client-reqs", "7", "--max-client-unread", "5"),
         *("--warm-spare", "--step-timeout", "8", "--heartbeat-timeout", "2.5"),
         *("--max-restarts", "7", "--restart-window", "30", "--ladder-quiet-s", "6", "--swap-space-gib", "0.5"),
         *("--stall-keep-s", "3", "--stall-timeout", "40", "--max-num-overflow-reqs", "11", "--no-recorder"),
@@ -129,6 +130,8 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         shutdown_timeout_s=9,
         body_bytes=1234,
         http2_max_concurrent_streams=12,
+        max_client_reqs=7,
+        max_client_unread=5,
     )
 
 
@@ -149,6 +152,13 @@ def test_a_file_gives_defaults_and_flags_win(served: Any, tmp_path: Path) -> Non
     assert (config.enable_prefix_caching, config.kv_cache_memory_utilization) == (False, 0.25)
     assert (settings.api_keys, settings.access_log, settings.port) == (("x", "y"), True, 1)
     assert served("org/typed", "--config", str(file))[0].model == "org/typed"
+
+
+def test_with_keys_one_client_may_have_half_of_what_may_run_and_wait(served: Any) -> None:
+    size = ("--max-num-seqs", "10", "--max-num-queued-reqs", "30")
+    assert served(*size)[1].max_client_reqs is None
+    assert served(*size, "--api-key", "a")[1].max_client_reqs == 20
+    assert served(*size, "--api-key", "a", "--max-client-reqs", "3")[1].max_client_reqs == 3
 
 
 def test_keys_come_from_the_environment(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
