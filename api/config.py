@@ -14,6 +14,23 @@ from novainfer.fsm.params import check_types
 
 DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 
+# Above these a worker dies as it starts (100,000 threads end in SIGSEGV), memory is taken for what will never run, or a
+# number does not fit where it is kept. No machine that is served today needs as much.
+AT_MOST = {
+    "max_num_seqs": 1 << 16,
+    "max_num_batched_tokens": 1 << 20,
+    "prefill_chunk_tokens": 1 << 20,
+    "block_size": 1024,
+    "num_threads": 1024,
+    "max_model_len": 1 << 31,
+    "num_kv_blocks": (1 << 31) - 1,
+    "max_num_queued_reqs": 1 << 20,
+    "max_num_queued_tokens": 1 << 40,
+    "max_num_overflow_reqs": 1 << 20,
+    "max_restarts": 1 << 20,
+    "swap_space_gib": 1 << 20,
+}
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an engine is built; without arguments it serves the demo model on the CPU.
@@ -92,6 +109,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise InvalidParameter(f"{name} must be at least 0, not {value}", param=name)
+        for name, most in AT_MOST.items():
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise InvalidParameter(f"{name} must be at most {most}, not {value}", param=name)
         durations = ("step_timeout_s", "heartbeat_timeout_s", "restart_window_s", "ladder_quiet_s", "stall_timeout_s")
         for name in durations:
             value = getattr(self, name)

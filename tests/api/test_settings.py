@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from novainfer import EngineConfig, InvalidParameter, SamplingParams
+from novainfer.config import AT_MOST
 
 BAD_CONFIG: list[tuple[str, Any]] = [
     *[
@@ -23,6 +24,8 @@ BAD_CONFIG: list[tuple[str, Any]] = [
         )
         for value in (0, -1, "8", 1.5)
     ],
+    *[(name, 10**30) for name in AT_MOST],  # a worker would die of them as it starts
+    *[(name, most + 1) for name, most in AT_MOST.items()],
     ("kv_cache_memory_utilization", 0.0),
     ("kv_cache_memory_utilization", 1.1),
     ("kv_cache_memory_utilization", float("nan")),
@@ -61,6 +64,14 @@ def test_a_bad_engine_setting_is_named(name: str, value: Any) -> None:
         EngineConfig(**{name: value})
     assert caught.value.param == name
     assert name in caught.value.message
+
+
+@pytest.mark.parametrize(("name", "most"), AT_MOST.items())
+def test_the_largest_setting_is_taken(name: str, most: int) -> None:
+    more: dict[str, Any] = {"max_num_batched_tokens": AT_MOST["max_num_batched_tokens"]}
+    if name == "num_kv_blocks":
+        more["kv_cache_capacity_mode"] = "fixed"
+    assert getattr(EngineConfig(**(more | {name: most})), name) == most
 
 
 def test_an_enumeration_names_its_choices() -> None:

@@ -176,6 +176,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--port", "70000"], "--port"),
     (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1, not 0"),
     (["--max-num-seqs", "many"], "--max-num-seqs"),
+    (["--num-threads", "100000"], "--num-threads must be at most 1024, not 100000"),
     (["--max-num-seqs", "512", "--max-num-batched-tokens", "100"], "--max-num-batched-tokens"),
     (["--kv-cache-memory-utilization", "1.5"], "--kv-cache-memory-utilization"),
     (["--kv-cache-capacity-mode", "fixed"], "--num-kv-blocks"),
