@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.events import KeepOver, PauseRequest
 from novainfer.fsm.machine import Effect
+from novainfer.fsm.request import Request
 from novainfer.fsm.simulation.blame import Blame
 from novainfer.fsm.simulation.deadlines import Deadlines
 from novainfer.fsm.simulation.leftovers import check_empty, check_known
+from novainfer.fsm.simulation.turns import Turns
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World
@@ -22,21 +24,28 @@ class Audit:
         self._world = world
         self.deadlines = Deadlines(world)
         self.blame = Blame(world)
+        self.turns = Turns(world)
         self._num_ended = 0  # requests, when leftovers were last looked for
 
     def before_scheduler(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
         self.blame.before(event)
+        self.turns.before(event)
         if isinstance(event, KeepOver):
             self.deadlines.keep_over(event)
 
     def scheduled(self, event: Any, effects: Sequence[Effect]) -> None:
         """The scheduler has handled `event`."""
         self.blame.after(event, effects)
+        self.turns.after(event, is_restricted=self.blame.is_restricted)
         if isinstance(event, PauseRequest):
             self.deadlines.paused(self._world.scheduler.requests.get(event.request_id))
         elif isinstance(event, KeepOver):
             self.deadlines.kept(event)
+
+    def preempted(self, victim: Request) -> None:
+        """A request is about to lose its blocks."""
+        self.turns.preempted(victim, is_restricted=self.blame.is_restricted)
 
     def still(self) -> None:
         """All messages have arrived, and time goes on."""

@@ -15,6 +15,7 @@ from novainfer.fsm.simulation.gate_bugs import GATE_MUTANTS
 from novainfer.fsm.simulation.mutants import Edit, Mutant
 from novainfer.fsm.simulation.process_bugs import PROCESS_MUTANTS
 from novainfer.fsm.simulation.sampling_bugs import SAMPLING_MUTANTS
+from novainfer.fsm.simulation.turn_bugs import TURN_MUTANTS
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import TextAssembler
 from novainfer.fsm.trouble import Trouble
@@ -199,6 +200,7 @@ MUTANTS = [
     *BLAME_MUTANTS,
     *DEADLINE_MUTANTS,
     *SAMPLING_MUTANTS,
+    *TURN_MUTANTS,
     *PROCESS_MUTANTS,
     # ---- blocks on the host
     Mutant(

@@ -34,7 +34,7 @@ KEPT = {
     "Ladder": frozenset(["_rungs"]),  # those that the device has
     "Worker": frozenset(["_found", "_losses"]),  # what the model is; at most a restart budget of times
 }
-NOT_ITS_OWN = ("_effects", "_taken")  # what it has just said, and the simulator's count
+NOT_ITS_OWN = ("_audit", "_effects", "_taken")  # what it has just said, and what is the simulator's
 _OPAQUE = (StepPlan, Enum, SamplingParams, Vocabulary, FunctionType, MethodType, type)
 _ATOMS = frozenset([int, str, bytes, bool, float, type(None)])
 _names: dict[type, tuple[str, ...]] = {}

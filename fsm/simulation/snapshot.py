@@ -54,10 +54,10 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Worker": frozenset(["_effects", "_found", "_policy"]),
     "_Room": frozenset(["_max_reqs", "_max_tokens"]),
     "_WatchedRequest": frozenset(
-        ["_effects", "_taken", "max_len", "names", "num_prompt", "params", "seed", "stop_ids"]
+        ["_audit", "_effects", "_taken", "max_len", "names", "num_prompt", "params", "seed", "stop_ids"]
     ),
     "_WatchedScheduler": frozenset(
-        ["_effects", "_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_limits"]
+        ["_audit", "_effects", "_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_limits"]
     )
     | frozenset(["_ladder_quiet_s", "_losses", "_max_len", "_prompt_tokens", "_queried", "_stall_keep_s", "_steps"])
     | frozenset(["_swapped_in", "_swapped_out", "_taken", "_vocabulary", "request_type"]),

@@ -44,7 +44,7 @@ from novainfer.fsm.machine import After, Effect, Machine, Send, Start
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
-from novainfer.fsm.request import Request
+from novainfer.fsm.request import Preempt, Request
 from novainfer.fsm.scheduler import Scheduler, SchedulerState
 from novainfer.fsm.simulation.admission import check_gate, check_stall
 from novainfer.fsm.simulation.audit import Audit
@@ -86,13 +86,16 @@ class Rows(Counter[tuple[str, str, str]]):
 
 
 class _WatchedRequest(Request):
-    """A request whose transitions are counted."""
+    """A request whose transitions are counted, and whose preemptions are looked at where there is a clock."""
 
-    __slots__ = ("_taken",)
+    __slots__ = ("_audit", "_taken")
     _taken: Rows
+    _audit: Audit | None
 
     def handle(self, event: Any) -> list[Effect]:
         """As `Request.handle`."""
+        if type(event) is Preempt and self._audit is not None:
+            self._audit.preempted(self)
         self._taken["Request", self.state, type(event).__name__] += 1
         return super().handle(event)
 
@@ -112,15 +115,18 @@ class _WatchedScheduler(Scheduler):
     """A scheduler that counts the transitions of its requests and of its ladder."""
 
     _taken: Rows
+    _audit: Audit | None
 
-    def watch(self, taken: Rows) -> None:
-        """Count them in `taken`."""
+    def watch(self, taken: Rows, audit: Audit | None = None) -> None:
+        """Count them in `taken`, and tell `audit` of preemptions."""
         self._taken = taken
+        self._audit = audit
         self.request_type = self._new_request
 
     def _new_request(self, *args: Any) -> Request:
         request = _WatchedRequest(*args)
         request._taken = self._taken
+        request._audit = self._audit
         return request
 
     def _configure(self, event: Configure) -> SchedulerState:
@@ -173,6 +179,7 @@ class World:
         self._driver = driver
         if driver is not None:
             self.audit = Audit(self)
+            self.scheduler.watch(self.taken, self.audit)
         self.perform("shell", [Send("worker", Begin())])
 
     def _new_device(self, epoch: int) -> ScriptedDevice:

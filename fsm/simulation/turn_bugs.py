@@ -1,0 +1,93 @@
+"""Bugs planted in what goes first: tokens, slots and blocks."""
+
+from __future__ import annotations
+
+from novainfer.fsm.draft import Draft
+from novainfer.fsm.planner import Planner
+from novainfer.fsm.simulation.mutants import Mutant
+
+_KEY = "key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, -r.request_id)"
+
+TURN_MUTANTS = [
+    Mutant(
+        "prompts are computed by age alone",
+        Draft,
+        "add_prefills",
+        "half = -(-self.left // 2)",
+        "half = self.left",
+        seeds=1000,
+    ),
+    Mutant(
+        "prompts are computed by work alone", Draft, "add_prefills", "half = -(-self.left // 2)", "half = 0", seeds=1000
+    ),
+    Mutant(
+        "an admission leaves half of the pool free",
+        Draft,
+        "_headroom",
+        "len(self.planner.running) // RUNNING_PER_BLOCK",
+        "self.planner.pool.num_blocks // 2",
+    ),
+    Mutant(
+        "a promise outlives who gave it",
+        Planner,
+        "_stop_producing",
+        "for name in sorted(request.producing):",
+        "for name in sorted(request.producing)[1:]:",
+    ),
+    Mutant(
+        "what was waited for is not forgotten",
+        Draft,
+        "_look",
+        "request.waits_for = None",
+        "if request.waits_for is not None: return hits",
+    ),
+    Mutant(
+        "the one that has most to lose is preempted",
+        Planner,
+        "_preempt_one",
+        _KEY,
+        "key=lambda r: (r.state is not RequestState.PAUSED, -r.num_computed, -r.request_id)",
+    ),
+    Mutant(
+        "of two that lose as much the older one is preempted",
+        Planner,
+        "_preempt_one",
+        _KEY,
+        "key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, r.request_id)",
+    ),
+    Mutant(
+        "who is paused keeps its blocks, and others lose theirs",
+        Planner,
+        "_preempt_one",
+        _KEY,
+        "key=lambda r: (r.num_computed, -r.request_id)",
+    ),
+    Mutant(
+        "the oldest is preempted like everybody",
+        Planner,
+        "_preempt_one",
+        "if r is not keep and r.blocks]",
+        "if r.blocks]",
+    ),
+    Mutant(
+        "somebody is preempted while there are blocks",
+        Planner,
+        "_make_room",
+        "if needed <= pool.num_available or",
+        "if needed < pool.num_available // 2 or",
+    ),
+    Mutant(
+        "paused requests keep their slots for those that wait",
+        Planner,
+        "_make_slots",
+        "if paused is None:",
+        "if True:",
+    ),
+    Mutant(
+        "who comes back is younger than it was",
+        Planner,
+        "unpark",
+        "self.enqueue(request)",
+        "self.waiting.append(request)",
+    ),
+]

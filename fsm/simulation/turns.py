@@ -1,0 +1,222 @@
+"""What goes first, by docs/fairness.md: tokens, slots and blocks, looked at after every planned step.
+
+    whoever can be admitted is    the oldest that waits, with a slot, blocks and tokens left for it, is in the step
+    a prefix is waited for        only while somebody is computing it
+    a slot                        is taken from a paused request when somebody waits for it
+    blocks                        are taken from a paused request first, then from the one with least to lose; never
+                                  from the oldest
+    a first token                 comes within the steps that the work before it takes
+
+While requests are tried apart (see `blame`) only that order counts, and none of this is looked at.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from novainfer.fsm.events import MakeBatch, StepDone
+from novainfer.fsm.request import Request, RequestState
+from novainfer.fsm.simulation.oracle import Violation
+
+if TYPE_CHECKING:
+    from novainfer.fsm.draft import Flight
+    from novainfer.fsm.simulation.world import World
+
+RUNNING_PER_BLOCK = 4  # one block of headroom for so many
+WAITING_MAX = 90  # with more, a step does not look at all of them
+TO_COMPUTE = (RequestState.WAITING, RequestState.PREFILL, RequestState.PREEMPTED, RequestState.RECOVERING)
+COMPUTING = (RequestState.PREFILL, RequestState.WAITING_FOR_REMOTE_KVS)
+
+
+class Claim:
+    """A request that waits for its first token, and what is allowed to be computed before it."""
+
+    __slots__ = ("by_age", "by_work", "share", "steps", "work")
+
+    def __init__(self, work: int, by_age: int, by_work: int) -> None:
+        self.work = work
+        self.by_age = by_age  # its work and that of all older ones
+        self.by_work = by_work  # its work and that of all with at most twice as much
+        self.share = work  # of each step, for those before it: at least so many tokens
+        self.steps = 0
+
+
+class Turns:
+    """The account of one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._running: set[int] = set()  # before the step was planned
+        self._waiting: set[int] = set()
+        self._claims: dict[int, Claim] = {}
+        self._known: set[int] = set()  # requests that are counted in all claims
+        self._num_preempted = 0
+        self._victims: list[tuple[int, int]] = []  # who was preempted for this step, and with how many blocks
+
+    def before(self, event: Any) -> None:
+        """The scheduler is about to handle `event`."""
+        if isinstance(event, MakeBatch):
+            planner = self._world.scheduler.planner
+            self._running = set(planner.running)
+            self._waiting = {request.request_id for request in planner.waiting}
+
+    def after(self, event: Any, *, is_restricted: bool) -> None:
+        """The scheduler has handled it."""
+        flight = self._world.scheduler.flight
+        is_good = isinstance(event, MakeBatch) and (event.outcome is None or isinstance(event.outcome, StepDone))
+        if isinstance(event, MakeBatch) and flight is not None and not is_restricted:
+            self._check_idle_hands(flight)
+            self._check_slots(flight)
+            self._check_need(flight)
+        self._victims.clear()
+        if not self._world.shape.enable_prefix_caching:
+            self._count(flight if is_good and not is_restricted else None, is_step=isinstance(event, MakeBatch))
+
+    # ---- tokens and slots ----------------------------------------------------------------------------------------
+
+    def _check_idle_hands(self, flight: Flight) -> None:
+        """The oldest request that waits could not have been in this step."""
+        scheduler, size = self._world.scheduler, self._world.shape.block_size
+        planner = scheduler.planner
+        num_running = len(planner.running)
+        if not planner.free_slots or num_running >= planner.max_running or len(planner.waiting) > WAITING_MAX:
+            return
+        num_decodes = sum(request.state is RequestState.DECODE for request, _, _ in flight.rows)
+        num_prompt = sum(count for request, count, _ in flight.rows if request.state is RequestState.PREFILL)
+        if min(scheduler.trouble.chunk, planner.max_tokens - num_decodes) - num_prompt <= 2 * size:
+            return
+        computing = [request for request in planner.running.values() if request.state in COMPUTING]
+        room = planner.pool.num_available - self._promised() - num_running // RUNNING_PER_BLOCK - 1
+        for request in planner.waiting:
+            oldest = min((other.request_id for other in computing), default=-1)
+            if request.waits_for is not None and any(_is_worth_it(other, request, size, oldest) for other in computing):
+                continue
+            if _blocks(request, size) + 1 <= room:
+                raise Violation(
+                    f"request {request.request_id} could be admitted, and step {flight.step_id} leaves it out"
+                )
+            return
+
+    def _promised(self) -> int:
+        """Blocks that those in prefill will still need."""
+        requests, size = self._world.scheduler.planner.running.values(), self._world.shape.block_size
+        return sum(_blocks(request, size) - len(request.blocks) for request in requests if request.state in COMPUTING)
+
+    def _check_slots(self, flight: Flight) -> None:
+        """When somebody waited for a slot, and none came free, a paused request has given up its own."""
+        planner = self._world.scheduler.planner
+        if not self._waiting or planner.free_slots or not self._running <= planner.running.keys():
+            return
+        if not self._waiting <= {request.request_id for request in planner.waiting}:
+            return
+        for request in planner.running.values():
+            if request.state is RequestState.PAUSED:
+                raise Violation(f"request {request.request_id} is paused, and keeps the slot that others wait for")
+
+    # ---- blocks --------------------------------------------------------------------------------------------------
+
+    def preempted(self, victim: Request, *, is_restricted: bool) -> None:
+        """`victim` is about to lose its blocks."""
+        self._num_preempted += 1
+        if victim.state is RequestState.PAUSED or is_restricted:
+            return
+        planner = self._world.scheduler.planner
+        self._victims.append((victim.request_id, -(-victim.num_computed // self._world.shape.block_size)))
+        running = [r for r in planner.running.values() if r is victim or r.blocks]
+        if paused := [r.request_id for r in running if r.state is RequestState.PAUSED]:
+            raise Violation(f"request {victim.request_id} is preempted, and {paused} are paused and keep their blocks")
+        able = [r for r in (*planner.running.values(), *planner.waiting) if r.state is not RequestState.PAUSED]
+        if victim.request_id == min(r.request_id for r in able):
+            raise Violation(f"request {victim.request_id} is the oldest, and is preempted")
+        oldest = min(r.request_id for r in planner.running.values())
+        others = [r for r in running if r.request_id != oldest or r is victim]
+        first = min(others, key=lambda r: (r.num_computed, -r.request_id))
+        if first is not victim:
+            raise Violation(
+                f"request {victim.request_id} is preempted with {victim.num_computed} tokens computed, "
+                f"and request {first.request_id} has {first.num_computed}"
+            )
+
+    def _check_need(self, flight: Flight) -> None:
+        """Nobody loses blocks that nobody needs."""
+        planner, shape = self._world.scheduler.planner, self._world.shape
+        if not self._victims or planner.max_running < shape.max_num_seqs:
+            return
+        for request_id, num_blocks in self._victims[-1:]:  # the others were not enough
+            if planner.pool.num_available > num_blocks + self._promised() + len(planner.running) + 1:
+                raise Violation(
+                    f"request {request_id} was preempted for step {flight.step_id}, which did not need that"
+                )
+
+    # ---- the first token -----------------------------------------------------------------------------------------
+
+    def _count(self, flight: Flight | None, *, is_step: bool) -> None:
+        """One more step, or something that the bound does not speak of."""
+        scheduler, shape = self._world.scheduler, self._world.shape
+        planner = scheduler.planner
+        is_disturbed = (
+            self._num_preempted or (is_step and flight is None) or scheduler.trouble.chunk < shape.prefill_chunk_tokens
+        )
+        if is_disturbed or planner.max_tokens < shape.max_num_batched_tokens:
+            self._num_preempted = 0
+            self._claims.clear()
+            self._known.clear()
+            return
+        if not is_step:
+            return
+        queue = [r for r in scheduler.requests.values() if r.state in TO_COMPUTE]
+        assert flight is not None
+        planned = {request.request_id: count for request, count, _ in flight.rows}
+        for claim in self._claims.values():
+            claim.steps += 1
+        new = [r for r in queue if r.request_id not in self._known]
+        works = {r.request_id: r.num_remaining + planned.get(r.request_id, 0) for r in queue}
+        for request in new:
+            self._known.add(request.request_id)
+            work = works[request.request_id]
+            for other_id, claim in self._claims.items():
+                claim.by_age += work if request.request_id < other_id else 0
+                claim.by_work += work if work <= 2 * claim.work else 0
+        for request in new:
+            if not request.is_first_output:
+                continue
+            work = works[request.request_id]
+            by_age = sum(w for i, w in works.items() if i <= request.request_id)
+            by_work = sum(w for w in works.values() if w <= 2 * work)
+            self._claims[request.request_id] = Claim(work, by_age, by_work)
+        if not planner.free_slots or len(planner.running) >= planner.max_running or not self._has_blocks_for_all(queue):
+            self._claims.clear()
+            self._known.clear()
+            return
+        samples = {request.request_id for request in flight.samples}
+        num_decodes = sum(request.state is RequestState.DECODE for request, _, _ in flight.rows)
+        tokens = min(shape.prefill_chunk_tokens, shape.max_num_batched_tokens - num_decodes)
+        share = max(tokens // 2 - shape.block_size, 1)
+        live = {request.request_id for request in queue}
+        for request_id in list(self._claims):
+            claim = self._claims[request_id]
+            claim.share = min(claim.share, share)
+            if request_id in samples or request_id not in live:
+                del self._claims[request_id]
+            elif claim.steps > -(-(min(claim.by_age, claim.by_work) + claim.work) // claim.share) + 2:
+                raise Violation(f"request {request_id} waits for its first token for {claim.steps} steps")
+
+    def _has_blocks_for_all(self, queue: list[Request]) -> bool:
+        planner, size = self._world.scheduler.planner, self._world.shape.block_size
+        needed = sum(_blocks(request, size) + 1 - len(request.blocks) for request in queue)
+        return needed + len(planner.running) <= planner.pool.num_available
+
+
+def _blocks(request: Request, size: int) -> int:
+    return -(-len(request.token_ids) // size)
+
+
+def _is_worth_it(other: Request, request: Request, size: int, oldest: int) -> bool:
+    """Whether `other` has still to compute a block that `request` could share, and is not much later with that."""
+    shared = 0
+    for mine, its in zip(request.token_ids[:-1], other.token_ids, strict=False):
+        if mine != its:
+            break
+        shared += 1
+    is_soon = other.request_id == oldest or other.num_remaining <= 2 * len(request.token_ids)
+    return is_soon and other.num_computed < shared // size * size
