@@ -36,7 +36,6 @@ from novainfer.fsm.request import ADMIT, FETCH, Request, RequestState
 if TYPE_CHECKING:
     from novainfer.fsm.planner import Planner
 
-RUNNING_PER_BLOCK = 4  # an admission leaves one block free for so many running requests
 # What one planned step may cost, however many wait: a look is a microsecond, and so is each of its units eight times.
 LOOKS = 32  # waiting requests looked at by age, in turn, and by work: so many of each
 LOOK_UNITS = 8192  # names looked up in those by age and in turn, and again in those by work: 0.1 us each
@@ -171,7 +170,7 @@ class Draft:
             return []
         purse_of = self._whom_to_look_at(waiting)
         purses = [LOOK_UNITS, LOOK_UNITS]
-        room = planner.pool.num_available - self.reserved - self._headroom()
+        room = planner.pool.num_available - self.reserved
         found: list[Request] = []
         for request in waiting:
             at = purse_of.get(request.request_id) if purse_of is not None else 0
@@ -191,7 +190,7 @@ class Draft:
                 needed = self._needed(request, hits)
             elif request.waits_for is not None:
                 continue
-            if needed > room and (planner.running or found):
+            if needed + self._headroom(request) > room and (planner.running or found):
                 break
             if at is not None:
                 found.append(request)
@@ -275,9 +274,9 @@ class Draft:
         planner = self.planner
         return min(len(planner.free_slots), planner.max_running - len(planner.running)) > self.kept_slots
 
-    def _headroom(self) -> int:
-        """Blocks that an admission leaves free, so that those who run need not preempt it in the next steps."""
-        return len(self.planner.running) // RUNNING_PER_BLOCK
+    def _headroom(self, request: Request) -> int:
+        """Blocks that the admission of `request` leaves free, so that it is not preempted again in the next steps."""
+        return (len(self.planner.running) // 2 + 2) << min(request.num_preemptions, 2)
 
     def _serve(self, request: Request, allowance: int) -> int:
         """Compute up to `allowance` tokens of `request` in this step, admitting it first if it waits; how many."""
@@ -308,8 +307,8 @@ class Draft:
         hits = self._look(request)  # again: what was planned since has named blocks, and promised some
         if hits is None or request.waits_for is not None:
             return 0
-        room = planner.pool.num_available - self.reserved - self._headroom()
-        if self._needed(request, hits) > room and (self.had_running or request is not self.oldest):
+        needed = self._needed(request, hits) + self._headroom(request)
+        if needed > planner.pool.num_available - self.reserved and (self.had_running or request is not self.oldest):
             self.barrier = request.request_id  # first come, first served: nobody overtakes by being small
             return 0
         used = 0

@@ -24,7 +24,7 @@ class Cause(StrEnum):
     TIMEOUT = "timeout"  # the request's own deadline passed
     SIBLING = "sibling"  # another choice of the same stream failed
     DRAIN = "drain"  # the engine shuts down
-    QUEUE = "queue"  # it did not run within the time it was willing to wait
+    QUEUE = "queue"  # it had no token within the time it was willing to wait for its first one
     STALLED = "stalled"  # its reader stayed away for too long
 
 
@@ -122,7 +122,7 @@ class Settled(msgspec.Struct, frozen=True):
 
 
 class QueueOver(msgspec.Struct, frozen=True):
-    """Timer of the gate: this stream has waited for as long as it was willing to."""
+    """Timer of the gate: this stream has waited for its first token for as long as it was willing to."""
 
     stream_id: int
 
@@ -183,7 +183,10 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CancelRequest(msgspec.Struct, frozen=True):
-    """End one request. One that overtakes its own Submit leaves a tombstone that the Submit meets."""
+    """End one request. One that overtakes its own Submit leaves a tombstone that the Submit meets.
+
+    With `Cause.QUEUE` it ends the stream of the request, unless that has its first token.
+    """
 
     request_id: int
     cause: Cause

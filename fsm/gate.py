@@ -213,9 +213,7 @@ class Gate(Machine):
         return self.state
 
     def _queue_over(self, event: QueueOver) -> StrEnum:
-        if event.stream_id in self._overflow or self.num_credits(event.stream_id):
-            return self._cancel(Cancel(event.stream_id, Cause.QUEUE))
-        return self.state  # it has run, or has ended
+        return self._cancel(Cancel(event.stream_id, Cause.QUEUE))  # the scheduler knows whether it has its first token
 
     def _turn_away(self, stream_id: int, end: End) -> None:
         del self._overflow[stream_id]

@@ -38,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     of 1 switch those filters off. `seed=None` draws one, which the outputs return. `logprobs=k` returns, for each
     token, its log probability and those of the k most likely ones (k may be 0). `timeout_s` is a deadline for the
     whole request, queueing included. With `max_queue_s` it waits for so long when the queue is full, instead of being
-    refused at once, and ends if it has not begun to run by then.
+    refused at once, and ends if its first token has not come by then.
     """
 
     n: int = 1

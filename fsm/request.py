@@ -158,6 +158,7 @@ class Request(Machine):
         "num_prompt",
         "num_swapped",
         "params",
+        "paused_as",
         "producing",
         "queued_as",
         "request_id",
@@ -202,6 +203,7 @@ class Request(Machine):
         self.work = self.num_prompt  # tokens to compute before its next one, when it was last looked at in the queue
         self.num_preemptions = 0
         self.num_pauses = 0
+        self.paused_as = -1  # its last pause, counted among those of all requests
         # Since its last token: failed steps in which it stood alone, and steps with it that died with their worker.
         self.failures = self.losses = 0
         self.queued_as = S.WAITING  # the state it was admitted from

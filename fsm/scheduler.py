@@ -68,6 +68,10 @@ UP = (S.EMPTY, S.FULL)
 KNOWS_REQUESTS = (*UP, S.RECOVERING)
 CLOSED_GATE = "the gate opens when the worker is warm"
 
+# Slow readers cost no step anything, but each holds up to 0.25 MiB of unread text. With more than so many parked for
+# every slot, the one that has been paused longest ends.
+PARKED_PER_SLOT = 2
+
 STATE_OF_CAUSE = {
     Cause.CLIENT: RequestState.FINISHED_ABORTED,
     Cause.DISCONNECT: RequestState.FINISHED_ABORTED,
@@ -161,6 +165,8 @@ class Scheduler(Machine):
         self._last_submitted = -1
         self._tombstones: dict[int, Cause] = {}
         self._work_seen = 0
+        self._pauses = 0
+        self._hurried: set[int] = set()  # streams whose first token has a deadline, and has not come
         self.flight: Flight | None = None
         self._step_id = 0
         self._steps = self._failures = self._prompt_tokens = self._generated = self._losses = 0
@@ -224,6 +230,8 @@ class Scheduler(Machine):
         elif error := self._refusal(event):
             self._send("engine", Outputs([self._end(request, RequestState.FINISHED_IGNORED, error)]))
         else:
+            if event.params.max_queue_s is not None:
+                self._hurried.add(event.stream_id)
             self.requests[request.request_id] = request
             self.planner.enqueue(request)
         return self.state
@@ -249,15 +257,26 @@ class Scheduler(Machine):
             if event.request_id > self._last_submitted:  # it overtook its own Submit
                 self._tombstones[event.request_id] = event.cause
             return self.state
-        output = self._end(request, STATE_OF_CAUSE[event.cause], End(cause=event.cause))
-        self._send("engine", Outputs([output]))
+        ending = [request]
+        if event.cause is Cause.QUEUE:
+            ending = self._siblings(request) if request.stream_id in self._hurried else []
+        state, end = STATE_OF_CAUSE[event.cause], End(cause=event.cause)
+        if outputs := [self._end(request, state, end) for request in ending]:
+            self._send("engine", Outputs(outputs))
         return self.state
+
+    def _siblings(self, request: Request) -> list[Request]:
+        """The choices of its stream that have not ended, itself included: their ids follow each other."""
+        first = request.request_id - request.choice
+        return [r for i in range(first, first + request.params.n) if (r := self.requests.get(i)) is not None]
 
     def _pause(self, event: PauseRequest) -> StrEnum:
         if (request := self.requests.get(event.request_id)) is not None:
             num_pauses = request.num_pauses
             request.handle(event)
             if request.num_pauses > num_pauses:
+                request.paused_as = self._pauses
+                self._pauses += 1
                 self._after(self._stall_keep_s, KeepOver(request.request_id, request.num_pauses))
         return self.state
 
@@ -278,7 +297,23 @@ class Scheduler(Machine):
             self.planner.overstayed.add(request.request_id)
         else:
             self.planner.preempt(request)
+            if outputs := self._end_longest_paused():
+                self._send("engine", Outputs(outputs))
         return self.state
+
+    def _end_longest_paused(self) -> list[Output]:
+        """Where more requests are parked than may be, those that were paused first end."""
+        parked, outputs = self.planner.parked, []
+        while len(parked) > PARKED_PER_SLOT * self._limits.max_num_seqs:
+            request = min(parked.values(), key=lambda r: r.paused_as)
+            message = (
+                f"too many streams wait for slow readers, and this one has waited longest: {len(parked)} are parked"
+            )
+            outputs.append(self._end(request, RequestState.FINISHED_ERROR, End(error=message, code="stalled")))
+            action = "the request that was paused first was ended"
+            incident = Incident(kind="stall", message=message, action=action, stream_ids=[request.stream_id])
+            self._send("incidents", incident)
+        return outputs
 
     def _is_in_flight(self, request: Request) -> bool:
         """True while the step on the device reads or writes what `request` owns."""
@@ -290,6 +325,8 @@ class Scheduler(Machine):
         request.handle(Finish(state))
         self._finished[state] += 1
         self.requests.pop(request.request_id, None)
+        if request.stream_id in self._hurried and not self._siblings(request):
+            self._hurried.discard(request.stream_id)
         if self.flight is not None and self._is_in_flight(request):
             del self.planner.running[request.request_id]
             self.flight.departed.append(request)
@@ -315,6 +352,7 @@ class Scheduler(Machine):
 
     def _plan(self, outputs: list[Output]) -> SchedulerState:
         planned, trouble = None, self.trouble
+        outputs += self._end_longest_paused()
         while planned is None and (group := trouble.next_group(self.requests)):
             planned = self._try_plan(group)
             if planned is None:
@@ -387,6 +425,7 @@ class Scheduler(Machine):
             output.logprobs = [self._logprob(token_id, logprob)]
         if request.is_first_output:
             request.is_first_output = False
+            self._hurried.discard(request.stream_id)
             self._prompt_tokens += request.num_prompt
             self._queried += request.num_prompt
             self._hit += request.num_cached

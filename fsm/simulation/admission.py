@@ -80,9 +80,9 @@ def _check_ends(world: World, event: Any, sent: Sequence[Send]) -> None:
         if event.stream_id in gate.overflow or told != [event.stream_id]:
             raise Violation(f"{event} concerns nobody else: {told} were told")
     elif isinstance(event, QueueOver):
-        has_credits = gate.num_credits(event.stream_id) > 0
-        if event.stream_id in gate.overflow or has_credits != bool(to_engine):
-            raise Violation(f"{event}: credits {has_credits}, told the engine {to_engine}, ended {ended}")
+        told = [cancel.stream_id for cancel in to_engine] + ended
+        if event.stream_id in gate.overflow or told != [event.stream_id]:
+            raise Violation(f"{event}: told the engine {to_engine}, ended {ended}")
     elif isinstance(event, CancelAll) and (gate.overflow or not passed_on):
         raise Violation(f"all were cancelled, and {gate.overflow} wait for room; the engine was told {passed_on}")
 

@@ -475,9 +475,13 @@ MUTANTS = [
         "SGLang #26265: prompts are admitted beyond what the pool holds",
         Draft,
         "_admissible",
-        "if needed > room and (planner.running or found):",
+        "if needed + self._headroom(request) > room and (planner.running or found):",
         "if False:",
-        more=(Edit(Draft, "_try_to_admit", "if self._needed(request, hits) > room and (", "if False and ("),),
+        more=(
+            Edit(
+                Draft, "_try_to_admit", "if needed > planner.pool.num_available - self.reserved and (", "if False and ("
+            ),
+        ),
     ),
     Mutant(
         "llama.cpp #16467: who waits cannot be cancelled",

@@ -30,6 +30,7 @@ from novainfer.fsm.events import (
     Configure,
     Drain,
     Fault,
+    Incident,
     KeepOver,
     MakeBatch,
     Open,
@@ -97,7 +98,9 @@ class Checks:
         """`event` is about to be handled by the scheduler."""
         if isinstance(event, Submit) and event.stream_id in self._cancelled_early:
             raise Violation(f"stream {event.stream_id} was cancelled, and is submitted all the same")
-        if isinstance(event, CancelRequest):
+        if (
+            isinstance(event, CancelRequest) and event.cause is not Cause.QUEUE
+        ):  # that one may come too late: `deadlines`
             self._cancelled.add(event.request_id)
             self._leaving = self.world.scheduler.requests.get(event.request_id)
         scheduler = self.world.scheduler
@@ -213,7 +216,10 @@ class Checks:
         rung = self.world.scheduler.trouble.ladder.state
         if (rung != self._rung) is not any(incident.kind == "ladder" for incident in incidents):
             raise Violation(f"the ladder went from {self._rung} to {rung}, and was reported so: {incidents}")
-        faults = [incident for incident in incidents if incident.kind != "ladder"]
+        for incident in incidents:
+            if incident.kind == "stall":
+                self._ended_for_room(incident)
+        faults = [incident for incident in incidents if incident.kind not in ("ladder", "stall")]
         outcome = event.outcome if isinstance(event, MakeBatch) else event
         if failed is None or not isinstance(outcome, StepFailed | WorkerLost):
             if faults:
@@ -227,6 +233,14 @@ class Checks:
                 raise Violation(f"step {step_id} failed by {outcome.fault}, and {incident} was reported")
         if isinstance(outcome, StepFailed) and outcome.fault is not Fault.SWITCH and streams and len(faults) != 1:
             raise Violation(f"step {step_id} failed by {outcome.fault}, and {len(faults)} incidents were reported")
+
+    def _ended_for_room(self, incident: Incident) -> None:
+        """A paused request was ended, because too many are parked."""
+        world = self.world
+        if len(world.scheduler.planner.parked) < 2 * world.shape.max_num_seqs:
+            raise Violation(f"{incident}, and there was room")
+        for stream_id in incident.stream_ids:
+            world.clients[stream_id].causes.add(Cause.STALLED)
 
     def _plan(self, flight: Flight | None) -> None:
         """A step was planned, or nothing was."""

@@ -150,8 +150,7 @@ class Deadlines:
         now_s, due = world.now_s, self._due
         while due and due[0][0] <= now_s:
             due_s, stream_id, cause = heappop(due)
-            has_run = self._readers[stream_id].has_begun or not world.gate.num_credits(stream_id)
-            if self._has_ended(stream_id) or (cause is Cause.QUEUE and has_run):
+            if self._has_ended(stream_id) or (cause is Cause.QUEUE and self._readers[stream_id].has_begun):
                 continue
             raise Violation(f"stream {stream_id} should have ended at {due_s:.6f} ({cause}), and it is {now_s:.6f}")
         timeout_s, keep_s = world.shape.stall_timeout_s, world.shape.stall_keep_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from novainfer.fsm.engine import Engine
 from novainfer.fsm.gate import Gate, _Room
+from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.mutants import Mutant
 from novainfer.fsm.stream import Stream
 
@@ -54,15 +55,15 @@ GATE_MUTANTS = [
         "a queue timeout does not reach who was let in",
         Gate,
         "_queue_over",
-        "or self.num_credits(event.stream_id)",
-        "or False",
+        "return self._cancel(Cancel(event.stream_id, Cause.QUEUE))",
+        "return self._cancel(Cancel(event.stream_id, Cause.QUEUE)) if self._overflow else self.state",
     ),
     Mutant(
-        "a queue timeout ends who has run",
-        Gate,
-        "_queue_over",
-        "if event.stream_id in self._overflow or self.num_credits(event.stream_id):",
-        "if True:",
+        "a queue timeout ends what has its first token",
+        Scheduler,
+        "_cancel",
+        "self._siblings(request) if request.stream_id in self._hurried else []",
+        "self._siblings(request)",
     ),
     Mutant(
         "a drain lets wait who waits for room", Gate, "_drain", "self._turn_all_away(End(cause=Cause.DRAIN))", "pass"

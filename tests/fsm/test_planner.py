@@ -46,7 +46,7 @@ def test_everybody_who_decodes_takes_one_token_and_prompts_get_the_rest_of_the_b
 
 
 def test_prompts_run_first_come_first_served_and_nobody_overtakes_by_being_small():
-    bench = Bench(num_blocks=8, block_size=4, max_model_len=32)
+    bench = Bench(num_blocks=12, block_size=4, max_model_len=32)
     running = bench.submit([1] * 15)
     bench.step()
     big, small = bench.submit([2] * 24), bench.submit([3])

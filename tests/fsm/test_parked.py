@@ -1,0 +1,92 @@
+"""Slow readers are bounded in number, and preemptions in number for each request."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from novainfer.fsm.events import Batch, Configure, KeepOver, MakeBatch, PauseRequest, ResumeRequest, StepDone, Submit
+from novainfer.fsm.machine import Send
+from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.planner import Limits
+from novainfer.fsm.request import RequestState
+from novainfer.fsm.scheduler import PARKED_PER_SLOT, Scheduler
+from novainfer.fsm.simulation.oracle import VOCABULARY
+from tests.fsm.helpers import Bench
+
+SLOTS = 2
+
+
+def pause_one(bench: Bench, pause: bool = True) -> int:
+    """A request that has its first tokens, and whose reader has stopped."""
+    request_id = bench.submit([bench._next_id % 7 + 1], max_tokens=40)
+    while not any(o.request_id == request_id and o.token_ids for o in bench.outputs):
+        bench.step()
+    bench.step()
+    if pause:
+        bench.tell(PauseRequest(request_id))
+        bench.step()
+    return request_id
+
+
+def test_of_more_parked_requests_than_two_for_each_slot_the_one_paused_longest_ends():
+    bench = Bench(max_num_seqs=SLOTS)
+    paused = [pause_one(bench) for _ in range(30)]
+    planner = bench.scheduler.planner
+    left = [i for i in paused if i in bench.scheduler.requests]
+    assert len(planner.parked) <= PARKED_PER_SLOT * SLOTS
+    assert left == paused[-len(left) :]
+    assert len(left) >= PARKED_PER_SLOT * SLOTS
+    for request_id in paused[: -len(left)]:
+        assert bench.end(request_id).end.code == "stalled"
+    assert {incident.kind for incident in bench.incidents} == {"stall"}
+    assert len(bench.incidents) == 30 - len(left)
+
+
+def test_a_reader_that_came_back_in_between_has_not_been_away_longest():
+    bench = Bench(max_num_seqs=SLOTS)
+    first, second, *_ = [pause_one(bench) for _ in range(PARKED_PER_SLOT * SLOTS)]
+    bench.tell(ResumeRequest(first))
+    bench.step()
+    bench.step()
+    assert bench.request(first).state is RequestState.DECODE
+    bench.tell(PauseRequest(first))
+    while second in bench.scheduler.requests:
+        pause_one(bench)
+    assert first in bench.scheduler.requests
+
+
+def test_what_is_parked_by_its_timer_counts_too():
+    bench = Bench(max_num_seqs=SLOTS)
+    for _ in range(10):
+        request_id = pause_one(bench)
+        bench.tell(KeepOver(request_id, 1))
+        assert len(bench.scheduler.planner.parked) <= PARKED_PER_SLOT * SLOTS
+
+
+@pytest.mark.parametrize("share", [0.2, 0.4])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_request_of_a_steady_crowd_is_preempted_more_than_four_times(share, seed):
+    rng = random.Random(seed)
+    sizes = [(rng.randint(16, 256), rng.randint(64, 256)) for _ in range(192)]
+    num_blocks = int(share * sum(-(-(prompt + answer) // 16) for prompt, answer in sizes))
+    limits = Limits(max_num_seqs=192, max_num_batched_tokens=2048, prefill_chunk_tokens=512, block_size=16)
+    scheduler = Scheduler(limits, VOCABULARY)
+    scheduler.handle(Configure(num_blocks, 4096, 256, [0]))
+    requests = []
+    for at, (prompt, answer) in enumerate(sizes):
+        params = SamplingParams(max_tokens=answer, ignore_eos=True)
+        tokens = [rng.randint(1, 200) for _ in range(prompt)]
+        scheduler.handle(Submit(request_id=at, stream_id=at, choice=0, token_ids=tokens, params=params, seed=1))
+        requests.append(scheduler.requests[at])
+    event, computed = MakeBatch(), 0
+    while True:
+        (batch,) = [e.event for e in scheduler.handle(event) if isinstance(e, Send) and isinstance(e.event, Batch)]
+        if batch.plan is None:
+            break
+        computed += len(batch.plan.input_ids)
+        event = MakeBatch(StepDone(batch.plan.step_id, 0, [5] * len(batch.plan.sample_seqs)))
+    assert all(request.state is RequestState.FINISHED_LENGTH for request in requests)
+    assert max(request.num_preemptions for request in requests) <= 4
+    assert computed <= 1.12 * sum(prompt + answer - 1 for prompt, answer in sizes)
