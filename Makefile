@@ -61,9 +61,10 @@ types: setup
 imports: setup
 	$(BIN)/lint-imports
 
-docs: setup      ## write the generated pages again: state machines, the tree
+docs: setup      ## write the generated pages again: state machines, the tree, the reference
 	$(BIN)/python -m novainfer.fsm.diagram docs/machines.md
 	$(BIN)/python docs/tree.py
+	$(BIN)/python docs/reference.py
 
 bench: setup     ## the benchmarks, with ratios to roofline and transformers
 	$(BIN)/novainfer bench all $(ARGS)

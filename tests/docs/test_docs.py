@@ -18,6 +18,11 @@ def test_the_tree_in_the_architecture_page_is_that_of_the_files() -> None:
     assert done.returncode == 0, "docs/architecture.md is out of date: run `make docs`"
 
 
+def test_the_reference_is_that_of_the_records_and_flags() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "docs" / "reference.py"), "--check"], check=False)
+    assert done.returncode == 0, "docs/reference.md is out of date: run `make docs`"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_and_files_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
@@ -26,8 +31,9 @@ def test_links_between_pages_and_files_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_python_in_the_readme_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md"])
+def test_the_python_of_the_page_runs(page: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     for block in blocks:
         done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=120, check=False)

@@ -1,0 +1,141 @@
+"""Writes docs/reference.md: every field of SamplingParams and EngineConfig, from the code.
+
+python docs/reference.py            # write it
+python docs/reference.py --check    # exit code 1 when it is out of date
+
+Types and defaults are those of the records, flags and their sentences those of `novainfer serve`. What a field may hold
+is what the record itself says when it is given something else.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import click
+import msgspec
+
+from novainfer import EngineConfig, InvalidParameter, SamplingParams
+from novainfer.server.cli_serve import serve
+
+PAGE = Path(__file__).resolve().parent / "reference.md"
+WRONG: tuple[Any, ...] = (-1e30, 1e30, -(10**30), 10**30, [-1], ["x"] * 1000, {1: 1e9}, "", "nonsense", -1.0, object())
+
+SAMPLING = {
+    "n": "Answers to the prompt.",
+    "temperature": "Logits are divided by it; 0 takes the likeliest token always.",
+    "top_p": "Draw from the likeliest tokens that have this probability together; 1 is off.",
+    "top_k": "Draw from so many of the likeliest tokens; 0 or -1 is off.",
+    "min_p": "Leave out tokens below this share of the likeliest one's probability; 0 is off.",
+    "repetition_penalty": "Logits of tokens in prompt and answer are divided by it (multiplied, below 0); 1 is off.",
+    "presence_penalty": "Taken from the logit of each token that the answer holds.",
+    "frequency_penalty": "Taken from a token's logit as often as the answer holds it.",
+    "seed": "The same seed gives the same tokens; None draws one, which the outputs return.",
+    "max_tokens": "Longest answer in tokens; None: as many as the context holds.",
+    "min_tokens": "The answer does not end before so many tokens.",
+    "stop": "Strings that end the answer; it does not hold them.",
+    "stop_token_ids": "Tokens that end the answer.",
+    "include_stop_str_in_output": "Keep the string that ended the answer.",
+    "ignore_eos": "Go on after the end of the sequence.",
+    "logprobs": "Return each token's log probability, and those of so many of the likeliest; None: neither.",
+    "logit_bias": "Added to the logits of these token ids.",
+    "allowed_token_ids": "No other token is drawn.",
+    "banned_token_ids": "These tokens are not drawn.",
+    "skip_special_tokens": "Leave control tokens out of the text.",
+    "timeout_s": "Deadline in seconds for the whole request, its time in the queue included.",
+    "max_queue_s": "Seconds that the request waits for room in a full queue; None: it is refused at once.",
+}
+ENGINE = {  # those without a flag of their own
+    "gpu_memory_utilization": "vLLM's name for `kv_cache_memory_utilization`, under which it is read back.",
+}
+# Other fields that a value needs to be tried alone.
+NEEDED: dict[str, dict[str, Any]] = {
+    "num_kv_blocks": {"kv_cache_capacity_mode": "fixed"},
+    "min_tokens": {"max_tokens": None},
+}
+
+
+def page() -> str:
+    """The page as the code has it now."""
+    return "\n".join(
+        [
+            "# Reference",
+            "",
+            "Every field of the two records that a program hands over. A value that cannot be used raises",
+            "`InvalidParameter`, which names the field. `make docs` writes this page from the code.",
+            "",
+            "## SamplingParams",
+            "",
+            "How the tokens of a request are chosen, and where it ends. The HTTP API has the same names in its bodies",
+            "([what differs](server.md#fields)).",
+            "",
+            "| field | type | default | may be | what it does |",
+            "| --- | --- | --- | --- | --- |",
+            *(_row(SamplingParams, field, SAMPLING[field.name]) for field in msgspec.structs.fields(SamplingParams)),
+            "",
+            "## EngineConfig",
+            "",
+            "How an engine is built: a keyword of `EngineConfig` and `LLM`, a flag of `novainfer serve`, `chat` and",
+            "`generate`.",
+            "",
+            "| field | type | default | may be | what it does |",
+            "| --- | --- | --- | --- | --- |",
+            *(_row(EngineConfig, field, _engine(field.name)) for field in msgspec.structs.fields(EngineConfig)),
+            "",
+        ]
+    )
+
+
+def _row(record: Any, field: Any, meaning: str) -> str:
+    default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    cells = [
+        f"`{field.name}`",
+        f"`{_type(get_type_hints(record)[field.name])}`",
+        f"`{default!r}`",
+        _bounds(record, field.name),
+        meaning,
+    ]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _type(kind: Any) -> str:
+    if get_origin(kind) is not None and str(get_origin(kind)) == "typing.Literal":
+        return " | ".join(map(repr, get_args(kind)))
+    if type(None) in get_args(kind):
+        return " | ".join([*(_type(one) for one in get_args(kind) if one is not type(None)), "None"])
+    text = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
+    return text.replace("typing.", "").replace("pathlib.", "").replace("NoneType", "None")
+
+
+def _bounds(record: Any, name: str) -> str:
+    """What the record demands of the field, in its own words."""
+    said: list[str] = []
+    for wrong in WRONG:
+        try:
+            record(**{**NEEDED.get(name, {}), name: wrong})
+        except InvalidParameter as error:
+            what = error.message.rpartition(", not ")[0] or error.message
+            what = what.partition(", and ")[0].removeprefix(f"{name} must be ").removeprefix(f"{name} ")
+            what = re.sub(rf"^{name}\[.*?\] must be", "each", what)
+            is_type = error.message.startswith(f"{name}: expected")
+            if error.param == name and not is_type and "one of" not in what and what not in said:
+                said.append(what)
+    return "; ".join(said)
+
+
+def _engine(name: str) -> str:
+    if name in ENGINE:
+        return ENGINE[name]
+    (flag,) = [
+        one for one in serve.params if isinstance(one, click.Option) and one.name in (name, name.removesuffix("_s"))
+    ]
+    assert flag.help is not None
+    return f"{flag.help.split(' [')[0]} `{max(flag.opts, key=len) if name != 'model' else '--model'}`"
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(page() != PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,17 @@
+"""docs/metrics.md lists what a server tells Prometheus, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+ONLY_WHEN_KNOWN = {("nova_queue_drain_rate", "gauge")}
+
+
+async def test_the_page_lists_every_metric_with_its_kind(client: httpx.AsyncClient) -> None:
+    told = set(re.findall(r"^# TYPE (\S+) (\w+)$", (await client.get("/metrics")).text, re.MULTILINE))
+    listed = set(re.findall(r"^\| `(\S+)` \| (\w+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    assert listed - ONLY_WHEN_KNOWN == told - ONLY_WHEN_KNOWN
