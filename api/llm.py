@@ -21,7 +21,7 @@ import msgspec
 from novainfer.actors.location import DEMO_MODEL
 from novainfer.arguments import must_be
 from novainfer.assembly import callers_tokenizer
-from novainfer.config import EngineConfig
+from novainfer.config import AT_MOST, EngineConfig
 from novainfer.engine import Engine
 from novainfer.fsm.errors import EngineClosed, InvalidParameter, NovaInferError
 from novainfer.fsm.events import Chat
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 # Streams open at once, in batches of max_num_seqs: the next ones are tokenised while the last ones decode.
 OPEN_BATCHES = 2
-UNLIMITED = 2**62  # a script's own queue needs no admission
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -74,7 +73,8 @@ class LLM:
     """A model in this process. Takes `EngineConfig`'s fields as keywords; close it, or use it in a `with`."""
 
     def __init__(self, model: str | Path = DEMO_MODEL, **config: Any) -> None:
-        limits = {"max_num_queued_reqs": UNLIMITED, "max_num_queued_tokens": UNLIMITED}
+        # A script's own queue needs no admission.
+        limits = {name: AT_MOST[name] for name in ("max_num_queued_reqs", "max_num_queued_tokens")}
         try:
             settings = EngineConfig(model=model, **{**limits, **config})
         except TypeError as error:
