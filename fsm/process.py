@@ -169,7 +169,7 @@ class Process(Machine):
         self.serial = serial
         self.epoch = epoch
         self.pid = 0
-        self._asked: tuple[str, int] | None = None  # the job under way, and the epoch it was asked in
+        self._asked: tuple[str, int, int] | None = None  # the job under way, the epoch it was asked in, and which step
         self.ahead: dict[str, JobDone] = {}  # answers that nobody has asked for yet
 
     @property
@@ -195,7 +195,7 @@ class Process(Machine):
         return S.GONE
 
     def _tell(self, job: Any) -> None:
-        self._asked = type(job).__name__, self.epoch
+        self._asked = type(job).__name__, self.epoch, job.plan.step_id if type(job) is Run else -1
         self._start(Tell(self.serial, self.epoch, job))
 
     def _take_ahead(self, job: Any) -> bool:
@@ -225,8 +225,9 @@ class Process(Machine):
 
     def _is_answer(self, event: Answered) -> bool:
         answer = event.answer
-        job = answer.job if isinstance(answer, JobDone | JobFailed) else Run.__name__
-        return self._asked == (job, event.epoch)
+        is_job = isinstance(answer, JobDone | JobFailed)
+        job, step_id = (answer.job, -1) if is_job else (Run.__name__, answer.step_id)
+        return self._asked == (job, event.epoch, step_id)
 
     def _got_ahead(self, event: Answered) -> ProcessState:
         if not self._is_answer(event):

@@ -397,6 +397,8 @@ class Checks:
         if engine.state is EngineState.STOPPED:
             if not world.is_stopped:
                 raise Violation("the engine stopped, and nobody had asked for that")
+            if world.processes is not None:
+                world.processes.check_end()
             if world.worker.state is not WorkerState.STOPPED or not world.is_closed:
                 raise Violation(f"the engine is stopped, and the worker is {world.worker.state}")
             return

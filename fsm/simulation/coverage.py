@@ -10,12 +10,14 @@ from novainfer.fsm.engine import Engine
 from novainfer.fsm.gate import Gate
 from novainfer.fsm.ladder import Ladder
 from novainfer.fsm.machine import Machine
+from novainfer.fsm.process import Process
 from novainfer.fsm.request import Request
+from novainfer.fsm.roster import Roster
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.worker import Worker
 
-MACHINES: tuple[type[Machine], ...] = (Gate, Engine, Scheduler, Request, Worker, Ladder, Stream)
+MACHINES: tuple[type[Machine], ...] = (Gate, Engine, Scheduler, Request, Worker, Roster, Process, Ladder, Stream)
 
 RowId = tuple[str, str, str]  # machine, state, event
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections import deque
 
 import msgspec
+from msgspec.structs import astuple
 
 from novainfer.fsm.events import Cause, Departed, Fault, JobDone, Run, Settled
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.simulation import faults
 from novainfer.fsm.simulation.moves import Move, describe, make, next_moves
+from novainfer.fsm.simulation.process import Processes
+from novainfer.fsm.simulation.process import next_moves as next_of_processes
 from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.simulation.snapshot import Saved, has_changed, load, save
 from novainfer.fsm.simulation.world import TO_WORKER, Rows, World
@@ -113,7 +116,7 @@ def _check_rest(world: World) -> None:
     if next_moves(world):
         return
     world.checks.quiet()
-    if not world.news() and not world.timers:
+    if not world.news() and not world.timers and not (world.processes and world.processes.timers):
         world.checks.end()
 
 
@@ -153,8 +156,26 @@ def moves(world: World, small: SmallWorld) -> list[Move]:
         found.append(("stop", "injected"))
     if budget.get("stop_all"):
         found.append(("stop", "injected", EVERYBODY))
+    if world.shape.processes and world.processes is not None:
+        found += _of_processes(world.processes, budget, is_at_rest=is_at_rest)
     if is_at_rest or budget.get("read", 1):  # once the budget is spent, a slow reader comes when all else rests
         found += [("read", stream_id) for stream_id in world.news()]
+    return found
+
+
+def _of_processes(processes: Processes, budget: dict[str, int], *, is_at_rest: bool) -> list[Move]:
+    """What may happen to the processes of a world, beside what they do."""
+    found: list[Move] = [(kind,) for kind in ("die_spare", "die_both") if budget.get(kind) and processes.spare >= 0]
+    if budget.get("spare_overdue") and processes.spare >= 0:
+        found.append(("spare_overdue",))
+    if budget.get("fail_spare_job"):
+        found += [("fail_spare_job", *move[1:]) for move in next_of_processes(processes) if move[0] == "spare_job"]
+    if budget.get("echo"):
+        found += [("echo", kind) for kind in processes.said]
+    if budget.get("give_up") and processes.world.is_stopped:
+        found.append(("give_up",))
+    if is_at_rest or budget.get("fire_early"):
+        found += [("roster_timer", type(event).__name__, *astuple(event)[:1]) for event in processes.timers]
     return found
 
 

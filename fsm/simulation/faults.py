@@ -19,6 +19,7 @@ from novainfer.fsm.events import (
     StepFailed,
     Stop,
 )
+from novainfer.fsm.roster import Find, Open
 from novainfer.fsm.simulation.world import FROM_WORKER, TO_WORKER
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ def fail_step(world: World, fault: Fault, launched: bool) -> None:
 def fail_job(world: World) -> None:
     """The device fails its oldest job, which is no step."""
     job = world.jobs.popleft()
+    if world.processes is not None and isinstance(job, Open | Find):
+        world.counts[f"{type(job).__name__} failed"] += 1
+        world.processes.finish_start(job, fails=True)
+        return
     if isinstance(job, Close):
         world.is_closed = True
     world.counts[f"{type(job).__name__} failed"] += 1
@@ -58,9 +63,37 @@ def overdue(world: World) -> None:
     world.tell("watchdog", "worker", Overdue(world.worker.epoch, "injected", world.now_s))
 
 
+def die_spare(world: World) -> None:
+    """The process that stands by dies."""
+    if world.processes is not None and world.processes.die(world.processes.spare):
+        world.counts["spare death"] += 1
+
+
+def die_both(world: World) -> None:
+    """Whatever kills the worker kills the spare as well."""
+    die_spare(world)
+    die(world)
+
+
+def freeze_spare(world: World) -> None:
+    """The process that stands by is stopped, and says nothing any more."""
+    assert world.processes is not None
+    if (real := world.processes.all.get(world.processes.spare)) is not None and real.is_alive:
+        real.is_frozen = True
+        world.counts["spare frozen"] += 1
+
+
+def fail_spare_job(world: World, serial: int) -> None:
+    """A spare fails its oldest job."""
+    assert world.processes is not None
+    world.processes.spare_job(serial, fails=True)
+
+
 def give_up(world: World) -> None:
     """The engine is closed, and the device does not answer: its link ends it all the same."""
-    if world.device is not None:
+    if world.processes is not None:
+        world.processes.give_up()
+    elif world.device is not None:
         world.end_device(world.device.epoch)
 
 
@@ -95,8 +128,8 @@ def come_late(world: World, at: int) -> None:
 
 
 def repeatable(world: World) -> list[Link]:
-    """Links whose first message may come twice: the device's, which may be another process, and the worker's."""
-    found = [TO_WORKER] if world.links.get(TO_WORKER) else []
+    """Links whose first message may come twice: the device's, unless a roster hears it first, and the worker's."""
+    found = [TO_WORKER] if world.links.get(TO_WORKER) and world.processes is None else []
     queue = world.links.get(FROM_WORKER)
     if queue and isinstance(queue[0], StepDone | StepFailed):
         found.append(FROM_WORKER)

@@ -11,7 +11,8 @@ from novainfer.fsm.simulation.shape import Shape
 
 # Per step or job: what a device does with it. Per event: what happens beside it.
 PER_JOB = ("oom", "exception", "unlaunched", "hang", "job")
-PER_EVENT = {"cancel": 8, "duplicate": 4, "early": 32, "jump": 512, "die": 64, "overdue": 64}  # so many times rarer
+PER_EVENT = {"cancel": 8, "duplicate": 4, "early": 32, "jump": 512, "die": 64, "overdue": 64}
+PER_EVENT |= {"die_spare": 64, "die_both": 128, "freeze_spare": 128, "echo": 32}  # so many times rarer
 FAULTS = (*PER_JOB, *PER_EVENT, "stall", "timeout", "encode", "poison")
 STOPS = ["a", "ab", "bca", "c ", "\u00e9", "c\u20ac", "\U0001f600", "<sep>", "\ufffd"]
 PROMPT_TOKENS = range(1, POISONS[0])
@@ -57,6 +58,8 @@ class Mix:
         # Room for one request at least, and for all of them at most.
         most = max_num_seqs * max_model_len // block_size
         least = -(-max_model_len // block_size)
+        max_restarts = rng.choice([0, 2, 5, 5, 20, 20])
+        has_processes = max_restarts > 0 and rng.random() < 0.6
         return Shape(
             num_blocks=max(least, min(int(most * rng.choice([0.1, 0.3, 0.5, 0.7])), 128)),
             block_size=block_size,
@@ -75,8 +78,12 @@ class Mix:
             num_host_blocks=rng.choice([0, 0, 4, 64]),
             modes=rng.choice([("full",), ("full", "plain"), ("full", "plain", "int8"), ("full", "int8")]),
             ladder_quiet_s=rng.choice([0.1, 5.0, 60.0]),
-            max_restarts=rng.choice([0, 2, 5, 5, 20, 20]),
+            max_restarts=max_restarts,
             restart_window_s=rng.choice([1.0, 10.0, 60.0, 60.0]),
+            processes=has_processes,
+            warm_spare=has_processes and rng.random() < 0.8,
+            kv_is_lazy=rng.random() < 0.7,
+            shows_death=rng.random() < 0.8,
         )
 
     def arrival_gap_s(self, num_arrived: int) -> float:

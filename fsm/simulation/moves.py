@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from novainfer.fsm.events import Fault, JobDone, Run
-from novainfer.fsm.simulation import faults
+from novainfer.fsm.simulation import faults, process
 from novainfer.fsm.simulation.device import POISON_HANG, POISON_LOST, POISON_OOM
 from novainfer.fsm.simulation.world import TO_WORKER, Link, World
 
@@ -99,6 +99,37 @@ def _has_late(world: World, at: int) -> bool:
     return at < len(world.late)
 
 
+def _of_processes(name: str) -> Callable[..., None]:
+    def make_it(world: World, *args: Any) -> None:
+        getattr(world.processes, name)(*args)
+
+    return make_it
+
+
+def _has_processes(world: World, *_: Any) -> bool:
+    return world.processes is not None
+
+
+def _can(kind: str) -> Callable[..., bool]:
+    def is_there(world: World, *args: Any) -> bool:
+        return world.processes is not None and (kind, *args) in process.next_moves(world.processes)
+
+    return is_there
+
+
+def _has_roster_timer(world: World, kind: str, *_: Any) -> bool:
+    return world.processes is not None and any(type(event).__name__ == kind for event in world.processes.timers)
+
+
+def _roster_timer(world: World, kind: str, serial: int | None = None) -> None:
+    """A timer of the roster runs out: the first of its kind, or that of a process."""
+    assert world.processes is not None
+    for event in list(world.processes.timers):
+        if type(event).__name__ == kind and serial in (None, getattr(event, "serial", None)):
+            world.processes.fire(event)
+            return
+
+
 MOVES: dict[str, tuple[Callable[..., None], Callable[..., bool]]] = {
     "deliver": (_deliver, _has_message),
     "finish_job": (_finish_job, _has_job),
@@ -123,6 +154,17 @@ MOVES: dict[str, tuple[Callable[..., None], Callable[..., bool]]] = {
     "cancel_all": (faults.cancel_all, _always),
     "drain": (faults.drain, _always),
     "stop": (faults.stop, _always),
+    **{
+        name: (_of_processes(name), _can(name))
+        for name in ("show_death", "reap", "show_life", "spare_job", "stop_link")
+    },
+    "fail_spare_job": (faults.fail_spare_job, lambda world, serial: _can("spare_job")(world, serial)),
+    "roster_timer": (_roster_timer, _has_roster_timer),
+    "spare_overdue": (_of_processes("spare_overdue"), _has_processes),
+    "echo": (_of_processes("echo"), lambda world, kind: world.processes is not None and kind in world.processes.said),
+    "die_spare": (faults.die_spare, _has_processes),
+    "die_both": (faults.die_both, _has_processes),
+    "freeze_spare": (faults.freeze_spare, _has_processes),
 }
 
 
@@ -142,6 +184,8 @@ def next_moves(world: World) -> list[Move]:
     if world.jobs:
         found.append(("finish_job",))
     found += [("encode", stream_id) for stream_id in world.encodings]
+    if world.shape.processes and world.processes is not None:
+        found += process.next_moves(world.processes)
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from novainfer.fsm.events import (
     DeviceLost,
     Fit,
+    JobDone,
     JobFailed,
     Load,
     Overdue,
@@ -25,6 +26,7 @@ from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.worker import Worker, WorkerState
 
 S = WorkerState
+COMING_UP = (S.LOADING, S.FITTING, S.WARMING)
 GONE = (S.RESTARTING, S.FAILED, S.STOPPED)
 UP = (S.READY, S.RUNNING, S.SWITCHING, S.OOM)
 ITS_JOB: dict[StrEnum, tuple[str, ...]] = {
@@ -44,6 +46,7 @@ class Restarts:
         self._was_ready = False
         self._state: StrEnum = S.LOADING  # before the event
         self._epoch = 0
+        self._adopted = -1  # the epoch that a spare has begun
         self._begun: set[tuple[str, int]] = set()  # jobs of coming up, by epoch
 
     def before(self, worker: Worker) -> None:
@@ -61,6 +64,13 @@ class Restarts:
                     raise Violation(f"the worker begins {job} twice")
                 self._begun.add(job)
         num_incidents = sum(effect.to == "incidents" for effect in effects if isinstance(effect, Send))
+        if isinstance(event, JobDone) and event.job == "Spawn" and (event.value or {}).get("spare"):
+            self._adopted = max(self._adopted, event.epoch)
+        is_spares = isinstance(event, JobFailed) and self._adopted == event.epoch and self._state in COMING_UP
+        if is_spares and self._is_loss(event):
+            if (worker.state, worker.epoch, num_incidents) != (S.LOADING, self._epoch + 1, 1):
+                raise Violation(f"{event}: a spare failed, and the worker is {worker.state} in epoch {worker.epoch}")
+            return
         if not self._is_loss(event):
             if isinstance(event, StepDone) and self._state is S.RUNNING and worker.state is S.READY:
                 self._losses.clear()

@@ -27,6 +27,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     ladder_quiet_s: float = 60.0
     max_restarts: int = 5  # 0: the device is a thread, and cannot be replaced
     restart_window_s: float = 60.0
+    processes: bool = False  # the device is in a process that a roster looks after
+    warm_spare: bool = False
+    kv_is_lazy: bool = True  # a KV cache takes memory when it is written
+    shows_death: bool = True  # a process shows that it dies before its memory is free
 
     @property
     def context_len(self) -> int:

@@ -21,9 +21,12 @@ from novainfer.fsm.gate import GateState
 from novainfer.fsm.ladder import Rung
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
+from novainfer.fsm.process import ProcessState
 from novainfer.fsm.request import Request, RequestState
+from novainfer.fsm.roster import RosterState
 from novainfer.fsm.scheduler import Scheduler, SchedulerState
 from novainfer.fsm.simulation.checks import Checks
+from novainfer.fsm.simulation.process import Processes
 from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.simulation.world import Rows, World
 from novainfer.fsm.stream import StreamState
@@ -46,6 +49,9 @@ SKIPPED: dict[str, frozenset[str]] = {
     "_WatchedLadder": frozenset(["_effects", "_quiet_s", "_taken"]),
     "Planner": frozenset(["limits", "num_preemptions", "probe"]),
     "Restarts": frozenset(["_epoch", "_shape", "_state"]),
+    "Processes": frozenset(["_spare_deaths", "world"]),
+    "_WatchedProcess": frozenset(["_effects", "_taken", "pid"]),
+    "_WatchedRoster": frozenset(["_effects", "_taken", "_warm_spare"]),
     "ScriptedDevice": frozenset(["block_size"]),
     "Stream": frozenset(["_effects", "_stall_high", "_stall_low", "name"]),
     "Submit": frozenset(["params", "seed", "token_ids"]),
@@ -85,10 +91,29 @@ def _new_checks() -> Checks:
     return object.__new__(Checks)
 
 
-_STATES = (EngineState, GateState, RequestState, Rung, SchedulerState, StreamState, WorkerState)
+def _new_processes() -> Processes:
+    return object.__new__(Processes)
+
+
+def _but_the_world(thing: Any) -> dict[str, Any]:
+    return {name: value for name, value in thing.__dict__.items() if name != "world"}
+
+
+_STATES = (
+    EngineState,
+    GateState,
+    ProcessState,
+    RequestState,
+    RosterState,
+    Rung,
+    SchedulerState,
+    StreamState,
+    WorkerState,
+)
 _REDUCERS: dict[type, Any] = {
     **copyreg.dispatch_table,
-    Checks: lambda checks: (_new_checks, (), {name: v for name, v in checks.__dict__.items() if name != "world"}),
+    Checks: lambda checks: (_new_checks, (), _but_the_world(checks)),
+    Processes: lambda processes: (_new_processes, (), _but_the_world(processes)),
     **dict.fromkeys((Arrive, Limits, Rows, SamplingParams, Shape, Vocabulary, *_STATES), _by_number),
 }
 
@@ -104,7 +129,17 @@ class Saved:
 
 
 # A part that nobody looked at after `load` is not read, and not saved again: most moves concern two or three.
-OBJECTS = ("gate", "engine", "scheduler", "worker", "device", "clients", "streams", "checks")  # pickled, each by itself
+OBJECTS = (
+    "gate",
+    "engine",
+    "scheduler",
+    "worker",
+    "device",
+    "clients",
+    "streams",
+    "checks",
+    "processes",
+)  # pickled, each by itself
 MESSAGES = ("links", "jobs", "late", "encodings", "timers")  # nobody changes a message: all worlds may hold the same
 VALUES = ("budget", "is_closed", "is_draining", "is_stopped")
 PARTS: tuple[tuple[str, ...], ...] = (*((name,) for name in OBJECTS), (*MESSAGES, "busy", *VALUES))
@@ -131,7 +166,7 @@ class _Copy(World):
         if part is None:
             raise AttributeError(name)
         found = self.__dict__[name] = pickle.loads(self.saved.data[part])
-        if name == "checks":
+        if name == "checks" or (name == "processes" and found is not None):
             found.world = self
         return found
 

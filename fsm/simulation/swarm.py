@@ -12,17 +12,30 @@ import random
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
+
 from novainfer.fsm.events import Cause, Close, Fault, Fit, JobDone, Load, Reclaim, Run, Spawn, Switch, Warm
+from novainfer.fsm.roster import Find, Open
 from novainfer.fsm.simulation import faults
 from novainfer.fsm.simulation.clock import Clock
 from novainfer.fsm.simulation.device import POISON_HANG
 from novainfer.fsm.simulation.mix import PER_EVENT, Mix
-from novainfer.fsm.simulation.moves import MOVES, Move
+from novainfer.fsm.simulation.moves import MOVES, Move, is_possible
 from novainfer.fsm.simulation.world import TO_WORKER, Timer, World
 
 TURNS_MAX = 40_000  # a world that has not ended by then never will
 # Seconds that a job takes, at most; steps have their own.
-JOB_S: dict[type, float] = {Spawn: 2.0, Load: 10.0, Fit: 0.1, Warm: 1.0, Switch: 0.5, Reclaim: 0.02, Close: 0.1}
+JOB_S: dict[type, float] = {
+    Open: 1.0,
+    Find: 1.0,
+    Spawn: 2.0,
+    Load: 10.0,
+    Fit: 0.1,
+    Warm: 1.0,
+    Switch: 0.5,
+    Reclaim: 0.02,
+    Close: 0.1,
+}
 STEP_TOKENS = 32  # a step of so many tokens takes twice as long as an empty one
 HANG_S = (0.5, 60.0)  # after which the watchdog says so, by missed heartbeats or by the deadline of a step
 JUMP_S = (10.0, 3600.0)  # for how long a machine sleeps
@@ -83,7 +96,7 @@ class Seed:
                 world.now_s += hop_s
             elif len(clock):
                 audit.still()
-                if not world.jobs and not self._is_hung:
+                if not world.jobs and not self._is_hung and not (world.processes and world.processes.is_busy):
                     world.checks.quiet()
                     audit.quiet()
                 world.now_s, call, args = clock.pop()
@@ -219,10 +232,24 @@ class Seed:
     def _odds_to_fail(self, job: Any) -> float:
         if isinstance(job, Close):
             return 0.1
-        if self.world.worker.epoch == 0 and isinstance(job, Spawn | Load | Fit | Warm):
+        if self.world.worker.epoch == 0 and isinstance(job, Open | Find | Spawn | Load | Fit | Warm):
             return 0.5 if self.mix.come_up_fails else 0.0
         rare = isinstance(job, Switch) and not self._is_healed  # there are so few of them
         return 0.1 if rare else self._rates["job"]
+
+    def process_move(self, kind: str, delay_s: float, *args: Any) -> None:
+        """Timers are punctual; what processes do takes its time."""
+        if kind == "roster_timer":
+            (event,) = args
+            self._after(delay_s, self._process_move, kind, type(event).__name__, *msgspec.structs.astuple(event)[:1])
+        else:
+            self._after(delay_s * self.rng.random() * 5 + self.mix.hop_s, self._process_move, kind, *args)
+
+    def _process_move(self, kind: str, *args: Any) -> None:
+        if not is_possible(self.world, (kind, *args)):
+            return
+        fails = kind == "spare_job" and self._rates["job"] and self.rng.random() < self._rates["job"]
+        self._make("fail_spare_job" if fails else kind, *args)
 
     def _overdue(self, number: int) -> None:
         if number != self._job or not self._is_hung:
@@ -248,7 +275,13 @@ class Seed:
         if rng.random() < 0.1:
             for _ in range(rng.choice([1, 1, 2])):
                 to = rng.choice([("engine",), ("engine", "gate", "streams", "worker")])
-                self._after(self._moment_s(), self._make, "stop", rng.choice([None, "injected"]), to)
+                self._after(self._moment_s(), self._stop, rng.choice([None, "injected"]), to)
+
+    def _stop(self, error: str | None, to: tuple[str, ...]) -> None:
+        """Everything ends; sometimes the link does first, when its task is cancelled."""
+        self._make("stop", error, to)
+        if self.world.processes is not None and self.rng.random() < 0.3:
+            self._make("give_up")
 
     def _moment_s(self) -> float:
         """While the worker comes up, or shortly after clients have come."""
@@ -310,6 +343,33 @@ class Seed:
     def _do_die(self) -> None:
         if self.world.has_begun:
             self._make("die")
+
+    def _do_die_spare(self) -> None:
+        if self.world.processes is not None:
+            self._make("die_spare")
+
+    def _do_die_both(self) -> None:
+        if self.world.processes is not None and self.world.has_begun:
+            self._make("die_both")
+
+    def _do_echo(self) -> None:
+        if self.world.processes is not None and (said := sorted(self.world.processes.said)):
+            self._make("echo", self.rng.choice(said))
+
+    def _do_stop_link(self) -> None:
+        """The link ends before the worker has said so: its task was cancelled."""
+        if self.world.processes is not None and self.world.is_stopped:
+            self._make("give_up")
+
+    def _do_freeze_spare(self) -> None:
+        if self.world.processes is not None and self.world.processes.spare >= 0:
+            self._make("freeze_spare")
+            self._after(self.rng.random() * 10, self._spare_overdue)
+
+    def _spare_overdue(self) -> None:
+        world = self.world
+        if world.processes is not None and (real := world.processes.all.get(world.processes.spare)) and real.is_frozen:
+            self._make("spare_overdue")
 
     def _do_overdue(self) -> None:
         if self.world.has_begun:

@@ -45,6 +45,7 @@ from novainfer.fsm.outputs import Delta
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.request import Preempt, Request
+from novainfer.fsm.roster import Find, Open
 from novainfer.fsm.scheduler import Scheduler, SchedulerState
 from novainfer.fsm.simulation.admission import check_gate, check_stall
 from novainfer.fsm.simulation.audit import Audit
@@ -52,6 +53,7 @@ from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.client import Client
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
 from novainfer.fsm.simulation.oracle import VOCABULARY, Violation
+from novainfer.fsm.simulation.process import Processes
 from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.worker import RestartPolicy, Worker
@@ -73,6 +75,9 @@ class Driver(Protocol):
 
     def job_begun(self, job: Any) -> None:
         """The device begins `job`."""
+
+    def process_move(self, kind: str, delay_s: float, *args: Any) -> None:
+        """A move of the processes is due within a time of this order."""
 
     def prompt_came(self, stream_id: int) -> None:
         """The tokenizer has got the prompt of this stream."""
@@ -166,6 +171,7 @@ class World:
         self.jobs: deque[Any] = deque()  # at the device
         self.device: ScriptedDevice | None = self._new_device(0)  # None: its process is gone
         self.is_closed = False  # the device
+        self.processes: Processes | None = None  # a device that is a thread has none
         self.encodings: dict[int, Encode] = {}  # at the tokenizer, by stream
         self.timers: dict[Timer, Any] = {}
         self.late: list[tuple[Link, Any]] = []  # what came, and will come once more
@@ -180,6 +186,8 @@ class World:
         if driver is not None:
             self.audit = Audit(self)
             self.scheduler.watch(self.taken, self.audit)
+        if shape.processes:
+            self.processes, self.device = Processes(self), None
         self.perform("shell", [Send("worker", Begin())])
 
     def _new_device(self, epoch: int) -> ScriptedDevice:
@@ -238,6 +246,11 @@ class World:
         self.perform(name, effects)
         return effects
 
+    def trace(self, kind: str, event: Any) -> None:
+        """Something took `event` that is no machine of this room."""
+        if self._trace is not None:
+            self._trace(_encode((self.now_s, kind, event)))
+
     def _set_timer(self, source: str, effect: After) -> None:
         event = effect.event
         timer: Timer = (source, type(event).__name__, *msgspec.structs.astuple(event))
@@ -249,6 +262,9 @@ class World:
             self._driver.timer_set(timer, effect.delay_s)
 
     def _start(self, job: Any) -> None:
+        if self.processes is not None:
+            self.processes.put(job)
+            return
         if isinstance(job, Kill):
             self.end_device(job.epoch)
             return
@@ -337,6 +353,11 @@ class World:
     def finish_job(self) -> None:
         """The device does its oldest job, well."""
         job = self.jobs.popleft()
+        if self.processes is not None:
+            if isinstance(job, Open | Find):
+                self.processes.finish_start(job, fails=False)
+                return
+            self.processes.must_be_able(job)
         if isinstance(job, Run):
             assert self.device is not None
             self.counts["steps"] += 1
@@ -349,20 +370,27 @@ class World:
         elif isinstance(job, Switch):
             assert self.device is not None
             self.device.mode = job.mode
+        self.answer(JobDone(type(job).__name__, self.found(), job.epoch))
+
+    def found(self) -> dict[str, Any]:
+        """What Load and Fit find out."""
         shape = self.shape
-        found = {
+        return {
             "num_blocks": shape.num_blocks,
             "max_model_len": shape.max_model_len,
             "vocab_size": VOCAB_SIZE,
             "eos_token_ids": [EOS],
             "num_host_blocks": shape.num_host_blocks,
             "modes": shape.modes,
+            "kv_is_lazy": shape.kv_is_lazy,
         }
-        self.answer(JobDone(type(job).__name__, found, job.epoch))
 
     def answer(self, event: Any) -> None:
         """The device says `event`, and goes on with its next job."""
-        self.tell("device", "worker", event)
+        if self.processes is not None:
+            self.processes.answered(event)
+        else:
+            self.tell("device", "worker", event)
         self._begin_job()
 
     def end_device(self, epoch: int) -> bool:
@@ -376,7 +404,10 @@ class World:
         return True
 
     def lose_device(self) -> None:
-        """The device's process is found dead."""
+        """The device's process is found dead; or has died, which is found later."""
+        if self.processes is not None:
+            self.processes.die(self.processes.current)
+            return
         epoch = self.worker.epoch
         if self.end_device(epoch):
             self.tell("device", "worker", DeviceLost(epoch, "injected", self.now_s))
