@@ -15,7 +15,7 @@ from novainfer.actors.spec import DeviceSpec, ModelSpec, Progress
 from novainfer.actors.system import Patience, System
 from novainfer.actors.tokenizer import Tokenizer, load_for_caller, load_tokenizer
 from novainfer.config import EngineConfig
-from novainfer.fsm.errors import InvalidParameter
+from novainfer.fsm.errors import InvalidParameter, ModelLoadError
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.worker import RestartPolicy
 
@@ -41,7 +41,7 @@ def make_system(
     )
     return System(
         make_link=_link(config, device or model_spec(config), on_progress),
-        load_tokenizer=lambda: tokenizer or load_tokenizer(tokenizer_location.path(), is_asked_for=is_asked_for),
+        load_tokenizer=lambda: tokenizer or _load_tokenizer(tokenizer_location, is_asked_for),
         limits=limits,
         max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens, config.max_num_overflow_reqs),
         recorder=_recorder(config),
@@ -67,6 +67,14 @@ def check_before_start(config: EngineConfig, *, has_model: bool, has_tokenizer: 
     if has_tokenizer and config.tokenizer is not None:
         ModelLocation(config.tokenizer, "tokenizer").check()
     _recorder(config).check_folder()
+
+
+def _load_tokenizer(location: ModelLocation, is_asked_for: bool) -> Tokenizer:
+    """The tokenizer; when it is the model's own, an error blames the model's setting."""
+    try:
+        return load_tokenizer(location.path(), is_asked_for=is_asked_for)
+    except ModelLoadError as error:
+        raise ModelLoadError(error.message, param="tokenizer" if is_asked_for else "model") from error
 
 
 def _link(config: EngineConfig, device: Device | DeviceSpec, on_progress: Progress | None) -> MakeLink:

@@ -21,7 +21,20 @@ from novainfer import EngineConfig, InvalidParameter, SamplingParams
 from novainfer.server.cli_serve import serve
 
 PAGE = Path(__file__).resolve().parent / "reference.md"
-WRONG: tuple[Any, ...] = (-1e30, 1e30, -(10**30), 10**30, [-1], ["x"] * 1000, {1: 1e9}, "", "nonsense", -1.0, object())
+WRONG: tuple[Any, ...] = (
+    -1e30,
+    1e30,
+    -(10**30),
+    2**62,
+    10**30,
+    [-1],
+    ["x"] * 1000,
+    {1: 1e9},
+    "",
+    "nonsense",
+    -1.0,
+    object(),
+)
 
 SAMPLING = {
     "n": "Answers to the prompt.",

@@ -6,6 +6,7 @@ Whatever a user gets wrong is one sentence on stderr and exit code 2; a model th
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib import import_module
 
@@ -15,6 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import click
 
 from novainfer import EngineConfig, InvalidParameter, ModelLoadError, NovaInferError, __version__
+from novainfer.server.settings import ServerSettings
 
 EXIT_USAGE = 2
 EXIT_FAILURE = 1
@@ -88,20 +90,29 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def as_flags(error: NovaInferError) -> str:
-    """The message with its field named as the flag: "max_num_seqs must be …" becomes "--max-num-seqs must be …".
+    """The message with settings named as flags: "max_num_seqs must be …" becomes "--max-num-seqs must be …".
 
-    A message that does not begin with its field is kept as it is, after the flag.
+    A setting that the message does not begin with stands before it. Words that only look like one are left alone.
     """
     first, space, rest = error.message.partition(" ")
-    field = error.param or (first if first in _FIELDS else None)
+    field = error.param or (first if first in _SETTINGS else None)
     if field is None or field in _ARGUMENTS:
         return error.message
-    flag = "--" + _FLAGS.get(field, field).replace("_", "-")
-    return f"{flag}{space}{rest}" if first == field else f"{flag}: {error.message}"
+    rest = _SETTING.sub(lambda found: flag_of(found[0]), rest)
+    return f"{flag_of(field)}{space}{rest}" if first == field else f"{flag_of(field)}: {error.message}"
+
+
+def flag_of(field: str) -> str:
+    """The flag that sets this field."""
+    return "--" + _FLAGS.get(field, field).replace("_", "-")
 
 
 _ARGUMENTS = ("model",)  # has five flags and an argument: its messages say "model" themselves
-_FIELDS = frozenset(EngineConfig.__struct_fields__)
+_SETTINGS = frozenset((*EngineConfig.__struct_fields__, *ServerSettings.__struct_fields__))
+# Names with an underscore are no words; where one is part of a path it is no setting either.
+_SETTING = re.compile(
+    r"(?<![\w./-])(?:" + "|".join(name for name in sorted(_SETTINGS) if "_" in name) + r")(?![\w./-])"
+)
 _FLAGS = {  # settings with a unit in their name
     "sse_keep_alive_interval_s": "sse_keep_alive_interval",
     "shutdown_timeout_s": "shutdown_timeout",

@@ -148,6 +148,13 @@ def test_one_bad_prompt_spoils_only_itself(tokenizer: HFTokenizer) -> None:
     assert found[4] == ids_of(tokenizer, "two")
 
 
+def test_a_text_beyond_the_context_is_tokenised_without_a_word_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    tokenizer = HFTokenizer(DEMO)
+    (ids,) = tokenizer.encode_batch(["word " * 5000])
+    assert len(ids) >= 5000
+    assert capfd.readouterr().err == ""
+
+
 def test_nothing_to_encode_is_nothing(tokenizer: HFTokenizer) -> None:
     assert tokenizer.encode_batch([]) == []
     assert tokenizer.encode_batch([""]) == [[]]

@@ -162,6 +162,14 @@ async def test_a_tokenizer_that_is_nowhere_is_one_sentence(tmp_path: Path) -> No
         assert caught.value.param == "tokenizer"
 
 
+async def test_a_damaged_tokenizer_of_the_model_itself_is_the_models_fault(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    for config, param in [(EngineConfig(model=folder), "model"), (EngineConfig(tokenizer=folder), "tokenizer")]:
+        with pytest.raises(ModelLoadError, match="cannot load a tokenizer from") as caught:
+            await Engine(config).start()
+        assert caught.value.param == param
+
+
 MISSING = ["no config", "corrupt config", "config is a list", "no weights", "missing shard"]
 
 

@@ -284,6 +284,14 @@ def test_a_model_that_cannot_be_loaded_is_exit_code_2(
         ),
         (ModelLoadError("max_model_len (9) is more than 8"), "--max-model-len (9) is more than 8"),
         (InvalidParameter("must not be empty", param="host"), "--host: must not be empty"),
+        (
+            InvalidParameter("max_num_seqs must be at most max_num_batched_tokens (8)", param="max_num_seqs"),
+            "--max-num-seqs must be at most --max-num-batched-tokens (8)",
+        ),
+        (
+            InvalidParameter("recorder_dir /x/max_num_seqs cannot be written", param="recorder_dir"),
+            "--recorder-dir /x/max_num_seqs cannot be written",
+        ),
         (ModelLoadError("/models/a_b has no config.json"), "/models/a_b has no config.json"),
         (
             ModelLoadError("cannot load a tokenizer from /x: no such file", param="tokenizer"),
