@@ -268,7 +268,6 @@ def _admission(spec: SamplingSpec) -> Admission:
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         seed=spec.seed,
-        choice=spec.choice,
         prompt_len=spec.num_prompt_tokens,
         min_position=spec.num_prompt_tokens + params.min_tokens,
         stop_ids=spec.stop_ids,

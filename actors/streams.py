@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class StreamHandle:
     """One stream's reading end; for one reader at a time."""
 
-    __slots__ = ("_forget", "_log", "_perform", "_read_code", "_stream", "_waiter", "is_over")
+    __slots__ = ("_forget", "_log", "_perform", "_read_code", "_stream", "_waiter", "is_over", "prompt_field")
 
     def __init__(
         self, stream: Stream, perform: Callable[[Stream, Sequence[Effect]], None], forget: Callable[[int], None]
@@ -37,6 +37,7 @@ class StreamHandle:
         self._log: bytearray | None = None  # the recorder's
         self._read_code = read_code(stream.stream_id)
         self.is_over = False
+        self.prompt_field = "prompt"  # what the client calls its prompt
 
     @property
     def stream_id(self) -> int:

@@ -14,7 +14,7 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -47,16 +47,18 @@ from novainfer.fsm.errors import (
     RequestTimeout,
     StepFailedError,
 )
-from novainfer.fsm.events import Cause, End, Finished
+from novainfer.fsm.events import Cause, Chat, End, Finished
 from novainfer.fsm.outputs import Delta
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.params import SamplingParams, is_unicode
 from novainfer.fsm.stream import StreamState
 from novainfer.home import Home
 from novainfer.prompt import PromptLike, to_prompt
+from novainfer.room import check_room
 
 SEED_MASK = 2**64 - 1
 # Seeds that are drawn: JavaScript's numbers hold integers below 2**53 exactly, and the last choice adds 127.
 SEED_DRAWN_BITS = 52
+NAME_CHARS_MAX = 512  # of a request's id
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,8 +244,8 @@ class Engine:
         if params is not None:
             must_be("params", params, SamplingParams, "SamplingParams")
         if request_id is not None:
-            must_be("request_id", request_id, str, "a string")
-        must_be("owner", owner, str, "a string")
+            _check_name("request_id", request_id)
+        _check_name("owner", owner)
         params = params if params is not None else SamplingParams(max_tokens=None)
         params.check_vocabulary(self._info.vocab_size)
         if params.n > self.config.max_num_queued_reqs:
@@ -254,8 +256,17 @@ class Engine:
         name = request_id or secrets.token_hex(8)
         if name in self._handles:
             name = f"{name}-{secrets.token_hex(4)}"
-        self._handles[name] = self._system.add(name, wanted, params, seed & SEED_MASK, owner)
+        handle = self._handles[name] = self._system.add(name, wanted, params, seed & SEED_MASK, owner)
+        if isinstance(wanted, Chat):
+            handle.prompt_field = "messages"
         return name
+
+    def check_room(self, prompts: Sequence[PromptLike], params: SamplingParams) -> None:
+        """Raise `InvalidParameter`, naming the field, when these prompts together have room in no queue, however empty.
+
+        Sent one after the other they might have: then `EngineOverloaded` would be an invitation to try for ever.
+        """
+        check_room(self.config, prompts, params)
 
     async def wait_result(self, request_id: str) -> Delta | None:
         """Wait for what is new, one choice at a time; None when all choices have finished."""
@@ -412,8 +423,10 @@ class Engine:
     def _take(self, request_id: str, found: Delta | Finished | End | None) -> Delta | None:
         if found is None or isinstance(found, Delta):
             return found
-        self._handles.pop(request_id, None)
+        handle = self._handles.pop(request_id, None)
         if isinstance(found, End):
+            if found.param == "prompt" and handle is not None:
+                found = msgspec.structs.replace(found, param=handle.prompt_field)
             raise error_of(found, self._system.retry_after_s())
         return None
 
@@ -422,6 +435,12 @@ class Engine:
         handle = self._handles.pop(request_id, None)
         if handle is not None and not handle.is_over:
             self._system.abandon(handle.stream_id)
+
+
+def _check_name(name: str, value: Any) -> None:
+    must_be(name, value, str, "a string")
+    if len(value) > NAME_CHARS_MAX or not is_unicode(value):
+        raise InvalidParameter(f"{name} must be valid Unicode of at most {NAME_CHARS_MAX} characters", param=name)
 
 
 def error_of(end: End, retry_after_s: float) -> NovaInferError:

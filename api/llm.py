@@ -39,7 +39,7 @@ OPEN_BATCHES = 2
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One choice: its text, its token ids, and how it ended.
+    """One choice: its text, its token ids, and how it ended; with `seed` and n=1 it is had again alone.
 
     `cumulative_logprob` is the sum of the tokens' log probabilities; it and `logprobs` are None unless asked for.
     """
@@ -51,6 +51,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] | None = None
     cumulative_logprob: float | None = None
+    seed: int | None = None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -212,7 +213,8 @@ async def _generate_one(engine: Engine, prompt: Any, params: SamplingParams | No
                 choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + sum(x.logprob for x in delta.logprobs)
             choice.finish_reason = delta.finish_reason
             choice.stop_reason = delta.stop_reason
-            output.request_id, output.seed = delta.request_id, delta.seed
+            choice.seed = delta.seed
+            output.request_id, output.seed = delta.request_id, choices[0].seed
             output.num_cached_tokens = delta.num_cached_tokens
             output.prompt_token_ids = delta.prompt_token_ids or output.prompt_token_ids
     except NovaInferError as error:

@@ -69,6 +69,7 @@ S = EngineState
 STEPPING = (S.SCHEDULING, S.WAITING_WORKER, S.ROLLBACK)
 BUSY = (*STEPPING, S.RECOVERING)
 CYCLE = (S.IDLE, *BUSY)
+SEED_MASK = 2**64 - 1  # the seed of a stream is that of its first choice, and they count on from there, as vLLM's do
 CLOSED_GATE = "the gate opens when the worker is warm"
 
 
@@ -274,7 +275,7 @@ class Engine(Machine):
                 choice=choice,
                 token_ids=token_ids,
                 params=arrival.params,
-                seed=arrival.seed,
+                seed=(arrival.seed + choice) & SEED_MASK,
             )
             self._send("scheduler", submit)
             self._work_sent += 1

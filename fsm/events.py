@@ -172,7 +172,10 @@ class Configure(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of a stream, tokenised and ready to be scheduled. `request_id`s are given in this order."""
+    """One choice of a stream, tokenised and ready to be scheduled. `request_id`s are given in this order.
+
+    Each choice has a seed of its own.
+    """
 
     request_id: int
     stream_id: int
@@ -289,7 +292,6 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     params: SamplingParams
     seed: int
-    choice: int
     num_prompt_tokens: int
     stop_ids: list[int]
     token_ids: list[int] | None

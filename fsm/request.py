@@ -250,7 +250,6 @@ class Request(Machine):
             slot=self.slot,
             params=params,
             seed=self.seed,
-            choice=self.choice,
             num_prompt_tokens=self.num_prompt,
             stop_ids=sorted(self.stop_ids),
             token_ids=list(self.token_ids) if penalised else None,

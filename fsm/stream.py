@@ -78,6 +78,7 @@ class Stream(Machine):
         "_generated",
         "_num_open",
         "_pending",
+        "_seeds",
         "_stall_high",
         "_stall_low",
         "_stall_serial",
@@ -108,7 +109,8 @@ class Stream(Machine):
         self.name = name
         self._num_open = num_choices
         self._pending: dict[int, Delta] = {}  # choice -> what it has that was not read
-        self._begun: tuple[int, int, int] = (0, 0, 0)  # prompt tokens, cached tokens, seed
+        self._begun: tuple[int, int] = (0, 0)  # prompt tokens, cached tokens
+        self._seeds = [0] * num_choices
         self._generated = [0] * num_choices
         self._weights: dict[int, int] = {}  # choice -> what its unread tokens count, if more than one each
         self._unread = 0  # tokens, and what counts as such
@@ -145,9 +147,10 @@ class Stream(Machine):
         delta = self._pending.get(choice)
         if event.first is not None:
             first = event.first
-            self._begun = (first.num_prompt_tokens, max(first.num_cached_tokens, self._begun[1]), first.seed)
+            self._begun = (first.num_prompt_tokens, max(first.num_cached_tokens, self._begun[1]))
+            self._seeds[choice] = first.seed
         if delta is None:
-            num_prompt, num_cached, seed = self._begun
+            num_prompt, num_cached = self._begun
             delta = self._pending[choice] = Delta(
                 request_id=self.name,
                 index=choice,
@@ -157,7 +160,7 @@ class Stream(Machine):
                 num_prompt_tokens=num_prompt,
                 num_cached_tokens=num_cached,
                 num_generated_tokens=generated,
-                seed=seed,
+                seed=self._seeds[choice],
             )
         else:
             delta.text += event.text

@@ -31,7 +31,6 @@ class SamplingRow:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
-    choice: int = 0
     prompt_len: int = 0
     min_position: int = 0
     stop_ids: list[int] = field(default_factory=list)

@@ -69,7 +69,7 @@ class Sampler:
             largest, ids = logits.max(-1)
             return Sampled(ids.masked_fill_(~largest.isfinite(), NO_TOKEN).tolist())
         rows = [self._rows[slot] for slot in slots]
-        u = uniforms([row.seed for row in rows], [row.choice for row in rows], positions).tolist()
+        u = uniforms([row.seed for row in rows], positions).tolist()
         sampled = self._sample_rows if self._on_cpu else self._sample_batch
         token_ids, logprobs = sampled(logits, rows, slots, positions, plain, u)
         for row, slot, position, token_id in zip(rows, slots, positions, token_ids, strict=True):

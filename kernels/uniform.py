@@ -1,4 +1,4 @@
-"""One number in [0, 1) for each (seed, choice, position): the same bits on every machine and in every batch."""
+"""One number in [0, 1) for each (seed, position): the same bits on every machine and in every batch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def _mix(state: Words) -> Words:
     return mixed
 
 
-def uniforms(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """float64 [n] with 53 random bits: SplitMix64's finaliser over seed, choice and position in turn.
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """float64 [n] with 53 random bits: SplitMix64's finaliser over seed and position.
 
-    A seed may be any integer; its lowest 64 bits count.
+    A seed may be any integer; its lowest 64 bits count. It is mixed twice: the choices of a request have seeds that
+    follow each other, and are drawn from at the same positions.
     """
     state = _mix(np.array([seed & (2**64 - 1) for seed in seeds], dtype=np.uint64))
-    state = _mix(state ^ np.array(choices, dtype=np.uint64))
+    state = _mix(state)
     state = _mix(state ^ np.array(positions, dtype=np.uint64))
     return (state >> S11).astype(np.float64) * 2.0**-53

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,6 +126,7 @@ class ServedEngine(Protocol):
     def generate(
         self, prompt: Any, params: SamplingParams | None = None, *, request_id: str | None = None, owner: str = ""
     ) -> AsyncGenerator[Delta, None]: ...
+    def check_room(self, prompts: Sequence[Any], params: SamplingParams) -> None: ...
     def cancel(self, request_id: str) -> bool: ...
     def is_overflowed(self, request_id: str) -> bool: ...
     def statistics(self) -> Statistics: ...

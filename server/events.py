@@ -14,10 +14,12 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from novainfer import EngineClosed, InvalidParameter
-from novainfer.inspection import FeedEvent, Subscription
+from novainfer.inspection import FeedEvent, IncidentEvent, RequestEvent, Subscription
 from novainfer.server.chunks import KEEP_ALIVE
 from novainfer.server.errors import TooManyListeners
 from novainfer.server.exchange import SCOPE_KEY, Exchange
+from novainfer.server.inspection import shown_incident
+from novainfer.server.live import shown_id
 from novainfer.server.service import Service
 from novainfer.server.sse import HEADERS
 
@@ -85,4 +87,8 @@ class EventFeed:
 
 
 def _line(event: FeedEvent) -> bytes:
+    if isinstance(event, RequestEvent):
+        event = msgspec.structs.replace(event, id=shown_id(event.id))
+    elif isinstance(event, IncidentEvent):
+        event = msgspec.structs.replace(event, incident=shown_incident(event.incident))
     return b"data: " + msgspec.json.encode(event) + b"\n\n"

@@ -42,6 +42,7 @@ class Generation:
         self.created = int(time.time())
         self.model = engine.model_info.name
         self.tally = Tally(len(prompts), params.n)
+        engine.check_room(prompts, params)
         service.clients.enter(client, self.num_choices)
         self._client = client
         self._live = service.live.open(prefix, wanted_id, len(prompts), owner)
@@ -66,7 +67,6 @@ class Generation:
         num_tokens = len(delta.token_ids)
         if not self._last:
             metrics.time_to_first_token.observe(now - self._started)
-            self._live.engine_ids[delta.index // self.n] = delta.request_id  # the engine may have made it unique
             self._last = now
         elif num_tokens:
             metrics.inter_token_latency.observe((now - self._last) / num_tokens, num_tokens)

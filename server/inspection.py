@@ -21,6 +21,7 @@ from novainfer.server.decode import explain
 from novainfer.server.engine import ServedEngine
 from novainfer.server.errors import MalformedBody, one_of
 from novainfer.server.exchange import SCOPE_KEY, Exchange, Viewer
+from novainfer.server.live import shown_id
 from novainfer.server.service import Service
 
 LAST_MAX = 1024  # steps that are kept
@@ -155,6 +156,15 @@ def _json(reply: Any) -> Response:
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
+def _shown(record: RequestRecord) -> RequestRecord:
+    return msgspec.structs.replace(record, id=shown_id(record.id))
+
+
+def shown_incident(record: IncidentRecord) -> IncidentRecord:
+    """An incident with its requests' ids as clients know them."""
+    return msgspec.structs.replace(record, requests=[shown_id(one) for one in record.requests])
+
+
 def _number(request: Request, name: str, default: int, most: int) -> int:
     given = request.query_params.get(name)
     if given is None:
@@ -173,7 +183,7 @@ async def list_requests(service: Service, request: Request) -> Response:
     if state is not None:
         found = [record for record in found if record.state == state.upper()]
     limit = _number(request, "limit", len(found) or 1, 1_000_000)
-    return _json(RequestList(data=found[:limit]))
+    return _json(RequestList(data=[_shown(record) for record in found[:limit]]))
 
 
 async def get_request(service: Service, request: Request) -> Response:
@@ -183,7 +193,8 @@ async def get_request(service: Service, request: Request) -> Response:
     found = _engine(service).requests(sees, service.live.engine_ids(name, sees))
     if not found:
         raise RequestNotFound(f"There is no request {name[:200]!r}: it never was, or is long gone")
-    return _json(RequestDetail(data=found, **msgspec.structs.asdict(found[0])))
+    shown = [_shown(record) for record in found]
+    return _json(RequestDetail(data=shown, **msgspec.structs.asdict(shown[0])))
 
 
 async def list_actors(service: Service, request: Request) -> Response:
@@ -208,7 +219,7 @@ async def list_steps(service: Service, request: Request) -> Response:
 
 async def list_errors(service: Service, request: Request) -> Response:
     """What went wrong lately, and what was done about it."""
-    return _json(ErrorList(data=_engine(service).errors(_viewer(request).sees)))
+    return _json(ErrorList(data=[shown_incident(one) for one in _engine(service).errors(_viewer(request).sees)]))
 
 
 async def list_machines(service: Service, request: Request) -> Response:
@@ -228,7 +239,10 @@ async def inject_fault(service: Service, request: Request) -> Response:
         raise MalformedBody(f"The body is not valid JSON: {error}") from None
     fields = msgspec.structs.asdict(fault)
     how = {name: value for name, value in fields.items() if value is not None and name != "kind"}
-    service.ready_engine().inject(fault.kind, **how)
+    named = dict(how)
+    if fault.request is not None and (ids := service.live.engine_ids(fault.request)):
+        named["request"] = min(ids)
+    service.ready_engine().inject(fault.kind, **named)
     return _json(Injected(kind=fault.kind, how=how))
 
 

@@ -1,4 +1,9 @@
-"""Which generations are in progress, by the names a client may know them by; what was, is remembered for a while."""
+"""Which generations are in progress, by the names a client may know them by; what was, is remembered for a while.
+
+Inside the engine a request has an id of the server's own, `SERIAL.NAME`: the serial makes it unique whatever names the
+clients choose, and the name, which is what every answer shows, is only there to be read. Clients' names are looked up
+under their own key.
+"""
 
 from __future__ import annotations
 
@@ -22,38 +27,41 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """A directory of generations by public id (`chatcmpl-…`) and by the client's own id.
+    """A directory of generations by public id (`chatcmpl-…`) and by the client's own id, apart for each owner.
 
     `sees` is the owner whose generations are found, or None for everybody's.
     """
 
     def __init__(self) -> None:
-        self._live: dict[str, set[LiveRequest]] = {}
+        self._live: dict[tuple[str, str], set[LiveRequest]] = {}  # by name and owner
         self._finished: OrderedDict[tuple[str, str], list[str]] = OrderedDict()  # (name, owner) -> the engine's ids
         self._owners: set[str] = set()  # as many as there are keys
+        self._num_opened = 0
         self.num_live = 0
 
     def open(self, prefix: str, wanted: str, num_prompts: int, owner: str = "") -> LiveRequest:
         """Register a generation; an id in use gets a suffix, because a retry must not hit its twin."""
         request_id = f"{prefix}-{wanted}"
-        while request_id in self._live:
+        while (request_id, owner) in self._live:
             request_id = f"{prefix}-{wanted}-{secrets.token_hex(4)}"
-        engine_ids = [request_id] if num_prompts == 1 else [f"{request_id}-{i}" for i in range(num_prompts)]
+        engine_id = f"{self._num_opened}.{request_id}"
+        self._num_opened += 1
+        engine_ids = [engine_id] if num_prompts == 1 else [f"{engine_id}-{i}" for i in range(num_prompts)]
         live = LiveRequest(request_id, (request_id, wanted), engine_ids, owner)
         self._owners.add(owner)
         for name in live.names:
-            self._live.setdefault(name, set()).add(live)
+            self._live.setdefault((name, owner), set()).add(live)
         self.num_live += 1
         return live
 
     def close(self, live: LiveRequest) -> None:
         """Forget a generation that has ended, but for its names."""
         for name in live.names:
-            group = self._live[name]
+            key = (name, live.owner)
+            group = self._live[key]
             group.discard(live)
             if not group:
-                del self._live[name]
-            key = (name, live.owner)
+                del self._live[key]
             self._finished[key] = live.engine_ids
             self._finished.move_to_end(key)
         while len(self._finished) > FINISHED_MAX:
@@ -62,14 +70,29 @@ class LiveRequests:
 
     def find(self, name: str, sees: str | None = None) -> list[LiveRequest] | None:
         """The generations in progress under `name`: none when they have ended, None when there never were any."""
-        live = [one for one in self._live.get(name, ()) if sees is None or one.owner == sees]
+        live = [one for owner in self._owners_of(sees) for one in self._live.get((name, owner), ())]
         return live if live or self._ended(name, sees) else None
 
     def engine_ids(self, name: str, sees: str | None = None) -> set[str]:
-        """What the engine calls the generations under `name`, in progress and ended; `name` may be its own word."""
-        ids = {name, *(i for ended in self._ended(name, sees) for i in ended)}
+        """What the engine calls the generations under `name`, in progress and ended.
+
+        `name` may be that of one of several prompts, as it is shown: `NAME-1`.
+        """
+        found = self._ids(name, sees)
+        whole, _, _ = name.rpartition("-")
+        return found or {one for one in self._ids(whole, sees) if shown_id(one) == name}
+
+    def _ids(self, name: str, sees: str | None) -> set[str]:
+        ids = {i for ended in self._ended(name, sees) for i in ended}
         return ids.union(*(one.engine_ids for one in self.find(name, sees) or ()))
 
     def _ended(self, name: str, sees: str | None) -> list[list[str]]:
-        owners = self._owners if sees is None else (sees,)
-        return [self._finished[name, owner] for owner in owners if (name, owner) in self._finished]
+        return [self._finished[name, owner] for owner in self._owners_of(sees) if (name, owner) in self._finished]
+
+    def _owners_of(self, sees: str | None) -> set[str]:
+        return self._owners if sees is None else {sees}
+
+
+def shown_id(engine_id: str) -> str:
+    """What clients see of an id of the engine's: without the serial."""
+    return engine_id.partition(".")[2] or engine_id

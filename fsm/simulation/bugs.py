@@ -195,7 +195,7 @@ MUTANTS = [
         "logprobs[at] if logprobs",
         "logprobs[0] if logprobs",
     ),
-    Mutant("a choice samples with the seed of another", Request, "sampling_spec", "choice=self.choice", "choice=0"),
+    Mutant("a choice samples with the seed of another", Engine, "_submit", "arrival.seed + choice", "arrival.seed"),
     *GATE_MUTANTS,
     *BLAME_MUTANTS,
     *DEADLINE_MUTANTS,

@@ -3,7 +3,7 @@
 It keeps the block table, the blocks and the slots' parameters as a real one does. A cell holds no key and no value,
 but a digest of its token and of every cell before it as they were read through the block table: as in a model, equal
 tokens behind another prefix are not the same. The token that it samples is a function of all cells of the context, of
-its position, and of all that the slot was given: seed, choice, penalties with the tokens that they count, allowed,
+its position, and of all that the slot was given: seed, penalties with the tokens that they count, allowed,
 banned and biased ids, and the stop ids, which are banned before `min_tokens`. A block that was shared, evicted,
 overwritten, swapped or freed wrongly changes a context, and with it a token; a slot with parameters that are
 another's, too old or not there changes it too. `Sampler` and `fold` say what it should have been.
@@ -51,16 +51,14 @@ class Sampler:
 
     __slots__ = ("_forbidden", "_min_position", "_num_prompt", "_salt", "_stop_ids", "num_top", "params")
 
-    def __init__(
-        self, params: SamplingParams, seed: int, choice: int, num_prompt: int, stop_ids: Collection[int]
-    ) -> None:
+    def __init__(self, params: SamplingParams, seed: int, num_prompt: int, stop_ids: Collection[int]) -> None:
         self.params = params
         self.num_top = params.logprobs
         self._num_prompt = num_prompt
         bias = sorted(params.logit_bias.items())
         filters = params.temperature, params.top_p, params.top_k, params.min_p
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        self._salt = crc32(repr((seed, choice, bias, filters, penalties)).encode())
+        self._salt = crc32(repr((seed, bias, filters, penalties)).encode())
         allowed = range(VOCAB_SIZE) if params.allowed_token_ids is None else params.allowed_token_ids
         self._forbidden = frozenset(range(VOCAB_SIZE)) - frozenset(allowed) | frozenset(params.banned_token_ids)
         self._stop_ids = frozenset(stop_ids)
@@ -146,7 +144,7 @@ class ScriptedDevice:
         assert plan.mode == self.mode, f"step {plan.step_id} is for mode {plan.mode}, the device is in {self.mode}"
         self._swap(plan, spoil=spoil)
         for spec in plan.admissions:
-            sampler = Sampler(spec.params, spec.seed, spec.choice, spec.num_prompt_tokens, spec.stop_ids)
+            sampler = Sampler(spec.params, spec.seed, spec.num_prompt_tokens, spec.stop_ids)
             self._samplers[spec.slot] = sampler
             self._histories[spec.slot] = bytearray(spec.token_ids or ())
         for slot, index, block in zip(plan.table_slots, plan.table_indexes, plan.table_blocks, strict=True):

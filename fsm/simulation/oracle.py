@@ -45,7 +45,7 @@ def expected_run(prompt: Sequence[int], params: SamplingParams, seed: int, choic
     """Run the request alone, one token at a time."""
     limit = max_len - len(prompt) if params.max_tokens is None else params.max_tokens
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
-    sampler = Sampler(params, seed, choice, len(prompt), stop_ids)
+    sampler = Sampler(params, (seed + choice) % 2**64, len(prompt), stop_ids)
     tokens: list[int] = []
     searched_from = 0
     history, context = bytearray(prompt), fold(prompt)

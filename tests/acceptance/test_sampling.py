@@ -212,8 +212,10 @@ def test_choices_of_a_seed_differ_and_are_the_same_again(small: LLM, reference: 
     first, again = (small.generate(prompt, wish, use_tqdm=False)[0].outputs for _ in range(2))
     assert [c.token_ids for c in first] == [c.token_ids for c in again]
     assert len({tuple(c.token_ids) for c in first}) == 8
-    (alone,) = small.generate(prompt, SamplingParams(seed=1, max_tokens=10), use_tqdm=False)
-    assert alone.outputs[0].token_ids == first[0].token_ids
+    assert [c.seed for c in first] == list(range(1, 9))
+    for choice in first:
+        (alone,) = small.generate(prompt, SamplingParams(seed=choice.seed, max_tokens=10), use_tqdm=False)
+        assert alone.outputs[0].token_ids == choice.token_ids
 
 
 def test_an_answer_stops_at_a_stop_token_but_not_before_its_minimum(small: LLM, reference: Reference) -> None:

@@ -78,7 +78,7 @@ def let_through(draw: st.DrawFn) -> SamplingParams:
 
 
 def plan_of(params: SamplingParams, seed: int = 0) -> StepPlan:
-    spec = SamplingSpec(slot=0, params=params, seed=seed, choice=0, num_prompt_tokens=1, stop_ids=[], token_ids=None)
+    spec = SamplingSpec(slot=0, params=params, seed=seed, num_prompt_tokens=1, stop_ids=[], token_ids=None)
     rest = {f.name: [] for f in msgspec.structs.fields(StepPlan) if f.required}
     return StepPlan(**{**rest, "step_id": 1, "epoch": 0, "admissions": [spec]})  # type: ignore[arg-type]
 

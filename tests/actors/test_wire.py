@@ -56,7 +56,6 @@ PLAN = StepPlan(
             slot=0,
             params=SamplingParams(stop=["é"], logit_bias={3: -1.5}, seed=-(2**63), max_tokens=None),
             seed=2**64 - 1,
-            choice=1,
             num_prompt_tokens=2,
             stop_ids=[7],
             token_ids=[1, 2],

@@ -196,3 +196,56 @@ async def test_text_never_splits_a_character() -> None:
         found = await ask(engine, "a", greedy(200))
         assert found.text() == answer.decode()
         assert all("\ufffd" not in delta.text for delta in found.deltas)
+
+
+async def test_each_choice_has_a_seed_of_its_own_by_which_it_is_had_alone() -> None:
+    """The seed of a request is that of its first choice; JavaScript's numbers hold all that are drawn."""
+    async with fake_engine() as engine:
+        found = await ask(engine, "abc", SamplingParams(max_tokens=1, n=3))
+        seeds = {delta.index: delta.seed for delta in found.deltas}
+        assert [seeds[0] + i for i in range(3)] == [seeds[i] for i in range(3)]
+        assert 0 <= seeds[0] < 2**52
+        last = await ask(engine, "abc", SamplingParams(max_tokens=1, n=2, seed=2**64 - 1))
+        assert {delta.index: delta.seed for delta in last.deltas} == {0: 2**64 - 1, 1: 0}
+
+
+async def test_a_chat_beyond_the_context_names_its_messages() -> None:
+    async with fake_engine(FakeDevice(max_model_len=64)) as engine:
+        with pytest.raises(ContextLengthExceeded) as caught:
+            await ask(engine, [{"role": "user", "content": "x" * 64}], greedy())
+        assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "params", "param"),
+    [
+        (1025, greedy(), "prompt"),
+        (9, greedy(n=128), "n"),
+        (1025, greedy(n=2), "prompt"),
+        (2049, greedy(max_queue_s=1.0), "prompt"),
+    ],
+)
+async def test_more_requests_than_the_queue_ever_holds_are_the_callers_fault(
+    num_prompts: int, params: SamplingParams, param: str
+) -> None:
+    async with fake_engine() as engine:
+        with pytest.raises(InvalidParameter, match=f"^{param}: .* and the queue holds") as caught:
+            engine.check_room(["a"] * num_prompts, params)
+        assert caught.value.param == param
+        engine.check_room(["a"] * 1024, greedy())
+        engine.check_room(["a"] * 8, greedy(n=128))
+
+
+async def test_more_tokens_than_the_queue_ever_holds_are_the_callers_fault() -> None:
+    async with fake_engine(max_num_queued_tokens=100) as engine:
+        with pytest.raises(InvalidParameter, match="prompt: these have some 120 tokens, and the queue holds 100"):
+            engine.check_room([[1] * 60, {"prompt_token_ids": [1] * 60}], greedy())
+        engine.check_room([[1] * 300], greedy())  # one alone is let in
+        engine.check_room(["a" * 60, Chat(messages=[{"role": "user", "content": "hi"}])], greedy())
+
+
+@pytest.mark.parametrize("name", ["half \ud800", "x" * 513])
+async def test_an_id_that_no_recording_can_hold_is_refused(name: str) -> None:
+    async with fake_engine() as engine:
+        with pytest.raises(InvalidParameter, match="request_id"):
+            engine.add_request("abc", greedy(), request_id=name)

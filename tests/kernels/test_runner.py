@@ -106,14 +106,14 @@ def test_samples_come_in_the_order_asked_for(folder: Path) -> None:
 
 
 def test_a_token_is_drawn_by_the_position_it_will_have(folder: Path) -> None:
-    """The promise of a seed is (seed, choice, absolute position), whatever was computed in the step."""
+    """The promise of a seed is (seed, absolute position), whatever was computed in the step."""
     driver = Driver(make_runner(folder), capture=True)
     prompt = [4, 8, 15, 16, 23, 42]
     driver.step(driver.add(0, prompt))
     row = driver.capturing.logits[0].numpy().copy()
-    expected = draw_row(row, 1.0, 0, 1.0, 0.0, float(uniforms([11], [2], [len(prompt)])[0]))
+    expected = draw_row(row, 1.0, 0, 1.0, 0.0, float(uniforms([11], [len(prompt)])[0]))
     driver = Driver(make_runner(folder))
-    sampling = SamplingRow(temperature=1.0, seed=11, choice=2)
+    sampling = SamplingRow(temperature=1.0, seed=11)
     sequence = driver.add(1, prompt, sampling)
     driver.step((sequence, 2))
     assert driver.step(sequence) == [expected]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,9 @@ class FakeEngine:
                 active.error = EngineDraining("The server is shutting down")
                 active.changed.set()
             await self.wait_until(lambda: not self.active)
+
+    def check_room(self, prompts: Sequence[Any], params: SamplingParams) -> None:
+        """There is always room."""
 
     def cancel(self, request_id: str) -> bool:
         active = self.active.get(request_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 import pytest
 
@@ -55,8 +57,6 @@ async def test_a_key_cancels_its_own_requests_only(serve: Serve) -> None:
     world = Held()
     await world.serve(lambda _, **settings: serve(engine, **settings), **KEYS)
     world.engine = engine  # type: ignore[assignment]
-    import asyncio
-
     task = asyncio.create_task(
         world.client.post("/v1/completions", json={"prompt": "x"}, headers={**ALICE, "x-request-id": "a"})
     )
@@ -160,3 +160,29 @@ async def test_a_drill_that_cannot_be_is_refused_in_a_sentence(
 def test_an_admin_key_that_is_none_is_refused(key: str) -> None:
     with pytest.raises(InvalidParameter, match="admin_key"):
         ServerSettings(api_keys=("alice-key",), admin_key=key)
+
+
+async def test_no_name_that_one_key_chooses_meets_a_request_of_another(serve: Serve) -> None:
+    """NAME-0 is what a client may call its request, and what a prompt of several is shown as."""
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine, **KEYS)
+    async with httpx.AsyncClient(base_url=server.url) as client:
+
+        def ask(name: str, prompt: object, headers: dict[str, str]) -> asyncio.Task[httpx.Response]:
+            body = {"model": "fake", "prompt": prompt}
+            return asyncio.create_task(
+                client.post("/v1/completions", json=body, headers={**headers, "x-request-id": name}, timeout=60)
+            )
+
+        bobs = ask("pair-0", "b", BOB)
+        await engine.wait_until(lambda: len(engine.active) == 1)
+        alices = ask("pair", ["a", "aa"], ALICE)
+        again = ask("pair-0", "b", ALICE)
+        await engine.wait_until(lambda: len(engine.active) == 4)
+        assert (await client.post("/v1/requests/pair/cancel", headers=BOB)).status_code == 404
+        assert (await client.post("/v1/requests/cmpl-pair-0/cancel", headers=BOB)).status_code == 200
+        assert (await bobs).json()["error"]["code"] == "request_cancelled"
+        assert len(engine.active) == 3, "the others go on"
+        engine.release(100)
+        assert (await alices).json()["id"] == "cmpl-pair"
+        assert (await again).json()["id"] == "cmpl-pair-0", "nor does a suffix tell that another key uses the name"
