@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -16,10 +17,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from novainfer.kernels.cpu import native
-from novainfer.kernels.cpu.linear import NativeLinear
+from novainfer.kernels.cpu.linear import NativeLinear, PackedLinear
 from novainfer.kernels.errors import KernelUnavailableError
 
-__all__ = ["Roofline", "measure_roofline"]
+__all__ = ["Roofline", "measure_roofline", "read_packed_weights"]
 
 READ_BYTES = 256 << 20  # several times the last-level cache
 GEMM_SHAPE = (512, 1024, 8192)  # M, K, N: rows of a prefill chunk
@@ -50,6 +51,24 @@ def measure_roofline(num_threads: int | None = None) -> Roofline:
             return Roofline(threads, _read_rate(threads), _gemm_rate(torch.bfloat16), _gemm_rate(torch.float32))
     finally:
         torch.set_num_threads(before)
+
+
+def read_packed_weights() -> tuple[int, float] | None:
+    """Read all packed weights of this process once, as its threads are set: bytes and seconds.
+
+    They are found where they lie, on the pages that a step reads them from. None where there are none: the model is in
+    another process, or torch computes.
+    """
+    library = _library()
+    # By type: to ask some modules' objects for their class calls code of theirs.
+    weights = [found.weight for found in gc.get_objects() if issubclass(type(found), PackedLinear)]
+    if library is None or not weights:
+        return None
+    threads = torch.get_num_threads()
+    started = time.perf_counter()
+    for weight in weights:
+        library.nova_read(weight.data_ptr(), weight.nbytes, threads)
+    return sum(weight.nbytes for weight in weights), time.perf_counter() - started
 
 
 def _best_seconds(*variants: Callable[[], object]) -> float:

@@ -108,6 +108,7 @@ def startup(repeat: int, model: str, as_json: bool) -> None:
 @click.option("--peers/--no-peers", default=True, help="transformers' generate in between.")
 @click.option("--peer", "extra", multiple=True, metavar="NAME=COMMAND", help="Another system; {model} is its folder.")
 @click.option("--option", "options", multiple=True, metavar="FIELD=VALUE", help="A field of EngineConfig.")
+@click.option("--sampling", is_flag=True, help="Only what drawing costs: five ways to sample, beside greedy.")
 @_roof
 @_scale
 @_json
@@ -119,6 +120,7 @@ def offline(
     peers: bool,
     extra: Sequence[str],
     options: Sequence[str],
+    sampling: bool,
     with_roof: bool,
     scale: int,
     as_json: bool,
@@ -131,6 +133,12 @@ def offline(
 
     folder = model or machine.find_checkpoint(like)
     commands = {run.OURS: run.ours(str(folder), _fields(options))}
+    if sampling:
+        from novainfer.server.bench import sampling as drawing
+
+        work = scaled(drawing.BATCH, scale)
+        emit(*_told(lambda: drawing.run(commands[run.OURS], workload=work, repeat=repeat, progress=_progress)), as_json)
+        return
     if peers:
         commands[run.TRANSFORMERS] = run.transformers(str(folder))
     for item in extra:

@@ -2,8 +2,11 @@
 
 Each system lives in a process of its own, and only one works at a time: within a repetition every workload is run by
 each system in turn, and the order of the systems changes from one repetition to the next, so that whatever else the
-machine does hits all alike. Ratios are formed within a repetition; what is reported is their median. The roofline is
-measured before, between and after the repetitions.
+machine does hits all alike. Ratios are formed within a repetition; what is reported is their median, and their spread.
+
+The roof of a run is of its own moment, too: NovaInfer's process reads the model's packed weights, on the pages that its
+steps read them from, before and after each of its runs. The peak of matrix products, and the rate of reading where the
+weights are not packed, are measured before, between and after the repetitions.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from novainfer.server.bench.ideal import Geometry, Roof, ideal_s
 from novainfer.server.bench.machine import describe
 from novainfer.server.bench.offline_report import render, targets
 from novainfer.server.bench.report import targets_json
-from novainfer.server.bench.statistic import median_ratio, medians, summary
+from novainfer.server.bench.statistic import median_ratio, medians, ratios, spread, summary
 from novainfer.server.bench.worker import Child, ChildError, Ready, Result, Task
 from novainfer.server.bench.workload import MAX_LEN, MAX_TOKENS_AT_ONCE, PREFIX, WORKLOADS, Workload
 
@@ -33,6 +36,7 @@ BLOCK_SIZE = 16
 # then what is resident beside weights and cache is known exactly.
 NUM_KV_BLOCKS = MAX_TOKENS_AT_ONCE * 5 // 4 // BLOCK_SIZE
 WARM_UP = Task(prompts=[[1] * 16], max_tokens=4)
+NUM_READS = 3  # of the weights, before and after each run
 PREFIX_PAIRS = 3  # per repetition: a pair takes a second
 
 MeasureRoof = Callable[[], Roof]
@@ -96,7 +100,9 @@ def run(
         "systems": {name: _facts(r) for name, r in ready.items()},
         "skipped": skipped,
         "roofline": [msgspec.to_builtins(roof) for roof in roofs],
-        "workloads": {w.name: _report(w, turns.runs[w.name], geometry, roofs) for w in workloads},
+        "workloads": {
+            w.name: _report(w, turns.runs[w.name], geometry, _roofs_of(roofs, turns.reads[w.name])) for w in workloads
+        },
         "prefix": _prefix_report(turns.prefix_ms),
         "memory": {name: _memory(ready[name], turns.memory[name]) for name in children},
     }
@@ -114,6 +120,9 @@ class _Turns:
         self._progress = progress
         self.runs: dict[str, dict[str, list[dict[str, Any]]]] = {}  # workload -> system -> one record a repetition
         self.memory: dict[str, list[Result]] = {name: [] for name in children}
+        self.reads: dict[
+            str, list[list[float]]
+        ] = {}  # workload -> bytes/s around NovaInfer's run, one list a repetition
         self.prefix_ms: list[tuple[float, float]] = []
 
     def take(self, workload: Workload, repetition: int) -> None:
@@ -122,7 +131,12 @@ class _Turns:
         names = list(self._children)
         shift = repetition % len(names)
         for name in names[shift:] + names[:shift]:
-            result = self._children[name].run(Task(prompts=prompts, max_tokens=workload.max_tokens))
+            num_reads = NUM_READS if name == OURS else 0
+            result = self._children[name].run(
+                Task(prompts=prompts, max_tokens=workload.max_tokens, num_reads=num_reads)
+            )
+            if name == OURS:
+                self.reads.setdefault(workload.name, []).append(result.read_bytes_per_s)
             record = summary(result.timelines, result.wall_s) | {"cpu_s": result.cpu_s}
             self.runs.setdefault(workload.name, {}).setdefault(name, []).append(record)
             self.memory[name].append(result)
@@ -142,24 +156,39 @@ def _report(
 ) -> dict[str, Any]:
     own = [record["output_tok_s"] for record in runs[OURS]]
     own_cpu_s = [record["cpu_s"] for record in runs[OURS]]
-    ideals = [ideal_s(workload, geometry, _better(*pair)) for pair in itertools.pairwise(roofs)]
-    found: dict[str, Any] = {"title": workload.title, "ideal_s": statistics.median(ideals) if ideals else None}
+    ideals = [ideal_s(workload, geometry, roof) for roof in roofs]
+    found: dict[str, Any] = {
+        "title": workload.title,
+        "ideal_s": statistics.median(ideals) if ideals else None,
+        "roofs": [msgspec.to_builtins(roof) for roof in roofs],
+    }
     for name, records in runs.items():
-        walls = [record["wall_s"] for record in records]
+        to_own = ratios(own, [record["output_tok_s"] for record in records])
+        shares = ratios(ideals, [record["wall_s"] for record in records]) if ideals else []
         found[name] = medians(records) | {
-            "ratio": median_ratio(own, [record["output_tok_s"] for record in records]),
+            "ratio": statistics.median(to_own),
+            "ratio_spread": spread(to_own),
             "cpu_ratio": median_ratio([record["cpu_s"] for record in records], own_cpu_s),
-            "share_of_roofline": median_ratio(ideals, walls) if ideals else None,
+            "share_of_roofline": statistics.median(shares) if shares else None,
+            "share_spread": spread(shares) if shares else None,
             "runs": records,
         }
     return found
 
 
-def _better(before: Roof, after: Roof) -> Roof:
-    """The machine is at least as fast as the faster of two looks at it."""
-    return Roof(
-        bytes_per_s=max(before.bytes_per_s, after.bytes_per_s), flops_per_s=max(before.flops_per_s, after.flops_per_s)
-    )
+def _roofs_of(roofs: Sequence[Roof], reads: Sequence[Sequence[float]]) -> list[Roof]:
+    """One a repetition: the machine is at least as fast as the fastest of several looks at it.
+
+    Of reading, those are the model's own weights around the run; where they cannot be read so, what was measured before
+    and after the repetition.
+    """
+    return [
+        Roof(
+            bytes_per_s=max(own, default=max(before.bytes_per_s, after.bytes_per_s)),
+            flops_per_s=max(before.flops_per_s, after.flops_per_s),
+        )
+        for (before, after), own in zip(itertools.pairwise(roofs), reads, strict=False)
+    ]
 
 
 def _prefix_report(pairs: Sequence[tuple[float, float]]) -> dict[str, Any] | None:

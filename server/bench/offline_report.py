@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from novainfer.server.bench.report import Target, table, targets_table
+from novainfer.server.bench.report import Target, number, table, targets_table
 
 RATIOS_WANTED = {"W1": 2.2, "W2": 1.7, "W3": 1.3, "W4": 8.0}  # to transformers' generate, output tok/s
 CACHED_TTFT_MAX = 0.15  # of the first request's
@@ -74,10 +74,10 @@ def _speed(report: dict[str, Any]) -> str:
                     found["ttft_ms"]["p95"],
                     found["itl_ms"]["p50"],
                     found["itl_ms"]["p95"],
-                    found["ratio"],
+                    between(found["ratio"], found["ratio_spread"]),
                     found["cpu_s"],
                     found["cpu_ratio"],
-                    found["share_of_roofline"],
+                    between(found["share_of_roofline"], found["share_spread"]),
                 )
             )
     header = (
@@ -85,8 +85,16 @@ def _speed(report: dict[str, Any]) -> str:
         *("CPU s", "its/ours", "of roof"),
     )
     titles = "; ".join(f"{name} {w['title']}" for name, w in report["workloads"].items())
-    title = f"{report['model']} on {report['machine']['cpu']}, {report['repeat']} interleaved repetitions, medians"
+    place = f"{report['model']} on {report['machine']['cpu']}"
+    title = f"{place}, {report['repeat']} interleaved repetitions, medians (from-to)"
     return table(f"{title}\n{titles}", header, rows)
+
+
+def between(median: float | None, spread: list[float] | None) -> str:
+    """A median, and between which numbers the repetitions lie."""
+    if median is None or spread is None:
+        return number(None)
+    return f"{number(median)} ({number(spread[0])}-{number(spread[1])})"
 
 
 def _memory(report: dict[str, Any]) -> str:

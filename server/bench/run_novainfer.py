@@ -43,10 +43,21 @@ class NovaInfer:
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> list[Timeline]:
         """All at once, greedy, EOS ignored."""
-        return self._runner.run(self._answer_all(prompts, max_tokens))
+        return self.answer_sampled(prompts, max_tokens, {"temperature": 0.0})
 
-    async def _answer_all(self, prompts: list[list[int]], max_tokens: int) -> list[Timeline]:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    def answer_sampled(self, prompts: list[list[int]], max_tokens: int, sampling: dict[str, Any]) -> list[Timeline]:
+        """All at once, sampled in this way, EOS ignored."""
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
+        return self._runner.run(self._answer_all(prompts, params))
+
+    def read_weights(self) -> float | None:
+        """Bytes a second of one reading of the packed weights, where they lie."""
+        from novainfer.kernels.roofline import read_packed_weights
+
+        found = read_packed_weights()
+        return None if found is None else found[0] / found[1]
+
+    async def _answer_all(self, prompts: list[list[int]], params: SamplingParams) -> list[Timeline]:
         started = time.perf_counter()
         return await asyncio.gather(*(self._answer_one(prompt, params, started) for prompt in prompts))
 

@@ -96,8 +96,18 @@ def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median of ours / theirs, pair by pair: what disturbs the machine for minutes disturbs both of a pair."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    """The median of `ratios`."""
+    return statistics.median(ratios(ours, theirs))
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Ours / theirs, pair by pair: what disturbs the machine for minutes disturbs both of a pair."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """The smallest and the largest."""
+    return [min(values), max(values)]
 
 
 def line_fit(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:

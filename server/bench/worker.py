@@ -52,24 +52,34 @@ class Ready(msgspec.Struct, kw_only=True):
 
 
 class Task(msgspec.Struct, kw_only=True):
-    """Answer `prompts` (token ids), each with exactly `max_tokens` tokens, all at once or one after the other."""
+    """Answer `prompts` (token ids), each with exactly `max_tokens` tokens, all at once or one after the other.
+
+    `sampling` are fields of SamplingParams, for systems that know them (default: greedy). The model's weights are read
+    `num_reads` times before and after, by systems that can, to see how fast the machine is just then.
+    """
 
     prompts: list[list[int]]
     max_tokens: int
     one_by_one: bool = False
+    sampling: dict[str, Any] = {}
+    num_reads: int = 0
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """How it went."""
+    """How it went; `read_bytes_per_s` are the readings of the weights."""
 
     wall_s: float
     cpu_s: float
     timelines: list[Timeline]
     memory: Memory
+    read_bytes_per_s: list[float] = []
 
 
 class System(Protocol):
-    """What a child runs; `answer` gives one timeline a prompt."""
+    """What a child runs; `answer` gives one timeline a prompt.
+
+    It may have `answer_sampled(prompts, max_tokens, sampling)`, and `read_weights()`: bytes a second, or None.
+    """
 
     name: str
     version: str
@@ -123,10 +133,27 @@ def serve(make: Callable[[], System], *, import_s: float) -> None:
         task = msgspec.json.decode(line, type=Task)
         groups = [[prompt] for prompt in task.prompts] if task.one_by_one else [task.prompts]
         _forget_peak()
+        reads = _readings(system, task.num_reads)
         started, cpu = time.perf_counter(), time.process_time()
-        timelines = [line for group in groups for line in system.answer(group, task.max_tokens)]
+        timelines = [line for group in groups for line in _answer(system, group, task)]
         wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
-        tell(Result(wall_s=wall_s, cpu_s=cpu_s, timelines=timelines, memory=system.memory()))
+        reads += _readings(system, task.num_reads)
+        memory = system.memory()
+        tell(Result(wall_s=wall_s, cpu_s=cpu_s, timelines=timelines, memory=memory, read_bytes_per_s=reads))
+
+
+def _answer(system: Any, prompts: list[list[int]], task: Task) -> list[Timeline]:
+    timelines: list[Timeline] = (
+        system.answer_sampled(prompts, task.max_tokens, task.sampling)
+        if task.sampling
+        else system.answer(prompts, task.max_tokens)
+    )
+    return timelines
+
+
+def _readings(system: Any, count: int) -> list[float]:
+    read = getattr(system, "read_weights", lambda: None)
+    return [rate for rate in (read() for _ in range(count)) if rate is not None]
 
 
 class ChildError(Exception):

@@ -21,6 +21,20 @@ class FakeSystem:
         times_s = [float(sys.argv[1]) * (at + 1) for at in range(max_tokens)]
         return [Timeline(num_prompt_tokens=len(prompts), times_s=times_s, counts=[1] * max_tokens) for _ in prompts]
 
+    def answer_sampled(self, prompts: list[list[int]], max_tokens: int, sampling: dict[str, Any]) -> list[Timeline]:
+        """Twice as slow when it draws."""
+        lines = self.answer(prompts, max_tokens)
+        for line in lines:
+            line.times_s = [at * (2 if sampling["temperature"] else 1) for at in line.times_s]
+        return lines
+
+    def read_weights(self) -> float | None:
+        """Twice as fast each time."""
+        if "packed" not in sys.argv:
+            return None
+        self.rate = 2 * getattr(self, "rate", 0.5e6)
+        return self.rate
+
     def memory(self) -> Memory:
         memory = resident()
         memory.weight_bytes, memory.kv_bytes = 1_000_000, 2_000_000

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from novainfer.server.bench import offline
+from novainfer import SamplingParams
+from novainfer.server.bench import offline, sampling
 from novainfer.server.bench.ideal import Roof
 from novainfer.server.bench.worker import Child, ChildError, Task
 from novainfer.server.bench.workload import PREFIX, WORKLOADS, scaled
@@ -86,3 +87,45 @@ def test_one_by_one_is_one_call_a_prompt() -> None:
         apart = child.run(Task(prompts=[[1], [2]], max_tokens=3, one_by_one=True))
     assert [line.num_prompt_tokens for line in together.timelines] == [2, 2], "the fake tells its batch's size"
     assert [line.num_prompt_tokens for line in apart.timelines] == [1, 1]
+
+
+def test_the_roof_of_a_run_is_how_fast_the_weights_were_read_around_it(model_dir: Path) -> None:
+    report, text = run(model_dir, novainfer=command(0.5, "packed"), transformers=command(1.0))
+    num_reads = 2 * offline.NUM_READS
+    seen = 0
+    for repetition in range(2):
+        for found in report["workloads"].values():
+            seen += num_reads  # each reading doubles: the last one before the next task is the best
+            assert found["roofs"][repetition]["bytes_per_s"] == 0.5e6 * 2**seen
+            assert found["roofs"][repetition]["flops_per_s"] == 1e9
+    for found in report["workloads"].values():
+        for system in ("novainfer", "transformers"):
+            low, high = found[system]["share_spread"]
+            assert low <= found[system]["share_of_roofline"] <= high
+            low, high = found[system]["ratio_spread"]
+            assert low <= found[system]["ratio"] <= high
+    assert "1.00 (1.00-1.00)" in text
+
+
+def test_without_readings_the_roof_is_what_was_measured_around_the_repetition(model_dir: Path) -> None:
+    report, _ = run(model_dir, novainfer=command(0.5))
+    assert report["workloads"]["W1"]["roofs"] == [{"bytes_per_s": 1e9, "flops_per_s": 1e9}] * 2
+
+
+def test_sampling_is_set_beside_greedy_within_each_repetition() -> None:
+    report, text = sampling.run(command(0.5), workload=scaled(sampling.BATCH, 8), repeat=3)
+    ways = report["ways"]
+    assert list(ways) == [*sampling.WAYS]
+    assert ways["greedy"]["step_ms"] == pytest.approx(500)
+    for name in ("temperature 1", "Qwen's defaults", "top_p .95"):
+        assert ways[name]["ratio_to_greedy"] == pytest.approx(2.0)
+        assert ways[name]["ratio_spread"] == pytest.approx([2.0, 2.0])
+        assert ways[name]["added_ms"] == pytest.approx(500)
+        assert len(ways[name]["runs_ms"]) == 3
+    assert ways["greedy, 5 log probabilities"]["ratio_to_greedy"] == pytest.approx(1.0)
+    assert "more than greedy" in text
+
+
+def test_the_ways_to_sample_are_ones_that_requests_may_ask_for() -> None:
+    for way in sampling.WAYS.values():
+        SamplingParams(**way)
