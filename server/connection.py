@@ -6,6 +6,13 @@ A client may end its connection in any way at any moment: stock Hypercorn knows 
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
+import os
+import resource
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +23,45 @@ from hypercorn.config import Config
 from hypercorn.events import Closed, Event
 from hypercorn.typing import TaskGroup
 
+log = logging.getLogger("novainfer.server")
+
+DESCRIPTORS_KEPT = 16  # for what is not a connection: a worker that is started again, a recording
+DESCRIPTORS_GUESSED = 64  # where a system does not tell: an engine and its worker take some twenty
+WARN_EACH_S = 60.0
+NO_ROOM = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+
 
 class HttpConfig(Config):
     """Hypercorn's configuration, and the connections that live under it: Hypercorn itself keeps no list."""
 
     def __init__(self) -> None:
         self.connections: set[Connection] = set()
+        self._warned_s = -math.inf
+        self.connections_max: float = math.inf
+        self.count_descriptors()
+
+    def count_descriptors(self) -> None:
+        """See how many connections there may be, from the descriptors that are open for other things now."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit != resource.RLIM_INFINITY:
+            folder = "/proc/self/fd"
+            num_open = len(os.listdir(folder)) if os.path.isdir(folder) else DESCRIPTORS_GUESSED
+            num_others = num_open - len(self.connections)
+            self.connections_max = max(limit - num_others - DESCRIPTORS_KEPT, 1)
+
+    def is_full(self) -> bool:
+        """True when there is one connection more than there may be."""
+        if len(self.connections) <= self.connections_max:
+            return False
+        now_s = time.monotonic()
+        if now_s - self._warned_s > WARN_EACH_S:
+            self._warned_s = now_s
+            log.warning(
+                "%d connections are open, and file descriptors run out (ulimit -n): idle connections are closed for "
+                "new ones",
+                len(self.connections),
+            )
+        return True
 
     def abort_connections(self) -> None:
         """Close all of them now, whatever their clients have not read."""
@@ -40,11 +80,32 @@ class Connection(TCPServer):
         assert isinstance(self.config, HttpConfig)
         self.config.connections.add(self)
         try:
+            if self.config.is_full() and not await self._make_room():
+                self.writer.write(NO_ROOM)
+                await self._close()
+                return
             await super().run()
         except* OSError:
             pass  # the client has gone, in whatever way: its requests were told
         finally:
             self.config.connections.discard(self)
+
+    async def _make_room(self) -> bool:
+        """Close what has been idle for longest, of the address that has most connections; False when all are busy."""
+        assert isinstance(self.config, HttpConfig)
+        idle = [one for one in self.config.connections if one.idle_task.since_s is not None]
+        if not idle:
+            return False
+        number = Counter(one.address for one in idle)
+        oldest = min(idle, key=lambda one: (-number[one.address], one.idle_task.since_s))
+        await oldest._initiate_server_close()
+        return True
+
+    @property
+    def address(self) -> str:
+        """Where its client is."""
+        name = self.writer.get_extra_info("peername")
+        return str(name[0]) if name else ""
 
     async def _read_data(self) -> None:
         try:
@@ -66,14 +127,21 @@ class IdleTimer(AsyncioSingleTask):
     def __init__(self) -> None:
         super().__init__()
         self._is_over = False
+        self.since_s: float | None = None  # on the loop's clock; None while there is a request
 
     async def restart(self, task_group: TaskGroup, action: Callable[..., Any]) -> None:
         if not self._is_over:
+            self.since_s = asyncio.get_running_loop().time()
             await super().restart(task_group, action)
+
+    async def stop(self) -> None:
+        self.since_s = None
+        await super().stop()
 
     def end(self) -> None:
         """The connection is over. Not by `stop`, which waits: the timer itself may be what is closing."""
         self._is_over = True
+        self.since_s = None
         if self._handle is not None:
             self._handle.cancel()
 

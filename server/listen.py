@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import socket
 import ssl
 from pathlib import Path
@@ -17,6 +18,7 @@ from novainfer.server.settings import ServerSettings
 
 FLUSH_TIMEOUT_S = 3.0  # for the last bytes of answers that are already written, after the engine has drained
 UNSENT_BYTES_MAX = 128 * 1024  # in the kernel, for each connection; what is on its way to the client comes on top
+DESCRIPTORS_MAX = 65_536  # asked for: more is a kernel's table, not a server's need
 REQUESTS_PER_CONNECTION_MAX = 1_000_000_000  # Hypercorn's own limit of 1000 silences streams in flight
 
 
@@ -49,6 +51,14 @@ def bind(settings: ServerSettings) -> socket.socket:
         # The kernel would take megabytes of an answer that its client does not read, and nobody would know.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)
     return sock
+
+
+def raise_descriptor_limit() -> None:
+    """As many descriptors as this process may have: a shell's 1024 are fewer than the requests that may wait."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def check_certificate(certfile: Path, keyfile: Path) -> None:

@@ -27,7 +27,13 @@ from novainfer import EngineDead
 from novainfer.server import connection, http1, http2
 from novainfer.server.app import create_app
 from novainfer.server.engine import ServedEngine
-from novainfer.server.listen import FLUSH_TIMEOUT_S, bind, check_certificate, hypercorn_config
+from novainfer.server.listen import (
+    FLUSH_TIMEOUT_S,
+    bind,
+    check_certificate,
+    hypercorn_config,
+    raise_descriptor_limit,
+)
 from novainfer.server.loop import loop_factory
 from novainfer.server.recorder import dump_on_signal
 from novainfer.server.said import Throughput, about
@@ -81,12 +87,16 @@ class Server:
             self.is_listening.set()
             await close_http.wait()
 
+        def is_warm() -> None:
+            config.count_descriptors()
+            on_ready()
+
         app = create_app(self.service)
         http = asyncio.create_task(
             hypercorn.asyncio.serve(app, config, shutdown_trigger=until_closed)  # type: ignore[arg-type]
         )
         try:
-            await self._run_engine(make_engine, on_ready)
+            await self._run_engine(make_engine, is_warm)
         finally:
             self.service.is_draining = True
             self.service.end_feeds()
@@ -147,6 +157,7 @@ class Server:
 def run_server(settings: ServerSettings, make_engine: MakeEngine) -> int:
     """The command `novainfer serve`: until a signal comes; returns the exit code."""
     started = time.perf_counter()
+    raise_descriptor_limit()
 
     async def main() -> None:
         server = Server(settings)

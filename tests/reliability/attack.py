@@ -31,7 +31,7 @@ DESCRIPTORS_SLACK = 2  # the loop's own, opened when they are first needed
 NEIGHBOUR = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 ANSWERS_BESIDE = 20  # that the normal client gets before the attack ends; it is repeated for them, up to
 ROUNDS_MAX = 10  # times
-ROUNDS_ALONE = 20  # short answers before the attacks: what the normal client feels without one
+ROUNDS_ALONE = 10  # short answers before the attacks: what the normal client feels without one
 
 
 @dataclass
@@ -58,7 +58,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack: what it does, in words; how many times; and how. `run` returns what it saw, in a few words.
+    """One attack: what it does, in words; how many times; and how. `run` takes the port and the number, and
+    returns what it saw, in a few words.
 
     `sample` is the number in `make test`, 0 for none. `flags` and `limits` (of resource.setrlimit) are the server's.
     `may_refuse`: while it lasts, the server may refuse the normal client, if it says so and serves it afterwards.
@@ -67,7 +68,7 @@ class Attack:
     name: str
     what: str
     number: int
-    run: Callable[[Target, int], Awaitable[str]]
+    run: Callable[[int, int], Awaitable[str]]
     sample: int = 0
     flags: tuple[str, ...] = ()
     limits: tuple[tuple[int, int], ...] = ()
@@ -258,38 +259,67 @@ class Neighbour:
         return found
 
 
-async def _again(attack: Attack, target: Target, number: int, report: Report) -> None:
-    """The attack, until the normal client has had its chance to notice."""
-    while report.rounds < ROUNDS_MAX and len(report.beside_s) < ANSWERS_BESIDE:
-        report.seen = await attack.run(target, number)
-        report.rounds += 1
+@asynccontextmanager
+async def attacker(attack: Attack, target: Target, number: int) -> AsyncIterator[Attacker]:
+    """The attack's own process, so that the normal client beside it has a loop of its own."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.reliability.attacks", "--attack", attack.name),
+        *("--port", str(target.port), "--number", str(number)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Attacker(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
-async def attack(target: Target, attack: Attack, number: int) -> Report:
-    """Try it once."""
+class Attacker:
+    """Does one round of its attack for each line that it is sent, and says what it saw."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._stdin, self._stdout = process.stdin, process.stdout
+
+    async def ready(self) -> None:
+        assert await self._stdout.readline() == b"ready\n"
+
+    async def round(self) -> str:
+        self._stdin.write(b"go\n")
+        line = await self._stdout.readline()
+        assert line, "the attack failed: its error is above"
+        return line.decode().strip()
+
+
+async def attack(target: Target, attack: Attack, number: int, *, rounds_max: int = ROUNDS_MAX) -> Report:
+    """Try it, until the normal client has had its chance to notice."""
     report = Report(attack.name, attack.what, number)
-    async with Neighbour(target) as neighbour:
+    async with Neighbour(target) as neighbour, attacker(attack, target, number) as other:
+        await other.ready()
         for _ in range(ROUNDS_ALONE):
             took_s = await neighbour.ask()
             assert took_s is not None
             report.alone_s.append(took_s)
         report.before = await neighbour.look()
-        async with asyncio.timeout(TIMEOUT_S):
-            task = asyncio.create_task(_again(attack, target, number, report))
-            try:
-                while not task.done():
-                    took_s = await neighbour.ask()
-                    if took_s is None:
-                        assert attack.may_refuse, "the normal client was refused"
-                        report.refused += 1
-                        await asyncio.sleep(0.05)
-                    else:
-                        report.beside_s.append(took_s)
-            finally:
-                task.cancel()
-                found = await asyncio.gather(task, return_exceptions=True)
-        if isinstance(found[0], BaseException):
-            raise found[0]
+
+        async def again() -> None:
+            while report.rounds < rounds_max and len(report.beside_s) < ANSWERS_BESIDE:
+                report.seen = await other.round()
+                report.rounds += 1
+
+        async with asyncio.timeout(ROUNDS_MAX * TIMEOUT_S), asyncio.TaskGroup() as tasks:
+            rounds = tasks.create_task(again())
+            while not rounds.done() or not report.beside_s:
+                took_s = await neighbour.ask()
+                if took_s is not None:
+                    report.beside_s.append(took_s)
+                else:
+                    assert attack.may_refuse, "the normal client was refused"
+                    report.refused += 1
+                    await asyncio.sleep(0.05)
         report.after = await neighbour.all_back(report.before)
         report.served = len(report.beside_s)
         assert await neighbour.ask() is not None

@@ -15,10 +15,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tests.reliability import attacks_http2
-from tests.reliability.attack import Attack, Report, attack, serving
+from tests.reliability import attacks_http1, attacks_http2, attacks_load
+from tests.reliability.attack import TIMEOUT_S, Attack, Report, attack, serving
 
-ATTACKS: tuple[Attack, ...] = (*attacks_http2.ATTACKS,)
+ATTACKS: tuple[Attack, ...] = (*attacks_http2.ATTACKS, *attacks_http1.ATTACKS, *attacks_load.ATTACKS)
 SAMPLE = tuple(one for one in ATTACKS if one.sample)
 
 
@@ -33,7 +33,10 @@ async def run(attacks: Iterable[Attack], *, sample: bool = False, log: bool = Fa
         together = list(group)
         async with serving(together[0].flags, together[0].limits) as target:
             for one in together:
-                report = await attack(target, one, one.sample if sample else one.number)
+                if sample:
+                    report = await attack(target, one, one.sample, rounds_max=1)
+                else:
+                    report = await attack(target, one, one.number)
                 reports.append(report)
                 if log:
                     print(json.dumps(report.row()), file=sys.stderr, flush=True)
@@ -59,13 +62,32 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def be_attacker(name: str, port: int, number: int) -> None:
+    """A round of the attack for each line of stdin; what it saw, as a line of stdout."""
+    (one,) = [attack for attack in ATTACKS if attack.name == name]
+
+    async def round_() -> str:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await one.run(port, number)
+
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(asyncio.run(round_()), flush=True)
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description="Attacks, with a normal client beside each.")
     parser.add_argument("--only", help="those whose name contains it")
     parser.add_argument("--sample", action="store_true", help="what `make test` runs")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--attack", help="be the attacker of this name; for this module's own use")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--number", type=int)
     args = parser.parse_args()
+    if args.attack:
+        be_attacker(args.attack, args.port, args.number)
+        return
     began_s = time.monotonic()
     chosen = SAMPLE if args.sample else ATTACKS
     if args.only:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import hpack
 from h2.errors import ErrorCodes
 
-from tests.reliability.attack import ATTACKER_KEY, TIMEOUT_S, Attack, Target
+from tests.reliability.attack import ATTACKER_KEY, TIMEOUT_S, Attack
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, _, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, END_HEADERS = 0x1, 0x4
@@ -42,8 +42,8 @@ class Raw:
         self.next_stream = 1
 
     @classmethod
-    async def open(cls, target: Target, settings: bytes = b"") -> Raw:
-        raw = cls(*await asyncio.open_connection("127.0.0.1", target.port))
+    async def open(cls, port: int, settings: bytes = b"") -> Raw:
+        raw = cls(*await asyncio.open_connection("127.0.0.1", port))
         raw.writer.write(PREFACE + frame(SETTINGS, 0, 0, settings))
         return raw
 
@@ -94,11 +94,11 @@ class Raw:
         self.writer.transport.abort()
 
 
-def flood(piece: bytes, *, first: Callable[[Raw], bytes] = lambda raw: b"") -> Callable[[Target, int], Awaitable[str]]:
+def flood(piece: bytes, *, first: Callable[[Raw], bytes] = lambda raw: b"") -> Callable[[int, int], Awaitable[str]]:
     """Send `piece` so often, and read what comes back, until the server ends it."""
 
-    async def run(target: Target, number: int) -> str:
-        raw = await Raw.open(target)
+    async def run(port: int, number: int) -> str:
+        raw = await Raw.open(port)
         end = asyncio.create_task(raw.end())
         with contextlib.suppress(OSError):
             await raw.write(first(raw))
@@ -120,8 +120,8 @@ def _open_headers(raw: Raw) -> bytes:
     return frame(HEADERS, 0, 1, raw.encoder.encode(POST))
 
 
-async def rapid_resets(target: Target, number: int) -> str:
-    raw = await Raw.open(target)
+async def rapid_resets(port: int, number: int) -> str:
+    raw = await Raw.open(port)
     end = asyncio.create_task(raw.end())
     with contextlib.suppress(OSError):
         for _ in range(0, number, 100):
@@ -136,9 +136,9 @@ async def rapid_resets(target: Target, number: int) -> str:
     return found
 
 
-async def made_to_reset(target: Target, number: int) -> str:
+async def made_to_reset(port: int, number: int) -> str:
     """The server resets them, because their windows overflow."""
-    raw = await Raw.open(target)
+    raw = await Raw.open(port)
     end = asyncio.create_task(raw.end())
     with contextlib.suppress(OSError):
         for _ in range(0, number, 100):
@@ -153,9 +153,9 @@ async def made_to_reset(target: Target, number: int) -> str:
     return found
 
 
-async def resets_while_computed(target: Target, number: int) -> str:
+async def resets_while_computed(port: int, number: int) -> str:
     """Hundreds of streams at once, reset once tokens come."""
-    raw = await Raw.open(target)
+    raw = await Raw.open(port)
     asked = [raw.request(POST, LONG) for _ in range(number)]
     await raw.write(b"".join(data for _, data in asked))
     seen = 0
@@ -168,10 +168,10 @@ async def resets_while_computed(target: Target, number: int) -> str:
     return found
 
 
-async def vanishing_connections(target: Target, number: int) -> str:
+async def vanishing_connections(port: int, number: int) -> str:
     """Ten requests each, and a RST: at once, or when the first bytes of an answer have come."""
     for at in range(number):
-        raw = await Raw.open(target)
+        raw = await Raw.open(port)
         raw.writer.write(b"".join(raw.request(POST, LONG)[1] for _ in range(10)))
         if at % 2:
             await raw.reader.read(65536)
@@ -179,9 +179,9 @@ async def vanishing_connections(target: Target, number: int) -> str:
     return f"{10 * number} requests"
 
 
-async def unread(target: Target, number: int) -> str:
+async def unread(port: int, number: int) -> str:
     """Answers that nothing reads: so many streams on four connections whose windows are never opened."""
-    raws = [await Raw.open(target, SHUT) for _ in range(4)]
+    raws = [await Raw.open(port, SHUT) for _ in range(4)]
     for raw in raws:
         raw.writer.write(b"".join(raw.request(POST, LONG)[1] for _ in range(number // len(raws))))
     statuses: Counter[str] = Counter()
@@ -236,12 +236,12 @@ FORBIDDEN: dict[str, list[tuple[str, str]]] = {
 }
 
 
-async def forbidden(target: Target, number: int) -> str:
+async def forbidden(port: int, number: int) -> str:
     """Each on a connection of its own; the last one is in order, and is the only one that is answered with 200."""
     seen: Counter[str] = Counter()
     for _ in range(number):
         for name, headers in {**FORBIDDEN, "in order": POST}.items():
-            raw = await Raw.open(target)
+            raw = await Raw.open(port)
             raw.writer.write(raw.request(headers, SHORT)[1])
             end = ""
             while not end:
@@ -259,8 +259,8 @@ async def forbidden(target: Target, number: int) -> str:
     return words(seen)
 
 
-async def too_many_streams(target: Target, number: int) -> str:
-    raw = await Raw.open(target)
+async def too_many_streams(port: int, number: int) -> str:
+    raw = await Raw.open(port)
     with contextlib.suppress(OSError):
         await raw.write(b"".join(raw.request(POST)[1] for _ in range(number)))
         raw.writer.write_eof()
@@ -269,11 +269,11 @@ async def too_many_streams(target: Target, number: int) -> str:
     return found
 
 
-async def garbage(target: Target, number: int) -> str:
+async def garbage(port: int, number: int) -> str:
     """Frames of every type with flags and payloads that fit nothing; the bytes are the same each time."""
     ends: Counter[str] = Counter()
     for at in range(number):
-        raw = await Raw.open(target)
+        raw = await Raw.open(port)
         junk = b"".join(
             frame(
                 (at + i) % 12, (at * 7 + i * 13) % 256, (i * at) % 5, bytes((at + i * j) % 256 for j in range(i % 40))

@@ -1,0 +1,85 @@
+"""More connections than there are file descriptors for: idle ones make room, and busy ones are left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+
+import httpx
+import pytest
+
+from novainfer.server import connection, listen
+from novainfer.server.connection import HttpConfig
+from tests.server.conftest import TIMEOUT_S, Serve, eventually
+from tests.server.fakes import FakeEngine
+from tests.server.rawh2 import RawH2
+
+MOST = 3
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has room for three connections."""
+    monkeypatch.setattr(HttpConfig, "count_descriptors", lambda self: setattr(self, "connections_max", MOST))
+
+
+async def closed(reader: asyncio.StreamReader) -> bool:
+    async with asyncio.timeout(TIMEOUT_S):
+        return await reader.read() == b""
+
+
+@pytest.mark.usefixtures("few")
+async def test_the_connection_that_was_idle_for_longest_makes_room(serve: Serve) -> None:
+    server = await serve(FakeEngine(is_paced=True))
+    busy = await RawH2.connect(server.port)
+    await busy.request("/v1/completions", b'{"prompt": "a", "stream": true}')
+    await eventually(lambda: server.service.live.num_live == 1)
+    idle = []
+    for number in range(1, 6):
+        idle.append(await asyncio.open_connection("127.0.0.1", server.port))
+        await eventually(lambda n=number: len(server.service.connections) == min(1 + n, MOST))  # type: ignore[misc]
+    for reader, _ in idle[:3]:
+        assert await closed(reader)
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.get("/health")).status_code == 200
+    assert server.service.live.num_live == 1
+    for _, writer in idle:
+        writer.close()
+    await busy.close()
+
+
+@pytest.mark.usefixtures("few")
+async def test_when_all_connections_are_busy_one_more_is_told_to_come_back(serve: Serve) -> None:
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine)
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
+        tasks = [asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"})) for _ in range(MOST)]
+        await engine.wait_until(lambda: len(engine.active) == MOST)
+        refused = await client.get("/health")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        engine.is_paced = False
+        engine.release()
+        assert {response.status_code for response in await asyncio.gather(*tasks)} == {200}
+        assert (await client.get("/health")).status_code == 200
+
+
+def test_what_is_open_for_other_things_is_not_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = len(connection.os.listdir("/proc/self/fd")) + connection.DESCRIPTORS_KEPT + 10
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
+    assert 9 <= HttpConfig().connections_max <= 11  # the look itself takes one
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert HttpConfig().connections_max == float("inf")
+
+
+def test_the_server_takes_as_many_descriptors_as_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, taken = (64, 4096), []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda what, wanted: taken.append(wanted))
+    listen.raise_descriptor_limit()
+    assert taken == [(4096, 4096)]
+    limits = (64, resource.RLIM_INFINITY)
+    listen.raise_descriptor_limit()
+    assert taken[1:] == [(listen.DESCRIPTORS_MAX, resource.RLIM_INFINITY)]
+    limits = (200_000, 200_000)
+    listen.raise_descriptor_limit()
+    assert len(taken) == 2
