@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from types import UnionType
 from typing import Any
@@ -24,9 +23,9 @@ def must_have(name: str, value: object, methods: Collection[str], what: str) -> 
 
 
 def must_be_seconds(name: str, value: Any) -> None:
-    """Raise `InvalidParameter` when the argument `name` is no number of seconds, from 0 on."""
+    """Raise `InvalidParameter` when the argument `name` is no number of seconds, from 0 on; infinity is one."""
     must_be(name, value, int | float, "a number of seconds")
-    if not 0 <= value < math.inf:
+    if not value >= 0:
         raise InvalidParameter(f"{name} must be at least 0 seconds, not {value}", param=name)
 
 

@@ -13,7 +13,17 @@ from click.core import ParameterSource
 
 from novainfer import EngineConfig
 from novainfer.config import DTYPES
-from novainfer.server.flags import flag
+from novainfer.server.flags import (
+    BATCHING,
+    GENERAL,
+    MEMORY,
+    MODEL,
+    QUEUE,
+    READERS,
+    RECORDER,
+    WORKER,
+    flag,
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -78,12 +88,6 @@ def engine_options(command: Command) -> Command:
     for option in reversed(_engine_options()):
         command = option(command)
     return command
-
-
-MODEL, MEMORY, BATCHING, QUEUE, READERS, WORKER, RECORDER, GENERAL = (
-    *("Model", "KV memory", "Batching and kernels", "Queue", "Slow readers", "Worker and recovery"),
-    *("Flight recorder", "General"),
-)
 
 
 def _engine_options() -> list[Callable[[Command], Command]]:

@@ -202,7 +202,7 @@ def _write_test(path: Path, file: Path, image: Image, about: About, found: Repla
 
 def _in_docstring(text: str) -> str:
     """`text`, which may come from anybody, as part of a docstring."""
-    return re.sub(r'[\\"\r\n]+', " ", text)
+    return re.sub(r'[\\"]+', " ", _printable(text))
 
 
 _TEST = '''"""An incident of {date}, recorded by NovaInfer {version}: {what}

@@ -79,9 +79,11 @@ def test_with_json_the_last_line_is_one_object(tmp_path: Path, image: Image) -> 
     assert sum(said["transitions"].values()) <= said["events"]
 
 
-def test_the_first_difference_is_shown_and_exit_code_1_says_so(tmp_path: Path, image: Image) -> None:
+def test_the_first_difference_is_shown_and_exit_code_1_says_so(tmp_path: Path) -> None:
     (mutant,) = [m for m in MUTANTS if m.name == "a slot is not given back"]
+    images = [recorded(seed) for seed in range(30)]
     with planted(mutant):
+        image = next(image for image in images if replay(image).difference)
         result = run(written(tmp_path, image), "--json")
     assert result.exit_code == 1
     said = json.loads(result.output.splitlines()[-1])
@@ -114,6 +116,15 @@ def test_a_damaged_file_is_one_sentence_and_exit_code_2(
     assert said.startswith(f"Error: {path}: ")
     assert len(said.splitlines()) == 1
     assert main(["replay", str(tmp_path / "none")]) == 2
+
+
+def test_what_a_file_says_of_itself_is_text_in_its_test(tmp_path: Path, image: Image) -> None:
+    path = tmp_path / "test_incident.py"
+    recording = tmp_path / "x.novarec"
+    about = About(version='0\\"""', created=1.8e9, reason="o\x00m", message='a\nb"""\x1b{x}\\')
+    recording.write_bytes(encode_dump(image, about))
+    assert run(recording, "--to-test", str(path)).exit_code == 0
+    compile(path.read_text(encoding="utf-8"), path.name, "exec")
 
 
 # ---- as a test -----------------------------------------------------------------------------------------------------
