@@ -1,8 +1,9 @@
 """A bounded mailbox with two lanes, and the shell that gives a machine its turns.
 
-`tell` never waits: it says whether there was room. A turn handles what was in the mailbox when it began, control
-messages (cancel, stop) first, so that a full data lane never delays a cancel. One wake-up (`call_soon`) is pending at
-most, however many messages come. An asyncio queue would cost twice, an anyio stream thirteen times as much a message.
+`tell` never waits: it says whether there was room. A turn handles what was in the mailbox when it began, but no more
+than 64 messages, control messages (cancel, stop) first, so that a full data lane never delays a cancel. One wake-up
+(`call_soon`) is pending at most, however many messages come. An asyncio queue would cost twice, an anyio stream
+thirteen times as much a message.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 # Messages, where nobody says how many can be in flight.
 MAILBOX_LIMIT = 65_536
+# Messages that one turn takes at most; the rest has the next one. 4,096 requests that come or go at once made turns of
+# 40 to 90 ms, in which nothing else happens; 64 take a millisecond.
+TURN_MESSAGES = 64
 
 
 class ActorStatistics(msgspec.Struct, frozen=True):
@@ -202,7 +206,9 @@ class Actor:
             return
         self._turns += 1
         data, control, _ = self._codes
-        lanes = ((self._control, len(self._control), control), (self._data, len(self._data), data))
+        num_control = min(len(self._control), TURN_MESSAGES)
+        num_data = min(len(self._data), TURN_MESSAGES - num_control)
+        lanes = ((self._control, num_control, control), (self._data, num_data, data))
         try:
             for lane, count, codes in lanes:
                 for _ in range(count):

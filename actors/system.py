@@ -61,7 +61,7 @@ from novainfer.fsm.events import (
 from novainfer.fsm.gate import Gate, GateState
 from novainfer.fsm.params import NUM_CHOICES_MAX, SamplingParams
 from novainfer.fsm.planner import Limits
-from novainfer.fsm.scheduler import Scheduler, SchedulerStatistics
+from novainfer.fsm.scheduler import PARKED_PER_SLOT, Scheduler, SchedulerStatistics
 from novainfer.fsm.stream import STALL_TIMEOUT_S, Stream
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.worker import RestartPolicy, Worker, WorkerState
@@ -69,6 +69,7 @@ from novainfer.fsm.worker import RestartPolicy, Worker, WorkerState
 logger = logging.getLogger(__name__)
 
 DEVICE_WORD_S = 5.0  # for the device to say what is wrong with a model whose tokenizer cannot be loaded
+DRAIN_GRACE_S = 10.0  # for cancels to reach everything: two turns, or a step where an actor is slow
 WORKER_INCIDENTS = (Fault.LOST, Fault.TIMEOUT, "gave_up")
 MAILBOX_SPARE = 1024  # messages that belong to no stream: steps, drain, stop, cancels sent twice
 
@@ -102,8 +103,10 @@ class System:
         self._undelivered: deque[Any] = deque()  # on its way to the streams
         self._limits = limits
         # Admission bounds what is in flight, so a full mailbox is a bug: every choice of every stream let in may send
-        # its Submit and its cancel in one turn.
-        self._mailbox_limit = MAILBOX_SPARE + 2 * NUM_CHOICES_MAX * (max_queue[0] + limits.max_num_seqs)
+        # its Submit and its cancel in one turn: those queued, those that run, and those parked, some more of which
+        # there may be until the next step.
+        num_requests = max_queue[0] + (2 + PARKED_PER_SLOT) * limits.max_num_seqs
+        self._mailbox_limit = MAILBOX_SPARE + 2 * NUM_CHOICES_MAX * num_requests
         self._gate = Gate(*max_queue)
         self._engine = Engine()
         self._scheduler: Scheduler | None = None
@@ -176,7 +179,10 @@ class System:
             self._ready.exception()  # seen: nobody else will look
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new streams; wait until those here have ended, `timeout_s` at most; end the rest."""
+        """Take no new streams; wait until those here have ended, `timeout_s` at most; end the rest.
+
+        It returns `DRAIN_GRACE_S` later at the latest, whatever has not ended by then; `aclose` ends that too.
+        """
         if self._root is None:
             return
         self._actors["gate"].handle(Drain())
@@ -184,7 +190,8 @@ class System:
             await self._wait_idle()
             return
         self._admission.cancel_all(Cause.DRAIN)
-        await self._wait_idle()
+        with anyio.move_on_after(DRAIN_GRACE_S):  # an actor that is stuck ends nothing
+            await self._wait_idle()
 
     async def _live(self) -> None:
         """The root task: owns the task group, and ends when everything has ended."""

@@ -41,7 +41,7 @@ LOOKS = 32  # waiting requests looked at by age, in turn, and by work: so many o
 LOOK_UNITS = 8192  # names looked up in those by age and in turn, and again in those by work: 0.1 us each
 HASH_UNITS = 8  # of a name that has to be worked out first: 0.8 us
 ADMISSIONS = 64  # 25 us each
-ADMITTED_BLOCKS = 2048  # table entries, after which nothing more is admitted: 1 us each
+ADMITTED_BLOCKS = 1024  # table entries, after which nothing more is admitted: 1 us each
 
 
 class Flight(msgspec.Struct, gc=False):

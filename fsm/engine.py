@@ -292,8 +292,11 @@ class Engine(Machine):
         return self.state
 
     def _cancel_all(self, event: CancelAll) -> StrEnum:
-        for stream_id in [*self._encoding, *self._live]:
+        for stream_id in list(self._encoding):
             self._cancel(Cancel(stream_id, event.cause))
+        for live in self._live.values():
+            for request_id in live:
+                self._send("scheduler", CancelRequest(request_id, event.cause), urgent=True)
         if event.arrived > self._num_arrived:
             self._cancelled_all = (event.cause, event.arrived)
         return self.state

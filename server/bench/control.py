@@ -18,6 +18,7 @@ from novainfer import Engine, EngineConfig, SamplingParams
 from novainfer.server.bench.machine import describe
 from novainfer.server.bench.report import Target, table, targets_json, targets_table
 from novainfer.server.bench.statistic import line_fit
+from novainfer.server.bench.turns import COLLECTION, TURN_MS_MAX, run_all
 from novainfer.server.loop import loop_factory
 from novainfer.testing import ByteTokenizer, FactorySpec
 
@@ -36,6 +37,8 @@ def run(
     repeat: int = 5,
     device_ms: float = 0.0,
     worker: Literal["thread", "process"] = "thread",
+    *,
+    turns: bool = True,
 ) -> tuple[dict[str, Any], str]:
     """The report and its tables. A device that sleeps for `device_ms` shows what waking up with cold caches adds."""
     found: dict[int, list[dict[str, float]]] = {batch: [] for batch in batches}
@@ -51,6 +54,12 @@ def run(
         Target(name="loop CPU per token, us", wanted=TOKEN_US_MAX, measured=token_us, at_most=True),
         Target(name="loop CPU per step, us", wanted=STEP_US_MAX, measured=fixed_us, at_most=True),
     ]
+    longest = run_all() if turns else {}
+    targets += [
+        Target(name=f"longest turn, ms: {name}", wanted=TURN_MS_MAX, measured=ms, at_most=True)
+        for name, (ms, _) in longest.items()
+        if name != COLLECTION
+    ]
     report = {
         "benchmark": "control",
         "machine": describe(),
@@ -61,6 +70,7 @@ def run(
         "us_per_token": token_us,
         "us_per_step": fixed_us,
         "batches": {str(batch): row for batch, row in rows.items()},
+        "longest_turn_ms": {name: ms for name, (ms, _) in longest.items()},
         "runs": {str(batch): runs for batch, runs in found.items()},
         "targets": targets_json(targets),
     }
@@ -78,7 +88,12 @@ def run(
     ]
     answers = f"answers after {device_ms:g} ms" if device_ms else "answers at once"
     title = f"Control plane, a device in a {worker} that {answers} ({repeat} x {steps} steps, medians)"
-    return report, table(title, header, lines) + "\n\n" + targets_table(targets)
+    longest_table = table(
+        "Longest turns of the loop",
+        ("while", "CPU ms", "turn"),
+        [(name, ms, what) for name, (ms, what) in longest.items()],
+    )
+    return report, "\n\n".join((table(title, header, lines), longest_table, targets_table(targets)))
 
 
 async def run_once(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from novainfer.actors.mailbox import Actor
+from novainfer.actors.mailbox import TURN_MESSAGES, Actor
 from novainfer.fsm.machine import Effect, Machine, Table, on, table
 
 
@@ -133,6 +133,18 @@ async def test_a_turn_handles_only_what_was_there_when_it_began() -> None:
     assert machine.heard == ["data"]
     await a_turn()
     assert machine.heard == ["data", "echo"]
+
+
+async def test_a_turn_takes_so_many_messages_and_no_more_control_first_and_the_next_one_goes_on() -> None:
+    world = World(limit=10 * TURN_MESSAGES)
+    world.actor.open(asyncio.get_running_loop())
+    world.say(*["data"] * 2 * TURN_MESSAGES)
+    world.say(*["control"] * (TURN_MESSAGES - 1), urgent=True)
+    await a_turn()
+    assert world.machine.heard == ["control"] * (TURN_MESSAGES - 1) + ["data"]
+    for turns in (1, 2):
+        await a_turn()
+        assert len(world.machine.heard) == min((1 + turns) * TURN_MESSAGES, 3 * TURN_MESSAGES - 1)
 
 
 async def test_data_written_while_the_control_lane_is_read_waits_for_the_next_turn() -> None:

@@ -12,6 +12,9 @@ from novainfer.actors.fake import ByteTokenizer, FakeDevice
 from novainfer.actors.system import System
 from novainfer.fsm.errors import EngineClosed, ModelLoadError
 from novainfer.fsm.events import Cause
+from novainfer.fsm.params import NUM_CHOICES_MAX
+from novainfer.fsm.planner import Limits
+from novainfer.fsm.scheduler import PARKED_PER_SLOT
 from tests.actors.helpers import (
     WAIT_S,
     Valve,
@@ -344,3 +347,23 @@ async def test_what_was_computed_before_the_close_can_still_be_read() -> None:
     found = await read_all(handle)
     assert found.token_ids == expected([65], 3)
     assert found.end.code == "draining"
+
+
+async def test_a_drain_ends_though_an_actor_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("novainfer.actors.system.DRAIN_GRACE_S", 0.01)
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve)) as system:
+        handle = ask(system, [65], params(3))
+        await valve.step_arrived()
+        system._actors["scheduler"].freeze()
+        await system.drain(0.0)
+        assert not handle.is_over  # nothing has ended it
+        valve.open()
+        system._actors["scheduler"].thaw()
+
+
+def test_mailboxes_have_room_for_every_request_that_may_be_there() -> None:
+    limits = Limits(max_num_seqs=4)
+    system = make_system(limits=limits, max_queue=(1, 100))
+    num_streams = 1 + (2 + PARKED_PER_SLOT) * limits.max_num_seqs
+    assert system._mailbox_limit >= 2 * NUM_CHOICES_MAX * num_streams
