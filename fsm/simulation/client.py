@@ -55,7 +55,8 @@ class Client:
         if not expected.text.startswith(text):
             raise Violation(f"{name}: {text!r} is not the beginning of {expected.text!r}")
         counts = (delta.num_prompt_tokens, delta.num_generated_tokens, delta.seed)
-        if counts != (len(self.prompt), len(tokens), self.arrive.seed):
+        seed = (self.arrive.seed + choice) % 2**64
+        if counts != (len(self.prompt), len(tokens), seed):
             raise Violation(f"{name}: (prompt tokens, generated tokens, seed) are said to be {counts}")
         if delta.num_cached_tokens >= len(self.prompt):
             raise Violation(f"{name}: {delta.num_cached_tokens} of {len(self.prompt)} prompt tokens were cached")

@@ -140,7 +140,7 @@ def from_line(line: str) -> Path:
 def _move(kind: str, *args: Any) -> Move:
     if kind == "arrive":
         prompt, params, seed = args
-        return kind, prompt, msgspec.convert(params, SamplingParams), seed
+        return kind, prompt, msgspec.convert(params, SamplingParams, str_keys=True), seed
     if kind == "fail_step":
         return kind, Fault(args[0]), args[1]
     if kind == "cancel":
