@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import msgspec
 
 from novainfer.actors.location import ModelLocation
+from novainfer.actors.sampling_defaults import sampling_defaults
 from novainfer.fsm.errors import NovaInferError
 from novainfer.fsm.events import (
     Close,
@@ -121,6 +122,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     native: str | None
     batch_invariant: bool
     swap_space_gib: float = 0.0
+    generation_config: Literal["auto", "none"] = "auto"
 
 
 class ModelDevice:
@@ -144,8 +146,10 @@ class ModelDevice:
         from novainfer.kernels.threads import threads_in_use
 
         s = self._settings
+        folder = s.location.path()
+        defaults = sampling_defaults(folder) if s.generation_config == "auto" else {}
         self._runner = ModelRunner.load(
-            s.location.path(),
+            folder,
             device=s.device,
             dtype=s.dtype,
             max_num_seqs=s.max_num_seqs,
@@ -168,6 +172,7 @@ class ModelDevice:
             "weight_bytes": info.weight_bytes,
             "kv_bytes_per_block": info.kv_bytes_per_block,
             "row_invariant": info.row_invariant,
+            "sampling_defaults": defaults,
             "kernels": info.kernels,
             "modes": info.modes,
             "weights": info.weights,

@@ -105,6 +105,7 @@ def model_spec(config: EngineConfig) -> ModelSpec:
         native=config.native,
         batch_invariant=config.batch_invariant,
         swap_space_gib=config.swap_space_gib,
+        generation_config=config.generation_config,
     )
     return ModelSpec(settings)
 

@@ -36,6 +36,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How an engine is built; without arguments it serves the demo model on the CPU.
 
     `model` is a Hugging Face directory, a hub id, or "demo". `max_model_len` (tokens) defaults to the model's own.
+    With `generation_config` "auto" requests that say nothing else are sampled as the model's own folder wants it.
     A step computes at most `max_num_batched_tokens` tokens of at most `max_num_seqs` requests; a prompt is
     prefilled in chunks of `prefill_chunk_tokens`. The KV cache holds `num_kv_blocks` blocks of `block_size` tokens
     when `kv_cache_capacity_mode` is "fixed"; "auto" takes what `max_num_seqs` requests can use, within
@@ -60,6 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_model_name: str | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half", "fp16", "bf16", "float", "fp32"] = "auto"
+    generation_config: Literal["auto", "none"] = "auto"
     seed: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256

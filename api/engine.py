@@ -78,6 +78,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     kv_bytes_per_block: int = 0
     kernels: dict[str, str] = {}
+    sampling_defaults: dict[str, Any] = {}
     block_size: int = 16
     max_num_seqs: int = 256
     num_threads: int = 0
@@ -172,6 +173,7 @@ class Engine:
             weight_bytes=int(ready.facts.get("weight_bytes", 0)),
             kv_bytes_per_block=int(ready.facts.get("kv_bytes_per_block", 0)),
             kernels=dict(ready.facts.get("kernels", {})),
+            sampling_defaults=dict(ready.facts.get("sampling_defaults", {})),
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
             num_threads=int(ready.facts.get("num_threads", 0)),
@@ -236,7 +238,7 @@ class Engine:
     ) -> str:
         """Begin a request without waiting; returns its id, which is `request_id` if that is given and not in use.
 
-        Without `params` it samples with the defaults, for as many tokens as the context holds.
+        Without `params` it samples with the model's defaults, for as many tokens as the context holds.
         """
         if self._info is None:
             raise EngineClosed("the engine was not started")
@@ -246,7 +248,7 @@ class Engine:
         if request_id is not None:
             _check_name("request_id", request_id)
         _check_name("owner", owner)
-        params = params if params is not None else SamplingParams(max_tokens=None)
+        params = params if params is not None else SamplingParams(max_tokens=None, **self._info.sampling_defaults)
         params.check_vocabulary(self._info.vocab_size)
         if params.n > self.config.max_num_queued_reqs:
             limit = self.config.max_num_queued_reqs

@@ -150,7 +150,10 @@ class LLM:
     # ---- inside --------------------------------------------------------------------------------------------------
 
     def _answer(self, prompts: list[Any], sampling_params: Any, use_tqdm: bool, is_one: bool) -> list[RequestOutput]:
-        outputs = self._run(_generate_all(self._engine, prompts, _spread(sampling_params, len(prompts)), use_tqdm))
+        params = sampling_params
+        if params is None:
+            params = SamplingParams(**self._engine.model_info.sampling_defaults)
+        outputs = self._run(_generate_all(self._engine, prompts, _spread(params, len(prompts)), use_tqdm))
         errors = [output.error for output in outputs if output.error is not None]
         if is_one and errors:
             raise errors[0]
@@ -224,9 +227,7 @@ async def _generate_one(engine: Engine, prompt: Any, params: SamplingParams | No
     return output
 
 
-def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
-    if params is None:
-        return [SamplingParams()] * count
+def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams | None]:
     if isinstance(params, SamplingParams):
         return [params] * count
     must_be("sampling_params", params, Sequence, "SamplingParams, or one for each prompt")

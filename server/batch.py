@@ -61,7 +61,7 @@ class Batch:
             return Result(record, error_line(record, error), is_error=True)
 
     async def _generate(self, record: Record) -> Result:
-        request = parse(record, self._defaults)
+        request = parse(record, self._defaults, self._engine.model_info.sampling_defaults)
         params = request.params
         choices = [Choice() for _ in range(params.n)]
         tally = Tally(1, params.n)

@@ -9,6 +9,7 @@ An answer has the format of its record. Each carries the record's digest, by whi
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ import msgspec
 from novainfer import InvalidParameter, NovaInferError, SamplingParams, UnsupportedParameter
 from novainfer.server.decode import decode, explain
 from novainfer.server.errors import ErrorDetail, detail_of
-from novainfer.server.protocol import ChatCompletionRequest, CompletionRequest
+from novainfer.server.protocol import NOTHING, ChatCompletionRequest, CompletionRequest
 from novainfer.server.replies import (
     AssistantMessage,
     ChatChoice,
@@ -288,8 +289,8 @@ def _look(line: bytes) -> _Look:
         return _Look()
 
 
-def parse(record: Record, defaults: Defaults) -> Request:
-    """A record, checked; raises `CallerError` with the field."""
+def parse(record: Record, defaults: Defaults, sampling: Mapping[str, Any] = NOTHING) -> Request:
+    """A record, checked; `sampling` are the model's own defaults. Raises `CallerError` with the field."""
     look = _look(record.line)
     custom_id: str | None = None
     if look.is_openai:
@@ -321,7 +322,7 @@ def parse(record: Record, defaults: Defaults) -> Request:
     for name in defaults.__struct_fields__:
         if getattr(body, name) is None:
             setattr(body, name, getattr(defaults, name))
-    return Request(prompt, body.sampling_params(), body, [name for name in ignored if name != "id"], custom_id)
+    return Request(prompt, body.sampling_params(sampling), body, [name for name in ignored if name != "id"], custom_id)
 
 
 def _kind(look: _Look, line: bytes) -> str:

@@ -23,7 +23,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     body, ignored = decode(ChatCompletionRequest, exchange.body)
     exchange.ignored = header_value(ignored)
     service.check_model(body.model)
-    params = with_deadline(body.sampling_params(), request.headers)
+    params = with_deadline(body.sampling_params(service.ready_engine().model_info.sampling_defaults), request.headers)
     prompt = body.prompt()
     name = wanted_id(body.request_id, exchange.request_id)
     generation = Generation(service, "chatcmpl", name, [prompt], params, exchange.viewer.owner, exchange.client)

@@ -37,7 +37,15 @@ MODEL_SOURCES = {
 }
 # flag's parameter -> field of EngineConfig, where they differ in nothing but being passed on
 ENGINE_FIELDS = (
-    *("tokenizer", "served_model_name", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *(
+        "tokenizer",
+        "served_model_name",
+        "generation_config",
+        "seed",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    ),
     *("prefill_chunk_tokens", "block_size", "enable_prefix_caching", "kv_cache_capacity_mode", "num_kv_blocks"),
     *("kv_cache_memory_utilization", "max_num_queued_reqs", "max_num_queued_tokens", "num_threads", "native"),
     *("batch_invariant", "worker", "warm_spare", "max_restarts", "swap_space_gib", "stall_keep_s", "ladder_quiet_s"),
@@ -142,6 +150,13 @@ def _model_options() -> list[Callable[[Command], Command]]:
             help="float32, bfloat16 or float16 (also half, fp16, bf16, float, fp32); auto: as in the checkpoint.",
         ),
         flag(MODEL, "--max-model-len", type=int, help="Longest context in tokens. [default: the model's]"),
+        flag(
+            MODEL,
+            "--generation-config",
+            type=click.Choice(["auto", "none"]),
+            field="generation_config",
+            help="auto: requests that say nothing else are sampled as generation_config.json wants it.",
+        ),
         flag(MODEL, "--seed", type=int, help="Seeds of requests that bring none begin here. [default: by chance]"),
     ]
 

@@ -23,7 +23,7 @@ async def create_completion(service: Service, request: Request) -> Response | Ev
     body, ignored = decode(CompletionRequest, exchange.body)
     exchange.ignored = header_value(ignored)
     service.check_model(body.model)
-    params = with_deadline(body.sampling_params(), request.headers)
+    params = with_deadline(body.sampling_params(service.ready_engine().model_info.sampling_defaults), request.headers)
     prompts = body.prompts()
     echoes = body.echoes(prompts)
     name = wanted_id(body.request_id, exchange.request_id)

@@ -6,6 +6,8 @@ Types are strict ("9" is not a number). Every optional field may be null, as Ope
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -13,6 +15,7 @@ import msgspec
 from novainfer import Chat, InvalidParameter, SamplingParams, UnsupportedParameter
 from novainfer.fsm.params import DURATION_S_MAX
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chat fills the context
 MESSAGES_MAX = 10_000  # rendering takes some 5 us each
 PROMPTS_MAX = 2048  # OpenAI's limit for a list of inputs
@@ -122,10 +125,13 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     def continuous_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
-    def _sampling_params(self, *, max_tokens: int | None, max_tokens_field: str, **more: Any) -> SamplingParams:
+    def _sampling_params(
+        self, defaults: Mapping[str, Any], *, max_tokens: int | None, max_tokens_field: str, **more: Any
+    ) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
             raise InvalidParameter("stream_options needs stream: true", param="stream_options")
-        given = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
+        given = dict(defaults)
+        given |= {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         if self.timeout is not None:
             given["timeout_s"] = self.timeout
         if self.max_queue_ms is not None:
@@ -185,12 +191,13 @@ class ChatCompletionRequest(CommonRequest, kw_only=True):
             template_kwargs=self.chat_template_kwargs or {},
         )
 
-    def sampling_params(self) -> SamplingParams:
-        """The sampling fields; raises `InvalidParameter` with the field's name in this body."""
+    def sampling_params(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
+        """The sampling fields, those of `defaults` where it sets none; raises `InvalidParameter` naming the field."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParameter("top_logprobs needs logprobs: true", param="top_logprobs")
         newer = self.max_completion_tokens is not None
         return self._sampling_params(
+            defaults,
             max_tokens=self.max_completion_tokens if newer else self.max_tokens,
             max_tokens_field="max_completion_tokens" if newer else "max_tokens",
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
@@ -227,8 +234,8 @@ class CompletionRequest(CommonRequest, kw_only=True):
             prompts.append(item if isinstance(item, str) else _token_prompt(item, f"prompt[{i}]"))
         return prompts
 
-    def sampling_params(self) -> SamplingParams:
-        """The sampling fields; raises `InvalidParameter` with the field's name in this body."""
+    def sampling_params(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
+        """The sampling fields, those of `defaults` where it sets none; raises `InvalidParameter` naming the field."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise UnsupportedParameter("best_of other than n is not supported", param="best_of")
         if self.echo and self.logprobs is not None:
@@ -236,6 +243,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
                 "echo together with logprobs is not supported: leave one of them out", param="echo"
             )
         return self._sampling_params(
+            defaults,
             max_tokens=COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
             max_tokens_field="max_tokens",
             logprobs=self.logprobs,

@@ -41,6 +41,7 @@ class FakeModelInfo(msgspec.Struct, frozen=True):
     name: str = "fake"
     max_model_len: int = 64
     created: int = 1_700_000_000
+    sampling_defaults: dict[str, Any] = {}
     num_kv_blocks: int = 100
     block_size: int = 16
     max_num_seqs: int = 8
