@@ -57,7 +57,7 @@ LAYOUT: Layout = "actors"
 
 
 class Recorder:
-    """Records one engine. `folder` is where files go that nobody named; without one, faults write none.
+    """Records one engine. `folder` is where files without a name of their own go; without it, faults write none.
 
     All methods but the `async` ones are cheap, and called on the loop between two messages. One that is not
     `is_enabled` records nothing.

@@ -364,7 +364,7 @@ class Engine:
         return self._system.overview.actors()
 
     def kv(self) -> KvRecord | None:
-        """KV blocks by the state of whoever owns them; None before the KV cache is there."""
+        """KV blocks by the state of their owners; None before the KV cache is there."""
         return self._system.inspector.kv()
 
     def steps(self, last: int = 100) -> list[StepRecord]:
@@ -376,9 +376,9 @@ class Engine:
         return self._system.incidents.records(owner)
 
     def events(self, owner: str | None = None, *, limit: int = FEED_EVENTS_MAX) -> Subscription:
-        """Transitions and incidents from now on, in batches; who is more than `limit` events behind loses the oldest.
+        """Transitions and incidents from now on, in batches; a listener more than `limit` behind loses the oldest.
 
-        Use it in `with`: as long as somebody listens, each transition costs a few microseconds.
+        Use it in `with`: while there is a listener, each transition costs a few microseconds.
         """
         return self._system.inspector.subscribe(owner, limit=limit)
 
@@ -433,7 +433,7 @@ class Engine:
         return None
 
     def _leave(self, request_id: str) -> None:
-        """The reader goes: nobody will ask for the rest."""
+        """The reader goes: the rest will not be read."""
         handle = self._handles.pop(request_id, None)
         if handle is not None and not handle.is_over:
             self._system.abandon(handle.stream_id)
@@ -446,7 +446,7 @@ def _check_name(name: str, value: Any) -> None:
 
 
 def error_of(end: End, retry_after_s: float) -> NovaInferError:
-    """The exception for a bad end; who waited too long is told to come back in `retry_after_s`."""
+    """The exception for a bad end; after too long a wait it says to come back in `retry_after_s`."""
     if end.cause is Cause.QUEUE:
         message = "the queue stayed full for as long as the request was willing to wait"
         return EngineOverloaded(f"{message}: try again in {retry_after_s:.1f} s", retry_after_s=retry_after_s)

@@ -1,6 +1,6 @@
 """The flight recorder from outside: `POST /v1/recorder/dump`, SIGUSR2, and the folder that its files go to.
 
-Only a server does this: a library installs no signal handlers, and writes no file that nobody asked for.
+Only a server does this: a library installs no signal handlers, and writes a file only when it is told to.
 """
 
 from __future__ import annotations

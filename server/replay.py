@@ -32,7 +32,7 @@ class Unreadable(click.ClickException):
 @click.option(
     "--to-test", type=click.Path(dir_okay=False, path_type=Path), help="Write the incident as a pytest file, and stop."
 )
-@click.option("--check", is_flag=True, help="Check after each message who owns which block; slower.")
+@click.option("--check", is_flag=True, help="Check the owner of each KV block after each message; slower.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 def replay_command(file: Path, to_test: Path | None, check: bool, as_json: bool) -> None:
     """Run FILE, which the flight recorder has written, again: without model, device or GPU.
@@ -71,7 +71,7 @@ def _read(file: Path) -> bytes:
 
 
 def _printable(text: str) -> str:
-    """`text`, which may come from anybody, without what a terminal would obey."""
+    """`text` from outside, without what a terminal would obey."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
@@ -201,7 +201,7 @@ def _write_test(path: Path, file: Path, image: Image, about: About, found: Repla
 
 
 def _in_docstring(text: str) -> str:
-    """`text`, which may come from anybody, as part of a docstring."""
+    """`text` from outside, as part of a docstring."""
     return re.sub(r'[\\"]+', " ", _printable(text))
 
 

@@ -49,7 +49,7 @@ def simulate(
 ) -> None:
     """Run the scheduler, engine, worker and streams with a simulated device, clients, time and faults.
 
-    Every seed is a world of its own, and gives the same trace each time. Checked after every event: who owns which
+    Every seed is a world of its own, and gives the same trace each time. Checked after every event: the owner of each
     block, that every token and text is the right one, that every stream ends exactly once, that no wake-up is lost.
     """
     if exhaustive and mutants:
@@ -193,7 +193,7 @@ def _hunt_all(jobs: int) -> dict[str, Any]:
         click.echo(f"{'found' if one.found else 'SURVIVED'}: {one.name} ({one.how}, {seconds:.1f} s)")
     survivors = [one.name for one in hunts if not one.found]
     for name in survivors:
-        click.echo(f"{name} survives: {SURVIVORS.get(name, 'and nobody knows why')}")
+        click.echo(f"{name} survives: {SURVIVORS.get(name, 'without an argument')}")
     click.echo(f"{len(hunts)} bugs planted, {len(hunts) - len(survivors)} found")
     return {
         "is_well": set(survivors) <= set(SURVIVORS),
