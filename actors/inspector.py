@@ -95,7 +95,7 @@ class Inspector:
         self._clock = clock
         self._epoch_s = time.time() - clock()  # turns the clock into the time of day
         self._notes: dict[int, _Note] = {}  # by stream, in order of arrival
-        self._last_ended = (-1, "", "")  # stream id, request id, owner
+        self._whose: dict[int, tuple[str, str]] = {}  # request id and owner of the streams that ended last
         self._ended: deque[tuple[str, RequestRecord]] = deque(maxlen=ENDED_REQUESTS_MAX)  # with its owner
         self._scheduler: Scheduler | None = None
         self.feed = Feed(self._on_listened)
@@ -149,7 +149,9 @@ class Inspector:
             note.num_live -= 1
             if not note.num_live:
                 self._notes.pop(request.stream_id, None)
-                self._last_ended = request.stream_id, note.id, note.owner
+                self._whose[request.stream_id] = note.id, note.owner
+                if len(self._whose) > ENDED_REQUESTS_MAX:
+                    del self._whose[next(iter(self._whose))]
                 self._ended.append((note.owner, self._record(note, {}, now_s)))
                 note.requests.clear()
 
@@ -170,9 +172,7 @@ class Inspector:
         note = self._notes.get(stream_id)
         if note is not None:
             return note.id, note.owner
-        # The incident that ends a request is told of after its end.
-        last_id, name, owner = self._last_ended
-        return (name, owner) if last_id == stream_id else None
+        return self._whose.get(stream_id)  # the incident that ends a request is told of after its end
 
     # ---- questions -----------------------------------------------------------------------------------------------
 

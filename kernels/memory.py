@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import math
 import mmap
 import os
@@ -95,9 +96,11 @@ def use_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator said no: Python's, CUDA's, or one of torch's (a RuntimeError that its text tells)."""
+    """Whether an allocator said no: Python's, the system's, CUDA's, or one of torch's (that its text tells)."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 

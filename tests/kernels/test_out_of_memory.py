@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from checkpoints import Shape, save_checkpoint
 
 from novainfer.kernels.cpu import native
+from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.errors import KernelUnavailableError
 from novainfer.kernels.memory import is_out_of_memory, lazy_zeros
 
@@ -107,6 +109,10 @@ def test_every_allocator_is_known_by_its_error() -> None:
     with pytest.raises(MemoryError) as maps:
         lazy_zeros((absurd,), torch.uint8, torch.device("cpu"))
     assert is_out_of_memory(maps.value)
+    with pytest.raises(MemoryError, match="cannot be mapped") as huge:
+        huge_zeros(absurd)
+    assert is_out_of_memory(huge.value)
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
@@ -115,6 +121,7 @@ def test_every_allocator_is_known_by_its_error() -> None:
         RuntimeError("CUDA error: an illegal memory access"),
         ValueError("cannot allocate memory"),
         OSError(),
+        OSError(errno.EIO, "Input/output error"),
     ):
         assert not is_out_of_memory(other)
 
@@ -122,6 +129,8 @@ def test_every_allocator_is_known_by_its_error() -> None:
 def test_what_the_library_cannot_throw_comes_as_a_number() -> None:
     with pytest.raises(MemoryError, match="strlen ran out of memory"):
         native._check(1, _Function(), ())
+    with pytest.raises(IndexError, match="strlen was given a number out of range"):
+        native._check(3, _Function(), ())
     with pytest.raises(RuntimeError, match="strlen failed"):
         native._check(2, _Function(), ())
     native._check(0, _Function(), ())

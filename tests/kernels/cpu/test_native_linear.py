@@ -115,3 +115,10 @@ def test_numbers_too_small_to_be_normal_count_as_zero_inside_on_every_thread(
     assert torch.equal(linear.rows(torch.arange(2048)), tiny)
     assert (tiny[0].float() * 2 == tiny[0].float() + tiny[0].float()).all()
     assert (tiny[0].float() * 2).all()  # outside they are what they were
+
+
+def test_rows_that_are_not_there_are_refused() -> None:
+    linear, _, _ = random_linear(33, 16, torch.float32)
+    for wrong in (-1, 33, 10**6, -(2**40)):
+        with pytest.raises(IndexError, match="out of range"):
+            linear.rows(torch.tensor([0, wrong]))
