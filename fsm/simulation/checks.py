@@ -371,6 +371,8 @@ class Checks:
 
     def quiet(self) -> None:
         """What holds while everybody waits for time to pass, or for clients: nobody waits for nothing."""
+        if self.world.processes is not None:
+            self.world.processes.check_rest()
         world = self.world
         if world.engine.state is not EngineState.IDLE:
             return

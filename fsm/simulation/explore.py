@@ -165,7 +165,9 @@ def moves(world: World, small: SmallWorld) -> list[Move]:
 
 def _of_processes(processes: Processes, budget: dict[str, int], *, is_at_rest: bool) -> list[Move]:
     """What may happen to the processes of a world, beside what they do."""
-    found: list[Move] = [(kind,) for kind in ("die_spare", "die_both") if budget.get(kind) and processes.spare >= 0]
+    found: list[Move] = [
+        (kind,) for kind in ("die_spare", "die_both", "freeze_spare") if budget.get(kind) and processes.spare >= 0
+    ]
     if budget.get("spare_overdue") and processes.spare >= 0:
         found.append(("spare_overdue",))
     if budget.get("fail_spare_job"):

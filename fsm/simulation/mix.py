@@ -12,7 +12,7 @@ from novainfer.fsm.simulation.shape import Shape
 # Per step or job: what a device does with it. Per event: what happens beside it.
 PER_JOB = ("oom", "exception", "unlaunched", "hang", "job")
 PER_EVENT = {"cancel": 8, "duplicate": 4, "early": 32, "jump": 512, "die": 64, "overdue": 64}
-PER_EVENT |= {"die_spare": 64, "die_both": 128, "freeze_spare": 128, "echo": 32}  # so many times rarer
+PER_EVENT |= {"die_spare": 32, "die_both": 64, "freeze_spare": 64, "echo": 32}  # so many times rarer
 FAULTS = (*PER_JOB, *PER_EVENT, "stall", "timeout", "encode", "poison")
 STOPS = ["a", "ab", "bca", "c ", "\u00e9", "c\u20ac", "\U0001f600", "<sep>", "\ufffd"]
 PROMPT_TOKENS = range(1, POISONS[0])
@@ -32,6 +32,7 @@ class Mix:
         self.rates = {name: 10 ** rng.uniform(-3, -0.3) if rng.random() < 0.4 else 0.0 for name in FAULTS}
         if not self.shape.max_restarts and rng.random() < 0.8:  # such a world ends with the first of these
             self.rates |= dict.fromkeys(("hang", "die", "overdue", "poison"), 0.0)
+        self.is_watched = rng.random() < 0.4  # a watch finds what hangs; else somebody says so, at any time
         self.come_up_fails = rng.random() < 0.02
         self.spite = rng.choice([0.0, 0.0, 0.1, 0.5])  # how often requests are cancelled in a step that will fail
         self.is_brisk = rng.random() < 0.3  # readers take each token as it comes

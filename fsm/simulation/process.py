@@ -122,6 +122,8 @@ class Processes:
         self.is_told_to_stop = False  # the link is about to be stopped
         self._current = -1  # the worker's process
         self._spare_deaths: list[float] = []
+        self._spent_for = -2  # the worker's process that gets no spare any more
+        self._has_none_started = False  # the system has refused to start a spare
 
     # ---- the roster's shell --------------------------------------------------------------------------------------
 
@@ -180,6 +182,8 @@ class Processes:
 
     def _do(self, job: Any) -> None:
         if isinstance(job, Open):
+            if job.serial != self._current == self._spent_for:
+                raise Violation("another spare is started, and too many were lost")
             self.all[job.serial] = Real(job.serial, was_worker=job.serial == self._current)
             self._enqueue(job.serial, job)
         elif isinstance(job, Find):
@@ -255,6 +259,7 @@ class Processes:
         real = self.all[serial]
         if fails:
             del self.all[serial]
+            self._has_none_started |= serial != self._current
             self.probed = [other for other in self.probed if other != serial]
             self.handle(StartFailed(serial, "injected", self.world.now_s))
             return
@@ -405,6 +410,8 @@ class Processes:
         is_lost = is_gone and not isinstance(event, Stop | Kill)
         if is_lost and not isinstance(event, StartFailed):
             self._spare_deaths.append(self.world.now_s)
+            if self._are_too_many_lost():
+                self._spent_for = self._current
         has_failed = spare is not None and isinstance(event, Answered) and isinstance(event.answer, JobFailed)
         has_failed = has_failed and was_ahead and spare is not None and event.serial == spare.serial
         said = sum(isinstance(effect, Send) and isinstance(effect.event, Incident) for effect in effects)
@@ -431,10 +438,12 @@ class Processes:
         real = self.all[roster.worker.serial]
         if "Warm" not in real.done or self.world.jobs or roster.spare is not None:
             return
-        last = self._spare_deaths[-SPARE_DEATHS_MAX:]
-        is_spent = len(last) == SPARE_DEATHS_MAX and last[-1] - last[0] < SPARE_WINDOW_S
-        if not is_spent and not self.world.counts["Open of a spare failed"]:
+        if not self._are_too_many_lost() and not self._has_none_started:
             raise Violation("the worker is warm, and nobody stands by")
+
+    def _are_too_many_lost(self) -> bool:
+        last = self._spare_deaths[-SPARE_DEATHS_MAX:]
+        return len(last) == SPARE_DEATHS_MAX and last[-1] - last[0] < SPARE_WINDOW_S
 
     def check_end(self) -> None:
         """At the end of a world that was stopped: nobody is left."""

@@ -245,7 +245,19 @@ SMALL_WORLDS = [
         name="a spare that only loads, and a stop",
         shape=_shape(2, 1, 1, processes=True, warm_spare=True, kv_is_lazy=False),
         clients=[],
-        budget={"overdue": 1, "fail_job": 1, "stop": 1, "give_up": 1, "fail_spare_job": 1},
+        budget={"overdue": 1, "fail_job": 2, "stop": 1, "give_up": 1},
+    ),
+    SmallWorld(
+        name="a worker that is lost again after its spare has taken over",
+        shape=_shape(2, 1, 1, processes=True, warm_spare=True, shows_death=False, max_restarts=3),
+        clients=[],
+        budget={"die_both": 1, "overdue": 1, "fail_job": 1},
+    ),
+    SmallWorld(
+        name="a spare that is frozen when it is needed",
+        shape=_shape(2, 1, 1, processes=True, warm_spare=True),
+        clients=[],
+        budget={"overdue": 1, "freeze_spare": 1},
     ),
     SmallWorld(
         name="the ladder, down and up",

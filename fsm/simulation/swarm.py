@@ -15,10 +15,12 @@ from typing import Any
 import msgspec
 
 from novainfer.fsm.events import Cause, Close, Fault, Fit, JobDone, Load, Reclaim, Run, Spawn, Switch, Warm
+from novainfer.fsm.health import PERIOD_S
 from novainfer.fsm.roster import Find, Open
 from novainfer.fsm.simulation import faults
 from novainfer.fsm.simulation.clock import Clock
 from novainfer.fsm.simulation.device import POISON_HANG
+from novainfer.fsm.simulation.health import DEADLINE_S, Hang, Observer
 from novainfer.fsm.simulation.mix import PER_EVENT, Mix
 from novainfer.fsm.simulation.moves import MOVES, Move, is_possible
 from novainfer.fsm.simulation.world import TO_WORKER, Timer, World
@@ -37,6 +39,9 @@ JOB_S: dict[type, float] = {
     Close: 0.1,
 }
 STEP_TOKENS = 32  # a step of so many tokens takes twice as long as an empty one
+HANG_ODDS: dict[type, float] = {Load: 0.15, Fit: 0.05, Warm: 0.05}  # where steps hang; of all others below
+HANG_ODDS_ELSE = 0.2
+SLOW_LOAD_S, SIGN_S = 600.0, 100.0  # a load may take so long, and says so often that it gets on
 HANG_S = (0.5, 60.0)  # after which the watchdog says so, by missed heartbeats or by the deadline of a step
 JUMP_S = (10.0, 3600.0)  # for how long a machine sleeps
 
@@ -179,6 +184,8 @@ class Seed:
         self._job += 1
         self._is_hung = False
         if not isinstance(job, Run):
+            if self._hangs_in(job):
+                return
             self._after(JOB_S[type(job)] * self.mix.jobs_s * rng.random(), self._finish, self._job)
             return
         fate = self._fate(job)
@@ -188,11 +195,56 @@ class Seed:
             self._spoil_sport()
         if fate == "hang":
             self._is_hung = True
-            self._after(rng.choice(HANG_S), self._overdue, self._job)
+            if self.mix.is_watched and not self.world.is_stopped:
+                self._observe(Hang("worker", Run, rng.random() < 0.3, is_cold=False))
+            else:
+                self._after(rng.choice(HANG_S), self._overdue, self._job)
             return
         num_tokens = len(job.plan.input_ids)
         duration_s = self.mix.step_s * (1 + num_tokens / STEP_TOKENS) * (0.5 + rng.random())
         self._after(duration_s, self._finish, self._job, fate)
+
+    def _hangs_in(self, job: Any) -> bool:
+        """Whether a job that is no step never ends, or takes hours: where there is a watch to notice it."""
+        kind, draw = type(job), self.rng.random
+        may_hang = self.mix.is_watched and self._rates["hang"] and kind in DEADLINE_S and not self.world.is_stopped
+        if not may_hang or draw() >= HANG_ODDS.get(kind, HANG_ODDS_ELSE):
+            return False
+        if self.world.worker.epoch == 0 and kind in (Load, Fit, Warm) and not self.mix.come_up_fails:
+            return False
+        self.world.counts[f"{kind.__name__} hangs"] += 1
+        is_cold = kind in (Load, Fit, Warm)
+        if kind is Load and draw() < 0.3:
+            self._observe(Hang("worker", kind, is_silent=False, is_cold=True, seconds_per_sign=SIGN_S))
+            self._after(SLOW_LOAD_S * draw(), self._finish, self._job)
+        else:
+            self._is_hung = True
+            self._observe(Hang("worker", kind, draw() < 0.3, is_cold))
+        return True
+
+    def _observe(self, hang: Hang) -> None:
+        self._look(Observer(self.world, hang), hang, self._job if hang.actor == "worker" else self._spare())
+
+    def _spare(self) -> int:
+        return self.world.processes.spare if self.world.processes is not None else -1
+
+    def _look(self, observer: Observer, hang: Hang, number: int) -> None:
+        """Look again and again, until it is noticed, or is over for another reason."""
+        world, is_workers = self.world, hang.actor == "worker"
+        while number == (self._job if is_workers else self._spare()) and (world.jobs or not is_workers):
+            if world.is_stopped:
+                if is_workers:
+                    self._overdue(number)
+                return
+            if observer.look():
+                self._make("overdue" if is_workers else "spare_overdue")
+                if is_workers:
+                    self._after(1.0, self._overdue, number)
+                return
+            if world.busy or self.clock.is_due(world.now_s + PERIOD_S):
+                self._after(PERIOD_S, self._look, observer, hang, number)
+                return
+            world.now_s += PERIOD_S
 
     def _fate(self, job: Run) -> str | Fault:
         """What becomes of a step."""
@@ -364,7 +416,11 @@ class Seed:
     def _do_freeze_spare(self) -> None:
         if self.world.processes is not None and self.world.processes.spare >= 0:
             self._make("freeze_spare")
-            self._after(self.rng.random() * 10, self._spare_overdue)
+            real = self.world.processes.all[self.world.processes.spare]
+            if self.mix.is_watched and real.is_frozen:
+                self._observe(Hang("spare", Load, is_silent=True, is_cold="Warm" not in real.done))
+            else:
+                self._after(self.rng.random() * 10, self._spare_overdue)
 
     def _spare_overdue(self) -> None:
         world = self.world

@@ -1,0 +1,83 @@
+"""The watch of `novainfer.fsm.health`, in a world: a process that hangs, in any job, is noticed in time, and no other.
+
+A hang is watched from its beginning until it is told, in looks as far apart as a server's. What its deadline is stands
+here once more, in words of its own: which job, whether the process still beats, whether it gets on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from novainfer.fsm.events import Fit, Load, Reclaim, Run, Switch, Warm
+from novainfer.fsm.health import PERIOD_S, Sighting, Watch
+from novainfer.fsm.simulation.oracle import Violation
+
+if TYPE_CHECKING:
+    from novainfer.fsm.simulation.world import World
+
+STEP_TIMEOUT_S, HEARTBEAT_S = 60.0, 5.0
+# How long each job of a process that beats may take without a sign that it gets on, in seconds.
+DEADLINE_S: dict[type, float] = {Load: 120.0, Fit: 600.0, Warm: 600.0, Switch: 300.0, Reclaim: 30.0, Run: 60.0}
+SPARE_DEADLINE_S = 600.0
+COLD_SILENCE_S = 60.0  # more is borne of a process that is not warm yet
+SLACK_S = 3.0  # looks that come late count for more than they should, and the first one for nothing
+
+
+class Hang(msgspec.Struct):
+    """A process that does not answer any more: whose, in which job, since when, and whether it still beats."""
+
+    actor: str
+    job: type
+    is_silent: bool
+    is_cold: bool
+    seconds_per_sign: float = 0.0  # it is slow, and no hang at all: so often it shows that it gets on
+
+    @property
+    def deadline_s(self) -> float:
+        """After which it must have been noticed."""
+        if self.is_silent:
+            return HEARTBEAT_S + (COLD_SILENCE_S if self.is_cold else 0.0)
+        return SPARE_DEADLINE_S if self.actor == "spare" else DEADLINE_S[self.job]
+
+
+class Observer:
+    """Watches one hang of `world`, from now on."""
+
+    def __init__(self, world: World, hang: Hang) -> None:
+        self._world = world
+        self._watch = Watch(STEP_TIMEOUT_S)
+        self._hang = hang
+        self._since_s = world.now_s
+        self._watched_s = 0.0
+        self._state: Any = None
+        self._entered_s = world.now_s
+
+    def look(self) -> bool:
+        """One look, `PERIOD_S` after the last; True when the hang has been noticed."""
+        hang, world = self._hang, self._world
+        verdict = self._watch.look(world.now_s, [self._sighting()])
+        late = [late for late in verdict.late if late.actor == hang.actor]
+        if late and hang.seconds_per_sign:
+            raise Violation(f"{late[0].sentence()}, and it gets on")
+        if late and self._watched_s < hang.deadline_s - SLACK_S:
+            raise Violation(f"{hang} is called late after {self._watched_s:.1f} s")
+        if not late and not hang.seconds_per_sign and self._watched_s > hang.deadline_s + SLACK_S:
+            raise Violation(f"{hang} has lasted for {self._watched_s:.1f} s, and was not noticed")
+        self._watched_s += PERIOD_S
+        return bool(late)
+
+    def _sighting(self) -> Sighting:
+        hang, world, now_s = self._hang, self._world, self._world.now_s
+        roster = world.processes.roster if world.processes is not None else None
+        spare = roster.spare if roster is not None else None
+        state = spare.state if hang.actor == "spare" and spare is not None else world.worker.state
+        if state is not self._state:
+            self._state, self._entered_s = state, now_s
+        silent_s = 0.0
+        if hang.is_silent:
+            silent_s = max(0.0, now_s - self._since_s - (COLD_SILENCE_S if hang.is_cold else 0.0))
+        every_s = hang.seconds_per_sign
+        signs = int((now_s - self._since_s) / every_s) if every_s else 0
+        return Sighting(hang.actor, state, self._entered_s, None, silent_s, HEARTBEAT_S, signs)
