@@ -225,9 +225,12 @@ class _Lane:
         batch: list[Encode] = []
         left = BATCH_BYTES
         for job, num_bytes in self._waiting.values():
-            if batch and (num_bytes > left or len(batch) == self._batch_max):
+            is_chat = isinstance(job.prompt, Chat)  # rendered alone: each may take its template's whole time
+            if batch and (is_chat or num_bytes > left or len(batch) == self._batch_max):
                 break
             batch.append(job)
+            if is_chat:
+                break
             left -= num_bytes
         for job in batch:
             del self._waiting[job.stream_id]

@@ -72,6 +72,20 @@ async def test_large_prompts_are_tokenised_one_at_a_time_and_small_ones_in_bound
     assert [len(batch) for batch in tokenizer.batches if size_of(batch[0]) > LARGE_BYTES] == [1, 1, 1]
 
 
+async def test_each_chat_is_a_batch_of_its_own() -> None:
+    """Sixty-four templates that run into their limit of 2 s would else be one silence of two minutes."""
+    tokenizer = Gated(holds=0)
+    chat = Chat(messages=[{"role": "user", "content": "hi"}])
+    async with running(device(), tokenizer=tokenizer) as system:
+        first = ask(system, "first", params(1))
+        await eventually(lambda: len(tokenizer.batches) == 1)
+        handles = [ask(system, prompt, params(1)) for prompt in ("a", "b", chat, chat, "c", "d")]
+        tokenizer.let(10)
+        for handle in (first, *handles):
+            assert (await read_all(handle)).is_well
+    assert tokenizer.batches == [["first"], ["a", "b"], [chat], [chat], ["c", "d"]]
+
+
 async def test_a_cancelled_prompt_is_dropped_when_its_credits_come_back() -> None:
     """The queue's limit bounds what waits, however fast clients come and go."""
     tokenizer = Gated()
