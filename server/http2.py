@@ -57,14 +57,6 @@ WINDOW_BYTES = 1024 * 1024  # what a client may send before the app has read: Go
 # httpcore starve: each window update that it waits for costs it a turn in a line of all its streams.
 READ_BYTES = 1024  # taken in one turn of the loop: some thirty requests or sixty PINGs, 1 to 3 ms
 CONTROL_BYTES_MAX = 1024 * 1024  # answers to PINGs and such that wait for a client to read: 60,000 of them
-IDLE_EVENTS = (
-    h2.events.PingReceived,
-    h2.events.PriorityUpdated,
-    h2.events.RemoteSettingsChanged,
-    h2.events.WindowUpdated,
-    h2.events.UnknownFrameReceived,
-    h2.events.DataReceived,  # without data
-)
 
 
 class Http2(H2Protocol):
@@ -83,18 +75,7 @@ class Http2(H2Protocol):
         send: Callable[[Event], Awaitable[None]],
     ) -> None:
         super().__init__(app, config, context, task_group, connection_state, ssl, client, server, send)
-        self.connection = h2.connection.H2Connection(
-            config=h2.config.H2Configuration(client_side=False, header_encoding=None)
-        )
-        self.connection.DEFAULT_MAX_INBOUND_FRAME_SIZE = config.h2_max_inbound_frame_size
-        self.connection.local_settings = Settings(
-            client=False,
-            initial_values={
-                SettingCodes.MAX_CONCURRENT_STREAMS: config.h2_max_concurrent_streams,
-                SettingCodes.MAX_HEADER_LIST_SIZE: config.h2_max_header_list_size,
-                SettingCodes.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
-            },
-        )
+        self.connection = make_connection(config)
         self._open: dict[int, Stream] = {}
         self._ready: dict[int, None] = {}  # streams with something to send and no reason not to, in turn
         self._wake_sender = asyncio.Event()
@@ -137,26 +118,17 @@ class Http2(H2Protocol):
         except h2.exceptions.ProtocolError:
             await self._end()
             return
-        num_requests = num_idle_events = body_bytes = 0
         reset = {event.stream_id for event in events if isinstance(event, h2.events.StreamReset)}
         for event in events:
-            if isinstance(event, h2.events.DataReceived) and event.data:
-                body_bytes += event.flow_controlled_length or 0
-            elif isinstance(event, h2.events.RequestReceived):
-                num_requests += 1
-                if event.stream_id in reset:
-                    continue  # its client has gone already
-            elif isinstance(event, IDLE_EVENTS):
-                num_idle_events += 1
+            if isinstance(event, h2.events.RequestReceived) and event.stream_id in reset:
+                continue  # its client has gone already
             if isinstance(event, h2.events.StreamReset) and not self._allowance.reset():
                 await self._end(ErrorCodes.ENHANCE_YOUR_CALM)
             if self.closed:
                 return
             await self._handle_event(event)
         self._open_connection_window()
-        is_fair = self._allowance.received(
-            len(data), body_bytes=body_bytes, num_requests=num_requests, num_idle_events=num_idle_events
-        )
+        is_fair = self._allowance.received(len(data), events)
         if (code := self._excess() if is_fair else ErrorCodes.ENHANCE_YOUR_CALM) is not None:
             await self._end(code)
             return
@@ -436,6 +408,21 @@ class Http2(H2Protocol):
             await self._forget(stream_id)
         self._wake_sender.set()
         end_idle_timer(self.send)
+
+
+def make_connection(config: Config) -> h2.connection.H2Connection:
+    """A server's end of HTTP/2, with the limits of `config`."""
+    connection = h2.connection.H2Connection(config=h2.config.H2Configuration(client_side=False, header_encoding=None))
+    connection.DEFAULT_MAX_INBOUND_FRAME_SIZE = config.h2_max_inbound_frame_size
+    connection.local_settings = Settings(
+        client=False,
+        initial_values={
+            SettingCodes.MAX_CONCURRENT_STREAMS: config.h2_max_concurrent_streams,
+            SettingCodes.MAX_HEADER_LIST_SIZE: config.h2_max_header_list_size,
+            SettingCodes.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
+        },
+    )
+    return connection
 
 
 def install() -> None:

@@ -7,7 +7,9 @@ that have ended, and requests that are reset again ("rapid reset").
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import h2.events
 
 OVERHEAD_BYTES_MAX = 2 * 1024 * 1024  # at once: above a body's rest that was on its way when its stream was refused
 OVERHEAD_BYTES_PER_S = 32 * 1024
@@ -15,6 +17,14 @@ FRAME_COST_BYTES = 256  # of an event that asks for nothing, beside its bytes: a
 REQUEST_BYTES = 16 * 1024  # given back with each request: the headers that it may bring
 WINDOW_UPDATES_PER_FRAME = 8  # given back with each frame of DATA that is sent; Envoy allows 10
 RESETS_PER_S = 33.0  # nghttp2's figure
+IDLE_EVENTS = (
+    h2.events.PingReceived,
+    h2.events.PriorityUpdated,
+    h2.events.RemoteSettingsChanged,
+    h2.events.WindowUpdated,
+    h2.events.UnknownFrameReceived,
+    h2.events.DataReceived,  # without data
+)
 
 
 class Allowance:
@@ -49,9 +59,17 @@ class ClientAllowance:
         self._overhead = Allowance(OVERHEAD_BYTES_MAX, OVERHEAD_BYTES_PER_S, clock)
         self._resets = Allowance(2 * num_streams_max, RESETS_PER_S, clock)  # all that may be open, twice at once
 
-    def received(self, num_bytes: int, *, body_bytes: int, num_requests: int, num_idle_events: int) -> bool:
+    def received(self, num_bytes: int, events: Iterable[h2.events.Event]) -> bool:
         """Note what came in one go; False when the client has asked for too much work that leads to nothing."""
-        is_enough = self._overhead.spend(num_bytes + num_idle_events * FRAME_COST_BYTES)
+        num_requests = num_idle = body_bytes = 0
+        for event in events:
+            if isinstance(event, h2.events.DataReceived) and event.data:
+                body_bytes += event.flow_controlled_length or 0
+            elif isinstance(event, h2.events.RequestReceived):
+                num_requests += 1
+            elif isinstance(event, IDLE_EVENTS):
+                num_idle += 1
+        is_enough = self._overhead.spend(num_bytes + num_idle * FRAME_COST_BYTES)
         self._overhead.give(body_bytes + num_requests * REQUEST_BYTES)  # a frame is known when its last byte is here
         return is_enough
 
