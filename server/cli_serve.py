@@ -72,7 +72,8 @@ _PATH = click.Path(exists=True, dir_okay=False, path_type=Path)
     HTTP,
     "--max-client-reqs",
     type=int,
-    help="Live choices of one client: a key, or an address. [default: with API keys, half of what may run and wait]",
+    help="Live choices of one client: a key, or an address. [default: with API keys, half of what may run and wait, "
+    "and while other keys are here, an equal share of --max-num-seqs]",
 )
 @flag(
     HTTP,
@@ -89,6 +90,7 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
 
     folder = usable_default() if options["recorder_dir"] is None else None
     config = engine_config(ctx, options, worker="process", recorder_dir=folder)
+    client_reqs, client_slots = _client_limits(options, config)
     settings = ServerSettings(
         host=options["host"],
         port=options["port"],
@@ -103,8 +105,9 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
         stall_timeout_s=config.stall_timeout_s,
         body_bytes=options["max_body_bytes"],
         http2_max_concurrent_streams=options["http2_max_concurrent_streams"],
-        max_client_reqs=_client_reqs(options, config),
+        max_client_reqs=client_reqs,
         max_client_unread=options["max_client_unread"],
+        client_slots=client_slots,
     )
     set_up_logging(options, access_log=settings.access_log)
     if config.recorder and config.recorder_dir is None:
@@ -112,12 +115,12 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
     return run_server(settings, lambda: make_engine(config))
 
 
-def _client_reqs(options: dict[str, Any], config: EngineConfig) -> int | None:
-    """With keys there are several clients: one of them must not fill the queue for the others."""
+def _client_limits(options: dict[str, Any], config: EngineConfig) -> tuple[int | None, int | None]:
+    """With keys there are several clients: one of them must fill neither the queue nor the slots for the others."""
     given: int | None = options["max_client_reqs"]
     if given is None and options["api_keys"]:
-        return (config.max_num_seqs + config.max_num_queued_reqs) // 2 or 1
-    return given
+        return (config.max_num_seqs + config.max_num_queued_reqs) // 2 or 1, config.max_num_seqs
+    return given, None
 
 
 def make_engine(config: EngineConfig) -> ServedEngine:

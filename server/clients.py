@@ -7,21 +7,28 @@ them, not for each stream: a thousand streams of one client are one client's doi
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from novainfer.server.errors import TooManyRequests
 from novainfer.server.settings import ServerSettings
 
+RECENT_S = 60.0  # for which a client counts as one that is here, after its last request
+SHARES_MAX = 8  # into which slots are divided: with more clients, the queue is what is fair
 UNREAD_AFTER_S = 10.0  # that an answer waits for its client: less is a network, more is a client that does not read
 
 
 class Clients:
     """The account of all clients; an entry is there only while it is not zero."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._requests_max = settings.max_client_reqs
+        self._slots = settings.client_slots
+        self._clock = clock
+        self._left_s: dict[str, float] = {}  # when each had its last request; as many as there are keys
         self._unread_max = settings.max_client_unread
         self.live: Counter[str] = Counter()  # choices of live requests
         self.unread: Counter[str] = Counter()  # streams
@@ -31,17 +38,30 @@ class Clients:
         live, unread = self.live[client], self.unread[client]
         if self._unread_max is not None and unread >= self._unread_max:
             raise TooManyRequests(f"{unread} answers wait for this client to read them: read them, then ask for more")
-        if self._requests_max is not None and live and live + num_choices > self._requests_max:
-            raise TooManyRequests(
-                f"This client has {live} live requests, and may have {self._requests_max}: wait for one to end"
-            )
+        most = self._share(client)
+        if live and live + num_choices > most:
+            raise TooManyRequests(f"This client has {live} live requests, and may have {most:g}: wait for one to end")
         self.live[client] += num_choices
+
+    def _share(self, client: str) -> float:
+        """Live choices that `client` may have: of the slots an equal share, while other clients are here."""
+        most = math.inf if self._requests_max is None else self._requests_max
+        if self._slots is None:
+            return most
+        now_s = self._clock()
+        self._left_s = {name: at_s for name, at_s in self._left_s.items() if at_s > now_s - RECENT_S}
+        num_others = len((self.live.keys() | self._left_s.keys()) - {client})
+        if not num_others:
+            return most
+        return min(most, max(self._slots // min(num_others + 1, SHARES_MAX), 1))
 
     def leave(self, client: str, num_choices: int) -> None:
         """They have ended."""
         self.live[client] -= num_choices
         if not self.live[client]:
             del self.live[client]
+        if self._slots is not None:
+            self._left_s[client] = self._clock()
 
     def hold(self, client: str) -> bool:
         """One more of its answers is unread; False when that is one too many, which ends the stream."""

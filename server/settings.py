@@ -19,7 +19,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `stall_timeout_s` is the engine's: a client that takes nothing for so long loses its request, and after
     `stall_grace_s` more its stream. `body_bytes` limits a request's body; None means 1 MB, or more when the model's
     context is long. A client (a key, or an address) may have `max_client_reqs` live choices, and `max_client_unread`
-    answers that wait for it to read them; None is no limit.
+    answers that wait for it to read them; None is no limit. Of `client_slots` choices it may have its equal share while
+    other clients are here, so that each of them finds a slot.
     `shutdown_timeout_s` is what running requests get to finish when the server is told to stop. With `api_keys`, each
     key sees and cancels its own requests only; `admin_key` sees all, and is what drills (`POST /v1/faults`) need.
     """
@@ -41,6 +42,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     http2_max_concurrent_streams: int = 1000
     max_client_reqs: int | None = None
     max_client_unread: int | None = 256
+    client_slots: int | None = None
     keep_alive_timeout_s: float = 75.0  # nginx's and SGLang's; above the 60 s of common load balancers
     backlog: int = 1024
 
@@ -53,7 +55,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("sse_keep_alive_interval_s", "shutdown_timeout_s"):
             if not getattr(self, name) >= 0:
                 raise InvalidParameter(f"{name} must be at least 0 seconds", param=name)
-        for name in ("http2_max_concurrent_streams", "body_bytes", "max_client_reqs", "max_client_unread"):
+        for name in (
+            "http2_max_concurrent_streams",
+            "body_bytes",
+            "max_client_reqs",
+            "max_client_unread",
+            "client_slots",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidParameter(f"{name} must be at least 1, not {value}", param=name)

@@ -157,8 +157,10 @@ def test_a_file_gives_defaults_and_flags_win(served: Any, tmp_path: Path) -> Non
 def test_with_keys_one_client_may_have_half_of_what_may_run_and_wait(served: Any) -> None:
     size = ("--max-num-seqs", "10", "--max-num-queued-reqs", "30")
     assert served(*size)[1].max_client_reqs is None
-    assert served(*size, "--api-key", "a")[1].max_client_reqs == 20
-    assert served(*size, "--api-key", "a", "--max-client-reqs", "3")[1].max_client_reqs == 3
+    settings = served(*size, "--api-key", "a")[1]
+    assert (settings.max_client_reqs, settings.client_slots) == (20, 10)
+    settings = served(*size, "--api-key", "a", "--max-client-reqs", "3")[1]
+    assert (settings.max_client_reqs, settings.client_slots) == (3, None)
 
 
 def test_keys_come_from_the_environment(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -10,7 +11,9 @@ import httpx
 import pytest
 
 from novainfer.server import clients, http2, sse
+from novainfer.server.errors import TooManyRequests
 from novainfer.server.serve import Server
+from novainfer.server.settings import ServerSettings
 from tests.server.conftest import TIMEOUT_S, Serve, eventually
 from tests.server.fakes import FakeEngine
 from tests.server.rawh2 import RawH2
@@ -131,3 +134,36 @@ async def test_the_unsent_bytes_of_a_connection_are_bounded(serve: Serve, monkey
         assert data.count(b"x" * 1000) == 100
     assert held._unsent_bytes == 0
     await away.close()
+
+
+def test_while_others_are_here_a_client_has_an_equal_share_of_the_slots() -> None:
+    now_s = 0.0
+    found = clients.Clients(ServerSettings(max_client_reqs=100, client_slots=12), clock=lambda: now_s)
+
+    def may_have(client: str) -> int:
+        number = 0
+        with contextlib.suppress(TooManyRequests):
+            while True:
+                found.enter(client, 1)
+                number += 1
+        for _ in range(number):
+            found.leave(client, 1)
+        return number
+
+    assert may_have("a") == 100
+    found.enter("b", 1)
+    assert may_have("a") == 6
+    found.enter("c", 1)
+    assert may_have("a") == 4
+    found.leave("c", 1)
+    assert may_have("a") == 4, "c was here a moment ago"
+    now_s += clients.RECENT_S + 1
+    assert may_have("a") == 6
+    for name in range(20):
+        found.enter(str(name), 1)
+    assert may_have("a") == 12 // clients.SHARES_MAX
+    for name in range(20):
+        found.leave(str(name), 1)
+    found.leave("b", 1)
+    now_s += clients.RECENT_S + 1
+    assert may_have("a") == 100
