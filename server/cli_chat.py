@@ -33,7 +33,10 @@ FULL = "/reset forgets the conversation and makes room."
 PROMPT = "> "
 TALK = "Conversation"
 
+TEMPERATURE = 0.7  # of a model that has no wishes of its own: at 1, small ones ramble
+
 Messages = list[dict[str, str]]
+Given = dict[str, Any]  # sampling fields that were asked for; the rest is the model's, or the server's
 
 
 class Partner(Protocol):
@@ -46,7 +49,7 @@ class Partner(Protocol):
 
     @property
     def name(self) -> str: ...
-    def answer(self, messages: Messages, params: SamplingParams) -> Iterator[str]: ...
+    def answer(self, messages: Messages, given: Given) -> Iterator[str]: ...
 
 
 class LocalModel:
@@ -78,7 +81,9 @@ class LocalModel:
     def name(self) -> str:
         return self._engine.model_info.name
 
-    def answer(self, messages: Messages, params: SamplingParams) -> Iterator[str]:
+    def answer(self, messages: Messages, given: Given) -> Iterator[str]:
+        own = self._engine.model_info.sampling_defaults or {"temperature": TEMPERATURE}
+        params = SamplingParams(**{"max_tokens": None, **own, **given})
         deltas = self._engine.generate(Chat(messages=list(messages)), params)
         self.finish_reason = None
 
@@ -136,11 +141,8 @@ class RemoteServer:
         finally:
             connection.close()
 
-    def answer(self, messages: Messages, params: SamplingParams) -> Iterator[str]:
-        body: dict[str, Any] = {"model": self.name, "messages": messages, "stream": True}
-        body |= {"temperature": params.temperature, "top_p": params.top_p}
-        if params.max_tokens is not None:
-            body["max_tokens"] = params.max_tokens
+    def answer(self, messages: Messages, given: Given) -> Iterator[str]:
+        body: dict[str, Any] = {"model": self.name, "messages": messages, "stream": True, **given}
         connection = self._connect()
         self.finish_reason = None
         try:
@@ -173,7 +175,7 @@ def _error_of(status: int, body: bytes) -> NovaInferError:
         return NovaInferError(f"the server answered {status}")
 
 
-def converse(partner: Partner, system: str | None, params: SamplingParams) -> None:
+def converse(partner: Partner, system: str | None, given: Given) -> None:
     """Read questions and write answers until the end of input, /exit, or Ctrl-C at an empty prompt."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -199,17 +201,17 @@ def converse(partner: Partner, system: str | None, params: SamplingParams) -> No
             click.echo(HELP, err=True)
         elif question:
             messages.append({"role": "user", "content": question})
-            answer = _say(partner, messages, params)
+            answer = _say(partner, messages, given)
             if answer is None:
                 messages.pop()  # it was refused: the conversation goes on without it
             else:
                 messages.append({"role": "assistant", "content": answer})
 
 
-def _say(partner: Partner, messages: Messages, params: SamplingParams) -> str | None:
+def _say(partner: Partner, messages: Messages, given: Given) -> str | None:
     """Print the answer as it comes; returns what was said, or None when there was an error instead."""
     said: list[str] = []
-    texts = partner.answer(messages, params)
+    texts = partner.answer(messages, given)
     try:
         for text in texts:
             said.append(text)
@@ -226,7 +228,7 @@ def _say(partner: Partner, messages: Messages, params: SamplingParams) -> str | 
         texts.close()  # type: ignore[attr-defined]
     click.echo()
     if partner.finish_reason == FinishReason.LENGTH:
-        why = "the answer has reached --max-tokens" if params.max_tokens is not None else f"the context is full. {FULL}"
+        why = "the answer has reached --max-tokens" if "max_tokens" in given else f"the context is full. {FULL}"
         click.echo(f"({why})", err=True)
     return "".join(said)
 
@@ -236,29 +238,31 @@ def _say(partner: Partner, messages: Messages, params: SamplingParams) -> str | 
 @flag(TALK, "--url", help="Talk to the server at this address instead of loading a model.")
 @flag(TALK, "--api-key", envvar=API_KEY_VARIABLES, help="The key for --url. [env: NOVAINFER_API_KEY]")
 @flag(TALK, "--system", help="What the model is told before the conversation.")
-@flag(TALK, "--temperature", type=float, default=0.7, show_default=True, help="0 takes the likeliest token always.")
+@flag(
+    TALK,
+    "--temperature",
+    type=float,
+    help=f"0 takes the likeliest token always. [default: the model's, or {TEMPERATURE}]",
+)
 @flag(
     TALK,
     "--top-p",
     type=float,
-    default=1.0,
-    show_default=True,
-    help="Draw from the likeliest tokens that have this probability together.",
+    help="Draw from the likeliest tokens that have this probability together. [default: the model's, or 1]",
 )
 @flag(TALK, "--max-tokens", type=int, help="Longest answer in tokens. [default: what the context holds]")
 @click.pass_context
 def chat(ctx: click.Context, /, **options: Any) -> None:
     """Talk to MODEL (a folder, a hub name, or the demo model), or to a running server with --url."""
-    params = SamplingParams(
-        temperature=options["temperature"], top_p=options["top_p"], max_tokens=options["max_tokens"]
-    )
+    given = {name: options[name] for name in ("temperature", "top_p", "max_tokens") if options[name] is not None}
+    SamplingParams(**given)  # says what is wrong before anything is loaded
     if options["log_level"] == "info":
         options["log_level"] = "warning"  # a conversation is no place for log lines
     set_up_logging(options)
     config = engine_config(ctx, options)
     if options["url"]:
         model = options["served_model_name"] or options["model_argument"] or options["model"]
-        converse(RemoteServer(options["url"], options["api_key"], model), options["system"], params)
+        converse(RemoteServer(options["url"], options["api_key"], model), options["system"], given)
     else:
         with LocalModel(config) as partner:
-            converse(partner, options["system"], params)
+            converse(partner, options["system"], given)

@@ -68,7 +68,7 @@ def generate(ctx: click.Context, /, **options: Any) -> int:
     set_up_logging(options)
     config = engine_config(ctx, options)
     defaults = Defaults(max_tokens=options["max_tokens"], temperature=options["temperature"], top_p=options["top_p"])
-    settings = msgspec.json.encode((str(config.model), config.seed, defaults))
+    settings = msgspec.json.encode((str(config.model), config.generation_config, config.seed, defaults))
     input_path, output_path = options["input_path"], options["output_path"]
     with ExitStack() as stack:
         sink: BatchOutput | None = None

@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import pytest
 
-from novainfer import ContextLengthExceeded, EngineConfig, InvalidParameter, ModelLoadError, NovaInferError
+from novainfer import (
+    ContextLengthExceeded,
+    EngineConfig,
+    InvalidParameter,
+    ModelLoadError,
+    NovaInferError,
+    SamplingParams,
+)
 from novainfer.server import cli_chat, cli_generate, cli_serve
 from novainfer.server.cli import COMMANDS, as_flags, main
 from novainfer.server.flags import Flag
@@ -367,6 +375,17 @@ def test_chat_remembers_until_told_to_forget(
     answer = "Hello, world!"
     assert seen == [["be kind", "one"], ["be kind", "one", answer, "two"], ["be kind", "three"]]
     assert engine.is_closed
+
+
+def test_chat_samples_as_the_model_wants_where_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    chat_with(monkeypatch, engine, "one\n")
+    assert engine.seen[0][1] == SamplingParams(temperature=0.7, max_tokens=None)
+    engine = FakeEngine()
+    engine.model_info = msgspec.structs.replace(engine.model_info, sampling_defaults={"top_k": 20, "temperature": 0.6})
+    chat_with(monkeypatch, engine, "one\n", "--temperature", "0", "--max-tokens", "9")
+    assert engine.seen[0][1] == SamplingParams(temperature=0, top_k=20, max_tokens=9)
+    assert main(["chat", "--top-p", "2"]) == 2
 
 
 def test_chat_says_what_to_do_when_the_context_is_full(
