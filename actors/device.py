@@ -7,6 +7,7 @@ tensors. This is the only file of the actors that touches the kernels, and it lo
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -89,8 +90,10 @@ _OTHER_JOBS: dict[type, Callable[[Device, Any], Any]] = {
 
 
 def _run(device: Device, plan: StepPlan) -> StepDone | StepFailed:
+    began_s = time.monotonic()
     try:
-        return device.run(plan)
+        done = device.run(plan)
+        return msgspec.structs.replace(done, took_s=time.monotonic() - began_s)
     except MemoryError as error:
         return StepFailed(plan.step_id, plan.epoch, Fault.OOM, sentence_of(error))
     except Exception as error:

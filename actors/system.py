@@ -252,7 +252,11 @@ class System:
         assert self._loop is not None
         patience = self._patience
         self._scheduler = Scheduler(
-            self._limits, vocabulary, stall_keep_s=patience.stall_keep_s, ladder_quiet_s=patience.ladder_quiet_s
+            self._limits,
+            vocabulary,
+            stall_keep_s=patience.stall_keep_s,
+            ladder_quiet_s=patience.ladder_quiet_s,
+            step_timeout_s=patience.step_timeout_s,
         )
         self._actors["scheduler"] = self._make_actor("scheduler", self._scheduler)
         self.inspector.watch(self._scheduler, self._actors["scheduler"])

@@ -48,7 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `warm_spare` a second one stands by, loaded. It is lost when it has ended, when it was silent for
     `heartbeat_timeout_s` seconds, or when a step took more than `step_timeout_s`; after `max_restarts` losses within
     `restart_window_s` seconds without a step between them, the engine gives up. A thread is never restarted.
-    After trouble, the ladder of degraded modes is climbed one rung every `ladder_quiet_s` seconds of quiet.
+    A degraded mode is left after `ladder_quiet_s` seconds without trouble.
 
     KV blocks of paused and preempted requests are swapped to a pool of `swap_space_gib` GiB of host memory (0: none).
     A request whose reader is slow keeps its KV for `stall_keep_s` seconds and ends after `stall_timeout_s`. `recorder`

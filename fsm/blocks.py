@@ -194,6 +194,10 @@ class BlockPool:
     def forget(self) -> None:
         """What the blocks held is gone; nobody owns any: all are free, and none has a name."""
         assert not any(self._refs), "blocks that somebody owns cannot be forgotten"
+        self.unname_all()
+
+    def unname_all(self) -> None:
+        """What the blocks hold is not to be shared: none has a name, and those that were cached are free."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._index.clear()

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from novainfer.fsm.blocks import Journal
-from novainfer.fsm.events import StepPlan
+from novainfer.fsm.events import SamplingSpec, StepPlan
+from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import ADMIT, FETCH, Request, RequestState
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ LOOK_UNITS = 8192  # names looked up in those by age and in turn, and again in t
 HASH_UNITS = 8  # of a name that has to be worked out first: 0.8 us
 ADMISSIONS = 64  # 25 us each
 ADMITTED_BLOCKS = 1024  # table entries, after which nothing more is admitted: 1 us each
+CANARY_TOKEN = 0  # every vocabulary has it
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 class Flight(msgspec.Struct, gc=False):
@@ -59,6 +62,8 @@ class Flight(msgspec.Struct, gc=False):
         int, tuple[Request, list[int]]
     ]  # whose KV it copies to the host, by request id, and from which blocks
     mode: str = "full"  # what the device has to compute in
+    num_prompt_tokens: int = 0  # of all that the step computes
+    canary: list[int] = []  # the blocks that a canary is computed in: such a step computes nothing of any request
     before: object = None  # what `Planner.probe` gave before the step was planned
 
 
@@ -70,7 +75,7 @@ class Draft:
         self.planner = planner
         self.size = limits.block_size
         self.only = only
-        self.budget = planner.max_tokens
+        self.budget = limits.max_num_batched_tokens
         self.chunk = chunk
         self.left = 0  # prompt tokens that the step can still take
         self.reserved = 0  # blocks that those in prefill still need
@@ -329,6 +334,7 @@ class Draft:
             self.planner.pool.share(block)
             self._append_block(request, block)
         request.num_computed = len(hits) * self.size
+        request.is_mixed = False
         if request.is_first_output:
             request.num_cached = request.num_computed
         self.planner.produce(request)
@@ -357,6 +363,19 @@ class Draft:
         self.planner.running[request.request_id] = request
         self.flight.admitted.append(request)
 
+    def add_canary(self, slot: int, num_tokens: int) -> None:
+        """A prompt that no client has sent, in blocks that the journal gives back."""
+        plan = self.plan
+        for index in range(-(-num_tokens // self.size)):
+            plan.table_slots.append(slot)
+            plan.table_indexes.append(index)
+            plan.table_blocks.append(self.planner.pool.allocate())
+        self.flight.canary = list(plan.table_blocks)
+        spec = SamplingSpec(slot=slot, params=GREEDY, seed=0, num_prompt_tokens=num_tokens, stop_ids=[], token_ids=None)
+        plan.admissions.append(spec)
+        plan.slots, plan.query_lens, plan.context_lens = [slot], [num_tokens], [num_tokens]
+        plan.input_ids, plan.sample_seqs = [CANARY_TOKEN] * num_tokens, [0]
+
     def add_swaps(self) -> None:
         """Copy out what was preempted since the last step."""
         planner, plan = self.planner, self.plan
@@ -380,6 +399,7 @@ class Draft:
         for _ in range(owned, -(-end // size)):
             self._append_block(request, planner.pool.allocate())
         self.flight.rows.append((request, count, owned if num_blocks is None else num_blocks))
+        self.flight.num_prompt_tokens += count
         if end == total:
             self.flight.samples.append(request)
             plan.sample_seqs.append(len(plan.slots))
@@ -395,6 +415,8 @@ class Draft:
     def _name_blocks(self, request: Request, first: int) -> None:
         """Name the blocks of `request` from `first` on that this step fills."""
         num_full = request.num_computed // self.size
+        if request.is_mixed:
+            return
         names = request.name_blocks(num_full, self.size)
         for at in range(first, num_full):
             self.planner.pool.name(request.blocks[at], names[at])

@@ -250,6 +250,7 @@ class Output(msgspec.Struct, gc=False):
     logprobs: list[TokenLogprob] | None = None
     first: Begun | None = None
     end: End | None = None
+    is_degraded: bool = False  # some of it was computed in another mode than the full one
 
 
 class MakeBatch(msgspec.Struct, frozen=True):
@@ -336,12 +337,14 @@ class StepDone(msgspec.Struct, frozen=True):
     """The step ran: one token per entry of the plan's sample_seqs; `logprobs` is empty when nobody asked.
 
     A token below 0 is none: the model's output for that row is not a number.
+    `took_s` is how long, in seconds; 0 where nobody looked.
     """
 
     step_id: int
     epoch: int
     token_ids: list[int]
     logprobs: list[tuple[float, list[int], list[float]] | None] = []
+    took_s: float = 0.0
 
 
 class StepFailed(msgspec.Struct, frozen=True):

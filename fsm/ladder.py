@@ -1,10 +1,14 @@
-"""The ladder of degraded modes: when memory stays short, or kernels keep failing, the engine works worse, not less.
+"""The ladder of degraded modes: when memory stays short, or kernels fail whatever they compute, the engine works worse.
 
-    FULL ──Pressure──▶ SMALLER_BATCH ──Pressure──▶ PLAIN_KERNELS ──Pressure──▶ INT8      (rungs the device has)
-      ◀────Quiet────────     ◀────Quiet────────         ◀────Quiet──────
+    FULL ⇄ SMALLER_BATCH                      Held: steps hold less than configured; Freed: they may again
+    FULL, SMALLER_BATCH ──Broken──▶ PLAIN_KERNELS ──Quiet──▶ FULL, SMALLER_BATCH
+    FULL, SMALLER_BATCH, PLAIN_KERNELS ──Pressure──▶ INT8 ──Quiet──▶ FULL, SMALLER_BATCH
 
-Each rung includes those above it. Quiet is a timer that finds nothing wrong since it was set. A rung that the device
-cannot switch to is left out from then on; one it cannot switch back from is stayed on until the next quiet time.
+Pressure and Broken are what a canary proves, a step that holds nothing of any client (see `trouble`). PLAIN_KERNELS and
+INT8 compute in another mode than the full one, and only there answers may change. Both are left after a quiet time, a
+timer that finds nothing wrong since it was set. Trouble before the next quiet time is over doubles it, up to 16 times.
+A rung that the device cannot switch to is left out from then on; one it cannot switch back from is stayed on until
+the next quiet time.
 """
 
 from __future__ import annotations
@@ -30,11 +34,29 @@ class Rung(StrEnum):
 
 S = Rung
 MODE_OF_RUNG = {S.FULL: "full", S.SMALLER_BATCH: "full", S.PLAIN_KERNELS: "plain", S.INT8: "int8"}
-LOWER = (S.SMALLER_BATCH, S.PLAIN_KERNELS, S.INT8)
+EXACT = (S.FULL, S.SMALLER_BATCH)  # where answers are those of the model as it was loaded
+OTHER = (S.PLAIN_KERNELS, S.INT8)
+BACKOFF_MAX = 16  # quiet times in one: a quarter of an hour between two ways up that come to nothing
+
+
+class Held(msgspec.Struct, frozen=True):
+    """Steps hold less than was configured from now on: `message` says why."""
+
+    message: str
+
+
+class Freed(msgspec.Struct, frozen=True):
+    """Steps may hold as much as was configured."""
 
 
 class Pressure(msgspec.Struct, frozen=True):
-    """Smaller steps did not help, or do not help for long: `message` says what is wrong."""
+    """A canary found no memory: `message` says what is wrong."""
+
+    message: str
+
+
+class Broken(msgspec.Struct, frozen=True):
+    """A canary could not be computed: `message` says what is wrong."""
 
     message: str
 
@@ -57,23 +79,27 @@ class SwitchFailed(msgspec.Struct, frozen=True):
 
 
 class Ladder(Machine):
-    """See the module; `quiet_s` is the time without trouble after which the next rung up is tried."""
+    """See the module; `quiet_s` is the time without trouble after which the way up is tried."""
 
     TABLE: ClassVar[Table] = table(
         S,
-        (Pressure, Steady, Switched, SwitchFailed, Quiet),
-        on(S.FULL, Pressure, "_down", S.FULL, *LOWER),
-        on(S.SMALLER_BATCH, Pressure, "_down", *LOWER),
-        on(S.PLAIN_KERNELS, Pressure, "_down", S.PLAIN_KERNELS, S.INT8),
-        on(S.INT8, Pressure, "_bear", S.INT8),
-        stay(LOWER, Steady, "_bear"),
-        ignore(S.FULL, Steady, "it was climbed while nobody was there to be computed"),
+        (Held, Freed, Pressure, Broken, Steady, Switched, SwitchFailed, Quiet),
+        on(S.FULL, Held, "_hold", S.SMALLER_BATCH),
+        stay((S.SMALLER_BATCH, *OTHER), Held, "_still_held"),
+        ignore(S.FULL, Freed, "nothing was held"),
+        on(S.SMALLER_BATCH, Freed, "_free", S.FULL),
+        stay(OTHER, Freed, "_note_freed"),
+        on((*EXACT, S.PLAIN_KERNELS), Pressure, "_to_int8", *S),
+        stay(S.INT8, Pressure, "_bear"),
+        on(EXACT, Broken, "_to_plain", *EXACT, S.PLAIN_KERNELS),
+        stay(OTHER, Broken, "_bear"),
+        stay(OTHER, Steady, "_bear"),
+        ignore(EXACT, Steady, "it was left while nothing was there to be computed"),
         stay(S, Switched, "_note"),
-        on(S.FULL, SwitchFailed, "_back", S.FULL, S.PLAIN_KERNELS, S.INT8),
-        on(S.SMALLER_BATCH, SwitchFailed, "_back", *LOWER),
-        on((S.PLAIN_KERNELS, S.INT8), SwitchFailed, "_back", *LOWER),
-        ignore(S.FULL, Quiet, "it was set on a lower rung"),
-        on(LOWER, Quiet, "_up", S.FULL, *LOWER),
+        on(EXACT, SwitchFailed, "_back", *S),
+        on(OTHER, SwitchFailed, "_back", *S),
+        stay(EXACT, Quiet, "_settle"),
+        on(OTHER, Quiet, "_up", *S),
     )
     state: Rung
 
@@ -81,6 +107,9 @@ class Ladder(Machine):
         super().__init__(S.FULL)
         self._rungs = [rung for rung in S if MODE_OF_RUNG[rung] in modes]
         self._quiet_s = quiet_s
+        self._backoff = 1  # quiet times until the next way up
+        self._is_held = False  # where the way up leads
+        self._is_settling = False  # it is up again, and not for a quiet time yet
         self._serial = 0  # of the last trouble: a timer set before it says nothing
         self.device_mode = MODE_OF_RUNG[S.FULL]
 
@@ -89,20 +118,68 @@ class Ladder(Machine):
         """The mode that the next step asks of the device."""
         return MODE_OF_RUNG[self.state]
 
-    def _down(self, event: Pressure) -> Rung:
-        lower = self._rungs[self._rungs.index(self.state) + 1 :]
-        if not lower:
-            return self._bear(event)
-        return self._go(lower[0], event.message)
+    @property
+    def is_exact(self) -> bool:
+        """True where answers are those of the model as it was loaded."""
+        return self.state in EXACT
 
-    def _bear(self, _: Pressure | Steady) -> Rung:
+    def helps(self, event: type[Pressure | Broken]) -> bool:
+        """Whether there is a rung for that."""
+        if event is Pressure:
+            return self.state is not S.INT8 and S.INT8 in self._rungs
+        return self.state in EXACT and S.PLAIN_KERNELS in self._rungs
+
+    # ---- how large steps are -------------------------------------------------------------------------------------
+
+    def _hold(self, event: Held) -> Rung:
+        self._is_held = True
+        return self._go(S.SMALLER_BATCH, event.message)
+
+    def _still_held(self, _: Held) -> Rung:
+        self._is_held = True
+        return self.state
+
+    def _free(self, _: Freed) -> Rung:
+        self._is_held = False
+        return self._go(S.FULL, "steps go well that hold as much as they may")
+
+    def _note_freed(self, _: Freed) -> Rung:
+        self._is_held = False
+        return self.state
+
+    # ---- modes ---------------------------------------------------------------------------------------------------
+
+    def _to_int8(self, event: Pressure) -> Rung:
+        return self._down(S.INT8, event)
+
+    def _to_plain(self, event: Broken) -> Rung:
+        return self._down(S.PLAIN_KERNELS, event)
+
+    def _down(self, rung: Rung, event: Pressure | Broken) -> Rung:
+        if rung not in self._rungs:
+            return self.state
+        if self._is_settling:
+            self._backoff = min(2 * self._backoff, BACKOFF_MAX)
+            self._is_settling = False
+        return self._go(rung, event.message)
+
+    def _bear(self, _: Pressure | Broken | Steady) -> Rung:
         self._set_timer()
         return self.state
 
     def _up(self, event: Quiet) -> Rung:
         if event.serial != self._serial:
             return self.state
-        return self._go(self._rungs[self._rungs.index(self.state) - 1], "nothing went wrong for a while")
+        self._is_settling = True
+        rung = self._go(S.SMALLER_BATCH if self._is_held else S.FULL, "nothing went wrong for a while")
+        self._set_timer()
+        return rung
+
+    def _settle(self, event: Quiet) -> Rung:
+        if event.serial == self._serial and self._is_settling:
+            self._is_settling = False
+            self._backoff = 1
+        return self.state
 
     def _note(self, event: Switched) -> Rung:
         self.device_mode = event.mode
@@ -112,17 +189,20 @@ class Ladder(Machine):
         if event.mode != self.mode:  # the engine is on another rung by now
             return self.state
         failed = self.state
-        target = next(rung for rung in reversed(self._rungs) if MODE_OF_RUNG[rung] == self.device_mode)
+        if self.device_mode == MODE_OF_RUNG[S.FULL]:
+            target = S.SMALLER_BATCH if self._is_held else S.FULL
+        else:
+            target = next(rung for rung in OTHER if MODE_OF_RUNG[rung] == self.device_mode)
         if self._rungs.index(failed) > self._rungs.index(target):
             self._rungs.remove(failed)
         return self._go(target, event.message)
 
     def _go(self, rung: Rung, why: str) -> Rung:
         self._send("incidents", Incident(kind="ladder", message=why, action=f"{self.state} -> {rung}"))
-        if rung is not S.FULL:
+        if rung in OTHER:
             self._set_timer()
         return rung
 
     def _set_timer(self) -> None:
         self._serial += 1
-        self._after(self._quiet_s, Quiet(self._serial))
+        self._after(self._quiet_s * self._backoff, Quiet(self._serial))

@@ -32,6 +32,8 @@ class Delta(msgspec.Struct, kw_only=True):
     `text` never splits a UTF-8 character or a stop string; `token_ids` may therefore run ahead of it.
     `finish_reason` is set on the last delta of each choice. `prompt_token_ids` is set on the first delta.
     Counts are totals so far, in tokens; `cached_tokens` of the prompt came from the prefix cache.
+    `is_degraded`: some of it was computed in a degraded mode (plain kernels, or int8 weights), and may differ
+    from what the model says in full.
     """
 
     request_id: str
@@ -46,3 +48,4 @@ class Delta(msgspec.Struct, kw_only=True):
     num_generated_tokens: int = 0
     prompt_token_ids: list[int] | None = None
     seed: int | None = None
+    is_degraded: bool = False

@@ -42,8 +42,8 @@ class Planner:
         self.parked: dict[int, Request] = {}  # PAUSED without a slot or blocks
         self.overstayed: set[int] = set()  # PAUSED for too long: they are parked before the next step
         self.leaving: dict[int, tuple[Request, list[int]]] = {}  # whose KV the next step copies out, as Flight.swapped
-        self.max_running = limits.max_num_seqs  # requests and
-        self.max_tokens = limits.max_num_batched_tokens  # tokens in one step; less while memory is short
+        self.max_running = limits.max_num_seqs  # requests in one step; less while memory or time is short
+        self.mode = "full"  # what the last step was planned in
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.looked_at = -1  # the id of the waiting request that was looked at last in turn
         self.producers: dict[bytes, int] = {}  # block name -> the running request that will compute it
@@ -119,6 +119,16 @@ class Planner:
             if request.state is RequestState.RECOVERING:
                 request.handle(RECOVER)
 
+    def change_mode(self, mode: str) -> None:
+        """Steps compute in `mode` from now on: what was computed in another is not shared with any other request."""
+        self.mode = mode
+        self.pool.unname_all()
+        for request in self.running.values():
+            self._stop_producing(request)
+            request.is_mixed = True
+        for request in (*self.waiting, *self.parked.values()):
+            request.is_mixed = bool(request.host_blocks)
+
     # ---- planning ------------------------------------------------------------------------------------------------
 
     def plan(
@@ -148,6 +158,28 @@ class Planner:
             wants_to_run = [r for r in (*self.running.values(), *self.waiting) if runnable(r, only)]
             if not wants_to_run or not self._preempt_one(keep=min(wants_to_run, key=arrival)):
                 return None
+
+    def plan_canary(self, step_id: int, epoch: int, num_tokens: int) -> tuple[StepPlan, Flight] | None:
+        """A step over `num_tokens` tokens of nobody's, in a free slot and free blocks; None if there are none.
+
+        It takes nothing: its blocks are free again when its flight is taken back or `dismissed`.
+        """
+        size = self.limits.block_size
+        num_tokens = min(num_tokens, self.pool.num_available * size)
+        if not self.free_slots or not num_tokens:
+            return None
+        draft = Draft(self, step_id, epoch, num_tokens, None)
+        draft.flight.before = self.probe() if self.probe else None
+        self.pool.open(draft.flight.journal)
+        draft.add_canary(self.free_slots[-1], num_tokens)
+        self.pool.close()
+        draft.add_swaps()
+        return draft.plan, draft.flight
+
+    def dismiss(self, canary: Flight) -> None:
+        """A canary went well: its blocks are free again."""
+        self.pool.undo(canary.journal, launched=True)
+        self.settle(canary)
 
     def rollback(self, flight: Flight, *, launched: bool) -> None:
         """Take back everything `flight` planned; exactly, if it was never launched."""
@@ -248,6 +280,8 @@ class Planner:
 
     def produce(self, request: Request) -> None:
         """Promise the names of the full blocks that `request` has still to compute."""
+        if request.is_mixed:
+            return
         size = self.limits.block_size
         if not self.limits.enable_prefix_caching:
             return

@@ -182,7 +182,7 @@ class Recording:
         now_us = self._clock_ns() // 1000
         passed_us, self._last_us = now_us - self._last_us, now_us
         counts = counts_of(event.logprobs) if event.logprobs else None
-        body = _encode((passed_us, codes.lane, event.step_id, event.epoch, event.token_ids, counts))
+        body = _encode((passed_us, codes.lane, event.step_id, event.epoch, event.token_ids, counts, event.took_s))
         log += (STEP << 32 | len(body)).to_bytes(5, "big") + body
 
     def timer(self, codes: Codes, event: Any) -> None:

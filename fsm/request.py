@@ -147,7 +147,9 @@ class Request(Machine):
         "choice",
         "failures",
         "host_blocks",
+        "is_degraded",
         "is_first_output",
+        "is_mixed",
         "losses",
         "max_len",
         "names",
@@ -208,6 +210,8 @@ class Request(Machine):
         self.failures = self.losses = 0
         self.queued_as = S.WAITING  # the state it was admitted from
         self.is_first_output = True
+        self.is_mixed = False  # its blocks were computed in several modes, and are not to be shared
+        self.is_degraded = False  # some of it was computed in another mode than the full one
 
     # ---- questions -----------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from novainfer.fsm.events import (
     Cause,
     Configure,
     End,
+    Fault,
     Incident,
     KeepOver,
     MakeBatch,
@@ -49,7 +50,9 @@ from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.planner import Limits, Planner
 from novainfer.fsm.request import ENDED, FETCHED, PREFILLED, Finish, Request, RequestState
 from novainfer.fsm.text import Vocabulary
-from novainfer.fsm.trouble import Doomed, Trouble
+from novainfer.fsm.trouble import Doomed, Trial, Trouble
+
+FULL_MODE = "full"  # the only one in which answers are those of the model as it was loaded
 
 NOT_A_NUMBER = "the model's output for this request is not a number: no token can be drawn from it"
 
@@ -146,11 +149,18 @@ class Scheduler(Machine):
     )
 
     def __init__(
-        self, limits: Limits, vocabulary: Vocabulary, *, stall_keep_s: float = 10.0, ladder_quiet_s: float = 60.0
+        self,
+        limits: Limits,
+        vocabulary: Vocabulary,
+        *,
+        stall_keep_s: float = 10.0,
+        ladder_quiet_s: float = 60.0,
+        step_timeout_s: float = 60.0,
     ) -> None:
         super().__init__(S.STARTING)
         self._stall_keep_s = stall_keep_s
         self._ladder_quiet_s = ladder_quiet_s
+        self._step_timeout_s = step_timeout_s
         self._epoch = 0
         self._limits = limits
         self._vocabulary = vocabulary
@@ -202,7 +212,9 @@ class Scheduler(Machine):
 
     def _configure(self, event: Configure) -> SchedulerState:
         self.planner = Planner(self._limits, event.num_blocks, event.num_host_blocks)
-        self.trouble = Trouble(self.planner, event.modes, ladder_quiet_s=self._ladder_quiet_s)
+        self.trouble = Trouble(
+            self.planner, event.modes, ladder_quiet_s=self._ladder_quiet_s, step_timeout_s=self._step_timeout_s
+        )
         self._epoch = event.epoch
         self._eos_token_ids = event.eos_token_ids
         self._max_len = min(event.max_model_len, event.num_blocks * self._limits.block_size)
@@ -346,6 +358,8 @@ class Scheduler(Machine):
         assert outcome is not None
         assert outcome.step_id == flight.step_id, "the engine answers for the step that is on the device"
         self.flight = None
+        if flight.canary:
+            return self._plan(self._end_canary(flight, outcome))
         if isinstance(outcome, StepDone):
             return self._plan(self._commit(flight, outcome))
         return self._plan(self._roll_back(flight, outcome))
@@ -353,6 +367,12 @@ class Scheduler(Machine):
     def _plan(self, outputs: list[Output]) -> SchedulerState:
         planned, trouble = None, self.trouble
         outputs += self._end_longest_paused()
+        if trouble.ladder.mode != self.planner.mode:
+            self.planner.change_mode(trouble.ladder.mode)
+        if trouble.trial is not None:
+            planned = self._try_canary(trouble.trial)
+            if planned is None:
+                outputs += self._end_doomed(trouble.convict(self.requests, self._effects))
         while planned is None and (group := trouble.next_group(self.requests)):
             planned = self._try_plan(group)
             if planned is None:
@@ -372,6 +392,24 @@ class Scheduler(Machine):
         self._step_id += 1
         return self.planner.plan(self._step_id, self._epoch, self.trouble.chunk, only)
 
+    def _try_canary(self, trial: Trial) -> tuple[StepPlan, Flight] | None:
+        self._step_id += 1
+        return self.planner.plan_canary(self._step_id, self._epoch, trial.num_tokens)
+
+    def _end_canary(self, flight: Flight, outcome: StepDone | StepFailed) -> list[Output]:
+        """What the canary says of the request that is on trial."""
+        if isinstance(outcome, StepDone) and outcome.token_ids[0] < 0:
+            outcome = StepFailed(flight.step_id, outcome.epoch, Fault.EXCEPTION, NOT_A_NUMBER)
+        if isinstance(outcome, StepDone):
+            self._steps += 1
+            self._swapped_out += sum(len(blocks) for _, blocks in flight.swapped.values())
+            self.planner.dismiss(flight)
+            return self._end_doomed(self.trouble.convict(self.requests, self._effects))
+        self._failures += 1
+        self.planner.rollback(flight, launched=outcome.launched)
+        self.trouble.canary_failed(flight, outcome, self._effects)
+        return []
+
     def _commit(self, flight: Flight, outcome: StepDone) -> list[Output]:
         """Append what was sampled, end what has ended, and say what is new."""
         self._steps += 1
@@ -383,6 +421,9 @@ class Scheduler(Machine):
                 self.planner.drop_host(request)
         assert len(outcome.token_ids) == len(flight.samples), "one token per sampled row"
         logprobs = outcome.logprobs
+        if flight.mode != FULL_MODE:
+            for request, _, _ in flight.rows:
+                request.is_degraded = True
         prefill, finished = RequestState.PREFILL, ENDED
         outputs: list[Output] = []
         for at, (request, token_id) in enumerate(zip(flight.samples, outcome.token_ids, strict=True)):
@@ -396,7 +437,7 @@ class Scheduler(Machine):
                 request.handle(PREFILLED)
             outputs.append(self._append(request, token_id, logprobs[at] if logprobs else None))
         self.planner.settle(flight)
-        self.trouble.step_done(flight, self.requests, self._effects)
+        self.trouble.step_done(flight, outcome.took_s, self.requests, self._effects)
         return outputs
 
     def _end_not_a_number(self, request: Request, outcome: StepDone) -> Output:
@@ -420,7 +461,9 @@ class Scheduler(Machine):
         request.losses = request.failures = 0
         self._generated += 1
         num_generated = len(token_ids) - request.num_prompt
-        output = Output(request.request_id, request.stream_id, request.choice, [token_id], "")
+        output = Output(
+            request.request_id, request.stream_id, request.choice, [token_id], "", is_degraded=request.is_degraded
+        )
         if logprob is not None:
             output.logprobs = [self._logprob(token_id, logprob)]
         if request.is_first_output:
@@ -507,7 +550,8 @@ class Scheduler(Machine):
         planner = self.planner
         departed = self.flight.departed if self.flight else []
         owners = [*self.requests.values(), *departed]
-        planner.pool.check(block for r in owners for block in r.blocks)
+        canary = self.flight.canary if self.flight else []
+        planner.pool.check([*(block for r in owners for block in r.blocks), *canary])
         slots = sorted([*planner.free_slots, *(r.slot for r in owners if r.slot >= 0)])
         assert slots == list(range(self._limits.max_num_seqs)), "a slot has two owners, or none"
         assert all(r.ended for r in departed), "a departed request is not ended"

@@ -161,6 +161,7 @@ class Stream(Machine):
                 num_cached_tokens=num_cached,
                 num_generated_tokens=generated,
                 seed=self._seeds[choice],
+                is_degraded=event.is_degraded,
             )
         else:
             delta.text += event.text
@@ -168,6 +169,7 @@ class Stream(Machine):
             if event.logprobs is not None:
                 delta.logprobs = [*(delta.logprobs or ()), *event.logprobs]
             delta.num_generated_tokens = generated
+            delta.is_degraded = delta.is_degraded or event.is_degraded
         if event.first is not None and event.first.prompt_token_ids:
             delta.prompt_token_ids = event.first.prompt_token_ids
         self._unread += num_new

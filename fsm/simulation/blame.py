@@ -50,7 +50,7 @@ class Blame:
     def before(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
         flight = self._world.scheduler.flight
-        if flight is None:
+        if flight is None or not _held(flight)[0]:  # a canary concerns no request
             return
         if isinstance(event, WorkerLost):
             if flight.step_id == event.step_id:

@@ -389,7 +389,7 @@ MUTANTS = [
         seeds=1000,
     ),
     Mutant("a request that fails alone is tried for ever", Trouble, "_blame", "request.failures += 1", "pass"),
-    Mutant("a failed step is not reported", Trouble, "_report", 'effects.append(Send("incidents", incident))', "pass"),
+    Mutant("a failed step is not reported", Trouble, "_tell", 'effects.append(Send("incidents", incident))', "pass"),
     # ---- readers, and the gate
     Mutant(
         "an old timer ends a reader that has come back",

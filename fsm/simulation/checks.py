@@ -76,6 +76,8 @@ class Checks:
         self._step_blocks: list[int] = []  # all blocks that the step on the device may touch
         self._failed: tuple[int, set[int]] | None = None  # the step that failed, and the streams that it concerned
         self._rung = ""  # of the ladder, before the event
+        self._last_alone: tuple[Fault, int, list[int]] | None = None  # the step that last failed, if of one stream
+        self._on_trial: tuple[Fault, int, list[int]] | None = None  # the same, while a canary is on the device
         self._oldest: Request | None = None  # of those that run, before the step being planned
         self._cancelled: set[int] = set()  # requests
         self._leaving: Request | None = None  # the one being cancelled
@@ -105,6 +107,7 @@ class Checks:
             self._leaving = self.world.scheduler.requests.get(event.request_id)
         scheduler = self.world.scheduler
         self._rung = scheduler.trouble.ladder.state
+        self._on_trial = None if scheduler.flight is None or not scheduler.flight.canary else self._last_alone
         if isinstance(event, WorkerLost) and scheduler.flight is not None:
             self._note_failure(scheduler.flight)
         if not isinstance(event, MakeBatch):
@@ -221,6 +224,8 @@ class Checks:
                 self._ended_for_room(incident)
         faults = [incident for incident in incidents if incident.kind not in ("ladder", "stall")]
         outcome = event.outcome if isinstance(event, MakeBatch) else event
+        if isinstance(outcome, StepDone) and self._on_trial is not None:  # a canary went well, and told who it was
+            faults = [i for i in faults if (i.kind, i.step_id, i.stream_ids) != self._on_trial]
         if failed is None or not isinstance(outcome, StepFailed | WorkerLost):
             if faults:
                 raise Violation(f"nothing went wrong, and {faults} were reported")
@@ -231,6 +236,10 @@ class Checks:
                 incident.stream_ids
             ):
                 raise Violation(f"step {step_id} failed by {outcome.fault}, and {incident} was reported")
+        if isinstance(outcome, StepFailed) and outcome.fault is not Fault.SWITCH and len(streams) == 1:
+            self._last_alone = outcome.fault, step_id, sorted(streams)
+            if len(faults) == 2 and len(self.world.shape.modes) > 1:  # there was no room for a canary
+                del faults[-1]
         if isinstance(outcome, StepFailed) and outcome.fault is not Fault.SWITCH and streams and len(faults) != 1:
             raise Violation(f"step {step_id} failed by {outcome.fault}, and {len(faults)} incidents were reported")
 

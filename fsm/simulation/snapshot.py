@@ -66,6 +66,7 @@ SKIPPED: dict[str, frozenset[str]] = {
         ["_audit", "_effects", "_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_limits"]
     )
     | frozenset(["_ladder_quiet_s", "_losses", "_max_len", "_prompt_tokens", "_queried", "_stall_keep_s", "_steps"])
+    | frozenset(["_step_timeout_s"])
     | frozenset(["_swapped_in", "_swapped_out", "_taken", "_vocabulary", "request_type"]),
 }
 # Dictionaries whose order says who comes first; of all others only the content counts.

@@ -83,7 +83,10 @@ class Turns:
             return
         num_decodes = sum(request.state is RequestState.DECODE for request, _, _ in flight.rows)
         num_prompt = sum(count for request, count, _ in flight.rows if request.state is RequestState.PREFILL)
-        if min(scheduler.trouble.chunk, planner.max_tokens - num_decodes) - num_prompt <= 2 * size:
+        if (
+            min(scheduler.trouble.chunk, scheduler.trouble.limits.max_num_batched_tokens - num_decodes) - num_prompt
+            <= 2 * size
+        ):
             return
         computing = [request for request in planner.running.values() if request.state in COMPUTING]
         room = planner.pool.num_available - self._promised() - num_running // RUNNING_PER_BLOCK - 1
@@ -157,7 +160,7 @@ class Turns:
         is_disturbed = (
             self._num_preempted or (is_step and flight is None) or scheduler.trouble.chunk < shape.prefill_chunk_tokens
         )
-        if is_disturbed or planner.max_tokens < shape.max_num_batched_tokens:
+        if is_disturbed or planner.max_running < shape.max_num_seqs:
             self._num_preempted = 0
             self._claims.clear()
             self._known.clear()

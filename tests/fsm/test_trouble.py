@@ -2,12 +2,13 @@
 
 import pytest
 
+from novainfer.fsm.allowance import PATIENCE, PATIENCE_MAX
 from novainfer.fsm.events import Fault, KeepOver, MakeBatch, PauseRequest, Quiet, ResumeRequest, StepFailed
 from novainfer.fsm.ladder import Rung
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import RequestState
 from novainfer.fsm.simulation.oracle import expected_run
-from novainfer.fsm.trouble import CHUNK_RECOVERY_STEPS, FAILED_ALONE_MAX, OOM_STEPS_MAX, TRIES_ALONE
+from novainfer.fsm.trouble import TRIES_ALONE
 from tests.fsm.helpers import Bench
 
 ALL = ("full", "plain", "int8")
@@ -17,37 +18,77 @@ def rung(bench):
     return bench.scheduler.trouble.ladder.state
 
 
+def is_canary(bench):
+    return bench.scheduler.flight is not None and bool(bench.scheduler.flight.canary)
+
+
+def right(prompt, max_tokens):
+    """The tokens of a run without a fault."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+    return expected_run(prompt, params, 1, 0, 64).token_ids
+
+
 def until_all_run(bench, number):
     """The bisection goes well, and the next step holds everybody."""
     while len(bench.rows()) < number:
         bench.step()
 
 
-def test_steps_that_run_out_of_memory_again_and_again_make_the_batch_smaller_until_it_is_quiet():
+class Crowd:
+    """Requests that want to run together for ever, on a device with room for so many rows and prompt tokens."""
+
+    def __init__(self, number, **limits):
+        fields = {"max_num_seqs": number, "max_num_batched_tokens": 2 * number, "num_blocks": 1 << 15}
+        self.bench = Bench(max_model_len=1 << 14, modes=ALL, **{**fields, **limits})
+        self.ids = [self.bench.submit([i % 60 + 2] * 3, max_tokens=None) for i in range(number)]
+        self.failed = []
+        self.num_steps = 0
+        self.bench.step()
+
+    def run(self, num_steps, room):
+        """So many steps; those fail that hold more rows than there is room for."""
+        for _ in range(num_steps):
+            self.num_steps += 1
+            if len(self.bench.rows()) > room:
+                self.failed.append(self.num_steps)
+                self.bench.fail(Fault.OOM)
+            else:
+                self.bench.step()
+
+
+@pytest.mark.parametrize("room", [1, 5, 16, 23, 40, 63])
+def test_where_memory_is_short_for_long_steps_hold_as_many_as_go_well_and_few_fail(room):
+    crowd = Crowd(64)
+    crowd.run(600, room)
+    assert len(crowd.failed) <= 40  # on the way down every group that is too large fails once
+    crowd.run(400, room)
+    assert len([at for at in crowd.failed if at > 600]) <= 4
+    assert rung(crowd.bench) is Rung.SMALLER_BATCH
+    assert all(i in crowd.bench.scheduler.requests for i in crowd.ids)
+
+
+def test_steps_hold_everything_again_when_memory_is_not_short_any_more():
+    crowd = Crowd(8)
+    crowd.run(300, room=3)
+    crowd.run(PATIENCE_MAX + 8 * PATIENCE, room=8)
+    assert rung(crowd.bench) is Rung.FULL
+    assert len(crowd.bench.rows()) == 8
+
+
+def test_texts_are_exact_while_the_batch_is_made_smaller_and_larger():
     bench = Bench(modes=ALL)
     ids = [bench.submit([10 + i] * 3, max_tokens=40) for i in range(8)]
     bench.step()
-    bench.step()
-    for _ in range(OOM_STEPS_MAX - 1):
-        bench.fail(Fault.OOM)
-        until_all_run(bench, 8)
-    assert rung(bench) is Rung.FULL
-    bench.fail(Fault.OOM)
+    while bench.plan is not None:
+        if len(bench.rows()) > 3:
+            bench.fail(Fault.OOM)
+        else:
+            bench.step()
     assert rung(bench) is Rung.SMALLER_BATCH
-    sizes = set()
-    for _ in range(12):
-        bench.step()
-        sizes.add(len(bench.rows()))
-    assert max(sizes) == 4
-    assert bench.scheduler.statistics().preemptions_total == 4
-    timer = next(after.event for after in reversed(bench.timers) if isinstance(after.event, Quiet))
-    bench.tell(timer)
-    assert rung(bench) is Rung.FULL
-    bench.run()
     for at, request_id in enumerate(ids):
-        params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)
         got = [t for o in bench.outputs if o.request_id == request_id for t in o.token_ids]
-        assert got == expected_run([10 + at] * 3, params, 1, 0, 64).token_ids
+        assert got == right([10 + at] * 3, 40)
+        assert not any(o.is_degraded for o in bench.outputs if o.request_id == request_id)
 
 
 def test_steps_out_of_memory_far_apart_are_bisected_and_no_more():
@@ -59,58 +100,216 @@ def test_steps_out_of_memory_far_apart_are_bisected_and_no_more():
     for _ in range(2):
         bench.fail(Fault.OOM)
         until_all_run(bench, 2)
-        for _ in range(2 * CHUNK_RECOVERY_STEPS):
+        for _ in range(2 * PATIENCE):
             bench.step()
     assert rung(bench) is Rung.FULL
 
 
-def test_a_request_alone_for_which_memory_is_short_takes_the_engine_down_the_ladder_before_it_ends():
+# ---- blame ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [Fault.OOM, Fault.EXCEPTION])
+def test_requests_that_fail_alone_end_one_by_one_and_however_many_they_are_they_move_no_rung(fault):
+    bench = Bench(modes=ALL)
+    ids = [bench.submit([10 + i] * 4) for i in range(8)]
+    canaries = 0
+    bench.step()
+    while bench.plan is not None:
+        canaries += is_canary(bench)
+        if is_canary(bench):
+            bench.step()
+        else:
+            bench.fail(fault)
+    assert [bench.end(i).end.code for i in ids] == ["step_failed"] * 8
+    assert canaries == 8
+    assert rung(bench) is Rung.FULL
+
+
+@pytest.mark.parametrize("fault", [Fault.OOM, Fault.EXCEPTION])
+def test_poison_beside_others_ends_alone_and_the_others_are_exact_and_not_degraded(fault):
+    bench = Bench(modes=ALL, max_num_seqs=16)
+    poison = [bench.submit([1] * 4) for _ in range(8)]
+    others = [bench.submit([10 + i] * 4, max_tokens=20) for i in range(8)]
+    bench.step()
+    while bench.plan is not None:
+        if any(i in bench.rows() for i in poison):
+            bench.fail(fault)
+        else:
+            bench.step()
+    assert [bench.end(i).end.code for i in poison] == ["step_failed"] * 8
+    for at, request_id in enumerate(others):
+        assert [t for o in bench.outputs if o.request_id == request_id for t in o.token_ids] == right([10 + at] * 4, 20)
+    assert rung(bench) is Rung.FULL
+    assert not any(o.is_degraded for o in bench.outputs)
+
+
+@pytest.mark.parametrize(("fault", "mode"), [(Fault.OOM, "int8"), (Fault.EXCEPTION, "plain")])
+@pytest.mark.parametrize("number", [1, 6])
+def test_when_a_canary_fails_too_the_engine_goes_down_and_no_request_ends(fault, mode, number):
+    bench = Bench(modes=ALL)
+    ids = [bench.submit([10 + i] * 4) for i in range(number)]
+    bench.step()
+    while bench.plan is not None:
+        if bench.plan.mode == mode:
+            bench.step()
+        else:
+            bench.fail(fault)
+    assert [bench.end(i).end.finish_reason for i in ids] == ["length"] * number
+    assert all(o.is_degraded for o in bench.outputs)
+    assert bench.scheduler.trouble.ladder.device_mode == mode
+
+
+def test_a_request_that_fails_whatever_the_mode_ends_when_all_were_tried():
     bench = Bench(modes=ALL)
     one = bench.submit([1] * 4)
     bench.step()
     seen = []
     while one in bench.scheduler.requests:
-        seen.append((rung(bench), bench.plan.mode))
+        seen.append((bench.plan.mode, is_canary(bench)))
         bench.fail(Fault.OOM)
-    modes = {Rung.FULL: "full", Rung.SMALLER_BATCH: "full", Rung.PLAIN_KERNELS: "plain", Rung.INT8: "int8"}
-    assert seen == [(r, mode) for r, mode in modes.items() for _ in range(TRIES_ALONE)]
+    tries = [("full", False)] * TRIES_ALONE
+    assert seen == [*tries, ("full", True), *([("int8", False)] * TRIES_ALONE)]
     assert bench.end(one).end.error == "the step that computed this request ran out of memory: broken"
 
 
-def test_a_request_for_which_a_lower_rung_is_enough_ends_well():
-    bench = Bench(modes=ALL)
-    one = bench.submit([1] * 4)
-    bench.step()
-    while bench.plan is not None:
-        if bench.plan.mode == "int8":
-            bench.step()
-        else:
-            bench.fail(Fault.OOM)
-    assert bench.end(one).end.finish_reason == "length"
-
-
-def test_an_exception_that_follows_one_request_ends_it_and_leaves_the_ladder_alone():
-    bench = Bench(modes=ALL)
+def test_a_device_with_one_mode_computes_no_canaries():
+    bench = Bench()
     one = bench.submit([1] * 4)
     bench.step()
     for _ in range(TRIES_ALONE):
+        assert not is_canary(bench)
         bench.fail(Fault.EXCEPTION)
     assert bench.end(one).end.error == "the step that computed this request failed: broken"
+
+
+def test_without_room_for_a_canary_the_request_ends():
+    bench = Bench(modes=ALL, num_blocks=8, max_num_seqs=2)
+    others = [bench.submit([9] * 12, max_tokens=8), bench.submit([1] * 4, max_tokens=8)]
+    bench.step()
+    bench.step()
+    while bench.plan is not None:
+        assert not is_canary(bench)
+        if others[1] in bench.rows():
+            bench.fail(Fault.EXCEPTION)
+        else:
+            bench.step()
+    assert bench.end(others[1]).end.code == "step_failed"
+    assert bench.end(others[0]).end.finish_reason == "length"
     assert rung(bench) is Rung.FULL
 
 
-def test_kernels_that_fail_for_one_request_after_the_other_are_left_for_plainer_ones():
+def test_a_canary_is_as_large_as_the_step_that_failed_and_holds_nothing_of_a_client():
     bench = Bench(modes=ALL)
-    ids = [bench.submit([10 + i] * 4) for i in range(6)]
+    bench.submit([7] * 11, max_tokens=2)
+    bench.step()
+    for _ in range(TRIES_ALONE):
+        bench.fail(Fault.EXCEPTION)
+    assert is_canary(bench)
+    assert bench.plan.input_ids == [0] * 11
+    assert bench.plan.admissions[0].params.is_greedy
+    before = bench.scheduler.planner.pool.statistics().num_owned
+    assert before == 3
+    bench.step()
+    assert bench.scheduler.planner.pool.statistics().num_owned == 0
+
+
+def test_a_request_on_trial_that_is_cancelled_ends_once():
+    bench = Bench(modes=ALL)
+    one = bench.submit([7] * 4)
+    bench.step()
+    for _ in range(TRIES_ALONE):
+        bench.fail(Fault.EXCEPTION)
+    bench.cancel(one)
+    bench.step()
+    assert bench.end(one).end.cause is not None
+
+
+def test_a_canary_that_is_lost_with_its_worker_says_nothing():
+    bench = Bench(modes=ALL)
+    one = bench.submit([7] * 4)
+    bench.step()
+    for _ in range(TRIES_ALONE):
+        bench.fail(Fault.EXCEPTION)
+    bench.lose()
+    bench.recover()
+    assert bench.rows() == {one: 4}
+    bench.run()
+    assert bench.end(one).end.finish_reason == "length"
+
+
+def test_what_was_computed_in_another_mode_is_shared_with_no_request_afterwards():
+    bench = Bench(modes=ALL)
+    prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    one = bench.submit(prompt, max_tokens=30)
+    bench.step()
+    while bench.plan.mode == "full":
+        bench.fail(Fault.OOM)
+    bench.step()
+    bench.step()
+    same = bench.submit(prompt, max_tokens=2)
+    while bench.end_of(same) is None:
+        bench.step()
+    assert bench.first(same).num_cached_tokens == 8
+    bench.tell(next(after.event for after in reversed(bench.timers) if isinstance(after.event, Quiet)))
+    assert rung(bench) in (Rung.FULL, Rung.SMALLER_BATCH)
+    bench.step()
+    late = bench.submit(prompt, max_tokens=2)
+    later = bench.submit(prompt, max_tokens=4)
+    while bench.end_of(later) is None:
+        bench.step()
+    assert bench.plan.mode == "full"
+    assert bench.first(late).num_cached_tokens == 0
+    assert bench.first(later).num_cached_tokens == 8
+    flags = {i: {o.is_degraded for o in bench.outputs if o.request_id == i} for i in (one, same, late, later)}
+    assert flags == {one: {True}, same: {True}, late: {False}, later: {False}}
+
+
+# ---- slow and lethal steps ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [Fault.TIMEOUT, Fault.LOST])
+@pytest.mark.parametrize("most", [4, 13, 40, 100])
+def test_where_steps_above_some_size_cost_their_worker_all_prompts_are_computed_in_smaller_ones(fault, most):
+    bench = Bench(max_model_len=1000, num_blocks=800, max_num_batched_tokens=512, prefill_chunk_tokens=512)
+    ids = [bench.submit([10 + i] * 900, max_tokens=2) for i in range(3)]
+    bench.step()
+    num_lost = 0
+    while bench.plan is not None:
+        if sum(bench.rows().values()) > most:
+            num_lost += 1
+            bench.lose(fault)
+            bench.recover()
+        else:
+            bench.step()
+    assert [bench.end(i).end.finish_reason for i in ids] == ["length"] * 3
+    assert num_lost <= 12
+
+
+@pytest.mark.parametrize("token_s", [0.02, 0.1, 0.4])
+def test_on_a_machine_that_is_slow_no_worker_is_lost_at_all(token_s):
+    bench = Bench(max_model_len=1000, num_blocks=800, max_num_batched_tokens=512, prefill_chunk_tokens=512)
+    ids = [bench.submit([10 + i] * 900, max_tokens=2) for i in range(3)]
     bench.step()
     while bench.plan is not None:
-        if bench.plan.mode == "plain":
-            bench.step()
-        else:
-            bench.fail(Fault.EXCEPTION)
-    ends = [bench.end(i).end.finish_reason for i in ids]
-    assert ends.count(None) == FAILED_ALONE_MAX - 1
-    assert ends.count("length") == len(ids) - (FAILED_ALONE_MAX - 1)
+        took_s = token_s * sum(bench.rows().values())
+        assert took_s < 60.0
+        bench.step(took_s=took_s)
+    assert [bench.end(i).end.finish_reason for i in ids] == ["length"] * 3
+
+
+@pytest.mark.parametrize("fault", [Fault.TIMEOUT, Fault.LOST])
+@pytest.mark.parametrize("length", [3, 60, 500])
+def test_a_prompt_that_costs_its_worker_in_steps_of_any_size_ends_alone_within_the_restart_budget(fault, length):
+    bench = Bench(max_model_len=1000, num_blocks=800, max_num_batched_tokens=512, prefill_chunk_tokens=512)
+    bad = bench.submit([1] * length)
+    bench.step()
+    num_lost = 0
+    while bad in bench.scheduler.requests:
+        bench.lose(fault)
+        num_lost += 1
+        bench.recover()
+    assert num_lost <= 5  # `max_restarts` of a server
+    assert bench.end(bad).end.code == "step_failed"
 
 
 @pytest.mark.parametrize("num_requests", [1, 3])
@@ -124,7 +323,7 @@ def test_a_switch_that_fails_blames_nobody_and_the_step_is_tried_without_it(num_
             bench.tell(MakeBatch(failed))
             break
         bench.fail(Fault.OOM)
-    assert rung(bench) is Rung.SMALLER_BATCH
+    assert bench.scheduler.trouble.ladder.is_exact
     bench.run()
     assert [bench.end(i).end.finish_reason for i in ids] == ["length"] * num_requests
 
@@ -146,11 +345,11 @@ def test_a_quiet_time_in_which_nothing_went_well_either_counts_from_the_next_goo
     bench = Bench(modes=ALL)
     bench.submit([1] * 4, max_tokens=20)
     bench.step()
-    for _ in range(TRIES_ALONE):
+    for _ in range(TRIES_ALONE + 1):  # with the canary
         bench.fail(Fault.OOM)
     timer = bench.timers[-1].event
     bench.tell(timer)
-    assert rung(bench) is Rung.SMALLER_BATCH
+    assert rung(bench) is Rung.INT8
     bench.step()
     assert bench.timers[-1].event != timer
     bench.tell(bench.timers[-1].event)
@@ -202,5 +401,17 @@ def test_nobody_is_blamed_for_a_step_that_held_a_cancelled_request_as_well():
     bench.fail(Fault.EXCEPTION)
     assert bench.request(one).failures == 0
     assert bench.incidents[-1].action == "it is tried alone"
+    bench.run()
+    assert bench.end(one).end.finish_reason == "length"
+
+
+def test_a_canary_whose_output_is_not_a_number_has_failed():
+    bench = Bench(modes=ALL)
+    one = bench.submit([7] * 4)
+    bench.step()
+    for _ in range(TRIES_ALONE):
+        bench.fail(Fault.EXCEPTION)
+    bench.step(sampled=[-1])
+    assert rung(bench) is Rung.PLAIN_KERNELS
     bench.run()
     assert bench.end(one).end.finish_reason == "length"
