@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.reliability import attacks
+
+
+def test_every_attack_has_its_row_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    assert [one.name for one in attacks.ATTACKS if f"| {one.name}: {one.what} |" not in page] == []
 
 
 @pytest.mark.slow
