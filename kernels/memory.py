@@ -18,8 +18,15 @@ __all__ = ["free_bytes", "is_out_of_memory", "lazy_zeros", "release_freed_pages"
 
 CGROUP = Path("/sys/fs/cgroup")
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
-# Of RuntimeErrors: torch's CPU allocator; what C++ threw through torch; cuBLAS and cuDNN; an asynchronous CUDA call.
-OUT_OF_MEMORY_TEXTS = ("allocate memory", "bad_alloc", "STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+# Of RuntimeErrors: torch's CPU allocator; what C++ threw through torch; cuBLAS and cuDNN; an asynchronous CUDA call;
+# oneDNN, which takes scratch memory as it computes (bf16 on a CPU without BF16), and then needs nothing else.
+OUT_OF_MEMORY_TEXTS = (
+    "allocate memory",
+    "bad_alloc",
+    "STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "could not execute a primitive",
+)
 MADV_COLLAPSE = 25  # Linux 6.1; Python 3.11 has no name for it
 
 

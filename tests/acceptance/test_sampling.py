@@ -36,8 +36,9 @@ def prompt_of(reference: Reference) -> list[int]:
 
 
 def draw(llm: LLM, prompt: list[int], **params: Any) -> Counter[int]:
-    """How often each token came first, over fixed seeds."""
-    wishes = [SamplingParams(n=128, max_tokens=1, ignore_eos=True, seed=seed, **params) for seed in range(16)]
+    """How often each token came first, over fixed seeds; choice i has the seed of its request and i."""
+    seeds = range(0, 16 * 128, 128)
+    wishes = [SamplingParams(n=128, max_tokens=1, ignore_eos=True, seed=seed, **params) for seed in seeds]
     outputs = llm.generate([{"prompt_token_ids": prompt}] * 16, wishes, use_tqdm=False)
     return Counter(choice.token_ids[0] for output in outputs for choice in output.outputs)
 
