@@ -152,8 +152,8 @@ def test_what_are_no_parameters_is_refused_by_name(llm: LLM, bad: Any) -> None:
 
 
 def test_arguments_may_be_spelled_as_vllm_does(llm: LLM) -> None:
-    (first,) = llm.generate("Hello", greedy(3), use_tqdm=False)
-    (second,) = llm.generate(prompts="Hello", sampling_params=greedy(3), use_tqdm=False)
+    (first,) = llm.generate("Hello", greedy(3, seed=1), use_tqdm=False)
+    (second,) = llm.generate(prompts="Hello", sampling_params=greedy(3, seed=1), use_tqdm=False)
     assert first.outputs == second.outputs
     assert llm.chat(messages=[{"role": "user", "content": "hi"}], sampling_params=[greedy(1)], use_tqdm=False)
 
