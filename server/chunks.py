@@ -65,6 +65,8 @@ class _Chunks:
                 extras += b',"prompt_token_ids":' + _json(delta.prompt_token_ids)
         if delta.finish_reason is not None:
             extras += b',"stop_reason":' + _json(delta.stop_reason) + b',"seed":' + _json(delta.seed)
+            if delta.is_degraded:
+                extras += b',"degraded":true'
         return extras
 
     def end(self) -> bytes:

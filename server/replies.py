@@ -61,7 +61,7 @@ class AssistantMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """`seed` reproduces the draw; `token_ids` only with `return_token_ids`."""
+    """`seed` reproduces the draw; `degraded` only when it is true; `token_ids` only with `return_token_ids`."""
 
     index: int
     message: AssistantMessage
@@ -69,6 +69,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     seed: int | None = None
+    degraded: bool | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -85,7 +86,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """`seed` reproduces the draw; token ids only with `return_token_ids`."""
+    """`seed` reproduces the draw; `degraded` only when it is true; token ids only with `return_token_ids`."""
 
     index: int
     text: str
@@ -93,6 +94,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     seed: int | None = None
+    degraded: bool | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -161,13 +163,14 @@ class Choice:
         return "".join(self.texts)
 
     def ending(self) -> dict[str, Any]:
-        """`finish_reason`, `stop_reason` and `seed`, for the choice's constructor."""
+        """`finish_reason`, `stop_reason`, `seed` and `degraded`, for the choice's constructor."""
         assert self.last is not None, "a choice ended without a delta"
         assert self.last.finish_reason is not None, "a choice ended without a reason"
         return {
             "finish_reason": self.last.finish_reason,
             "stop_reason": self.last.stop_reason,
             "seed": self.last.seed,
+            "degraded": self.last.is_degraded or msgspec.UNSET,
         }
 
 
