@@ -285,7 +285,7 @@ class Planner:
         size = self.limits.block_size
         if not self.limits.enable_prefix_caching:
             return
-        worth_sharing = (len(request.token_ids) - 1) // size  # as `_find_prefix` looks no further
+        worth_sharing = (len(request.token_ids) - 1) // size  # as `Draft._look` looks no further
         names = request.name_blocks(worth_sharing, size)
         for name in names[request.num_computed // size : worth_sharing]:
             if name not in self.producers and self.pool.find(name) is None:

@@ -14,6 +14,7 @@ from novainfer.fsm.simulation.deadline_bugs import DEADLINE_MUTANTS
 from novainfer.fsm.simulation.gate_bugs import GATE_MUTANTS
 from novainfer.fsm.simulation.mutants import Edit, Mutant
 from novainfer.fsm.simulation.process_bugs import PROCESS_MUTANTS
+from novainfer.fsm.simulation.queue_bugs import QUEUE_MUTANTS
 from novainfer.fsm.simulation.sampling_bugs import SAMPLING_MUTANTS
 from novainfer.fsm.simulation.turn_bugs import TURN_MUTANTS
 from novainfer.fsm.stream import Stream
@@ -197,6 +198,7 @@ MUTANTS = [
     ),
     Mutant("a choice samples with the seed of another", Engine, "_submit", "arrival.seed + choice", "arrival.seed"),
     *GATE_MUTANTS,
+    *QUEUE_MUTANTS,
     *BLAME_MUTANTS,
     *DEADLINE_MUTANTS,
     *SAMPLING_MUTANTS,

@@ -80,6 +80,7 @@ class Checks:
         self._on_trial: tuple[Fault, int, list[int]] | None = None  # the same, while a canary is on the device
         self._oldest: Request | None = None  # of those that run, before the step being planned
         self._cancelled: set[int] = set()  # requests
+        self._paused: dict[int, tuple[int, int]] = {}  # the last pause of each request, and its stream, in their order
         self._leaving: Request | None = None  # the one being cancelled
         self._to_be_told: set[int] = set()  # requests that the event at the engine concerns
         self._gate_heard: set[type] = set()  # kinds of events
@@ -189,6 +190,7 @@ class Checks:
             raise Violation(f"the queue is out of order: {arrivals}")
         if isinstance(event, PauseRequest):
             paused = scheduler.requests.get(event.request_id)
+            self._note_pause(paused)
             if paused is not None and paused.state is RequestState.DECODE:
                 raise Violation(f"request {event.request_id} was paused and decodes")
         if isinstance(event, CancelRequest) and self._leaving is not None:
@@ -244,12 +246,25 @@ class Checks:
             raise Violation(f"step {step_id} failed by {outcome.fault}, and {len(faults)} incidents were reported")
 
     def _ended_for_room(self, incident: Incident) -> None:
-        """A paused request was ended, because too many are parked."""
+        """A request was ended because too many are parked: it is the one that has been paused longest."""
         world = self.world
-        if len(world.scheduler.planner.parked) < 2 * world.shape.max_num_seqs:
+        scheduler, order = world.scheduler, list(self._paused)
+        parked = scheduler.planner.parked
+        if len(parked) < 2 * world.shape.max_num_seqs:
             raise Violation(f"{incident}, and there was room")
+        ended = [i for i in order if self._paused[i][1] in incident.stream_ids and i not in scheduler.requests]
+        if all(order.index(i) > min(map(order.index, parked)) for i in ended):
+            raise Violation(f"{incident}, and others are paused for longer")
         for stream_id in incident.stream_ids:
             world.clients[stream_id].causes.add(Cause.STALLED)
+
+    def _note_pause(self, request: Request | None) -> None:
+        """`request` was told to pause: whether that is a new pause, its state and its number say."""
+        if request is not None and request.state is RequestState.PAUSED:
+            known = self._paused.get(request.request_id)
+            if known is None or known[0] != request.num_pauses:
+                self._paused.pop(request.request_id, None)
+                self._paused[request.request_id] = request.num_pauses, request.stream_id
 
     def _plan(self, flight: Flight | None) -> None:
         """A step was planned, or nothing was."""

@@ -11,18 +11,18 @@ SAMPLING_MUTANTS = [
     Mutant(
         "a block is known by its own tokens alone",
         Request,
-        "name_blocks",
+        "name_next",
         'block_name(names[-1] if names else b"",',
         'block_name(b"",',
     ),
     Mutant(
         "a block is known by its own tokens and those of the one before it",
         Request,
-        "name_blocks",
+        "name_next",
         'block_name(names[-1] if names else b"",',
         'block_name(block_name(b"", self.token_ids[max(at - block_size, 0) : at]) if names else b"",',
     ),
-    Mutant("a prefix goes on behind a block that is not there", Draft, "_find_prefix", "break", "continue"),
+    Mutant("a prefix goes on behind a block that is not there", Draft, "_look", "break", "continue"),
     # ---- what must survive a recovery, a preemption and a swap
     Mutant(
         "penalties forget what was sampled before a preemption",

@@ -24,7 +24,7 @@ TURN_MUTANTS = [
         "an admission leaves half of the pool free",
         Draft,
         "_headroom",
-        "len(self.planner.running) // RUNNING_PER_BLOCK",
+        "(len(self.planner.running) // 2 + 2)",
         "self.planner.pool.num_blocks // 2",
     ),
     Mutant(

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from novainfer.fsm.draft import Flight
     from novainfer.fsm.simulation.world import World
 
-RUNNING_PER_BLOCK = 4  # one block of headroom for so many
+HEADROOM = 2  # blocks, and one more for every
+RUNNING_PER_BLOCK = 2  # running requests; twice and four times as many for what was preempted once, and more often
+ADMISSIONS_MAX = 64  # a step admits no more
 WAITING_MAX = 90  # with more, a step does not look at all of them
 TO_COMPUTE = (RequestState.WAITING, RequestState.PREFILL, RequestState.PREEMPTED, RequestState.RECOVERING)
 COMPUTING = (RequestState.PREFILL, RequestState.WAITING_FOR_REMOTE_KVS)
@@ -79,7 +81,10 @@ class Turns:
         scheduler, size = self._world.scheduler, self._world.shape.block_size
         planner = scheduler.planner
         num_running = len(planner.running)
-        if not planner.free_slots or num_running >= planner.max_running or len(planner.waiting) > WAITING_MAX:
+        if not planner.free_slots or num_running >= planner.max_running:
+            return
+        num_admitted = len(flight.admitted)
+        if num_admitted >= ADMISSIONS_MAX or num_admitted + len(planner.waiting) > WAITING_MAX:
             return
         num_decodes = sum(request.state is RequestState.DECODE for request, _, _ in flight.rows)
         num_prompt = sum(count for request, count, _ in flight.rows if request.state is RequestState.PREFILL)
@@ -89,12 +94,13 @@ class Turns:
         ):
             return
         computing = [request for request in planner.running.values() if request.state in COMPUTING]
-        room = planner.pool.num_available - self._promised() - num_running // RUNNING_PER_BLOCK - 1
+        room = planner.pool.num_available - self._promised()
+        headroom = HEADROOM + num_running // RUNNING_PER_BLOCK + 1
         for request in planner.waiting:
             oldest = min((other.request_id for other in computing), default=-1)
             if request.waits_for is not None and any(_is_worth_it(other, request, size, oldest) for other in computing):
                 continue
-            if _blocks(request, size) + 1 <= room:
+            if _blocks(request, size) + 1 + headroom * 2 ** min(request.num_preemptions, 2) <= room:
                 raise Violation(
                     f"request {request.request_id} could be admitted, and step {flight.step_id} leaves it out"
                 )
@@ -207,7 +213,8 @@ class Turns:
     def _has_blocks_for_all(self, queue: list[Request]) -> bool:
         planner, size = self._world.scheduler.planner, self._world.shape.block_size
         needed = sum(_blocks(request, size) + 1 - len(request.blocks) for request in queue)
-        return needed + len(planner.running) <= planner.pool.num_available
+        headroom = HEADROOM + (len(planner.running) + len(queue)) // RUNNING_PER_BLOCK + 1
+        return needed + 4 * headroom <= planner.pool.num_available
 
 
 def _blocks(request: Request, size: int) -> int:
