@@ -21,6 +21,7 @@ from novainfer.fsm.events import (
     JobDone,
     JobFailed,
     Kill,
+    Load,
     Run,
     Spawn,
     Stop,
@@ -214,6 +215,11 @@ class Processes:
                 raise Violation("a spare takes the memory that the worker has")
             if isinstance(job, Fit) and job.num_blocks != world.shape.num_blocks:
                 raise Violation(f"a spare makes a cache of {job.num_blocks} blocks")
+        under_way = world.jobs if serial == self._current else real.jobs
+        if type(job).__name__ in real.done and isinstance(job, Load | Fit | Warm):
+            raise Violation(f"process {serial} has done {job}, and is to do it again")
+        if isinstance(job, Load | Fit | Warm) and any(type(other) is type(job) for other in under_way):
+            raise Violation(f"process {serial} does {job}, and is to do it again")
         if not real.is_alive and not isinstance(job, Find):
             return  # it is written to a process that is gone: nobody answers
         if serial == self._current:
@@ -424,6 +430,8 @@ class Processes:
         said = [effect.event for effect in effects if isinstance(effect, Send) and isinstance(effect.event, DeviceLost)]
         if said and (real is None or real.is_alive or real.is_told_to_end):
             raise Violation(f"{event}: a worker is called lost, whose process has not died: {real}")
+        if said and isinstance(event, Dying) and "Warm" not in self.all[self.spare].done:
+            raise Violation(f"{event}: the worker's memory is not free, and the spare needs it")
         if said and said[0].at_s != self.world.now_s:
             raise Violation(f"a worker is lost at {said[0].at_s} when it is {self.world.now_s}")
         is_over = isinstance(event, Ended) and event.serial == current and self.roster.state not in DOWN

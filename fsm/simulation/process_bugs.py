@@ -53,7 +53,7 @@ PROCESS_MUTANTS = [
         "_do_without_spare",
         "self._stood_by = False",
         "pass",
-        small="a spare that only loads, and a stop",
+        small="a spare that only loads, and cannot fit",
     ),
     Mutant(
         "a worker that took over once is a spare in every epoch",
@@ -184,13 +184,6 @@ PROCESS_MUTANTS = [
         "_went_ahead",
         'if answer.job == "Load":\n            return',
         'if answer.job == "Warm":\n            return',
-    ),
-    Mutant(
-        "a worker that dies while a spare loads is told twice",
-        Roster,
-        "_dying",
-        'self._end(worker, "")',
-        "self.ending[worker.serial] = worker",
     ),
     Mutant(
         "a device that does not close is waited for",

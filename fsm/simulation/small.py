@@ -220,19 +220,19 @@ SMALL_WORLDS = [
         name="a process that comes up, and a stop",
         shape=_shape(2, 1, 1, processes=True),
         clients=[],
-        budget={"stop": 1, "die": 1, "overdue": 1, "fail_job": 1, "give_up": 1},
+        budget={"stop": 1, "die": 1, "give_up": 1},
         from_start=True,
     ),
     SmallWorld(
         name="a process that dies, and what it said comes late",
         shape=_shape(2, 1, 1, processes=True),
-        clients=[([1], _ask(1))],
-        budget={"die": 1, "fail_job": 1, "echo": 1, "stop": 1},
+        clients=[],
+        budget={"die": 1, "fail_job": 1, "echo": 1},
     ),
     SmallWorld(
         name="a spare that takes over, or dies with the worker",
         shape=_shape(2, 1, 1, processes=True, warm_spare=True),
-        clients=[([1], _ask(1))],
+        clients=[],
         budget={"die": 1, "die_spare": 1, "fire_early": 1},
     ),
     SmallWorld(
@@ -242,10 +242,10 @@ SMALL_WORLDS = [
         budget={"die": 1, "fail_spare_job": 1, "spare_overdue": 1, "echo": 1},
     ),
     SmallWorld(
-        name="a spare that only loads, and a stop",
+        name="a spare that only loads, and cannot fit",
         shape=_shape(2, 1, 1, processes=True, warm_spare=True, kv_is_lazy=False),
         clients=[],
-        budget={"overdue": 1, "fail_job": 2, "stop": 1, "give_up": 1},
+        budget={"overdue": 1, "fail_job": 2},
     ),
     SmallWorld(
         name="a worker that is lost again after its spare has taken over",
