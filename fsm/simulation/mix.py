@@ -32,7 +32,9 @@ class Mix:
         self.rates = {name: 10 ** rng.uniform(-3, -0.3) if rng.random() < 0.4 else 0.0 for name in FAULTS}
         if not self.shape.max_restarts and rng.random() < 0.8:  # such a world ends with the first of these
             self.rates |= dict.fromkeys(("hang", "die", "overdue", "poison"), 0.0)
-        self.is_watched = rng.random() < 0.4  # a watch finds what hangs; else somebody says so, at any time
+        self.is_watched = (
+            self.shape.processes and rng.random() < 0.5
+        )  # a watch finds what hangs; else it is said at any time
         self.come_up_fails = rng.random() < 0.02
         self.spite = rng.choice([0.0, 0.0, 0.1, 0.5])  # how often requests are cancelled in a step that will fail
         self.is_brisk = rng.random() < 0.3  # readers take each token as it comes

@@ -179,13 +179,6 @@ PROCESS_MUTANTS = [
         'answer.value.get("kv_is_lazy", True) is not None',
     ),
     Mutant(
-        "a spare that cannot load stands by",
-        Roster,
-        "_went_ahead",
-        'if answer.job == "Load":\n            return',
-        'if answer.job == "Warm":\n            return',
-    ),
-    Mutant(
         "a device that does not close is waited for",
         Roster,
         "_stop",
