@@ -221,6 +221,7 @@ class Engine(Machine):
         self._send("worker", event, urgent=True)
         self._encoding.clear()
         self._live.clear()
+        self._tombstones.clear()
         return S.STOPPED
 
     def _too_late(self, event: Arrive) -> EngineState:

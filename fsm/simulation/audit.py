@@ -54,7 +54,7 @@ class Audit:
     def quiet(self) -> None:
         """The device, too, has nothing to do."""
         num_ended = self._world.checks.num_ended
-        if num_ended > self._num_ended:
+        if num_ended > self._num_ended and not self._world.is_large:
             self._num_ended = num_ended
             check_known(self._world)
 

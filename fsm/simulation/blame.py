@@ -37,13 +37,14 @@ class Blame:
         self._world = world
         self._smallest: Counter[int] = Counter()  # failures alone, and as small as can be, since its last token
         self._losses: Counter[int] = Counter()  # workers lost under it, since its last token
+        self._is_blind = False  # a canary was computed, and something is suspected since
         self._groups: list[set[int]] = []  # to be tried apart, the next one first
         self._kept: list[set[int]] = []  # cleared, unless one lost worker is reason enough to keep it apart
 
     @property
     def is_restricted(self) -> bool:
         """Whether the next step need not hold every request that could be computed."""
-        return bool(self._groups or self._kept)
+        return bool(self._groups or self._kept or self._is_blind)
 
     # ---- what happens --------------------------------------------------------------------------------------------
 
@@ -117,7 +118,13 @@ class Blame:
         held = _held(flight)[0] if flight is not None else set()
         self._groups = [group for group in self._groups if any(map(self._is_live, group))]
         self._kept = [group for group in self._kept if any(map(self._is_live, group))]
-        if flight is not None and not held:  # it computes nothing of any request
+        trouble = self._world.scheduler.trouble
+        if flight is not None and not held:  # a canary: which group comes next depends on what it tells
+            self._is_blind = True
+        if self._is_blind:
+            self._groups.clear()
+            self._kept.clear()
+            self._is_blind = bool(trouble.suspects or trouble.trial is not None)
             return
         while self._groups and not (held and held <= self._groups[0]):
             if self._kept and held and held <= self._kept[0]:

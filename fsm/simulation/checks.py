@@ -52,6 +52,7 @@ from novainfer.fsm.request import ENDED, Request, RequestState
 from novainfer.fsm.scheduler import SchedulerState
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.restarts import Restarts
+from novainfer.fsm.simulation.turns import ADMISSIONS_MAX, WAITING_MAX
 from novainfer.fsm.worker import WorkerState
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Checks:
         self._to_be_told: set[int] = set()  # requests that the event at the engine concerns
         self._gate_heard: set[type] = set()  # kinds of events
         self._sampled: list[Request] = []  # who got a token in the step being committed
+        self._not_a_number: dict[int, int] = {}  # requests, and their streams, of which the step gave no number
         self._failed_alone: Counter[int] = (
             Counter()
         )  # by request: failed steps that held no other, since its last token
@@ -115,6 +117,9 @@ class Checks:
             return
         if isinstance(event.outcome, StepDone) and scheduler.flight is not None:
             self._sampled = scheduler.flight.samples
+            token_ids = event.outcome.token_ids if self._sampled else []  # a canary's token is nobody's
+            sampled = zip(self._sampled, token_ids, strict=True)
+            self._not_a_number = {r.request_id: r.stream_id for r, token_id in sampled if token_id < 0 and not r.ended}
         running = [r for r in scheduler.planner.running.values() if r.state in ADMITTED]
         is_free = not scheduler.trouble.suspects and not isinstance(event.outcome, StepFailed)
         self._oldest = min(running, key=lambda r: r.request_id) if running and is_free else None
@@ -122,6 +127,10 @@ class Checks:
         if isinstance(event.outcome, StepFailed) and flight is not None:
             self._note_failure(flight)
             self._watch_rollback(event.outcome, exact=self._quiet)
+
+    def _fingerprint(self) -> object:
+        """What a rollback has to give back; None when nobody will look."""
+        return self.world.scheduler.fingerprint() if self.world.looks_closely else None
 
     def _note_failure(self, flight: Flight) -> None:
         """A step has failed, or was lost: if one request stood alone in it, that one may be to blame."""
@@ -161,7 +170,7 @@ class Checks:
             return
         planner = scheduler.planner
         if planner.probe is None:
-            planner.probe = scheduler.fingerprint
+            planner.probe = self._fingerprint
         if isinstance(event, MakeBatch):
             self._quiet = True
             if "rollback" in planner.__dict__:
@@ -180,14 +189,8 @@ class Checks:
             self._quiet = False
             if isinstance(event, WorkerLost):
                 self._step_blocks = []
-        if type(event) in _MOVES_BLOCKS:
-            scheduler.check()
-            refs = planner.pool._refs
-            if 0 in [refs[block] for block in self._step_blocks]:
-                raise Violation("a block that the step on the device may touch has no owner")
-        arrivals = [request.request_id for request in planner.waiting]
-        if arrivals != sorted(arrivals):
-            raise Violation(f"the queue is out of order: {arrivals}")
+        if self.world.looks_closely:
+            self._look_closely(event)
         if isinstance(event, PauseRequest):
             paused = scheduler.requests.get(event.request_id)
             self._note_pause(paused)
@@ -198,6 +201,19 @@ class Checks:
                 raise Violation(f"request {event.request_id} was cancelled and has not ended")
             self._leaving = None
 
+    def _look_closely(self, event: Any) -> None:
+        """What takes a time that grows with the world."""
+        scheduler = self.world.scheduler
+        planner = scheduler.planner
+        if type(event) in _MOVES_BLOCKS:
+            scheduler.check()
+            refs = planner.pool._refs
+            if 0 in [refs[block] for block in self._step_blocks]:
+                raise Violation("a block that the step on the device may touch has no owner")
+        arrivals = [request.request_id for request in planner.waiting]
+        if arrivals != sorted(arrivals):
+            raise Violation(f"the queue is out of order: {arrivals}")
+
     def _outcomes(self, effects: Sequence[Effect]) -> None:
         """An error ends a request that failed twice with no other in its step, and had no token since."""
         for effect in effects:
@@ -206,13 +222,16 @@ class Checks:
             for output in effect.event.outputs:
                 end = output.end
                 if end is not None and end.error is not None and end.code == "step_failed":
-                    if self._failed_alone[output.request_id] < FAILED_ALONE_MIN:
+                    is_no_number = self._not_a_number.pop(output.request_id, None) is not None
+                    if not is_no_number and self._failed_alone[output.request_id] < FAILED_ALONE_MIN:
                         raise Violation(
                             f"request {output.request_id} ended with {end}, and no two failures were its own"
                         )
                     self.world.clients[output.stream_id].was_blamed = True
                 if end is not None or output.token_ids:
                     self._failed_alone.pop(output.request_id, None)
+        if self._not_a_number:
+            raise Violation(f"{self._not_a_number} gave no number, and go on")
 
     def _incidents(self, event: Any, effects: Sequence[Effect]) -> None:
         """What went wrong was reported, and nothing else."""
@@ -224,7 +243,10 @@ class Checks:
         for incident in incidents:
             if incident.kind == "stall":
                 self._ended_for_room(incident)
-        faults = [incident for incident in incidents if incident.kind not in ("ladder", "stall")]
+        faults = [incident for incident in incidents if incident.kind not in ("ladder", "not_a_number", "stall")]
+        told = sorted(i for incident in incidents if incident.kind == "not_a_number" for i in incident.stream_ids)
+        if told != sorted(self._not_a_number.values()):
+            raise Violation(f"{self._not_a_number} gave no number, and {told} were reported")
         outcome = event.outcome if isinstance(event, MakeBatch) else event
         if isinstance(outcome, StepDone) and self._on_trial is not None:  # a canary went well, and told who it was
             faults = [i for i in faults if (i.kind, i.step_id, i.stream_ids) != self._on_trial]
@@ -291,6 +313,8 @@ class Checks:
         if not scheduler.trouble.suspects:
             self._nobody_overtakes(flight)
         may_run = [i for i, request in planner.running.items() if request.state in COMPUTED]
+        older = [request.request_id for request in planner.waiting]  # the half by age is theirs, where they can use it
+        may_run = [] if older and may_run and min(older) < min(may_run) else may_run
         if not scheduler.trouble.suspects and may_run and min(may_run) not in planned:
             raise Violation(f"request {min(may_run)} is the oldest, and step {flight.step_id} leaves it out")
 
@@ -330,6 +354,10 @@ class Checks:
 
     def _nobody_overtakes(self, flight: Flight) -> None:
         """Who was admitted has less work than older ones that wait, except those that wait for a prefix."""
+        num_admitted = len(flight.admitted)
+        num_waited = num_admitted + len(self.world.scheduler.planner.waiting)
+        if num_admitted >= ADMISSIONS_MAX or num_waited > WAITING_MAX:  # the step has not looked at all of them
+            return
         for request in self.world.scheduler.planner.waiting:
             for admitted in flight.admitted:
                 work = 0 if admitted in flight.fetched else admitted.work

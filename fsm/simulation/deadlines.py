@@ -30,12 +30,11 @@ TOP_LOGPROBS_PER_TOKEN = 4  # that many weigh as much as an unread token
 class Reader:
     """What one stream has for its reader, in tokens, and since when that is too much."""
 
-    __slots__ = ("arrived_s", "began_in_time", "has_begun", "stalled_s", "unread", "weights")
+    __slots__ = ("arrived_s", "has_begun", "stalled_s", "unread", "weights")
 
     def __init__(self, arrived_s: float) -> None:
         self.arrived_s = arrived_s
         self.has_begun = False  # it has its first token
-        self.began_in_time = False  # it had, when it had waited for as long as it would
         self.unread = 0
         self.weights: dict[int, int] = {}  # by choice: what its unread tokens weigh
         self.stalled_s: float | None = None  # since when nothing was read, while there is too much
@@ -71,7 +70,7 @@ class Deadlines:
         reader = self._readers[output.stream_id]
         stream = self._world.streams.get(output.stream_id)
         end = output.end
-        if reader.began_in_time and end is not None and end.cause is Cause.QUEUE:
+        if reader.has_begun and end is not None and end.cause is Cause.QUEUE:
             raise Violation(f"stream {output.stream_id} has its first token, and was ended because it waited for it")
         if not output.token_ids:
             return
@@ -96,9 +95,6 @@ class Deadlines:
 
     def fired(self, event: Any) -> None:
         """A timer has run out."""
-        if isinstance(event, QueueOver):
-            reader = self._readers[event.stream_id]
-            reader.began_in_time = reader.has_begun
         if self.is_early:
             if isinstance(event, KeepOver):
                 self._early.add((event.request_id, event.serial))
@@ -153,6 +149,8 @@ class Deadlines:
             if self._has_ended(stream_id) or (cause is Cause.QUEUE and self._readers[stream_id].has_begun):
                 continue
             raise Violation(f"stream {stream_id} should have ended at {due_s:.6f} ({cause}), and it is {now_s:.6f}")
+        if not world.looks_closely:
+            return
         timeout_s, keep_s = world.shape.stall_timeout_s, world.shape.stall_keep_s
         for stream_id, reader in list(self._live.items()):
             since_s = reader.stalled_s

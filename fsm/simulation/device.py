@@ -25,18 +25,23 @@ CELL = 4  # bytes
 GARBAGE = (
     b"\xff" * CELL
 )  # what a failed step leaves in the cells it had begun to write; no cell's last byte is so large
+NOT_A_NUMBER = b"\xff\xff\xff\x7f"  # nor so large as this, which is kept for a token that gives no number
 FULL = "full"  # the mode every device comes up in
 
 # Prompt tokens that a device cannot compute, each time it tries: what becomes of the step.
 POISON_LOST, POISON_EXCEPTION, POISON_OOM, POISON_HANG = POISONS = (251, 252, 253, 254)
+
+NAN_TOKEN = 250  # the step goes well, but nothing can be sampled from a context that holds this one
 
 Logprob = tuple[float, list[int], list[float]]
 
 
 def cell(context: int, token_id: int) -> bytes:
     """What is kept for `token_id` behind cells whose digest is `context`."""
-    mixed = (context ^ (token_id + 1) * 0x01000193) * 0x9E3779B1
-    return (mixed >> 7 & 0x7FFFFFFF).to_bytes(CELL, "little")
+    if token_id == NAN_TOKEN:
+        return NOT_A_NUMBER
+    mixed = (context ^ (token_id + 1) * 0x01000193) * 0x9E3779B1 >> 7 & 0x7FFFFFFF
+    return (mixed % 0x7FFFFFFF).to_bytes(CELL, "little")
 
 
 def fold(token_ids: Iterable[int], context: int = 0) -> int:
@@ -123,6 +128,10 @@ class ScriptedDevice:
             sampler, history = self._samplers[slot], self._histories[slot]
             assert sampler is not None, f"step {plan.step_id} samples in slot {slot}, which was never given parameters"
             assert GARBAGE not in cells, f"step {plan.step_id} attends to what was never computed, or overwritten"
+            if NOT_A_NUMBER in cells:
+                tokens.append(-1)
+                logprobs.append(None)
+                continue
             token = sampler.token(crc32(cells), position, history)
             if sampler.counts_tokens:
                 history[position : position + 1] = bytes([token])  # again, when a step is computed again

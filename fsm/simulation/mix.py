@@ -5,29 +5,36 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
+
 from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.simulation.device import POISONS, VOCAB_SIZE
+from novainfer.fsm.simulation.device import NAN_TOKEN, POISONS, VOCAB_SIZE
 from novainfer.fsm.simulation.shape import Shape
 
 # Per step or job: what a device does with it. Per event: what happens beside it.
 PER_JOB = ("oom", "exception", "unlaunched", "hang", "job")
 PER_EVENT = {"cancel": 8, "duplicate": 4, "early": 32, "jump": 512, "die": 64, "overdue": 64}
 PER_EVENT |= {"die_spare": 32, "die_both": 64, "freeze_spare": 64, "echo": 32}  # so many times rarer
-FAULTS = (*PER_JOB, *PER_EVENT, "stall", "timeout", "encode", "poison")
+FAULTS = (*PER_JOB, *PER_EVENT, "stall", "timeout", "encode", "poison", "nan")
 STOPS = ["a", "ab", "bca", "c ", "\u00e9", "c\u20ac", "\U0001f600", "<sep>", "\ufffd"]
-PROMPT_TOKENS = range(1, POISONS[0])
+PROMPT_TOKENS = range(1, NAN_TOKEN)
 ADORNED = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_k"),
     *("logit_bias", "allowed_token_ids", "banned_token_ids"),
 )
 
 
+CLIENTS_LARGE = 4096  # of one seed in a hundred
+SLOTS_LARGE = 1024
+
+
 class Mix:
     """All draws of `rng` that are made before the world begins, and the clients', one by one."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, *, is_large: bool = False) -> None:
         self.rng = rng
-        self.shape = self._shape()
+        self.is_large = is_large
+        self.shape = self._large_shape() if is_large else self._shape()
         # The mix of faults is drawn too, log-uniform, often zero: much of one finds more than a little of everything.
         self.rates = {name: 10 ** rng.uniform(-3, -0.3) if rng.random() < 0.4 else 0.0 for name in FAULTS}
         if not self.shape.max_restarts and rng.random() < 0.8:  # such a world ends with the first of these
@@ -52,6 +59,28 @@ class Mix:
         self.parts = [self._parts(2), self._parts(rng.choice([2, 3, 6])), self._parts(2)]
         self.is_patched = rng.choice([0.0, 0.0, 0.3, 0.9])  # how many prompts are made of these parts
         self.is_adorned = rng.choice([0.0, 0.1, 0.3, 0.9])  # how many clients want more than the likeliest token
+
+        if is_large:
+            self.num_clients, self.burst = CLIENTS_LARGE, rng.choice([1024, CLIENTS_LARGE])
+            self.burst_gap_s = min(self.burst_gap_s, 60.0)
+            self.rates = {name: rate / 8 for name, rate in self.rates.items()}
+            self.hop_s = min(self.hop_s, 1e-4)  # one message at a time: more, and the deadlines of all would pass
+
+    def _large_shape(self) -> Shape:
+        """So many of everything that whatever takes more than its share of time or room would be seen."""
+        rng = self.rng
+        shape = self._shape()
+        return msgspec.structs.replace(
+            shape,
+            num_blocks=rng.choice([1024, 4096]),
+            max_num_seqs=SLOTS_LARGE,
+            max_num_batched_tokens=2048,
+            prefill_chunk_tokens=rng.choice([512, 2048]),
+            block_size=8,
+            max_num_queued_reqs=CLIENTS_LARGE,
+            max_num_queued_tokens=1 << 20,
+            max_num_overflow_reqs=CLIENTS_LARGE,
+        )
 
     def _shape(self) -> Shape:
         rng = self.rng
@@ -92,6 +121,8 @@ class Mix:
     def arrival_gap_s(self, num_arrived: int) -> float:
         """From one client to the next: they come in bursts."""
         if num_arrived % self.burst:
+            if self.is_large:
+                return self.hop_s * self.rng.random()
             return self.rng.random() * 2 * self.step_s
         return self.burst_gap_s * (0.5 + self.rng.random())
 
@@ -115,6 +146,8 @@ class Mix:
         prompt = [*head, *(rng.choice(self.alphabet) for _ in range(length))]
         if self.rates["poison"] and rng.random() < self.rates["poison"]:
             prompt.insert(rng.randrange(len(prompt) + 1), rng.choice(POISONS))
+        if self.rates["nan"] and rng.random() < self.rates["nan"]:
+            prompt.insert(rng.randrange(len(prompt) + 1), NAN_TOKEN)
         return "".join(map(chr, prompt)) if rng.random() < 0.5 else prompt
 
     def _parts(self, num: int) -> list[list[int]]:
@@ -148,11 +181,11 @@ class Mix:
         rng, draw = self.rng, self.rng.random
         adorned = self._adorned() if self.is_adorned and draw() < self.is_adorned else {}
         some = adorned.get("allowed_token_ids", range(VOCAB_SIZE))  # where all of them stop, none can be banned
-        max_tokens = rng.choice([2, 8, 10, 11, 12, 12, 13, 14, 16, 20, None])
+        max_tokens = rng.choice([1, 2, 4] if self.is_large else [2, 8, 10, 11, 12, 12, 13, 14, 16, 20, None])
         stops = draw() < 0.15
         hurry = draw() < self.rates["timeout"]
         return SamplingParams(
-            n=rng.choice([1, 1, 1, 2, 2, 3]),
+            n=1 if self.is_large else rng.choice([1, 1, 1, 2, 2, 3]),
             max_tokens=max_tokens,
             min_tokens=rng.randint(0, max_tokens or 8) if draw() < (0.4 if adorned else 0.15) else 0,
             stop=[rng.choice(STOPS) for _ in range(rng.randint(1, 3))] if stops else None,

@@ -25,7 +25,8 @@ from novainfer.fsm.simulation.mix import PER_EVENT, Mix
 from novainfer.fsm.simulation.moves import MOVES, Move, is_possible
 from novainfer.fsm.simulation.world import TO_WORKER, Timer, World
 
-TURNS_MAX = 40_000  # a world that has not ended by then never will
+LARGE_EVERY = 100  # one seed of so many has thousands of clients
+TURNS_MAX = 40_000  # a world that has not ended by then never will; so many for each 48 clients
 # Seconds that a job takes, at most; steps have their own.
 JOB_S: dict[type, float] = {
     Open: 1.0,
@@ -51,7 +52,7 @@ class Seed:
 
     def __init__(self, seed: int, *, keeps_path: bool = False, world_type: type[World] = World) -> None:
         self.rng = random.Random(seed)
-        self.mix = Mix(self.rng)
+        self.mix = Mix(self.rng, is_large=seed % LARGE_EVERY == LARGE_EVERY - 1)
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()
         self.path: list[Move] | None = [] if keeps_path else None
@@ -62,7 +63,8 @@ class Seed:
         self._is_hung = False
         self._reading: set[int] = set()  # streams whose reader is on its way
         self._turn = 0
-        self._next_mischief = TURNS_MAX
+        self._turns_max = TURNS_MAX * max(self.mix.num_clients // 48, 1)
+        self._next_mischief = self._turns_max
         self._mischief: list[tuple[str, float]] = []
         self._draw_mischief()
         self.world = world_type(self.mix.shape, self.trace.update, self)
@@ -89,7 +91,7 @@ class Seed:
         world, clock, audit = self.world, self.clock, self.world.audit
         assert audit is not None
         busy, draw, hop_s = world.busy, self.rng.random, self.mix.hop_s
-        for turn in range(self._turn + 1, TURNS_MAX):
+        for turn in range(self._turn + 1, self._turns_max):
             self._turn = turn
             if turn >= self._next_mischief:
                 self._do_mischief()
@@ -110,7 +112,7 @@ class Seed:
                 self._make("come_late", int(draw() * len(world.late)))
             else:
                 return
-        raise AssertionError(f"{TURNS_MAX} turns did not end it: the engine is {world.engine.state}")
+        raise AssertionError(f"{self._turns_max} turns did not end it: the engine is {world.engine.state}")
 
     def _make(self, kind: str, *args: Any) -> None:
         world = self.world
@@ -347,8 +349,8 @@ class Seed:
         """At which turn the next thing happens that belongs to no step."""
         self._mischief = [(kind, self._rates[kind] / rarer) for kind, rarer in PER_EVENT.items() if self._rates[kind]]
         total = sum(rate for _, rate in self._mischief)
-        skip = math.log(1 - self.rng.random()) / math.log1p(-total) if total else TURNS_MAX
-        self._next_mischief = self._turn + 1 + int(min(skip, TURNS_MAX))
+        skip = math.log(1 - self.rng.random()) / math.log1p(-total) if total else self._turns_max
+        self._next_mischief = self._turn + 1 + int(min(skip, self._turns_max))
 
     def _do_mischief(self) -> None:
         rng = self.rng

@@ -71,7 +71,7 @@ class Turns:
             self._check_slots(flight)
             self._check_need(flight)
         self._victims.clear()
-        if not self._world.shape.enable_prefix_caching:
+        if not self._world.shape.enable_prefix_caching and not self._world.is_large:
             self._count(flight if is_good and not is_restricted else None, is_step=isinstance(event, MakeBatch))
 
     # ---- tokens and slots ----------------------------------------------------------------------------------------

@@ -63,6 +63,8 @@ Timer = tuple[Any, ...]  # the machine it belongs to, the kind of its event, and
 
 TO_WORKER: Link = ("device", "worker", False)
 FROM_WORKER: Link = ("worker", "engine", False)
+LARGE_SEQS = 256  # in worlds with more slots
+CLOSE_LOOK = 16  # one event of so many is looked at closely
 _MACHINES = {"gate": "Gate", "engine": "Engine", "scheduler": "Scheduler", "worker": "Worker", "streams": "Stream"}
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -145,6 +147,8 @@ class World:
     """See the module. `trace` is given the bytes of every event that a machine takes, and when."""
 
     audit: Audit | None = None  # where there is a clock
+    is_large = False
+    _num_handled = 0
 
     def __init__(
         self, shape: Shape, trace: Callable[[bytes], None] | None = None, driver: Driver | None = None
@@ -178,6 +182,8 @@ class World:
         self.streams: dict[int, Stream] = {}
         self.clients: dict[int, Client] = {}
         self.is_draining = self.is_stopped = False
+        self.is_large = shape.max_num_seqs > LARGE_SEQS
+        self._num_handled = 0
         self.budget: dict[str, int] = {}  # what the explorer may still do to this world
         self.counts: Counter[str] = Counter()  # what happened, by kind
         self.checks = Checks(self)
@@ -195,6 +201,11 @@ class World:
         return ScriptedDevice(
             shape.num_blocks, shape.block_size, shape.max_num_seqs, num_host_blocks=shape.num_host_blocks, epoch=epoch
         )
+
+    @property
+    def looks_closely(self) -> bool:
+        """Whether what takes a time that grows with the world is checked after this event; in a small one always."""
+        return not self.is_large or self._num_handled % CLOSE_LOOK == 0
 
     @property
     def machines(self) -> dict[str, Machine]:
@@ -237,9 +248,11 @@ class World:
         if self._trace is not None:
             self._trace(_encode((self.now_s, name, kind, event)))
         before = machine.state
-        queued = set(self.gate.queued) if name == "gate" else set()
+        self._num_handled += 1
+        is_watched_gate = name == "gate" and self.looks_closely
+        queued = set(self.gate.queued) if is_watched_gate else set()
         effects = machine.handle(event)
-        if name == "gate":
+        if is_watched_gate:
             check_gate(self, queued, event, effects)
         elif name == "streams":
             check_stall(before, machine.state, event, effects)  # type: ignore[arg-type]
