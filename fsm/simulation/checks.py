@@ -170,7 +170,7 @@ class Checks:
             return
         planner = scheduler.planner
         if planner.probe is None:
-            planner.probe = self._fingerprint
+            planner.probe = self._fingerprint if self.world.is_large else scheduler.fingerprint
         if isinstance(event, MakeBatch):
             self._quiet = True
             if "rollback" in planner.__dict__:
