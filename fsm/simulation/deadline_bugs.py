@@ -8,7 +8,6 @@ from novainfer.fsm.planner import Planner
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.mutants import Mutant
 from novainfer.fsm.stream import Stream
-from novainfer.fsm.trouble import Trouble
 
 DEADLINE_MUTANTS = [
     Mutant(
@@ -90,12 +89,5 @@ DEADLINE_MUTANTS = [
         "self._tombstones.pop(event.request_id, None)",
         "self._tombstones.get(event.request_id, None)",
         seeds=1000,
-    ),
-    Mutant(
-        "the engine is smaller after it was in trouble",
-        Trouble,
-        "climb",
-        "if self.ladder.state is Rung.FULL:",
-        "if False:",
     ),
 ]
