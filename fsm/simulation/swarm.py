@@ -289,7 +289,7 @@ class Seed:
         if self.world.worker.epoch == 0 and isinstance(job, Open | Find | Spawn | Load | Fit | Warm):
             return 0.5 if self.mix.come_up_fails else 0.0
         rare = isinstance(job, Switch) and not self._is_healed  # there are so few of them
-        return 0.1 if rare else self._rates["job"]
+        return 0.25 if rare else self._rates["job"]
 
     def process_move(self, kind: str, delay_s: float, *args: Any) -> None:
         """Timers are punctual; what processes do takes its time."""
@@ -376,7 +376,7 @@ class Seed:
         if not (links := faults.repeatable(world)):
             return
         link = rng.choice(links)
-        if link == TO_WORKER and isinstance(world.links[link][0], JobDone) and rng.random() < 0.3:
+        if link == TO_WORKER and isinstance(world.links[link][0], JobDone) and rng.random() < 0.7:
             self._make("contradict")
         else:
             self._make("duplicate", link)
