@@ -143,21 +143,23 @@ class Draft:
         self.oldest = min(prefilling, key=arrival, default=None)
         candidates = sorted([*prefilling, *self._admissible()], key=arrival)
         half = -(-self.left // 2)
-        cut: Request | None = None  # it gets what is left of the first half, and its turn in the second
+        ranked = sorted(candidates, key=lambda r: (r.work, r.request_id))
+        turn = 0  # of those in `ranked`, whose half by work comes next
         for request in candidates:
-            if half <= 0 or self._to_compute(request) > half:
-                cut = request if half > 0 else None
+            if half <= 0:
                 break
-            half -= self._serve(request, half)
-        ranked = sorted((r for r in candidates if r is not cut), key=lambda r: (r.work, r.request_id))
-        if cut is not None:
-            kept = self._keep(cut)
-            for request in ranked:
-                if (request.work, request.request_id) > (cut.work, cut.request_id):
-                    break
-                self._serve(request, self.left - half)
+            if self._to_compute(request) <= half:
+                half -= self._serve(request, half)
+                continue
+            # It gets what is left of the first half, and its turn in the second; or neither, and the next by age does.
+            kept = self._keep(request)
+            at = ranked.index(request)
+            for other in ranked[turn:at]:
+                self._serve(other, self.left - half)
+            turn = max(turn, at)
             self._keep(None, kept)
-            self._serve(cut, self.left)
+            if self._serve(request, self.left):
+                break
         for request in ranked:
             self._serve(request, self.left)
         for request in self.expecting:

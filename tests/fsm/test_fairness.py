@@ -122,3 +122,19 @@ def test_a_short_prompt_does_not_wait_for_a_prefix_that_a_long_one_computes_late
     short = bench.submit(prompt(bench, 660, prefix=shared), max_tokens=1)
     assert oldest in bench.rows()
     assert steps_until_first_token(bench, short) <= bound(660, 1 << 60, 660)
+
+
+def test_the_half_by_age_goes_to_the_next_in_age_where_an_older_request_comes_to_wait_for_a_prefix():
+    bench = bench_with_room(block_size=4, prefill_chunk_tokens=32)
+    bench._next_id = 10
+    oldest_in_prefill = bench.submit([1] * 60)
+    bench.start()
+    bench._next_id = 1  # it was preempted, say, and is computed again
+    shared = [2, 3, 4, 5] * 5
+    older = bench.submit([*shared, *[6] * 20])
+    bench._next_id = 11
+    producer = bench.submit([*shared, *[7] * 4])
+    by_work = bench.submit([8] * 30)
+    bench.step()
+    assert bench.rows() == {oldest_in_prefill: 16, producer: 16}
+    assert {older, by_work} <= {request.request_id for request in bench.scheduler.planner.waiting}
