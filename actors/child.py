@@ -25,6 +25,7 @@ from typing import Any
 
 from novainfer.actors.wire import (
     EXIT_LINK,
+    EXIT_MEMORY,
     EXIT_UNUSABLE,
     FRAME_BYTES_MAX,
     FROM_DEVICE,
@@ -43,6 +44,7 @@ REAP_POLL_S = 0.005  # where the system has no pidfd
 SERVER_MODULE = "novainfer.actors.device_server"
 EXITS = {
     EXIT_LINK: "it did not understand what it was told",
+    EXIT_MEMORY: "it ran out of memory",
     EXIT_UNUSABLE: "its device had failed in a way that only a new process recovers from",
 }
 

@@ -7,6 +7,7 @@ tensors. This is the only file of the actors that touches the kernels, and it lo
 from __future__ import annotations
 
 import gc
+import resource
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -106,6 +107,20 @@ def sentence_of(error: BaseException) -> str:
     if isinstance(error, NovaInferError) or type(error).__module__.startswith("novainfer."):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+# What a start says that has run out of memory: the words of Python, of C++ and of the loader of libraries; and of a
+# process that died, which cannot always say why (the loader ends it with 127, C++ with SIGABRT).
+OF_MEMORY = ("memory", "map segment", "bad_alloc", "device's process")
+
+
+def with_limit(message: str) -> str:
+    """`message` of a start that failed; and, where it may be to blame, that the address space is limited."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY or not any(word in message.lower() for word in OF_MEMORY):
+        return message
+    mib = limit // 2**20
+    return f"{message}; this is likely for want of memory: the address space is limited to {mib:,} MiB (ulimit -v)"
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from novainfer.actors.device import do_job
 from novainfer.actors.faulty import FaultyDevice, Injection
 from novainfer.actors.wire import (
     EXIT_LINK,
+    EXIT_MEMORY,
     EXIT_ORPHANED,
     EXIT_UNUSABLE,
     RECV_BYTES,
@@ -75,6 +76,8 @@ class DeviceServer:
         except LinkError as error:
             print(f"novainfer: the engine sent {error}", file=sys.stderr)
             _exit(EXIT_LINK)
+        except MemoryError:
+            _exit(EXIT_MEMORY)
         except (
             BaseException
         ):  # a device may even leave the interpreter, whose own end would stop the other thread first

@@ -27,7 +27,7 @@ from novainfer.actors.watchdog import ENDING, SPARE
 from novainfer.actors.wire import Beat, Hello, LogLine, Ping, Progress, UnsendableError
 from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.events import Close, Fault, JobDone, JobFailed, Kill, Run, Spawn, StepDone, StepFailed, Stop
-from novainfer.fsm.health import DYING_LIMIT_S, LOOK_S_MAX, Sighting
+from novainfer.fsm.health import DYING_LIMIT_S, Sighting, Silence
 from novainfer.fsm.machine import After, Effect, Send, Start
 from novainfer.fsm.process import Answered, Ask, Ended, Finish, Process, Started, StartFailed, Tell
 from novainfer.fsm.roster import (
@@ -48,9 +48,6 @@ from novainfer.fsm.roster import (
 
 logger = logging.getLogger(__name__)
 
-# Importing torch from a cold disk holds the interpreter, and with it the beat, for many seconds.
-LOAD_SILENCE_S = 60.0
-
 
 class _Seen:
     """What is seen of one process: how long it has been silent, and its state's age."""
@@ -60,19 +57,12 @@ class _Seen:
         self.signs = 0  # that it gets on with what it does
         self.state: Any = None
         self.since_s = now_s
-        self._silent_s = 0.0
-        self._looked_s = child.heard_s
+        self._silence = Silence(child.heard_s)
 
     def silent_s(self, process: Process, now_s: float) -> float:
         """Seconds in which it said nothing while the loop was listening, beyond what loading excuses."""
-        # The loop itself may be stopped for a while (Ctrl-Z, a suspended machine): one look counts for so much only.
         self.child.look()
-        if self.child.heard_s > self._looked_s:
-            self._silent_s = min(now_s - self.child.heard_s, LOOK_S_MAX)
-        else:
-            self._silent_s += min(now_s - self._looked_s, LOOK_S_MAX)
-        self._looked_s = now_s
-        return self._silent_s if process.is_warm else max(0.0, self._silent_s - LOAD_SILENCE_S)
+        return self._silence.look(self.child.heard_s, now_s, is_warm=process.is_warm)
 
 
 class ProcessLink:
@@ -93,6 +83,7 @@ class ProcessLink:
         self.roster = Roster(warm_spare=warm_spare)
         self._inbox: deque[Any] = deque()
         self._is_turning = False
+        self._was_up = False  # before, whoever starts the engine is told by an error, and needs no warning as well
         self._seen: dict[int, _Seen] = {}  # all whose process is not reaped, by serial
         self._serials: dict[Child, int] = {}
         self._probed = -1  # the process that was asked for a sign of life
@@ -217,6 +208,7 @@ class ProcessLink:
                 event = msgspec.structs.replace(event, at_s=loop.time())
             if isinstance(event, JobDone) and event.job == "Warm":
                 self._on_progress = None
+                self._was_up = True
             if isinstance(event, JobDone | JobFailed):
                 loop.call_soon(self._deliver, event)  # some answers are there already: never within the turn that asks
             else:
@@ -315,7 +307,7 @@ class ProcessLink:
     def _ended(self, child: Child, sentence: str) -> None:
         serial = self._serials.pop(child)
         del self._seen[serial]
-        if not self._stopped.is_set() and self.roster.state is not RosterState.CLOSING:
+        if self._was_up and not self._stopped.is_set() and self.roster.state is not RosterState.CLOSING:
             logger.warning("%s", sentence)
         self._changed.set()
         self._changed = anyio.Event()

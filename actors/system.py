@@ -23,7 +23,7 @@ import anyio
 import msgspec
 
 from novainfer.actors.admission import Admission, AdmissionStatistics
-from novainfer.actors.device import sentence_of
+from novainfer.actors.device import sentence_of, with_limit
 from novainfer.actors.encoding import Encoding
 from novainfer.actors.incidents import Incidents
 from novainfer.actors.inspector import Inspector
@@ -290,8 +290,10 @@ class System:
             error = error.exceptions[0]
         # A damaged folder fails tokenizer and device alike, and the device's reader says more exactly what is wrong.
         if self._device_error is not None:
-            error = ModelLoadError(self._device_error)
-        wrapped = error if isinstance(error, NovaInferError) else ModelLoadError(f"cannot start: {sentence_of(error)}")
+            error = ModelLoadError(with_limit(self._device_error))
+        elif not isinstance(error, NovaInferError):
+            error = ModelLoadError(with_limit(f"cannot start: {sentence_of(error)}"))
+        wrapped = error
         self.error = wrapped.message
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(wrapped)
@@ -438,10 +440,10 @@ class System:
             self.recorder.came_up()
             self._ready.set_result(event)
         elif isinstance(event, WorkerFailed):
-            self.error = event.message
-            self.recorder.dump_soon("failed", event.message)
+            self.error = event.message if self._ready.done() else with_limit(event.message)
+            self.recorder.dump_soon("failed", self.error)
             if not self._ready.done():
-                self._ready.set_exception(ModelLoadError(event.message))
+                self._ready.set_exception(ModelLoadError(self.error))
             self._stop()
 
     # ---- looking in ----------------------------------------------------------------------------------------------

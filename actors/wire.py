@@ -42,6 +42,7 @@ RECV_BYTES = 2**18
 EXIT_ORPHANED = 70  # the process it worked for is gone
 EXIT_LINK = 71  # it was told something it does not understand
 EXIT_UNUSABLE = 72  # its device can compute nothing any more
+EXIT_MEMORY = 73  # there was no memory for so much as to listen
 
 
 class LinkError(Exception):

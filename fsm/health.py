@@ -33,6 +33,8 @@ MEMORY_LIMIT_S = 600.0  # allocating a KV cache; compiling and running every ker
 LOAD_STALL_LIMIT_S = (
     120.0  # without another tensor read: the largest one is 2.5 GB, and a slow disk gives 20 MB a second
 )
+# Importing torch from a cold disk holds the interpreter, and with it the beat, for many seconds.
+LOAD_SILENCE_S = 60.0
 DYING_LIMIT_S = 10.0  # for a process that was killed: it takes the system 0.5 s to take back 1 GiB
 # For which a server that replaces its worker is ready all the same: every other one behind its balancer would get its
 # load. Within them a worker of a small model is back; a longer outage is for the balancer to know.
@@ -187,6 +189,24 @@ class Late(msgspec.Struct, frozen=True, kw_only=True):
         if self.what == "silence":
             return f"the {self.actor} has given no sign of life for {self.for_s:.1f} s (at most {self.limit_s:g} s)"
         return f"the {self.actor} has been {self.state} for {self.for_s:.1f} s (at most {self.limit_s:g} s)"
+
+
+class Silence:
+    """How long one process has said nothing while it was listened to, beyond what loading excuses; times in seconds."""
+
+    def __init__(self, now_s: float) -> None:
+        self._silent_s = 0.0
+        self._looked_s = now_s
+
+    def look(self, heard_s: float, now_s: float, *, is_warm: bool) -> float:
+        """Its silence at `now_s`, when it said something last at `heard_s`."""
+        # The loop itself may be stopped for a while (Ctrl-Z, a suspended machine): one look counts for so much only.
+        if heard_s > self._looked_s:
+            self._silent_s = min(now_s - heard_s, LOOK_S_MAX)
+        else:
+            self._silent_s += min(now_s - self._looked_s, LOOK_S_MAX)
+        self._looked_s = now_s
+        return self._silent_s if is_warm else max(0.0, self._silent_s - LOAD_SILENCE_S)
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

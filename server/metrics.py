@@ -134,7 +134,8 @@ def _http(service: Service) -> Iterator[Metric]:
     yield _gauge("nova_live_requests", "Generations in progress", service.live.num_live, {})
     yield _gauge("nova_connections", "Open connections", len(service.connections), {})
     yield _gauge("nova_tasks", "Tasks of the server's loop", len(asyncio.all_tasks()), {})
-    yield _gauge("nova_ready", "1 when the engine is warm and takes requests", float(service.is_ready), {})
+    is_ready = service.is_ready and service.engine is not None and service.engine.health().is_ready
+    yield _gauge("nova_ready", "1 when /readyz answers 200", float(is_ready), {})
 
 
 def _engine(service: Service) -> Iterator[Metric]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from novainfer.fsm.events import Fit, Load, Reclaim, Run, Switch, Warm
-from novainfer.fsm.health import PERIOD_S, Sighting, Watch
+from novainfer.fsm.health import PERIOD_S, Sighting, Silence, Watch
 from novainfer.fsm.simulation.oracle import Violation
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ STEP_TIMEOUT_S, HEARTBEAT_S = 60.0, 5.0
 DEADLINE_S: dict[type, float] = {Load: 120.0, Fit: 600.0, Warm: 600.0, Switch: 300.0, Reclaim: 30.0, Run: 60.0}
 SPARE_DEADLINE_S = 600.0
 COLD_SILENCE_S = 60.0  # more is borne of a process that is not warm yet
-SLACK_S = 3.0  # looks that come late count for more than they should, and the first one for nothing
+SLACK_S = 3.0  # the first look counts for nothing, and one that comes late for less than it should
 
 
 class Hang(msgspec.Struct):
@@ -50,7 +50,9 @@ class Observer:
         self._watch = Watch(STEP_TIMEOUT_S)
         self._hang = hang
         self._since_s = world.now_s
-        self._watched_s = 0.0
+        self._slept_s = world.slept_s  # before the hang
+        self._silence = Silence(world.now_s)
+        self._watched_s = 0.0  # at least
         self._state: Any = None
         self._entered_s = world.now_s
 
@@ -61,8 +63,9 @@ class Observer:
         late = [late for late in verdict.late if late.actor == hang.actor]
         if late and hang.seconds_per_sign:
             raise Violation(f"{late[0].sentence()}, and it gets on")
-        if late and self._watched_s < hang.deadline_s - SLACK_S:
-            raise Violation(f"{hang} is called late after {self._watched_s:.1f} s")
+        awake_s = world.now_s - self._since_s - (world.slept_s - self._slept_s)
+        if late and awake_s < hang.deadline_s - SLACK_S:
+            raise Violation(f"{hang} is called late after {awake_s:.1f} s")
         if not late and not hang.seconds_per_sign and self._watched_s > hang.deadline_s + SLACK_S:
             raise Violation(f"{hang} has lasted for {self._watched_s:.1f} s, and was not noticed")
         self._watched_s += PERIOD_S
@@ -75,9 +78,11 @@ class Observer:
         state = spare.state if hang.actor == "spare" and spare is not None else world.worker.state
         if state is not self._state:
             self._state, self._entered_s = state, now_s
-        silent_s = 0.0
-        if hang.is_silent:
-            silent_s = max(0.0, now_s - self._since_s - (COLD_SILENCE_S if hang.is_cold else 0.0))
+        process = None if roster is None else spare if hang.actor == "spare" else roster.worker
+        silent_s = None
+        if process is not None:
+            heard_s = self._since_s if hang.is_silent else now_s
+            silent_s = self._silence.look(heard_s, now_s, is_warm=process.is_warm)
         every_s = hang.seconds_per_sign
         signs = int((now_s - self._since_s) / every_s) if every_s else 0
         return Sighting(hang.actor, state, self._entered_s, None, silent_s, HEARTBEAT_S, signs)

@@ -44,6 +44,7 @@ HANG_ODDS: dict[type, float] = {Load: 0.15, Fit: 0.05, Warm: 0.05}  # where step
 HANG_ODDS_ELSE = 0.2
 SLOW_LOAD_S, SIGN_S = 600.0, 100.0  # a load may take so long, and says so often that it gets on
 HANG_S = (0.5, 60.0)  # after which the watchdog says so, by missed heartbeats or by the deadline of a step
+LOOK_COUNTS_S = 0.5  # of a sleep for the watch, at most
 JUMP_S = (10.0, 3600.0)  # for how long a machine sleeps
 
 
@@ -392,7 +393,9 @@ class Seed:
 
     def _do_jump(self) -> None:
         self.world.counts["clock jump"] += 1
-        self.world.now_s += self.rng.uniform(*JUMP_S)
+        slept_s = self.rng.uniform(*JUMP_S)
+        self.world.now_s += slept_s
+        self.world.slept_s += slept_s - LOOK_COUNTS_S
 
     def _do_die(self) -> None:
         if self.world.has_begun:

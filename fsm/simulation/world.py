@@ -170,6 +170,7 @@ class World:
         self.scheduler.watch(self.taken)
         self.worker = Worker(RestartPolicy(max_restarts=shape.max_restarts, window_s=shape.restart_window_s))
         self.now_s = 0.0
+        self.slept_s = 0.0  # of that: what the watch did not see
         self.links: dict[Link, deque[Any]] = {}
         self.busy: list[Link] = []  # links with messages
         self.jobs: deque[Any] = deque()  # at the device

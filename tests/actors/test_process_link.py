@@ -14,8 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from novainfer.actors import process
-from novainfer.fsm import roster
+from novainfer.fsm import health, roster
 from novainfer.fsm.events import (
     Close,
     DeviceLost,
@@ -194,9 +193,9 @@ async def test_silence_is_borne_while_the_process_comes_up(monkeypatch: pytest.M
         worker = line.link.roster.worker
         assert worker is not None
         seen = line.link._seen[worker.serial]
-        await eventually(lambda: (line.link.silence_s(), seen._silent_s > 0.4)[1])
+        await eventually(lambda: (line.link.silence_s(), seen._silence._silent_s > 0.4)[1])
         assert line.link.silence_s() == 0.0
-        monkeypatch.setattr(process, "LOAD_SILENCE_S", 0.1)
+        monkeypatch.setattr(health, "LOAD_SILENCE_S", 0.1)
         assert (line.link.silence_s() or 0.0) > 0.2
 
 

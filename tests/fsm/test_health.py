@@ -11,12 +11,14 @@ from novainfer.fsm.engine import EngineState
 from novainfer.fsm.gate import GateState
 from novainfer.fsm.health import (
     DWELLS,
+    LOAD_SILENCE_S,
     LOAD_STALL_LIMIT_S,
     LOOK_S_MAX,
     PERIOD_S,
     TURN_LIMIT_S,
     Late,
     Sighting,
+    Silence,
     TokenizerState,
     Verdict,
     Watch,
@@ -140,6 +142,17 @@ def test_signs_of_life_keep_the_silence_short() -> None:
     for _ in range(10):
         assert world.run(4).ok
         world.silent_since_s = world.now_s - 0.1
+
+
+def test_a_sleep_of_the_machine_uses_up_nothing_of_what_loading_excuses() -> None:
+    silence = Silence(0.0)
+    assert silence.look(0.0, 3600.0, is_warm=False) == 0.0
+    for look in range(round(LOAD_SILENCE_S / PERIOD_S) - 2):
+        assert silence.look(0.0, 3600.0 + (look + 1) * PERIOD_S, is_warm=False) == 0.0
+    silent_s = [silence.look(0.0, 3659.75 + look * PERIOD_S, is_warm=False) for look in range(4)]
+    assert silent_s == [0.25, 0.5, 0.75, 1.0]
+    assert silence.look(3660.9, 3661.0, is_warm=False) == 0.0
+    assert silence.look(3660.9, 3661.25, is_warm=True) == pytest.approx(0.35)
 
 
 @pytest.mark.parametrize("gap_s", [60.0, 3600.0])

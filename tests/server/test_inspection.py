@@ -238,8 +238,11 @@ async def test_an_actor_that_stands_still_fails_the_probes_with_the_reason(serve
             response = await client.get(path)
             assert (response.status_code, error_of(response)["code"]) == (503, "engine_stuck")
             assert engine.stuck in error_of(response)["message"]
-        assert "nova_live 0.0" in (await client.get("/metrics")).text
+        metrics = (await client.get("/metrics")).text
+        assert "nova_live 0.0" in metrics
+        assert "nova_ready 0.0" in metrics
         engine.stuck = None
+        assert "nova_ready 1.0" in (await client.get("/metrics")).text
         for path in ("/health", "/readyz", "/livez"):
             assert (await client.get(path)).json()["status"] == "ok"
 
@@ -254,6 +257,7 @@ async def test_a_server_that_drains_is_alive_and_not_ready(serve: Serve) -> None
         await eventually(lambda: server.service.is_draining)
         assert (await client.get("/livez")).status_code == 200
         assert error_of(await client.get("/readyz"))["code"] == "draining"
+        assert "nova_ready 0.0" in (await client.get("/metrics")).text
         engine.release(100)
         assert (await task).status_code == 200
 
