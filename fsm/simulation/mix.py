@@ -31,10 +31,15 @@ SLOTS_LARGE = 1024
 class Mix:
     """All draws of `rng` that are made before the world begins, and the clients', one by one."""
 
-    def __init__(self, rng: random.Random, *, is_large: bool = False) -> None:
+    def __init__(
+        self, rng: random.Random, *, is_large: bool = False, is_uneven: bool = False, is_slow: bool = False
+    ) -> None:
         self.rng = rng
         self.is_large = is_large
+        self.is_uneven = is_uneven and not is_large  # prompts of one token beside others of a hundred
         self.shape = self._large_shape() if is_large else self._shape()
+        if self.is_uneven:
+            self.shape = self._uneven_shape()
         # The mix of faults is drawn too, log-uniform, often zero: much of one finds more than a little of everything.
         self.rates = {name: 10 ** rng.uniform(-3, -0.3) if rng.random() < 0.4 else 0.0 for name in FAULTS}
         if not self.shape.max_restarts and rng.random() < 0.8:  # such a world ends with the first of these
@@ -60,6 +65,13 @@ class Mix:
         self.is_patched = rng.choice([0.0, 0.0, 0.3, 0.9])  # how many prompts are made of these parts
         self.is_adorned = rng.choice([0.0, 0.1, 0.3, 0.9])  # how many clients want more than the likeliest token
 
+        self.encode_s = self.step_s  # for a prompt
+        if is_slow and not is_large:
+            self.encode_s = 10 ** rng.uniform(-1, 1.5)
+            self.rates["timeout"] = max(self.rates["timeout"], 0.3)
+        if self.is_uneven:
+            self.rates = {name: rate / 8 for name, rate in self.rates.items()}
+            self.is_patched = 0.0
         if is_large:
             self.num_clients, self.burst = CLIENTS_LARGE, rng.choice([1024, CLIENTS_LARGE])
             self.burst_gap_s = min(self.burst_gap_s, 60.0)
@@ -80,6 +92,21 @@ class Mix:
             max_num_queued_reqs=CLIENTS_LARGE,
             max_num_queued_tokens=1 << 20,
             max_num_overflow_reqs=CLIENTS_LARGE,
+        )
+
+    def _uneven_shape(self) -> Shape:
+        """Room for many prompts at once, and steps that hold parts of some of them."""
+        rng = self.rng
+        return msgspec.structs.replace(
+            self._shape(),
+            num_blocks=1024,
+            max_num_seqs=32,
+            max_num_batched_tokens=rng.choice([64, 128]),
+            prefill_chunk_tokens=rng.choice([16, 32, 64]),
+            block_size=rng.choice([1, 2, 4]),
+            max_model_len=128,
+            max_num_queued_reqs=64,
+            max_num_queued_tokens=1 << 20,
         )
 
     def _shape(self) -> Shape:
@@ -140,7 +167,9 @@ class Mix:
         """What a client asks for: short, long, empty; half of them begin alike."""
         rng = self.rng
         length = rng.choice([1, 2, 3, 5, 8]) if rng.random() < 0.97 else rng.choice([0, self.shape.context_len])
-        head = rng.choice([[], *self.prefixes])
+        if self.is_uneven:
+            length = rng.choice([rng.randint(1, 8), rng.randint(1, 8), rng.randint(30, 100)])
+        head = [] if self.is_uneven and rng.random() < 0.7 else rng.choice([[], *self.prefixes])
         if self.is_patched and rng.random() < self.is_patched:
             head, length = [token for part in self.parts for token in rng.choice(part)], rng.choice([0, 1, 1, 2])
         prompt = [*head, *(rng.choice(self.alphabet) for _ in range(length))]

@@ -26,6 +26,8 @@ from novainfer.fsm.simulation.moves import MOVES, Move, is_possible
 from novainfer.fsm.simulation.world import TO_WORKER, Timer, World
 
 LARGE_EVERY = 100  # one seed of so many has thousands of clients
+UNEVEN_EVERY = 9  # has short prompts beside long ones, and much room
+SLOW_EVERY = 11  # has a slow tokenizer, and clients in a hurry
 TURNS_MAX = 40_000  # a world that has not ended by then never will; so many for each 48 clients
 # Seconds that a job takes, at most; steps have their own.
 JOB_S: dict[type, float] = {
@@ -53,7 +55,12 @@ class Seed:
 
     def __init__(self, seed: int, *, keeps_path: bool = False, world_type: type[World] = World) -> None:
         self.rng = random.Random(seed)
-        self.mix = Mix(self.rng, is_large=seed % LARGE_EVERY == LARGE_EVERY - 1)
+        self.mix = Mix(
+            self.rng,
+            is_large=seed % LARGE_EVERY == LARGE_EVERY - 1,
+            is_uneven=seed % UNEVEN_EVERY == UNEVEN_EVERY - 1,
+            is_slow=seed % SLOW_EVERY == SLOW_EVERY - 1,
+        )
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()
         self.path: list[Move] | None = [] if keeps_path else None
@@ -148,7 +155,7 @@ class Seed:
 
     def prompt_came(self, stream_id: int) -> None:
         """The tokenizer takes a moment."""
-        self._after(self.rng.random() * self.mix.step_s, self._encode, stream_id)
+        self._after(self.rng.random() * self.mix.encode_s, self._encode, stream_id)
 
     def _encode(self, stream_id: int) -> None:
         fails = self._rates["encode"] and self.rng.random() < self._rates["encode"]

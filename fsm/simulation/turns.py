@@ -12,9 +12,10 @@ While requests are tried apart (see `blame`) only that order counts, and none of
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import MakeBatch, StepDone
+from novainfer.fsm.events import MakeBatch, StepDone, WorkerLost
 from novainfer.fsm.request import Request, RequestState
 from novainfer.fsm.simulation.oracle import Violation
 
@@ -43,6 +44,31 @@ class Claim:
         self.steps = 0
 
 
+class Heads:
+    """The first tokens of all requests that came: one that shares its first block may have less to do, or wait."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._num_with: Counter[tuple[int, ...]] = Counter()  # requests, by their first block, or all that they have
+        self._counted: set[int] = set()
+
+    def add(self, request: Request) -> None:
+        """It is to be computed; what it will generate belongs to its first block too, where its prompt is shorter."""
+        if request.request_id not in self._counted:
+            self._counted.add(request.request_id)
+            self._num_with[self._head(request)] += 1
+
+    def is_shared(self, request: Request) -> bool:
+        """Whether another one begins with the same block, or may."""
+        head = self._head(request)
+        if len(head) < self._size:
+            return False  # none of its blocks is full
+        return self._num_with[head] > 1 or any(head[:n] in self._num_with for n in range(1, self._size))
+
+    def _head(self, request: Request) -> tuple[int, ...]:
+        return tuple(request.token_ids[: min(request.num_prompt, self._size)])
+
+
 class Turns:
     """The account of one world."""
 
@@ -52,6 +78,8 @@ class Turns:
         self._waiting: set[int] = set()
         self._claims: dict[int, Claim] = {}
         self._known: set[int] = set()  # requests that are counted in all claims
+        shape = world.shape
+        self._heads = Heads(shape.block_size if shape.enable_prefix_caching else 1 << 60)
         self._num_preempted = 0
         self._victims: list[tuple[int, int]] = []  # who was preempted for this step, and with how many blocks
 
@@ -71,8 +99,8 @@ class Turns:
             self._check_slots(flight)
             self._check_need(flight)
         self._victims.clear()
-        if not self._world.shape.enable_prefix_caching and not self._world.is_large:
-            self._count(flight if is_good and not is_restricted else None, is_step=isinstance(event, MakeBatch))
+        if not self._world.is_large:
+            self._count(event, flight if is_good and not is_restricted else None)
 
     # ---- tokens and slots ----------------------------------------------------------------------------------------
 
@@ -159,56 +187,69 @@ class Turns:
 
     # ---- the first token -----------------------------------------------------------------------------------------
 
-    def _count(self, flight: Flight | None, *, is_step: bool) -> None:
+    def _count(self, event: Any, flight: Flight | None) -> None:
         """One more step, or something that the bound does not speak of."""
         scheduler, shape = self._world.scheduler, self._world.shape
-        planner = scheduler.planner
-        is_disturbed = (
-            self._num_preempted or (is_step and flight is None) or scheduler.trouble.chunk < shape.prefill_chunk_tokens
-        )
-        if is_disturbed or planner.max_running < shape.max_num_seqs:
+        planner, is_step = scheduler.planner, isinstance(event, MakeBatch)
+        is_broken = isinstance(event, WorkerLost) or (is_step and flight is None)
+        is_short = scheduler.trouble.chunk < shape.prefill_chunk_tokens or planner.max_running < shape.max_num_seqs
+        if self._num_preempted or is_broken or is_short:
             self._num_preempted = 0
             self._claims.clear()
             self._known.clear()
             return
         if not is_step:
             return
-        queue = [r for r in scheduler.requests.values() if r.state in TO_COMPUTE]
         assert flight is not None
-        planned = {request.request_id: count for request, count, _ in flight.rows}
+        queue = [r for r in scheduler.requests.values() if r.state in TO_COMPUTE]
         for claim in self._claims.values():
             claim.steps += 1
         new = [r for r in queue if r.request_id not in self._known]
-        works = {r.request_id: r.num_remaining + planned.get(r.request_id, 0) for r in queue}
+        for request in new:
+            self._heads.add(request)
+        planned = {request.request_id: count for request, count, _ in flight.rows}
+        works = {r.request_id: self._work(r, planned.get(r.request_id, 0)) for r in queue}
         for request in new:
             self._known.add(request.request_id)
-            work = works[request.request_id]
+            most, least = works[request.request_id]
             for other_id, claim in self._claims.items():
-                claim.by_age += work if request.request_id < other_id else 0
-                claim.by_work += work if work <= 2 * claim.work else 0
-        for request in new:
-            if not request.is_first_output:
+                claim.by_age += most if request.request_id < other_id else 0
+                claim.by_work += most if least <= 2 * claim.work else 0
+        has_room = bool(planner.free_slots) and len(planner.running) < planner.max_running
+        has_room = has_room and self._has_blocks_for_all(queue)
+        admitted = {request.request_id for request in flight.admitted}
+        for request in queue:
+            request_id = request.request_id
+            if not has_room and request.slot < 0:  # it has no claim before it is admitted
+                self._claims.pop(request_id, None)
                 continue
-            work = works[request.request_id]
-            by_age = sum(w for i, w in works.items() if i <= request.request_id)
-            by_work = sum(w for w in works.values() if w <= 2 * work)
-            self._claims[request.request_id] = Claim(work, by_age, by_work)
-        if not planner.free_slots or len(planner.running) >= planner.max_running or not self._has_blocks_for_all(queue):
-            self._claims.clear()
-            self._known.clear()
-            return
+            is_new = request in new or request_id in admitted
+            if not is_new or request_id in self._claims or not request.is_first_output:
+                continue
+            work = works[request_id][0]
+            by_age = sum(most for i, (most, _) in works.items() if i <= request_id)
+            by_work = sum(most for most, least in works.values() if least <= 2 * work)
+            self._claims[request_id] = Claim(work, by_age, by_work)
         samples = {request.request_id for request in flight.samples}
         num_decodes = sum(request.state is RequestState.DECODE for request, _, _ in flight.rows)
         tokens = min(shape.prefill_chunk_tokens, shape.max_num_batched_tokens - num_decodes)
         share = max(tokens // 2 - shape.block_size, 1)
-        live = {request.request_id for request in queue}
-        for request_id in list(self._claims):
-            claim = self._claims[request_id]
+        live = {request.request_id: request for request in queue}
+        for request_id, claim in list(self._claims.items()):
             claim.share = min(claim.share, share)
-            if request_id in samples or request_id not in live:
+            waits = request_id in live and request_id not in samples
+            if not waits or self._heads.is_shared(live[request_id]):  # it may wait for a prefix
                 del self._claims[request_id]
             elif claim.steps > -(-(min(claim.by_age, claim.by_work) + claim.work) // claim.share) + 2:
                 raise Violation(f"request {request_id} waits for its first token for {claim.steps} steps")
+            else:
+                self._world.counts["claims checked"] += 1
+
+    def _work(self, request: Request, planned: int) -> tuple[int, int]:
+        """What `request` has to compute, `planned` tokens of the step included: at most, and at least."""
+        most = request.num_remaining + planned
+        is_sure = request.slot >= 0 or not (request.host_blocks or self._heads.is_shared(request))
+        return most, most if is_sure else 0
 
     def _has_blocks_for_all(self, queue: list[Request]) -> bool:
         planner, size = self._world.scheduler.planner, self._world.shape.block_size
