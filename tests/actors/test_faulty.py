@@ -51,9 +51,7 @@ def test_a_fault_whose_request_has_left_holds_up_no_other_and_hits_nobody_who_ge
     device.arm(injection("exception", {"slot": 2, "num_steps": 100}))
     device.arm(injection("oom", {}))
     assert outcomes(device, (0,), (0,)) == ["MemoryError", "done"]
-    spec = SamplingSpec(
-        slot=2, params=SamplingParams(), seed=0, choice=0, num_prompt_tokens=1, stop_ids=[], token_ids=None
-    )
+    spec = SamplingSpec(slot=2, params=SamplingParams(), seed=0, num_prompt_tokens=1, stop_ids=[], token_ids=None)
     device.run(msgspec.structs.replace(plan(slots=(2,)), admissions=[spec]))
     assert outcomes(device, (2,)) == ["done"]
 

@@ -63,7 +63,7 @@ while True:
     assert runner.execute(batch) == expected, "a step after it was wrong"
     if end == "done" and ends["done"] == 3:
         break
-    slack += 256 << 10
+    slack += 64 << 10
 for end, count in ends.items():
     print(count, end)
 """

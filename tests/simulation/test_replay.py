@@ -203,7 +203,7 @@ def test_every_flipped_bit_is_told() -> None:
 
 def test_a_section_that_inflates_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode_dump(record(1)[0], ABOUT)
-    monkeypatch.setattr("novainfer.fsm.dumpfile.SECTION_BYTES_MAX", 50)
+    monkeypatch.setattr("novainfer.fsm.dumpfile.INFLATED_BYTES_MAX", 50)
     with pytest.raises(DamagedRecording, match="too large"):
         decode_dump(data)
 
