@@ -114,7 +114,7 @@ DWELLS: Mapping[type[StrEnum], Mapping[StrEnum, Dwell]] = {
     },
     RosterState: {
         **dict.fromkeys(RosterState, _any("its processes and the worker have deadlines of their own")),
-        RosterState.PROBING: _any("a timer of its own ends it"),
+        **dict.fromkeys((RosterState.PROBING, RosterState.HOLDING), _any("a timer of its own ends it")),
     },
     ProcessState: {
         P.STARTING: _any("it starts within a turn"),

@@ -11,6 +11,9 @@ A spare is started when the worker is warm, and loads ahead; where the KV cache 
 goes on to Fit and Warm. It takes over when it has given a sign of life after it was asked for one: whatever killed the
 worker may have killed the spare as well, and that is one loss. What becomes of a spare is an incident, and no loss.
 
+Where it takes memory at once, a worker makes none while a process that was ended may still hold some: in HOLDING it
+waits for the end of all of them, and at most `MEMORY_S`.
+
 Any state goes to CLOSING when the worker has stopped, and to STOPPED when all processes are to end.
 """
 
@@ -52,6 +55,7 @@ from novainfer.fsm.process import (
 )
 
 PROBE_S = 1.0  # for a spare's sign of life: ten beats; to start another process takes about as long
+MEMORY_S = 10.0  # for what a killed process held: 0.5 s for each GiB; one that takes longer may never end
 CLOSE_S = 5.0  # for a device to be closed; what its process holds goes with it in any case
 SPARE_DEATHS_MAX = 3  # within
 SPARE_WINDOW_S = 600.0  # seconds; after that many, no spare is started until the worker has needed a new process
@@ -63,6 +67,7 @@ class RosterState(StrEnum):
     NEW = "NEW"  # none, and where the model lies is not known
     FINDING = "FINDING"  # the worker's, which waits until the model is found
     SINGLE = "SINGLE"  # the worker's
+    HOLDING = "HOLDING"  # the worker's, which makes no cache until the memory of those before it is free
     PAIR = "PAIR"  # the worker's and a spare
     SPARED = "SPARED"  # a spare
     PROBING = "PROBING"  # a spare, which takes over as soon as it shows that it lives
@@ -72,7 +77,7 @@ class RosterState(StrEnum):
 
 
 S = RosterState
-UP = (S.FINDING, S.SINGLE, S.PAIR, S.SPARED, S.PROBING, S.EMPTY)
+UP = (S.FINDING, S.SINGLE, S.HOLDING, S.PAIR, S.SPARED, S.PROBING, S.EMPTY)
 DOWN = (S.CLOSING, S.STOPPED)
 TOLD = "it is lost already, and that was told"
 
@@ -113,6 +118,12 @@ class SpareOverdue(msgspec.Struct, frozen=True):
     at_s: float
 
 
+class HoldOver(msgspec.Struct, frozen=True):
+    """Timer: so long has this process waited for memory, which may never be free."""
+
+    serial: int
+
+
 class CloseOver(msgspec.Struct, frozen=True):
     """Timer: the device has had the time to close."""
 
@@ -147,42 +158,48 @@ class Roster(Machine):
         S,
         (
             *(Spawn, Kill, Ask, Close, Started, StartFailed, Found, Answered, Alive, ProbeOver, Dying, Ended),
-            *(SpareOverdue, Stop, CloseOver),
+            *(SpareOverdue, Stop, HoldOver, CloseOver),
         ),
         on(S.NEW, Spawn, "_find", S.FINDING),
         on(S.EMPTY, Spawn, "_spawn", S.SINGLE),
         on(S.SPARED, Spawn, "_probe", S.PROBING),
-        never((S.FINDING, S.SINGLE, S.PAIR, S.PROBING), Spawn, "a worker ends its process before it wants another"),
+        never(
+            (S.FINDING, S.SINGLE, S.HOLDING, S.PAIR, S.PROBING),
+            Spawn,
+            "a worker ends its process before it wants another",
+        ),
         never(S.CLOSING, Spawn, "the worker has stopped"),
         ignore(S.STOPPED, Spawn, "nothing is started any more"),
-        on((S.FINDING, S.SINGLE), Kill, "_kill", S.EMPTY),
+        on((S.FINDING, S.SINGLE, S.HOLDING), Kill, "_kill", S.EMPTY),
         on(S.PAIR, Kill, "_kill", S.SPARED),
         on(S.PROBING, Kill, "_kill_probed", S.EMPTY),
         ignore((S.SPARED, S.EMPTY), Kill, TOLD),
         never(S.NEW, Kill, "there was never a process"),
         never(S.CLOSING, Kill, "the worker has stopped"),
         ignore(S.STOPPED, Kill, "all end"),
-        on(S.SINGLE, Ask, "_ask", S.SINGLE, S.PAIR),
+        on(S.SINGLE, Ask, "_ask", S.SINGLE, S.PAIR, S.HOLDING),
         stay(S.PAIR, Ask, "_ask"),
         ignore((S.SPARED, S.EMPTY), Ask, TOLD),
         never((S.NEW, S.FINDING, S.PROBING), Ask, "the worker waits for its process"),
+        never(S.HOLDING, Ask, "the worker waits for its cache"),
         never(S.CLOSING, Ask, "the worker has stopped"),
         ignore(S.STOPPED, Ask, "all end"),
         on((S.NEW, *UP), Close, "_close", S.CLOSING),
         never(S.CLOSING, Close, "a worker is stopped once"),
         ignore(S.STOPPED, Close, "all end"),
         stay((S.FINDING, S.SINGLE, S.PAIR, S.SPARED, S.PROBING, S.CLOSING), Started, "_started"),
-        never((S.NEW, S.EMPTY, S.STOPPED), Started, "what was to start was ended"),
+        never((S.NEW, S.HOLDING, S.EMPTY, S.STOPPED), Started, "what was to start has started, or was ended"),
         on((S.FINDING, S.SINGLE), StartFailed, "_start_failed", S.EMPTY),
         on(S.PAIR, StartFailed, "_spare_not_started", S.SINGLE),
         on(S.SPARED, StartFailed, "_spare_not_started", S.EMPTY),
         on(S.PROBING, StartFailed, "_probed_not_started", S.SINGLE),
         stay(S.CLOSING, StartFailed, "_never_started"),
-        never((S.NEW, S.EMPTY, S.STOPPED), StartFailed, "what was to start was ended"),
+        never((S.NEW, S.HOLDING, S.EMPTY, S.STOPPED), StartFailed, "what was to start has started, or was ended"),
         on(S.FINDING, Found, "_found", S.SINGLE, S.EMPTY),
         ignore((S.EMPTY, *DOWN), Found, "nobody waits for it any more"),
-        never((S.NEW, S.SINGLE, S.PAIR, S.SPARED, S.PROBING), Found, "it is found once"),
+        never((S.NEW, S.SINGLE, S.HOLDING, S.PAIR, S.SPARED, S.PROBING), Found, "it is found once"),
         on(S.SINGLE, Answered, "_answered", S.SINGLE, S.PAIR),
+        stay(S.HOLDING, Answered, "_answered"),
         on(S.PAIR, Answered, "_answered", S.PAIR, S.SINGLE),
         on(S.SPARED, Answered, "_answered", S.SPARED, S.EMPTY),
         on(S.PROBING, Answered, "_answered", S.PROBING, S.SINGLE),
@@ -190,19 +207,26 @@ class Roster(Machine):
         ignore(S.EMPTY, Answered, "the process that says it was ended"),
         never((S.NEW, S.FINDING), Answered, "nothing was asked yet"),
         on(S.PROBING, Alive, "_alive", S.SINGLE, S.PROBING),
-        ignore((S.SINGLE, S.PAIR, S.SPARED, S.EMPTY, *DOWN), Alive, "it has shown that before, or it is too late"),
+        ignore(
+            (S.SINGLE, S.HOLDING, S.PAIR, S.SPARED, S.EMPTY, *DOWN),
+            Alive,
+            "it has shown that before, or it is too late",
+        ),
         never((S.NEW, S.FINDING), Alive, "there is no spare before the worker"),
         on(S.PROBING, ProbeOver, "_probe_over", S.SINGLE, S.PROBING),
-        ignore((S.SINGLE, S.PAIR, S.SPARED, S.EMPTY, *DOWN), ProbeOver, "it has shown its life, or it was lost"),
+        ignore(
+            (S.SINGLE, S.HOLDING, S.PAIR, S.SPARED, S.EMPTY, *DOWN), ProbeOver, "it has shown its life, or it was lost"
+        ),
         never((S.NEW, S.FINDING), ProbeOver, "there is no spare before the worker"),
         on(S.PAIR, Dying, "_dying", S.PAIR, S.SINGLE, S.SPARED),
         on(S.SPARED, Dying, "_spare_dying", S.SPARED, S.EMPTY),
         on(S.PROBING, Dying, "_spare_dying", S.PROBING, S.SINGLE),
-        ignore((S.FINDING, S.SINGLE), Dying, "a new process needs its memory, which its end gives back"),
+        ignore((S.FINDING, S.SINGLE, S.HOLDING), Dying, "a new process needs its memory, which its end gives back"),
         ignore((S.EMPTY, *DOWN), Dying, "its end is expected"),
         never(S.NEW, Dying, "there was never a process"),
         on(S.FINDING, Ended, "_ended", S.EMPTY),
         on(S.SINGLE, Ended, "_ended", S.SINGLE, S.EMPTY, S.PAIR),
+        on(S.HOLDING, Ended, "_ended_beside", S.HOLDING, S.SINGLE, S.EMPTY),
         on(S.PAIR, Ended, "_ended", S.PAIR, S.SPARED, S.SINGLE),
         on(S.SPARED, Ended, "_ended", S.SPARED, S.EMPTY),
         on(S.PROBING, Ended, "_ended", S.PROBING, S.SINGLE),
@@ -211,10 +235,13 @@ class Roster(Machine):
         on(S.PAIR, SpareOverdue, "_spare_overdue", S.SINGLE, S.PAIR),
         on(S.SPARED, SpareOverdue, "_spare_overdue", S.EMPTY, S.SPARED),
         on(S.PROBING, SpareOverdue, "_spare_overdue", S.SINGLE, S.PROBING),
-        ignore((S.SINGLE, S.EMPTY, *DOWN), SpareOverdue, "it has taken over, or is ending"),
+        ignore((S.SINGLE, S.HOLDING, S.EMPTY, *DOWN), SpareOverdue, "it has taken over, or is ending"),
         never((S.NEW, S.FINDING), SpareOverdue, "there is no spare before the worker"),
         on((S.NEW, *UP, S.CLOSING), Stop, "_stop", S.STOPPED),
         ignore(S.STOPPED, Stop, "stopping twice is stopping once"),
+        on(S.HOLDING, HoldOver, "_hold_over", S.SINGLE, S.HOLDING),
+        ignore((S.SINGLE, S.PAIR, S.SPARED, S.PROBING, S.EMPTY, *DOWN), HoldOver, "the memory was free before"),
+        never((S.NEW, S.FINDING), HoldOver, "nothing was ended yet"),
         stay(S.STOPPED, CloseOver, "_close_over"),
         never((S.NEW, *UP, S.CLOSING), CloseOver, "the timer is set when all are to end"),
     )
@@ -228,6 +255,8 @@ class Roster(Machine):
         self.ending: dict[int, Process] = {}  # ended, and not reaped yet
         self._epoch = 0  # that the spare is probed for
         self._num_blocks: int | None = None  # of the last KV cache, which a spare makes as large
+        self._kv_is_lazy = False  # what Load said
+        self._held: Ask | None = None  # what HOLDING holds back
         self._deaths: deque[float] = deque(maxlen=SPARE_DEATHS_MAX)  # of spares
         self._lost_spare: int | None = None  # that is replaced when it is gone
 
@@ -279,8 +308,34 @@ class Roster(Machine):
         return S.EMPTY
 
     def _ask(self, event: Ask) -> StrEnum:
+        worker = self.worker
+        assert worker is not None
+        if isinstance(event.job, Fit) and self.ending and not self._kv_is_lazy:
+            self._held = event
+            self._after(MEMORY_S, HoldOver(worker.serial))
+            return S.HOLDING
+        return self._pass_and_note(worker, event)
+
+    def _go_on(self) -> RosterState:
+        """Nothing is waited for any more."""
         assert self.worker is not None
-        return self._pass_and_note(self.worker, event)
+        assert self._held is not None
+        self._pass(self.worker, self._held)
+        self._held = None
+        return S.SINGLE
+
+    def _ended_beside(self, event: Ended) -> RosterState:
+        worker = self.worker
+        assert worker is not None
+        if event.serial == worker.serial:
+            self._pass(worker, event)
+            return self._lose_worker(event.sentence, event.at_s)
+        self._forget(event)
+        return S.HOLDING if self.ending else self._go_on()
+
+    def _hold_over(self, event: HoldOver) -> RosterState:
+        assert self.worker is not None
+        return self._go_on() if event.serial == self.worker.serial else S.HOLDING
 
     def _pass_and_note(self, worker: Process, event: Ask | Answered) -> StrEnum:
         """The worker's process takes `event`; what it answers may let a spare be started."""
@@ -290,7 +345,9 @@ class Roster(Machine):
         for answer in answers:
             if not isinstance(answer, JobDone):
                 continue
-            if answer.job == "Fit":
+            if answer.job == "Load":
+                self._kv_is_lazy = answer.value.get("kv_is_lazy", False)
+            elif answer.job == "Fit":
                 self._num_blocks = answer.value["num_blocks"]
             elif answer.job == "Warm" and self.state is S.SINGLE:
                 return self._stand_by()

@@ -40,6 +40,7 @@ from novainfer.fsm.roster import (
     Find,
     Found,
     Greet,
+    HoldOver,
     Open,
     Probe,
     ProbeOver,
@@ -58,6 +59,7 @@ NEEDED: dict[type, str] = {
     Switch: "Warm",
 }  # what a process must have done before
 
+MEMORY_BACK_S = 10.0  # after which a process that was killed is not waited for any more
 
 ECHOED = (Alive, Answered, Dying, SpareOverdue)
 
@@ -71,11 +73,17 @@ class Real(msgspec.Struct):
     is_alive: bool = True
     is_told_to_end: bool = False
     is_frozen: bool = False
+    is_hung: bool = False  # in its job; it beats all the same
     has_shown_life: bool = False  # since it was asked to
     was_worker: bool = False
     num_blocks: int = 0
     done: list[str] = []
     jobs: list[Any] = []  # of a spare
+
+    @property
+    def gets_on(self) -> bool:
+        """Whether its oldest job will be done."""
+        return bool(self.jobs) and not self.is_frozen and not self.is_hung
 
     @property
     def can_show_life(self) -> bool:
@@ -124,6 +132,7 @@ class Processes:
         self._current = -1  # the worker's process
         self._spare_deaths: list[float] = []
         self._spent_for = -2  # the worker's process that gets no spare any more
+        self._waited_for: int | None = None  # the process that has waited for memory as long as it should
         self._has_none_started = False  # the system has refused to start a spare
 
     # ---- the roster's shell --------------------------------------------------------------------------------------
@@ -176,6 +185,8 @@ class Processes:
         if isinstance(effect, Send):
             world.tell("device", effect.to, effect.event)
         elif isinstance(effect, After):
+            if isinstance(effect.event, HoldOver) and effect.delay_s < MEMORY_BACK_S:
+                raise Violation(f"memory that is to be free is waited for {effect.delay_s} s only")
             self.timers.append(effect.event)
             self._wake("roster_timer", effect.delay_s, effect.event)
         else:
@@ -215,6 +226,10 @@ class Processes:
                 raise Violation("a spare takes the memory that the worker has")
             if isinstance(job, Fit) and job.num_blocks != world.shape.num_blocks:
                 raise Violation(f"a spare makes a cache of {job.num_blocks} blocks")
+        if serial == self._current and isinstance(job, Fit) and not world.shape.kv_is_lazy:
+            holders = [other for other in self._kept() if serial != self._waited_for]
+            if holders:
+                raise Violation(f"process {serial} makes a cache, and the memory of {holders} is not free")
         under_way = world.jobs if serial == self._current else real.jobs
         if type(job).__name__ in real.done and isinstance(job, Load | Fit | Warm):
             raise Violation(f"process {serial} has done {job}, and is to do it again")
@@ -305,6 +320,8 @@ class Processes:
     def fire(self, event: Any) -> None:
         """A timer of the roster runs out."""
         self.timers.remove(event)
+        if isinstance(event, HoldOver):
+            self._waited_for = event.serial
         now_s = self.world.now_s
         self.handle(ProbeOver(event.serial, now_s) if isinstance(event, ProbeOver) else event)
 
@@ -392,7 +409,7 @@ class Processes:
     @property
     def is_busy(self) -> bool:
         """True while something is to come from the processes."""
-        spares = any(real.jobs and not real.is_frozen for real in self.all.values())
+        spares = any(real.gets_on for real in self.all.values())
         return bool(self.ending or self.dead or self.probed or self.timers or spares or self.is_told_to_stop)
 
     # ---- what must hold ------------------------------------------------------------------------------------------
@@ -406,8 +423,16 @@ class Processes:
                 raise Violation(f"process {serial} was told to end, and is still counted on")
             if serial not in wanted and real.is_alive and not real.is_told_to_end:
                 raise Violation(f"process {serial} lives, and nobody knows of it")
+        if roster.state == "HOLDING" and not self._kept():
+            raise Violation("the worker waits for memory, and all of it is free")
+        if roster.state == "HOLDING" and HoldOver(self._current) not in self.timers:
+            raise Violation("the worker waits for memory, and may do so for ever")
         if roster.spare is not None and not self.world.shape.warm_spare:
             raise Violation("there is a spare, and none was wanted")
+
+    def _kept(self) -> list[int]:
+        """Processes that were told to end, and still hold what they held."""
+        return [serial for serial in self.ending if self.all[serial].is_told_to_end and serial != self._current]
 
     def _check_incidents(self, event: Any, effects: list[Effect], spare: Process | None, *, was_ahead: bool) -> None:
         """One for each spare that is lost or fails, and none for one that takes over, or is ended with the rest."""
@@ -469,7 +494,7 @@ def next_moves(processes: Processes) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = [("show_death", serial) for serial in processes.dead]
     found += [("reap", serial) for serial in processes.ending]
     found += [("show_life", s) for s in processes.probed if processes.all[s].can_show_life]
-    found += [("spare_job", s) for s, real in processes.all.items() if real.jobs and not real.is_frozen]
+    found += [("spare_job", s) for s, real in processes.all.items() if real.gets_on]
     if processes.is_told_to_stop:
         found.append(("stop_link",))
     return found

@@ -193,6 +193,36 @@ PROCESS_MUTANTS = [
         "DeviceLost(worker.epoch, sentence, at_s)",
         "DeviceLost(worker.epoch, sentence, self._deaths[-1] if self._deaths else at_s)",
     ),
+    Mutant(
+        "a cache is made while a killed process may hold the memory",
+        Roster,
+        "_ask",
+        "and self.ending and",
+        "and False and",
+        small="a spare that only loads, and cannot fit",
+    ),
+    Mutant(
+        "the memory of one process is waited for when two were ended",
+        Roster,
+        "_ended_beside",
+        "return S.HOLDING if self.ending else self._go_on()",
+        "return self._go_on()",
+        seeds=1000,
+    ),
+    Mutant(
+        "the end that is waited for is not noticed",
+        Roster,
+        "_ended_beside",
+        "return S.HOLDING if self.ending else self._go_on()",
+        "return S.HOLDING",
+    ),
+    Mutant(
+        "a process that does not end is waited for without a limit",
+        Roster,
+        "_ask",
+        "self._after(MEMORY_S, HoldOver(worker.serial))",
+        "pass",
+    ),
     # ---- the watch
     Mutant(
         "a load that stands still is never noticed",

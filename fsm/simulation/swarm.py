@@ -46,6 +46,8 @@ HANG_ODDS: dict[type, float] = {Load: 0.15, Fit: 0.05, Warm: 0.05}  # where step
 HANG_ODDS_ELSE = 0.2
 SLOW_LOAD_S, SIGN_S = 600.0, 100.0  # a load may take so long, and says so often that it gets on
 HANG_S = (0.5, 60.0)  # after which the watchdog says so, by missed heartbeats or by the deadline of a step
+SPARE_HANG_ODDS = 0.1  # of each of its jobs
+KEPT_ODDS, KEPT_S = 0.2, (5.0, 300.0)  # a process that is killed and does not end: it waits for a disk, or a driver
 LOOK_COUNTS_S = 0.5  # of a sleep for the watch, at most
 JUMP_S = (10.0, 3600.0)  # for how long a machine sleeps
 
@@ -217,6 +219,11 @@ class Seed:
     def _hangs_in(self, job: Any) -> bool:
         """Whether a job that is no step never ends, or takes hours: where there is a watch to notice it."""
         kind, draw = type(job), self.rng.random
+        processes = self.world.processes
+        if processes is not None and (real := processes.all.get(processes.current)) is not None and real.is_hung:
+            self._is_hung = True  # it was hung when it took over
+            self._observe(Hang("worker", kind, is_silent=False, is_cold=True))
+            return True
         may_hang = self.mix.is_watched and self._rates["hang"] and kind in DEADLINE_S and not self.world.is_stopped
         if not may_hang or draw() >= HANG_ODDS.get(kind, HANG_ODDS_ELSE):
             return False
@@ -304,14 +311,33 @@ class Seed:
         if kind == "roster_timer":
             (event,) = args
             self._after(delay_s, self._process_move, kind, type(event).__name__, *msgspec.structs.astuple(event)[:1])
-        else:
-            self._after(delay_s * self.rng.random() * 5 + self.mix.hop_s, self._process_move, kind, *args)
+            return
+        delay_s = delay_s * self.rng.random() * 5 + self.mix.hop_s
+        if kind == "reap" and self._rates["hang"] and self.rng.random() < KEPT_ODDS:
+            self.world.counts["a process that does not end"] += 1
+            delay_s = self.rng.uniform(*KEPT_S)
+        self._after(delay_s, self._process_move, kind, *args)
 
     def _process_move(self, kind: str, *args: Any) -> None:
         if not is_possible(self.world, (kind, *args)):
             return
+        if kind == "spare_job" and self._spare_hangs(*args):
+            return
         fails = kind == "spare_job" and self._rates["job"] and self.rng.random() < self._rates["job"]
         self._make("fail_spare_job" if fails else kind, *args)
+
+    def _spare_hangs(self, serial: int) -> bool:
+        """Whether the job of a spare never ends, while it beats on: where there is a watch to notice it."""
+        processes, world = self.world.processes, self.world
+        assert processes is not None
+        real = processes.all[serial]
+        may_hang = self.mix.is_watched and self._rates["hang"] and isinstance(real.jobs[0], Load | Fit | Warm)
+        if not may_hang or world.is_stopped or serial != processes.spare or self.rng.random() >= SPARE_HANG_ODDS:
+            return False
+        real.is_hung = True
+        world.counts["spare hangs"] += 1
+        self._observe(Hang("spare", type(real.jobs[0]), is_silent=False, is_cold=True))
+        return True
 
     def _overdue(self, number: int) -> None:
         if number != self._job or not self._is_hung:

@@ -1,0 +1,66 @@
+"""The roster: when a cache waits for the memory of a process that was ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from novainfer.fsm.events import DeviceLost, Fit, JobDone, Kill, Load, Spawn
+from novainfer.fsm.machine import After, Send, Start
+from novainfer.fsm.process import Answered, Ask, Ended, Started, Tell
+from novainfer.fsm.roster import MEMORY_S, Found, HoldOver, Roster, RosterState
+
+FIT = Fit(1, 8)
+
+
+def _effects(roster: Roster, *events: Any) -> list[Any]:
+    return [effect for event in events for effect in roster.handle(event)]
+
+
+def _restarted(*, kv_is_lazy: bool) -> Roster:
+    """The process of epoch 1 has loaded, and that of epoch 0 was ended and is not gone."""
+    roster = Roster()
+    _effects(roster, Spawn(0), Started(0, 100), Found(None, 0.0), Ask(Load(0)))
+    loaded = {"kv_is_lazy": kv_is_lazy}
+    _effects(roster, Answered(0, 0, JobDone("Load", loaded, 0)), Kill(0))
+    _effects(roster, Spawn(1), Started(1, 101), Ask(Load(1)), Answered(1, 1, JobDone("Load", loaded, 1)))
+    return roster
+
+
+def _told(effects: list[Any]) -> list[Any]:
+    return [e.job.job for e in effects if isinstance(e, Start) and isinstance(e.job, Tell)]
+
+
+def test_a_cache_waits_until_the_process_before_is_gone() -> None:
+    roster = _restarted(kv_is_lazy=False)
+    assert _effects(roster, Ask(FIT)) == [After(MEMORY_S, HoldOver(1))]
+    assert roster.state is RosterState.HOLDING
+    assert _told(_effects(roster, Ended(0, "it was killed", 3.0))) == [FIT]
+    assert roster.state is RosterState.SINGLE
+    assert _effects(roster, HoldOver(1)) == []
+
+
+def test_a_process_that_does_not_end_is_waited_for_a_while() -> None:
+    roster = _restarted(kv_is_lazy=False)
+    _effects(roster, Ask(FIT))
+    assert _effects(roster, HoldOver(0)) == []
+    assert _told(_effects(roster, HoldOver(1))) == [FIT]
+    assert _effects(roster, Ended(0, "it was killed", 300.0)) == []
+
+
+def test_a_cache_that_takes_memory_when_it_is_written_waits_for_nothing() -> None:
+    assert _told(_effects(_restarted(kv_is_lazy=True), Ask(FIT))) == [FIT]
+
+
+def test_a_process_that_dies_while_its_cache_waits_is_lost() -> None:
+    roster = _restarted(kv_is_lazy=False)
+    _effects(roster, Ask(FIT))
+    (lost,) = _effects(roster, Ended(1, "it was killed", 3.0))
+    assert lost == Send("worker", DeviceLost(1, "it was killed", 3.0))
+    assert roster.state is RosterState.EMPTY
+
+
+def test_a_process_that_is_ended_while_its_cache_waits_is_gone_with_it() -> None:
+    roster = _restarted(kv_is_lazy=False)
+    _effects(roster, Ask(FIT), Kill(1))
+    assert roster.state is RosterState.EMPTY
+    assert _effects(roster, Ended(0, "it was killed", 3.0), HoldOver(1)) == []
