@@ -10,6 +10,7 @@ from novainfer.fsm.machine import Effect
 from novainfer.fsm.request import Request
 from novainfer.fsm.simulation.blame import Blame
 from novainfer.fsm.simulation.deadlines import Deadlines
+from novainfer.fsm.simulation.ledger import Ledger
 from novainfer.fsm.simulation.leftovers import check_empty, check_known
 from novainfer.fsm.simulation.turns import Turns
 
@@ -25,6 +26,7 @@ class Audit:
         self.deadlines = Deadlines(world)
         self.blame = Blame(world)
         self.turns = Turns(world)
+        self.ledger = Ledger(world)
         self._num_ended = 0  # requests, when leftovers were last looked for
 
     def before_scheduler(self, event: Any) -> None:
@@ -37,6 +39,7 @@ class Audit:
     def scheduled(self, event: Any, effects: Sequence[Effect]) -> None:
         """The scheduler has handled `event`."""
         self.blame.after(event, effects)
+        self.ledger.after(event, effects)
         self.turns.after(event, is_restricted=self.blame.is_restricted)
         if isinstance(event, PauseRequest):
             self.deadlines.paused(self._world.scheduler.requests.get(event.request_id))
@@ -45,6 +48,7 @@ class Audit:
 
     def preempted(self, victim: Request) -> None:
         """A request is about to lose its blocks."""
+        self.ledger.preempted(victim.request_id)
         self.turns.preempted(victim, is_restricted=self.blame.is_restricted)
 
     def still(self) -> None:
