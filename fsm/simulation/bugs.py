@@ -17,6 +17,7 @@ from novainfer.fsm.simulation.process_bugs import PROCESS_MUTANTS
 from novainfer.fsm.simulation.queue_bugs import QUEUE_MUTANTS
 from novainfer.fsm.simulation.sampling_bugs import SAMPLING_MUTANTS
 from novainfer.fsm.simulation.turn_bugs import TURN_MUTANTS
+from novainfer.fsm.simulation.unseen_bugs import UNSEEN_MUTANTS
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import TextAssembler
 from novainfer.fsm.trouble import Trouble
@@ -204,6 +205,7 @@ MUTANTS = [
     *SAMPLING_MUTANTS,
     *TURN_MUTANTS,
     *PROCESS_MUTANTS,
+    *UNSEEN_MUTANTS,
     # ---- blocks on the host
     Mutant(
         "a rollback forgets what was to be copied out",
