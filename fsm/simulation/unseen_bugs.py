@@ -9,7 +9,7 @@ from novainfer.fsm.gate import Gate, _Room
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
-from novainfer.fsm.simulation.mutants import Edit, Mutant
+from novainfer.fsm.simulation.mutants import Mutant
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import TextAssembler
 
@@ -44,15 +44,8 @@ BLOCKS = (
         Scheduler,
         "_end_not_a_number",
         "self.planner.pool.unname(request.blocks)",
-        "blocks = self._end(request, RequestState.FINISHED_ERROR, End(error=NOT_A_NUMBER))",
-        more=(
-            Edit(
-                Scheduler,
-                "_end_not_a_number",
-                "return self._end(request, RequestState.FINISHED_ERROR, End(error=NOT_A_NUMBER))",
-                "self.planner.pool.unname(request.blocks); return blocks",
-            ),
-        ),
+        "output = self._end(request, RequestState.FINISHED_ERROR, End(error=NOT_A_NUMBER)); "
+        "self.planner.pool.unname(request.blocks); return output",
     ),
     # Its reader comes back, and it goes on from what the host of another process holds.
     Mutant(
