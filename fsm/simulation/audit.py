@@ -9,7 +9,9 @@ from novainfer.fsm.events import KeepOver, PauseRequest
 from novainfer.fsm.machine import Effect
 from novainfer.fsm.request import Request
 from novainfer.fsm.simulation.blame import Blame
+from novainfer.fsm.simulation.counts import Counts
 from novainfer.fsm.simulation.deadlines import Deadlines
+from novainfer.fsm.simulation.degraded import Degraded
 from novainfer.fsm.simulation.ledger import Ledger
 from novainfer.fsm.simulation.leftovers import check_empty, check_known
 from novainfer.fsm.simulation.turns import Turns
@@ -27,12 +29,15 @@ class Audit:
         self.blame = Blame(world)
         self.turns = Turns(world)
         self.ledger = Ledger(world)
+        self.counts = Counts(world)
+        self.degraded = Degraded(world)
         self._num_ended = 0  # requests, when leftovers were last looked for
 
     def before_scheduler(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
         self.blame.before(event)
         self.turns.before(event)
+        self.degraded.before(event)
         if isinstance(event, KeepOver):
             self.deadlines.keep_over(event)
 
@@ -54,9 +59,11 @@ class Audit:
     def still(self) -> None:
         """All messages have arrived, and time goes on."""
         self.deadlines.still()
+        self.counts.still()
 
     def quiet(self) -> None:
         """The device, too, has nothing to do."""
+        self.counts.quiet()
         num_ended = self._world.checks.num_ended
         if num_ended > self._num_ended and not self._world.is_large:
             self._num_ended = num_ended

@@ -8,6 +8,9 @@ banned and biased ids, and the stop ids, which are banned before `min_tokens`. A
 overwritten, swapped or freed wrongly changes a context, and with it a token; a slot with parameters that are
 another's, too old or not there changes it too. `Sampler` and `fold` say what it should have been.
 
+Beside each cell stands whether it was computed in another mode than the full one; `degraded` says of each row that the
+last step sampled whether such a cell was in its context.
+
 One device is one epoch: whoever replaces it begins with garbage in every block, on the device and on the host.
 """
 
@@ -111,6 +114,10 @@ class ScriptedDevice:
         self.epoch = epoch
         self.mode = FULL
         self.is_closed = False
+        self.degraded: list[bool] = []
+        self._was_full = True  # at all times: there is nothing to mark
+        self._marks = [bytearray(block_size) for _ in range(num_blocks)]  # 1: computed in another mode
+        self._host_marks = [bytearray(block_size) for _ in range(num_host_blocks)]
         self._kv = [bytearray(GARBAGE * block_size) for _ in range(num_blocks)]
         self._host = [bytearray(GARBAGE * block_size) for _ in range(num_host_blocks)]
         self._tables: list[dict[int, int]] = [{} for _ in range(num_slots)]
@@ -122,6 +129,7 @@ class ScriptedDevice:
         self._write(plan, spoil=False)
         tokens: list[int] = []
         logprobs: list[Logprob | None] = []
+        self.degraded = [self._is_degraded(plan.slots[seq], plan.context_lens[seq]) for seq in plan.sample_seqs]
         for seq in plan.sample_seqs:
             slot, position = plan.slots[seq], plan.context_lens[seq]
             cells = self._read(slot, position)
@@ -151,6 +159,7 @@ class ScriptedDevice:
     def _write(self, plan: StepPlan, *, spoil: bool) -> None:
         assert plan.epoch == self.epoch, f"step {plan.step_id} is of epoch {plan.epoch}, the device of {self.epoch}"
         assert plan.mode == self.mode, f"step {plan.step_id} is for mode {plan.mode}, the device is in {self.mode}"
+        was_full = self._was_full = self._was_full and self.mode == FULL
         self._swap(plan, spoil=spoil)
         for spec in plan.admissions:
             sampler = Sampler(spec.params, spec.seed, spec.num_prompt_tokens, spec.stop_ids)
@@ -166,6 +175,8 @@ class ScriptedDevice:
                 found = GARBAGE if spoil else cell(context, ids[at])
                 offset = position % size * CELL
                 kv[table[position // size]][offset : offset + CELL] = found
+                if not was_full:
+                    self._marks[table[position // size]][position % size] = self.mode != FULL
                 context = crc32(found, context)
                 at += 1
         assert at == len(ids), "input_ids do not match query_lens"
@@ -175,8 +186,17 @@ class ScriptedDevice:
         garbage = GARBAGE * self.block_size
         for block, host in zip(plan.swap_out_blocks, plan.swap_out_hosts, strict=True):
             self._host[host] = bytearray(garbage if spoil else self._kv[block])
+            self._host_marks[host] = bytearray(self._marks[block])
         for host, block in zip(plan.swap_in_hosts, plan.swap_in_blocks, strict=True):
             self._kv[block] = bytearray(garbage if spoil else self._host[host])
+            self._marks[block] = bytearray(self._host_marks[host])
+
+    def _is_degraded(self, slot: int, length: int) -> bool:
+        """Whether one of the first `length` tokens was computed in another mode than the full one."""
+        if self._was_full:
+            return False
+        table, size = self._tables[slot], self.block_size
+        return any(self._marks[table[at // size]][at % size] for at in range(length))
 
     def _read(self, slot: int, length: int) -> bytes:
         """The cells of the first `length` tokens."""

@@ -19,7 +19,7 @@ from novainfer.fsm.health import PERIOD_S
 from novainfer.fsm.roster import Find, Open
 from novainfer.fsm.simulation import faults
 from novainfer.fsm.simulation.clock import Clock
-from novainfer.fsm.simulation.device import POISON_HANG
+from novainfer.fsm.simulation.device import FULL, POISON_HANG
 from novainfer.fsm.simulation.health import DEADLINE_S, Hang, Observer
 from novainfer.fsm.simulation.mix import PER_EVENT, Mix
 from novainfer.fsm.simulation.moves import MOVES, Move, is_possible
@@ -49,6 +49,7 @@ HANG_S = (0.5, 60.0)  # after which the watchdog says so, by missed heartbeats o
 SPARE_HANG_ODDS = 0.1  # of each of its jobs
 KEPT_ODDS, KEPT_S = 0.2, (5.0, 300.0)  # a process that is killed and does not end: it waits for a disk, or a driver
 LOOK_COUNTS_S = 0.5  # of a sleep for the watch, at most
+SEEDS = (1, 2, 2**64 - 1)  # of streams; behind the last one its choices count on from 0
 JUMP_S = (10.0, 3600.0)  # for how long a machine sleeps
 
 
@@ -81,6 +82,7 @@ class Seed:
         self._arrivals = self.mix.num_clients
         self._expect_client(0.0 if self.rng.random() < 0.02 else 60.0)
         self._plan_agenda()
+        self._spells = self._draw_spells()
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class Seed:
         self._after(delay_s, self._arrive)
 
     def _arrive(self) -> None:
-        self._make("arrive", self.mix.prompt(), self.mix.params(), self.rng.randint(1, 3))
+        self._make("arrive", self.mix.prompt(), self.mix.params(), SEEDS[self.rng.randint(0, 2)])
         self._arrivals -= 1
         if self._arrivals:
             self._expect_client(self.mix.arrival_gap_s(len(self.world.clients)))
@@ -268,10 +270,22 @@ class Seed:
         device, rates, draw = self.world.device, self._rates, self.rng.random
         if device is not None and (poison := device.poison(job.plan)) is not None:
             return "hang" if poison == POISON_HANG else ""
+        if device is not None and device.mode == FULL and not self._is_healed:
+            for begin_s, end_s, fault in self._spells:
+                if begin_s <= self.world.now_s < end_s:
+                    return fault
         for fate in (Fault.OOM, Fault.EXCEPTION, "hang"):
             if rates[fate] and draw() < rates[fate]:
                 return fate
         return ""
+
+    def _draw_spells(self) -> list[tuple[float, float, Fault]]:
+        """From when to when every step of the full mode fails, whatever it holds: what a ladder is there for."""
+        rng = self.rng
+        if len(self.mix.shape.modes) == 1 or rng.random() < 0.6:
+            return []
+        begins = [self._moment_s() for _ in range(rng.randint(1, 3))]
+        return [(at_s, at_s + 10 ** rng.uniform(-1.5, 1), rng.choice([Fault.OOM, Fault.EXCEPTION])) for at_s in begins]
 
     def _spoil_sport(self) -> None:
         """Some, all, or all but one of the clients in the step that will fail go away before it does."""

@@ -97,6 +97,7 @@ class Turns:
         if isinstance(event, MakeBatch) and flight is not None and not is_restricted:
             self._check_idle_hands(flight)
             self._check_slots(flight)
+            self._check_headroom(flight)
             self._check_need(flight)
         self._victims.clear()
         if not self._world.is_large:
@@ -133,6 +134,21 @@ class Turns:
                     f"request {request.request_id} could be admitted, and step {flight.step_id} leaves it out"
                 )
             return
+
+    def _check_headroom(self, flight: Flight) -> None:
+        """Who was admitted last has left its headroom free, and a block to go on; decodes had theirs before it."""
+        if not flight.admitted:
+            return
+        planner = self._world.scheduler.planner
+        last = flight.admitted[-1]
+        num_before = len(planner.running) - 1
+        had_running = len(planner.running) > len(flight.admitted)
+        if not had_running and last.request_id == min(request.request_id for request in flight.admitted):
+            return  # the oldest one needs none, when none runs
+        headroom = (HEADROOM + num_before // RUNNING_PER_BLOCK) * 2 ** min(last.num_preemptions, 2)
+        left = planner.pool.num_available - self._promised()
+        if left < headroom + 1:
+            raise Violation(f"request {last.request_id} was admitted, and {left} blocks are left of {headroom + 1}")
 
     def _promised(self) -> int:
         """Blocks that those in prefill will still need."""

@@ -355,6 +355,8 @@ class World:
                 self.handle("streams", self.streams[stream_id], output)
             if self.audit is not None:
                 self.audit.deadlines.given(output)
+                self.audit.degraded.given(output)
+                self.audit.counts.given(output)
             if stream_id in self.streams:
                 self._news(stream_id)
 
@@ -375,7 +377,10 @@ class World:
         if isinstance(job, Run):
             assert self.device is not None
             self.counts["steps"] += 1
-            self.answer(self.device.run(job.plan))
+            outcome = self.device.run(job.plan)
+            if self.audit is not None:
+                self.audit.degraded.computed(job.plan, self.device)
+            self.answer(outcome)
             return
         if isinstance(job, Close):
             self.is_closed = True
