@@ -500,4 +500,6 @@ MUTANTS = [
 SURVIVORS: dict[str, str] = {
     "a step is known by its number alone": "steps are numbered once for all epochs, so the number is enough; the "
     "epoch is compared as well, because a scheduler that is restarted might count from the beginning",
+    "a look in turn leaves out one request": "nothing counts the looks that a waiting request gets; with more than 96 "
+    "that wait, what was left out is judged by its last look until it is among the 32 oldest",
 }

@@ -87,6 +87,7 @@ class Checks:
         self._gate_heard: set[type] = set()  # kinds of events
         self._sampled: list[Request] = []  # who got a token in the step being committed
         self._not_a_number: dict[int, int] = {}  # requests, and their streams, of which the step gave no number
+        self._spoilt: list[int] = []  # blocks of those
         self._failed_alone: Counter[int] = (
             Counter()
         )  # by request: failed steps that held no other, since its last token
@@ -120,6 +121,7 @@ class Checks:
             token_ids = event.outcome.token_ids if self._sampled else []  # a canary's token is nobody's
             sampled = zip(self._sampled, token_ids, strict=True)
             self._not_a_number = {r.request_id: r.stream_id for r, token_id in sampled if token_id < 0 and not r.ended}
+            self._spoilt = [b for r in self._sampled if r.request_id in self._not_a_number for b in r.blocks]
         running = [r for r in scheduler.planner.running.values() if r.state in ADMITTED]
         is_free = not scheduler.trouble.suspects and not isinstance(event.outcome, StepFailed)
         self._oldest = min(running, key=lambda r: r.request_id) if running and is_free else None
@@ -179,6 +181,9 @@ class Checks:
                 raise Violation(f"request {self._oldest.request_id} is the oldest, and was preempted")
             self._oldest = None
             self._plan(scheduler.flight)
+            pool, spoilt, self._spoilt = planner.pool, self._spoilt, []
+            if found := [block for block in spoilt if not pool._refs[block] and pool._name[block]]:
+                raise Violation(f"blocks {found} gave no number, and can be found by others")
             self.at_once[len(scheduler.requests)] += 1
             admitted = scheduler.flight.admitted if scheduler.flight else []
             for request in self._sampled:
@@ -196,10 +201,20 @@ class Checks:
             self._note_pause(paused)
             if paused is not None and paused.state is RequestState.DECODE:
                 raise Violation(f"request {event.request_id} was paused and decodes")
+        if isinstance(event, CancelRequest) and event.cause is Cause.QUEUE:
+            self._ended_whole(effects)
         if isinstance(event, CancelRequest) and self._leaving is not None:
             if event.request_id in scheduler.requests or not self._leaving.ended:
                 raise Violation(f"request {event.request_id} was cancelled and has not ended")
             self._leaving = None
+
+    def _ended_whole(self, effects: Sequence[Effect]) -> None:
+        """A queue deadline ends all choices of a stream at once: one that went on could get its first token yet."""
+        outputs = [o for e in effects if isinstance(e, Send) and isinstance(e.event, Outputs) for o in e.event.outputs]
+        ended = {output.stream_id for output in outputs}
+        for request in self.world.scheduler.requests.values() if ended else ():
+            if request.stream_id in ended:
+                raise Violation(f"stream {request.stream_id} ended in the queue, but not its choice {request.choice}")
 
     def _look_closely(self, event: Any) -> None:
         """What takes a time that grows with the world."""

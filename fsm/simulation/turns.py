@@ -171,9 +171,15 @@ class Turns:
     def preempted(self, victim: Request, *, is_restricted: bool) -> None:
         """`victim` is about to lose its blocks."""
         self._num_preempted += 1
-        if victim.state is RequestState.PAUSED or is_restricted:
+        if victim.state is RequestState.PAUSED:
             return
         planner = self._world.scheduler.planner
+        everybody = [*planner.running.values(), *planner.waiting]
+        has_slots = planner.free_slots and planner.max_running >= self._world.shape.max_num_seqs
+        if has_slots and not self._world.is_large and self._has_blocks_for_all(everybody):
+            raise Violation(f"request {victim.request_id} is preempted, and there are blocks and slots for all")
+        if is_restricted:
+            return
         self._victims.append((victim.request_id, -(-victim.num_computed // self._world.shape.block_size)))
         running = [r for r in planner.running.values() if r is victim or r.blocks]
         if paused := [r.request_id for r in running if r.state is RequestState.PAUSED]:
