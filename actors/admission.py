@@ -7,7 +7,7 @@ say when to try again. Cancels take the same way.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +15,12 @@ import msgspec
 
 from novainfer.actors.encoding import size_of
 from novainfer.actors.streams import StreamHandle, Streams
+from novainfer.fsm.drain import DrainRate
 from novainfer.fsm.errors import EngineClosed, EngineDraining, EngineOverloaded, NovaInferError
 from novainfer.fsm.events import Arrive, Cancel, CancelAll, Cause, Departed, Prompt, Rejected
 from novainfer.fsm.gate import Gate
 from novainfer.fsm.params import SamplingParams
 
-DRAIN_RATE_WINDOW = 256  # departures from the queue that its drain rate is computed from, and
-DRAIN_RATE_WINDOW_S = 60.0  # how old they may be
-RETRY_AFTER_S_DEFAULT = 1.0  # while nothing has departed yet there is no rate
-RETRY_AFTER_S_MIN = 0.1  # less is a burst of retries, not a wait
-RETRY_AFTER_S_MAX = 60.0  # openai-python gives up above 120 s
 BYTES_PER_TOKEN = 3  # what admission reserves for text before it is tokenised: Qwen2's English average is about 4
 
 
@@ -45,48 +41,6 @@ class AdmissionStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_stalled: int = 0
     stalls_total: int = 0
     cancelled_total: dict[str, int] = {}
-
-
-class DrainRate:
-    """How fast requests leave a queue that is not empty, over the last minute at most.
-
-    An interval counts only if somebody waited all through it, and still waits: what an idle engine takes at once says
-    nothing of what a busy one can take. Requests leave in bursts, so each interval counts with the burst at its end.
-    """
-
-    def __init__(self) -> None:
-        self._bursts: deque[tuple[float, int, float]] = deque(maxlen=DRAIN_RATE_WINDOW)  # when, how many, since when
-        self._since_s: float | None = None  # the last departure, if somebody waited after it
-        self._filled_s: float | None = None  # when somebody came to an empty queue, until somebody leaves it
-
-    def fills(self, now_s: float) -> None:
-        """Somebody comes to an empty queue."""
-        self._filled_s = now_s
-
-    def note(self, now_s: float, num_left: int, *, num_waiting: int) -> None:
-        """`num_left` requests have left the queue, and `num_waiting` are still in it."""
-        if not num_left:
-            return
-        since_s = self._since_s
-        if since_s is None and num_waiting:
-            since_s = self._filled_s
-        if since_s is not None:
-            self._bursts.append((now_s, num_left, since_s))
-        self._filled_s = None
-        self._since_s = now_s if num_waiting else None
-
-    def per_s(self, now_s: float) -> float | None:
-        """Requests a second; None when there is nothing to tell it from."""
-        bursts = self._bursts
-        while bursts and bursts[0][0] < now_s - DRAIN_RATE_WINDOW_S:
-            bursts.popleft()
-        if not bursts:
-            return None
-        intervals_s = [at_s - since_s for at_s, _, since_s in bursts]
-        elapsed_s = sum(intervals_s)
-        if self._since_s is not None:  # the interval that has not ended yet, as far as it is longer than all of them
-            elapsed_s += max(now_s - self._since_s - max(intervals_s), 0.0)
-        return sum(num_left for _, num_left, _ in bursts) / max(elapsed_s, 1e-3)
 
 
 class Admission:
@@ -151,11 +105,7 @@ class Admission:
 
     def retry_after_s(self) -> float:
         """Seconds until all who wait now will have left the queue, at the rate they leave now."""
-        rate = self._rate.per_s(self._clock())
-        if rate is None:
-            return RETRY_AFTER_S_DEFAULT
-        num_waiting = self._gate.num_queued + self._gate.num_overflow
-        return min(max(num_waiting / rate, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
+        return self._rate.retry_after_s(self._clock(), self._gate.num_queued + self._gate.num_overflow)
 
     def statistics(self) -> AdmissionStatistics:
         """An immutable record of the moment."""

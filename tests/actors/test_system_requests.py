@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from novainfer.actors.admission import RETRY_AFTER_S_DEFAULT, RETRY_AFTER_S_MAX
 from novainfer.actors.fake import FakeDevice, successor
 from novainfer.actors.system import System
+from novainfer.fsm.drain import RETRY_AFTER_S_DEFAULT, RETRY_AFTER_S_MAX
 from novainfer.fsm.errors import EngineOverloaded
 from novainfer.fsm.events import Cancel, Cause
 from novainfer.fsm.planner import Limits
