@@ -9,8 +9,8 @@
 Where there is room for k (of N) and stays so, it settles at k. Until then at most log2(N) + 3 steps fail. From then on
 one try in `PATIENCE_MAX` good steps may fail, and nothing else. When the shortage is over, the next try goes well,
 and after `PATIENCE_MAX` + 2 `PATIENCE` log2(N) steps that hold all they may it is N again. Steps that do not need what
-they may hold say nothing about more: after `PATIENCE_MAX` of those it is N all the same, and if that proves wrong, one
-failed step leads back.
+they may hold say nothing about more: after `PATIENCE_MAX` of those in a row it is N all the same, and if that proves
+wrong, one failed step leads back.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from novainfer.fsm.simulation.deadlines import Deadlines
 from novainfer.fsm.simulation.degraded import Degraded
 from novainfer.fsm.simulation.ledger import Ledger
 from novainfer.fsm.simulation.leftovers import check_empty, check_known
+from novainfer.fsm.simulation.rungs import Rungs
+from novainfer.fsm.simulation.shortage import Scarcity
 from novainfer.fsm.simulation.turns import Turns
 
 if TYPE_CHECKING:
@@ -31,11 +33,16 @@ class Audit:
         self.ledger = Ledger(world)
         self.counts = Counts(world)
         self.degraded = Degraded(world)
+        self.rungs = Rungs(world)
+        self.scarcity: Scarcity | None = None  # where a shortage is all that goes wrong
         self._num_ended = 0  # requests, when leftovers were last looked for
 
     def before_scheduler(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
         self.blame.before(event)
+        self.rungs.before()
+        if self.scarcity is not None:
+            self.scarcity.before()
         self.turns.before(event)
         self.degraded.before(event)
         if isinstance(event, KeepOver):
@@ -45,6 +52,9 @@ class Audit:
         """The scheduler has handled `event`."""
         self.blame.after(event, effects)
         self.ledger.after(event, effects)
+        self.rungs.after(event)
+        if self.scarcity is not None:
+            self.scarcity.scheduled(event, effects)
         self.turns.after(event, is_restricted=self.blame.is_restricted)
         if isinstance(event, PauseRequest):
             self.deadlines.paused(self._world.scheduler.requests.get(event.request_id))
@@ -60,6 +70,7 @@ class Audit:
         """All messages have arrived, and time goes on."""
         self.deadlines.still()
         self.counts.still()
+        self.rungs.still()
 
     def quiet(self) -> None:
         """The device, too, has nothing to do."""

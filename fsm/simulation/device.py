@@ -124,8 +124,8 @@ class ScriptedDevice:
         self._samplers: list[Sampler | None] = [None] * num_slots
         self._histories: list[bytearray] = [bytearray() for _ in range(num_slots)]  # where penalties need them
 
-    def run(self, plan: StepPlan) -> StepDone:
-        """Compute one step."""
+    def run(self, plan: StepPlan, took_s: float = 0.0) -> StepDone:
+        """Compute one step, and say that it took `took_s`."""
         self._write(plan, spoil=False)
         tokens: list[int] = []
         logprobs: list[Logprob | None] = []
@@ -146,7 +146,7 @@ class ScriptedDevice:
             tokens.append(token)
             num_top = sampler.num_top
             logprobs.append(None if num_top is None else expected_logprob(token, num_top))
-        return StepDone(plan.step_id, plan.epoch, tokens, logprobs if any(logprobs) else [])
+        return StepDone(plan.step_id, plan.epoch, tokens, logprobs if any(logprobs) else [], took_s)
 
     def spoil(self, plan: StepPlan) -> None:
         """Fail in the middle of a step: its blocks hold garbage where it would have written."""

@@ -10,6 +10,7 @@ import msgspec
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.simulation.device import NAN_TOKEN, POISONS, VOCAB_SIZE
 from novainfer.fsm.simulation.shape import Shape
+from novainfer.fsm.simulation.shortage import Shortage, draw_shortage
 
 # Per step or job: what a device does with it. Per event: what happens beside it.
 PER_JOB = ("oom", "exception", "unlaunched", "hang", "job")
@@ -24,6 +25,9 @@ ADORNED = (
 )
 
 
+SCARCE_TOKENS = [40, 80, 160]  # of a request in a world with a shortage, and
+LASTING_TOKENS = [240, 320]  # where that lasts until all is well again
+LATE_PROMPTS = 12  # after so many, those are short: steps need less of what they may hold
 CLIENTS_LARGE = 4096  # of one seed in a hundred
 SLOTS_LARGE = 1024
 
@@ -32,12 +36,21 @@ class Mix:
     """All draws of `rng` that are made before the world begins, and the clients', one by one."""
 
     def __init__(
-        self, rng: random.Random, *, is_large: bool = False, is_uneven: bool = False, is_slow: bool = False
+        self,
+        rng: random.Random,
+        *,
+        is_large: bool = False,
+        is_uneven: bool = False,
+        is_slow: bool = False,
+        is_scarce: bool = False,
     ) -> None:
         self.rng = rng
         self.is_large = is_large
-        self.is_uneven = is_uneven and not is_large  # prompts of one token beside others of a hundred
-        self.shape = self._large_shape() if is_large else self._shape()
+        self.is_scarce = is_scarce
+        self.is_uneven = is_uneven and not is_large and not is_scarce  # prompts of one token beside others of a hundred
+        self.lasts = False  # a shortage is over so early that all is well before the world ends
+        self._num_prompts = 0
+        self.shape = self._large_shape() if is_large else self._scarce_shape() if is_scarce else self._shape()
         if self.is_uneven:
             self.shape = self._uneven_shape()
         # The mix of faults is drawn too, log-uniform, often zero: much of one finds more than a little of everything.
@@ -77,6 +90,34 @@ class Mix:
             self.burst_gap_s = min(self.burst_gap_s, 60.0)
             self.rates = {name: rate / 8 for name, rate in self.rates.items()}
             self.hop_s = min(self.hop_s, 1e-4)  # one message at a time: more, and the deadlines of all would pass
+
+        self.shortage: Shortage | None = None
+        if is_scarce:  # and nothing else goes wrong: what it costs can be counted
+            self.shortage = draw_shortage(rng, self.shape, is_brief=self.lasts)
+            self.rates = dict.fromkeys(self.rates, 0.0)
+            self.is_watched, self.come_up_fails, self.is_brisk = False, False, True
+            self.num_clients = self.burst = 60 if self.lasts else 24
+
+    def _scarce_shape(self) -> Shape:
+        """Long requests, and room for all of them, so that nothing but the shortage makes steps small."""
+        rng = self.rng
+        self.lasts = rng.random() < 0.25
+        max_num_seqs, chunk = 4 if self.lasts else rng.choice([4, 8, 16]), rng.choice([32, 64, 128])
+        return msgspec.structs.replace(
+            self._shape(),
+            num_blocks=max_num_seqs * 48,
+            block_size=8,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=chunk + max_num_seqs,
+            prefill_chunk_tokens=chunk,
+            max_model_len=384,
+            max_num_queued_reqs=256,
+            max_num_queued_tokens=1 << 20,
+            stall_high=384,
+            max_restarts=20,
+            processes=False,
+            warm_spare=False,
+        )
 
     def _large_shape(self) -> Shape:
         """So many of everything that whatever takes more than its share of time or room would be seen."""
@@ -170,6 +211,10 @@ class Mix:
         if self.is_uneven:
             length = rng.choice([rng.randint(1, 8), rng.randint(1, 8), rng.randint(30, 100)])
         head = [] if self.is_uneven and rng.random() < 0.7 else rng.choice([[], *self.prefixes])
+        if self.is_scarce:
+            self._num_prompts += 1
+            is_late = self.lasts and self._num_prompts > LATE_PROMPTS
+            head, length = [], 1 if is_late else rng.choice([1, 8, 30, 60])
         if self.is_patched and rng.random() < self.is_patched:
             head, length = [token for part in self.parts for token in rng.choice(part)], rng.choice([0, 1, 1, 2])
         prompt = [*head, *(rng.choice(self.alphabet) for _ in range(length))]
@@ -213,6 +258,9 @@ class Mix:
         max_tokens = rng.choice([1, 2, 4] if self.is_large else [2, 8, 10, 11, 12, 12, 13, 14, 16, 20, None])
         stops = draw() < 0.15
         hurry = draw() < self.rates["timeout"]
+        if self.is_scarce:
+            most = rng.choice(LASTING_TOKENS if self.lasts else SCARCE_TOKENS)
+            return SamplingParams(max_tokens=most, ignore_eos=True, temperature=0.0)
         return SamplingParams(
             n=1 if self.is_large else rng.choice([1, 1, 1, 2, 2, 3]),
             max_tokens=max_tokens,

@@ -24,12 +24,12 @@ def _go(world: World, num_moves: int) -> None:
             make(world, found[0])
 
 
-def _finish_job(world: World) -> None:
+def _finish_job(world: World, took_s: float = 0.0) -> None:
     """The device does its oldest job: well, unless it is a step with poison in it."""
     job, device = world.jobs[0], world.device
     poison = device.poison(job.plan) if isinstance(job, Run) and device is not None else None
     if poison is None:
-        world.finish_job()
+        world.finish_job(took_s)
     elif poison == POISON_LOST:
         faults.die(world)
     elif poison == POISON_HANG:
@@ -79,7 +79,7 @@ def _has_news(world: World, stream_id: int) -> bool:
     return stream is not None and stream.has_news and world.clients[stream_id].end is None
 
 
-def _has_job(world: World) -> bool:
+def _has_job(world: World, *_: Any) -> bool:
     return bool(world.jobs)
 
 

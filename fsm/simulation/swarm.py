@@ -23,11 +23,13 @@ from novainfer.fsm.simulation.device import FULL, POISON_HANG
 from novainfer.fsm.simulation.health import DEADLINE_S, Hang, Observer
 from novainfer.fsm.simulation.mix import PER_EVENT, Mix
 from novainfer.fsm.simulation.moves import MOVES, Move, is_possible
+from novainfer.fsm.simulation.shortage import STEP_DEADLINE_S, Scarcity, Shortage
 from novainfer.fsm.simulation.world import TO_WORKER, Timer, World
 
 LARGE_EVERY = 100  # one seed of so many has thousands of clients
 UNEVEN_EVERY = 9  # has short prompts beside long ones, and much room
 SLOW_EVERY = 11  # has a slow tokenizer, and clients in a hurry
+SCARCE_EVERY = 25  # has a shortage, and no other fault
 TURNS_MAX = 40_000  # a world that has not ended by then never will; so many for each 48 clients
 # Seconds that a job takes, at most; steps have their own.
 JOB_S: dict[type, float] = {
@@ -58,11 +60,13 @@ class Seed:
 
     def __init__(self, seed: int, *, keeps_path: bool = False, world_type: type[World] = World) -> None:
         self.rng = random.Random(seed)
+        is_scarce = seed % SCARCE_EVERY == SCARCE_EVERY - 2
         self.mix = Mix(
             self.rng,
             is_large=seed % LARGE_EVERY == LARGE_EVERY - 1,
             is_uneven=seed % UNEVEN_EVERY == UNEVEN_EVERY - 1,
-            is_slow=seed % SLOW_EVERY == SLOW_EVERY - 1,
+            is_slow=seed % SLOW_EVERY == SLOW_EVERY - 1 and not is_scarce,
+            is_scarce=is_scarce,
         )
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()
@@ -74,14 +78,18 @@ class Seed:
         self._is_hung = False
         self._reading: set[int] = set()  # streams whose reader is on its way
         self._turn = 0
-        self._turns_max = TURNS_MAX * max(self.mix.num_clients // 48, 1)
+        self._turns_max = TURNS_MAX * max(self.mix.num_clients // 48, 3 if is_scarce else 1)
         self._next_mischief = self._turns_max
         self._mischief: list[tuple[str, float]] = []
         self._draw_mischief()
         self.world = world_type(self.mix.shape, self.trace.update, self)
+        if self.mix.shortage is not None:
+            assert self.world.audit is not None
+            self.world.audit.scarcity = Scarcity(self.world, self.mix.shortage)
         self._arrivals = self.mix.num_clients
         self._expect_client(0.0 if self.rng.random() < 0.02 else 60.0)
-        self._plan_agenda()
+        if not self.mix.is_scarce:
+            self._plan_agenda()
         self._spells = self._draw_spells()
 
     # ---- the loop ------------------------------------------------------------------------------------------------
@@ -202,6 +210,9 @@ class Seed:
                 return
             self._after(JOB_S[type(job)] * self.mix.jobs_s * rng.random(), self._finish, self._job)
             return
+        if self.mix.shortage is not None:
+            self._run_short(job, self.mix.shortage)
+            return
         fate = self._fate(job)
         device, spite = self.world.device, 0.0 if self._is_healed else self.mix.spite
         will_fail = fate or (device is not None and device.poison(job.plan) is not None)
@@ -216,7 +227,22 @@ class Seed:
             return
         num_tokens = len(job.plan.input_ids)
         duration_s = self.mix.step_s * (1 + num_tokens / STEP_TOKENS) * (0.5 + rng.random())
-        self._after(duration_s, self._finish, self._job, fate)
+        self._after(duration_s, self._finish, self._job, fate, duration_s)
+
+    def _run_short(self, job: Run, shortage: Shortage) -> None:
+        """A step while something is short, and nothing else is wrong."""
+        shortage.step()
+        num_tokens = len(job.plan.input_ids)
+        took_s = shortage.phase.token_s * num_tokens or self.mix.step_s * (1 + num_tokens / STEP_TOKENS)
+        if took_s >= STEP_DEADLINE_S:
+            self._is_hung = True
+            self._after(STEP_DEADLINE_S, self._overdue, self._job)
+        elif not shortage.is_too_much(job.plan):
+            self._after(took_s, self._finish, self._job, "", took_s)
+        elif shortage.kind == "deadly":
+            self._after(took_s / 2, self._make, "die")
+        else:
+            self._after(took_s / 2, self._finish, self._job, Fault.OOM)
 
     def _hangs_in(self, job: Any) -> bool:
         """Whether a job that is no step never ends, or takes hours: where there is a watch to notice it."""
@@ -299,7 +325,7 @@ class Seed:
         if self.world.clients[stream_id].end is None:
             self._make("cancel", stream_id, Cause.CLIENT)
 
-    def _finish(self, number: int, fate: str | Fault = "") -> None:
+    def _finish(self, number: int, fate: str | Fault = "", took_s: float = 0.0) -> None:
         """The device's job is over, if it is still this one."""
         world, draw = self.world, self.rng.random
         if number != self._job or not world.jobs:
@@ -310,7 +336,7 @@ class Seed:
         elif not isinstance(job, Run) and draw() < self._odds_to_fail(job):
             self._make("fail_job")
         else:
-            self._make("finish_job")
+            self._make("finish_job", took_s)
 
     def _odds_to_fail(self, job: Any) -> float:
         if isinstance(job, Close):

@@ -357,6 +357,7 @@ class World:
                 self.audit.deadlines.given(output)
                 self.audit.degraded.given(output)
                 self.audit.counts.given(output)
+                self.audit.rungs.given(output)
             if stream_id in self.streams:
                 self._news(stream_id)
 
@@ -366,8 +367,8 @@ class World:
 
     # ---- the machine room ----------------------------------------------------------------------------------------
 
-    def finish_job(self) -> None:
-        """The device does its oldest job, well."""
+    def finish_job(self, took_s: float = 0.0) -> None:
+        """The device does its oldest job, well; a step says that it took `took_s`."""
         job = self.jobs.popleft()
         if self.processes is not None:
             if isinstance(job, Open | Find):
@@ -377,7 +378,7 @@ class World:
         if isinstance(job, Run):
             assert self.device is not None
             self.counts["steps"] += 1
-            outcome = self.device.run(job.plan)
+            outcome = self.device.run(job.plan, took_s)
             if self.audit is not None:
                 self.audit.degraded.computed(job.plan, self.device)
             self.answer(outcome)
@@ -522,6 +523,7 @@ class World:
                 client.take(effect.event)
                 if self.audit is not None:
                     self.audit.deadlines.read(stream_id, effect.event)
+                    self.audit.rungs.read(stream_id, effect.event)
             else:
                 assert isinstance(effect.event, End | Finished)
                 client.take_end(effect.event)

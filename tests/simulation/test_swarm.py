@@ -26,9 +26,11 @@ def test_the_sample_injects_every_kind_of_fault(sample):
         *("cancel", "cancel all", "drain", "stop", "rejected: overloaded", "rejected: draining", "rejected: closed"),
         *("worker death", "overdue", "Spawn failed", "Switch failed", "early timeout", "clock jump"),
         *("stall timeout", "queue timeout", "incident: gave_up", "incident: ladder", "incident: lost"),
+        "steps that were too much",
     }
     assert not kinds - {kind for kind, count in sample.faults.items() if count >= 10}
     assert sample.faults["rollbacks checked"] > 1000
+    assert sample.faults["back to full size"] >= 3
 
 
 @pytest.mark.slow
