@@ -266,6 +266,8 @@ class ModelDevice:
             return True
         import torch
 
+        if not torch.cuda.is_initialized():
+            return True  # there is no context; where none can be had, the load says so
         try:
             torch.cuda.synchronize()
         except RuntimeError:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -50,6 +51,7 @@ class Renderer:
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
+        self._num_closed = 0
         weakref.finalize(self, _reap_all, self._all)
 
     def render(self, chat: Chat, chars_max: int) -> str:
@@ -61,27 +63,30 @@ class Renderer:
             data = msgspec.msgpack.encode(order)
         except UNENCODABLE as error:
             raise RenderError(str(error)) from None
-        process, is_whole = self._take(), False
-        try:
-            if not process.is_started:
-                process.ask(self._first, START_S)
-                process.is_started = True
-            text = process.ask(data, self._render_s)
-            is_whole = True
-        except RenderError:
-            is_whole = process.is_started
-            raise
-        except TimeoutError:
-            raise RenderError(f"that takes more than {self._render_s:g} s") from None
-        except (OSError, EOFError):
-            raise RenderError("the process that renders it has ended") from None
-        finally:
-            self._give_back(process, is_whole)
-        return text
+        for process in self._tries():
+            is_whole = False
+            try:
+                if not process.is_started:
+                    process.ask(self._first, START_S)
+                    process.is_started = True
+                text = process.ask(data, self._render_s)
+                is_whole = True
+            except RenderError:
+                is_whole = process.is_started
+                raise
+            except TimeoutError:
+                raise RenderError(f"that takes more than {self._render_s:g} s") from None
+            except (OSError, EOFError):
+                continue
+            finally:
+                self._give_back(process, is_whole)
+            return text
+        raise RenderError("the process that renders it has ended")
 
     def close(self) -> None:
         """End all processes; what is being rendered fails, and what comes later gets a new one."""
         with self._lock:
+            self._num_closed += 1
             idle, self._idle = self._idle, []
             for process in self._all - set(idle):
                 process.end()  # the thread that waits for it does the rest
@@ -95,9 +100,19 @@ class Renderer:
         with self._lock:
             return sorted(process.pid for process in self._all)
 
-    def _take(self) -> _Process:
+    def _tries(self) -> Iterator[_Process]:
+        """A process; and if it ends, a new one: the chat is not to blame for what befell an idle process."""
         with self._lock:
-            if self._idle:
+            num_closed = self._num_closed
+        yield self._take()
+        with self._lock:
+            if num_closed != self._num_closed:
+                return  # it was ended by `close`
+        yield self._take(is_new=True)
+
+    def _take(self, *, is_new: bool = False) -> _Process:
+        with self._lock:
+            if self._idle and not is_new:
                 return self._idle.pop()
             try:
                 process = _Process()

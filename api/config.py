@@ -10,7 +10,7 @@ import msgspec
 
 from novainfer.actors.location import DEMO_MODEL
 from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.params import check_types
+from novainfer.fsm.params import DURATION_S_MAX, check_types
 
 DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 
@@ -100,8 +100,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self._take_vllms_name(self.gpu_memory_utilization)
         for name in ("model", "tokenizer"):
             value = getattr(self, name)
-            if not (isinstance(value, str | Path) and value != "") and not (name == "tokenizer" and value is None):
+            if not (is_path(value) and value != "") and not (name == "tokenizer" and value is None):
                 raise InvalidParameter(f"{name} must be a folder or a hub id, not {value!r}", param=name)
+        if self.recorder_dir is not None and not is_path(self.recorder_dir):
+            raise InvalidParameter(f"recorder_dir must be a folder, not {self.recorder_dir!r}", param="recorder_dir")
         positive = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "block_size", "num_threads")
         for name in (*positive, "max_model_len", "num_kv_blocks", "max_num_queued_reqs", "max_num_queued_tokens"):
             value = getattr(self, name)
@@ -120,6 +122,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise InvalidParameter(f"{name} must be more than 0 seconds, not {value}", param=name)
+        for name in (*durations, "stall_keep_s"):
+            if (value := getattr(self, name)) > DURATION_S_MAX:
+                raise InvalidParameter(f"{name} must be at most {DURATION_S_MAX:.0f} seconds, not {value}", param=name)
         if self.warm_spare and self.worker != "process":
             raise InvalidParameter('warm_spare needs worker "process"', param="warm_spare")
         if not 0 < self.kv_cache_memory_utilization <= 1:
@@ -149,3 +154,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         msgspec.structs.force_setattr(self, "kv_cache_memory_utilization", share)
         msgspec.structs.force_setattr(self, "gpu_memory_utilization", None)
+
+
+def is_path(value: object) -> bool:
+    """True for what may name a file: no system takes a name that holds a NUL."""
+    return isinstance(value, str | Path) and "\0" not in str(value)

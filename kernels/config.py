@@ -114,18 +114,18 @@ class ConfigReader:
 
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
         """The end tokens of config.json and generation_config.json together, sorted."""
-        sources = [self.values]
+        sources = {self.path: self.values}
         generation = self.path.with_name("generation_config.json")
         if generation.is_file():
-            sources.append(read_json(generation))
+            sources[generation] = read_json(generation)
         found: set[int] = set()
-        for source in sources:
+        for path, source in sources.items():
             ids = source.get("eos_token_id")
             for token_id in ids if isinstance(ids, list) else [ids]:
                 if token_id is None:
                     continue
                 if isinstance(token_id, bool) or not isinstance(token_id, int):
-                    raise LoadError(f"{self.path}: eos_token_id must be a token id or a list of them, not {ids!r}")
+                    raise LoadError(f"{path}: eos_token_id must be a token id or a list of them, not {ids!r}")
                 if 0 <= token_id < vocab_size:  # some checkpoints name ids that only a larger variant has
                     found.add(token_id)
         return tuple(sorted(found))

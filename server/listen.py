@@ -18,6 +18,7 @@ from novainfer.server.settings import ServerSettings
 
 FLUSH_TIMEOUT_S = 3.0  # for the last bytes of answers that are already written, after the engine has drained
 UNSENT_BYTES_MAX = 128 * 1024  # in the kernel, for each connection; what is on its way to the client comes on top
+USER_TIMEOUT_MS_MAX = 2**31 - 1  # a C int: 24 days
 DESCRIPTORS_MAX = 65_536  # asked for: more is a kernel's table, not a server's need
 REQUESTS_PER_CONNECTION_MAX = 1_000_000_000  # Hypercorn's own limit of 1000 silences streams in flight
 
@@ -46,6 +47,7 @@ def bind(settings: ServerSettings) -> socket.socket:
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # A client that stopped reading is dropped by the kernel, whatever layer above waits for it.
         timeout_ms = int((settings.stall_timeout_s + settings.stall_grace_s) * 1000)
+        timeout_ms = min(timeout_ms, USER_TIMEOUT_MS_MAX)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         # The kernel would take megabytes of an answer that its client does not read, and nobody would know.

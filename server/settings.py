@@ -7,8 +7,10 @@ from pathlib import Path
 import msgspec
 
 from novainfer import InvalidParameter
+from novainfer.fsm.params import DURATION_S_MAX
 
 BODY_BYTES_MIN = 1_000_000  # a long chat history; grows with the model's context (`body_bytes_max`)
+HTTP2_STREAMS_MAX = 2**31 - 1  # a connection has no more stream ids
 BODY_BYTES_PER_TOKEN = 16  # an English token is 4 bytes of text, or up to 9 as a number in a JSON list
 
 
@@ -55,6 +57,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("sse_keep_alive_interval_s", "shutdown_timeout_s"):
             if not getattr(self, name) >= 0:
                 raise InvalidParameter(f"{name} must be at least 0 seconds", param=name)
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name.endswith("_s") and value > DURATION_S_MAX:
+                raise InvalidParameter(f"{name} must be at most {DURATION_S_MAX:.0f} seconds, not {value}", param=name)
         for name in (
             "http2_max_concurrent_streams",
             "body_bytes",
@@ -65,6 +71,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidParameter(f"{name} must be at least 1, not {value}", param=name)
+        if self.http2_max_concurrent_streams > HTTP2_STREAMS_MAX:
+            message = f"must be at most {HTTP2_STREAMS_MAX}, not {self.http2_max_concurrent_streams}"
+            raise InvalidParameter(f"http2_max_concurrent_streams {message}", param="http2_max_concurrent_streams")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise InvalidParameter("ssl_certfile and ssl_keyfile go together", param="ssl_certfile")
         if self.self_signed and self.ssl_certfile is not None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.resources import files
 from inspect import signature
 from pathlib import Path
@@ -93,13 +94,30 @@ def test_why_a_chat_cannot_be_rendered_is_one_sentence(make: Made, source: str, 
     assert why_not(make(source)) == why
 
 
-def test_a_renderer_whose_process_is_killed_takes_another(make: Made) -> None:
+def test_a_process_that_is_killed_costs_no_chat_its_answer(make: Made) -> None:
     renderer = make("{{ messages[0].content }}")
     assert renderer.render(HELLO, 1000) == "Hello"
     (pid,) = renderer.pids
     os.kill(pid, 9)
-    assert why_not(renderer) == "the process that renders it has ended"
     assert renderer.render(HELLO, 1000) == "Hello"
+    assert renderer.pids
+    assert renderer.pids != [pid]
+
+
+def test_a_chat_in_which_a_second_process_ends_is_not_rendered(make: Made) -> None:
+    renderer = make(SLOW)
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(why_not(renderer)))
+    thread.start()
+    killed: set[int] = set()
+    while thread.is_alive():
+        for pid in set(renderer.pids) - killed:
+            killed.add(pid)
+            with suppress(ProcessLookupError):  # it is reaped between the look and the signal
+                os.kill(pid, 9)
+    thread.join()
+    assert found == ["the process that renders it has ended"]
+    assert len(killed) == 2
 
 
 def test_closing_ends_what_is_being_rendered(make: Made) -> None:

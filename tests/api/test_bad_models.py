@@ -8,9 +8,12 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from novainfer import LLM, Engine, EngineConfig, InvalidParameter, ModelLoadError
+from novainfer.actors.device import ModelDevice
+from tests.actors.devices import model
 from tests.api.helpers import ask, greedy
 from tests.leftovers import other_tasks
 
@@ -148,6 +151,11 @@ async def test_a_device_that_is_not_there_is_one_sentence() -> None:
         pytest.skip("there is one")
     with pytest.raises(ModelLoadError, match="no CUDA device"):
         await Engine(EngineConfig(device="cuda")).start()
+
+
+def test_a_device_that_was_never_there_is_not_taken_for_a_broken_one() -> None:
+    settings = model("demo").settings
+    assert ModelDevice(msgspec.structs.replace(settings, device="cuda")).is_usable()
 
 
 async def test_a_tokenizer_that_is_nowhere_is_one_sentence(tmp_path: Path) -> None:

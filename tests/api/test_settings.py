@@ -53,8 +53,13 @@ BAD_CONFIG: list[tuple[str, Any]] = [
     *[
         (name, value)
         for name in ("step_timeout_s", "heartbeat_timeout_s", "restart_window_s", "ladder_quiet_s", "stall_timeout_s")
-        for value in (0, -1, float("nan"), float("inf"), "8")
+        for value in (0, -1, float("nan"), float("inf"), 1e300, "8")
     ],
+    ("stall_keep_s", 1e300),  # loops lose count of timers that are set for centuries
+    ("model", "a\0b"),  # no system has such a file
+    ("tokenizer", "a\0b"),
+    ("recorder_dir", "a\0b"),
+    ("recorder_dir", 4),
 ]
 
 

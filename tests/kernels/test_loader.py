@@ -198,6 +198,9 @@ def test_old_field_names_are_read(folder: Path) -> None:
     assert config.eos_token_ids == (3,)
     (folder / "generation_config.json").write_text('{"eos_token_id": [9, 3, 999999]}')
     assert read_config(folder).eos_token_ids == (3, 9)
+    (folder / "generation_config.json").write_text('{"eos_token_id": "end"}')
+    with pytest.raises(LoadError, match=r"generation_config.json: eos_token_id must be"):
+        read_config(folder)
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,11 @@ WRONG: list[tuple[list[str], str]] = [
     (["--worker", "thread", "--warm-spare"], "--warm-spare needs"),
     (["--step-timeout", "0"], "--step-timeout must be more than 0 seconds, not 0.0"),
     (["--max-restarts", "-1"], "--max-restarts must be at least 0, not -1"),
+    (["--step-timeout", "1e300"], "--step-timeout must be at most 31622400 seconds, not 1e+300"),
+    (["--stall-timeout", "1e300"], "--stall-timeout must be at most 31622400 seconds"),
+    (["--stall-keep-s", "1e300"], "--stall-keep-s must be at most 31622400 seconds"),
+    (["--shutdown-timeout", "inf"], "--shutdown-timeout must be at most 31622400 seconds, not inf"),
+    (["--http2-max-concurrent-streams", "4294967296"], "--http2-max-concurrent-streams must be at most 2147483647"),
     (["--stall-keep-s", "-1"], "--stall-keep-s must be at least 0, not -1.0"),
 ]
 

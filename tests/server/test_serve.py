@@ -198,3 +198,8 @@ async def test_a_dead_engine_ends_the_server(monkeypatch: pytest.MonkeyPatch) ->
     engine.is_ready = False
     with pytest.raises(EngineDead):
         await task
+
+
+async def test_a_client_may_stall_for_longer_than_the_kernel_can_count() -> None:
+    async with running(FakeEngine(), stall_timeout_s=31_000_000.0) as server, httpx.AsyncClient() as client:
+        assert (await client.get(f"{server.url}/health")).status_code == 200
