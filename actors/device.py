@@ -266,7 +266,7 @@ class ModelDevice:
             return True
         import torch
 
-        if not torch.cuda.is_initialized():
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return True  # there is no context; where none can be had, the load says so
         try:
             torch.cuda.synchronize()

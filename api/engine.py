@@ -448,7 +448,7 @@ def _check_name(name: str, value: Any) -> None:
 def error_of(end: End, retry_after_s: float) -> NovaInferError:
     """The exception for a bad end; after too long a wait it says to come back in `retry_after_s`."""
     if end.cause is Cause.QUEUE:
-        message = "the queue stayed full for as long as the request was willing to wait"
+        message = "no first token came within the time that the request was willing to wait"
         return EngineOverloaded(f"{message}: try again in {retry_after_s:.1f} s", retry_after_s=retry_after_s)
     if end.cause is Cause.TIMEOUT:
         return RequestTimeout("the request's deadline passed before it finished", param="timeout_s")

@@ -48,7 +48,7 @@ async def test_who_waited_in_vain_is_told_when_to_come_back(full: tuple[Engine, 
     engine, _ = full
     name = engine.add_request([66], greedy(2, max_queue_s=0.01))
     assert engine.is_overflowed(name)
-    with pytest.raises(EngineOverloaded, match=r"try again in \d+\.\d s") as waited:
+    with pytest.raises(EngineOverloaded, match=r"no first token came within .*: try again in \d+\.\d s") as waited:
         await engine.wait_result(name)
     assert waited.value.retry_after_s > 0
     assert not engine.is_overflowed(name)
