@@ -303,8 +303,9 @@ class Engine(Machine):
         return self.state
 
     def _pause(self, event: Pause) -> StrEnum:
-        for request_id in self._live.get(event.stream_id, ()):
-            self._send("scheduler", PauseRequest(request_id))
+        for request_id, choice in self._live.get(event.stream_id, {}).items():
+            if event.choice in (None, choice):
+                self._send("scheduler", PauseRequest(request_id))
         return self.state
 
     def _resume(self, event: Resume) -> StrEnum:

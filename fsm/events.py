@@ -196,9 +196,10 @@ class CancelRequest(msgspec.Struct, frozen=True):
 
 
 class Pause(msgspec.Struct, frozen=True):
-    """The reader of this stream is slow: compute no more of it for now."""
+    """The reader of this stream is slow: compute no more of it for now; or of this choice, which went on."""
 
     stream_id: int
+    choice: int | None = None
 
 
 class Resume(msgspec.Struct, frozen=True):

@@ -183,8 +183,8 @@ class Stream(Machine):
             self._num_open -= 1
             if self._num_open == 0:
                 return S.CLOSED
-        if self.state is S.STALLED:
-            self._send("engine", Pause(self.stream_id))
+        if self.state is S.STALLED:  # all were asked once: with n=128, to ask them at each delivery is 16,000 messages
+            self._send("engine", Pause(self.stream_id, choice))
             return S.STALLED
         if self._unread > self._stall_high:
             self._send("engine", Pause(self.stream_id))

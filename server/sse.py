@@ -36,6 +36,10 @@ HEADERS = [
 ]
 
 
+# A request with n=128 has 128 deltas after each step. None of them waits for the loop, and with 20 log probabilities
+# each they are 0.1 MB of text in one turn.
+TURN_BYTES = 4096
+
 IN_OVERFLOW = (b"x-novainfer-queue", b"overflow")
 IN_OVERFLOW_COMMENT = b": waiting for room in the queue\n\n"
 
@@ -70,10 +74,15 @@ class EventStream:
             delta = await self._first
             generation.note(delta)
             await writer.write(begin + encoder.delta(delta))
+            unturned_bytes = 0
             async for delta in generation.deltas:
                 generation.note(delta)
                 if data := encoder.delta(delta):
                     await writer.write(data)
+                    unturned_bytes += len(data)
+                if unturned_bytes >= TURN_BYTES:
+                    unturned_bytes = 0
+                    await asyncio.sleep(0)
             await writer.write(encoder.end(), is_last=True)
         except Exception as error:
             ended_by = error

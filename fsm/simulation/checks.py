@@ -351,7 +351,8 @@ class Checks:
             self._cancelled_early.update(coming[: max(event.arrived - engine._num_arrived, 0)])
             self._to_be_told = {request_id for live in engine._live.values() for request_id in live}
         elif isinstance(event, Pause):
-            self._to_be_told = set(engine._live.get(event.stream_id, ()))
+            live = engine._live.get(event.stream_id, {})
+            self._to_be_told = {i for i, choice in live.items() if event.choice is None or choice == event.choice}
 
     def after(self, to: str, event: Any, effects: Sequence[Effect]) -> None:
         """The engine, the gate or the worker has handled `event`: what concerns requests was passed on to each."""

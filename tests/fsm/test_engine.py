@@ -202,10 +202,11 @@ def test_a_stream_departs_when_its_last_choice_has_ended(engine):
     assert engine.num_streams == 0
 
 
-def test_pause_and_resume_go_to_every_choice_and_resume_wakes_an_idle_engine(engine):
+def test_pause_and_resume_go_to_every_choice_or_the_one_that_is_named_and_resume_wakes_an_idle_engine(engine):
     engine.handle(arrive(0, [1], n=2))
     engine.handle(Batch(None, [], [], 2))
     assert sent(engine.handle(Pause(0)), "scheduler") == [PauseRequest(0), PauseRequest(1)]
+    assert sent(engine.handle(Pause(0, 1)), "scheduler") == [PauseRequest(1)]
     assert engine.state is EngineState.IDLE
     assert sent(engine.handle(Resume(0)), "scheduler")[-1] == MakeBatch()
 

@@ -89,10 +89,11 @@ def test_a_stream_stalls_above_its_high_mark_and_opens_at_its_low_mark():
     assert s.state is StreamState.OPEN
 
 
-def test_a_stalled_stream_asks_again_at_each_output_because_a_pause_may_have_been_ignored():
-    s = stream(stall_high=0)
+def test_a_stalled_stream_asks_again_for_each_choice_that_goes_on_because_its_pause_may_have_been_ignored():
+    s = stream(2, stall_high=0)
     s.handle(output(1))
-    assert s.handle(output(2)) == [Send("engine", Pause(7))]
+    assert s.handle(output(2)) == [Send("engine", Pause(7, 0))]
+    assert s.handle(output(2, choice=1)) == [Send("engine", Pause(7, 1))]
 
 
 def test_a_stalled_stream_stays_so_until_enough_was_read():
