@@ -103,8 +103,8 @@ class Trouble:
         if self._is_quiet_due:
             self._is_quiet_due = False
             self.climb(Steady(), effects)
-        # What has seen workers die stays apart until it has a token: the first chunk of a prompt clears no request.
-        if self.suspects and not any(requests[i].losses for i in self.suspects[0] if i in requests):
+        # What has seen two workers die stays apart until it has a token: the first chunk of a prompt clears no request.
+        if self.suspects and not any(requests[i].losses >= LOSSES_SUSPECT for i in self.suspects[0] if i in requests):
             self.suspects.popleft()
 
     def step_failed(self, flight: Flight, outcome: StepFailed, effects: list[Effect]) -> Doomed:
@@ -145,7 +145,7 @@ class Trouble:
         """The worker died under a step, which was taken back."""
         self._good_steps = 0
         self.trial = None
-        if self.suspects:
+        if self.suspects and not flight.canary:  # which was none of theirs
             self.suspects.popleft()
         members = members_of(flight)
         for request in members:

@@ -37,14 +37,13 @@ class Blame:
         self._world = world
         self._smallest: Counter[int] = Counter()  # failures alone, and as small as can be, since its last token
         self._losses: Counter[int] = Counter()  # workers lost under it, since its last token
-        self._is_blind = False  # a canary was computed, and something is suspected since
+        self._is_canary = False  # the step on the device
         self._groups: list[set[int]] = []  # to be tried apart, the next one first
-        self._kept: list[set[int]] = []  # cleared, unless one lost worker is reason enough to keep it apart
 
     @property
     def is_restricted(self) -> bool:
         """Whether the next step need not hold every request that could be computed."""
-        return bool(self._groups or self._kept or self._is_blind)
+        return bool(self._groups or self._is_canary)
 
     # ---- what happens --------------------------------------------------------------------------------------------
 
@@ -94,17 +93,11 @@ class Blame:
     def _went_well(self, flight: Flight) -> None:
         held, _ = _held(flight)
         samples = {request.request_id for request in flight.samples}
-        for groups in (self._kept, self._groups):
-            found = next((group for group in groups if held and held <= group), None)
-            if found is None:
-                continue
-            groups.remove(found)
-            worst = max((self._losses[i] for i in found - samples if self._is_live(i)), default=0)
-            if worst >= LOSSES_MIN:
-                groups.insert(0, found)
-            elif worst:
-                self._kept.append(found)
-            break
+        found = next((group for group in self._groups if held and held <= group), None)
+        if found is not None:
+            self._groups.remove(found)
+            if any(self._losses[i] >= LOSSES_MIN for i in found - samples if self._is_live(i)):
+                self._groups.insert(0, found)
 
     def _output(self, output: Output) -> None:
         if output.token_ids or output.end is not None:
@@ -117,27 +110,16 @@ class Blame:
         """A step was planned: apart, or of all that can be computed."""
         held = _held(flight)[0] if flight is not None else set()
         self._groups = [group for group in self._groups if any(map(self._is_live, group))]
-        self._kept = [group for group in self._kept if any(map(self._is_live, group))]
-        trouble = self._world.scheduler.trouble
-        if flight is not None and not held:  # a canary: which group comes next depends on what it tells
-            self._is_blind = True
-        if self._is_blind:
-            self._groups.clear()
-            self._kept.clear()
-            self._is_blind = bool(trouble.suspects or trouble.trial is not None)
+        self._is_canary = flight is not None and not held
+        if self._is_canary:  # it comes before the groups, and is none of them
             return
         while self._groups and not (held and held <= self._groups[0]):
-            if self._kept and held and held <= self._kept[0]:
-                return
             group = self._groups[0]
             if any(self._can_run(request_id) for request_id in group):
                 raise Violation(f"{sorted(group)} are to be tried apart, and the step holds {sorted(held)}")
             self._groups.pop(0)
         if self._groups or flight is None:
             return
-        if self._kept and held <= self._kept[0]:
-            return
-        self._kept.clear()
         for request in self._world.scheduler.requests.values():
             if request.state is RequestState.DECODE and request.request_id not in held:
                 raise Violation(f"request {request.request_id} decodes, is not suspected, and is not in the step")
@@ -149,11 +131,9 @@ class Blame:
         self._groups += [set(part) for part in (live[:half], live[half:]) if part]
 
     def _leave_group(self, held: set[int]) -> None:
-        for groups in (self._kept, self._groups):
-            for group in groups:
-                if held <= group:
-                    groups.remove(group)
-                    return
+        group = next((group for group in self._groups if held <= group), None)
+        if group is not None:
+            self._groups.remove(group)
 
     def _check_patience(self, live: Sequence[int]) -> None:
         for request_id in live:

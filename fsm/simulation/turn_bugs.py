@@ -28,7 +28,7 @@ TURN_MUTANTS = [
         "self.planner.pool.num_blocks // 2",
     ),
     Mutant(
-        "a promise outlives who gave it",
+        "the first promise outlives who gave it",
         Planner,
         "_stop_producing",
         "for name in sorted(request.producing):",

@@ -237,6 +237,34 @@ def test_a_canary_that_is_lost_with_its_worker_says_nothing():
     assert bench.end(one).end.finish_reason == "length"
 
 
+def test_a_canary_that_is_lost_clears_no_other_that_is_suspected():
+    bench = Bench(modes=ALL)
+    one, other = bench.submit([7] * 4), bench.submit([8] * 4)
+    bench.step()
+    while not is_canary(bench):  # both together, then each of them, then the first again
+        bench.fail(Fault.EXCEPTION)
+    bench.lose()
+    bench.recover()
+    assert bench.rows() == {other: 4}
+    bench.step()
+    assert bench.rows() == {one: 4}
+
+
+def test_one_lost_worker_keeps_no_group_apart_that_is_tried_for_another_reason():
+    bench = Bench(prefill_chunk_tokens=16)
+    one, two, three = bench.submit([7] * 24), bench.submit([8] * 4), bench.submit([9] * 4)
+    bench.step()
+    bench.lose()
+    bench.recover()
+    bench.fail(Fault.EXCEPTION)
+    tried = bench.rows().keys()
+    assert tried < {one, two, three}
+    bench.step()
+    assert bench.rows().keys() == {one, two, three} - tried
+    bench.step()
+    assert bench.rows().keys() == {one, two, three}
+
+
 def test_what_was_computed_in_another_mode_is_shared_with_no_request_afterwards():
     bench = Bench(modes=ALL)
     prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13]
