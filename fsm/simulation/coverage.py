@@ -24,6 +24,13 @@ RowId = tuple[str, str, str]  # machine, state, event
 # Rows that no world reaches, and why they are not `never` rows.
 ARGUED: dict[RowId, str] = {
     ("Gate", "STARTING", "Cancel"): "nobody has a stream yet; a program that embeds the engine may try all the same",
+    (
+        "Process",
+        "DYING",
+        "Answered",
+    ): "the roster drops what a process says that was ended; a shell without one may not",
+    ("Process", "DYING", "End"): "the roster lets go of a process with its end; a shell without one may end it twice",
+    ("Process", "STARTING", "Ended"): "a process that cannot be started never ends; the system may kill it in between",
 }
 
 

@@ -260,6 +260,18 @@ SMALL_WORLDS = [
         budget={"overdue": 1, "freeze_spare": 1},
     ),
     SmallWorld(
+        name="a spare that is needed, and a stop",
+        shape=_shape(2, 1, 1, processes=True, warm_spare=True, shows_death=False),
+        clients=[],
+        budget={"overdue": 1, "stop": 1, "give_up": 1},
+    ),
+    SmallWorld(
+        name="a cache that waits for memory, and a stop",
+        shape=_shape(2, 1, 1, processes=True, kv_is_lazy=False, shows_death=False),
+        clients=[],
+        budget={"overdue": 1, "stop": 1, "give_up": 1, "fire_early": 1},
+    ),
+    SmallWorld(
         name="the ladder, down and up",
         shape=_shape(2, 1, 1, modes=("full", "plain", "int8")),
         clients=[([1], _ask(1))],

@@ -26,6 +26,8 @@ from novainfer.fsm.simulation.moves import MOVES, Move, is_possible
 from novainfer.fsm.simulation.shortage import STEP_DEADLINE_S, Scarcity, Shortage
 from novainfer.fsm.simulation.world import TO_WORKER, Timer, World
 
+STOPPED_EVERY = 8  # one seed of so many stops while its processes do something rare
+STOPPED_IN = ("SPARED", "PROBING", "NEW", "SPARED", "PROBING", "EMPTY", "FINDING", "PROBING", "HOLDING")
 LARGE_EVERY = 100  # one seed of so many has thousands of clients
 UNEVEN_EVERY = 9  # has short prompts beside long ones, and much room
 SLOW_EVERY = 11  # has a slow tokenizer, and clients in a hurry
@@ -81,6 +83,7 @@ class Seed:
         self._turns_max = TURNS_MAX * max(self.mix.num_clients // 48, 3 if is_scarce else 1)
         self._next_mischief = self._turns_max
         self._mischief: list[tuple[str, float]] = []
+        self._stop_in = ""
         self._draw_mischief()
         self.world = world_type(self.mix.shape, self.trace.update, self)
         if self.mix.shortage is not None:
@@ -91,6 +94,7 @@ class Seed:
         if not self.mix.is_scarce:
             self._plan_agenda()
         self._spells = self._draw_spells()
+        self._stop_in = self._plan_stop(seed)  # the roster's state in which all is stopped
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -348,6 +352,10 @@ class Seed:
 
     def process_move(self, kind: str, delay_s: float, *args: Any) -> None:
         """Timers are punctual; what processes do takes its time."""
+        processes = self.world.processes
+        if self._stop_in and processes is not None and processes.roster.state == self._stop_in:
+            self._stop_in = ""
+            self._after(0.0, self._stop_there)
         if kind == "roster_timer":
             (event,) = args
             self._after(delay_s, self._process_move, kind, type(event).__name__, *msgspec.structs.astuple(event)[:1])
@@ -404,6 +412,25 @@ class Seed:
             for _ in range(rng.choice([1, 1, 2])):
                 to = rng.choice([("engine",), ("engine", "gate", "streams", "worker")])
                 self._after(self._moment_s(), self._stop, rng.choice([None, "injected"]), to)
+
+    def _plan_stop(self, seed: int) -> str:
+        """A stop comes mostly between two losses: one seed in some draws it into the midst of one."""
+        if self.world.processes is None or seed % STOPPED_EVERY != STOPPED_EVERY // 2:
+            return ""
+        state = STOPPED_IN[seed // STOPPED_EVERY % len(STOPPED_IN)]
+        if state in ("NEW", "FINDING"):
+            self._after(0.0 if state == "NEW" else JOB_S[Find] * self.mix.jobs_s * self.rng.random(), self._stop_there)
+            return ""
+        return state
+
+    def _stop_there(self) -> None:
+        """All is stopped, and what was said comes once more."""
+        rng = self.rng
+        if rng.random() < 0.3:
+            self._make("give_up")
+        self._stop(None, rng.choice([("engine",), ("worker", "engine", "gate", "streams")]))
+        for _ in range(12):
+            self._after(rng.random() * 20 * self.mix.hop_s, self._do_echo)
 
     def _stop(self, error: str | None, to: tuple[str, ...]) -> None:
         """Everything ends; sometimes the link does first, when its task is cancelled."""

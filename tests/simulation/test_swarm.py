@@ -43,7 +43,7 @@ def test_the_lifetimes_of_the_sample_are_real_ones_in_a_time_that_passes(sample)
 @pytest.mark.slow
 def test_the_sample_takes_nearly_every_row_of_every_table(sample):
     missing = [row for c in coverage.coverage(sample.rows) for row in c.missing if row not in coverage.ARGUED]
-    assert len(missing) <= 90, missing  # the rarest ones need more seeds: see the test below
+    assert len(missing) <= 75, missing  # the rarest ones need more seeds: see the test below
 
 
 @pytest.mark.long
