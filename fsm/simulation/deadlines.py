@@ -82,6 +82,8 @@ class Deadlines:
         reader.weights[output.choice] = reader.weights.get(output.choice, 0) + weight
         reader.unread += weight
         is_too_much = reader.unread > self._world.shape.stall_high
+        if is_too_much and stream.state is StreamState.OPEN:
+            raise Violation(f"stream {output.stream_id} has {reader.unread} unread, and is not stalled")
         if is_too_much and reader.stalled_s is None and stream.state is not StreamState.CLOSED:
             reader.stalled_s = self._world.now_s
 

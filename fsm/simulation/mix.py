@@ -270,7 +270,7 @@ class Mix:
             include_stop_str_in_output=stops and draw() < 0.4,
             ignore_eos=draw() < 0.4,
             skip_special_tokens=draw() < 0.8,
-            logprobs=rng.randrange(3) if draw() < 0.1 else None,
+            logprobs=(0, 2, 9)[rng.randrange(3)] if draw() < 0.1 else None,  # four weigh as much as a token
             temperature=adorned.pop("temperature", 0.0),
             max_queue_s=10 ** rng.uniform(-2 if hurry else 1, 2) if hurry or draw() < 0.1 else None,
             timeout_s=10 ** rng.uniform(-2 if hurry else 1, 2) if hurry or draw() < 0.1 else None,

@@ -312,10 +312,12 @@ class Seed:
     def _draw_spells(self) -> list[tuple[float, float, Fault]]:
         """From when to when every step of the full mode fails, whatever it holds: what a ladder is there for."""
         rng = self.rng
-        if len(self.mix.shape.modes) == 1 or rng.random() < 0.6:
+        modes = self.mix.shape.modes
+        found = [fault for fault, mode in ((Fault.OOM, "int8"), (Fault.EXCEPTION, "plain")) if mode in modes]
+        if not found or rng.random() < 0.5:
             return []
         begins = [self._moment_s() for _ in range(rng.randint(1, 3))]
-        return [(at_s, at_s + 10 ** rng.uniform(-1.5, 1), rng.choice([Fault.OOM, Fault.EXCEPTION])) for at_s in begins]
+        return [(at_s, at_s + 10 ** rng.uniform(-1.5, 1), rng.choice(found)) for at_s in begins]
 
     def _spoil_sport(self) -> None:
         """Some, all, or all but one of the clients in the step that will fail go away before it does."""
