@@ -12,6 +12,7 @@ from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.blame_bugs import BLAME_MUTANTS
 from novainfer.fsm.simulation.deadline_bugs import DEADLINE_MUTANTS
 from novainfer.fsm.simulation.gate_bugs import GATE_MUTANTS
+from novainfer.fsm.simulation.ladder_bugs import LADDER_MUTANTS
 from novainfer.fsm.simulation.mutants import Edit, Mutant
 from novainfer.fsm.simulation.process_bugs import PROCESS_MUTANTS
 from novainfer.fsm.simulation.queue_bugs import QUEUE_MUTANTS
@@ -201,6 +202,7 @@ MUTANTS = [
     *GATE_MUTANTS,
     *QUEUE_MUTANTS,
     *BLAME_MUTANTS,
+    *LADDER_MUTANTS,
     *DEADLINE_MUTANTS,
     *SAMPLING_MUTANTS,
     *TURN_MUTANTS,
