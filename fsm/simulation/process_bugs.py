@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.health import Silence, Watch
+from novainfer.fsm.health import Watch
 from novainfer.fsm.process import Process
 from novainfer.fsm.roster import Roster
 from novainfer.fsm.simulation.mutants import Mutant
@@ -244,13 +244,5 @@ PROCESS_MUTANTS = [
         "_update",
         "entry.silent_s += watched_s",
         "entry.silent_s = watched_s",
-    ),
-    Mutant(
-        "a sleep of the machine uses up what loading excuses",
-        Silence,
-        "look",
-        "min(now_s - self._looked_s, LOOK_S_MAX)",
-        "now_s - self._looked_s",
-        seeds=1000,
     ),
 ]
