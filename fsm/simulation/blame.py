@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import Batch, Fault, MakeBatch, Output, Outputs, StepDone, StepFailed, WorkerLost
+from novainfer.fsm.events import Batch, Fault, MakeBatch, Output, Outputs, StepDone, StepFailed, StepPlan, WorkerLost
 from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.request import RequestState
 from novainfer.fsm.simulation.oracle import Violation
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World
 
 LOSSES_MIN = 2  # of workers under a request, before it is suspected
+ENDS_AFTER = 6  # failures alone, whatever the canaries say
 FAILURES_MAX = 9  # alone, and as small as can be: nothing is tried for ever
 
 
@@ -38,6 +39,8 @@ class Blame:
         self._smallest: Counter[int] = Counter()  # failures alone, and as small as can be, since its last token
         self._losses: Counter[int] = Counter()  # workers lost under it, since its last token
         self._is_canary = False  # the step on the device
+        self._failures: Counter[int] = Counter()  # the same, counted as rule 4 does, to the letter
+        self._last_alone: dict[int, tuple[Fault, int]] = {}  # how the last of them failed, and with how many tokens
         self._groups: list[set[int]] = []  # to be tried apart, the next one first
 
     @property
@@ -64,6 +67,8 @@ class Blame:
     def after(self, event: Any, effects: Sequence[Effect]) -> None:
         """The scheduler has handled it."""
         for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.event, Batch):
+                self._check_canary(effect.event.plan)
             if isinstance(effect, Send) and isinstance(effect.event, Batch | Outputs):
                 for output in effect.event.outputs:
                     self._output(output)
@@ -72,6 +77,9 @@ class Blame:
 
     def _failed(self, flight: Flight, outcome: StepFailed) -> None:
         held, live = _held(flight)
+        if len(held) == len(live) == 1 and not (outcome.fault is Fault.OOM and self._is_long(flight)):
+            self._failures.update(live)
+            self._last_alone[live[0]] = outcome.fault, sum(count for _, count, _ in flight.rows)
         if len(held) == 1:
             num_tokens = sum(count for _, count, _ in flight.rows)
             if outcome.fault is Fault.EXCEPTION or num_tokens <= self._world.shape.block_size:
@@ -85,6 +93,9 @@ class Blame:
         self._losses.update(live)
         self._leave_group(held)
         suspects = [request_id for request_id in live if self._losses[request_id] >= LOSSES_MIN]
+        if len(held) == 1 and suspects and not self._is_long(flight):
+            self._failures.update(live)
+            self._last_alone[live[0]] = Fault.LOST, 0
         if len(held) == 1 and suspects:
             self._smallest.update(live)
             self._check_patience(live)
@@ -103,6 +114,28 @@ class Blame:
         if output.token_ids or output.end is not None:
             self._smallest.pop(output.request_id, None)
             self._losses.pop(output.request_id, None)
+            self._failures.pop(output.request_id, None)
+            self._last_alone.pop(output.request_id, None)
+
+    def _check_canary(self, plan: StepPlan | None) -> None:
+        """A canary comes after each second failure, where there is a rung, and is as large as the step that failed."""
+        world = self._world
+        flight, trial = world.scheduler.flight, world.scheduler.trouble.trial
+        for request_id, count in self._failures.items():
+            if count >= ENDS_AFTER and self._is_live(request_id):
+                raise Violation(f"request {request_id} has failed alone {count} times, and goes on")
+        if plan is None or flight is None or not flight.canary or trial is None:
+            return
+        count, (fault, num_tokens) = self._failures[trial.request_id], self._last_alone[trial.request_id]
+        if count % 2 or not count or fault is Fault.LOST:
+            raise Violation(f"a canary is computed for request {trial.request_id} after {count} failures, by {fault}")
+        mode = "int8" if fault is Fault.OOM else "plain"
+        if mode not in world.shape.modes or world.scheduler.trouble.ladder.mode == mode:
+            raise Violation(f"a canary is computed for {fault}, and there is no rung for that")
+        pool = world.scheduler.planner.pool
+        room = (pool.num_available + len(flight.canary)) * world.shape.block_size
+        if sum(plan.query_lens) < min(num_tokens, room):
+            raise Violation(f"the canary has {sum(plan.query_lens)} tokens, and the step that failed had {num_tokens}")
 
     # ---- what is planned -----------------------------------------------------------------------------------------
 
@@ -129,6 +162,10 @@ class Blame:
     def _split(self, live: Sequence[int]) -> None:
         half = (len(live) + 1) // 2
         self._groups += [set(part) for part in (live[:half], live[half:]) if part]
+
+    def _is_long(self, flight: Flight) -> bool:
+        """Whether it held more of a prompt than a block, so that it is tried with fewer tokens."""
+        return flight.num_prompt_tokens > self._world.shape.block_size
 
     def _leave_group(self, held: set[int]) -> None:
         group = next((group for group in self._groups if held <= group), None)

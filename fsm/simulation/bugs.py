@@ -19,6 +19,7 @@ from novainfer.fsm.simulation.queue_bugs import QUEUE_MUTANTS
 from novainfer.fsm.simulation.sampling_bugs import SAMPLING_MUTANTS
 from novainfer.fsm.simulation.turn_bugs import TURN_MUTANTS
 from novainfer.fsm.simulation.unseen_bugs import UNSEEN_MUTANTS
+from novainfer.fsm.simulation.unseen_policy_bugs import UNSEEN_POLICY_MUTANTS
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import TextAssembler
 from novainfer.fsm.trouble import Trouble
@@ -208,6 +209,7 @@ MUTANTS = [
     *TURN_MUTANTS,
     *PROCESS_MUTANTS,
     *UNSEEN_MUTANTS,
+    *UNSEEN_POLICY_MUTANTS,
     # ---- blocks on the host
     Mutant(
         "a rollback forgets what was to be copied out",

@@ -80,11 +80,13 @@ class Turns:
         self._known: set[int] = set()  # requests that are counted in all claims
         shape = world.shape
         self._heads = Heads(shape.block_size if shape.enable_prefix_caching else 1 << 60)
+        self._is_planning = False
         self._num_preempted = 0
         self._victims: list[tuple[int, int]] = []  # who was preempted for this step, and with how many blocks
 
     def before(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
+        self._is_planning = isinstance(event, MakeBatch)
         if isinstance(event, MakeBatch):
             planner = self._world.scheduler.planner
             self._running = set(planner.running)
@@ -171,6 +173,8 @@ class Turns:
     def preempted(self, victim: Request, *, is_restricted: bool) -> None:
         """`victim` is about to lose its blocks."""
         self._num_preempted += 1
+        if victim.state is RequestState.PAUSED and not is_restricted:
+            self._check_paused_victim(victim)
         if victim.state is RequestState.PAUSED:
             return
         planner = self._world.scheduler.planner
@@ -195,6 +199,14 @@ class Turns:
                 f"request {victim.request_id} is preempted with {victim.num_computed} tokens computed, "
                 f"and request {first.request_id} has {first.num_computed}"
             )
+
+    def _check_paused_victim(self, victim: Request) -> None:
+        """It was admitted first (for a slot), has least to lose (for blocks), or has kept what it has for too long."""
+        planner = self._world.scheduler.planner
+        paused = [r for r in planner.running.values() if r.state is RequestState.PAUSED]
+        least = min(paused, key=lambda r: (r.num_computed, -r.request_id))
+        if self._is_planning and victim not in (paused[0], least) and victim.request_id not in planner.overstayed:
+            raise Violation(f"paused request {victim.request_id} is parked, and {paused[0].request_id} came first")
 
     def _check_need(self, flight: Flight) -> None:
         """Nobody loses blocks that nobody needs."""

@@ -27,6 +27,7 @@ from novainfer.fsm.events import (
     Encoded,
     End,
     Finished,
+    Fit,
     JobDone,
     Kill,
     Outputs,
@@ -390,7 +391,10 @@ class World:
         elif isinstance(job, Switch):
             assert self.device is not None
             self.device.mode = job.mode
-        self.answer(JobDone(type(job).__name__, self.found(), job.epoch))
+        found = self.found()
+        if isinstance(job, Fit) and job.num_blocks is None and job.epoch:  # a later process finds other free memory
+            found["num_blocks"] += 1
+        self.answer(JobDone(type(job).__name__, found, job.epoch))
 
     def found(self) -> dict[str, Any]:
         """What Load and Fit find out."""
