@@ -116,6 +116,13 @@ LADDER_MUTANTS = [
         "if event.serial != self._serial:",
         "if True:",
     ),
+    Mutant(
+        "each quiet time is twice the last one",
+        Ladder,
+        "_down",
+        "if self._is_settling:",
+        "if True:",
+    ),
     # ---- what answers are called
     Mutant(
         "everything is called degraded while the engine is",

@@ -44,7 +44,8 @@ class Rungs:
         outcome = event.outcome if isinstance(event, MakeBatch) else event
         flight, self._flight = self._flight, None
         if isinstance(outcome, StepDone) and flight is not None:
-            if not self._num_good:
+            limit_s = self._times * self._world.shape.ladder_quiet_s
+            if not self._num_good and self._world.now_s >= self._since_s + limit_s:  # it was over without a good step
                 self._since_s = self._world.now_s
             self._num_good += 1
         elif isinstance(outcome, StepFailed | WorkerLost):
