@@ -23,6 +23,12 @@ from novainfer.fsm.stream import StreamState
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World
 
+MAILBOXES = ("gate", "engine", "scheduler", "worker")
+MAILBOX_FEW = 32  # messages of one sender, which no mailbox is too small for
+MAILBOX_SPARE = 32  # that belong to no stream, or come twice
+CHOICES_MAX = 3  # of one stream, as they are drawn
+PARKED_PER_SLOT = 2
+
 
 def check_gate(world: World, before: AbstractSet[int], event: Any, effects: Sequence[Effect]) -> None:
     """The gate has handled `event`; the streams `before` held credits."""
@@ -51,6 +57,14 @@ def check_gate(world: World, before: AbstractSet[int], event: Any, effects: Sequ
     if isinstance(event, Settled) and event.stream_id in queued and queued[event.stream_id][1] != event.num_tokens:
         raise Violation(f"{event}, and the gate still counts {queued[event.stream_id][1]} tokens")
     _check_ends(world, event, sent)
+
+
+def check_mailbox(world: World, to: str, is_urgent: bool) -> None:
+    """The lane of a mailbox holds no more than its actor has room for: what admission lets in bounds it."""
+    depth = sum(len(queue) for (_, other, lane), queue in world.links.items() if (other, lane) == (to, is_urgent))
+    num_requests = world.shape.max_num_queued_reqs + (2 + PARKED_PER_SLOT) * world.shape.max_num_seqs
+    if to in MAILBOXES and depth > MAILBOX_SPARE + 2 * CHOICES_MAX * num_requests:
+        raise Violation(f"the mailbox of the {to} is full: {depth} messages")
 
 
 def _choices(world: World, stream_ids: Collection[int]) -> int:

@@ -30,13 +30,14 @@ TOP_LOGPROBS_PER_TOKEN = 4  # that many weigh as much as an unread token
 class Reader:
     """What one stream has for its reader, in tokens, and since when that is too much."""
 
-    __slots__ = ("arrived_s", "has_begun", "stalled_s", "unread", "weights")
+    __slots__ = ("arrived_s", "has_begun", "most", "stalled_s", "unread", "weights")
 
     def __init__(self, arrived_s: float) -> None:
         self.arrived_s = arrived_s
         self.has_begun = False  # it has its first token
         self.unread = 0
         self.weights: dict[int, int] = {}  # by choice: what its unread tokens weigh
+        self.most: int | None = None  # unread, when its requests were told that this is too much
         self.stalled_s: float | None = None  # since when nothing was read, while there is too much
 
 
@@ -158,7 +159,17 @@ class Deadlines:
             since_s = reader.stalled_s
             if self._has_ended(stream_id):
                 del self._live[stream_id]
-            elif since_s is not None and since_s + timeout_s + EPSILON_S <= now_s:
+                continue
+            if since_s is None:
+                reader.most = None
+            elif reader.most is None:
+                # One of each choice that was not decoding, and is told to pause when it does, and one of the next step.
+                params = world.clients[stream_id].arrive.params
+                weight = 1 + (params.logprobs or 0) // TOP_LOGPROBS_PER_TOKEN
+                reader.most = reader.unread + 2 * params.n * weight
+            elif reader.unread > reader.most:
+                raise Violation(f"stream {stream_id} is stalled, and has {reader.unread} unread tokens")
+            if since_s is not None and since_s + timeout_s + EPSILON_S <= now_s:
                 raise Violation(f"stream {stream_id} is stalled for {now_s - since_s:g} s, and goes on")
         flight = world.scheduler.flight
         for request_id, (request, since_s, serial) in list(self._paused.items()):

@@ -27,6 +27,7 @@ HEADROOM = 2  # blocks, and one more for every
 RUNNING_PER_BLOCK = 2  # running requests; twice and four times as many for what was preempted once, and more often
 ADMISSIONS_MAX = 64  # a step admits no more
 WAITING_MAX = 90  # with more, a step does not look at all of them
+HUNGER_MAX = 2  # times the tokens of a context: all that run have ended by then, prompts computed one beside another
 TO_COMPUTE = (RequestState.WAITING, RequestState.PREFILL, RequestState.PREEMPTED, RequestState.RECOVERING)
 COMPUTING = (RequestState.PREFILL, RequestState.WAITING_FOR_REMOTE_KVS)
 
@@ -82,6 +83,7 @@ class Turns:
         self._heads = Heads(shape.block_size if shape.enable_prefix_caching else 1 << 60)
         self._is_planning = False
         self._num_preempted = 0
+        self._hungry, self._hunger = -1, 0  # the oldest request that can run, and steps without it
         self._victims: list[tuple[int, int]] = []  # who was preempted for this step, and with how many blocks
 
     def before(self, event: Any) -> None:
@@ -101,6 +103,7 @@ class Turns:
             self._check_slots(flight)
             self._check_headroom(flight)
             self._check_need(flight)
+        self._check_hunger(flight if is_good and not is_restricted else None, is_step=isinstance(event, MakeBatch))
         self._victims.clear()
         if not self._world.is_large:
             self._count(event, flight if is_good and not is_restricted else None)
@@ -151,6 +154,19 @@ class Turns:
         left = planner.pool.num_available - self._promised()
         if left < headroom + 1:
             raise Violation(f"request {last.request_id} was admitted, and {left} blocks are left of {headroom + 1}")
+
+    def _check_hunger(self, flight: Flight | None, *, is_step: bool) -> None:
+        """The oldest request that can run is in a step as soon as those that run could have ended, one by one."""
+        if not is_step:
+            return
+        scheduler = self._world.scheduler
+        able = [i for i, request in scheduler.requests.items() if request.state is not RequestState.PAUSED]
+        oldest = min(able, default=-1)
+        served = {r.request_id for r in (*(row[0] for row in flight.rows), *flight.fetched)} if flight else {oldest}
+        self._hunger = 0 if oldest in served or oldest != self._hungry else self._hunger + 1
+        self._hungry = oldest
+        if self._hunger > HUNGER_MAX * self._world.shape.context_len:
+            raise Violation(f"request {oldest} is the oldest, and was in none of {self._hunger} steps")
 
     def _promised(self) -> int:
         """Blocks that those in prefill will still need."""

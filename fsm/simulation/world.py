@@ -48,7 +48,7 @@ from novainfer.fsm.planner import Limits
 from novainfer.fsm.request import Preempt, Request
 from novainfer.fsm.roster import Find, Open
 from novainfer.fsm.scheduler import Scheduler, SchedulerState
-from novainfer.fsm.simulation.admission import check_gate, check_stall
+from novainfer.fsm.simulation.admission import MAILBOX_FEW, check_gate, check_mailbox, check_stall
 from novainfer.fsm.simulation.audit import Audit
 from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.client import Client
@@ -233,6 +233,8 @@ class World:
                 if not queue:
                     self.busy.append(link)
                 queue.append(effect.event)  # type: ignore[union-attr]
+                if len(queue) > MAILBOX_FEW:
+                    check_mailbox(self, effect.to, effect.urgent)  # type: ignore[union-attr]
             elif kind is Start:
                 self._start(effect.job)  # type: ignore[union-attr]
             else:
