@@ -126,7 +126,7 @@ class Request(Machine):
         never(ENDED, Fetched, "the scheduler forgets ended requests, and drops what comes for them"),
         on((S.PREFILL, S.DECODE), Lose, "_lose", S.RECOVERING),
         never(FETCHING, Lose, "its step is taken back first"),
-        on(S.PAUSED, Lose, "_stay_paused", S.PAUSED),
+        on(S.PAUSED, Lose, "_lose_paused", S.PAUSED),
         never((*QUEUED, S.RECOVERING), Lose, "it has no blocks to lose"),
         never(ENDED, Lose, "it has no blocks to lose"),
         on(S.RECOVERING, Recover, "_recover", S.WAITING),
@@ -276,8 +276,12 @@ class Request(Machine):
         self.num_computed = 0
         return S.PREEMPTED
 
-    def _stay_paused(self, _: Preempt | Lose) -> RequestState:
+    def _stay_paused(self, _: Preempt) -> RequestState:
         self.num_preemptions += 1
+        self.num_computed = 0
+        return S.PAUSED
+
+    def _lose_paused(self, _: Lose) -> RequestState:
         self.num_computed = 0
         return S.PAUSED
 

@@ -296,6 +296,7 @@ class Scheduler(Machine):
         self._work_seen += 1
         if (request := self.requests.get(event.request_id)) is not None:
             request.handle(event)
+            self.planner.overstayed.discard(request.request_id)  # its next pause has a time of its own
             if request.request_id in self.planner.parked:
                 self.planner.unpark(request)
         return self.state

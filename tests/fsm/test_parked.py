@@ -90,3 +90,24 @@ def test_no_request_of_a_steady_crowd_is_preempted_more_than_four_times(share, s
     assert all(request.state is RequestState.FINISHED_LENGTH for request in requests)
     assert max(request.num_preemptions for request in requests) <= 4
     assert computed <= 1.12 * sum(prompt + answer - 1 for prompt, answer in sizes)
+
+
+def test_a_pause_is_not_over_because_an_older_one_lasted_too_long():
+    bench = Bench(max_num_seqs=SLOTS)
+    request_id = pause_one(bench, pause=False)
+    bench.submit([5], max_tokens=40)
+    bench.tell(PauseRequest(request_id))  # its step is on the device
+    bench.tell(KeepOver(request_id, 1))
+    bench.tell(ResumeRequest(request_id))
+    bench.tell(PauseRequest(request_id))
+    bench.step()
+    assert bench.request(request_id).state is RequestState.PAUSED
+    assert bench.request(request_id).blocks
+
+
+def test_a_paused_request_whose_worker_was_lost_needs_no_more_room_than_others():
+    bench = Bench(max_num_seqs=SLOTS)
+    request_id = pause_one(bench)
+    bench.lose()
+    bench.recover()
+    assert bench.request(request_id).num_preemptions == 0
