@@ -47,9 +47,10 @@ class Line:
         self.pids: set[int] = set()
 
     async def next(self) -> Any:
-        """The next event."""
+        """The next event; how long a step took is not of interest."""
         async with asyncio.timeout(WAIT_S):
-            return await self.events.get()
+            event = await self.events.get()
+        return msgspec.structs.replace(event, took_s=0.0) if isinstance(event, StepDone) else event
 
     async def ask(self, job: Any) -> Any:
         """Put a job, and wait for what comes back."""
@@ -66,9 +67,8 @@ class Line:
         return answers
 
     async def step(self, epoch: int = 0, **more: Any) -> Any:
-        """One step; how long it took is not of interest."""
-        answer = await self.ask(Run(plan(epoch, **more)))
-        return msgspec.structs.replace(answer, took_s=0.0) if isinstance(answer, StepDone) else answer
+        """One step."""
+        return await self.ask(Run(plan(epoch, **more)))
 
     def child(self, process: Process | None) -> Child:
         """The operating system's side of one of the roster's processes."""
