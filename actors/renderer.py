@@ -1,11 +1,14 @@
-"""Renders chats in processes of their own, which are killed when a template takes too long.
+"""Renders chats in processes of their own, which end when a template takes too long.
 
     render ─▶ an idle process, or a new one ─▶ text, or why there is none ─▶ idle
-                                        └─ silent for RENDER_S, or ended ─▶ killed
+                                        ├─ CPU_S of the processor's time ─▶ it ends: `RenderError`
+                                        └─ silent for RENDER_S, or ended ─▶ killed, and once more in a new one,
+                                                                            then `RendererUnavailable`
 
-A thread could not be ended: templates loop in the interpreter, and multiply strings below it. A process takes 0.1 s
-and 25 MB; a chat through it 0.1 ms more than in this one. It is started for the first chat, one for each thread that
-renders at the same time.
+What a chat is to blame for is measured in the time of the processor: a process that is stopped, or waits for its turn
+on a busy machine, uses none. A thread could not be ended: templates loop in the interpreter, and multiply strings below
+it. A process takes 0.1 s and 25 MB; a chat through it 0.1 ms more than in this one. It is started for the first chat,
+one for each thread that renders at the same time.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ from typing import Any
 import msgspec
 
 from novainfer.actors.child import environment
-from novainfer.actors.template import LENGTH, Order
+from novainfer.actors.template import LENGTH, OUT_OF_TIME, Order
 from novainfer.actors.wire import UNENCODABLE
 from novainfer.fsm.events import Chat
 
-RENDER_S = 2.0  # for one chat; ten thousand messages take 0.1 s
-START_S = 30.0  # for a process to start and to compile its template
+CPU_S = 2.0  # of the processor, for one chat; ten thousand messages take 0.1 s
+RENDER_S = 10.0  # on the clock, for one chat: a fifth of a core is enough for a template that uses all of CPU_S
+START_S = 15.0  # on the clock, for a process to start and to compile its template; two tries fit ENCODE_LIMIT_S
 PROGRAM = "novainfer.actors.template"
 RECV_BYTES = 1 << 18
 _decode = msgspec.msgpack.Decoder(tuple[bool, str]).decode
@@ -42,11 +46,21 @@ class RenderError(Exception):
         self.is_too_long = is_too_long
 
 
-class Renderer:
-    """One template, and the processes that render it; all methods may be called from any thread."""
+class RendererUnavailable(Exception):
+    """No process renders anything at the moment, whatever the chat: it may be sent again. One sentence says why."""
 
-    def __init__(self, template: str, variables: dict[str, Any], *, render_s: float = RENDER_S) -> None:
-        self._first = msgspec.msgpack.encode((template, variables))
+
+class Renderer:
+    """One template, and the processes that render it; all methods may be called from any thread.
+
+    `cpu_s` bounds the processor's time for one chat, `render_s` the time on the clock in one process.
+    """
+
+    def __init__(
+        self, template: str, variables: dict[str, Any], *, cpu_s: float = CPU_S, render_s: float = RENDER_S
+    ) -> None:
+        self._first = msgspec.msgpack.encode((template, variables, cpu_s))
+        self._cpu_s = cpu_s
         self._render_s = render_s
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
@@ -55,7 +69,7 @@ class Renderer:
         weakref.finalize(self, _reap_all, self._all)
 
     def render(self, chat: Chat, chars_max: int) -> str:
-        """The text of `chat`; raises `RenderError`."""
+        """The text of `chat`; raises `RenderError`, or `RendererUnavailable` where the chat is not to blame."""
         order = Order(
             chat.messages, chat.add_generation_prompt, chat.continue_final_message, chat.template_kwargs, chars_max
         )
@@ -63,6 +77,7 @@ class Renderer:
             data = msgspec.msgpack.encode(order)
         except UNENCODABLE as error:
             raise RenderError(str(error)) from None
+        why = ""
         for process in self._tries():
             is_whole = False
             try:
@@ -71,17 +86,19 @@ class Renderer:
                     process.is_started = True
                 text = process.ask(data, self._render_s)
                 is_whole = True
+                return text
             except RenderError:
                 is_whole = process.is_started
                 raise
             except TimeoutError:
-                raise RenderError(f"that takes more than {self._render_s:g} s") from None
+                why = "does not answer"
             except (OSError, EOFError):
-                continue
+                why = "has ended"
             finally:
                 self._give_back(process, is_whole)
-            return text
-        raise RenderError("the process that renders it has ended")
+            if process.is_out_of_time:
+                raise RenderError(f"that takes more than {self._cpu_s:g} s of the processor's time")
+        raise RendererUnavailable(f"the process that renders chats {why}")
 
     def close(self) -> None:
         """End all processes; what is being rendered fails, and what comes later gets a new one."""
@@ -101,7 +118,7 @@ class Renderer:
             return sorted(process.pid for process in self._all)
 
     def _tries(self) -> Iterator[_Process]:
-        """A process; and if it ends, a new one: the chat is not to blame for what befell an idle process."""
+        """A process; and if it ends, or says nothing, a new one: the chat may not be to blame for that."""
         with self._lock:
             num_closed = self._num_closed
         yield self._take()
@@ -117,7 +134,8 @@ class Renderer:
             try:
                 process = _Process()
             except OSError as error:
-                raise RenderError(f"the process that renders it cannot be started: {error.strerror}") from None
+                why = error.strerror or error
+                raise RendererUnavailable(f"the process that renders chats cannot be started: {why}") from None
             self._all.add(process)
             return process
 
@@ -147,6 +165,7 @@ class _Process:
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
         self.is_started = False  # it has compiled its template
+        self.is_out_of_time = False  # it has ended because it had used CPU_S; known once it is reaped
         self.pid = self._process.pid
 
     def ask(self, data: bytes, timeout_s: float) -> str:
@@ -174,7 +193,7 @@ class _Process:
     def reap(self) -> None:
         """Kill it, and leave nothing of it."""
         self._process.kill()
-        self._process.wait()
+        self.is_out_of_time = self._process.wait() == -OUT_OF_TIME
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -4,7 +4,7 @@ A template is a program. It comes from the model's folder, but what it loops ove
 it can be ended whatever it does. Templates see what transformers shows them: the same filters, functions and blocks.
 
 Frames, both ways, are four bytes of length and as much msgpack: the template first, then chats, each answered by
-[is_text, text or the reason why there is none].
+[is_text, text or the reason why there is none]. What takes too much of the processor's time ends the process.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+OUT_OF_TIME = signal.SIGPROF  # ends it, also below the interpreter, when what it does has used up its time
 MEMORY_BYTES = 1 << 30  # address space: the interpreter takes 50 MB, and a rendered chat some MB
 REASON_CHARS_MAX = 300
 LENGTH = struct.Struct("!I")
@@ -141,8 +142,12 @@ def _cut(text: str) -> str:
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 
-def _attempt(work: Callable[[], str]) -> tuple[bool, str]:
-    """What is answered: a text, or the reason why there is none; no reason where it is too long."""
+def _attempt(cpu_s: float, work: Callable[[], str]) -> tuple[bool, str]:
+    """What is answered: a text, or the reason why there is none; no reason where it is too long.
+
+    Ends the process when `work` takes more than `cpu_s` seconds of the processor.
+    """
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         text = work()
         text.encode()
@@ -155,6 +160,8 @@ def _attempt(work: Callable[[], str]) -> tuple[bool, str]:
     except Exception as error:
         reason = " ".join(str(error).split())[:REASON_CHARS_MAX] or type(error).__name__
         return False, reason.encode("utf-8", "backslashreplace").decode()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
     return True, text
 
 
@@ -170,11 +177,11 @@ def main(parent: int) -> None:
     # What a template might print must not be taken for an answer.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     frames = _frames(sys.stdin.buffer)
-    source, variables = msgspec.msgpack.decode(next(frames), type=tuple[str, dict[str, Any]])
+    source, variables, cpu_s = msgspec.msgpack.decode(next(frames), type=tuple[str, dict[str, Any], float])
     template = ChatTemplate(variables)
-    _say(out, *_attempt(partial(template.compile, source)))
+    _say(out, *_attempt(cpu_s, partial(template.compile, source)))
     for frame in frames:
-        _say(out, *_attempt(partial(template.render, frame)))
+        _say(out, *_attempt(cpu_s, partial(template.render, frame)))
 
 
 def _frames(source: BinaryIO) -> Iterator[bytes]:
@@ -186,6 +193,8 @@ def _settle(parent: int) -> None:
     """Take no more memory than it may, and end with the engine, also in the middle of a loop without end."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the engine decides when its work is done
+    signal.signal(OUT_OF_TIME, signal.SIG_DFL)  # the engine's process may ignore or block it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {OUT_OF_TIME})
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     with suppress(OSError, ValueError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from novainfer.actors.location import VOCABULARY_FILES, check_vocabulary
-from novainfer.actors.renderer import Renderer, RenderError
+from novainfer.actors.renderer import Renderer, RenderError, RendererUnavailable
 from novainfer.fsm.errors import ModelLoadError
 from novainfer.fsm.events import Chat, Encode, Encoded, EncodeFailed
 from novainfer.fsm.text import Vocabulary
@@ -50,6 +50,12 @@ class TooLong(str):
     __slots__ = ()
 
 
+class NotNow(str):
+    """A sentence saying why a prompt has no token ids, which is not its own fault: it may be sent again."""
+
+    __slots__ = ()
+
+
 def encode_jobs(tokenizer: Tokenizer, jobs: list[Any]) -> list[Encoded | EncodeFailed]:
     """The tokenizer thread's work: all waiting Encodes in one batch."""
     encodes: list[Encode] = jobs
@@ -59,12 +65,18 @@ def encode_jobs(tokenizer: Tokenizer, jobs: list[Any]) -> list[Encoded | EncodeF
     answers: list[Encoded | EncodeFailed] = []
     for job, result in zip(encodes, results, strict=True):
         if isinstance(result, str):
-            param = "messages" if isinstance(job.prompt, Chat) else "prompt"
-            code = "context_length_exceeded" if isinstance(result, TooLong) else "invalid_value"
-            answers.append(EncodeFailed(job.stream_id, str(result), param, code))
+            answers.append(_failed(job, result))
         else:
             answers.append(Encoded(job.stream_id, result))
     return answers
+
+
+def _failed(job: Encode, why: str) -> EncodeFailed:
+    if isinstance(why, NotNow):
+        return EncodeFailed(job.stream_id, str(why), code="server_is_overloaded")
+    param = "messages" if isinstance(job.prompt, Chat) else "prompt"
+    code = "context_length_exceeded" if isinstance(why, TooLong) else "invalid_value"
+    return EncodeFailed(job.stream_id, str(why), param, code)
 
 
 def load_tokenizer(path: Path, *, is_asked_for: bool = False) -> Tokenizer:
@@ -153,6 +165,8 @@ class HFTokenizer:
                 places.append(at)
             except RenderError as error:
                 results[at] = self._refusal(error)
+            except RendererUnavailable as error:
+                results[at] = NotNow(f"{error}: try again")
         for at, ids in zip(places, self._encode(texts), strict=True):
             results[at] = ids
         return results

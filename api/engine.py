@@ -457,6 +457,8 @@ def error_of(end: End, retry_after_s: float) -> NovaInferError:
     if end.cause is not None:
         return RequestCancelled("the request was cancelled")
     message = end.error or "the request failed"
+    if end.code == EngineOverloaded.code:
+        return EngineOverloaded(message, retry_after_s=retry_after_s)
     kinds: dict[str, type[NovaInferError]] = {
         "context_length_exceeded": ContextLengthExceeded,
         "invalid_value": InvalidParameter,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from novainfer.actors.renderer import Renderer, RenderError
+from novainfer.actors.renderer import Renderer, RenderError, RendererUnavailable
 from novainfer.actors.tokenizer import HFTokenizer, TooLong
 from novainfer.fsm.events import Chat
 from novainfer.prompt import RESERVED_KWARGS
@@ -33,8 +35,8 @@ class Made:
     def __init__(self) -> None:
         self.all: list[Renderer] = []
 
-    def __call__(self, template: str, *, render_s: float = LONG_S) -> Renderer:
-        self.all.append(Renderer(template, {"bos_token": "<s>"}, render_s=render_s))
+    def __call__(self, template: str, *, cpu_s: float = LONG_S, render_s: float = LONG_S) -> Renderer:
+        self.all.append(Renderer(template, {"bos_token": "<s>"}, cpu_s=cpu_s, render_s=render_s))
         return self.all[-1]
 
 
@@ -47,8 +49,12 @@ def make() -> Iterator[Made]:
         assert renderer.pids == []
 
 
-def why_not(renderer: Renderer, chat: Chat = HELLO, chars_max: int = 1000) -> str:
-    with pytest.raises(RenderError) as caught:
+def user(content: str) -> Chat:
+    return Chat(messages=[{"role": "user", "content": content}])
+
+
+def why_not(renderer: Renderer, chat: Chat = HELLO, chars_max: int = 1000, kind: type[Exception] = RenderError) -> str:
+    with pytest.raises(kind) as caught:
         renderer.render(chat, chars_max)
     return str(caught.value)
 
@@ -58,11 +64,46 @@ SLOW = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
 
 def test_a_template_that_never_ends_is_ended_and_the_next_chat_is_rendered(make: Made) -> None:
     source = "{% if messages[0].content == 'slow' %}" + SLOW + "{% endif %}{{ messages[0].content }}"
-    renderer = make(source, render_s=SHORT_S)
+    renderer = make(source, cpu_s=SHORT_S)
     slow = Chat(messages=[{"role": "user", "content": "slow"}])
-    assert why_not(renderer, slow) == f"that takes more than {SHORT_S:g} s"
+    assert why_not(renderer, slow) == f"that takes more than {SHORT_S:g} s of the processor's time"
     assert renderer.pids == []
-    assert make(source).render(HELLO, 1000) == "Hello"
+    assert renderer.render(HELLO, 1000) == "Hello"
+
+
+def test_a_template_that_never_ends_below_the_interpreter_is_ended(make: Made) -> None:
+    why = f"that takes more than {SHORT_S:g} s of the processor's time"
+    assert why_not(make("{{ 9 ** messages[0].content | int }}", cpu_s=SHORT_S), user("99999999")) == why
+    assert why_not(make("{{ 9 ** 99999999 }}", cpu_s=SHORT_S)) == why  # it is computed when the template is compiled
+
+
+def test_a_process_that_is_stopped_costs_no_chat_its_answer(make: Made) -> None:
+    renderer = make("{{ messages[0].content }}", render_s=1.0)
+    assert renderer.render(HELLO, 1000) == "Hello"
+    (pid,) = renderer.pids
+    os.kill(pid, signal.SIGSTOP)
+    assert renderer.render(HELLO, 1000) == "Hello"
+    assert pid not in renderer.pids
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_process_that_gets_no_time_to_render_is_no_fault_of_the_chat(make: Made) -> None:
+    renderer = make(SLOW, render_s=SHORT_S)  # on the clock; it may use LONG_S of the processor
+    with pytest.raises(RendererUnavailable, match="the process that renders chats does not answer"):
+        renderer.render(HELLO, 1000)
+    assert renderer.pids == []
+
+
+def test_a_process_that_cannot_be_started_is_no_fault_of_the_chat(make: Made) -> None:
+    renderer = make("{{ messages[0].content }}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(RendererUnavailable, match="cannot be started: Too many open files"):
+            renderer.render(HELLO, 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert renderer.render(HELLO, 1000) == "Hello"
 
 
 def test_a_template_that_takes_memory_fails_alone(make: Made) -> None:
@@ -107,7 +148,7 @@ def test_a_process_that_is_killed_costs_no_chat_its_answer(make: Made) -> None:
 def test_a_chat_in_which_a_second_process_ends_is_not_rendered(make: Made) -> None:
     renderer = make(SLOW)
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(why_not(renderer)))
+    thread = threading.Thread(target=lambda: found.append(why_not(renderer, kind=RendererUnavailable)))
     thread.start()
     killed: set[int] = set()
     while thread.is_alive():
@@ -116,21 +157,21 @@ def test_a_chat_in_which_a_second_process_ends_is_not_rendered(make: Made) -> No
             with suppress(ProcessLookupError):  # it is reaped between the look and the signal
                 os.kill(pid, 9)
     thread.join()
-    assert found == ["the process that renders it has ended"]
+    assert found == ["the process that renders chats has ended"]
     assert len(killed) == 2
 
 
 def test_closing_ends_what_is_being_rendered(make: Made) -> None:
     renderer = make(SLOW)
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(why_not(renderer)))
+    thread = threading.Thread(target=lambda: found.append(why_not(renderer, kind=RendererUnavailable)))
     thread.start()
     while not renderer.pids:
         pass
     (pid,) = renderer.pids
     renderer.close()
     thread.join()
-    assert found == ["the process that renders it has ended"]
+    assert found == ["the process that renders chats has ended"]
     assert not psutil.pid_exists(pid)
 
 

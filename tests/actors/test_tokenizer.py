@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from novainfer.actors.tokenizer import HFTokenizer, encode_jobs, load_tokenizer
-from novainfer.fsm.errors import ModelLoadError
-from novainfer.fsm.events import Chat, Encode, Encoded, EncodeFailed
+from novainfer.engine import error_of
+from novainfer.fsm.errors import EngineOverloaded, ModelLoadError
+from novainfer.fsm.events import Chat, Encode, Encoded, EncodeFailed, End
 from novainfer.fsm.text import TextAssembler, Vocabulary
 
 DEMO = Path(str(files("novainfer.kernels"))) / "demo" / "model"
@@ -168,6 +170,23 @@ def test_jobs_are_answered_in_order_and_name_the_field_at_fault(tokenizer: HFTok
     assert isinstance(three, EncodeFailed)
     assert (two.stream_id, two.param) == (5, "prompt")
     assert (three.stream_id, three.param) == (6, "messages")
+
+
+def test_a_chat_that_cannot_be_rendered_just_now_may_be_sent_again(tokenizer: HFTokenizer) -> None:
+    tokenizer.close()  # its processes: a new one will be needed
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        text, chat = encode_jobs(tokenizer, [Encode(4, "one"), Encode(5, HELLO)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert text == Encoded(4, ids_of(tokenizer, "one"))
+    assert isinstance(chat, EncodeFailed)
+    assert (chat.stream_id, chat.param) == (5, None)
+    error = error_of(End(error=chat.message, code=chat.code, param=chat.param), retry_after_s=2.0)
+    assert isinstance(error, EngineOverloaded)
+    assert error.status == 503
+    assert "cannot be started: Too many open files: try again" in error.message
 
 
 def copy_of_demo(folder: Path) -> Path:
