@@ -6,7 +6,6 @@ A client may end its connection in any way at any moment: stock Hypercorn knows 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import os
@@ -98,6 +97,7 @@ class Connection(TCPServer):
             return False
         number = Counter(one.address for one in idle)
         oldest = min(idle, key=lambda one: (-number[one.address], one.idle_task.since_s))
+        oldest.idle_task.since_s = None  # the next one that comes closes another, though this one is not gone yet
         await oldest._initiate_server_close()
         return True
 
@@ -127,11 +127,11 @@ class IdleTimer(AsyncioSingleTask):
     def __init__(self) -> None:
         super().__init__()
         self._is_over = False
-        self.since_s: float | None = None  # on the loop's clock; None while there is a request
+        self.since_s: float | None = None  # None while busy; of `time.monotonic`: uvloop's clock has milliseconds
 
     async def restart(self, task_group: TaskGroup, action: Callable[..., Any]) -> None:
         if not self._is_over:
-            self.since_s = asyncio.get_running_loop().time()
+            self.since_s = time.monotonic()
             await super().restart(task_group, action)
 
     async def stop(self) -> None:

@@ -49,6 +49,18 @@ async def test_the_connection_that_was_idle_for_longest_makes_room(serve: Serve)
 
 
 @pytest.mark.usefixtures("few")
+async def test_connections_that_come_in_one_millisecond_go_in_the_order_they_came(serve: Serve) -> None:
+    server = await serve(FakeEngine())
+    first = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(MOST)]
+    await eventually(lambda: sum(one.idle_task.since_s is not None for one in server.service.connections) == MOST)
+    more = await asyncio.open_connection("127.0.0.1", server.port)
+    assert await closed(first[0][0])
+    assert not any(reader.at_eof() for reader, _ in [*first[1:], more])
+    for _, writer in [*first, more]:
+        writer.close()
+
+
+@pytest.mark.usefixtures("few")
 async def test_when_all_connections_are_busy_one_more_is_told_to_come_back(serve: Serve) -> None:
     engine = FakeEngine(is_paced=True)
     server = await serve(engine)
