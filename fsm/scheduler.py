@@ -55,6 +55,7 @@ from novainfer.fsm.trouble import Doomed, Trial, Trouble
 FULL_MODE = "full"  # the only one in which answers are those of the model as it was loaded
 
 NOT_A_NUMBER = "the model's output for this request is not a number: no token can be drawn from it"
+NO_NUMBERS = "the model's output for tokens of no request is not a number either"
 
 
 class SchedulerState(StrEnum):
@@ -400,7 +401,7 @@ class Scheduler(Machine):
     def _end_canary(self, flight: Flight, outcome: StepDone | StepFailed) -> list[Output]:
         """What the canary says of the request that is on trial."""
         if isinstance(outcome, StepDone) and outcome.token_ids[0] < 0:
-            outcome = StepFailed(flight.step_id, outcome.epoch, Fault.EXCEPTION, NOT_A_NUMBER)
+            outcome = StepFailed(flight.step_id, outcome.epoch, Fault.EXCEPTION, NO_NUMBERS)
         if isinstance(outcome, StepDone):
             self._steps += 1
             self._swapped_out += sum(len(blocks) for _, blocks in flight.swapped.values())

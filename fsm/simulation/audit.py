@@ -40,7 +40,7 @@ class Audit:
     def before_scheduler(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
         self.blame.before(event)
-        self.rungs.before()
+        self.rungs.before(event)
         if self.scarcity is not None:
             self.scarcity.before()
         self.turns.before(event)

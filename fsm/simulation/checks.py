@@ -117,6 +117,8 @@ class Checks:
         if not isinstance(event, MakeBatch):
             return
         if isinstance(event.outcome, StepDone) and scheduler.flight is not None:
+            if scheduler.flight.canary and event.outcome.token_ids[0] < 0:
+                self._note_failure(scheduler.flight)
             self._sampled = scheduler.flight.samples
             token_ids = event.outcome.token_ids if self._sampled else []  # a canary's token is nobody's
             sampled = zip(self._sampled, token_ids, strict=True)
@@ -263,6 +265,8 @@ class Checks:
         if told != sorted(self._not_a_number.values()):
             raise Violation(f"{self._not_a_number} gave no number, and {told} were reported")
         outcome = event.outcome if isinstance(event, MakeBatch) else event
+        if failed is not None and isinstance(outcome, StepDone):  # a canary without a number has failed
+            outcome = StepFailed(outcome.step_id, outcome.epoch, Fault.EXCEPTION, "no number")
         if isinstance(outcome, StepDone) and self._on_trial is not None:  # a canary went well, and told who it was
             faults = [i for i in faults if (i.kind, i.step_id, i.stream_ids) != self._on_trial]
         if failed is None or not isinstance(outcome, StepFailed | WorkerLost):

@@ -38,6 +38,15 @@ def fail_step(world: World, fault: Fault, launched: bool) -> None:
     world.answer(StepFailed(job.plan.step_id, job.plan.epoch, fault, "injected", launched))
 
 
+def no_number(world: World) -> None:
+    """The device does its oldest job, a canary, and makes no number of it."""
+    job = world.jobs.popleft()
+    assert world.device is not None
+    world.device.run(job.plan)
+    world.counts["a canary without a number"] += 1
+    world.answer(StepDone(job.plan.step_id, job.plan.epoch, [-1]))
+
+
 def fail_job(world: World) -> None:
     """The device fails its oldest job, which is no step."""
     job = world.jobs.popleft()
@@ -142,6 +151,7 @@ def fire_early(world: World, timer: Timer) -> None:
     audit = world.audit
     if audit is not None:
         audit.deadlines.is_early = True
+        audit.rungs.early(world.timers[timer])
     world.fire_timer(timer)
     if audit is not None:
         audit.deadlines.is_early = False

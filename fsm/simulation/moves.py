@@ -87,6 +87,10 @@ def _has_step(world: World, *_: Any) -> bool:
     return bool(world.jobs) and isinstance(world.jobs[0], Run)
 
 
+def _has_canary(world: World) -> bool:
+    return _has_step(world) and world.scheduler.flight is not None and bool(world.scheduler.flight.canary)
+
+
 def _has_other_job(world: World) -> bool:
     return bool(world.jobs) and not isinstance(world.jobs[0], Run)
 
@@ -140,6 +144,7 @@ MOVES: dict[str, tuple[Callable[..., None], Callable[..., bool]]] = {
     "wait": (_wait, _always),
     "go": (_go, _always),
     "fail_step": (faults.fail_step, _has_step),
+    "no_number": (faults.no_number, _has_canary),
     "fail_job": (faults.fail_job, _has_other_job),
     "fail_encode": (faults.fail_encode, _has_prompt),
     "die": (faults.die, _has_begun),

@@ -1,25 +1,33 @@
 """The ladder, by an account of its own: what may move it, how long it may stay down, and what readers are told of it.
 
-The words are those of docs/reliability.md and of `ladder`: only a canary that fails leads to another mode, for want of
-memory to int8 and else to plain kernels; a quiet time that saw no trouble leads back, and trouble before the next one
-is over doubles it, up to 16 times. Readers are told what their streams were told (`degraded` looks at that).
+The words are those of docs/reliability.md and of `ladder`. Readers are told what their streams were told (`degraded`
+looks at that).
+
+    down        only by a failed canary: to int8 for want of memory, to plain kernels after an exception, or after a
+                step without a number
+    up          a quiet time after the last trouble: not before it, and not later once steps go well
+    too soon    trouble before the first quiet time up there is over doubles the next one, up to 16 times
+    left out    a mode that could not be switched to is never asked for again
+    held back   an engine that runs fewer requests than it has slots does not say that it is FULL
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import Fault, MakeBatch, Output, StepDone, StepFailed, WorkerLost
+from novainfer.fsm.events import Configure, Fault, MakeBatch, Output, Quiet, StepDone, StepFailed, WorkerLost
+from novainfer.fsm.ladder import Rung
 from novainfer.fsm.outputs import Delta
+from novainfer.fsm.simulation.device import FULL
 from novainfer.fsm.simulation.oracle import Violation
 
 if TYPE_CHECKING:
     from novainfer.fsm.draft import Flight
     from novainfer.fsm.simulation.world import World
 
-LOWER = ("PLAIN_KERNELS", "INT8")  # where answers may differ
-QUIET_TIMES_MAX = 16
-SLACK_S = 1.0  # for messages
+QUIET_TIMES_MAX = 16  # in one
+SLACK_S = 0.1  # for messages: what is due within so much of a limit may be on its way
 
 
 class Rungs:
@@ -27,52 +35,47 @@ class Rungs:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._rung = "FULL"
-        self._flight: Flight | None = None  # the step of which the scheduler hears
-        self._told: set[tuple[int, int]] = set()  # streams and choices that were given such a token
-        self._since_s = 0.0  # the last trouble while it is down
-        self._up_s = -1e9  # when it went up
-        self._times = 1  # quiet times that it must last
-        self._num_good = 0  # steps since one failed
+        self._mode = FULL  # asked for, before the event
+        self._flight: Flight | None = None  # before the event
+        self._ran_in = FULL  # the mode of the device, as the steps that it ran have shown
+        self._left_out: set[str] = set()
+        self._told: set[tuple[int, int]] = set()  # streams and choices that were given a degraded token
+        self._times = 1  # quiet times that make the next one
+        self._trouble_s = 0.0  # when it came to the mode that it is in, or was in trouble there
+        self._failed_s = 0.0  # when a step failed last, of any kind
+        self._good_s: float | None = None  # the first good step since
+        self._up_s: float | None = None  # when the full mode was tried again, until a quiet time is over there
+        self._is_blind = False  # a quiet time was cut short, or ended just when something else came
 
-    def before(self) -> None:
-        """The scheduler is about to handle an event."""
-        self._flight = self._world.scheduler.flight
+    # ---- what happens --------------------------------------------------------------------------------------------
+
+    def before(self, event: Any) -> None:
+        """The scheduler is about to handle `event`."""
+        scheduler = self._world.scheduler
+        self._mode = scheduler.trouble.ladder.mode
+        self._flight = scheduler.flight if isinstance(event, MakeBatch | WorkerLost) else None
 
     def after(self, event: Any) -> None:
         """The scheduler has handled it."""
+        scheduler, flight = self._world.scheduler, self._flight
         outcome = event.outcome if isinstance(event, MakeBatch) else event
-        flight, self._flight = self._flight, None
-        if isinstance(outcome, StepDone) and flight is not None:
-            limit_s = self._times * self._world.shape.ladder_quiet_s
-            if not self._num_good and self._world.now_s >= self._since_s + limit_s:  # it was over without a good step
-                self._since_s = self._world.now_s
-            self._num_good += 1
-        elif isinstance(outcome, StepFailed | WorkerLost):
-            self._num_good = 0
-        rung = str(self._world.scheduler.trouble.ladder.state)
-        is_canary = flight is not None and bool(flight.canary)
-        if rung != self._rung:
-            self._moved(rung, outcome, is_canary=is_canary)
-            self._rung = rung
-        elif is_canary and isinstance(outcome, StepFailed):
-            self._since_s = self._world.now_s
+        if isinstance(event, Configure):
+            self._ran_in = FULL  # each device comes up so
+        wanted = self._mode
+        if flight is not None and isinstance(outcome, StepDone | StepFailed | WorkerLost):
+            wanted = self._ended(flight, outcome)
+        mode = scheduler.trouble.ladder.mode
+        if mode != wanted:
+            if mode != FULL or not isinstance(event, Quiet):
+                raise Violation(f"{type(event).__name__} leads from {self._mode} to {mode}, not to {wanted}")
+            self._came_up()
+        if mode != self._mode:
+            self._trouble_s = self._world.now_s
+        self._check_asked()
 
-    def _moved(self, rung: str, outcome: Any, *, is_canary: bool) -> None:
-        world, now_s = self._world, self._world.now_s
-        if rung not in LOWER:
-            self._up_s = now_s
-            return
-        self._since_s = now_s
-        if isinstance(outcome, StepFailed) and outcome.fault is Fault.SWITCH:  # the device stays in the mode it is in
-            return
-        right = "INT8" if isinstance(outcome, StepFailed) and outcome.fault is Fault.OOM else "PLAIN_KERNELS"
-        if not is_canary or not isinstance(outcome, StepFailed) or rung != right:
-            raise Violation(f"the ladder went from {self._rung} to {rung}, and no canary had failed so: {outcome}")
-        if now_s <= self._up_s + self._times * world.shape.ladder_quiet_s + SLACK_S:
-            self._times = min(2 * self._times, QUIET_TIMES_MAX)
-        else:
-            self._times = 1
+    def early(self, event: Any) -> None:
+        """A timer fires before its time."""
+        self._is_blind |= isinstance(event, Quiet)
 
     def given(self, output: Output) -> None:
         """A stream was given `output`."""
@@ -90,9 +93,74 @@ class Rungs:
 
     def still(self) -> None:
         """All messages have arrived, and time goes on."""
-        if self._rung not in LOWER or not self._num_good:
-            return
         world = self._world
-        limit_s = self._times * world.shape.ladder_quiet_s
-        if world.now_s > self._since_s + limit_s + SLACK_S:
-            raise Violation(f"nothing went wrong for {world.now_s - self._since_s:g} s, and it is {self._rung} still")
+        if world.scheduler.trouble.ladder.mode == FULL or self._is_blind or world.is_stopped:
+            return
+        if self._good_s is None and world.scheduler.requests:
+            return
+        since_s = max(self._trouble_s, self._failed_s if self._good_s is None else self._good_s)
+        if world.now_s > since_s + self._quiet_s + SLACK_S:
+            raise Violation(f"it is still in another mode, {world.now_s - since_s:.1f} s after the last trouble")
+
+    # ---- details -------------------------------------------------------------------------------------------------
+
+    @property
+    def _quiet_s(self) -> float:
+        return self._world.shape.ladder_quiet_s * self._times
+
+    def _ended(self, flight: Flight, outcome: StepDone | StepFailed | WorkerLost) -> str:
+        """A step is over; the mode that this leads to."""
+        is_good = isinstance(outcome, StepDone) and not (flight.canary and outcome.token_ids[0] < 0)
+        if not is_good:
+            self._failed_s, self._good_s = self._world.now_s, None
+        elif not flight.canary and self._good_s is None:
+            self._good_s = self._world.now_s
+        if isinstance(outcome, WorkerLost):
+            return self._mode
+        if isinstance(outcome, StepFailed) and outcome.fault is Fault.SWITCH:
+            return self._stayed(flight)
+        self._ran_in = flight.mode
+        if is_good or not flight.canary:
+            return self._mode
+        return self._below(outcome.fault if isinstance(outcome, StepFailed) else Fault.EXCEPTION)
+
+    def _below(self, fault: Fault) -> str:
+        """Where a failed canary leads; that it failed is trouble, wherever it leads."""
+        world, mode = self._world, "int8" if fault is Fault.OOM else "plain"
+        is_there = mode in world.shape.modes and mode not in self._left_out
+        may_go = self._mode != "int8" if mode == "int8" else self._mode == FULL
+        if self._mode != FULL:
+            self._trouble_s = world.now_s
+        if not (is_there and may_go):
+            return self._mode
+        if self._up_s is not None:
+            ends_s = self._up_s + self._quiet_s
+            self._is_blind |= abs(world.now_s - ends_s) < SLACK_S
+            self._times = min(2 * self._times, QUIET_TIMES_MAX) if world.now_s < ends_s else 1
+            self._up_s = None
+        return mode
+
+    def _stayed(self, flight: Flight) -> str:
+        """The device could not be switched: it goes on in the mode that it is in."""
+        if flight.mode != self._mode:  # the ladder has left that mode meanwhile
+            return self._mode
+        self._trouble_s = self._world.now_s
+        if flight.mode != FULL:
+            self._left_out.add(flight.mode)
+        elif self._up_s is not None:
+            self._up_s = inf  # it never came up, and no quiet time is over there
+        return self._ran_in
+
+    def _came_up(self) -> None:
+        now_s, since_s = self._world.now_s, self._trouble_s
+        if not self._is_blind and now_s < since_s + self._quiet_s - 1e-6:
+            raise Violation(f"it is in the full mode again {now_s - since_s:.1f} s after the last trouble")
+        self._up_s = now_s
+
+    def _check_asked(self) -> None:
+        scheduler = self._world.scheduler
+        flight, limit = scheduler.flight, scheduler.planner.max_running
+        if flight is not None and flight.mode in self._left_out:
+            raise Violation(f"step {flight.step_id} asks for {flight.mode}, which the device could not switch to")
+        if limit < self._world.shape.max_num_seqs and scheduler.trouble.ladder.state is Rung.FULL:
+            raise Violation(f"{limit} requests may run, and the engine says that it is FULL")

@@ -18,6 +18,7 @@ from novainfer.fsm.events import Cause, Close, Fault, Fit, JobDone, Load, Reclai
 from novainfer.fsm.health import PERIOD_S
 from novainfer.fsm.roster import Find, Open
 from novainfer.fsm.simulation import faults
+from novainfer.fsm.simulation.broken import NO_NUMBER, Broken
 from novainfer.fsm.simulation.clock import Clock
 from novainfer.fsm.simulation.device import FULL, POISON_HANG
 from novainfer.fsm.simulation.health import DEADLINE_S, Hang, Observer
@@ -70,6 +71,8 @@ class Seed:
             is_slow=seed % SLOW_EVERY == SLOW_EVERY - 1 and not is_scarce,
             is_scarce=is_scarce,
         )
+        self._broken = Broken(seed, may_be=not is_scarce)
+        self.mix.shape = self._broken.shape(self.mix.shape)
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()
         self.path: list[Move] | None = [] if keeps_path else None
@@ -300,6 +303,11 @@ class Seed:
         device, rates, draw = self.world.device, self._rates, self.rng.random
         if device is not None and (poison := device.poison(job.plan)) is not None:
             return "hang" if poison == POISON_HANG else ""
+        if not self._is_healed and self._broken.is_there:
+            flight = self.world.scheduler.flight
+            is_canary = flight is not None and flight.step_id == job.plan.step_id and bool(flight.canary)
+            if fault := self._broken.fault_of(job.plan, self.world.now_s, is_canary=is_canary):
+                return fault
         if device is not None and device.mode == FULL and not self._is_healed:
             for begin_s, end_s, fault in self._spells:
                 if begin_s <= self.world.now_s < end_s:
@@ -339,6 +347,8 @@ class Seed:
         job = world.jobs[0]
         if isinstance(fate, Fault):
             self._make("fail_step", fate, draw() >= (0.5 if self._rates["unlaunched"] else 0.0))
+        elif fate == NO_NUMBER:
+            self._make("no_number")
         elif not isinstance(job, Run) and draw() < self._odds_to_fail(job):
             self._make("fail_job")
         else:
