@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from novainfer import ModelNotFound, RequestNotFound
 from novainfer.server.errors import NotMoving
 from novainfer.server.exchange import SCOPE_KEY, Exchange
+from novainfer.server.generation import ADMISSION_TURNS
 from novainfer.server.metrics import CONTENT_TYPE
 from novainfer.server.service import Service
 
@@ -109,18 +111,21 @@ async def version(service: Service, request: Request) -> Response:
 
 
 async def cancel_request(service: Service, request: Request) -> Response:
-    """Cancel by the answer's id or the client's x-request-id; again is fine, unknown is 404."""
+    """Cancel by the answer's id, the client's x-request-id, or the id of one of several prompts, which ends them all.
+
+    Again is fine, unknown is 404.
+    """
     request_id: str = request.path_params["request_id"]
     exchange: Exchange = request.scope[SCOPE_KEY]
-    found = service.live.find(request_id, exchange.viewer.sees)
-    if found is None:
+    found = service.live.engine_ids(request_id, exchange.viewer.sees)
+    if not found:
         raise RequestNotFound(f"There is no request {request_id[:200]!r}: it never was, or is long gone")
     engine = service.ready_engine() if not service.is_draining else service.engine
     assert engine is not None, "a request is live without an engine"
-    for generation in found:
-        for engine_id in generation.engine_ids:
-            engine.cancel(engine_id)
-    return json_response(Cancelled(id=request_id, status="cancelled" if found else "finished"))
+    for _ in range(ADMISSION_TURNS):
+        await asyncio.sleep(0)  # a cancel that came with its request: the engine has not heard of that yet
+    cancelled = [engine.cancel(engine_id) for engine_id in sorted(found)]
+    return json_response(Cancelled(id=request_id, status="cancelled" if any(cancelled) else "finished"))
 
 
 async def metrics(service: Service, request: Request) -> Response:

@@ -16,14 +16,13 @@ FINISHED_MAX = 10_000  # names; a cancel that comes later than so many requests 
 class LiveRequest:
     """One HTTP generation: its public id, the engine's id of each of its prompts, and whose it is."""
 
-    __slots__ = ("cancelled", "engine_ids", "id", "names", "owner")
+    __slots__ = ("engine_ids", "id", "names", "owner")
 
     def __init__(self, request_id: str, names: tuple[str, ...], engine_ids: list[str], owner: str) -> None:
         self.id = request_id
         self.names = names
         self.engine_ids = engine_ids
         self.owner = owner
-        self.cancelled = False
 
 
 class LiveRequests:
@@ -68,11 +67,6 @@ class LiveRequests:
             self._finished.popitem(last=False)
         self.num_live -= 1
 
-    def find(self, name: str, sees: str | None = None) -> list[LiveRequest] | None:
-        """The generations in progress under `name`: none when they have ended, None when there never were any."""
-        live = [one for owner in self._owners_of(sees) for one in self._live.get((name, owner), ())]
-        return live if live or self._ended(name, sees) else None
-
     def engine_ids(self, name: str, sees: str | None = None) -> set[str]:
         """What the engine calls the generations under `name`, in progress and ended.
 
@@ -83,14 +77,9 @@ class LiveRequests:
         return found or {one for one in self._ids(whole, sees) if shown_id(one) == name}
 
     def _ids(self, name: str, sees: str | None) -> set[str]:
-        ids = {i for ended in self._ended(name, sees) for i in ended}
-        return ids.union(*(one.engine_ids for one in self.find(name, sees) or ()))
-
-    def _ended(self, name: str, sees: str | None) -> list[list[str]]:
-        return [self._finished[name, owner] for owner in self._owners_of(sees) if (name, owner) in self._finished]
-
-    def _owners_of(self, sees: str | None) -> set[str]:
-        return self._owners if sees is None else {sees}
+        keys = [(name, owner) for owner in (self._owners if sees is None else {sees})]
+        ids = {engine_id for key in keys for engine_id in self._finished.get(key, ())}
+        return ids.union(*(one.engine_ids for key in keys for one in self._live.get(key, ())))
 
 
 def shown_id(engine_id: str) -> str:

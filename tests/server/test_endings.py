@@ -122,6 +122,45 @@ async def test_cancel_by_api_ends_the_stream_with_an_error_event(serve: Serve) -
             assert (response.status_code, response.json()["status"]) == (200, "finished")
 
 
+async def test_a_prompt_of_several_is_cancelled_by_the_name_that_is_listed(serve: Serve) -> None:
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine)
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        body, headers = {"prompt": ["a", "b"]}, {"x-request-id": "pair"}
+        answer = asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
+        await engine.wait_until(lambda: len(engine.active) == 2)
+        assert (await client.post("/v1/requests/cmpl-pair-2/cancel")).status_code == 404
+        response = await client.post("/v1/requests/cmpl-pair-1/cancel")
+        assert response.json() == {"id": "cmpl-pair-1", "object": "request.cancel", "status": "cancelled"}
+        assert (await answer).json()["error"]["code"] == "request_cancelled", "an answer is whole, or none"
+        assert not engine.active
+        for name in ("cmpl-pair-0", "cmpl-pair-1"):
+            response = await client.post(f"/v1/requests/{name}/cancel")
+            assert (response.status_code, response.json()["status"]) == (200, "finished")
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+async def test_a_cancel_in_the_same_packet_as_its_request_finds_it(serve: Serve, prompt: object) -> None:
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine)
+    client = await RawH2.connect(server.port)
+    body = json.dumps({"prompt": prompt, "stream": True}).encode()
+    streams = []
+    for path, data, name in (("/v1/completions", body, "mine"), ("/v1/requests/mine/cancel", b"", "cancel")):
+        streams.append(client.connection.get_next_available_stream_id())
+        head = [(":method", "POST"), (":path", path), (":scheme", "http"), (":authority", "test")]
+        more = [("content-type", "application/json"), ("x-request-id", name)]
+        client.connection.send_headers(streams[-1], [*head, *more])
+        client.connection.send_data(streams[-1], data, end_stream=True)
+    await client.flush()
+    _, data = await client.response(streams[1])
+    assert json.loads(data)["status"] == "cancelled"
+    _, data = await client.response(streams[0])
+    assert b"request_cancelled" in data
+    assert not engine.active
+    await client.close()
+
+
 async def test_the_same_id_twice_gets_a_suffix(serve: Serve) -> None:
     engine = FakeEngine(is_paced=True)
     server = await serve(engine)
