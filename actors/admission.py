@@ -17,7 +17,7 @@ from novainfer.actors.encoding import size_of
 from novainfer.actors.streams import StreamHandle, Streams
 from novainfer.fsm.drain import DrainRate
 from novainfer.fsm.errors import EngineClosed, EngineDraining, EngineOverloaded, NovaInferError
-from novainfer.fsm.events import Arrive, Cancel, CancelAll, Cause, Departed, Prompt, Rejected
+from novainfer.fsm.events import Arrive, Cancel, CancelAll, Cause, Chat, Departed, Prompt, Rejected
 from novainfer.fsm.gate import Gate
 from novainfer.fsm.params import SamplingParams
 
@@ -133,4 +133,5 @@ def estimate_tokens(prompt: Prompt) -> int:
     """What admission reserves for a prompt before it is tokenised, in tokens."""
     if isinstance(prompt, list):
         return len(prompt)
-    return size_of(prompt) // BYTES_PER_TOKEN + 1
+    said = msgspec.structs.replace(prompt, template_kwargs={}) if isinstance(prompt, Chat) else prompt
+    return size_of(said) // BYTES_PER_TOKEN + 1

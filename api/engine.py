@@ -263,12 +263,13 @@ class Engine:
             handle.prompt_field = "messages"
         return name
 
-    def check_room(self, prompts: Sequence[PromptLike], params: SamplingParams) -> None:
+    def check_room(self, prompts: Sequence[PromptLike], params: SamplingParams) -> list[int]:
         """Raise `InvalidParameter`, naming the field, when these prompts together have room in no queue, however empty.
 
         Sent one after the other they might have: then `EngineOverloaded` would be an invitation to try for ever.
+        Returns how many tokens of the queue each of them will take, until it is tokenised.
         """
-        check_room(self.config, prompts, params)
+        return check_room(self.config, prompts, params)
 
     async def wait_result(self, request_id: str) -> Delta | None:
         """Wait for what is new, one choice at a time; None when all choices have finished."""

@@ -18,6 +18,7 @@ RESERVED_KWARGS = frozenset(
         *("return_tensors", "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
     )
 )
+KWARGS_BYTES_MAX = 16 << 10  # of template variables, which are switches and names: admission does not count them
 DEPTH_MAX = 32  # lists and dicts in each other; a message with tool calls and their schemas has about ten
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -74,15 +75,18 @@ def _chat(chat: Chat) -> Chat:
         why = "templates, and how they are used, are the operator's to choose"
         raise InvalidParameter(f"{what}: {why}", param=f"chat_template_kwargs.{reserved[0]}")
     _check_data("messages", chat.messages)
-    _check_data("chat_template_kwargs", kwargs)
+    num_bytes = _check_data("chat_template_kwargs", kwargs)
+    if num_bytes > KWARGS_BYTES_MAX:
+        what = f"chat_template_kwargs must have at most {KWARGS_BYTES_MAX} bytes, not {num_bytes}"
+        raise InvalidParameter(f"{what}: what the model is to read belongs into messages", param="chat_template_kwargs")
     return chat
 
 
-def _check_data(name: str, value: Any) -> None:
-    """Raise `InvalidParameter` unless `value` is plain data, which a template's process and the recorder can hold."""
+def _check_data(name: str, value: Any) -> int:
+    """Its bytes as data; raises `InvalidParameter` unless a template's process and the recorder can hold `value`."""
     _check_depth(name, value, DEPTH_MAX)
     try:
-        _encode(value)
+        return len(_encode(value))
     except UnicodeEncodeError:
         message = f"{name} is not valid Unicode: it holds half of a surrogate pair"
         raise InvalidParameter(message, param=name) from None

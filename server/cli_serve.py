@@ -10,6 +10,7 @@ import click
 
 from novainfer import EngineConfig
 from novainfer.server.cli_options import API_KEY_VARIABLES, engine_config, engine_options, set_up_logging
+from novainfer.server.clients import SHARES_MAX
 from novainfer.server.engine import ServedEngine
 from novainfer.server.flags import Grouped, flag
 from novainfer.server.recorder import default_folder, usable_default
@@ -72,8 +73,9 @@ _PATH = click.Path(exists=True, dir_okay=False, path_type=Path)
     HTTP,
     "--max-client-reqs",
     type=int,
-    help="Live choices of one client: a key, or an address. [default: with API keys, half of what may run and wait, "
-    "and while other keys are here, an equal share of --max-num-seqs]",
+    help="Live choices of one client: a key, or an address. [default: of a key, half of what may run and wait, "
+    "and while other keys are here, an equal share of --max-num-seqs; of an address, no limit, and while others "
+    "are here, --max-num-seqs and an eighth of --max-num-queued-reqs]",
 )
 @flag(
     HTTP,
@@ -90,7 +92,6 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
 
     folder = usable_default() if options["recorder_dir"] is None else None
     config = engine_config(ctx, options, worker="process", recorder_dir=folder)
-    client_reqs, client_slots = _client_limits(options, config)
     settings = ServerSettings(
         host=options["host"],
         port=options["port"],
@@ -105,9 +106,8 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
         stall_timeout_s=config.stall_timeout_s,
         body_bytes=options["max_body_bytes"],
         http2_max_concurrent_streams=options["http2_max_concurrent_streams"],
-        max_client_reqs=client_reqs,
         max_client_unread=options["max_client_unread"],
-        client_slots=client_slots,
+        **_client_limits(options, config),
     )
     set_up_logging(options, access_log=settings.access_log)
     if config.recorder and config.recorder_dir is None:
@@ -115,12 +115,21 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
     return run_server(settings, lambda: make_engine(config))
 
 
-def _client_limits(options: dict[str, Any], config: EngineConfig) -> tuple[int | None, int | None]:
-    """With keys there are several clients: one of them must fill neither the queue nor the slots for the others."""
-    given: int | None = options["max_client_reqs"]
-    if given is None and options["api_keys"]:
-        return (config.max_num_seqs + config.max_num_queued_reqs) // 2 or 1, config.max_num_seqs
-    return given, None
+def _client_limits(options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
+    """One client must fill neither the queue nor, where clients have keys, the slots for the others.
+
+    An address may be a proxy's, so it has all while no other one is here, and more than a key has while others are.
+    """
+    given, has_keys = options["max_client_reqs"], bool(options["api_keys"])
+    slots, room, tokens = config.max_num_seqs, config.max_num_queued_reqs, config.max_num_queued_tokens
+    limits = {"max_client_reqs": given, "client_tokens": tokens}
+    if has_keys:
+        limits["max_client_tokens"] = max(tokens // 2, 1)
+    if given is None and has_keys:
+        limits |= {"max_client_reqs": max((slots + room) // 2, 1), "client_slots": slots}
+    elif given is None:
+        limits["client_room"] = slots + room // SHARES_MAX
+    return limits
 
 
 def make_engine(config: EngineConfig) -> ServedEngine:

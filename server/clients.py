@@ -1,7 +1,8 @@
-"""What one client holds of this server: live requests, and answers that it does not read.
+"""What one client holds of this server: live requests, prompts that wait, and answers that it does not read.
 
 A client is a key, where requests carry keys, and an address where they do not. What it may hold is bounded for each of
-them, not for each stream: a thousand streams of one client are one client's doing.
+them, not for each stream: a thousand streams of one client are one client's doing. A client that is alone may have more
+than one that is not: clients are here until `RECENT_S` after their last request.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,7 +18,7 @@ from novainfer.server.errors import TooManyRequests
 from novainfer.server.settings import ServerSettings
 
 RECENT_S = 60.0  # for which a client counts as one that is here, after its last request
-SHARES_MAX = 8  # into which slots are divided: with more clients, the queue is what is fair
+SHARES_MAX = 8  # into which slots and queue are divided: with more clients, the queue is what is fair
 UNREAD_AFTER_S = 10.0  # that an answer waits for its client: less is a network, more is a client that does not read
 
 
@@ -25,43 +26,77 @@ class Clients:
     """The account of all clients; an entry is there only while it is not zero."""
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        self._requests_max = settings.max_client_reqs
-        self._slots = settings.client_slots
+        self._settings = settings
         self._clock = clock
-        self._left_s: dict[str, float] = {}  # when each had its last request; as many as there are keys
+        self._here: OrderedDict[str, float] = OrderedDict()  # when each was seen last, the longest ago first
         self._unread_max = settings.max_client_unread
         self.live: Counter[str] = Counter()  # choices of live requests
+        self.waiting: Counter[str] = Counter()  # prompt tokens of those that have no token yet
         self.unread: Counter[str] = Counter()  # streams
 
-    def enter(self, client: str, num_choices: int) -> None:
-        """Let so many choices of one request in; raises `TooManyRequests`."""
-        live, unread = self.live[client], self.unread[client]
+    def enter(self, client: str, num_choices: int, num_tokens: int) -> None:
+        """Let so many choices of one request in, with so many tokens of prompts; raises `TooManyRequests`.
+
+        One request alone is always let in, however large it is.
+        """
+        live, waiting, unread = self.live[client], self.waiting[client], self.unread[client]
         if self._unread_max is not None and unread >= self._unread_max:
             raise TooManyRequests(f"{unread} answers wait for this client to read them: read them, then ask for more")
-        most = self._share(client)
+        num_here = self._num_here(client)
+        most = self._choices_max(num_here)
         if live and live + num_choices > most:
             raise TooManyRequests(f"This client has {live} live requests, and may have {most:g}: wait for one to end")
+        most = self._tokens_max(num_here)
+        if waiting and waiting + num_tokens > most:
+            what = f"Prompts of this client wait with {waiting} tokens, and may have {most:g}"
+            raise TooManyRequests(f"{what}: wait for one to begin")
         self.live[client] += num_choices
+        self.waiting[client] += num_tokens
+        self._see(client)
 
-    def _share(self, client: str) -> float:
-        """Live choices that `client` may have: of the slots an equal share, while other clients are here."""
-        most = math.inf if self._requests_max is None else self._requests_max
-        if self._slots is None:
-            return most
-        now_s = self._clock()
-        self._left_s = {name: at_s for name, at_s in self._left_s.items() if at_s > now_s - RECENT_S}
-        num_others = len((self.live.keys() | self._left_s.keys()) - {client})
-        if not num_others:
-            return most
-        return min(most, max(self._slots // min(num_others + 1, SHARES_MAX), 1))
+    def begin(self, client: str, num_tokens: int) -> None:
+        """A prompt of so many tokens waits no more."""
+        self.waiting[client] -= num_tokens
+        if not self.waiting[client]:
+            del self.waiting[client]
 
     def leave(self, client: str, num_choices: int) -> None:
         """They have ended."""
         self.live[client] -= num_choices
         if not self.live[client]:
             del self.live[client]
-        if self._slots is not None:
-            self._left_s[client] = self._clock()
+        self._see(client)
+
+    def _choices_max(self, num_here: int) -> float:
+        """Live choices that a client may have: all that it may ever have, or less while other clients are here."""
+        settings = self._settings
+        found = [settings.max_client_reqs]
+        if num_here > 1:
+            found += [settings.client_room, _share(settings.client_slots, num_here)]
+        return min((most for most in found if most is not None), default=math.inf)
+
+    def _tokens_max(self, num_here: int) -> float:
+        found = [self._settings.max_client_tokens]
+        if num_here > 1:
+            found.append(_share(self._settings.client_tokens, num_here))
+        return min((most for most in found if most is not None), default=math.inf)
+
+    def _num_here(self, client: str) -> int:
+        """How many clients are here, `client` included."""
+        now_s = self._clock()
+        while self._here:
+            longest = next(iter(self._here))
+            if self._here[longest] > now_s - RECENT_S:
+                break
+            if longest in self.live:
+                self._see(longest)
+            else:
+                del self._here[longest]
+        return len(self._here) + (client not in self._here)
+
+    def _see(self, client: str) -> None:
+        self._here[client] = self._clock()
+        self._here.move_to_end(client)
 
     def hold(self, client: str) -> bool:
         """One more of its answers is unread; False when that is one too many, which ends the stream."""
@@ -75,6 +110,10 @@ class Clients:
         self.unread[client] -= 1
         if not self.unread[client]:
             del self.unread[client]
+
+
+def _share(most: int | None, num_here: int) -> int | None:
+    return None if most is None else max(most // min(num_here, SHARES_MAX), 1)
 
 
 class Unread:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from ipaddress import IPv6Address
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -78,8 +79,8 @@ class Exchange:
 
     @property
     def client(self) -> str:
-        """Whose request it is: its key's digest, or the address that it came from."""
-        return self.viewer.owner or self._address
+        """Whose request it is: its key's digest, or the address that it came from; of IPv6, the network."""
+        return self.viewer.owner or network_of(self._address)
 
     def unread(self) -> Unread:
         """A watch of this answer's sends."""
@@ -138,6 +139,19 @@ def _request_id(scope: Scope) -> str:
         if is_printable_id(text):
             return text
     return secrets.token_hex(16)
+
+
+def network_of(address: str) -> str:
+    """What one client has: an address of IPv4, or all that begin with the same 64 bits, of IPv6."""
+    if ":" not in address:
+        return address
+    try:
+        found = IPv6Address(address)
+    except ValueError:
+        return address
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(IPv6Address(int(found) >> 64 << 64))
 
 
 def is_printable_id(text: str) -> bool:

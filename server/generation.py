@@ -42,8 +42,8 @@ class Generation:
         self.created = int(time.time())
         self.model = engine.model_info.name
         self.tally = Tally(len(prompts), params.n)
-        engine.check_room(prompts, params)
-        service.clients.enter(client, self.num_choices)
+        self._waiting = dict(enumerate(engine.check_room(prompts, params)))  # prompt -> tokens, until its first delta
+        service.clients.enter(client, self.num_choices, sum(self._waiting.values()))
         self._client = client
         self._live = service.live.open(prefix, wanted_id, len(prompts), owner)
         sources = [
@@ -72,6 +72,8 @@ class Generation:
             metrics.inter_token_latency.observe((now - self._last) / num_tokens, num_tokens)
             self._last = now
         self.tally.add(delta)
+        if waited := self._waiting.pop(delta.index // self.n, 0):
+            self._service.clients.begin(self._client, waited)
 
     async def first(self) -> asyncio.Task[Delta]:
         """Wait for the first delta, but not for ever; raises what went wrong before it, so that it gets a status.
@@ -135,6 +137,7 @@ class Generation:
             await self.deltas.aclose()
         finally:
             self._service.live.close(self._live)
+            self._service.clients.begin(self._client, sum(self._waiting.values()))
             self._service.clients.leave(self._client, self.num_choices)
 
 

@@ -20,9 +20,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `sse_keep_alive_interval_s` is the longest silence on a stream before a comment line (0 switches them off).
     `stall_timeout_s` is the engine's: a client that takes nothing for so long loses its request, and after
     `stall_grace_s` more its stream. `body_bytes` limits a request's body; None means 1 MB, or more when the model's
-    context is long. A client (a key, or an address) may have `max_client_reqs` live choices, and `max_client_unread`
-    answers that wait for it to read them; None is no limit. Of `client_slots` choices it may have its equal share while
-    other clients are here, so that each of them finds a slot.
+    context is long. A client (a key, or an address) may have `max_client_reqs` live choices, `max_client_tokens` tokens
+    of prompts that wait, and `max_client_unread` answers that wait for it to read them; None is no limit. While other
+    clients are here, it may have no more than its equal share of `client_slots` live choices and of `client_tokens`
+    tokens, and no more than `client_room` live choices.
     `shutdown_timeout_s` is what running requests get to finish when the server is told to stop. With `api_keys`, each
     key sees and cancels its own requests only; `admin_key` sees all, and is what drills (`POST /v1/faults`) need.
     """
@@ -44,7 +45,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     http2_max_concurrent_streams: int = 1000
     max_client_reqs: int | None = None
     max_client_unread: int | None = 256
+    max_client_tokens: int | None = None
     client_slots: int | None = None
+    client_room: int | None = None
+    client_tokens: int | None = None
     keep_alive_timeout_s: float = 75.0  # nginx's and SGLang's; above the 60 s of common load balancers
     backlog: int = 1024
 
@@ -66,7 +70,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "body_bytes",
             "max_client_reqs",
             "max_client_unread",
+            "max_client_tokens",
             "client_slots",
+            "client_room",
+            "client_tokens",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -88,6 +88,7 @@ def _told(**kwargs: Any) -> Chat:
         (_told(deep=_nested(10_000)), "chat_template_kwargs"),
         (_told(number=2**64), "chat_template_kwargs"),
         (_told(text="\udfff"), "chat_template_kwargs"),
+        (_told(text="x" * (16 << 10)), "chat_template_kwargs"),
         (Chat(messages=[{"role": "user"}], template_kwargs=[]), "chat_template_kwargs"),  # type: ignore[arg-type]
     ],
     ids=lambda value: ascii(value)[:40] if isinstance(value, str) else type(value).__name__,
@@ -98,6 +99,7 @@ async def test_a_bad_prompt_is_refused_and_names_the_field(prompt: Any, param: s
             await ask(engine, prompt, greedy())
         assert caught.value.param == param
         assert engine.statistics().num_waiting == 0
+        assert len(engine.check_room([prompt], greedy())) == 1, "whether there is room is another question"
         assert (await ask(engine, "next", greedy(2))).token_ids() == expected("next", 2)
 
 

@@ -144,8 +144,9 @@ class FakeEngine:
                 active.changed.set()
             await self.wait_until(lambda: not self.active)
 
-    def check_room(self, prompts: Sequence[Any], params: SamplingParams) -> None:
-        """There is always room."""
+    def check_room(self, prompts: Sequence[Any], params: SamplingParams) -> list[int]:
+        """There is always room; a character is a token."""
+        return [len(str(prompt)) for prompt in prompts]
 
     def cancel(self, request_id: str) -> bool:
         active = self.active.get(request_id)

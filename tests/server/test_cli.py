@@ -58,8 +58,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_without_flags_it_is_the_defaults(served: Any) -> None:
     folder = default_folder()
-    assert served() == (EngineConfig(worker="process", recorder_dir=folder), ServerSettings())
-    assert served("--worker", "thread") == (EngineConfig(recorder_dir=folder), ServerSettings())
+    settings = ServerSettings(client_room=256 + 1024 // 8, client_tokens=1 << 20)
+    assert served() == (EngineConfig(worker="process", recorder_dir=folder), settings)
+    assert served("--worker", "thread") == (EngineConfig(recorder_dir=folder), settings)
 
 
 def test_where_the_usual_folder_cannot_be_written_recordings_stay_in_memory(
@@ -139,7 +140,9 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         body_bytes=1234,
         http2_max_concurrent_streams=12,
         max_client_reqs=7,
+        max_client_tokens=300,
         max_client_unread=5,
+        client_tokens=600,
     )
 
 
@@ -164,11 +167,22 @@ def test_a_file_gives_defaults_and_flags_win(served: Any, tmp_path: Path) -> Non
 
 def test_with_keys_one_client_may_have_half_of_what_may_run_and_wait(served: Any) -> None:
     size = ("--max-num-seqs", "10", "--max-num-queued-reqs", "30")
-    assert served(*size)[1].max_client_reqs is None
     settings = served(*size, "--api-key", "a")[1]
-    assert (settings.max_client_reqs, settings.client_slots) == (20, 10)
+    assert (settings.max_client_reqs, settings.client_slots, settings.client_room) == (20, 10, None)
+    assert (settings.max_client_tokens, settings.client_tokens) == (1 << 19, 1 << 20)
     settings = served(*size, "--api-key", "a", "--max-client-reqs", "3")[1]
-    assert (settings.max_client_reqs, settings.client_slots) == (3, None)
+    assert (settings.max_client_reqs, settings.client_slots, settings.client_room) == (3, None, None)
+
+
+def test_without_keys_an_address_has_everything_while_it_is_alone_and_room_in_the_queue_is_left_to_others(
+    served: Any,
+) -> None:
+    size = ("--max-num-seqs", "10", "--max-num-queued-reqs", "32")
+    settings = served(*size)[1]
+    assert (settings.max_client_reqs, settings.client_slots, settings.client_room) == (None, None, 14)
+    assert (settings.max_client_tokens, settings.client_tokens) == (None, 1 << 20)
+    settings = served(*size, "--max-client-reqs", "3")[1]
+    assert (settings.max_client_reqs, settings.client_slots, settings.client_room) == (3, None, None)
 
 
 def test_keys_come_from_the_environment(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

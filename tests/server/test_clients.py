@@ -12,6 +12,7 @@ import pytest
 
 from novainfer.server import clients, http2, sse
 from novainfer.server.errors import TooManyRequests
+from novainfer.server.exchange import network_of
 from novainfer.server.serve import Server
 from novainfer.server.settings import ServerSettings
 from tests.server.conftest import TIMEOUT_S, Serve, eventually
@@ -144,26 +145,103 @@ def test_while_others_are_here_a_client_has_an_equal_share_of_the_slots() -> Non
         number = 0
         with contextlib.suppress(TooManyRequests):
             while True:
-                found.enter(client, 1)
+                found.enter(client, 1, 1)
                 number += 1
         for _ in range(number):
+            found.begin(client, 1)
             found.leave(client, 1)
         return number
 
     assert may_have("a") == 100
-    found.enter("b", 1)
+    found.enter("b", 1, 1)
     assert may_have("a") == 6
-    found.enter("c", 1)
+    found.enter("c", 1, 1)
     assert may_have("a") == 4
     found.leave("c", 1)
     assert may_have("a") == 4, "c was here a moment ago"
     now_s += clients.RECENT_S + 1
-    assert may_have("a") == 6
+    assert may_have("a") == 6, "b is still at it"
     for name in range(20):
-        found.enter(str(name), 1)
+        found.enter(str(name), 1, 1)
     assert may_have("a") == 12 // clients.SHARES_MAX
     for name in range(20):
         found.leave(str(name), 1)
     found.leave("b", 1)
     now_s += clients.RECENT_S + 1
     assert may_have("a") == 100
+
+
+def test_while_others_are_here_an_address_leaves_them_room_in_the_queue() -> None:
+    now_s = 0.0
+    found = clients.Clients(ServerSettings(client_room=3), clock=lambda: now_s)
+    for _ in range(100):
+        found.enter("a", 1, 1)
+    found.enter("b", 1, 1)
+    with pytest.raises(TooManyRequests, match="has 100 live requests, and may have 3"):
+        found.enter("a", 1, 1)
+    found.enter("b", 2, 1)
+    with pytest.raises(TooManyRequests, match="has 3 live requests, and may have 3"):
+        found.enter("b", 1, 1)
+    found.leave("b", 3)
+    now_s += clients.RECENT_S + 1
+    found.enter("a", 1, 1)
+
+
+def test_no_client_takes_all_tokens_of_the_queue() -> None:
+    settings = ServerSettings(max_client_tokens=1000, client_tokens=1200)
+    found = clients.Clients(settings)
+    found.enter("a", 1, 400)
+    found.enter("a", 1, 600)
+    with pytest.raises(TooManyRequests, match="Prompts of this client wait with 1000 tokens, and may have 1000"):
+        found.enter("a", 1, 1)
+    found.begin("a", 400)
+    found.enter("a", 1, 1)
+    found.enter("b", 1, 600)
+    with pytest.raises(TooManyRequests, match="wait with 601 tokens, and may have 600"):
+        found.enter("a", 1, 1)
+    found.enter("c", 1, 5000)  # one request alone is let in, as the queue does
+    found.begin("a", 601)
+    found.enter("a", 1, 400)
+
+
+@both_kinds
+async def test_prompts_count_against_their_client_until_their_first_token(serve: Serve, stream: bool) -> None:
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine, max_client_tokens=40, **KEYS)
+    waiting = server.service.clients.waiting
+    body = {"prompt": ["a" * 12, "a" * 16], "stream": stream}
+    async with client_of(server, headers=ALICE) as alice, client_of(server, headers=BOB) as bob:
+        task = asyncio.create_task(alice.post(PATH, json=body))
+        await engine.wait_until(lambda: len(engine.active) == 2)
+        refused = await alice.post(PATH, json={"prompt": "a" * 13})
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "too_many_requests")
+        assert "28 tokens" in error_of(refused)["message"]
+        away = asyncio.create_task(bob.post(PATH, json={"prompt": "a" * 39}))
+        await engine.wait_until(lambda: len(engine.active) == 3)
+        assert sum(waiting.values()) == 67
+        away.cancel()
+        await eventually(lambda: sum(waiting.values()) == 28)
+        engine.release(1)
+        await eventually(lambda: not waiting)
+        assert not task.done()
+        engine.release(100)
+        assert (await task).status_code == 200
+    await eventually(lambda: not server.service.clients.live)
+    assert not waiting
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+        ("2001:db8:1:2::1", "2001:db8:1:2::"),
+        ("fe80::1%eth0", "fe80::"),
+        ("::1", "::"),
+        ("", ""),
+        ("a:socket", "a:socket"),
+    ],
+)
+def test_a_client_is_an_address_or_a_network_of_ipv6(address: str, network: str) -> None:
+    assert network_of(address) == network
