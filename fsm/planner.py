@@ -140,6 +140,7 @@ class Planner:
         decision of its own, which stays when the step is rolled back.
         """
         while True:
+            self._park_overstayed()
             if only is None:
                 self._make_slots()
             self._make_room(only)
@@ -164,6 +165,7 @@ class Planner:
 
         It takes nothing: its blocks are free again when its flight is taken back or `dismissed`.
         """
+        self._park_overstayed()
         size = self.limits.block_size
         num_tokens = min(num_tokens, self.pool.num_available * size)
         if not self.free_slots or not num_tokens:
@@ -218,13 +220,16 @@ class Planner:
             self.release(request)
             self.drop_host(request)
 
-    def _make_slots(self) -> None:
-        """Park who has overstayed, and as many paused requests as there are others in want of a slot."""
+    def _park_overstayed(self) -> None:
+        """Requests whose reader was away for too long while their step was on the device give up what they keep."""
         for request_id in sorted(self.overstayed):
             request = self.running.get(request_id)
             if request is not None and request.state is RequestState.PAUSED:
                 self.preempt(request)
         self.overstayed.clear()
+
+    def _make_slots(self) -> None:
+        """Park as many paused requests as there are others in want of a slot."""
         while self.waiting and not (self.free_slots and len(self.running) < self.max_running):
             paused = next((r for r in self.running.values() if r.state is RequestState.PAUSED), None)
             if paused is None:

@@ -508,14 +508,4 @@ SURVIVORS: dict[str, str] = {
     "and another has to share its prefix in time: one seed in a hundred has the first, and too few have both",
     "a look in turn leaves out one request": "nothing counts the looks that a waiting request gets; with more than 96 "
     "that wait, what was left out is judged by its last look until it is among the 32 oldest",
-    **dict.fromkeys(
-        (
-            "a job that fails counts as lost when the loss before it was",
-            "a loss is forgotten before its window is over",
-        ),
-        "a worker has to be lost again and again, about as often as its window allows: seeds draw that too seldom "
-        "since they have processes; the path of the restart budget in regressions.jsonl finds the first",
-    ),
-    "a spare whose Warm failed is ready": "a spare has to fail in its last job, and to be needed soon afterwards: too "
-    "few seeds have both",
 }

@@ -92,6 +92,13 @@ def freeze_spare(world: World) -> None:
         world.counts["spare frozen"] += 1
 
 
+def hang_spare(world: World, serial: int) -> None:
+    """A spare hangs in its oldest job, and beats all the same."""
+    assert world.processes is not None
+    world.processes.all[serial].is_hung = True
+    world.counts["spare hangs"] += 1
+
+
 def fail_spare_job(world: World, serial: int) -> None:
     """A spare fails its oldest job."""
     assert world.processes is not None

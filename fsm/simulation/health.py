@@ -1,7 +1,8 @@
-"""The watch of `novainfer.fsm.health`, in a world: a process that hangs, in any job, is noticed in time, and no other.
+"""The watch of `novainfer.fsm.health`, in a world: what hangs, in any job, is noticed in time, and nothing else.
 
 A hang is watched from its beginning until it is told, in looks as far apart as a server's. What its deadline is stands
-here once more, in words of its own: which job, whether the process still beats, whether it gets on.
+here once more, in words of its own: which job, whether the process still beats, whether it gets on. A round looks at
+machines that work, for minutes: what moves is never late, and a machine that takes no turns soon is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ STEP_TIMEOUT_S, HEARTBEAT_S = 60.0, 5.0
 DEADLINE_S: dict[type, float] = {Load: 120.0, Fit: 600.0, Warm: 600.0, Switch: 300.0, Reclaim: 30.0, Run: 60.0}
 SPARE_DEADLINE_S = 600.0
 COLD_SILENCE_S = 60.0  # more is borne of a process that is not warm yet
+TURN_S = 2.0  # without a turn
 SLACK_S = 3.0  # the first look counts for nothing, and one that comes late for less than it should
 
 
@@ -55,10 +57,12 @@ class Observer:
         self._watched_s = 0.0  # at least
         self._state: Any = None
         self._entered_s = world.now_s
+        self._num_looks = 0
 
     def look(self) -> bool:
         """One look, `PERIOD_S` after the last; True when the hang has been noticed."""
         hang, world = self._hang, self._world
+        self._num_looks += 1
         verdict = self._watch.look(world.now_s, [self._sighting()])
         late = [late for late in verdict.late if late.actor == hang.actor]
         if late and hang.seconds_per_sign:
@@ -85,4 +89,49 @@ class Observer:
             silent_s = self._silence.look(heard_s, now_s, is_warm=process.is_warm)
         every_s = hang.seconds_per_sign
         signs = int((now_s - self._since_s) / every_s) if every_s else 0
-        return Sighting(hang.actor, state, self._entered_s, None, silent_s, HEARTBEAT_S, signs)
+        num_turns = None if hang.actor == "spare" else self._num_looks  # a machine moves while its process hangs
+        return Sighting(hang.actor, state, self._entered_s, num_turns, silent_s, HEARTBEAT_S, signs)
+
+
+class Rounds:
+    """Watches all machines of `world`. Each takes a turn after each look, but for one that may be frozen."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._watch = Watch(STEP_TIMEOUT_S)
+        self._num_turns = dict.fromkeys(world.machines, 0)
+        self._frozen = ""
+        self._frozen_s = 0.0  # at least
+
+    def freeze(self, name: str) -> None:
+        """This machine takes no turns from now on, unless another one does not already."""
+        self._frozen = self._frozen or name
+
+    def thaw(self) -> None:
+        """All machines take their turns again."""
+        if self._frozen:
+            self._num_turns[self._frozen] += 1
+        self._frozen, self._frozen_s = "", 0.0
+
+    def look(self) -> None:
+        """One look, `PERIOD_S` after the last."""
+        world = self._world
+        entered_s = world.entered_s
+        verdict = self._watch.look(
+            world.now_s,
+            [
+                Sighting(name, machine.state, entered_s.get(name, 0.0), self._num_turns[name])
+                for name, machine in world.machines.items()
+            ],
+        )
+        for late in verdict.late:
+            if (late.actor, late.what) != (self._frozen, "turn"):
+                raise Violation(f"{late.sentence()}, and it moves")
+        if not verdict.late and self._frozen_s > TURN_S + SLACK_S:
+            raise Violation(f"the {self._frozen} takes no turns, and that was not noticed")
+        for name in self._num_turns:
+            self._num_turns[name] += name != self._frozen
+        if verdict.late:
+            self.thaw()
+        elif self._frozen:
+            self._frozen_s += PERIOD_S

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.simulation.crashes import PLAGUES, Plague, crashing_shape
 from novainfer.fsm.simulation.device import NAN_TOKEN, POISONS, VOCAB_SIZE
 from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.simulation.shortage import Shortage, draw_shortage
@@ -43,16 +44,23 @@ class Mix:
         is_uneven: bool = False,
         is_slow: bool = False,
         is_scarce: bool = False,
+        is_crashing: bool = False,
+        is_slow_step: bool = False,
     ) -> None:
         self.rng = rng
         self.is_large = is_large
         self.is_scarce = is_scarce
-        self.is_uneven = is_uneven and not is_large and not is_scarce  # prompts of one token beside others of a hundred
+        self.plague = rng.choice(PLAGUES) if is_crashing else None
+        self.has_slow_steps = is_slow_step  # of seconds, and a watch that looks on
+        is_odd = is_large or is_scarce or is_crashing or is_slow_step
+        self.is_uneven = is_uneven and not is_odd  # prompts of one token beside others of a hundred
         self.lasts = False  # a shortage is over so early that all is well before the world ends
         self._num_prompts = 0
         self.shape = self._large_shape() if is_large else self._scarce_shape() if is_scarce else self._shape()
         if self.is_uneven:
             self.shape = self._uneven_shape()
+        elif self.plague is not None:
+            self.shape = crashing_shape(rng, self.plague, self.shape)
         # The mix of faults is drawn too, log-uniform, often zero: much of one finds more than a little of everything.
         self.rates = {name: 10 ** rng.uniform(-3, -0.3) if rng.random() < 0.4 else 0.0 for name in FAULTS}
         if not self.shape.max_restarts and rng.random() < 0.8:  # such a world ends with the first of these
@@ -91,12 +99,27 @@ class Mix:
             self.rates = {name: rate / 8 for name, rate in self.rates.items()}
             self.hop_s = min(self.hop_s, 1e-4)  # one message at a time: more, and the deadlines of all would pass
 
+        if self.plague is not None:
+            self._be_crashing(self.plague)
+        if is_slow_step:
+            self.rates |= dict.fromkeys(("hang", "overdue", "poison"), 0.0)  # what is late then, is so rightly
+            self.step_s, self.is_watched = 10 ** rng.uniform(-0.3, 0.7), False
+
         self.shortage: Shortage | None = None
         if is_scarce:  # and nothing else goes wrong: what it costs can be counted
             self.shortage = draw_shortage(rng, self.shape, is_brief=self.lasts)
             self.rates = dict.fromkeys(self.rates, 0.0)
             self.is_watched, self.come_up_fails, self.is_brisk = False, False, True
             self.num_clients = self.burst = 60 if self.lasts else 24
+
+    def _be_crashing(self, plague: Plague) -> None:
+        """Few clients, long times between them, and nothing else that goes wrong."""
+        rng = self.rng
+        self.rates = dict.fromkeys(self.rates, 0.0) | {"echo": rng.choice([0.0, 0.1])}
+        self.rates |= {"job": plague.job_odds, "spare_job": plague.spare_odds}
+        self.come_up_fails = self.is_watched = False
+        self.jobs_s = rng.choice(plague.jobs_s)
+        self.num_clients, self.burst, self.burst_gap_s = 12, 4, 10 ** rng.uniform(2.5, 3.5)
 
     def _scarce_shape(self) -> Shape:
         """Long requests, and room for all of them, so that nothing but the shortage makes steps small."""

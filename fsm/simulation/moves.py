@@ -80,7 +80,7 @@ def _has_news(world: World, stream_id: int) -> bool:
 
 
 def _has_job(world: World, *_: Any) -> bool:
-    return bool(world.jobs)
+    return bool(world.jobs) and not (world.processes is not None and world.processes.is_hung)
 
 
 def _has_step(world: World, *_: Any) -> bool:
@@ -92,7 +92,7 @@ def _has_canary(world: World) -> bool:
 
 
 def _has_other_job(world: World) -> bool:
-    return bool(world.jobs) and not isinstance(world.jobs[0], Run)
+    return _has_job(world) and not isinstance(world.jobs[0], Run)
 
 
 def _has_answer_to_job(world: World) -> bool:
@@ -163,7 +163,8 @@ MOVES: dict[str, tuple[Callable[..., None], Callable[..., bool]]] = {
         name: (_of_processes(name), _can(name))
         for name in ("show_death", "reap", "show_life", "spare_job", "stop_link")
     },
-    "fail_spare_job": (faults.fail_spare_job, lambda world, serial: _can("spare_job")(world, serial)),
+    "fail_spare_job": (faults.fail_spare_job, _can("spare_job")),
+    "hang_spare": (faults.hang_spare, _can("spare_job")),
     "roster_timer": (_roster_timer, _has_roster_timer),
     "spare_overdue": (_of_processes("spare_overdue"), _has_processes),
     "echo": (_of_processes("echo"), lambda world, kind: world.processes is not None and kind in world.processes.said),
@@ -186,7 +187,7 @@ def is_possible(world: World, move: Move) -> bool:
 def next_moves(world: World) -> list[Move]:
     """What the machine room can do next: each link's first message, the device's oldest job, any prompt."""
     found: list[Move] = [("deliver", link) for link in world.busy]
-    if world.jobs:
+    if _has_job(world):
         found.append(("finish_job",))
     found += [("encode", stream_id) for stream_id in world.encodings]
     if world.shape.processes and world.processes is not None:

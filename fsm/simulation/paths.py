@@ -149,7 +149,7 @@ def _move(kind: str, *args: Any) -> Move:
 
 
 def _check_if_quiet(world: World, move: Move) -> None:
-    if move[0] == "wait" and not next_moves(world):
+    if move[0] == "wait" and not next_moves(world) and not world.jobs:
         world.checks.quiet()
 
 
@@ -160,6 +160,8 @@ def _finish(world: World) -> None:
             make(world, found[0])
         elif news := world.news():
             make(world, ("read", news[0]))
+        elif world.processes is not None and world.processes.is_hung:
+            make(world, ("give_up",) if world.is_stopped else ("overdue",))
         elif world.timers:
             world.checks.quiet()
             make(world, ("fire_timer", next(iter(world.timers))))

@@ -59,6 +59,7 @@ NEEDED: dict[type, str] = {
     Switch: "Warm",
 }  # what a process must have done before
 
+LIFE_S = 1.0  # for a spare to show that it lives
 MEMORY_BACK_S = 10.0  # after which a process that was killed is not waited for any more
 
 ECHOED = (Alive, Answered, Dying, SpareOverdue)
@@ -187,6 +188,8 @@ class Processes:
         elif isinstance(effect, After):
             if isinstance(effect.event, HoldOver) and effect.delay_s < MEMORY_BACK_S:
                 raise Violation(f"memory that is to be free is waited for {effect.delay_s} s only")
+            if isinstance(effect.event, ProbeOver) and effect.delay_s < LIFE_S:
+                raise Violation(f"a spare has {effect.delay_s} s only to show that it lives")
             self.timers.append(effect.event)
             self._wake("roster_timer", effect.delay_s, effect.event)
         else:
@@ -407,6 +410,11 @@ class Processes:
         return self.roster.spare.serial if self.roster.spare is not None else -1
 
     @property
+    def is_hung(self) -> bool:
+        """Whether the worker's process will never answer: it hung before it took over."""
+        return (real := self.all.get(self._current)) is not None and real.is_hung
+
+    @property
     def is_busy(self) -> bool:
         """True while something is to come from the processes."""
         spares = any(real.gets_on for real in self.all.values())
@@ -439,6 +447,13 @@ class Processes:
         roster = self.roster
         is_gone = spare is not None and roster.spare is not spare and roster.worker is not spare
         is_lost = is_gone and not isinstance(event, Stop | Kill)
+        if (
+            is_lost
+            and isinstance(event, ProbeOver | SpareOverdue)
+            and spare is not None
+            and event.serial != spare.serial
+        ):
+            raise Violation(f"{event}: process {spare.serial} is lost, which has all its time")
         if is_lost and not isinstance(event, StartFailed):
             self._spare_deaths.append(self.world.now_s)
             if self._are_too_many_lost():

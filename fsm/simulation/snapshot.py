@@ -159,6 +159,7 @@ class _Copy(World):
         self.taken = taken
         self.now_s = 0.0
         self.counts = Counter()
+        self.entered_s = {}
         self._trace = self._driver = None
         _read_rest(self, saved.data[-1])
 

@@ -20,8 +20,9 @@ from novainfer.fsm.roster import Find, Open
 from novainfer.fsm.simulation import faults
 from novainfer.fsm.simulation.broken import NO_NUMBER, Broken
 from novainfer.fsm.simulation.clock import Clock
+from novainfer.fsm.simulation.crashes import draw_crashes
 from novainfer.fsm.simulation.device import FULL, POISON_HANG
-from novainfer.fsm.simulation.health import DEADLINE_S, Hang, Observer
+from novainfer.fsm.simulation.health import DEADLINE_S, Hang, Observer, Rounds
 from novainfer.fsm.simulation.mix import PER_EVENT, Mix
 from novainfer.fsm.simulation.moves import MOVES, Move, is_possible
 from novainfer.fsm.simulation.shortage import STEP_DEADLINE_S, Scarcity, Shortage
@@ -33,6 +34,10 @@ LARGE_EVERY = 100  # one seed of so many has thousands of clients
 UNEVEN_EVERY = 9  # has short prompts beside long ones, and much room
 SLOW_EVERY = 11  # has a slow tokenizer, and clients in a hurry
 SCARCE_EVERY = 25  # has a shortage, and no other fault
+CRASHING_EVERY = 12  # loses its processes again and again
+SLOW_STEP_EVERY = 25  # has steps of seconds, and a watch that looks on
+LOOKS_MAX = 1000  # of one round of the watch: four minutes
+FREEZE_ODDS = 0.05  # of each look at which nothing else happens
 TURNS_MAX = 40_000  # a world that has not ended by then never will; so many for each 48 clients
 # Seconds that a job takes, at most; steps have their own.
 JOB_S: dict[type, float] = {
@@ -64,14 +69,17 @@ class Seed:
     def __init__(self, seed: int, *, keeps_path: bool = False, world_type: type[World] = World) -> None:
         self.rng = random.Random(seed)
         is_scarce = seed % SCARCE_EVERY == SCARCE_EVERY - 2
+        is_crashing = seed % CRASHING_EVERY == CRASHING_EVERY - 2 and not is_scarce
         self.mix = Mix(
             self.rng,
             is_large=seed % LARGE_EVERY == LARGE_EVERY - 1,
             is_uneven=seed % UNEVEN_EVERY == UNEVEN_EVERY - 1,
             is_slow=seed % SLOW_EVERY == SLOW_EVERY - 1 and not is_scarce,
             is_scarce=is_scarce,
+            is_crashing=is_crashing,
+            is_slow_step=seed % SLOW_STEP_EVERY == SLOW_STEP_EVERY // 3 and not is_crashing,
         )
-        self._broken = Broken(seed, may_be=not is_scarce)
+        self._broken = Broken(seed, may_be=not is_scarce and not is_crashing)
         self.mix.shape = self._broken.shape(self.mix.shape)
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()
@@ -94,9 +102,16 @@ class Seed:
             self.world.audit.scarcity = Scarcity(self.world, self.mix.shortage)
         self._arrivals = self.mix.num_clients
         self._expect_client(0.0 if self.rng.random() < 0.02 else 60.0)
-        if not self.mix.is_scarce:
+        if not self.mix.is_scarce and not is_crashing:
             self._plan_agenda()
-        self._spells = self._draw_spells()
+        if self.mix.plague is not None:
+            until_s = 60 + self.mix.num_clients // self.mix.burst * self.mix.burst_gap_s
+            for at_s, kind in draw_crashes(self.rng, self.mix.plague, self.mix.shape, 15.0, until_s):
+                self._after(at_s, self._crash, kind)
+        if self.mix.has_slow_steps:
+            for _ in range(3):
+                self._after(self._moment_s(), self._go_round, Rounds(self.world), LOOKS_MAX)
+        self._spells = [] if is_crashing else self._draw_spells()
         self._stop_in = self._plan_stop(seed)  # the roster's state in which all is stopped
 
     # ---- the loop ------------------------------------------------------------------------------------------------
@@ -255,8 +270,8 @@ class Seed:
         """Whether a job that is no step never ends, or takes hours: where there is a watch to notice it."""
         kind, draw = type(job), self.rng.random
         processes = self.world.processes
-        if processes is not None and (real := processes.all.get(processes.current)) is not None and real.is_hung:
-            self._is_hung = True  # it was hung when it took over
+        if processes is not None and processes.is_hung:
+            self._is_hung = True
             self._observe(Hang("worker", kind, is_silent=False, is_cold=True))
             return True
         may_hang = self.mix.is_watched and self._rates["hang"] and kind in DEADLINE_S and not self.world.is_stopped
@@ -296,6 +311,22 @@ class Seed:
             if world.busy or self.clock.is_due(world.now_s + PERIOD_S):
                 self._after(PERIOD_S, self._look, observer, hang, number)
                 return
+            world.now_s += PERIOD_S
+
+    def _go_round(self, rounds: Rounds, looks: int) -> None:
+        """Look at all machines, so many times; where all rests, one of them may take no turns for a while."""
+        world, rng = self.world, self.rng
+        for look in range(looks, 0, -1):
+            if world.is_stopped:
+                return
+            rounds.look()
+            if world.busy or self.clock.is_due(world.now_s + PERIOD_S):
+                rounds.thaw()
+                self._after(PERIOD_S, self._go_round, rounds, look - 1)
+                return
+            if rng.random() < FREEZE_ODDS:
+                world.counts["an actor that takes no turns"] += 1
+                rounds.freeze(rng.choice(sorted(world.machines)))
             world.now_s += PERIOD_S
 
     def _fate(self, job: Run) -> str | Fault:
@@ -383,7 +414,8 @@ class Seed:
             return
         if kind == "spare_job" and self._spare_hangs(*args):
             return
-        fails = kind == "spare_job" and self._rates["job"] and self.rng.random() < self._rates["job"]
+        odds = self._rates.get("spare_job", self._rates["job"]) if kind == "spare_job" else 0.0
+        fails = odds and self.rng.random() < odds
         self._make("fail_spare_job" if fails else kind, *args)
 
     def _spare_hangs(self, serial: int) -> bool:
@@ -394,8 +426,7 @@ class Seed:
         may_hang = self.mix.is_watched and self._rates["hang"] and isinstance(real.jobs[0], Load | Fit | Warm)
         if not may_hang or world.is_stopped or serial != processes.spare or self.rng.random() >= SPARE_HANG_ODDS:
             return False
-        real.is_hung = True
-        world.counts["spare hangs"] += 1
+        self._make("hang_spare", serial)
         self._observe(Hang("spare", type(real.jobs[0]), is_silent=False, is_cold=True))
         return True
 
@@ -543,6 +574,10 @@ class Seed:
         world = self.world
         if world.processes is not None and (real := world.processes.all.get(world.processes.spare)) and real.is_frozen:
             self._make("spare_overdue")
+
+    def _crash(self, kind: str) -> None:
+        if self.world.has_begun and not self._is_healed:
+            self._make(kind)
 
     def _do_overdue(self) -> None:
         if self.world.has_begun:

@@ -349,10 +349,6 @@ NOT_FOUND = frozenset(
         "a short request waits for the prefix of a long one, and not the other way round",
         "what is cached counts as work when a prefix is waited for",
         "the look in turn goes on by one request a step",
-        "three spares lost in all are three too many",
-        "the timer of an older probe ends the next spare",
-        "a state that was left and entered again counts as one",
-        "turns are counted from the first look on",
         "what was swapped out in another mode is shared when it is back",
     ]
 )

@@ -171,6 +171,7 @@ class World:
         self.scheduler.watch(self.taken)
         self.worker = Worker(RestartPolicy(max_restarts=shape.max_restarts, window_s=shape.restart_window_s))
         self.now_s = 0.0
+        self.entered_s: dict[str, float] = {}  # when each machine has come into its state
         self.slept_s = 0.0  # of that: what the watch did not see
         self.links: dict[Link, deque[Any]] = {}
         self.busy: list[Link] = []  # links with messages
@@ -256,6 +257,8 @@ class World:
         is_watched_gate = name == "gate" and self.looks_closely
         queued = set(self.gate.queued) if is_watched_gate else set()
         effects = machine.handle(event)
+        if machine.state is not before:
+            self.entered_s[name] = self.now_s
         if is_watched_gate:
             check_gate(self, queued, event, effects)
         elif name == "streams":

@@ -111,3 +111,35 @@ def test_a_paused_request_whose_worker_was_lost_needs_no_more_room_than_others()
     bench.lose()
     bench.recover()
     assert bench.request(request_id).num_preemptions == 0
+
+
+@pytest.mark.parametrize("outcome", ["goes well", "fails"])
+def test_a_paused_request_that_has_overstayed_is_parked_after_its_step_whatever_the_step_did(outcome):
+    bench = Bench(max_num_seqs=3)
+    paused = pause_one(bench, pause=False)
+    for token in (5, 6):
+        bench.submit([token], max_tokens=40)
+    bench.step()
+    bench.tell(PauseRequest(paused))  # its step is on the device
+    bench.tell(KeepOver(paused, 1))
+    assert bench.request(paused).blocks
+    if outcome == "fails":
+        bench.fail()  # only a part of its requests is tried next
+        assert len(bench.rows()) == 1
+    else:
+        bench.step()
+    assert not bench.request(paused).blocks
+    assert bench.request(paused).slot < 0
+
+
+def test_a_paused_request_that_has_overstayed_is_parked_before_a_canary():
+    bench = Bench(max_num_seqs=3, modes=("full", "plain"))
+    request_id = pause_one(bench, pause=False)
+    bench.fail()
+    assert bench.rows() == {request_id: 1}  # it is tried once more
+    bench.tell(PauseRequest(request_id))
+    bench.tell(KeepOver(request_id, 1))
+    bench.fail()
+    assert bench.scheduler.trouble.trial is not None
+    assert bench.plan is not None
+    assert not bench.request(request_id).blocks

@@ -3,9 +3,12 @@ from pathlib import Path as FilePath
 import pytest
 
 from novainfer.fsm.simulation.bugs import MUTANTS
+from novainfer.fsm.simulation.moves import is_possible, make
 from novainfer.fsm.simulation.mutants import planted
-from novainfer.fsm.simulation.paths import condense, explain, from_line, path_of, replay, shorten, to_line
+from novainfer.fsm.simulation.paths import Path, condense, explain, from_line, path_of, replay, shorten, to_line
 from novainfer.fsm.simulation.report import run_seeds
+from novainfer.fsm.simulation.swarm import Seed
+from novainfer.fsm.simulation.world import World
 
 LINES = FilePath(__file__).with_name("regressions.jsonl").read_text().splitlines()
 PATHS = [pytest.param(from_line(line), id=f"{at}: {from_line(line).bug or 'fixed'}") for at, line in enumerate(LINES)]
@@ -38,3 +41,22 @@ def test_a_seed_that_fails_gives_a_path_that_can_be_cut_kept_and_read():
 
 def test_a_seed_that_passes_gives_no_path():
     assert path_of(0) is None
+
+
+def test_a_spare_that_hangs_does_so_again_when_the_path_is_made_again():
+    drawn = next(d for d in (Seed(seed, keeps_path=True) for seed in range(300)) if hangs_a_spare(d))
+    assert drawn.path is not None
+    world = World(drawn.mix.shape)
+    for move in drawn.path:
+        make(world, move)
+        if move[0] == "hang_spare":
+            break
+    assert not is_possible(world, ("spare_job", move[1]))
+    assert replay(Path(violation="", shape=drawn.mix.shape, moves=drawn.path)) is None
+
+
+def hangs_a_spare(drawn: Seed) -> bool:
+    if not drawn.mix.shape.warm_spare:
+        return False
+    drawn.run()
+    return bool(drawn.world.counts["spare hangs"])
