@@ -16,6 +16,7 @@ from novainfer.fsm.simulation.ledger import Ledger
 from novainfer.fsm.simulation.leftovers import check_empty, check_known
 from novainfer.fsm.simulation.rungs import Rungs
 from novainfer.fsm.simulation.shortage import Scarcity
+from novainfer.fsm.simulation.sizes import Sizes
 from novainfer.fsm.simulation.turns import Turns
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Audit:
         self.counts = Counts(world)
         self.degraded = Degraded(world)
         self.rungs = Rungs(world)
+        self.sizes = Sizes(world)
         self.scarcity: Scarcity | None = None  # where a shortage is all that goes wrong
         self._num_ended = 0  # requests, when leftovers were last looked for
 
@@ -41,6 +43,7 @@ class Audit:
         """The scheduler is about to handle `event`."""
         self.blame.before(event)
         self.rungs.before(event)
+        self.sizes.before()
         if self.scarcity is not None:
             self.scarcity.before()
         self.turns.before(event)
@@ -53,6 +56,7 @@ class Audit:
         self.blame.after(event, effects)
         self.ledger.after(event, effects)
         self.rungs.after(event)
+        self.sizes.after(event, effects)
         if self.scarcity is not None:
             self.scarcity.scheduled(event, effects)
         self.turns.after(event, is_restricted=self.blame.is_restricted)

@@ -133,10 +133,9 @@ class Rungs:
             self._trouble_s = world.now_s
         if not (is_there and may_go):
             return self._mode
+        self._settle()
         if self._up_s is not None:
-            ends_s = self._up_s + self._quiet_s
-            self._is_blind |= abs(world.now_s - ends_s) < SLACK_S
-            self._times = min(2 * self._times, QUIET_TIMES_MAX) if world.now_s < ends_s else 1
+            self._times = min(2 * self._times, QUIET_TIMES_MAX)
             self._up_s = None
         return mode
 
@@ -145,11 +144,20 @@ class Rungs:
         if flight.mode != self._mode:  # the ladder has left that mode meanwhile
             return self._mode
         self._trouble_s = self._world.now_s
+        self._settle()
         if flight.mode != FULL:
             self._left_out.add(flight.mode)
         elif self._up_s is not None:
             self._up_s = inf  # it never came up, and no quiet time is over there
         return self._ran_in
+
+    def _settle(self) -> None:
+        """A quiet time without trouble is over up there, if it is."""
+        if self._up_s is not None:
+            over_s = self._world.now_s - self._up_s - self._quiet_s
+            self._is_blind |= abs(over_s) < SLACK_S
+            if over_s >= 0:
+                self._times, self._up_s = 1, None
 
     def _came_up(self) -> None:
         now_s, since_s = self._world.now_s, self._trouble_s

@@ -340,9 +340,6 @@ PROCESSES = [
 # Not found within ten CPU seconds of a hunt: no account speaks of these, or what they need is drawn too seldom.
 NOT_FOUND = frozenset(
     [
-        "only the last of the falls that one request caused is taken back",
-        "patience is not begun again when the limit changes",
-        "steps stay small when the canary has convicted a request",
         "a step is slow only when it took its whole deadline",
         "how many tokens fit in a time is told by the number of requests",
         "work shrinks while a prompt is computed",

@@ -1,0 +1,93 @@
+"""How much a step may hold, by an account of its own: when that grows, and what becomes of it when a request is blamed.
+
+The words are those of docs/reliability.md ("Who is blamed", 8) and of `allowance`, for requests and for prompt tokens
+each:
+
+    more         once something was too much, `FIRST_TRY` good steps come before each growth
+    as before    when a request ends with the error of its step, a step may hold what it might before the first of the
+                 falls that came with fewer than `FIRST_TRY` good steps between them: those were for its sake
+
+What a lasting shortage costs is counted in `shortage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from novainfer.fsm.events import Batch, MakeBatch, Outputs, StepDone
+from novainfer.fsm.machine import Effect, Send
+from novainfer.fsm.simulation.oracle import Violation
+
+if TYPE_CHECKING:
+    from novainfer.fsm.draft import Flight
+    from novainfer.fsm.simulation.world import World
+
+FIRST_TRY = 64  # good steps
+
+
+class _Limit:
+    """One limit: how it moved, and what it was before the falls of late."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._num_good = 0  # steps since it moved
+        self._has_fallen = False
+        self._before: tuple[int, bool] | None = None  # the limit, and whether it had fallen, before the falls of late
+
+    def moved(self, was: int, now: int, *, is_good: bool, is_blamed: bool) -> None:
+        """An event was handled; `is_good`: of a good step, `is_blamed`: a request ended for its failures."""
+        self._num_good += is_good
+        if self._num_good >= FIRST_TRY:
+            self._before = None
+        if is_blamed:
+            if self._before is not None:
+                before, self._has_fallen = self._before
+                self._before = None
+                if now < before:
+                    raise Violation(
+                        f"a request was to blame, and steps may hold {now} {self._name} now, {before} before"
+                    )
+        elif now < was:
+            self._before = self._before or (was, self._has_fallen)
+            self._has_fallen = True
+            self._num_good = 0
+        elif now > was:
+            if self._has_fallen and self._num_good < FIRST_TRY:
+                raise Violation(f"steps may hold {now} {self._name} and not {was}, after {self._num_good} good steps")
+            self._num_good = 0
+
+
+class Sizes:
+    """The account of one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._limits = _Limit("requests"), _Limit("prompt tokens")
+        self._before = 0, 0
+        self._flight: Flight | None = None
+
+    def before(self) -> None:
+        """The scheduler is about to handle an event."""
+        self._flight = self._world.scheduler.flight
+        self._before = self._now()
+
+    def after(self, event: Any, effects: Sequence[Effect]) -> None:
+        """The scheduler has handled `event`."""
+        outcome = event.outcome if isinstance(event, MakeBatch) else None
+        is_good = isinstance(outcome, StepDone) and self._flight is not None and not self._flight.canary
+        is_blamed = not is_good and any(map(_is_blame, effects))  # a good step without a number is no step too large
+        for limit, was, now in zip(self._limits, self._before, self._now(), strict=True):
+            limit.moved(was, now, is_good=is_good, is_blamed=is_blamed)
+
+    def _now(self) -> tuple[int, int]:
+        scheduler = self._world.scheduler
+        return scheduler.planner.max_running, scheduler.trouble.chunk
+
+
+def _is_blame(effect: Effect) -> bool:
+    """Whether it ends a request for its failures."""
+    if not isinstance(effect, Send) or not isinstance(effect.event, Batch | Outputs):
+        return False
+    ends = [output.end for output in effect.event.outputs if output.end is not None]
+    return any(end.error is not None and end.code == "step_failed" for end in ends)
