@@ -30,6 +30,14 @@ AT_MOST = {
     "max_restarts": 1 << 20,
     "swap_space_gib": 1 << 20,
 }
+# Below these a healthy engine ends its own work, and the first look at a setting is a reader's or a worker's end.
+AT_LEAST_S = {
+    "step_timeout_s": (1.0, "steps of a healthy worker would count as hung"),
+    "heartbeat_timeout_s": (1.0, "a process that waits for its turn on a busy machine would count as lost"),
+    "restart_window_s": (1.0, "no losses would come within it, and no number of them would be too many"),
+    "ladder_quiet_s": (0.1, "a mode would be left after a step or two"),
+    "stall_timeout_s": (0.05, "a reader that falls behind once would end"),
+}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,12 +125,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if value is not None and value > most:
                 raise InvalidParameter(f"{name} must be at most {most}, not {value}", param=name)
-        durations = ("step_timeout_s", "heartbeat_timeout_s", "restart_window_s", "ladder_quiet_s", "stall_timeout_s")
-        for name in durations:
+        for name in AT_LEAST_S:
             value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise InvalidParameter(f"{name} must be more than 0 seconds, not {value}", param=name)
-        for name in (*durations, "stall_keep_s"):
+            least, why = AT_LEAST_S[name]
+            if not least <= value < math.inf:
+                raise InvalidParameter(f"{name} must be at least {least:g} s, not {value}: {why}", param=name)
+        for name in (*AT_LEAST_S, "stall_keep_s"):
             if (value := getattr(self, name)) > DURATION_S_MAX:
                 raise InvalidParameter(f"{name} must be at most {DURATION_S_MAX:.0f} seconds, not {value}", param=name)
         if self.warm_spare and self.worker != "process":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from novainfer import (
     NovaInferError,
     SamplingParams,
 )
+from novainfer.fsm.params import is_unicode
 from novainfer.server.cli_options import API_KEY_VARIABLES, engine_config, engine_options, set_up_logging
 from novainfer.server.cli_serve import make_engine
 from novainfer.server.flags import Grouped, flag
@@ -175,26 +177,36 @@ def _error_of(status: int, body: bytes) -> NovaInferError:
         return NovaInferError(f"the server answered {status}")
 
 
-def converse(partner: Partner, system: str | None, given: Given) -> None:
-    """Read questions and write answers until the end of input, /exit, or Ctrl-C at an empty prompt."""
+def converse(partner: Partner, system: str | None, given: Given) -> int:
+    """Read questions and write answers until the end of input, /exit, or Ctrl-C at an empty prompt.
+
+    Returns the exit code: 1 when a question that was not typed at a terminal has no answer.
+    """
     is_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is no text is told, with its line
     if is_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  # gives input() its history and line editing
         click.echo(f"{partner.name}. {HELP}", err=True)
     beginning: Messages = [{"role": "system", "content": system}] if system else []
     messages = list(beginning)
+    num_lines = num_failed = 0
     while True:
         try:
             question = input(PROMPT if is_terminal else "").strip()
+            num_lines += 1
         except EOFError:
-            return
+            break
         except KeyboardInterrupt:
             click.echo(err=True)
-            return
+            break
         if question in ("/exit", "/quit"):
-            return
-        if question == "/reset":
+            break
+        if not is_unicode(question):
+            click.echo(f"Error: line {num_lines} of the input is not valid UTF-8, and was left out", err=True)
+            num_failed += 1
+        elif question == "/reset":
             messages = list(beginning)
             click.echo("(forgotten)", err=True)
         elif question.startswith("/"):
@@ -204,8 +216,10 @@ def converse(partner: Partner, system: str | None, given: Given) -> None:
             answer = _say(partner, messages, given)
             if answer is None:
                 messages.pop()  # it was refused: the conversation goes on without it
+                num_failed += 1
             else:
                 messages.append({"role": "assistant", "content": answer})
+    return 1 if num_failed and not is_terminal else 0
 
 
 def _say(partner: Partner, messages: Messages, given: Given) -> str | None:
@@ -252,17 +266,18 @@ def _say(partner: Partner, messages: Messages, given: Given) -> str | None:
 )
 @flag(TALK, "--max-tokens", type=int, help="Longest answer in tokens. [default: what the context holds]")
 @click.pass_context
-def chat(ctx: click.Context, /, **options: Any) -> None:
+def chat(ctx: click.Context, /, **options: Any) -> int:
     """Talk to MODEL (a folder, a hub name, or the demo model), or to a running server with --url."""
     given = {name: options[name] for name in ("temperature", "top_p", "max_tokens") if options[name] is not None}
     SamplingParams(**given)  # says what is wrong before anything is loaded
+    if not is_unicode(options["system"] or ""):
+        raise InvalidParameter("system must be valid UTF-8", param="system")
     if options["log_level"] == "info":
         options["log_level"] = "warning"  # a conversation is no place for log lines
     set_up_logging(options)
     config = engine_config(ctx, options)
     if options["url"]:
         model = options["served_model_name"] or options["model_argument"] or options["model"]
-        converse(RemoteServer(options["url"], options["api_key"], model), options["system"], given)
-    else:
-        with LocalModel(config) as partner:
-            converse(partner, options["system"], given)
+        return converse(RemoteServer(options["url"], options["api_key"], model), options["system"], given)
+    with LocalModel(config) as partner:
+        return converse(partner, options["system"], given)

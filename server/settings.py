@@ -12,6 +12,7 @@ from novainfer.fsm.params import DURATION_S_MAX
 BODY_BYTES_MIN = 1_000_000  # a long chat history; grows with the model's context (`body_bytes_max`)
 HTTP2_STREAMS_MAX = 2**31 - 1  # a connection has no more stream ids
 BODY_BYTES_PER_TOKEN = 16  # an English token is 4 bytes of text, or up to 9 as a number in a JSON list
+KEEP_ALIVE_INTERVAL_S_MIN = 0.01  # below it, a stream that waits does nothing else
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +62,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("sse_keep_alive_interval_s", "shutdown_timeout_s"):
             if not getattr(self, name) >= 0:
                 raise InvalidParameter(f"{name} must be at least 0 seconds", param=name)
+        if 0 < self.sse_keep_alive_interval_s < KEEP_ALIVE_INTERVAL_S_MIN:
+            what = (
+                f"sse_keep_alive_interval_s must be 0, which is none, or at least {KEEP_ALIVE_INTERVAL_S_MIN:g} seconds"
+            )
+            raise InvalidParameter(f"{what}, not {self.sse_keep_alive_interval_s}", param="sse_keep_alive_interval_s")
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if name.endswith("_s") and value > DURATION_S_MAX:

@@ -53,7 +53,7 @@ BAD_CONFIG: list[tuple[str, Any]] = [
     *[
         (name, value)
         for name in ("step_timeout_s", "heartbeat_timeout_s", "restart_window_s", "ladder_quiet_s", "stall_timeout_s")
-        for value in (0, -1, float("nan"), float("inf"), 1e300, "8")
+        for value in (0, -1, 1e-9, 0.04, float("nan"), float("inf"), 1e300, "8")
     ],
     ("stall_keep_s", 1e300),  # loops lose count of timers that are set for centuries
     ("model", "a\0b"),  # no system has such a file

@@ -221,7 +221,10 @@ WRONG: list[tuple[list[str], str]] = [
     (["--admin-key", ""], "--admin-key"),
     (["--worker", "cluster"], "--worker"),
     (["--worker", "thread", "--warm-spare"], "--warm-spare needs"),
-    (["--step-timeout", "0"], "--step-timeout must be more than 0 seconds, not 0.0"),
+    (["--step-timeout", "0"], "--step-timeout must be at least 1 s, not 0.0: steps of a healthy worker would"),
+    (["--step-timeout", "1e-9"], "--step-timeout must be at least 1 s, not 1e-09"),
+    (["--heartbeat-timeout", "0.2"], "--heartbeat-timeout must be at least 1 s, not 0.2: a process that waits"),
+    (["--sse-keep-alive-interval", "1e-9"], "--sse-keep-alive-interval must be 0, which is none, or at least 0.01"),
     (["--max-restarts", "-1"], "--max-restarts must be at least 0, not -1"),
     (["--step-timeout", "1e300"], "--step-timeout must be at most 31622400 seconds, not 1e+300"),
     (["--stall-timeout", "1e300"], "--stall-timeout must be at most 31622400 seconds"),
@@ -378,10 +381,20 @@ def test_every_option_has_a_hyphenated_name_and_no_double() -> None:
         assert not any("_" in name for name in names)
 
 
-def chat_with(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, text: str, *argv: str) -> None:
+class Terminal(io.StringIO):
+    """What is typed."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def chat_with(
+    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, text: str | bytes, *argv: str, exit_code: int = 0
+) -> None:
     monkeypatch.setattr(cli_chat, "make_engine", lambda config: engine)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    assert main(["chat", *argv]) == 0
+    piped = io.StringIO(text) if isinstance(text, str) else io.TextIOWrapper(io.BytesIO(text), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", piped)
+    assert main(["chat", *argv]) == exit_code
 
 
 def test_chat_remembers_until_told_to_forget(
@@ -412,7 +425,7 @@ def test_chat_says_what_to_do_when_the_context_is_full(
 ) -> None:
     engine = FakeEngine()
     engine.fail_at, engine.failure = 0, ContextLengthExceeded("This model's maximum context length is 64 tokens")
-    chat_with(monkeypatch, engine, "one\n")
+    chat_with(monkeypatch, engine, "one\n", exit_code=1)
     full = "/reset forgets the conversation and makes room."
     assert capsys.readouterr().err == f"Error: This model's maximum context length is 64 tokens. {full}\n"
     engine = FakeEngine()
@@ -423,10 +436,31 @@ def test_chat_says_what_to_do_when_the_context_is_full(
 def test_chat_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     engine = FakeEngine()
     engine.overloaded = True
-    chat_with(monkeypatch, engine, "one\ntwo\n")
+    chat_with(monkeypatch, engine, "one\ntwo\n", exit_code=1)
     out, err = capsys.readouterr()
     assert out == ""
     assert err == "Error: The queue is full\n" * 2
+
+
+def test_chat_names_the_line_of_its_input_that_is_no_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine()
+    chat_with(monkeypatch, engine, b"one\n\nt\xffwo\nthr\xc3\xa9e\n", exit_code=1)
+    out, err = capsys.readouterr()
+    assert out == "Hello, world!\n" * 2
+    assert err == "Error: line 3 of the input is not valid UTF-8, and was left out\n"
+    assert engine.seen[1][0].messages[-1] == {"role": "user", "content": "thr\u00e9e"}
+    assert main(["chat", "--system", "\udcff"]) == 2
+    assert capsys.readouterr().err == "Error: --system must be valid UTF-8\n"
+
+
+def test_a_question_at_a_terminal_that_fails_is_no_failure_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    engine.overloaded = True
+    monkeypatch.setattr(cli_chat, "make_engine", lambda config: engine)
+    monkeypatch.setattr(sys, "stdin", Terminal("one\n"))
+    assert main(["chat"]) == 0
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(
