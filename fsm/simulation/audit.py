@@ -14,6 +14,7 @@ from novainfer.fsm.simulation.deadlines import Deadlines
 from novainfer.fsm.simulation.degraded import Degraded
 from novainfer.fsm.simulation.ledger import Ledger
 from novainfer.fsm.simulation.leftovers import check_empty, check_known
+from novainfer.fsm.simulation.order import Order
 from novainfer.fsm.simulation.rungs import Rungs
 from novainfer.fsm.simulation.shortage import Scarcity
 from novainfer.fsm.simulation.sizes import Sizes
@@ -31,6 +32,7 @@ class Audit:
         self.deadlines = Deadlines(world)
         self.blame = Blame(world)
         self.turns = Turns(world)
+        self.order = Order(world, self.turns.has_blocks_for_all)
         self.ledger = Ledger(world)
         self.counts = Counts(world)
         self.degraded = Degraded(world)
@@ -47,6 +49,7 @@ class Audit:
         if self.scarcity is not None:
             self.scarcity.before()
         self.turns.before(event)
+        self.order.before(event)
         self.degraded.before(event)
         if isinstance(event, KeepOver):
             self.deadlines.keep_over(event)
@@ -60,6 +63,7 @@ class Audit:
         if self.scarcity is not None:
             self.scarcity.scheduled(event, effects)
         self.turns.after(event, is_restricted=self.blame.is_restricted)
+        self.order.after(event, is_restricted=self.blame.is_restricted)
         if isinstance(event, PauseRequest):
             self.deadlines.paused(self._world.scheduler.requests.get(event.request_id))
         elif isinstance(event, KeepOver):

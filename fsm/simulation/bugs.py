@@ -506,6 +506,4 @@ SURVIVORS: dict[str, str] = {
     "epoch is compared as well, because a scheduler that is restarted might count from the beginning",
     "what was swapped in one mode is shared in another": "a request has to wait on the host while the mode changes, "
     "and another has to share its prefix in time: one seed in a hundred has the first, and too few have both",
-    "a look in turn leaves out one request": "nothing counts the looks that a waiting request gets; with more than 96 "
-    "that wait, what was left out is judged by its last look until it is among the 32 oldest",
 }

@@ -10,6 +10,7 @@ import msgspec
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.simulation.crashes import PLAGUES, Plague, crashing_shape
 from novainfer.fsm.simulation.device import NAN_TOKEN, POISONS, VOCAB_SIZE
+from novainfer.fsm.simulation.kin import Kin
 from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.simulation.shortage import Shortage, draw_shortage
 
@@ -46,8 +47,10 @@ class Mix:
         is_scarce: bool = False,
         is_crashing: bool = False,
         is_slow_step: bool = False,
+        kin: Kin | None = None,
     ) -> None:
         self.rng = rng
+        self.kin = kin
         self.is_large = is_large
         self.is_scarce = is_scarce
         self.plague = rng.choice(PLAGUES) if is_crashing else None
@@ -61,6 +64,8 @@ class Mix:
             self.shape = self._uneven_shape()
         elif self.plague is not None:
             self.shape = crashing_shape(rng, self.plague, self.shape)
+        if kin is not None:
+            self.shape = kin.shape(self.shape)
         # The mix of faults is drawn too, log-uniform, often zero: much of one finds more than a little of everything.
         self.rates = {name: 10 ** rng.uniform(-3, -0.3) if rng.random() < 0.4 else 0.0 for name in FAULTS}
         if not self.shape.max_restarts and rng.random() < 0.8:  # such a world ends with the first of these
@@ -105,6 +110,10 @@ class Mix:
             self.rates |= dict.fromkeys(("hang", "overdue", "poison"), 0.0)  # what is late then, is so rightly
             self.step_s, self.is_watched = 10 ** rng.uniform(-0.3, 0.7), False
 
+        if kin is not None and kin.is_crowd:
+            self.num_clients = self.burst = kin.num_clients
+            self.rates = {name: rate / 32 for name, rate in self.rates.items()}
+            self.hop_s = min(self.hop_s, 1e-4)
         self.shortage: Shortage | None = None
         if is_scarce:  # and nothing else goes wrong: what it costs can be counted
             self.shortage = draw_shortage(rng, self.shape, is_brief=self.lasts)
@@ -212,7 +221,7 @@ class Mix:
     def arrival_gap_s(self, num_arrived: int) -> float:
         """From one client to the next: they come in bursts."""
         if num_arrived % self.burst:
-            if self.is_large:
+            if self.is_large or (self.kin is not None and self.kin.is_crowd):
                 return self.hop_s * self.rng.random()
             return self.rng.random() * 2 * self.step_s
         return self.burst_gap_s * (0.5 + self.rng.random())
@@ -230,6 +239,8 @@ class Mix:
     def prompt(self) -> str | list[int]:
         """What a client asks for: short, long, empty; half of them begin alike."""
         rng = self.rng
+        if self.kin is not None:
+            return self.kin.prompt()
         length = rng.choice([1, 2, 3, 5, 8]) if rng.random() < 0.97 else rng.choice([0, self.shape.context_len])
         if self.is_uneven:
             length = rng.choice([rng.randint(1, 8), rng.randint(1, 8), rng.randint(30, 100)])
@@ -275,6 +286,8 @@ class Mix:
 
     def params(self) -> SamplingParams:
         """How a client wants it."""
+        if self.kin is not None and self.kin.is_crowd:
+            return self.kin.params()
         rng, draw = self.rng, self.rng.random
         adorned = self._adorned() if self.is_adorned and draw() < self.is_adorned else {}
         some = adorned.get("allowed_token_ids", range(VOCAB_SIZE))  # where all of them stop, none can be banned

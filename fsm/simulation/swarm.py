@@ -23,6 +23,7 @@ from novainfer.fsm.simulation.clock import Clock
 from novainfer.fsm.simulation.crashes import draw_crashes
 from novainfer.fsm.simulation.device import FULL, POISON_HANG
 from novainfer.fsm.simulation.health import DEADLINE_S, Hang, Observer, Rounds
+from novainfer.fsm.simulation.kin import Kin
 from novainfer.fsm.simulation.mix import PER_EVENT, Mix
 from novainfer.fsm.simulation.moves import MOVES, Move, is_possible
 from novainfer.fsm.simulation.shortage import STEP_DEADLINE_S, Scarcity, Shortage
@@ -31,7 +32,8 @@ from novainfer.fsm.simulation.world import TO_WORKER, Timer, World
 STOPPED_EVERY = 8  # one seed of so many stops while its processes do something rare
 STOPPED_IN = ("SPARED", "PROBING", "NEW", "SPARED", "PROBING", "EMPTY", "FINDING", "PROBING", "HOLDING")
 LARGE_EVERY = 100  # one seed of so many has thousands of clients
-UNEVEN_EVERY = 9  # has short prompts beside long ones, and much room
+UNEVEN_EVERY = 9  # has short prompts beside long ones, and much room; in every other of these many begin alike
+CROWD_EVERY = 50  # has more that wait than a step looks at
 SLOW_EVERY = 11  # has a slow tokenizer, and clients in a hurry
 SCARCE_EVERY = 25  # has a shortage, and no other fault
 CRASHING_EVERY = 12  # loses its processes again and again
@@ -70,6 +72,8 @@ class Seed:
         self.rng = random.Random(seed)
         is_scarce = seed % SCARCE_EVERY == SCARCE_EVERY - 2
         is_crashing = seed % CRASHING_EVERY == CRASHING_EVERY - 2 and not is_scarce
+        is_slow_step = seed % SLOW_STEP_EVERY == SLOW_STEP_EVERY // 3 and not is_crashing
+        kin = None if is_scarce or is_crashing or is_slow_step else draw_kin(seed)
         self.mix = Mix(
             self.rng,
             is_large=seed % LARGE_EVERY == LARGE_EVERY - 1,
@@ -77,7 +81,8 @@ class Seed:
             is_slow=seed % SLOW_EVERY == SLOW_EVERY - 1 and not is_scarce,
             is_scarce=is_scarce,
             is_crashing=is_crashing,
-            is_slow_step=seed % SLOW_STEP_EVERY == SLOW_STEP_EVERY // 3 and not is_crashing,
+            is_slow_step=is_slow_step,
+            kin=kin,
         )
         self._broken = Broken(seed, may_be=not is_scarce and not is_crashing)
         self.mix.shape = self._broken.shape(self.mix.shape)
@@ -582,6 +587,18 @@ class Seed:
     def _do_overdue(self) -> None:
         if self.world.has_begun:
             self._make("overdue")
+
+
+def is_crowd(seed: int) -> bool:
+    """Whether so many clients come to this seed's world that a step does not look at all who wait."""
+    return seed % CROWD_EVERY == CROWD_EVERY // 2 + 1
+
+
+def draw_kin(seed: int) -> Kin | None:
+    """What a world has in which many prompts begin alike, if this seed's is one."""
+    is_uneven = seed % UNEVEN_EVERY == UNEVEN_EVERY - 1 and seed // UNEVEN_EVERY % 2 == 1
+    is_large = seed % LARGE_EVERY == LARGE_EVERY - 1
+    return Kin(seed, is_crowd=is_crowd(seed)) if (is_crowd(seed) or is_uneven) and not is_large else None
 
 
 def run_seed(seed: int) -> tuple[World, str]:

@@ -196,7 +196,7 @@ class Turns:
         planner = self._world.scheduler.planner
         everybody = [*planner.running.values(), *planner.waiting]
         has_slots = planner.free_slots and planner.max_running >= self._world.shape.max_num_seqs
-        if has_slots and not self._world.is_large and self._has_blocks_for_all(everybody):
+        if has_slots and not self._world.is_large and self.has_blocks_for_all(everybody):
             raise Violation(f"request {victim.request_id} is preempted, and there are blocks and slots for all")
         if is_restricted:
             return
@@ -266,7 +266,7 @@ class Turns:
                 claim.by_age += most if request.request_id < other_id else 0
                 claim.by_work += most if least <= 2 * claim.work else 0
         has_room = bool(planner.free_slots) and len(planner.running) < planner.max_running
-        has_room = has_room and self._has_blocks_for_all(queue)
+        has_room = has_room and self.has_blocks_for_all(queue)
         admitted = {request.request_id for request in flight.admitted}
         for request in queue:
             request_id = request.request_id
@@ -301,7 +301,8 @@ class Turns:
         is_sure = request.slot >= 0 or not (request.host_blocks or self._heads.is_shared(request))
         return most, most if is_sure else 0
 
-    def _has_blocks_for_all(self, queue: list[Request]) -> bool:
+    def has_blocks_for_all(self, queue: list[Request]) -> bool:
+        """Whether all of `queue` could be admitted now, each with its headroom."""
         planner, size = self._world.scheduler.planner, self._world.shape.block_size
         needed = sum(_blocks(request, size) + 1 - len(request.blocks) for request in queue)
         headroom = HEADROOM + (len(planner.running) + len(queue)) // RUNNING_PER_BLOCK + 1

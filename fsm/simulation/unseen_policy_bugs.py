@@ -342,10 +342,6 @@ NOT_FOUND = frozenset(
     [
         "a step is slow only when it took its whole deadline",
         "how many tokens fit in a time is told by the number of requests",
-        "work shrinks while a prompt is computed",
-        "a short request waits for the prefix of a long one, and not the other way round",
-        "what is cached counts as work when a prefix is waited for",
-        "the look in turn goes on by one request a step",
         "what was swapped out in another mode is shared when it is back",
     ]
 )

@@ -1,0 +1,192 @@
+"""What the prefix cache holds, by an account of its own: from what steps hold and how they end.
+
+A prefix is all tokens up to a block's end. A step that fills a block with a prefix that no other block has makes it
+findable; so does one that fetches it from the host. It is lost when the block is given to something else, when its
+tokens gave no number, when the step that computed it fails, with the worker, and when steps compute in another mode.
+What was computed in several modes is never findable.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from novainfer.fsm.events import MakeBatch, StepDone, StepFailed, WorkerLost
+from novainfer.fsm.request import Request, RequestState
+from novainfer.fsm.simulation.device import FULL
+from novainfer.fsm.simulation.oracle import Violation
+
+if TYPE_CHECKING:
+    from novainfer.fsm.draft import Flight
+    from novainfer.fsm.simulation.world import World
+
+COMPUTING = (RequestState.PREFILL, RequestState.WAITING_FOR_REMOTE_KVS)
+
+
+class Prefixes:
+    """The account of one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._size = world.shape.block_size
+        self._ids: dict[tuple[int, tuple[int, ...]], int] = {}  # prefixes, by the one before and a block of tokens
+        self._prefixes: dict[int, list[int]] = {}  # by request, of its full blocks
+        self._block_of: dict[int, int] = {}
+        self._prefix_of: dict[int, int] = {}  # by block
+        self._mode = FULL
+        self._mixed: set[int] = set()  # requests with blocks of several modes
+        self._named: list[int] = []  # prefixes that the step on the device makes findable
+        self._evicted: list[tuple[int, int]] = []  # prefixes and blocks that it took, in order
+        self._touched: set[int] = set()  # prefixes that it makes findable, or would, and those that it takes
+        self._promised: dict[int, tuple[int, int]] = {}  # prefix: the request that computes it, and since which step
+        self._admitted: dict[int, int] = {}  # in which step, by request
+        self._num_steps = 0
+        self.is_doubtful = False  # which of two blocks is findable cannot be told
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+
+    def of(self, request: Request) -> list[int]:
+        """The prefixes of its full blocks, but for one that holds its last token."""
+        found, size = self._prefixes.setdefault(request.request_id, []), self._size
+        tokens = request.token_ids
+        for at in range(len(found), (len(tokens) - 1) // size):
+            key = found[-1] if found else -1, tuple(tokens[at * size : (at + 1) * size])
+            found.append(self._ids.setdefault(key, len(self._ids)))
+        return found
+
+    def num_held(self, request: Request) -> int:
+        """How many of its blocks the cache holds, from the first one on."""
+        count = 0
+        for prefix in self.of(request):
+            if prefix not in self._block_of:
+                break
+            count += 1
+        return count
+
+    def promiser(self, prefix: int) -> Request | None:
+        """The request that said first that it would compute `prefix`, and is still at that."""
+        request_id, step = self._promised.get(prefix, (-1, -1))
+        request = self._world.scheduler.planner.running.get(request_id)
+        is_at_it = request is not None and request.state in COMPUTING and not self.is_mixed(request)
+        return request if is_at_it and self._admitted[request_id] == step else None
+
+    def is_evicted(self, prefix: int) -> bool:
+        """Whether the step on the device has taken its block for something else."""
+        return any(prefix == evicted for evicted, _ in self._evicted)
+
+    def is_mixed(self, request: Request) -> bool:
+        """Whether what it has computed is not for others."""
+        return request.request_id in self._mixed
+
+    # ---- what happens --------------------------------------------------------------------------------------------
+
+    def before(self, event: Any) -> None:
+        """The scheduler is about to handle `event`: what gave no number is lost with it."""
+        flight = self._world.scheduler.flight
+        if not isinstance(event, MakeBatch) or not isinstance(event.outcome, StepDone) or flight is None:
+            return
+        for request, token_id in zip(flight.samples, event.outcome.token_ids, strict=False):
+            if token_id < 0 and not request.ended:
+                for block in request.blocks:
+                    self._take(block)
+
+    def returned(self, event: Any) -> None:
+        """The step that was on the device has ended so; what follows is planned in the mode of the planner."""
+        if not isinstance(event, MakeBatch | WorkerLost):
+            return
+        if isinstance(event, WorkerLost):
+            self._forget()
+        elif isinstance(event.outcome, StepFailed):
+            for prefix in self._named:
+                del self._prefix_of[self._block_of.pop(prefix)]
+            for prefix, block in () if event.outcome.launched else reversed(self._evicted):
+                if prefix not in self._block_of:
+                    self._block_of[prefix], self._prefix_of[block] = block, prefix
+        self._named, self._evicted = [], []
+        mode = self._world.scheduler.planner.mode
+        if mode != self._mode:
+            self._mode = mode
+            self._forget()
+            self._mixed = set(self._world.scheduler.requests)
+
+    def planned(self, flight: Flight) -> None:
+        """The device is about to compute this step."""
+        size = self._size
+        self._num_steps += 1
+        self._touched = set()
+        fetched = {request.request_id for request in flight.fetched}
+        admitted = {request.request_id for request in flight.admitted} - fetched
+        self._mixed -= admitted
+        for request, count, num_blocks in flight.rows:
+            is_new = request.request_id in admitted
+            for block in request.blocks[(request.num_computed - count) // size if is_new else num_blocks :]:
+                self._evict(block)
+            self._fill(request, request.num_computed - count)
+        by_rows, self._touched = self._touched, set()
+        for request in flight.fetched:  # when, among the rows, is not known
+            for block in request.blocks:
+                self._evict(block)
+            self._fill(request, 0)
+        self.is_doubtful |= not by_rows.isdisjoint(self._touched)
+        for block in flight.canary:
+            self._evict(block)
+        for request in flight.admitted:
+            if request.request_id in admitted:
+                self._check_shared(request, flight)
+            self._admitted[request.request_id] = self._num_steps
+            if not self.is_mixed(request):
+                self._promise(request)
+
+    # ---- details -------------------------------------------------------------------------------------------------
+
+    def _check_shared(self, request: Request, flight: Flight) -> None:
+        """What it begins with is in the cache."""
+        count = next(count for other, count, _ in flight.rows if other is request)
+        num_shared = (request.num_computed - count) // self._size
+        for prefix, block in zip(self.of(request)[:num_shared], request.blocks, strict=False):
+            if self._block_of.get(prefix) != block and not self.is_doubtful:
+                raise Violation(f"request {request.request_id} shares block {block}, which is not in the cache")
+
+    def _fill(self, request: Request, start: int) -> None:
+        """A step writes its tokens from `start` on."""
+        size, end = self._size, request.num_computed
+        if self.is_mixed(request) or start // size == end // size:
+            return
+        prefixes = self.of(request)
+        if end == len(request.token_ids) and end % size == 0:  # the block of its last token is full as well
+            prefixes = [*prefixes, self._last(request)]
+        for prefix, block in list(zip(prefixes, request.blocks, strict=False))[start // size : end // size]:
+            self._touched.add(prefix)
+            if prefix in self._block_of or block in self._prefix_of:
+                continue
+            self._block_of[prefix], self._prefix_of[block] = block, prefix
+            self._named.append(prefix)
+
+    def _last(self, request: Request) -> int:
+        prefixes, size = self.of(request), self._size
+        key = prefixes[-1] if prefixes else -1, tuple(request.token_ids[-size:])
+        return self._ids.setdefault(key, len(self._ids))
+
+    def _promise(self, request: Request) -> None:
+        """It will compute what the cache does not hold, unless another one has said so before."""
+        for prefix in self.of(request)[request.num_computed // self._size :]:
+            if prefix not in self._block_of and self.promiser(prefix) is None:
+                self._promised[prefix] = request.request_id, self._num_steps
+
+    def _evict(self, block: int) -> None:
+        """It is given to something else."""
+        if (prefix := self._take(block)) is not None:
+            self._touched.add(prefix)
+            self._evicted.append((prefix, block))
+
+    def _take(self, block: int) -> int | None:
+        prefix = self._prefix_of.pop(block, None)
+        if prefix is not None:
+            del self._block_of[prefix]
+            self._promised.pop(prefix, None)
+        return prefix
+
+    def _forget(self) -> None:
+        self._block_of.clear()
+        self._prefix_of.clear()
+        self._promised.clear()
+        self.is_doubtful = False
