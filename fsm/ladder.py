@@ -20,7 +20,7 @@ from typing import ClassVar
 import msgspec
 
 from novainfer.fsm.events import Incident, Quiet
-from novainfer.fsm.machine import Machine, Table, ignore, on, stay, table
+from novainfer.fsm.machine import Machine, Table, ignore, never, on, stay, table
 
 
 class Rung(StrEnum):
@@ -85,8 +85,9 @@ class Ladder(Machine):
         S,
         (Held, Freed, Pressure, Broken, Steady, Switched, SwitchFailed, Quiet),
         on(S.FULL, Held, "_hold", S.SMALLER_BATCH),
-        stay((S.SMALLER_BATCH, *OTHER), Held, "_still_held"),
-        ignore(S.FULL, Freed, "nothing was held"),
+        stay(OTHER, Held, "_still_held"),
+        never(S.SMALLER_BATCH, Held, "they are held already, and that is told once"),
+        never(S.FULL, Freed, "none are held"),
         on(S.SMALLER_BATCH, Freed, "_free", S.FULL),
         stay(OTHER, Freed, "_note_freed"),
         on((*EXACT, S.PLAIN_KERNELS), Pressure, "_to_int8", *S),

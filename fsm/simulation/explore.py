@@ -37,6 +37,7 @@ class SmallWorld(msgspec.Struct, frozen=True, kw_only=True):
     from_start: bool = False  # also explore how the worker comes up
     slow_readers: frozenset[int] = frozenset()  # streams whose reads are moves of their own
     opening: tuple[Fault, ...] = ()  # how the first steps of the first client fail, before anything else is tried
+    prelude: tuple[Move, ...] = ()  # what happens before that, one after the other
 
 
 class Exploration(msgspec.Struct, kw_only=True):
@@ -102,6 +103,8 @@ def _come_up(world: World, small: SmallWorld) -> None:
     """To where the world begins: a worker that is ready, mostly."""
     while not small.from_start and (found := next_moves(world)):
         make(world, found[0])
+    for move in small.prelude:
+        make(world, move)
     if small.opening:
         make(world, ("arrive", *small.clients[0]))
     for fault in small.opening:
