@@ -14,6 +14,7 @@ from novainfer.server.unsupported import ignored_fields
 
 Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest)
 
+FIELDS_MAX = 256  # all that are known are a fourth of it
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _DECODERS = {kind: msgspec.json.Decoder(kind) for kind in (ChatCompletionRequest, CompletionRequest)}
 _KNOWN = {kind: frozenset(kind.__struct_fields__) for kind in _DECODERS}
@@ -26,6 +27,8 @@ def decode(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
     """The Struct, and the names of fields that have no effect; raises `MalformedBody` or `InvalidParameter`."""
     try:
         fields = _FIELDS.decode(body)
+        if len(fields) > FIELDS_MAX:
+            raise MalformedBody(f"The body must have at most {FIELDS_MAX} fields, not {len(fields)}")
         ignored = ignored_fields(fields, _KNOWN[kind], adds_special_tokens=kind is CompletionRequest)
         request = cast(Body, _DECODERS[kind].decode(body))
     except msgspec.ValidationError as error:

@@ -26,7 +26,7 @@ from novainfer.server.errors import (
     log_if_ours,
 )
 from novainfer.server.exchange import SCOPE_KEY, ClientGone, Exchange
-from novainfer.server.limits import check_content_type, read_body
+from novainfer.server.limits import BodyTurns, check_content_type, read_body
 from novainfer.server.service import Service
 
 access_log = logging.getLogger("novainfer.access")
@@ -41,6 +41,7 @@ class Guard:
         self._router = router
         self._service = service
         self._labels = labels  # endpoint -> path template, for the metrics
+        self._turns = BodyTurns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -72,6 +73,8 @@ class Guard:
             try:
                 await self._admit(scope, receive, exchange)
                 watcher = asyncio.create_task(watch())
+                if wait_s := self._turns.wait_s(len(exchange.body), asyncio.get_running_loop().time()):
+                    await asyncio.sleep(wait_s)
                 await self._router(scope, _replay(exchange.body, watcher), exchange.send)
             except ClientGone:
                 gone = True

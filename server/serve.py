@@ -24,7 +24,7 @@ from pathlib import Path
 import hypercorn.asyncio
 
 from novainfer import EngineDead
-from novainfer.server import connection, http1, http2
+from novainfer.server import connection, garbage, http1, http2
 from novainfer.server.app import create_app
 from novainfer.server.engine import ServedEngine
 from novainfer.server.listen import (
@@ -165,6 +165,7 @@ def run_server(settings: ServerSettings, make_engine: MakeEngine) -> int:
         print(f"Loading the model; {server.url}/health says when it is ready", file=sys.stderr, flush=True)
 
         def on_ready() -> None:
+            garbage.settle()
             print(ready_line(server, time.perf_counter() - started), flush=True)
 
         await server.run(make_engine, on_ready=on_ready)

@@ -5,6 +5,7 @@ import asyncio
 import httpx
 import pytest
 
+from novainfer.server.limits import BodyTurns
 from tests.server.conftest import Serve
 from tests.server.fakes import FakeEngine
 from tests.server.rawh2 import RawH2
@@ -158,3 +159,21 @@ async def test_a_request_id_unfit_for_a_log_is_replaced(server: object, client: 
     response = await client.get("/health", headers={"x-request-id": bad})
     assert response.headers["x-request-id"] != bad
     assert len(response.headers["x-request-id"]) == 32
+
+
+def test_large_bodies_are_decoded_one_after_the_other_and_small_ones_at_once() -> None:
+    turns = BodyTurns()
+    assert turns.wait_s(1_000_000, now_s=100.0) == 0.0
+    assert turns.wait_s(500_000, now_s=100.0) == pytest.approx(0.04)
+    assert turns.wait_s(1000, now_s=100.0) == 0.0
+    assert turns.wait_s(1_000_000, now_s=100.01) == pytest.approx(0.05)
+    assert turns.wait_s(1_000_000, now_s=200.0) == 0.0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_body_of_too_many_fields_is_refused(serve: Serve, path: str) -> None:
+    server = await serve(FakeEngine())
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        response = await client.post(path, json={f"x{at}": 1 for at in range(257)})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == "The body must have at most 256 fields, not 257"

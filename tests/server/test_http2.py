@@ -362,3 +362,33 @@ async def test_a_stopping_server_refuses_new_streams_and_says_goodbye() -> None:
     assert client.goaway == NO_ERROR
     await stopping
     await client.close()
+
+
+async def test_requests_that_come_in_one_packet_begin_one_a_turn() -> None:
+    """What else the loop has to do goes on between them, however many streams a connection has."""
+    loop, turn = asyncio.get_running_loop(), 0
+    began: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        began.append(turn)
+        await send(START)
+        await send({"type": "http.response.body", "body": b""})
+
+    def count() -> None:
+        nonlocal turn, handle
+        turn += 1
+        handle = loop.call_soon(count)
+
+    async with serving(app) as port:
+        client = await RawH2.connect(port)
+        handle = loop.call_soon(count)
+        for stream_id in range(1, 21, 2):
+            head = [(":method", "GET"), (":path", "/"), (":scheme", "http"), (":authority", "test")]
+            client.connection.send_headers(stream_id, head, end_stream=True)
+        await client.flush()
+        await client.read_until(lambda: len(client.ended) == 10)
+        handle.cancel()
+        assert len(began) == 10
+        assert len(set(began)) == 10
+        await client.close()

@@ -1,0 +1,37 @@
+"""What a server holds when it is ready is left out of its garbage collections."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from novainfer.server import garbage
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+def test_what_is_there_when_the_server_is_ready_is_never_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    garbage.settle()
+    assert gc.get_freeze_count() > 10_000
+    assert not gc.get_objects(generation=2)
+    assert gc.get_threshold() == (garbage.YOUNG, garbage.MIDDLE, garbage.OLD)
+
+
+def test_a_server_whose_device_is_in_its_own_process_collects_what_a_mode_leaves_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    thresholds = gc.get_threshold()
+    garbage.settle()
+    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == thresholds
