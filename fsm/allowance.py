@@ -4,6 +4,7 @@
     steps go well     ▶ after `PATIENCE` of them, half-way to what failed  a try
     a try fails       ▶ back to what went well, and twice the patience
     a try goes well   ▶ that is what went well, and the patience is as at first
+    that fails yet    ▶ half of it, and twice the patience that led there
     nothing between   ▶ a try beyond what failed: twice as much
 
 Where there is room for k (of N) and stays so, it settles at k. Until then at most log2(N) + 3 steps fail. From then on
@@ -33,8 +34,9 @@ class Allowance:
         self._failed = full + 1  # the least that failed lately
         self._patience_first = PATIENCE if start is None else 1
         self._patience = self._patience_first
+        self._tried_after = 0  # good steps, the most that led to a try that went well, since the last fall
         self._num_good = 0  # steps since the limit was set
-        self._before: tuple[int, int, int, int, bool] | None = None  # all this, before the last falls
+        self._before: tuple[int, int, int, int, int, bool] | None = None  # all this, before the last falls
 
     def is_try(self, size: int) -> bool:
         """Whether a step of `size` holds more than what is known to go well."""
@@ -44,6 +46,7 @@ class Allowance:
         """A good step held so much; there is a reason, such as time, against more than `most`."""
         if size > self._safe:
             self._safe = size
+            self._tried_after = max(self._tried_after, self._patience)
             self._patience = self._patience_first
         self._num_good += 1
         if self._num_good >= PATIENCE:
@@ -65,14 +68,15 @@ class Allowance:
             return True
         if size <= self.least:
             return False
-        self._before = self._before or (self.limit, self._safe, self._failed, self._patience, self.is_short)
+        self._before = self._before or self._all()
         self.is_short = True
         self._patience_first = PATIENCE
         if size > self._safe:
             self._patience = min(2 * max(self._patience, PATIENCE // 2), PATIENCE_MAX)
             self._set(self._safe)
         else:
-            self._patience = PATIENCE
+            self._patience = min(max(PATIENCE, 2 * self._tried_after), PATIENCE_MAX)
+            self._tried_after = 0
             self._safe = max(size // divisor, self.least)
             self._set(self._safe)
         self._failed = size
@@ -81,8 +85,11 @@ class Allowance:
     def excuse(self) -> None:
         """What was too much lately (with fewer than `PATIENCE` good steps since) failed for a reason of its own."""
         if self._before is not None:
-            self.limit, self._safe, self._failed, self._patience, self.is_short = self._before
+            self.limit, self._safe, self._failed, self._patience, self._tried_after, self.is_short = self._before
             self._before = None
+
+    def _all(self) -> tuple[int, int, int, int, int, bool]:
+        return self.limit, self._safe, self._failed, self._patience, self._tried_after, self.is_short
 
     def _next(self) -> int:
         if self.is_short and self._failed - self.limit > 1:
@@ -105,6 +112,7 @@ class Allowance:
         self._safe = self.full
         self._failed = self.full + 1
         self._patience = self._patience_first
+        self._tried_after = 0
 
 
 class Sizes:

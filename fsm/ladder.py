@@ -62,7 +62,7 @@ class Broken(msgspec.Struct, frozen=True):
 
 
 class Steady(msgspec.Struct, frozen=True):
-    """The first good step after a quiet time without any: the time begins again."""
+    """The first good step after a quiet time without any, or the last request has ended: the time begins again."""
 
 
 class Switched(msgspec.Struct, frozen=True):

@@ -339,6 +339,8 @@ class Scheduler(Machine):
         request.handle(Finish(state))
         self._finished[state] += 1
         self.requests.pop(request.request_id, None)
+        if not self.requests:
+            self.trouble.none_left(self._effects)
         if request.stream_id in self._hurried and not self._siblings(request):
             self._hurried.discard(request.stream_id)
         if self.flight is not None and self._is_in_flight(request):

@@ -28,7 +28,8 @@ from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.request import Request
 
-OOM_STEPS_MAX = 2  # steps of several requests out of memory, with fewer than PATIENCE good ones after each
+OOM_STEPS_MAX = 2  # steps of several requests out of memory, with fewer than PATIENCE good ones after each: the first
+# may be chance, from the second on each makes the next ones smaller
 LOSSES_SUSPECT = 2  # workers lost under a request since its last token: once is chance, twice is a reason to look
 LOST_DIVISOR = 8  # a step that cost its worker is made so much smaller: the next try may cost another
 TRIES_ALONE = 2  # a request that fails alone is tried once more: the first failure may have been another program's
@@ -79,11 +80,18 @@ class Trouble:
     # ---- what to try ---------------------------------------------------------------------------------------------
 
     def next_group(self, requests: Mapping[int, Request]) -> list[int]:
-        """The ids of `requests` that are to be tried alone next; none when none is suspected."""
+        """The ids of `requests` that are to be tried alone next; none when none is suspected.
+
+        A group may come from a time when steps held more: of that, as many are next as a step may hold now.
+        """
         while self.suspects:
-            if group := [i for i in self.suspects[0] if i in requests]:
-                return group
-            self.suspects.popleft()
+            group = [i for i in self.suspects.popleft() if i in requests]
+            most = self.sizes.requests.limit
+            if len(group) > most:
+                self.suspects.appendleft(group[most:])
+            if group:
+                self.suspects.appendleft(group[:most])
+                return group[:most]
         return []
 
     def skip_group(self) -> None:
@@ -123,7 +131,6 @@ class Trouble:
             if is_short:
                 self._oom_steps += 1
                 if self._oom_steps >= OOM_STEPS_MAX or self.sizes.is_try(num_rows, num_tokens):
-                    self._oom_steps = 0
                     self.sizes.was_too_much(num_rows, num_tokens)
                     self._note_sizes(outcome.message, effects)
             self._bisect(members)
@@ -231,6 +238,7 @@ class Trouble:
 
     def _excuse(self, effects: list[Effect]) -> None:
         """Steps were made smaller while the one to blame was looked for: that was not their size."""
+        self._oom_steps = 0
         self.sizes.excuse()
         self._note_sizes("", effects)
 
@@ -266,11 +274,20 @@ class Trouble:
         effects += self.ladder.handle(event)
 
     def quiet(self, event: Quiet, requests: Mapping[int, Request], effects: list[Effect]) -> None:
-        """Nothing went wrong for a while; where nothing went well either, the time begins with the next good step."""
+        """Nothing went wrong for a while; where nothing went well either, the time begins with the next good step.
+
+        When no request is left there will be none, and the time begins then.
+        """
         if requests and not self._good_steps and not self.ladder.is_exact:
             self._is_quiet_due = True
         else:
             self.climb(event, effects)
+
+    def none_left(self, effects: list[Effect]) -> None:
+        """The last request has ended."""
+        if self._is_quiet_due:
+            self._is_quiet_due = False
+            self.climb(Steady(), effects)
 
     def _note_sizes(self, why: str, effects: list[Effect]) -> None:
         """The next steps hold what they may, and the ladder is told when that is less than was configured, or not."""

@@ -3,7 +3,8 @@
 The words are those of docs/reliability.md ("Who is blamed"). What is kept: for each request the steps that failed with
 it alone, and the workers that were lost under it, since its last token; and the groups that are to be tried apart.
 
-    a group    is half of a step that failed, runs with nothing but its members, and is cleared by a good step
+    a group    is half of a step that failed, runs with nothing but its members, and is cleared by a good step; of one
+               that is larger than a step may be by now, as many as it may hold are the next group
     a member   under which two workers were lost keeps its group apart until it has a token
     otherwise  every decoding request is in every step
     nothing    is tried for ever
@@ -41,7 +42,7 @@ class Blame:
         self._is_canary = False  # the step on the device
         self._failures: Counter[int] = Counter()  # the same, counted as rule 4 does, to the letter
         self._last_alone: dict[int, tuple[Fault, int]] = {}  # how the last of them failed, and with how many tokens
-        self._groups: list[set[int]] = []  # to be tried apart, the next one first
+        self._groups: list[list[int]] = []  # to be tried apart, the next one first
 
     @property
     def is_restricted(self) -> bool:
@@ -104,10 +105,10 @@ class Blame:
     def _went_well(self, flight: Flight) -> None:
         held, _ = _held(flight)
         samples = {request.request_id for request in flight.samples}
-        found = next((group for group in self._groups if held and held <= group), None)
+        found = next((group for group in self._groups if held and held.issubset(group)), None)
         if found is not None:
             self._groups.remove(found)
-            if any(self._losses[i] >= LOSSES_MIN for i in found - samples if self._is_live(i)):
+            if any(self._losses[i] >= LOSSES_MIN for i in found if i not in samples and self._is_live(i)):
                 self._groups.insert(0, found)
 
     def _output(self, output: Output) -> None:
@@ -142,12 +143,15 @@ class Blame:
     def _planned(self, flight: Flight | None) -> None:
         """A step was planned: apart, or of all that can be computed."""
         held = _held(flight)[0] if flight is not None else set()
-        self._groups = [group for group in self._groups if any(map(self._is_live, group))]
+        self._groups = [live for group in self._groups if (live := list(filter(self._is_live, group)))]
         self._is_canary = flight is not None and not held
         if self._is_canary:  # it comes before the groups, and is none of them
             return
-        while self._groups and not (held and held <= self._groups[0]):
+        while self._groups:
+            self._cut()
             group = self._groups[0]
+            if held and held.issubset(group):
+                break
             if any(self._can_run(request_id) for request_id in group):
                 raise Violation(f"{sorted(group)} are to be tried apart, and the step holds {sorted(held)}")
             self._groups.pop(0)
@@ -161,14 +165,19 @@ class Blame:
 
     def _split(self, live: Sequence[int]) -> None:
         half = (len(live) + 1) // 2
-        self._groups += [set(part) for part in (live[:half], live[half:]) if part]
+        self._groups += [list(part) for part in (live[:half], live[half:]) if part]
+
+    def _cut(self) -> None:
+        """Of the next group a step holds as many as it may."""
+        group, most = self._groups[0], self._world.scheduler.planner.max_running
+        self._groups[:1] = [part for part in (group[:most], group[most:]) if part]
 
     def _is_long(self, flight: Flight) -> bool:
         """Whether it held more of a prompt than a block, so that it is tried with fewer tokens."""
         return flight.num_prompt_tokens > self._world.shape.block_size
 
     def _leave_group(self, held: set[int]) -> None:
-        group = next((group for group in self._groups if held <= group), None)
+        group = next((group for group in self._groups if held.issubset(group)), None)
         if group is not None:
             self._groups.remove(group)
 

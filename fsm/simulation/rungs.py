@@ -42,8 +42,8 @@ class Rungs:
         self._told: set[tuple[int, int]] = set()  # streams and choices that were given a degraded token
         self._times = 1  # quiet times that make the next one
         self._trouble_s = 0.0  # when it came to the mode that it is in, or was in trouble there
-        self._failed_s = 0.0  # when a step failed last, of any kind
-        self._good_s: float | None = None  # the first good step since
+        self._good_s: float | None = 0.0  # the first good step since one failed, or the end of the last request
+        self._rests = False  # no step has been good since one failed, and no request is left
         self._up_s: float | None = None  # when the full mode was tried again, until a quiet time is over there
         self._is_blind = False  # a quiet time was cut short, or ended just when something else came
 
@@ -71,6 +71,10 @@ class Rungs:
             self._came_up()
         if mode != self._mode:
             self._trouble_s = self._world.now_s
+        if self._good_s is None and not scheduler.requests:
+            self._good_s, self._rests = self._world.now_s, True
+        elif self._rests and scheduler.requests:
+            self._good_s, self._rests = None, False
         self._check_asked()
 
     def early(self, event: Any) -> None:
@@ -96,9 +100,9 @@ class Rungs:
         world = self._world
         if world.scheduler.trouble.ladder.mode == FULL or self._is_blind or world.is_stopped:
             return
-        if self._good_s is None and world.scheduler.requests:
+        if self._good_s is None:
             return
-        since_s = max(self._trouble_s, self._failed_s if self._good_s is None else self._good_s)
+        since_s = max(self._trouble_s, self._good_s)
         if world.now_s > since_s + self._quiet_s + SLACK_S:
             raise Violation(f"it is still in another mode, {world.now_s - since_s:.1f} s after the last trouble")
 
@@ -112,7 +116,7 @@ class Rungs:
         """A step is over; the mode that this leads to."""
         is_good = isinstance(outcome, StepDone) and not (flight.canary and outcome.token_ids[0] < 0)
         if not is_good:
-            self._failed_s, self._good_s = self._world.now_s, None
+            self._good_s = None
         elif not flight.canary and self._good_s is None:
             self._good_s = self._world.now_s
         if isinstance(outcome, WorkerLost):

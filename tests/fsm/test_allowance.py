@@ -53,6 +53,15 @@ def test_where_the_room_changes_only_the_changes_and_the_tries_cost_steps(rooms)
     assert num_failed <= 4 * len(rooms) * (log2(FULL) + 3 + 5000 / PATIENCE_MAX)
 
 
+def test_what_goes_well_only_sometimes_is_tried_less_and_less_often():
+    allowance = Allowance(FULL)
+    failed = []
+    for at in range(20_000):  # in two steps of three there is room for all, in the third for 8
+        failed += [at + gap for gap in run(allowance, FULL if at % 3 else 8, 1)]
+    assert len(failed) <= log2(FULL) + 3 + log2(PATIENCE_MAX / PATIENCE) * log2(FULL) + 20_000 / PATIENCE_MAX
+    assert len([at for at in failed if at >= 10_000]) <= 10_000 / PATIENCE_MAX + 1
+
+
 def test_steps_that_need_less_say_nothing_of_more_but_do_not_hold_it_down_for_ever():
     allowance = Allowance(FULL)
     run(allowance, 16, 5000)

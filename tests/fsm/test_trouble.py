@@ -1,5 +1,7 @@
 """What is tried when memory is short, or kernels fail whoever they compute."""
 
+from math import log2
+
 import pytest
 
 from novainfer.fsm.allowance import PATIENCE, PATIENCE_MAX
@@ -60,7 +62,7 @@ class Crowd:
 def test_where_memory_is_short_for_long_steps_hold_as_many_as_go_well_and_few_fail(room):
     crowd = Crowd(64)
     crowd.run(600, room)
-    assert len(crowd.failed) <= 40  # on the way down every group that is too large fails once
+    assert len(crowd.failed) <= log2(64) + 3
     crowd.run(400, room)
     assert len([at for at in crowd.failed if at > 600]) <= 4
     assert rung(crowd.bench) is Rung.SMALLER_BATCH
@@ -382,6 +384,37 @@ def test_a_quiet_time_in_which_nothing_went_well_either_counts_from_the_next_goo
     assert bench.timers[-1].event != timer
     bench.tell(bench.timers[-1].event)
     assert rung(bench) is Rung.FULL
+
+
+def test_a_quiet_time_in_which_nothing_went_well_begins_again_when_the_last_request_has_ended():
+    bench = Bench(modes=ALL)
+    one = bench.submit([1] * 4, max_tokens=20)
+    bench.step()
+    for _ in range(TRIES_ALONE + 1):  # with the canary
+        bench.fail(Fault.OOM)
+    timer = bench.timers[-1].event
+    bench.tell(timer)
+    bench.cancel(one)
+    assert rung(bench) is Rung.INT8
+    assert bench.timers[-1].event != timer
+    bench.tell(bench.timers[-1].event)
+    assert rung(bench) is Rung.FULL
+
+
+def test_a_group_that_is_larger_than_a_step_may_be_by_now_is_tried_in_parts():
+    crowd = Crowd(16)
+    crowd.run(2, room=16)
+    sizes = []
+    while not sizes or sizes[-1] > 2:
+        sizes.append(len(crowd.bench.rows()))
+        crowd.run(1, room=1)
+    assert sizes == [16, 8, 4, 2]
+    tried = []
+    while crowd.bench.scheduler.trouble.suspects:
+        tried += crowd.bench.rows()
+        crowd.run(1, room=1)
+    assert sorted(tried) == crowd.ids
+    assert len(crowd.failed) == len(sizes)
 
 
 def test_a_request_that_fails_on_every_rung_ends_even_if_the_ladder_is_climbed_meanwhile():

@@ -5,6 +5,7 @@ import pytest
 from novainfer.fsm.blocks import BlockPool
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.bugs import MUTANTS
+from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.ledger import Ledger
 from novainfer.fsm.simulation.mutants import planted
 from novainfer.fsm.simulation.oracle import Violation
@@ -30,6 +31,7 @@ class Found(Exception):
 def ledger_alone(monkeypatch):
     monkeypatch.setattr(Scheduler, "check", lambda self: None)
     monkeypatch.setattr(BlockPool, "check", lambda self, owned: None)
+    monkeypatch.setattr(Checks, "_look_closely", lambda self, event: None)
     after = Ledger.after
 
     def watched(self, event, effects):
