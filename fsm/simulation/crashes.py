@@ -23,6 +23,7 @@ class Plague(msgspec.Struct, frozen=True):
     has_spare: bool = True
     job_odds: float = 0.0  # that a job of the worker fails
     spare_odds: float = 0.0  # that one of a spare does
+    step_odds: float = 0.0  # that a step does; clients come one by one then, as often as processes are lost
     jobs_s: tuple[float, ...] = (0.02, 0.1, 0.5, 1.0)  # how long jobs take, as a share of the longest
     window_s: tuple[float, ...] = (10.0, 60.0)  # of the restart budget
 
@@ -32,6 +33,7 @@ PLAGUES = (
     Plague(("twice",), (4, 8), jobs_s=(0.02, 0.1)),
     Plague(("apart",), (1, 2), spare_odds=0.25, jobs_s=(0.02, 0.1)),
     Plague(("in a row", "both in a row"), (3, 6)),
+    Plague(("in a row",), (2, 4), has_spare=False, step_odds=0.95),
     Plague(("once",), (3, 6), has_spare=False, job_odds=0.4, jobs_s=(0.5, 1.0), window_s=(10.0,)),
 )
 

@@ -125,10 +125,13 @@ class Mix:
         """Few clients, long times between them, and nothing else that goes wrong."""
         rng = self.rng
         self.rates = dict.fromkeys(self.rates, 0.0) | {"echo": rng.choice([0.0, 0.1])}
-        self.rates |= {"job": plague.job_odds, "spare_job": plague.spare_odds}
+        self.rates |= {"job": plague.job_odds, "spare_job": plague.spare_odds, "exception": plague.step_odds}
         self.come_up_fails = self.is_watched = False
         self.jobs_s = rng.choice(plague.jobs_s)
         self.num_clients, self.burst, self.burst_gap_s = 12, 4, 10 ** rng.uniform(2.5, 3.5)
+        if plague.step_odds:
+            self.num_clients, self.burst = 32, 1
+            self.burst_gap_s = self.shape.restart_window_s / self.shape.max_restarts / 2
 
     def _scarce_shape(self) -> Shape:
         """Long requests, and room for all of them, so that nothing but the shortage makes steps small."""
