@@ -78,8 +78,8 @@ SIZES = [
         "only the last of the falls that one request caused is taken back",
         Allowance,
         "was_too_much",
-        "self._before = self._before or (",
-        "self._before = (",
+        "self._before = self._before or self._all()",
+        "self._before = self._all()",
     ),
     Mutant(  # where there is room for less, each good step is followed by one that fails
         "patience is not begun again when the limit changes",

@@ -34,6 +34,12 @@ def test_what_is_not_found_yet_can_still_be_planted(mutant):
         pass
 
 
+def test_every_bug_can_still_be_planted_though_few_are_hunted_here():
+    for mutant in MUTANTS:
+        with planted(mutant):
+            pass
+
+
 def test_a_planted_bug_is_gone_afterwards():
     with planted(FOUND_AT_ONCE):
         assert run_seeds(range(30), stop_at_first=True).violations
