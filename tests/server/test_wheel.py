@@ -1,0 +1,94 @@
+"""The wheel, as a user installs it: made by `make wheel`, it serves where there is no compiler and no source tree."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from sysconfig import get_paths
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 240.0
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`make wheel` in a copy of this tree, with this environment's tools."""
+    tree = tmp_path_factory.mktemp("wheel") / "tree"
+    run("git", "clone", "--quiet", "--shared", str(ROOT), str(tree))
+    listed = run("git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+        else:
+            (tree / name).unlink(missing_ok=True)  # it was taken away, and not committed yet
+    run("make", "-C", str(tree), "--old-file=setup", "wheel", f"BIN={Path(sys.executable).parent}")
+    (found,) = (tree / "dist").glob("novainfer-*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def novainfer(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command of a new environment that holds the wheel; what it needs beside comes from this one."""
+    home = tmp_path_factory.mktemp("installed") / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", str(home))
+    python = home / "bin" / "python"
+    site = run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    run(*PIP, "--python", str(python), "install", "--no-deps", str(wheel))
+    (Path(site) / "needed.pth").write_text(get_paths()["purelib"] + "\n")  # whose own .pth files are not read
+    return home / "bin" / "novainfer"
+
+
+@pytest.fixture
+def elsewhere(novainfer: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment without a compiler, without a cache, and without this tree."""
+    yield {
+        "PATH": str(novainfer.parent),
+        "HOME": str(tmp_path),
+        "OMP_WAIT_POLICY": "passive",
+        "HF_HUB_OFFLINE": "1",
+    }
+    assert not list(tmp_path.glob(".cache/novainfer/native/*")), "nothing was compiled"
+
+
+def run(*command: str, **how: object) -> str:
+    """What it says on stdout; it must end well."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, **how)  # type: ignore[call-overload]
+    assert done.returncode == 0, f"{command}: {done.stderr[-2000:]}"
+    return str(done.stdout)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_wheel_serves_with_native_kernels_and_without_a_compiler(
+    novainfer: Path, elsewhere: dict[str, str], tmp_path: Path
+) -> None:
+    python = str(novainfer.parent / "python")
+    where = run(python, "-c", "import novainfer; print(novainfer.__file__)", env=elsewhere, cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(novainfer.parent.parent), "it is the wheel that runs"
+    command = [str(novainfer), "serve", "--port", "0", "--native", "require"]
+    with subprocess.Popen(command, env=elsewhere, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            first = server.stdout.readline()
+            found = re.search(r"at (http://127\.0\.0\.1:\d+) \(ready in", first)
+            assert found is not None, first
+            body = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
+            response = httpx.post(f"{found[1]}/v1/completions", json=body, timeout=TIMEOUT_S)
+            assert response.status_code == 200
+            assert response.json()["choices"][0]["text"]
+        finally:
+            server.send_signal(signal.SIGTERM)
+        server.stdout.read()
+        assert server.wait(TIMEOUT_S) == 0
+    assert os.listdir(tmp_path) == [".local"], "its recordings"
