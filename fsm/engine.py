@@ -207,7 +207,7 @@ class Engine(Machine):
         self._send("scheduler", configure)
 
     def _lost(self, event: WorkerLost) -> EngineState:
-        self._send("scheduler", WorkerLost(event.epoch, event.fault, event.message, self._step[0]))
+        self._send("scheduler", event)
         self._step = (-1, -1)
         return S.RECOVERING
 

@@ -374,7 +374,7 @@ class WorkerReady(msgspec.Struct, frozen=True):
 class WorkerLost(msgspec.Struct, frozen=True):
     """The worker of this epoch is gone with all that its device held; another one is coming up.
 
-    `step_id` is the last step that the engine gave it, which the engine adds for the scheduler.
+    `step_id` is the step that its device had begun; -1: none, as it was lost between two steps or in a switch of mode.
     """
 
     epoch: int

@@ -515,7 +515,9 @@ class Scheduler(Machine):
         self._losses += 1
         flight, self.flight = self.flight, None
         if flight is not None:
-            was_launched = flight.step_id == event.step_id  # the engine throws away a plan that comes after the loss
+            was_launched = (
+                flight.step_id == event.step_id
+            )  # else nothing of it was computed, and no request is to blame
             self.planner.rollback(flight, launched=was_launched)
             if was_launched:
                 self._failures += 1

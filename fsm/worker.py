@@ -77,6 +77,7 @@ JOBS_OF: dict[StrEnum, tuple[str, ...]] = {
     S.WARMING: ("Warm",),
     S.OOM: ("Reclaim",),
 }
+SWITCH_LOSSES_MAX = 2  # once is chance; a mode that costs a worker each time would spend the budget of restarts
 LATE = "it came twice, or late"
 OLD = "it belongs to an older epoch"
 
@@ -140,6 +141,7 @@ class Worker(Machine):
         self._policy = policy or RestartPolicy()
         self.epoch = 0
         self._losses: list[float] = []  # when, since the last good step
+        self._fatal: dict[str, int] = {}  # how often it was lost in the switch to a mode, since one that went well
         self._found: dict[str, Any] = {}  # what Load and Fit found out about the model
         self._spawned = -1  # the epoch whose device is there
         self._stood_by = False  # that device is a spare's
@@ -207,6 +209,10 @@ class Worker(Machine):
             return S.READY
         self._plan = plan
         if plan.mode != self._mode:
+            if (num_lost := self._fatal.get(plan.mode, 0)) >= SWITCH_LOSSES_MAX:
+                why = f"{num_lost} workers were lost while they were switched to {plan.mode}"
+                self._send("engine", StepFailed(plan.step_id, plan.epoch, Fault.SWITCH, why, launched=False))
+                return S.READY
             self._start(Switch(plan.mode, self.epoch))
             return S.SWITCHING
         self._start(Run(plan))
@@ -217,6 +223,7 @@ class Worker(Machine):
         if not self._is_answer(event, "Switch") or plan is None:
             return S.SWITCHING
         self._mode = plan.mode
+        self._fatal.pop(plan.mode, None)
         self._start(Run(plan))
         return S.RUNNING
 
@@ -291,7 +298,12 @@ class Worker(Machine):
             self._start(Kill(self.epoch))
         self._losses = [loss_s for loss_s in self._losses if loss_s > at_s - policy.window_s] + [at_s]
         was_up = self.state in UP
-        lost = self.epoch
+        lost, step_id = self.epoch, -1
+        if self._plan is not None and self.state in (S.RUNNING, S.OOM):
+            step_id = self._plan.step_id
+        if self._plan is not None and self.state is S.SWITCHING and self._plan.mode != FULL_MODE:
+            mode = self._plan.mode  # to the full mode it need not be switched again: it comes up so
+            self._fatal[mode] = self._fatal.get(mode, 0) + 1
         if not self._was_ready:  # it never came up: whoever starts it should hear that at once
             return self._give_up(fault, message)
         if len(self._losses) > policy.max_restarts:
@@ -301,7 +313,7 @@ class Worker(Machine):
         self._plan = self._failure = None
         self._stood_by = False
         if was_up:
-            self._send("engine", WorkerLost(lost, fault, message))
+            self._send("engine", WorkerLost(lost, fault, message, step_id))
         action = f"restart {len(self._losses)} of at most {policy.max_restarts}"
         self._send("incidents", Incident(kind=fault, message=message, action=action, epoch=lost))
         nth = len(self._losses)

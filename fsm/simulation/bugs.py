@@ -329,7 +329,7 @@ MUTANTS = [
         "the engine does not hear of a loss",
         Worker,
         "_lose",
-        'self._send("engine", WorkerLost(lost, fault, message))',
+        'self._send("engine", WorkerLost(lost, fault, message, step_id))',
         "pass",
     ),
     Mutant("a device that hangs is not killed", Worker, "_lose", "self._start(Kill(self.epoch))", "pass"),
@@ -376,7 +376,7 @@ MUTANTS = [
         "the scheduler does not hear of a loss",
         Engine,
         "_lost",
-        'self._send("scheduler", WorkerLost(event.epoch, event.fault, event.message, self._step[0]))',
+        'self._send("scheduler", event)',
         "pass",
     ),
     Mutant(

@@ -32,7 +32,7 @@ KEPT = {
     "Planner": frozenset(["free_slots"]),  # its size
     "Scheduler": frozenset(["_eos_token_ids", "_finished"]),  # a constant; counts by kind of end
     "Ladder": frozenset(["_rungs"]),  # those that the device has
-    "Worker": frozenset(["_found", "_losses"]),  # what the model is; at most a restart budget of times
+    "Worker": frozenset(["_found", "_losses", "_fatal"]),  # the model; a restart budget of times; counts by mode
 }
 NOT_ITS_OWN = ("_audit", "_effects", "_taken")  # what it has just said, and what is the simulator's
 _OPAQUE = (StepPlan, Enum, SamplingParams, Vocabulary, FunctionType, MethodType, type)

@@ -180,7 +180,8 @@ def test_a_device_that_is_lost_or_silent_is_killed_and_replaced_by_the_next_epoc
     assert replaceable.state is state
     effects = replaceable.handle(event(0, "killed by signal 9", 100.0))
     assert Start(Kill(0)) in effects
-    assert Send("engine", WorkerLost(0, fault, "killed by signal 9")) in effects
+    begun = 1 if state in (WorkerState.RUNNING, WorkerState.OOM) else -1
+    assert Send("engine", WorkerLost(0, fault, "killed by signal 9", begun)) in effects, "no other step was computed"
     assert After(0.0, Restart(1)) in effects
     assert kinds(effects) == [fault]
     assert replaceable.state is WorkerState.RESTARTING
@@ -325,6 +326,43 @@ def test_a_switch_that_fails_fails_the_step_which_was_not_launched(worker):
     failed = StepFailed(1, 0, Fault.SWITCH, "no memory", launched=False)
     assert worker.handle(JobFailed("Switch", "no memory")) == [Send("engine", failed)]
     assert worker.handle(Launch(plan(2))) == [Start(Run(plan(2)))]
+
+
+def lose_in_switch(worker: Worker, step_id: int, mode: str) -> None:
+    epoch = worker.epoch
+    assert worker.handle(Launch(plan(step_id, epoch, mode))) == [Start(Switch(mode, epoch))]
+    effects = worker.handle(DeviceLost(epoch, "killed by signal 9", 1.0))
+    assert Send("engine", WorkerLost(epoch, Fault.LOST, "killed by signal 9", -1)) in effects
+    restart(worker)
+
+
+def test_a_mode_whose_switch_costs_two_workers_is_one_that_cannot_be_switched_to(replaceable):
+    lose_in_switch(replaceable, 1, "int8")
+    lose_in_switch(replaceable, 2, "int8")
+    why = "2 workers were lost while they were switched to int8"
+    failed = StepFailed(3, 2, Fault.SWITCH, why, launched=False)
+    assert replaceable.handle(Launch(plan(3, 2, "int8"))) == [Send("engine", failed)]
+    assert replaceable.state is WorkerState.READY
+    assert replaceable.handle(Launch(plan(4, 2, "plain"))) == [Start(Switch("plain", 2))]
+
+
+def test_a_switch_that_goes_well_forgives_the_worker_that_was_lost_in_one(replaceable):
+    lose_in_switch(replaceable, 1, "int8")
+    replaceable.handle(Launch(plan(2, 1, "int8")))
+    replaceable.handle(JobDone("Switch", None, 1))
+    replaceable.handle(DeviceLost(1, "gone", 1.0))
+    restart(replaceable)
+    lose_in_switch(replaceable, 3, "int8")
+    assert replaceable.handle(Launch(plan(4, 3, "int8"))) == [Start(Switch("int8", 3))]
+
+
+def test_the_full_mode_is_where_each_worker_comes_up(replaceable):
+    for step_id in (1, 2):
+        replaceable.handle(Launch(plan(step_id, replaceable.epoch, "plain")))
+        replaceable.handle(JobDone("Switch", None, replaceable.epoch))
+        replaceable.handle(StepDone(step_id, replaceable.epoch, []))
+        lose_in_switch(replaceable, step_id + 10, "full")
+    assert replaceable.handle(Launch(plan(5, 2))) == [Start(Run(plan(5, 2)))]
 
 
 def test_a_new_device_computes_in_the_full_mode(replaceable):
