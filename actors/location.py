@@ -37,12 +37,12 @@ class ModelLocation:
             return self._path
 
     def check(self) -> None:
-        """Raise `ModelLoadError` when a file is missing, by a look at the disk alone: before anything is started.
+        """Raise `ModelLoadError` when a file is missing, or a header of weights damaged, before anything is started.
 
         A hub id is left to `path`, which may have to fetch it.
         """
         from novainfer.kernels.errors import LoadError
-        from novainfer.kernels.folder import check_folder
+        from novainfer.kernels.header import check_weights
         from novainfer.kernels.hub import is_hub_id
 
         if self.name == DEMO_MODEL or is_hub_id(self.name):
@@ -52,7 +52,7 @@ class ModelLocation:
             check_vocabulary(path)
             return
         try:
-            check_folder(path)
+            check_weights(path)
         except LoadError as error:
             raise ModelLoadError(str(error), param="model") from None
 

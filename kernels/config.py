@@ -7,20 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.folder import read_json
 
 __all__ = ["DTYPES", "NUM_LAYERS_MAX", "ConfigReader", "ModelConfig"]
 
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
+DTYPES = ("float32", "bfloat16", "float16")
 INTEGER_MAX = 2**31 - 1  # nothing in a model is larger; a damaged digit must not become a loop without end
 NUM_LAYERS_MAX = 4096  # the deepest models have a few hundred
 
@@ -42,7 +34,7 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     qkv_bias: bool
-    dtype: torch.dtype | None  # what the config says the checkpoint holds
+    dtype: str | None  # what the config says the checkpoint holds, as torch calls it
     eos_token_ids: tuple[int, ...]
 
 
@@ -82,13 +74,13 @@ class ConfigReader:
         if value != expected:
             raise LoadError(f"{self.path}: {name} {value!r} is not supported, only {expected!r}")
 
-    def dtype(self) -> torch.dtype | None:
+    def dtype(self) -> str | None:
         """The checkpoint's dtype: `dtype` since transformers 5, `torch_dtype` before, None when neither."""
         name = self.values.get("dtype", self.values.get("torch_dtype"))
         if name is None:
             return None
-        dtype = DTYPES.get(str(name).removeprefix("torch."))
-        if dtype is None:
+        dtype = str(name).removeprefix("torch.")
+        if dtype not in DTYPES:
             raise LoadError(f"{self.path}: dtype {name!r} is not supported, only {', '.join(DTYPES)}")
         return dtype
 

@@ -8,15 +8,9 @@ from typing import Any
 
 from novainfer.kernels.errors import LoadError
 
-__all__ = ["check_folder", "read_json", "weight_files"]
+__all__ = ["read_json", "weight_files"]
 
 LISTED_MAX = 5  # names spelled out in an error; the rest is counted
-
-
-def check_folder(model_dir: Path) -> None:
-    """Raise `LoadError` when files are missing that no model can be loaded without; what they hold is not looked at."""
-    read_json(model_dir / "config.json")
-    weight_files(model_dir)
 
 
 def read_json(path: Path) -> dict[str, Any]:

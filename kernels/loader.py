@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from novainfer.kernels.checkpoint import Checkpoint
+from novainfer.kernels.checkpoint import DTYPES, Checkpoint
 from novainfer.kernels.choice import KernelChoice
-from novainfer.kernels.config import DTYPES, ModelConfig
+from novainfer.kernels.config import ModelConfig
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.header import EMBEDDING, FINAL_NORM, HEAD, check_fit, tensor_shapes
 from novainfer.kernels.memory import free_bytes, is_out_of_memory, lazy_zeros, release_freed_pages
 from novainfer.kernels.models.decoder import Decoder, Embedding, Layer, rope_table
 from novainfer.kernels.registry import Linear
@@ -29,41 +30,14 @@ __all__ = [
     "choose_dtype",
     "linear_specs",
     "load_decoder",
-    "tensor_shapes",
 ]
 
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-FINAL_NORM = "model.norm.weight"
 
 OnProgress = Callable[[int, int], None]
 """Called with (tensors read, tensors in all)."""
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors a checkpoint of this config must hold."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}."
-        shapes[layer + "input_layernorm.weight"] = (hidden,)
-        for name, width in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-            shapes[f"{layer}self_attn.{name}.weight"] = (width, hidden)
-            if config.qkv_bias:
-                shapes[f"{layer}self_attn.{name}.bias"] = (width,)
-        shapes[layer + "self_attn.o_proj.weight"] = (hidden, q)
-        shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
-        shapes[layer + "mlp.gate_proj.weight"] = (intermediate, hidden)
-        shapes[layer + "mlp.up_proj.weight"] = (intermediate, hidden)
-        shapes[layer + "mlp.down_proj.weight"] = (hidden, intermediate)
-    shapes[FINAL_NORM] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes[HEAD] = (config.vocab_size, hidden)
-    return shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +85,7 @@ def choose_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint, device:
     """
     if name == "auto":
         stored = checkpoint.entries.get(EMBEDDING)
-        dtype = config.dtype or (stored.dtype if stored is not None else torch.float32)
+        dtype = DTYPES[config.dtype or (stored.dtype if stored is not None else "float32")]
     elif name in DTYPES:
         dtype = DTYPES[name]
     else:
@@ -149,7 +123,7 @@ def load_decoder(
     `source` (default: the checkpoint) gives the weights.
     """
     shapes = tensor_shapes(config)
-    checkpoint.check(shapes, ignored=frozenset({HEAD}) if config.tie_word_embeddings else frozenset())
+    check_fit(checkpoint.model_dir, config, checkpoint.entries)
     if source is None or isinstance(source, WeightReader):
         _check_memory(shapes, max_model_len * config.head_dim, kernels)
     reader = source or WeightReader(checkpoint, shapes, kernels, on_progress)

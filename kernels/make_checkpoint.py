@@ -17,7 +17,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from novainfer.kernels.config import ConfigReader, ModelConfig
-from novainfer.kernels.loader import tensor_shapes
+from novainfer.kernels.header import tensor_shapes
 from novainfer.kernels.models.qwen2 import parse_config
 
 __all__ = ["SHAPES", "make_checkpoint"]

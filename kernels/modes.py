@@ -27,8 +27,9 @@ from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.choice import KernelChoice
 from novainfer.kernels.config import ModelConfig
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.header import tensor_shapes
 from novainfer.kernels.int8 import part_rows, put_in_parts
-from novainfer.kernels.loader import LinearSpec, WeightReader, linear_specs, tensor_shapes
+from novainfer.kernels.loader import LinearSpec, WeightReader, linear_specs
 from novainfer.kernels.memory import free_bytes, is_out_of_memory, release_freed_pages
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.registry import AttentionBackend, AttentionShape, Linear

@@ -19,7 +19,8 @@ from novainfer.kernels.batch import Batch, Sampled
 from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.choice import KernelChoice, build_registry
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.loader import GIB, choose_dtype, load_decoder, tensor_shapes
+from novainfer.kernels.header import tensor_shapes
+from novainfer.kernels.loader import GIB, choose_dtype, load_decoder
 from novainfer.kernels.memory import free_bytes, is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config

@@ -13,15 +13,8 @@ from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.choice import KernelChoice
 from novainfer.kernels.config import ModelConfig
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.loader import (
-    EMBEDDING,
-    LinearSpec,
-    OnProgress,
-    WeightReader,
-    linear_specs,
-    load_decoder,
-    tensor_shapes,
-)
+from novainfer.kernels.header import EMBEDDING, tensor_shapes
+from novainfer.kernels.loader import LinearSpec, OnProgress, WeightReader, linear_specs, load_decoder
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.registry import Linear, SharedLinear
 

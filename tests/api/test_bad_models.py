@@ -178,11 +178,8 @@ async def test_a_damaged_tokenizer_of_the_model_itself_is_the_models_fault(folde
         assert caught.value.param == param
 
 
-MISSING = ["no config", "corrupt config", "config is a list", "no weights", "missing shard"]
-
-
-@pytest.mark.parametrize("damage", MISSING)
-async def test_what_is_missing_is_told_before_a_process_is_started(
+@pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage != "damaged tokenizer"])
+async def test_what_files_and_their_headers_tell_is_told_before_a_process_is_started(
     folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def no_process(*args: object, **how: object) -> None:

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from novainfer.kernels import memory
 from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.header import check_fit
 from novainfer.kernels.hub import resolve_model
-from novainfer.kernels.loader import tensor_shapes
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.runner import ModelRunner
 
@@ -168,7 +168,7 @@ def test_any_damage_to_headers_and_config_gives_one_sentence(tmp_path: Path) -> 
         weights.write_bytes(damaged)
         config.write_text(json.dumps(setting))
         try:
-            Checkpoint(folder).check(tensor_shapes(read_config(folder)))
+            check_fit(folder, read_config(folder), Checkpoint(folder).entries)
         except LoadError:
             refused += 1
     assert 200 < refused < 400
