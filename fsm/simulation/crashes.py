@@ -29,12 +29,12 @@ class Plague(msgspec.Struct, frozen=True):
 
 
 PLAGUES = (
-    Plague(("spares",), (1, 3)),
+    Plague(("spares", "spares", "once"), (3, 5)),
     Plague(("twice",), (4, 8), jobs_s=(0.02, 0.1)),
-    Plague(("apart",), (1, 2), spare_odds=0.25, jobs_s=(0.02, 0.1)),
+    Plague(("apart",), (2, 3), spare_odds=0.2, jobs_s=(0.02, 0.1)),
     Plague(("in a row", "both in a row"), (3, 6)),
     Plague(("in a row",), (2, 4), has_spare=False, step_odds=0.95),
-    Plague(("once",), (3, 6), has_spare=False, job_odds=0.4, jobs_s=(0.5, 1.0), window_s=(10.0,)),
+    Plague(("once",), (6, 10), has_spare=False, job_odds=0.4, jobs_s=(1.0,), window_s=(10.0,)),
 )
 
 
@@ -68,7 +68,7 @@ def _crashes(rng: random.Random, shape: Shape, kind: str, at_s: float) -> list[t
     what, num, between_s = "die", shape.max_restarts + 2, shape.restart_window_s / shape.max_restarts
     if kind == "spares":
         what, num, between_s = "die_spare", 8, SPARES_WITHIN_S / SPARES_LOST
-        between_s *= rng.uniform(1.0, 2.0)
+        between_s *= rng.uniform(1.0, 2.5)
     elif kind == "apart":
         num, between_s = 8, 2 * shape.restart_window_s
     else:

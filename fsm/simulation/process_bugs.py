@@ -53,6 +53,7 @@ PROCESS_MUTANTS = [
         "_do_without_spare",
         "self._stood_by = False",
         "pass",
+        seeds=0,
         small="a spare that only loads, and cannot fit",
     ),
     Mutant(

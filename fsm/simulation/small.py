@@ -269,7 +269,7 @@ SMALL_WORLDS = [
         name="a cache that waits for memory, and a stop",
         shape=_shape(2, 1, 1, processes=True, kv_is_lazy=False, shows_death=False),
         clients=[],
-        budget={"overdue": 1, "stop": 1, "fire_early": 2},
+        budget={"overdue": 1, "stop": 1, "give_up": 1, "fire_early": 2},
     ),
     SmallWorld(
         name="a process that comes up, and hangs or fails",
