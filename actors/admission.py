@@ -69,8 +69,7 @@ class Admission:
         stream_id = self._next_stream_id
         num_tokens = estimate_tokens(prompt)
         handle = self._streams.add(stream_id, name, params.n)
-        if not self._gate.num_queued:
-            self._rate.fills(self._clock())
+        self._rate.arrives(self._gate, self._clock())
         self._ask(Arrive(stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=num_tokens))
         rejected, self._rejected = self._rejected, None
         if rejected is not None:
@@ -100,12 +99,11 @@ class Admission:
 
     def note_departed(self, event: Departed) -> None:
         """The engine is telling the gate who has left the queue."""
-        num_left = sum(map(self._gate.num_credits, set(event.stream_ids)))  # the others left when they first ran
-        self._rate.note(self._clock(), num_left, num_waiting=self._gate.num_queued - num_left)
+        self._rate.departs(self._gate, event, self._clock())
 
     def retry_after_s(self) -> float:
         """Seconds until all who wait now will have left the queue, at the rate they leave now."""
-        return self._rate.retry_after_s(self._clock(), self._gate.num_queued + self._gate.num_overflow)
+        return self._rate.wait_s(self._gate, self._clock())
 
     def statistics(self) -> AdmissionStatistics:
         """An immutable record of the moment."""

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from novainfer.fsm.events import Departed
+    from novainfer.fsm.gate import Gate
 
 DRAIN_RATE_WINDOW = 256  # departures from the queue that its drain rate is computed from, and
 DRAIN_RATE_WINDOW_S = 60.0  # how old they may be
@@ -22,6 +27,30 @@ class DrainRate:
         self._bursts: deque[tuple[float, int, float]] = deque(maxlen=DRAIN_RATE_WINDOW)  # when, how many, since when
         self._since_s: float | None = None  # the last departure, if somebody waited after it
         self._filled_s: float | None = None  # when somebody came to an empty queue, until somebody leaves it
+        self._leaving: set[int] = set()  # streams that have left, of which the gate has yet to hear
+
+    # ---- at the gate ---------------------------------------------------------------------------------------------
+
+    def arrives(self, gate: Gate, now_s: float) -> None:
+        """A stream is about to ask `gate` for room."""
+        if not self._num_waiting(gate):
+            self.fills(now_s)
+
+    def departs(self, gate: Gate, event: Departed, now_s: float) -> None:
+        """`gate` is about to hear of the streams that have left its queue."""
+        leaving = {i for i in self._leaving if gate.num_credits(i)}
+        new = {i for i in event.stream_ids if gate.num_credits(i)} - leaving  # the others left when they first ran
+        self._leaving = leaving | new
+        self.note(now_s, sum(map(gate.num_credits, new)), num_waiting=self._num_waiting(gate))
+
+    def wait_s(self, gate: Gate, now_s: float) -> float:
+        """Seconds until all who wait at `gate` now will have left the queue, at the rate they leave now."""
+        return self.retry_after_s(now_s, gate.num_queued + gate.num_overflow)
+
+    def _num_waiting(self, gate: Gate) -> int:
+        return gate.num_queued - sum(map(gate.num_credits, self._leaving))
+
+    # ---- the rate ------------------------------------------------------------------------------------------------
 
     def fills(self, now_s: float) -> None:
         """Somebody comes to an empty queue."""
@@ -48,8 +77,9 @@ class DrainRate:
             return None
         intervals_s = [at_s - since_s for at_s, _, since_s in bursts]
         elapsed_s = sum(intervals_s)
-        if self._since_s is not None:  # the interval that has not ended yet, as far as it is longer than all of them
-            elapsed_s += max(now_s - self._since_s - max(intervals_s), 0.0)
+        since_s = self._filled_s if self._since_s is None else self._since_s
+        if since_s is not None:  # the interval that has not ended yet, as far as it is longer than all of them
+            elapsed_s += max(now_s - since_s - max(intervals_s), 0.0)
         return sum(num_left for _, num_left, _ in bursts) / max(elapsed_s, 1e-3)
 
     def retry_after_s(self, now_s: float, num_waiting: int) -> float:

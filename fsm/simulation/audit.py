@@ -15,6 +15,8 @@ from novainfer.fsm.simulation.degraded import Degraded
 from novainfer.fsm.simulation.ledger import Ledger
 from novainfer.fsm.simulation.leftovers import check_empty, check_known
 from novainfer.fsm.simulation.order import Order
+from novainfer.fsm.simulation.pace import Paces
+from novainfer.fsm.simulation.retry import Retry
 from novainfer.fsm.simulation.rungs import Rungs
 from novainfer.fsm.simulation.shortage import Scarcity
 from novainfer.fsm.simulation.sizes import Sizes
@@ -32,6 +34,7 @@ class Audit:
         self.deadlines = Deadlines(world)
         self.blame = Blame(world)
         self.turns = Turns(world)
+        self.retry = Retry(world)
         self.order = Order(world, self.turns.has_blocks_for_all)
         self.ledger = Ledger(world)
         self.counts = Counts(world)
@@ -39,6 +42,7 @@ class Audit:
         self.rungs = Rungs(world)
         self.sizes = Sizes(world)
         self.scarcity: Scarcity | None = None  # where a shortage is all that goes wrong
+        self.paces: Paces | None = None  # where that is time
         self._num_ended = 0  # requests, when leftovers were last looked for
 
     def before_scheduler(self, event: Any) -> None:
@@ -48,6 +52,8 @@ class Audit:
         self.sizes.before()
         if self.scarcity is not None:
             self.scarcity.before()
+        if self.paces is not None:
+            self.paces.before()
         self.turns.before(event)
         self.order.before(event)
         self.degraded.before(event)
@@ -62,6 +68,8 @@ class Audit:
         self.sizes.after(event, effects)
         if self.scarcity is not None:
             self.scarcity.scheduled(event, effects)
+        if self.paces is not None:
+            self.paces.after(event)
         self.turns.after(event, is_restricted=self.blame.is_restricted)
         self.order.after(event, is_restricted=self.blame.is_restricted)
         if isinstance(event, PauseRequest):

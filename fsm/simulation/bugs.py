@@ -11,6 +11,7 @@ from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.blame_bugs import BLAME_MUTANTS
 from novainfer.fsm.simulation.deadline_bugs import DEADLINE_MUTANTS
+from novainfer.fsm.simulation.drain_bugs import DRAIN_MUTANTS
 from novainfer.fsm.simulation.gate_bugs import GATE_MUTANTS
 from novainfer.fsm.simulation.ladder_bugs import LADDER_MUTANTS
 from novainfer.fsm.simulation.mutants import Edit, Mutant
@@ -201,6 +202,7 @@ MUTANTS = [
     ),
     Mutant("a choice samples with the seed of another", Engine, "_submit", "arrival.seed + choice", "arrival.seed"),
     *GATE_MUTANTS,
+    *DRAIN_MUTANTS,
     *QUEUE_MUTANTS,
     *BLAME_MUTANTS,
     *LADDER_MUTANTS,
@@ -504,6 +506,4 @@ MUTANTS = [
 SURVIVORS: dict[str, str] = {
     "a step is known by its number alone": "steps are numbered once for all epochs, so the number is enough; the "
     "epoch is compared as well, because a scheduler that is restarted might count from the beginning",
-    "what was swapped in one mode is shared in another": "a request has to wait on the host while the mode changes, "
-    "and another has to share its prefix in time: one seed in a hundred has the first, and too few have both",
 }

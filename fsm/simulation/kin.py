@@ -14,7 +14,8 @@ from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.simulation.shape import Shape
 
 TOKENS = range(1, 200)
-CROWD = (160, 240)  # clients that come at once; a step looks at 96 of those that wait
+ELDER_EVERY, DEEP = 8, 40  # places in the queue
+CROWD = (200, 260)  # clients that come at once; a step looks at 96 of those that wait
 
 
 class Kin:
@@ -26,12 +27,11 @@ class Kin:
         self.num_clients = rng.randint(*CROWD)
         self._num_prompts = 0
         lengths = (48, 72) if is_crowd else (10, 60)
-        self._heads = [self._tokens(rng.randint(*lengths)) for _ in range(rng.choice([1, 2] if is_crowd else [2, 4]))]
-        self._tail = rng.choice([(1, 40), (1, 3), (1, 3)]) if is_crowd else (1, 90)
+        self._heads = [self._tokens(rng.randint(*lengths)) for _ in range(3 if is_crowd else rng.choice([2, 4]))]
+        self._tail = rng.choice([(1, 40), (1, 3), (1, 3), (1, 3)]) if is_crowd else (1, 90)
 
     def shape(self, shape: Shape) -> Shape:
         """Room for all of them, so that tokens alone are short."""
-        rng = self._rng
         common = msgspec.structs.replace(shape, enable_prefix_caching=True, max_model_len=192, num_blocks=1600)
         if not self.is_crowd:
             return common
@@ -41,7 +41,7 @@ class Kin:
             num_blocks=3600,
             max_num_seqs=256,
             max_num_batched_tokens=512,
-            prefill_chunk_tokens=rng.choice([32, 64]),
+            prefill_chunk_tokens=64,
             max_num_queued_reqs=512,
             max_num_queued_tokens=1 << 20,
             num_host_blocks=0,
@@ -50,12 +50,15 @@ class Kin:
     def prompt(self) -> list[int]:
         """A beginning that others have too and an end of its own, or a prompt of its own."""
         rng = self._rng
-        self._num_prompts += 1
-        if self.is_crowd and self._num_prompts > len(self._heads) and (rng.random() < 0.3 or self._num_prompts < 30):
-            return self._tokens(rng.randint(30, 60))
+        at, self._num_prompts = self._num_prompts, self._num_prompts + 1
+        which = at % len(self._heads)
+        if self.is_crowd:  # one of each beginning comes early, the others deep in the queue
+            which, is_elder = (at // ELDER_EVERY, True) if not at % ELDER_EVERY else (which, False)
+            if which >= len(self._heads) or not (is_elder or (at >= DEEP and rng.random() < 0.85)):
+                return self._tokens(rng.randint(30, 60))
         if not self.is_crowd and rng.random() < 0.3:
             return self._tokens(rng.choice([rng.randint(1, 8), rng.randint(30, 120)]))
-        head = self._heads[self._num_prompts % len(self._heads)]
+        head = self._heads[which]
         if not self.is_crowd and rng.random() < 0.3:
             head = head[: rng.randint(1, len(head))]
         return [*head, *self._tokens(rng.choice([rng.randint(*self._tail), rng.randint(1, min(8, self._tail[1]))]))]

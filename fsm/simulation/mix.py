@@ -11,6 +11,8 @@ from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.simulation.crashes import PLAGUES, Plague, crashing_shape
 from novainfer.fsm.simulation.device import NAN_TOKEN, POISONS, VOCAB_SIZE
 from novainfer.fsm.simulation.kin import Kin
+from novainfer.fsm.simulation.pace import Pace
+from novainfer.fsm.simulation.retry import Steady
 from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.simulation.shortage import Shortage, draw_shortage
 
@@ -48,9 +50,13 @@ class Mix:
         is_crashing: bool = False,
         is_slow_step: bool = False,
         kin: Kin | None = None,
+        pace: Pace | None = None,
+        steady: Steady | None = None,
     ) -> None:
         self.rng = rng
         self.kin = kin
+        self.pace = pace
+        self.steady = steady
         self.is_large = is_large
         self.is_scarce = is_scarce
         self.plague = rng.choice(PLAGUES) if is_crashing else None
@@ -66,6 +72,10 @@ class Mix:
             self.shape = crashing_shape(rng, self.plague, self.shape)
         if kin is not None:
             self.shape = kin.shape(self.shape)
+        if pace is not None:
+            self.shape = pace.shape(self.shape)
+        if steady is not None:
+            self.shape = steady.shape(self.shape)
         # The mix of faults is drawn too, log-uniform, often zero: much of one finds more than a little of everything.
         self.rates = {name: 10 ** rng.uniform(-3, -0.3) if rng.random() < 0.4 else 0.0 for name in FAULTS}
         if not self.shape.max_restarts and rng.random() < 0.8:  # such a world ends with the first of these
@@ -114,12 +124,17 @@ class Mix:
             self.num_clients = self.burst = kin.num_clients
             self.rates = {name: rate / 32 for name, rate in self.rates.items()}
             self.hop_s = min(self.hop_s, 1e-4)
+        if steady is not None:
+            self.num_clients, self.burst, self.burst_gap_s = steady.num_clients, steady.burst, steady.burst_gap_s
+            self.step_s, self.hop_s, self.is_brisk = steady.step_s, min(self.hop_s, steady.step_s / 200), True
+            self.rates = dict.fromkeys(self.rates, 0.0)
+            self.is_watched = self.come_up_fails = False
         self.shortage: Shortage | None = None
         if is_scarce:  # and nothing else goes wrong: what it costs can be counted
-            self.shortage = draw_shortage(rng, self.shape, is_brief=self.lasts)
+            self.shortage = draw_shortage(rng, self.shape, is_brief=self.lasts) if pace is None else pace.shortage()
             self.rates = dict.fromkeys(self.rates, 0.0)
             self.is_watched, self.come_up_fails, self.is_brisk = False, False, True
-            self.num_clients = self.burst = 60 if self.lasts else 24
+            self.num_clients = self.burst = pace.num_clients if pace is not None else 60 if self.lasts else 24
 
     def _be_crashing(self, plague: Plague) -> None:
         """Few clients, long times between them, and nothing else that goes wrong."""
@@ -224,6 +239,8 @@ class Mix:
     def arrival_gap_s(self, num_arrived: int) -> float:
         """From one client to the next: they come in bursts."""
         if num_arrived % self.burst:
+            if self.steady is not None:
+                return self.steady.gap_s * 2 * self.rng.random()
             if self.is_large or (self.kin is not None and self.kin.is_crowd):
                 return self.hop_s * self.rng.random()
             return self.rng.random() * 2 * self.step_s
@@ -242,8 +259,8 @@ class Mix:
     def prompt(self) -> str | list[int]:
         """What a client asks for: short, long, empty; half of them begin alike."""
         rng = self.rng
-        if self.kin is not None:
-            return self.kin.prompt()
+        if own := self.kin or self.pace or self.steady:
+            return own.prompt()
         length = rng.choice([1, 2, 3, 5, 8]) if rng.random() < 0.97 else rng.choice([0, self.shape.context_len])
         if self.is_uneven:
             length = rng.choice([rng.randint(1, 8), rng.randint(1, 8), rng.randint(30, 100)])
@@ -291,6 +308,8 @@ class Mix:
         """How a client wants it."""
         if self.kin is not None and self.kin.is_crowd:
             return self.kin.params()
+        if own := self.pace or self.steady:
+            return own.params()
         rng, draw = self.rng, self.rng.random
         adorned = self._adorned() if self.is_adorned and draw() < self.is_adorned else {}
         some = adorned.get("allowed_token_ids", range(VOCAB_SIZE))  # where all of them stop, none can be banned

@@ -172,7 +172,7 @@ class Order:
         unused = tokens - sum(count for _, count, _ in rows)
         # What this step has planned may be shared within it: a request that was looked at before has asked for more.
         spared = sum(works[i].most - works[i].least for i in admitted)
-        by_age, cut = -(-tokens // 2), size - 1 + spared
+        by_age = -(-tokens // 2)
         running = [r for r in scheduler.planner.running.values() if r.state is RequestState.PREFILL]
         for request in (*running, *waiting):
             request_id = request.request_id
@@ -186,7 +186,13 @@ class Order:
             behind = unused + sum(count for other, count, is_more in later if is_more and other > request_id)
             more = unused + sum(count for _, count, is_more in later if is_more)
             younger = unused + sum(count for other, count, _ in later if other > request_id)
-            if behind > 2 * cut or more > by_age + cut or younger > tokens - by_age + cut:
+            cut = size - 1 + spared
+            is_right = behind <= 2 * cut and more <= by_age + cut and younger <= tokens - by_age + cut
+            if not is_right and request_id in starts:
+                # It has had its part when an older one came to wait for what it computes: that one's half is left over.
+                waits = any(self._may_wait(r, works, held, starts) for r in waiting if r.request_id < request_id)
+                is_right = waits and unused + behind <= 2 * (by_age + cut)
+            if not is_right:
                 raise Violation(
                     f"request {request_id} has {request.num_remaining} tokens to compute, and of the {tokens} of step "
                     f"{flight.step_id} {behind} went to younger ones with more work, {more} to others with more work, "

@@ -135,6 +135,7 @@ class Prefixes:
             self._admitted[request.request_id] = self._num_steps
             if not self.is_mixed(request):
                 self._promise(request)
+        self._check_findable(flight)
 
     # ---- details -------------------------------------------------------------------------------------------------
 
@@ -145,6 +146,13 @@ class Prefixes:
         for prefix, block in zip(self.of(request)[:num_shared], request.blocks, strict=False):
             if self._block_of.get(prefix) != block and not self.is_doubtful:
                 raise Violation(f"request {request.request_id} shares block {block}, which is not in the cache")
+
+    def _check_findable(self, flight: Flight) -> None:
+        """The blocks that another request can find are those."""
+        found = set(self._world.scheduler.planner.pool._index.values())
+        if found != self._prefix_of.keys() and not self.is_doubtful:
+            wrongly, lost = sorted(found - self._prefix_of.keys()), sorted(self._prefix_of.keys() - found)
+            raise Violation(f"with step {flight.step_id} blocks {wrongly} can be found, and {lost} cannot")
 
     def _fill(self, request: Request, start: int) -> None:
         """A step writes its tokens from `start` on."""

@@ -40,11 +40,12 @@ KINDS = ("rows", "rows", "tokens", "tokens", "time", "slow", "deadly")
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """For `num_steps`: what a step may hold, and how long a token takes; 0 of either: nothing is wrong with that."""
+    """For `num_steps`: what a step may hold, and how long a token and a request take; 0: nothing is wrong with that."""
 
     num_steps: int
     room: int = 0
     token_s: float = 0.0
+    row_s: float = 0.0
 
 
 class Shortage:
@@ -67,6 +68,10 @@ class Shortage:
         if self._left < 0 and self.at + 1 < len(self.phases):
             self.at += 1
             self._left = self.phases[self.at].num_steps
+
+    def took_s(self, plan: StepPlan) -> float:
+        """How long this step takes, if that is what is wrong."""
+        return self.phase.token_s * len(plan.input_ids) + self.phase.row_s * len(plan.slots)
 
     def is_too_much(self, plan: StepPlan) -> bool:
         """Whether this step cannot be computed."""
@@ -147,7 +152,7 @@ class Scarcity:
     def _good(self) -> None:
         self._num_good += 1
         phase, world = self._shortage.phase, self._world
-        if phase.room or phase.token_s:
+        if phase.room or phase.token_s or phase.row_s:
             self._needing, self._idle, self._was_full = [0, 0], [0, 0], [False, False]
             return
         trouble = world.scheduler.trouble

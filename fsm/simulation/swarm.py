@@ -26,6 +26,8 @@ from novainfer.fsm.simulation.health import DEADLINE_S, Hang, Observer, Rounds
 from novainfer.fsm.simulation.kin import Kin
 from novainfer.fsm.simulation.mix import PER_EVENT, Mix
 from novainfer.fsm.simulation.moves import MOVES, Move, is_possible
+from novainfer.fsm.simulation.pace import Pace, Paces
+from novainfer.fsm.simulation.retry import Steady
 from novainfer.fsm.simulation.shortage import STEP_DEADLINE_S, Scarcity, Shortage
 from novainfer.fsm.simulation.world import TO_WORKER, Timer, World
 
@@ -33,6 +35,8 @@ STOPPED_EVERY = 8  # one seed of so many stops while its processes do something 
 STOPPED_IN = ("SPARED", "PROBING", "NEW", "SPARED", "PROBING", "EMPTY", "FINDING", "PROBING", "HOLDING")
 LARGE_EVERY = 100  # one seed of so many has thousands of clients
 UNEVEN_EVERY = 9  # has short prompts beside long ones, and much room; in every other of these many begin alike
+STEADY_EVERY = 60  # has equal requests that come faster than they are computed
+PACED_EVERY = 60  # has steps that take their time by what they hold
 CROWD_EVERY = 50  # has more that wait than a step looks at
 SLOW_EVERY = 11  # has a slow tokenizer, and clients in a hurry
 SCARCE_EVERY = 25  # has a shortage, and no other fault
@@ -70,10 +74,13 @@ class Seed:
 
     def __init__(self, seed: int, *, keeps_path: bool = False, world_type: type[World] = World) -> None:
         self.rng = random.Random(seed)
-        is_scarce = seed % SCARCE_EVERY == SCARCE_EVERY - 2
+        pace = Pace(seed) if seed % PACED_EVERY == PACED_EVERY // 2 + 1 else None
+        is_scarce = seed % SCARCE_EVERY == SCARCE_EVERY - 2 or pace is not None
         is_crashing = seed % CRASHING_EVERY == CRASHING_EVERY - 2 and not is_scarce
         is_slow_step = seed % SLOW_STEP_EVERY == SLOW_STEP_EVERY // 3 and not is_crashing
         kin = None if is_scarce or is_crashing or is_slow_step else draw_kin(seed)
+        is_odd = is_scarce or is_crashing or is_slow_step or kin is not None or seed % LARGE_EVERY == LARGE_EVERY - 1
+        steady = Steady(seed) if seed % STEADY_EVERY == STEADY_EVERY // 15 and not is_odd else None
         self.mix = Mix(
             self.rng,
             is_large=seed % LARGE_EVERY == LARGE_EVERY - 1,
@@ -83,8 +90,10 @@ class Seed:
             is_crashing=is_crashing,
             is_slow_step=is_slow_step,
             kin=kin,
+            pace=pace,
+            steady=steady,
         )
-        self._broken = Broken(seed, may_be=not is_scarce and not is_crashing)
+        self._broken = Broken(seed, may_be=not is_scarce and not is_crashing and steady is None)
         self.mix.shape = self._broken.shape(self.mix.shape)
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()
@@ -105,9 +114,13 @@ class Seed:
         if self.mix.shortage is not None:
             assert self.world.audit is not None
             self.world.audit.scarcity = Scarcity(self.world, self.mix.shortage)
+            self.world.audit.paces = Paces(self.world) if pace is not None else None
+        if steady is not None:
+            assert self.world.audit is not None
+            self.world.audit.retry.is_steady = True
         self._arrivals = self.mix.num_clients
         self._expect_client(0.0 if self.rng.random() < 0.02 else 60.0)
-        if not self.mix.is_scarce and not is_crashing:
+        if not (self.mix.is_scarce or is_crashing or steady is not None):
             self._plan_agenda()
         if self.mix.plague is not None:
             until_s = 60 + self.mix.num_clients // self.mix.burst * self.mix.burst_gap_s
@@ -116,7 +129,7 @@ class Seed:
         if self.mix.has_slow_steps:
             for _ in range(3):
                 self._after(self._moment_s(), self._go_round, Rounds(self.world), LOOKS_MAX)
-        self._spells = [] if is_crashing else self._draw_spells()
+        self._spells = [] if is_crashing or steady is not None else self._draw_spells()
         self._stop_in = self._plan_stop(seed)  # the roster's state in which all is stopped
 
     # ---- the loop ------------------------------------------------------------------------------------------------
@@ -260,7 +273,7 @@ class Seed:
         """A step while something is short, and nothing else is wrong."""
         shortage.step()
         num_tokens = len(job.plan.input_ids)
-        took_s = shortage.phase.token_s * num_tokens or self.mix.step_s * (1 + num_tokens / STEP_TOKENS)
+        took_s = shortage.took_s(job.plan) or self.mix.step_s * (1 + num_tokens / STEP_TOKENS)
         if took_s >= STEP_DEADLINE_S:
             self._is_hung = True
             self._after(STEP_DEADLINE_S, self._overdue, self._job)
@@ -589,16 +602,12 @@ class Seed:
             self._make("overdue")
 
 
-def is_crowd(seed: int) -> bool:
-    """Whether so many clients come to this seed's world that a step does not look at all who wait."""
-    return seed % CROWD_EVERY == CROWD_EVERY // 2 + 1
-
-
 def draw_kin(seed: int) -> Kin | None:
     """What a world has in which many prompts begin alike, if this seed's is one."""
+    is_crowd = seed % CROWD_EVERY == CROWD_EVERY // 2 + 1
     is_uneven = seed % UNEVEN_EVERY == UNEVEN_EVERY - 1 and seed // UNEVEN_EVERY % 2 == 1
     is_large = seed % LARGE_EVERY == LARGE_EVERY - 1
-    return Kin(seed, is_crowd=is_crowd(seed)) if (is_crowd(seed) or is_uneven) and not is_large else None
+    return Kin(seed, is_crowd=is_crowd) if (is_crowd or is_uneven) and not is_large else None
 
 
 def run_seed(seed: int) -> tuple[World, str]:

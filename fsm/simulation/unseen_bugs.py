@@ -63,14 +63,6 @@ BLOCKS = (
         "self.token_ids[at : at + block_size]",
         "self.token_ids[at : at + block_size - 1]",
     ),
-    # Others compute in full on INT8 blocks, and their answers are not called degraded.
-    Mutant(
-        "what was swapped in one mode is shared in another",
-        Planner,
-        "change_mode",
-        "request.is_mixed = bool(request.host_blocks)",
-        "request.is_mixed = False",
-    ),
     # In a long queue every 33rd request is never looked at in turn: its work is not judged again while it is there.
     Mutant(
         "a look in turn leaves out one request",

@@ -337,13 +337,4 @@ PROCESSES = [
     ),
 ]
 
-# Not found within ten CPU seconds of a hunt: no account speaks of these, or what they need is drawn too seldom.
-NOT_FOUND = frozenset(
-    [
-        "a step is slow only when it took its whole deadline",
-        "how many tokens fit in a time is told by the number of requests",
-        "what was swapped out in another mode is shared when it is back",
-    ]
-)
-PLANTED = [*LADDER, *SIZES, *BLAME, *TURNS, *PROCESSES]
-UNSEEN_POLICY_MUTANTS = [mutant for mutant in PLANTED if mutant.name not in NOT_FOUND]
+UNSEEN_POLICY_MUTANTS = [*LADDER, *SIZES, *BLAME, *TURNS, *PROCESSES]

@@ -21,6 +21,7 @@ from novainfer.fsm.events import (
     Cause,
     Close,
     Configure,
+    Departed,
     DeviceLost,
     Drain,
     Encode,
@@ -234,6 +235,8 @@ class World:
                 if not queue:
                     self.busy.append(link)
                 queue.append(effect.event)  # type: ignore[union-attr]
+                if type(effect.event) is Departed and self.audit is not None:  # type: ignore[union-attr]
+                    self.audit.retry.departs(effect.event)  # type: ignore[union-attr]
                 if len(queue) > MAILBOX_FEW:
                     check_mailbox(self, effect.to, effect.urgent)  # type: ignore[union-attr]
             elif kind is Start:
@@ -477,6 +480,8 @@ class World:
         waiting, tokens = self.gate.num_queued + params.n, self.gate.num_queued_tokens + num_tokens
         was_full = waiting > shape.max_num_queued_reqs or tokens > shape.max_num_queued_tokens
         was_full = was_full or bool(self.gate.overflow)
+        if self.audit is not None:
+            self.audit.retry.arrives()
         self.handle("gate", self.gate, arrive)
         self.checks.answered()
         link = ("gate", "client", False)
@@ -486,6 +491,8 @@ class World:
             client.end = rejected
             self.counts[f"rejected: {rejected.reason}"] += 1
             self.checks.rejection(rejected, was_full)
+            if self.audit is not None and rejected.reason == "overloaded":
+                self.audit.retry.refused()
         else:
             client.was_let_in = True
             if self.audit is not None:

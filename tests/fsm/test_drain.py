@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from novainfer.fsm.drain import RETRY_AFTER_S_DEFAULT, RETRY_AFTER_S_MAX, RETRY_AFTER_S_MIN, DrainRate
+from novainfer.fsm.events import Arrive, Departed, Open
+from novainfer.fsm.gate import Gate
+from novainfer.fsm.params import SamplingParams
 
 
 def rate_of(departures: list[tuple[float, int, int]], now_s: float, *, filled_s: float | None = None) -> float | None:
@@ -44,6 +47,36 @@ def test_a_queue_that_stands_still_drains_slower_and_slower() -> None:
     departures = [(0.5 * i, 1, 10) for i in range(8)]
     rates = [rate_of(departures, 3.5 + later_s) for later_s in (0.1, 0.5, 4.0, 40.0)]
     assert rates == [pytest.approx(2.0), pytest.approx(2.0), pytest.approx(1.0), pytest.approx(0.16, rel=0.02)]
+
+
+def test_a_queue_that_fills_again_and_stands_still_drains_slower_and_slower() -> None:
+    rate = DrainRate()
+    for departure in range(8):
+        rate.note(0.5 * departure, 1, num_waiting=7 - departure)
+    rate.fills(10.0)
+    assert [rate.per_s(10.0 + later_s) for later_s in (0.4, 3.5, 20.5)] == [
+        pytest.approx(2.0),
+        pytest.approx(1.0769, rel=0.01),
+        pytest.approx(0.2978, rel=0.01),
+    ]
+
+
+def test_a_stream_leaves_once_though_the_gate_hears_of_it_later() -> None:
+    gate, rate = Gate(max_num_queued_reqs=8, max_num_queued_tokens=100), DrainRate()
+    gate.handle(Open())
+    for stream_id in range(3):
+        rate.arrives(gate, 1.0)
+        params = SamplingParams(n=2)
+        gate.handle(Arrive(stream_id=stream_id, prompt=[1], params=params, seed=1, num_tokens=1))
+    rate.departs(gate, Departed([0]), 2.0)
+    rate.departs(gate, Departed([0, 1, 1]), 3.0)
+    assert rate.per_s(3.0) == pytest.approx(2.0)
+    gate.handle(Departed([0, 1]))
+    assert rate.wait_s(gate, 3.0) == pytest.approx(1.0)
+    rate.departs(gate, Departed([2]), 4.0)
+    rate.arrives(gate, 90.0)  # all have left, and the gate is about to hear so
+    rate.departs(gate, Departed([7]), 91.0)  # which holds no credits any more
+    assert rate.per_s(91.0) is None
 
 
 def test_what_was_a_minute_ago_is_forgotten() -> None:

@@ -4,7 +4,6 @@ from novainfer.fsm.simulation.bugs import MUTANTS, SURVIVORS
 from novainfer.fsm.simulation.coverage import ARGUED, MACHINES
 from novainfer.fsm.simulation.mutants import hunt, planted, row_changed
 from novainfer.fsm.simulation.report import run_seeds
-from novainfer.fsm.simulation.unseen_policy_bugs import NOT_FOUND, PLANTED
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take many times what a quiet one does
 SAMPLE = [m for m in MUTANTS if m.seeds][::7]  # what `make test` has the time for; `make test-long` hunts them all
@@ -26,12 +25,6 @@ def test_the_simulator_finds_the_planted_bug(mutant):
 def test_who_survives_is_planted_and_there_are_few():
     assert set(SURVIVORS) <= {m.name for m in MUTANTS}
     assert len(SURVIVORS) <= len(MUTANTS) / 20
-
-
-@pytest.mark.parametrize("mutant", [pytest.param(m, id=m.name) for m in PLANTED if m.name in NOT_FOUND])
-def test_what_is_not_found_yet_can_still_be_planted(mutant):
-    with planted(mutant):
-        pass
 
 
 def test_every_bug_can_still_be_planted_though_few_are_hunted_here():
