@@ -515,11 +515,9 @@ class Scheduler(Machine):
         self._losses += 1
         flight, self.flight = self.flight, None
         if flight is not None:
-            was_launched = (
-                flight.step_id == event.step_id
-            )  # else nothing of it was computed, and no request is to blame
+            was_launched = flight.step_id == event.step_id
             self.planner.rollback(flight, launched=was_launched)
-            if was_launched:
+            if was_launched:  # else nothing of it was computed, and no request is to blame
                 self._failures += 1
                 if outputs := self._end_doomed(self.trouble.worker_lost(flight, event, self._effects)):
                     self._send("engine", Outputs(outputs))
