@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.simulation.crashes import PLAGUES, Plague, crashing_shape
+from novainfer.fsm.simulation.crashes import Plague, crashing_shape
 from novainfer.fsm.simulation.device import NAN_TOKEN, POISONS, VOCAB_SIZE
 from novainfer.fsm.simulation.kin import Kin
 from novainfer.fsm.simulation.pace import Pace
@@ -47,7 +47,7 @@ class Mix:
         is_uneven: bool = False,
         is_slow: bool = False,
         is_scarce: bool = False,
-        is_crashing: bool = False,
+        plague: Plague | None = None,
         is_slow_step: bool = False,
         kin: Kin | None = None,
         pace: Pace | None = None,
@@ -59,9 +59,9 @@ class Mix:
         self.steady = steady
         self.is_large = is_large
         self.is_scarce = is_scarce
-        self.plague = rng.choice(PLAGUES) if is_crashing else None
+        self.plague = plague
         self.has_slow_steps = is_slow_step  # of seconds, and a watch that looks on
-        is_odd = is_large or is_scarce or is_crashing or is_slow_step
+        is_odd = is_large or is_scarce or plague is not None or is_slow_step
         self.is_uneven = is_uneven and not is_odd  # prompts of one token beside others of a hundred
         self.lasts = False  # a shortage is over so early that all is well before the world ends
         self._num_prompts = 0

@@ -20,7 +20,7 @@ from novainfer.fsm.roster import Find, Open
 from novainfer.fsm.simulation import faults
 from novainfer.fsm.simulation.broken import NO_NUMBER, Broken
 from novainfer.fsm.simulation.clock import Clock
-from novainfer.fsm.simulation.crashes import draw_crashes
+from novainfer.fsm.simulation.crashes import PLAGUES, draw_crashes
 from novainfer.fsm.simulation.device import FULL, POISON_HANG
 from novainfer.fsm.simulation.health import DEADLINE_S, Hang, Observer, Rounds
 from novainfer.fsm.simulation.kin import Kin
@@ -87,7 +87,7 @@ class Seed:
             is_uneven=seed % UNEVEN_EVERY == UNEVEN_EVERY - 1,
             is_slow=seed % SLOW_EVERY == SLOW_EVERY - 1 and not is_scarce,
             is_scarce=is_scarce,
-            is_crashing=is_crashing,
+            plague=PLAGUES[seed // CRASHING_EVERY % len(PLAGUES)] if is_crashing else None,
             is_slow_step=is_slow_step,
             kin=kin,
             pace=pace,
