@@ -25,3 +25,9 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, OLD)
+
+
+def collect_when_idle() -> None:
+    """Collect what the last requests left, while no request waits for it."""
+    if gc.get_freeze_count() and any(gc.get_count()[1:]):
+        gc.collect()

@@ -142,6 +142,8 @@ class Server:
             throughput = Throughput(time.monotonic())
             while not stop.done():
                 await asyncio.wait({stop}, timeout=ALIVE_CHECK_S)
+                if not self.service.live.num_live:
+                    garbage.collect_when_idle()
                 if (line := throughput.line(engine.statistics, time.monotonic())) is not None:
                     log.info("%s", line)
                 if not stop.done() and not engine.is_ready:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -35,3 +36,20 @@ def test_a_server_whose_device_is_in_its_own_process_collects_what_a_mode_leaves
     garbage.settle()
     assert gc.get_freeze_count() == 0
     assert gc.get_threshold() == thresholds
+
+
+def test_what_the_last_requests_left_goes_while_the_server_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Knot:
+        def __init__(self) -> None:
+            self.itself = self
+
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    garbage.settle()
+    knot = Knot()
+    gone = weakref.ref(knot)
+    gc.collect(1)  # it has outlived two collections
+    del knot
+    gc.collect(0)
+    assert gone() is not None, "it waits for a full one"
+    garbage.collect_when_idle()
+    assert gone() is None
