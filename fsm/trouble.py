@@ -162,7 +162,8 @@ class Trouble:
         is_slow = event.fault is Fault.TIMEOUT
         if suspects or (members and is_slow):  # one that died may have been killed by chance; one that was slow was not
             is_first = most == (1 if is_slow else LOSSES_SUSPECT)
-            did_shrink = self._shrink(flight, LOST_DIVISOR if is_first else flight.num_prompt_tokens, event, effects)
+            whole = max(flight.num_prompt_tokens, len(flight.rows), 1)  # by so much: as small as can be
+            did_shrink = self._shrink(flight, LOST_DIVISOR if is_first else whole, event, effects)
         if not suspects:
             return []
         if len(members) > 1 or not is_alone(flight):

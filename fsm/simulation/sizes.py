@@ -3,6 +3,7 @@
 The words are those of docs/reliability.md ("Who is blamed", 8) and of `allowance`, for requests and for prompt tokens
 each:
 
+    less         half of what failed, or what went well before it was tried
     more         once something was too much, `FIRST_TRY` good steps come before each growth
     as before    when a request ends with the error of its step, a step may hold what it might before the first of the
                  falls that came with fewer than `FIRST_TRY` good steps between them: those were for its sake
@@ -24,38 +25,47 @@ if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World
 
 FIRST_TRY = 64  # good steps
+START = 128  # prompt tokens, before anything is known
 
 
 class _Limit:
     """One limit: how it moved, and what it was before the falls of late."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, start: int, least: int) -> None:
         self._name = name
+        self._least = least
+        self._well = start  # what went well, or may be believed to
         self._num_good = 0  # steps since it moved
         self._has_fallen = False
-        self._before: tuple[int, bool] | None = None  # the limit, and whether it had fallen, before the falls of late
+        self._before: tuple[int, int, bool] | None = None  # the limit, `_well`, `_has_fallen`: before the falls of late
 
-    def moved(self, was: int, now: int, *, is_good: bool, is_blamed: bool) -> None:
-        """An event was handled; `is_good`: of a good step, `is_blamed`: a request ended for its failures."""
+    def moved(self, was: int, now: int, held: int, *, is_good: bool, is_blamed: bool) -> None:
+        """An event was handled: of a step that held so much, and was good; or a request ended for its failures."""
         self._num_good += is_good
         if self._num_good >= FIRST_TRY:
             self._before = None
         if is_blamed:
             if self._before is not None:
-                before, self._has_fallen = self._before
+                before, self._well, self._has_fallen = self._before
                 self._before = None
                 if now < before:
                     raise Violation(
                         f"a request was to blame, and steps may hold {now} {self._name} now, {before} before"
                     )
         elif now < was:
-            self._before = self._before or (was, self._has_fallen)
+            if now > max(held // 2, self._least, self._well if held > self._well else 0):
+                raise Violation(f"{held} {self._name} were too many, {self._well} went well, and the next may be {now}")
+            self._before = self._before or (was, self._well, self._has_fallen)
             self._has_fallen = True
             self._num_good = 0
+            self._well = now
+            return
         elif now > was:
             if self._has_fallen and self._num_good < FIRST_TRY:
                 raise Violation(f"steps may hold {now} {self._name} and not {was}, after {self._num_good} good steps")
             self._num_good = 0
+        if is_good:
+            self._well = max(self._well, held)
 
 
 class Sizes:
@@ -63,7 +73,12 @@ class Sizes:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._limits = _Limit("requests"), _Limit("prompt tokens")
+        shape = world.shape
+        num_tokens = shape.prefill_chunk_tokens
+        self._limits = (
+            _Limit("requests", shape.max_num_seqs, 1),
+            _Limit("prompt tokens", min(num_tokens, START), min(num_tokens, shape.block_size)),
+        )
         self._before = 0, 0
         self._flight: Flight | None = None
 
@@ -77,8 +92,10 @@ class Sizes:
         outcome = event.outcome if isinstance(event, MakeBatch) else None
         is_good = isinstance(outcome, StepDone) and self._flight is not None and not self._flight.canary
         is_blamed = not is_good and any(map(_is_blame, effects))  # a good step without a number is no step too large
-        for limit, was, now in zip(self._limits, self._before, self._now(), strict=True):
-            limit.moved(was, now, is_good=is_good, is_blamed=is_blamed)
+        flight = self._flight
+        held = (len(flight.rows), flight.num_prompt_tokens) if flight is not None else (0, 0)
+        for limit, was, now, num in zip(self._limits, self._before, self._now(), held, strict=True):
+            limit.moved(was, now, num, is_good=is_good, is_blamed=is_blamed)
 
     def _now(self) -> tuple[int, int]:
         scheduler = self._world.scheduler

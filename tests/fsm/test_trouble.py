@@ -401,6 +401,19 @@ def test_a_quiet_time_in_which_nothing_went_well_begins_again_when_the_last_requ
     assert rung(bench) is Rung.FULL
 
 
+@pytest.mark.parametrize("num_new", [0, 1])
+def test_a_step_of_decoding_requests_that_is_lost_again_is_made_as_small_as_can_be(num_new):
+    bench = Bench()
+    old = [bench.submit([i] * 3, max_tokens=20) for i in range(1, 4)]
+    bench.step()
+    new = [bench.submit([9], max_tokens=20) for _ in range(num_new)]
+    bench.step()
+    assert list(bench.rows()) == old + new
+    bench.request(old[0]).losses = 2  # one that was swapped in, and has had no token since
+    bench.lose()
+    assert bench.scheduler.planner.max_running == 1
+
+
 def test_a_group_that_is_larger_than_a_step_may_be_by_now_is_tried_in_parts():
     crowd = Crowd(16)
     crowd.run(2, room=16)
