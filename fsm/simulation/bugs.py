@@ -430,14 +430,6 @@ MUTANTS = [
         "return self.state",
     ),
     Mutant(
-        "a drain leaves who waits for room without an answer",
-        Gate,
-        "_drain",
-        "self._turn_all_away(End(cause=Cause.DRAIN))",
-        "pass",
-        seeds=1000,
-    ),
-    Mutant(
         "who was let in keeps its place in the waiting room",
         Gate,
         "_let_in_who_fits",

@@ -66,7 +66,13 @@ GATE_MUTANTS = [
         "self._siblings(request)",
     ),
     Mutant(
-        "a drain lets wait who waits for room", Gate, "_drain", "self._turn_all_away(End(cause=Cause.DRAIN))", "pass"
+        "a drain lets wait who waits for room",
+        Gate,
+        "_drain",
+        "self._turn_all_away(End(cause=Cause.DRAIN))",
+        "pass",
+        seeds=0,
+        small="a full queue, and who waits for it",
     ),
     Mutant(
         "cancel all forgets who waits for room",
