@@ -129,6 +129,8 @@ GATE_MUTANTS = [
         "_cancel_all",
         "self._cancelled_all = (event.cause, event.arrived)",
         "pass",
+        seeds=0,
+        small="all is ended at once",
     ),
     Mutant(
         "cancel all cancels also who comes later", Engine, "_cancelled_before", "self._cancelled_all = None", "pass"

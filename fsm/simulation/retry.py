@@ -41,6 +41,7 @@ class Steady:
         self.step_s = 10 ** rng.uniform(-1.5, -0.3)
         self._slots = rng.choice([2, 4, 8])
         self._num_tokens = rng.choice([4, 8])
+        self._num_choices = 2 if self._slots > 2 and rng.random() < 0.5 else 1
         self._queue = self._slots * 4
         self._overflow = self._queue * rng.choice([0, 2])
         self.burst = 4 * (self._queue + self._overflow)
@@ -77,7 +78,9 @@ class Steady:
     def params(self) -> SamplingParams:
         """All ask for as much, and would wait."""
         wait_s = 1e4 if self._overflow else None
-        return SamplingParams(max_tokens=self._num_tokens, ignore_eos=True, temperature=0.0, max_queue_s=wait_s)
+        return SamplingParams(
+            n=self._num_choices, max_tokens=self._num_tokens, ignore_eos=True, temperature=0.0, max_queue_s=wait_s
+        )
 
 
 class Promise(msgspec.Struct):
