@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from novainfer import InvalidParameter
 from novainfer.server.errors import TooManyRequests
 from novainfer.server.settings import ServerSettings
 
@@ -34,22 +35,26 @@ class Clients:
         self.waiting: Counter[str] = Counter()  # prompt tokens of those that have no token yet
         self.unread: Counter[str] = Counter()  # streams
 
-    def enter(self, client: str, num_choices: int, num_tokens: int) -> None:
-        """Let so many choices of one request in, with so many tokens of prompts; raises `TooManyRequests`.
+    def enter(self, client: str, num_prompts: int, n: int, num_tokens: int) -> None:
+        """Let one request of `num_prompts * n` choices in, with so many tokens of prompts.
 
-        One request alone is always let in, however large it is.
+        Raises `TooManyRequests` when the client has to wait or to ask for less, `InvalidParameter` when it may never
+        have as much. What it has waiting may be one prompt of any length.
         """
         live, waiting, unread = self.live[client], self.waiting[client], self.unread[client]
         if self._unread_max is not None and unread >= self._unread_max:
             raise TooManyRequests(f"{unread} answers wait for this client to read them: read them, then ask for more")
+        num_choices = num_prompts * n
+        self._check_size(num_prompts, n, num_tokens)
         num_here = self._num_here(client)
-        most = self._choices_max(num_here)
-        if live and live + num_choices > most:
-            raise TooManyRequests(f"This client has {live} live requests, and may have {most:g}: wait for one to end")
+        most = self._choices_max(num_here, is_first=not live)
+        if live + num_choices > most:
+            what = f"This client has {live} live requests, and may have {most:g}"
+            raise TooManyRequests(f"{what}: wait for one to end" if live else f"{what} while others are here")
         most = self._tokens_max(num_here)
-        if waiting and waiting + num_tokens > most:
+        if waiting + num_tokens > most and (waiting or num_prompts > 1):
             what = f"Prompts of this client wait with {waiting} tokens, and may have {most:g}"
-            raise TooManyRequests(f"{what}: wait for one to begin")
+            raise TooManyRequests(f"{what}: wait for one to begin" if waiting else f"{what} while others are here")
         self.live[client] += num_choices
         self.waiting[client] += num_tokens
         self._see(client)
@@ -67,12 +72,28 @@ class Clients:
             del self.live[client]
         self._see(client)
 
-    def _choices_max(self, num_here: int) -> float:
-        """Live choices that a client may have: all that it may ever have, or less while other clients are here."""
+    def _check_size(self, num_prompts: int, n: int, num_tokens: int) -> None:
+        """Raise `InvalidParameter` for one request that is more than a client may ever have."""
+        choices, tokens = self._settings.max_client_reqs, self._settings.max_client_tokens
+        if choices is not None and num_prompts * n > choices:
+            what = f"This is a request of {num_prompts} prompts with n={n}, and a client may have {choices} choices"
+            raise InvalidParameter(f"{what}: ask for fewer at a time", param="n" if n > choices else "prompt")
+        if tokens is not None and num_tokens > tokens and num_prompts > 1:
+            what = f"The prompts have {num_tokens} tokens, and those of a client that wait may have {tokens}"
+            raise InvalidParameter(f"{what}: send fewer at a time", param="prompt")
+
+    def _choices_max(self, num_here: int, *, is_first: bool) -> float:
+        """Live choices that a client may have: all that it may ever have, or less while other clients are here.
+
+        The only request of a client may have half of the slots, so that a share of one refuses no `n`.
+        """
         settings = self._settings
         found = [settings.max_client_reqs]
         if num_here > 1:
-            found += [settings.client_room, _share(settings.client_slots, num_here)]
+            found.append(settings.client_room)
+            if (share := _share(settings.client_slots, num_here)) is not None:
+                assert settings.client_slots is not None
+                found.append(max(share, settings.client_slots // 2) if is_first else share)
         return min((most for most in found if most is not None), default=math.inf)
 
     def _tokens_max(self, num_here: int) -> float:

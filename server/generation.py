@@ -13,12 +13,12 @@ import msgspec
 from novainfer import Delta, EngineOverloaded, InvalidParameter, SamplingParams
 from novainfer.fsm.params import DURATION_S_MAX
 from novainfer.server.exchange import is_printable_id
-from novainfer.server.merge import merge_deltas
+from novainfer.server.merge import merge_deltas, turns_to_begin
 from novainfer.server.replies import Choice, Tally
 from novainfer.server.service import Service
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
-ADMISSION_TURNS = 2  # of the loop, until each prompt's task has asked for admission: `merge_deltas` starts them
+ADMISSION_TURNS = 2  # of the loop, until the first prompts' tasks have asked for admission
 FIRST_DELTA_WAIT_S_MAX = 15.0  # then the stream begins without it, so that proxies and clients see life
 
 
@@ -43,7 +43,7 @@ class Generation:
         self.model = engine.model_info.name
         self.tally = Tally(len(prompts), params.n)
         self._waiting = dict(enumerate(engine.check_room(prompts, params)))  # prompt -> tokens, until its first delta
-        service.clients.enter(client, self.num_choices, sum(self._waiting.values()))
+        service.clients.enter(client, len(prompts), params.n, sum(self._waiting.values()))
         self._client = client
         self._live = service.live.open(prefix, wanted_id, len(prompts), owner)
         sources = [
@@ -84,7 +84,7 @@ class Generation:
         task = asyncio.ensure_future(anext(self.deltas))
         interval_s = self._service.settings.sse_keep_alive_interval_s
         try:
-            for _ in range(ADMISSION_TURNS):
+            for _ in range(turns_to_begin(len(self._live.engine_ids))):
                 await asyncio.sleep(0)
             self.is_overflowed = any(map(engine.is_overflowed, self._live.engine_ids))
             if not self.is_overflowed:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from novainfer import InvalidParameter
 from novainfer.server import clients, http2, sse
 from novainfer.server.errors import TooManyRequests
 from novainfer.server.exchange import network_of
@@ -51,7 +52,10 @@ async def test_a_client_with_too_many_live_requests_is_refused_and_others_are_no
         engine.is_paced = False
         engine.release()
         assert [response.status_code for response in await asyncio.gather(*tasks)] == [200] * len(tasks)
-        assert (await alice.post(PATH, json={"prompt": ["a"] * 9})).status_code == 200  # alone, a large one is let in
+        too_large = await alice.post(PATH, json={"prompt": ["a"] * 5})
+        assert (too_large.status_code, error_of(too_large)["param"]) == (400, "prompt")
+        too_many = await alice.post(PATH, json={"prompt": "a", "n": 5})
+        assert (too_many.status_code, error_of(too_many)["param"]) == (400, "n")
     await eventually(lambda: not server.service.clients.live)
 
 
@@ -145,7 +149,7 @@ def test_while_others_are_here_a_client_has_an_equal_share_of_the_slots() -> Non
         number = 0
         with contextlib.suppress(TooManyRequests):
             while True:
-                found.enter(client, 1, 1)
+                found.enter(client, 1, 1, 1)
                 number += 1
         for _ in range(number):
             found.begin(client, 1)
@@ -153,16 +157,16 @@ def test_while_others_are_here_a_client_has_an_equal_share_of_the_slots() -> Non
         return number
 
     assert may_have("a") == 100
-    found.enter("b", 1, 1)
+    found.enter("b", 1, 1, 1)
     assert may_have("a") == 6
-    found.enter("c", 1, 1)
+    found.enter("c", 1, 1, 1)
     assert may_have("a") == 4
     found.leave("c", 1)
     assert may_have("a") == 4, "c was here a moment ago"
     now_s += clients.RECENT_S + 1
     assert may_have("a") == 6, "b is still at it"
     for name in range(20):
-        found.enter(str(name), 1, 1)
+        found.enter(str(name), 1, 1, 1)
     assert may_have("a") == 12 // clients.SHARES_MAX
     for name in range(20):
         found.leave(str(name), 1)
@@ -175,33 +179,54 @@ def test_while_others_are_here_an_address_leaves_them_room_in_the_queue() -> Non
     now_s = 0.0
     found = clients.Clients(ServerSettings(client_room=3), clock=lambda: now_s)
     for _ in range(100):
-        found.enter("a", 1, 1)
-    found.enter("b", 1, 1)
+        found.enter("a", 1, 1, 1)
+    found.enter("b", 1, 1, 1)
     with pytest.raises(TooManyRequests, match="has 100 live requests, and may have 3"):
-        found.enter("a", 1, 1)
-    found.enter("b", 2, 1)
+        found.enter("a", 1, 1, 1)
+    found.enter("b", 2, 1, 1)
     with pytest.raises(TooManyRequests, match="has 3 live requests, and may have 3"):
-        found.enter("b", 1, 1)
+        found.enter("b", 1, 1, 1)
     found.leave("b", 3)
     now_s += clients.RECENT_S + 1
-    found.enter("a", 1, 1)
+    found.enter("a", 1, 1, 1)
+
+
+def test_one_request_is_no_way_around_what_a_client_may_have() -> None:
+    found = clients.Clients(
+        ServerSettings(max_client_reqs=100, client_slots=40, client_tokens=1000, max_client_tokens=900)
+    )
+    with pytest.raises(InvalidParameter, match="101 prompts with n=1, and a client may have 100 choices"):
+        found.enter("a", 101, 1, 1)
+    with pytest.raises(InvalidParameter, match="have 901 tokens, and those of a client that wait may have 900"):
+        found.enter("a", 2, 1, 901)
+    found.enter("b", 1, 1, 1)
+    found.enter("c", 1, 1, 1)
+    with pytest.raises(TooManyRequests, match="has 0 live requests, and may have 20 while others are here"):
+        found.enter("a", 21, 1, 1)
+    with pytest.raises(TooManyRequests, match="wait with 0 tokens, and may have 333 while others are here"):
+        found.enter("a", 2, 1, 334)
+    assert not found.live["a"]
+    assert not found.waiting["a"]
+    found.enter("a", 1, 20, 334)  # half of the slots for an only request, of one prompt that is as long as it may be
+    with pytest.raises(TooManyRequests, match="has 20 live requests, and may have 13: wait for one to end"):
+        found.enter("a", 1, 1, 1)
 
 
 def test_no_client_takes_all_tokens_of_the_queue() -> None:
     settings = ServerSettings(max_client_tokens=1000, client_tokens=1200)
     found = clients.Clients(settings)
-    found.enter("a", 1, 400)
-    found.enter("a", 1, 600)
+    found.enter("a", 1, 1, 400)
+    found.enter("a", 1, 1, 600)
     with pytest.raises(TooManyRequests, match="Prompts of this client wait with 1000 tokens, and may have 1000"):
-        found.enter("a", 1, 1)
+        found.enter("a", 1, 1, 1)
     found.begin("a", 400)
-    found.enter("a", 1, 1)
-    found.enter("b", 1, 600)
+    found.enter("a", 1, 1, 1)
+    found.enter("b", 1, 1, 600)
     with pytest.raises(TooManyRequests, match="wait with 601 tokens, and may have 600"):
-        found.enter("a", 1, 1)
-    found.enter("c", 1, 5000)  # one request alone is let in, as the queue does
+        found.enter("a", 1, 1, 1)
+    found.enter("c", 1, 1, 5000)  # one prompt alone is let in, as the queue does
     found.begin("a", 601)
-    found.enter("a", 1, 400)
+    found.enter("a", 1, 1, 400)
 
 
 @both_kinds
