@@ -14,16 +14,19 @@ from novainfer.server.protocol import ChatCompletionRequest
 from novainfer.server.replies import AssistantMessage, ChatChoice, ChatCompletion, chat_logprobs
 from novainfer.server.service import Service
 from novainfer.server.sse import EventStream
+from novainfer.server.turns import after
 from novainfer.server.unsupported import header_value
 
 
 async def create_chat_completion(service: Service, request: Request) -> Response | EventStream:
     """Answer a conversation, as one object or as a stream of chunks."""
     exchange: Exchange = request.scope[SCOPE_KEY]
-    body, ignored = decode(ChatCompletionRequest, exchange.body)
+    waited_s = await service.turns.wait(exchange.client, len(exchange.body))
+    body, ignored = decode(ChatCompletionRequest, exchange.take_body())
     exchange.ignored = header_value(ignored)
     service.check_model(body.model)
     params = with_deadline(body.sampling_params(service.ready_engine().model_info.sampling_defaults), request.headers)
+    params = after(params, waited_s)
     prompt = body.prompt()
     name = wanted_id(body.request_id, exchange.request_id)
     generation = Generation(service, "chatcmpl", name, [prompt], params, exchange.viewer.owner, exchange.client)

@@ -14,16 +14,19 @@ from novainfer.server.protocol import CompletionRequest
 from novainfer.server.replies import Choice, Completion, CompletionChoice, completion_logprobs
 from novainfer.server.service import Service
 from novainfer.server.sse import EventStream
+from novainfer.server.turns import after
 from novainfer.server.unsupported import header_value
 
 
 async def create_completion(service: Service, request: Request) -> Response | EventStream:
     """Continue one prompt or several, as one object or as a stream of chunks; choices go prompt by prompt."""
     exchange: Exchange = request.scope[SCOPE_KEY]
-    body, ignored = decode(CompletionRequest, exchange.body)
+    waited_s = await service.turns.wait(exchange.client, len(exchange.body))
+    body, ignored = decode(CompletionRequest, exchange.take_body())
     exchange.ignored = header_value(ignored)
     service.check_model(body.model)
     params = with_deadline(body.sampling_params(service.ready_engine().model_info.sampling_defaults), request.headers)
+    params = after(params, waited_s)
     prompts = body.prompts()
     echoes = body.echoes(prompts)
     name = wanted_id(body.request_id, exchange.request_id)

@@ -113,7 +113,7 @@ class UnsupportedMediaType(CallerError):
 
 
 class TooManyRequests(ServerError):
-    """This client has as many live requests, or answers that it does not read, as one may have."""
+    """This client has as much of something as one may have: live requests, unread answers, large bodies that wait."""
 
     status = 429
     type = "rate_limit_error"

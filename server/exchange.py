@@ -86,6 +86,11 @@ class Exchange:
         """A watch of this answer's sends."""
         return self._make_unread(self.client)
 
+    def take_body(self) -> bytes:
+        """The body, which its handler needs once: a request that lives for minutes does not hold it."""
+        body, self.body = self.body, b""
+        return body
+
     async def send(self, message: Message) -> None:
         """ASGI's `send`, for the handlers."""
         if message["type"] == "http.response.start":

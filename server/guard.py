@@ -26,7 +26,7 @@ from novainfer.server.errors import (
     log_if_ours,
 )
 from novainfer.server.exchange import SCOPE_KEY, ClientGone, Exchange
-from novainfer.server.limits import BodyTurns, check_content_type, read_body
+from novainfer.server.limits import check_content_type, read_body
 from novainfer.server.service import Service
 
 access_log = logging.getLogger("novainfer.access")
@@ -41,7 +41,6 @@ class Guard:
         self._router = router
         self._service = service
         self._labels = labels  # endpoint -> path template, for the metrics
-        self._turns = BodyTurns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -73,9 +72,7 @@ class Guard:
             try:
                 await self._admit(scope, receive, exchange)
                 watcher = asyncio.create_task(watch())
-                if wait_s := self._turns.wait_s(len(exchange.body), asyncio.get_running_loop().time()):
-                    await asyncio.sleep(wait_s)
-                await self._router(scope, _replay(exchange.body, watcher), exchange.send)
+                await self._router(scope, _told_by(watcher), exchange.send)
             except ClientGone:
                 gone = True
             except Exception as error:
@@ -100,7 +97,9 @@ class Guard:
         settings = self._service.settings
         bytes_max = 0 if refusal is not None else self._service.body_bytes_max
         try:
-            exchange.body = await read_body(receive, bytes_max=bytes_max, timeout_s=settings.body_timeout_s)
+            body = await read_body(receive, bytes_max=bytes_max, timeout_s=settings.body_timeout_s)
+            if scope["method"] == "POST":
+                exchange.body = body  # of other methods none is asked for
         except NovaInferError as error:
             raise refusal or error from None
         if refusal is not None:
@@ -147,15 +146,10 @@ def _routing_error(error: HTTPException, exchange: Exchange) -> NovaInferError:
     return PathNotFound(f"Nothing is served at {exchange.path[:200]}: see /openapi.json for what is")
 
 
-def _replay(body: bytes, watcher: asyncio.Task[None]) -> Receive:
-    """A `receive` for handlers: the body that was read already, then the client's leaving."""
-    sent = False
+def _told_by(watcher: asyncio.Task[None]) -> Receive:
+    """A `receive` for handlers, which find the body in the exchange: it tells of the client's leaving."""
 
     async def receive() -> Message:
-        nonlocal sent
-        if not sent:
-            sent = True
-            return {"type": "http.request", "body": body, "more_body": False}
         await asyncio.wait([watcher])
         return {"type": "http.disconnect"}
 

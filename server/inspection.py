@@ -231,8 +231,9 @@ async def inject_fault(service: Service, request: Request) -> Response:
     """Let something fail, for a drill; only with the admin key."""
     exchange: Exchange = request.scope[SCOPE_KEY]
     service.keys.check_admin(exchange.viewer)
+    await service.turns.wait(exchange.client, len(exchange.body))
     try:
-        fault = msgspec.json.decode(exchange.body, type=Fault)
+        fault = msgspec.json.decode(exchange.take_body(), type=Fault)
     except msgspec.ValidationError as error:
         raise explain(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

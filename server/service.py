@@ -14,6 +14,7 @@ from novainfer.server.errors import ModelLoading
 from novainfer.server.live import LiveRequests
 from novainfer.server.metrics import Metrics
 from novainfer.server.settings import ServerSettings
+from novainfer.server.turns import BodyTurns
 
 
 def package_version() -> str:
@@ -34,6 +35,7 @@ class Service:
         self.metrics = Metrics()
         self.live = LiveRequests()
         self.clients = Clients(settings)
+        self.turns = BodyTurns()
         self.connections: Collection[object] = ()  # those that are open
         self.is_draining = False
         self.feeds: set[Subscription] | None = set()  # clients that listen to events; None: no more are taken

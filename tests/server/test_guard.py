@@ -5,7 +5,6 @@ import asyncio
 import httpx
 import pytest
 
-from novainfer.server.limits import BodyTurns
 from tests.server.conftest import Serve
 from tests.server.fakes import FakeEngine
 from tests.server.rawh2 import RawH2
@@ -159,15 +158,6 @@ async def test_a_request_id_unfit_for_a_log_is_replaced(server: object, client: 
     response = await client.get("/health", headers={"x-request-id": bad})
     assert response.headers["x-request-id"] != bad
     assert len(response.headers["x-request-id"]) == 32
-
-
-def test_large_bodies_are_decoded_one_after_the_other_and_small_ones_at_once() -> None:
-    turns = BodyTurns()
-    assert turns.wait_s(1_000_000, now_s=100.0) == 0.0
-    assert turns.wait_s(500_000, now_s=100.0) == pytest.approx(0.04)
-    assert turns.wait_s(1000, now_s=100.0) == 0.0
-    assert turns.wait_s(1_000_000, now_s=100.01) == pytest.approx(0.05)
-    assert turns.wait_s(1_000_000, now_s=200.0) == 0.0
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
