@@ -446,7 +446,10 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """Job: allocate the KV cache; `num_blocks` when it must be as large as that of the worker before."""
+    """Job: allocate the KV cache, of exactly `num_blocks` if that is given: as many as the first had.
+
+    So all caches of one engine are equally large, and which process made one does not matter.
+    """
 
     epoch: int = 0
     num_blocks: int | None = None

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from novainfer.fsm.events import Close, Fit, JobDone, JobFailed, Run
+from novainfer.fsm.events import Close, JobDone, JobFailed, Run
 from novainfer.fsm.machine import Machine, Table, ignore, never, on, stay, table
 
 SPARE_EPOCH = -1  # of a process that works for no worker yet
@@ -199,9 +199,9 @@ class Process(Machine):
         self._start(Tell(self.serial, self.epoch, job))
 
     def _take_ahead(self, job: Any) -> bool:
-        """Answer from what was done ahead, if it was this very job."""
+        """Answer from what was done ahead, if it was: a cache is as large as all before it, or is not made."""
         answer = self.ahead.pop(type(job).__name__, None)
-        if answer is None or (type(job) is Fit and job.num_blocks not in (None, answer.value["num_blocks"])):
+        if answer is None:
             return False
         self._send("worker", msgspec.structs.replace(answer, epoch=self.epoch))
         return True

@@ -21,6 +21,7 @@ from novainfer.fsm.simulation.sampling_bugs import SAMPLING_MUTANTS
 from novainfer.fsm.simulation.turn_bugs import TURN_MUTANTS
 from novainfer.fsm.simulation.unseen_bugs import UNSEEN_MUTANTS
 from novainfer.fsm.simulation.unseen_policy_bugs import UNSEEN_POLICY_MUTANTS
+from novainfer.fsm.simulation.unseen_third_bugs import UNSEEN_THIRD_MUTANTS
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import TextAssembler
 from novainfer.fsm.trouble import Trouble
@@ -212,6 +213,7 @@ MUTANTS = [
     *PROCESS_MUTANTS,
     *UNSEEN_MUTANTS,
     *UNSEEN_POLICY_MUTANTS,
+    *UNSEEN_THIRD_MUTANTS,
     # ---- blocks on the host
     Mutant(
         "a rollback forgets what was to be copied out",

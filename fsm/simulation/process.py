@@ -77,7 +77,6 @@ class Real(msgspec.Struct):
     is_hung: bool = False  # in its job; it beats all the same
     has_shown_life: bool = False  # since it was asked to
     was_worker: bool = False
-    num_blocks: int = 0
     done: list[str] = []
     jobs: list[Any] = []  # of a spare
 

@@ -87,6 +87,9 @@ class Restarts:
             raise Violation(f"{event}: the worker's epoch is {worker.epoch}, with {num_incidents} incidents")
         if may_restart:
             timers = [effect.event for effect in effects if isinstance(effect, After)]
+            delays_s = [effect.delay_s for effect in effects if isinstance(effect, After)]
+            if delays_s != [_pause_s(num_recent)]:
+                raise Violation(f"loss {num_recent} in a row is answered after {delays_s} s")
             was_told = any(isinstance(e, WorkerLost) and e.epoch == self._epoch for e in sent)
             if timers != [Restart(worker.epoch)] or was_told is not (self._state in UP):
                 raise Violation(f"{event} in {self._state}: the timers are {timers}, the engine was told: {was_told}")
@@ -95,3 +98,8 @@ class Restarts:
         if isinstance(event, DeviceLost | Overdue):
             return event.epoch == self._epoch and self._state not in GONE
         return isinstance(event, JobFailed) and event.epoch == self._epoch and event.job in ITS_JOB.get(self._state, ())
+
+
+def _pause_s(num_losses: int) -> float:
+    """Before the next worker is started: none for the first loss, then 0.1, 0.2, 0.4 s and so on, 5 s at most."""
+    return min(0.05 * 2 ** (num_losses - 1), 5.0) if num_losses > 1 else 0.0

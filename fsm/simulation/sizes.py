@@ -7,6 +7,8 @@ each:
     more         once something was too much, `FIRST_TRY` good steps come before each growth
     as before    when a request ends with the error of its step, a step may hold what it might before the first of the
                  falls that came with fewer than `FIRST_TRY` good steps between them: those were for its sake
+    short        the engine says SMALLER_BATCH only while something is short: from a fall on, until `FIRST_TRY` good
+                 steps might hold all that was asked for, or until a request is to blame for that fall
 
 What a lasting shortage costs is counted in `shortage`.
 """
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.events import Batch, MakeBatch, Outputs, StepDone
+from novainfer.fsm.ladder import Rung
 from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.simulation.oracle import Violation
 
@@ -31,13 +34,16 @@ START = 128  # prompt tokens, before anything is known
 class _Limit:
     """One limit: how it moved, and what it was before the falls of late."""
 
-    def __init__(self, name: str, start: int, least: int) -> None:
+    def __init__(self, name: str, full: int, start: int, least: int) -> None:
         self._name = name
+        self._full = full
         self._least = least
         self._well = start  # what went well, or may be believed to
         self._num_good = 0  # steps since it moved
         self._has_fallen = False
-        self._before: tuple[int, int, bool] | None = None  # the limit, `_well`, `_has_fallen`: before the falls of late
+        self.is_short = False
+        # The limit, `_well`, `_has_fallen` and `is_short`: before the falls of late.
+        self._before: tuple[int, int, bool, bool] | None = None
 
     def moved(self, was: int, now: int, held: int, *, is_good: bool, is_blamed: bool) -> None:
         """An event was handled: of a step that held so much, and was good; or a request ended for its failures."""
@@ -46,7 +52,7 @@ class _Limit:
             self._before = None
         if is_blamed:
             if self._before is not None:
-                before, self._well, self._has_fallen = self._before
+                before, self._well, self._has_fallen, self.is_short = self._before
                 self._before = None
                 if now < before:
                     raise Violation(
@@ -55,8 +61,8 @@ class _Limit:
         elif now < was:
             if now > max(held // 2, self._least, self._well if held > self._well else 0):
                 raise Violation(f"{held} {self._name} were too many, {self._well} went well, and the next may be {now}")
-            self._before = self._before or (was, self._well, self._has_fallen)
-            self._has_fallen = True
+            self._before = self._before or (was, self._well, self._has_fallen, self.is_short)
+            self._has_fallen = self.is_short = True
             self._num_good = 0
             self._well = now
             return
@@ -66,6 +72,8 @@ class _Limit:
             self._num_good = 0
         if is_good:
             self._well = max(self._well, held)
+        if was == self._full and self._num_good >= FIRST_TRY:
+            self.is_short = False
 
 
 class Sizes:
@@ -76,8 +84,8 @@ class Sizes:
         shape = world.shape
         num_tokens = shape.prefill_chunk_tokens
         self._limits = (
-            _Limit("requests", shape.max_num_seqs, 1),
-            _Limit("prompt tokens", min(num_tokens, START), min(num_tokens, shape.block_size)),
+            _Limit("requests", shape.max_num_seqs, shape.max_num_seqs, 1),
+            _Limit("prompt tokens", num_tokens, min(num_tokens, START), min(num_tokens, shape.block_size)),
         )
         self._before = 0, 0
         self._flight: Flight | None = None
@@ -94,8 +102,13 @@ class Sizes:
         is_blamed = not is_good and any(map(_is_blame, effects))  # a good step without a number is no step too large
         flight = self._flight
         held = (len(flight.rows), flight.num_prompt_tokens) if flight is not None else (0, 0)
-        for limit, was, now, num in zip(self._limits, self._before, self._now(), held, strict=True):
+        moves = list(zip(self._limits, self._before, self._now(), held, strict=True))
+        is_good = is_good and all(now >= was for _, was, now, _ in moves)  # else it was too slow
+        for limit, was, now, num in moves:
             limit.moved(was, now, num, is_good=is_good, is_blamed=is_blamed)
+        is_short = any(limit.is_short for limit in self._limits)
+        if self._world.scheduler.trouble.ladder.state is Rung.SMALLER_BATCH and not is_short:
+            raise Violation("steps may hold what they might before, and the engine says SMALLER_BATCH")
 
     def _now(self) -> tuple[int, int]:
         scheduler = self._world.scheduler

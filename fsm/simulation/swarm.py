@@ -61,6 +61,8 @@ STEP_TOKENS = 32  # a step of so many tokens takes twice as long as an empty one
 HANG_ODDS: dict[type, float] = {Load: 0.15, Fit: 0.05, Warm: 0.05}  # where steps hang; of all others below
 HANG_ODDS_ELSE = 0.2
 SLOW_LOAD_S, SIGN_S = 600.0, 100.0  # a load may take so long, and says so often that it gets on
+SLOW_LOAD_EVERY = 20  # has a large model on a slow disk: its first worker reads for minutes, and gets on
+LARGE_LOAD_S, LARGE_SIGN_S = (125.0, 400.0), (2.0, 110.0)
 HANG_S = (0.5, 60.0)  # after which the watchdog says so, by missed heartbeats or by the deadline of a step
 SPARE_HANG_ODDS = 0.1  # of each of its jobs
 KEPT_ODDS, KEPT_S = 0.2, (5.0, 300.0)  # a process that is killed and does not end: it waits for a disk, or a driver
@@ -131,6 +133,10 @@ class Seed:
                 self._after(self._moment_s(), self._go_round, Rounds(self.world), LOOKS_MAX)
         self._spells = [] if is_crashing or steady is not None else self._draw_spells()
         self._stop_in = self._plan_stop(seed)  # the roster's state in which all is stopped
+        self._slow_load: tuple[float, float] | None = None  # how long the next load takes, and how often it gets on
+        if seed % SLOW_LOAD_EVERY == SLOW_LOAD_EVERY // 4 and not is_odd and steady is None:
+            own = random.Random(seed * 1_000_003 + 5)  # every other draw stays what it was
+            self._slow_load = own.uniform(*LARGE_LOAD_S), own.uniform(*LARGE_SIGN_S)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -246,6 +252,9 @@ class Seed:
         self._job += 1
         self._is_hung = False
         if not isinstance(job, Run):
+            if isinstance(job, Load) and self._slow_load is not None:
+                self._load_slowly(*self._slow_load)
+                return
             if self._hangs_in(job):
                 return
             self._after(JOB_S[type(job)] * self.mix.jobs_s * rng.random(), self._finish, self._job)
@@ -283,6 +292,13 @@ class Seed:
             self._after(took_s / 2, self._make, "die")
         else:
             self._after(took_s / 2, self._finish, self._job, Fault.OOM)
+
+    def _load_slowly(self, took_s: float, sign_s: float) -> None:
+        """A large model is read, and each tensor is a sign that it gets on."""
+        self._slow_load = None
+        self.world.counts["a load of minutes"] += 1
+        self._after(took_s, self._finish, self._job)
+        self._observe(Hang("worker", Load, is_silent=False, is_cold=True, seconds_per_sign=sign_s))
 
     def _hangs_in(self, job: Any) -> bool:
         """Whether a job that is no step never ends, or takes hours: where there is a watch to notice it."""

@@ -2,7 +2,8 @@
 
     whoever can be admitted is    the oldest that waits, with a slot, blocks and tokens left for it, is in the step
     a prefix is waited for        only while somebody is computing it
-    a slot                        is taken from a paused request when somebody waits for it
+    a slot                        is taken from a paused request when somebody waits for it, or for its place while
+                                  fewer may run
     blocks                        are taken from a paused request first, then from the one with least to lose; never
                                   from the oldest
     a first token                 comes within the steps that the work before it takes
@@ -176,13 +177,14 @@ class Turns:
     def _check_slots(self, flight: Flight) -> None:
         """When somebody waited for a slot, and none came free, a paused request has given up its own."""
         planner = self._world.scheduler.planner
-        if not self._waiting or planner.free_slots or not self._running <= planner.running.keys():
+        has_place = planner.free_slots and len(planner.running) < planner.max_running
+        if not self._waiting or has_place or not self._running <= planner.running.keys():
             return
         if not self._waiting <= {request.request_id for request in planner.waiting}:
             return
         for request in planner.running.values():
             if request.state is RequestState.PAUSED:
-                raise Violation(f"request {request.request_id} is paused, and keeps the slot that others wait for")
+                raise Violation(f"request {request.request_id} is paused, and keeps the place that others wait for")
 
     # ---- blocks --------------------------------------------------------------------------------------------------
 

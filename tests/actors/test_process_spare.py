@@ -108,16 +108,6 @@ async def test_needed_while_it_loads_it_takes_over_and_answers_when_it_has_loade
         assert line.link.roster.worker is spare
 
 
-async def test_a_cache_of_another_size_is_made_anew() -> None:
-    async with linked(spec("raising", at=[]), warm_spare=True) as line:
-        await line.up(0, num_blocks=9)
-        await eventually(lambda: is_ready(line))
-        await kill(line)
-        for job in (Spawn(1), Load(1)):
-            await line.ask(job)
-        assert await line.ask(Fit(1, 12)) == JobDone("Fit", {"num_blocks": 12}, 1)
-
-
 async def test_where_memory_is_not_lazy_it_only_loads() -> None:
     async with linked(spec("fake"), warm_spare=True) as line:
         await line.up()
