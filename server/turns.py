@@ -82,7 +82,8 @@ class BodyTurns:
                 )
             latest = next(reversed(self._waiting[most]))
             self.leave(latest)
-            latest.future.set_result(_too_much())
+            if not latest.future.cancelled():
+                latest.future.set_result(_too_much())
         turn = Turn(client, num_bytes)
         self._waiting.setdefault(client, {})[turn] = None
         self.num_bytes[client] += num_bytes
@@ -101,15 +102,16 @@ class BodyTurns:
     def next(self) -> Turn | None:
         """The body that may be decoded now: it waits no more; None when none waits, or the loop is for others."""
         now_s = self._clock()
-        if not self._waiting or now_s < self._free_s:
-            return None
-        if self._latest in self._waiting:
-            self._waiting.move_to_end(self._latest)  # now, so that a client that has come meanwhile is before it
-        self._latest, turns = next(iter(self._waiting.items()))
-        turn = next(iter(turns))
-        self.leave(turn)
-        self._free_s = now_s + turn.num_bytes / LOOP_BYTES_PER_S
-        return turn
+        while self._waiting and now_s >= self._free_s:
+            if self._latest in self._waiting:
+                self._waiting.move_to_end(self._latest)  # now, so that a client that has come meanwhile is before it
+            turn = next(iter(next(iter(self._waiting.values()))))
+            self.leave(turn)
+            if not turn.future.cancelled():  # by its client's leaving, of which its task has not heard yet
+                self._latest = turn.client
+                self._free_s = now_s + turn.num_bytes / LOOP_BYTES_PER_S
+                return turn
+        return None
 
     def _go_on(self) -> None:
         while (turn := self.next()) is not None:

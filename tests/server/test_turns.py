@@ -98,6 +98,18 @@ async def test_a_body_that_is_given_up_costs_others_nothing(bodies: Bodies) -> N
     assert turn.client == "b"
 
 
+async def test_a_body_whose_task_has_not_heard_of_its_end_yet_takes_no_turn(
+    bodies: Bodies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "WAITING_BYTES_MAX", 5 * MB)
+    first, second, *_, latest = bodies.come("a", 5)
+    latest.future.cancel()
+    bodies.come("b")  # for which the latest gives way
+    first.future.cancel()
+    assert bodies.turns.next() is second
+    assert not second.future.done()
+
+
 async def test_a_client_has_only_so_many_bytes_waiting(bodies: Bodies, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "CLIENT_BYTES_MAX", 3 * MB)
     bodies.come("a", 3)
