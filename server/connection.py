@@ -22,6 +22,8 @@ from hypercorn.config import Config
 from hypercorn.events import Closed, Event
 from hypercorn.typing import TaskGroup
 
+from novainfer.server.exchange import ADMITTED_KEY, Admitted
+
 log = logging.getLogger("novainfer.server")
 
 DESCRIPTORS_KEPT = 16  # for what is not a connection: a worker that is started again, a recording
@@ -56,8 +58,8 @@ class HttpConfig(Config):
         if now_s - self._warned_s > WARN_EACH_S:
             self._warned_s = now_s
             log.warning(
-                "%d connections are open, and file descriptors run out (ulimit -n): idle connections are closed for "
-                "new ones",
+                "%d connections are open, and file descriptors run out (ulimit -n): idle and unfinished ones are "
+                "closed for new ones",
                 len(self.connections),
             )
         return True
@@ -74,12 +76,17 @@ class Connection(TCPServer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.idle_task: IdleTimer = IdleTimer()
+        self._admitted = Admitted()
+        self._began_s = time.monotonic()
+        self._is_closing = False
+        self.state = {**self.state, ADMITTED_KEY: self._admitted}
 
     async def run(self) -> None:
         assert isinstance(self.config, HttpConfig)
         self.config.connections.add(self)
         try:
             if self.config.is_full() and not await self._make_room():
+                self._is_closing = True
                 self.writer.write(NO_ROOM)
                 await self._close()
                 return
@@ -90,16 +97,34 @@ class Connection(TCPServer):
             self.config.connections.discard(self)
 
     async def _make_room(self) -> bool:
-        """Close what has been idle for longest, of the address that has most connections; False when all are busy."""
+        """Close one that has no request that was let in; False when all have one.
+
+        Of the address that has most connections it is the one that has been idle for longest; where none is idle, the
+        oldest one, whose requests are incomplete or refused.
+        """
         assert isinstance(self.config, HttpConfig)
-        idle = [one for one in self.config.connections if one.idle_task.since_s is not None]
-        if not idle:
+        connections = self.config.connections
+        closable = [one for one in connections if one is not self and not one._is_closing and one._has_nothing]
+        if not closable:
             return False
-        number = Counter(one.address for one in idle)
-        oldest = min(idle, key=lambda one: (-number[one.address], one.idle_task.since_s))
-        oldest.idle_task.since_s = None  # the next one that comes closes another, though this one is not gone yet
-        await oldest._initiate_server_close()
+        number = Counter(one.address for one in connections)
+
+        def rank(one: Connection) -> tuple[int, bool, float]:
+            since_s = one.idle_task.since_s
+            return -number[one.address], since_s is None, one._began_s if since_s is None else since_s
+
+        first = min(closable, key=rank)
+        first._is_closing = True  # the next one that comes closes another, though this one is not gone yet
+        if first.idle_task.since_s is not None:
+            await first._initiate_server_close()
+        else:
+            first.writer.transport.abort()
         return True
+
+    @property
+    def _has_nothing(self) -> bool:
+        """True when it would lose no request that was let in."""
+        return not self._admitted.num_requests
 
     @property
     def address(self) -> str:

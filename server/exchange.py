@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 REQUEST_ID_CHARS_MAX = 128
 SCOPE_KEY = "nova.exchange"
+ADMITTED_KEY = "nova.admitted"  # of the scope's state
 
 
 class Viewer(msgspec.Struct, frozen=True):
@@ -24,6 +25,12 @@ class Viewer(msgspec.Struct, frozen=True):
     owner: str = ""
     sees: str | None = None
     is_admin: bool = False
+
+
+class Admitted:
+    """How many requests of one connection were let in, with their whole bodies, and have not ended."""
+
+    num_requests = 0
 
 
 class ClientGone(Exception):

@@ -25,7 +25,7 @@ from novainfer.server.errors import (
     error_status,
     log_if_ours,
 )
-from novainfer.server.exchange import SCOPE_KEY, ClientGone, Exchange
+from novainfer.server.exchange import ADMITTED_KEY, SCOPE_KEY, Admitted, ClientGone, Exchange
 from novainfer.server.limits import check_content_type, read_body
 from novainfer.server.service import Service
 
@@ -68,9 +68,12 @@ class Guard:
                 task.cancel()
 
         watcher: asyncio.Task[None] | None = None
+        admitted: Admitted | None = None
         try:
             try:
                 await self._admit(scope, receive, exchange)
+                if (admitted := scope.get("state", {}).get(ADMITTED_KEY)) is not None:
+                    admitted.num_requests += 1
                 watcher = asyncio.create_task(watch())
                 await self._router(scope, _told_by(watcher), exchange.send)
             except ClientGone:
@@ -84,6 +87,8 @@ class Guard:
         finally:
             if watcher is not None:
                 watcher.cancel()
+            if admitted is not None:
+                admitted.num_requests -= 1
             self._record(scope, exchange, gone=gone)
 
     async def _admit(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:

@@ -1,15 +1,18 @@
-"""More connections than there are file descriptors for: idle ones make room, and busy ones are left alone."""
+"""More connections than there are file descriptors for: idle and unfinished ones make room, others are left alone."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
+from typing import Any
 
 import httpx
 import pytest
 
 from novainfer.server import connection, listen
 from novainfer.server.connection import HttpConfig
+from novainfer.server.serve import Server
 from tests.server.conftest import TIMEOUT_S, Serve, eventually
 from tests.server.fakes import FakeEngine
 from tests.server.rawh2 import RawH2
@@ -95,3 +98,71 @@ def test_the_server_takes_as_many_descriptors_as_it_may_have(monkeypatch: pytest
     limits = (200_000, 200_000)
     listen.raise_descriptor_limit()
     assert len(taken) == 2
+
+
+async def begun(port: int, address: str, path: str = "/v1/completions") -> tuple[asyncio.StreamReader, Any]:
+    """A connection from `address` with a request whose body does not come."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+    writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
+    return reader, writer
+
+
+def num_busy(server: Server) -> int:
+    return sum(one.idle_task.since_s is None for one in server.service.connections)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("settings", [{}, {"api_keys": ("right",)}], ids=["incomplete", "refused"])
+async def test_connections_whose_requests_are_not_let_in_make_room_when_none_is_idle(
+    serve: Serve, settings: dict[str, Any]
+) -> None:
+    server = await serve(FakeEngine(), **settings)
+    slow = []
+    for number in range(1, MOST + 1):
+        slow.append(await begun(server.port, "127.0.0.2"))
+        await eventually(lambda n=number: num_busy(server) == n)  # type: ignore[misc]
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
+        assert (await client.get("/health")).status_code == 200
+        async with asyncio.timeout(TIMEOUT_S):
+            with contextlib.suppress(ConnectionResetError):
+                assert await slow[0][0].read() == b""
+        assert not any(reader.at_eof() for reader, _ in slow[1:])
+    for _, writer in slow:
+        writer.close()
+
+
+@pytest.mark.usefixtures("few")
+async def test_idle_connections_of_an_address_outlive_unfinished_ones_of_one_that_has_more(serve: Serve) -> None:
+    server = await serve(FakeEngine())
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    await eventually(lambda: len(server.service.connections) == 1)
+    slow = [await begun(server.port, "127.0.0.2") for _ in range(MOST - 1)]
+    await eventually(lambda: num_busy(server) == MOST - 1)
+    slow.append(await begun(server.port, "127.0.0.2"))
+    await eventually(lambda: len(server.service.connections) == MOST and num_busy(server) == MOST - 1)
+    assert not reader.at_eof()
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    async with asyncio.timeout(TIMEOUT_S):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+    for _, one in [*slow, (reader, writer)]:
+        one.close()
+
+
+@pytest.mark.usefixtures("few")
+async def test_a_connection_with_a_request_that_was_let_in_is_not_closed_for_its_unfinished_ones(serve: Serve) -> None:
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine)
+    client = await RawH2.connect(server.port)
+    live = await client.request("/v1/completions", b'{"prompt": "a"}')
+    await client.request("/v1/completions", b'{"prompt":', end=False)
+    await engine.wait_until(lambda: len(engine.active) == 1)
+    slow = [await begun(server.port, "127.0.0.1") for _ in range(MOST - 1)]
+    await eventually(lambda: num_busy(server) == MOST)
+    for number in range(MOST):
+        slow.append(await begun(server.port, "127.0.0.1"))
+        await eventually(lambda n=number: sum(one.at_eof() or bool(one.exception()) for one, _ in slow) > n)  # type: ignore[misc]
+    engine.is_paced = False
+    engine.release()
+    assert (await client.response(live))[0] == 200
+    for _, writer in slow:
+        writer.close()
