@@ -104,6 +104,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if isinstance(self.dtype, str):
             msgspec.structs.force_setattr(self, "dtype", DTYPES.get(self.dtype, self.dtype))
         check_types(self)
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise InvalidParameter(f"{name} must be a finite number, not {value}", param=name)
         if self.gpu_memory_utilization is not None:
             self._take_vllms_name(self.gpu_memory_utilization)
         for name in ("model", "tokenizer"):
@@ -119,7 +123,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise InvalidParameter(f"{name} must be at least 1, not {value}", param=name)
         for name in ("max_restarts", "max_num_overflow_reqs", "swap_space_gib", "stall_keep_s"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
+            if value < 0:
                 raise InvalidParameter(f"{name} must be at least 0, not {value}", param=name)
         for name, most in AT_MOST.items():
             value = getattr(self, name)
@@ -128,7 +132,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in AT_LEAST_S:
             value = getattr(self, name)
             least, why = AT_LEAST_S[name]
-            if not least <= value < math.inf:
+            if value < least:
                 raise InvalidParameter(f"{name} must be at least {least:g} s, not {value}: {why}", param=name)
         for name in (*AT_LEAST_S, "stall_keep_s"):
             if (value := getattr(self, name)) > DURATION_S_MAX:

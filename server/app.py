@@ -26,9 +26,9 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/completions", create_completion),
     ("GET", "/v1/models", info.list_models),
     ("GET", "/v1/models/{model:path}", info.get_model),
-    ("POST", "/v1/requests/{request_id}/cancel", info.cancel_request),
+    ("POST", "/v1/requests/{request_id:path}/cancel", info.cancel_request),
     ("GET", "/v1/requests", inspection.list_requests),
-    ("GET", "/v1/requests/{request_id}", inspection.get_request),
+    ("GET", "/v1/requests/{request_id:path}", inspection.get_request),
     ("GET", "/v1/actors", inspection.list_actors),
     ("GET", "/v1/kv", inspection.get_kv),
     ("GET", "/v1/machines", inspection.list_machines),
@@ -59,6 +59,6 @@ def create_app(service: Service) -> ASGIApp:
     routes = []
     for method, path, handler in (*ROUTES, ("GET", "/openapi.json", openapi)):
         endpoint = partial(handler, service)
-        labels[endpoint] = path
+        labels[endpoint] = path.replace(":path", "")
         routes.append(Route(path, endpoint, methods=[method], name=path))
     return Guard(Router(routes, redirect_slashes=False), service, labels)

@@ -231,6 +231,8 @@ class CompletionRequest(CommonRequest, kw_only=True):
         for i, item in enumerate(given):
             if type(item) is not kind:
                 raise InvalidParameter("prompt must not mix strings, token ids and lists of them", param=f"prompt[{i}]")
+            if item == "":
+                raise InvalidParameter(f"prompt[{i}] must not be empty", param=f"prompt[{i}]")
             prompts.append(item if isinstance(item, str) else _token_prompt(item, f"prompt[{i}]"))
         return prompts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -56,6 +57,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise InvalidParameter(f"port must be between 0 and 65535, not {self.port}", param="port")
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, float) and math.isnan(value):
+                raise InvalidParameter(f"{name} must be a number of seconds, not {value}", param=name)
         for name in ("stall_timeout_s", "stall_grace_s", "body_timeout_s", "keep_alive_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InvalidParameter(f"{name} must be more than 0 seconds", param=name)

@@ -116,6 +116,8 @@ async def test_a_faulty_chat_field_is_named(
         ({"prompt": None}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt[0]"),
+        ({"prompt": ["", ""]}, "prompt[0]"),
+        ({"prompt": ["a", ""]}, "prompt[1]"),
         ({"prompt": ["a", 1]}, "prompt[1]"),
         ({"prompt": [1, "a"]}, "prompt[1]"),
         ({"prompt": [[1], ["a"]]}, "prompt[1][0]"),

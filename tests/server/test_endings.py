@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from urllib.parse import quote
 
 import httpx
 import openai
@@ -9,7 +10,7 @@ import pytest
 
 from novainfer import NovaInferError, RequestTimeout, StepFailedError
 from novainfer.server.live import shown_id
-from tests.server.conftest import Serve, eventually
+from tests.server.conftest import TIMEOUT_S, Serve, eventually
 from tests.server.fakes import FakeEngine
 from tests.server.rawh2 import RawH2
 from tests.server.test_chat import USER, events
@@ -120,6 +121,23 @@ async def test_cancel_by_api_ends_the_stream_with_an_error_event(serve: Serve) -
         for name in ("job-1", "chatcmpl-job-1"):  # again is fine, by either name
             response = await client.post(f"/v1/requests/{name}/cancel")
             assert (response.status_code, response.json()["status"]) == (200, "finished")
+
+
+@pytest.mark.parametrize("name", ["team/job", "what?", "x#y", "50%", "%2F", "job/cancel", "a//b/", "."])
+async def test_a_name_that_is_no_path_is_looked_up_and_cancelled_percent_encoded(serve: Serve, name: str) -> None:
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine)
+    whole = "/v1/requests/" + quote(f"cmpl-{name}", safe="")
+    mine = "/v1/requests/" + quote(name, safe="") if name != "." else whole  # clients take dots out of paths
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
+        answer = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a", "request_id": name}))
+        await engine.wait_until(lambda: len(engine.active) == 1)
+        assert (await client.post(f"{mine}x/cancel")).status_code == 404
+        for path, asked in ((mine, name if mine != whole else f"cmpl-{name}"), (whole, f"cmpl-{name}")):
+            found = await client.get(path)  # the fake engine tells of none
+            assert found.json()["error"]["message"].startswith(f"There is no request {asked!r}")
+            assert (await client.post(f"{path}/cancel")).status_code == 200
+        assert (await answer).json()["error"]["code"] == "request_cancelled"
 
 
 async def test_a_prompt_of_several_is_cancelled_by_the_name_that_is_listed(serve: Serve) -> None:

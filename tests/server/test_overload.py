@@ -201,6 +201,8 @@ async def test_who_leaves_while_it_waits_leaves_nothing_behind(http2: bool, how:
     ("headers", "body", "param"),
     [
         ({"x-request-timeout-ms": "soon"}, {}, "x-request-timeout-ms"),
+        ({"x-request-timeout-ms": "1_000"}, {}, "x-request-timeout-ms"),
+        ({"x-request-timeout-ms": "nan"}, {}, "x-request-timeout-ms"),
         ({"x-request-timeout-ms": "-1"}, {}, "x-request-timeout-ms"),
         ({"x-request-timeout-ms": "inf"}, {}, "x-request-timeout-ms"),
         ({}, {"max_queue_ms": 0}, "max_queue_ms"),
