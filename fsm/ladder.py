@@ -6,7 +6,9 @@
 
 Pressure and Broken are what a canary proves, a step that holds nothing of any client (see `trouble`). PLAIN_KERNELS and
 INT8 compute in another mode than the full one, and only there answers may change. Both are left after a quiet time, a
-timer that finds nothing wrong since it was set. Trouble before the next quiet time is over doubles it, up to 16 times.
+timer that finds nothing wrong since it was set. Trouble before the next quiet time is over doubles it, up to 16 times:
+once for each way up that came to nothing, and not for each rung on the way down. A quiet time in an exact mode makes it
+as long as at first.
 A rung that the device cannot switch to is left out from then on; one it cannot switch back from is stayed on until
 the next quiet time.
 """

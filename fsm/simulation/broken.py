@@ -54,3 +54,41 @@ class Broken:
         if within_s >= self._lasts_s or size < self._least or plan.mode not in FAILS_IN[fault]:
             return ""
         return NO_NUMBER if is_canary and self._makes_no_number and fault is Fault.EXCEPTION else fault
+
+
+class Relapse:
+    """A device whose full mode is broken for good, as it seems: the first step fails again each time it is tried.
+
+    Its plain kernels find no memory, and INT8 works. After so many ways up that come to nothing all is well.
+    """
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed * 1_000_003 + 6)  # of its own: every other draw stays what it was
+        self._num_visits = rng.randint(2, 5)  # to the full mode, that fail
+        self._mode = ""  # of the last step
+        self._num_full = 0  # visits to the full mode
+        self._quiet_s = 10 ** rng.uniform(-0.5, 1.5)
+        self.burst = rng.choice([2, 4, 8])
+        self.burst_gap_s = self._quiet_s * rng.choice([0.3, 0.7])
+
+    def shape(self, shape: Shape) -> Shape:
+        """Room for all of them, and for a canary."""
+        return msgspec.structs.replace(
+            shape,
+            num_blocks=32 * 48,
+            max_num_seqs=32,
+            max_num_batched_tokens=128,
+            max_num_queued_reqs=64,
+            max_num_queued_tokens=1 << 20,
+            stall_high=64,
+            modes=("full", "plain", "int8"),
+            ladder_quiet_s=self._quiet_s,
+        )
+
+    def fault_of(self, plan: StepPlan) -> Fault | str:
+        """How this step fails; empty if it does not."""
+        self._num_full += plan.mode == "full" != self._mode
+        self._mode = plan.mode
+        if plan.mode == "full":
+            return Fault.EXCEPTION if self._num_full <= self._num_visits else ""
+        return Fault.OOM if plan.mode == "plain" else ""

@@ -240,7 +240,7 @@ class Mix:
         """From one client to the next: they come in bursts."""
         if num_arrived % self.burst:
             if self.steady is not None:
-                return self.steady.gap_s * 2 * self.rng.random()
+                return self.steady.gap_s(num_arrived, self.rng.random())
             if self.is_large or (self.kin is not None and self.kin.is_crowd):
                 return self.hop_s * self.rng.random()
             return self.rng.random() * 2 * self.step_s

@@ -6,8 +6,9 @@ at the rate at which they leave now.
     always              between 0.1 and 60 s, and 1 s where nothing left the queue in the last minute
     one busy time       no less is said than those that left since the queue began to fill took, for as many as wait
     nothing leaves      the longer that lasts, beyond the longest time between two that left, the more is said
-    steady work         (one seed in some: equal requests that come faster than they are computed, in waves) those who
-                        wait have left when it was said that they would, give or take a third and one burst
+    steady work         (one seed in some: equal requests that come faster than they are computed, in waves, in half of
+                        these after some that find nothing before them) those who wait have left when it was said
+                        that they would, give or take a third and one burst
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 LEAST_S, MOST_S, DEFAULT_S, WINDOW_S = 0.1, 60.0, 1.0, 60.0
 FACTOR = 1.35
 FEW = 12  # departures, before which a rate is told from too little
+FEW_BEFORE = 24  # clients that come one by one, before so many come that they have to wait
 TOKENS = range(1, 200)
 
 
@@ -46,10 +48,21 @@ class Steady:
         self._overflow = self._queue * rng.choice([0, 2])
         self.burst = 4 * (self._queue + self._overflow)
         self.num_clients = min(self.burst * 3, 240)
-        self.gap_s = self._num_tokens * self.step_s / self._slots / 2  # twice as many come as can be computed
+        self._gap_s = self._num_tokens * self.step_s / self._slots / 2  # twice as many come as can be computed
         self.burst_gap_s = (
-            self.gap_s * (self._queue + self._overflow) * rng.choice([3, 10])
+            self._gap_s * (self._queue + self._overflow) * rng.choice([3, 10])
         )  # it is empty between two waves
+        self._num_before = (
+            FEW_BEFORE if rng.random() < 0.5 else 0
+        )  # come one by one before each wave: each runs at once
+        self.burst += self._num_before
+        self.num_clients += self._num_before
+
+    def gap_s(self, num_arrived: int, draw: float) -> float:
+        """From one client of a wave, or of those before it, to the next; `draw` is between 0 and 1."""
+        if num_arrived % self.burst <= self._num_before:
+            return 2 * (self._num_tokens + 2) * self.step_s
+        return self._gap_s * 2 * draw
 
     def shape(self, shape: Shape) -> Shape:
         """Room for all that run; the queue is what is short."""
@@ -166,7 +179,7 @@ class Retry:
                         f"{num_left} left in {in_s:.2f} s, {num_waiting} wait: told to come after {said_s:.2f} s"
                     )
         world.counts["retries told"] += 1
-        if self.is_steady and num_left >= FEW:
+        if self.is_steady and min(num_left, self._num_since) >= FEW:
             burst_s = max(length_s for _, length_s in self._longest)
             self._promises.append(Promise(now_s, said_s, burst_s, {*gate.queued, *gate.overflow}))
 

@@ -6,7 +6,8 @@ looks at that).
     down        only by a failed canary: to int8 for want of memory, to plain kernels after an exception, or after a
                 step without a number
     up          a quiet time after the last trouble: not before it, and not later once steps go well
-    too soon    trouble before the first quiet time up there is over doubles the next one, up to 16 times
+    too soon    trouble before the first quiet time up there is over doubles the next one, up to 16 times; once for each
+                way up, however many modes are tried on the way down
     left out    a mode that could not be switched to is never asked for again
     held back   an engine that runs fewer requests than it has slots does not say that it is FULL
 """
@@ -45,6 +46,7 @@ class Rungs:
         self._good_s: float | None = 0.0  # the first good step since one failed, or the end of the last request
         self._rests = False  # no step has been good since one failed, and no request is left
         self._up_s: float | None = None  # when the full mode was tried again, until a quiet time is over there
+        self._slept_s = world.slept_s  # when it was in the full mode last
         self._is_blind = False  # a quiet time was cut short, or ended just when something else came
 
     # ---- what happens --------------------------------------------------------------------------------------------
@@ -65,6 +67,8 @@ class Rungs:
         if flight is not None and isinstance(outcome, StepDone | StepFailed | WorkerLost):
             wanted = self._ended(flight, outcome)
         mode = scheduler.trouble.ladder.mode
+        if self._mode == FULL:
+            self._slept_s = self._world.slept_s
         if mode != wanted:
             if mode != FULL or not isinstance(event, Quiet):
                 raise Violation(f"{type(event).__name__} leads from {self._mode} to {mode}, not to {wanted}")
@@ -98,13 +102,8 @@ class Rungs:
     def still(self) -> None:
         """All messages have arrived, and time goes on."""
         world = self._world
-        if world.scheduler.trouble.ladder.mode == FULL or self._is_blind or world.is_stopped:
-            return
-        if self._good_s is None:
-            return
-        since_s = max(self._trouble_s, self._good_s)
-        if world.now_s > since_s + self._quiet_s + SLACK_S:
-            raise Violation(f"it is still in another mode, {world.now_s - since_s:.1f} s after the last trouble")
+        if world.scheduler.trouble.ladder.mode != FULL and not world.is_stopped:
+            self._check_late()
 
     # ---- details -------------------------------------------------------------------------------------------------
 
@@ -163,8 +162,19 @@ class Rungs:
             if over_s >= 0:
                 self._times, self._up_s = 1, None
 
+    def _check_late(self) -> None:
+        """A quiet time in which steps go well is no longer than it should be, unless the machine slept."""
+        world = self._world
+        if self._good_s is None or self._is_blind or world.slept_s != self._slept_s:
+            return
+        since_s = max(self._trouble_s, self._good_s)
+        if world.now_s > since_s + self._quiet_s + SLACK_S:
+            raise Violation(f"it is still in another mode, {world.now_s - since_s:.1f} s after the last trouble")
+
     def _came_up(self) -> None:
         now_s, since_s = self._world.now_s, self._trouble_s
+        if not self._world.is_large:
+            self._check_late()
         if not self._is_blind and now_s < since_s + self._quiet_s - 1e-6:
             raise Violation(f"it is in the full mode again {now_s - since_s:.1f} s after the last trouble")
         self._up_s = now_s

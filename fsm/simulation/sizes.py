@@ -4,6 +4,8 @@ The words are those of docs/reliability.md ("Who is blamed", 8) and of `allowanc
 each:
 
     less         half of what failed, or what went well before it was tried
+    by chance    a step of several requests that runs out of memory, and holds no more than went well before, makes
+                 nothing smaller, unless another one did with fewer than `FIRST_TRY` good steps in a row after it
     more         once something was too much, `FIRST_TRY` good steps come before each growth
     as before    when a request ends with the error of its step, a step may hold what it might before the first of the
                  falls that came with fewer than `FIRST_TRY` good steps between them: those were for its sake
@@ -18,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import Batch, MakeBatch, Outputs, StepDone
+from novainfer.fsm.events import Batch, Fault, MakeBatch, Outputs, StepDone, StepFailed, WorkerLost
 from novainfer.fsm.ladder import Rung
 from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.simulation.oracle import Violation
@@ -44,6 +46,10 @@ class _Limit:
         self.is_short = False
         # The limit, `_well`, `_has_fallen` and `is_short`: before the falls of late.
         self._before: tuple[int, int, bool, bool] | None = None
+
+    def is_try(self, held: int) -> bool:
+        """Whether a step of so many holds more than what went well."""
+        return held > self._well
 
     def moved(self, was: int, now: int, held: int, *, is_good: bool, is_blamed: bool) -> None:
         """An event was handled: of a step that held so much, and was good; or a request ended for its failures."""
@@ -89,10 +95,15 @@ class Sizes:
         )
         self._before = 0, 0
         self._flight: Flight | None = None
+        self._num_live = 0  # requests of its own that have not ended
+        self._num_in_a_row = 0  # good steps
+        self._num_oom = 0  # steps of several requests out of memory, lately
 
     def before(self) -> None:
         """The scheduler is about to handle an event."""
-        self._flight = self._world.scheduler.flight
+        self._flight = flight = self._world.scheduler.flight
+        held = [*(row[0] for row in flight.rows), *flight.fetched] if flight is not None else []
+        self._num_live = sum(not request.ended for request in held)
         self._before = self._now()
 
     def after(self, event: Any, effects: Sequence[Effect]) -> None:
@@ -102,6 +113,7 @@ class Sizes:
         is_blamed = not is_good and any(map(_is_blame, effects))  # a good step without a number is no step too large
         flight = self._flight
         held = (len(flight.rows), flight.num_prompt_tokens) if flight is not None else (0, 0)
+        self._check_chance(outcome if not isinstance(event, WorkerLost) else event, held, is_blamed=is_blamed)
         moves = list(zip(self._limits, self._before, self._now(), held, strict=True))
         is_good = is_good and all(now >= was for _, was, now, _ in moves)  # else it was too slow
         for limit, was, now, num in moves:
@@ -110,9 +122,30 @@ class Sizes:
         if self._world.scheduler.trouble.ladder.state is Rung.SMALLER_BATCH and not is_short:
             raise Violation("steps may hold what they might before, and the engine says SMALLER_BATCH")
 
+    def _check_chance(self, outcome: Any, held: tuple[int, int], *, is_blamed: bool) -> None:
+        """A step that ran out of memory by chance has made no other one smaller."""
+        is_canary = self._flight is not None and bool(self._flight.canary)
+        if isinstance(outcome, StepFailed | WorkerLost) or (is_canary and _has_no_number(outcome)):
+            self._num_in_a_row = 0
+        elif isinstance(outcome, StepDone) and not is_canary:
+            self._num_in_a_row += 1
+        if is_blamed or self._num_in_a_row >= FIRST_TRY:
+            self._num_oom = 0
+        if not isinstance(outcome, StepFailed) or outcome.fault is not Fault.OOM or self._num_live < 2:
+            return
+        self._num_oom += 1
+        is_try = any(limit.is_try(num) for limit, num in zip(self._limits, held, strict=True))
+        now = self._now()
+        if self._num_oom == 1 and not is_try and (now[0] < self._before[0] or now[1] < self._before[1]):
+            raise Violation(f"one step of {held} ran out of memory, steps might hold {self._before}, and now {now}")
+
     def _now(self) -> tuple[int, int]:
         scheduler = self._world.scheduler
         return scheduler.planner.max_running, scheduler.trouble.chunk
+
+
+def _has_no_number(outcome: Any) -> bool:
+    return isinstance(outcome, StepDone) and outcome.token_ids[0] < 0
 
 
 def _is_blame(effect: Effect) -> bool:

@@ -18,7 +18,7 @@ from novainfer.fsm.events import Cause, Close, Fault, Fit, JobDone, Load, Reclai
 from novainfer.fsm.health import PERIOD_S
 from novainfer.fsm.roster import Find, Open
 from novainfer.fsm.simulation import faults
-from novainfer.fsm.simulation.broken import NO_NUMBER, Broken
+from novainfer.fsm.simulation.broken import NO_NUMBER, Broken, Relapse
 from novainfer.fsm.simulation.clock import Clock
 from novainfer.fsm.simulation.crashes import PLAGUES, draw_crashes
 from novainfer.fsm.simulation.device import FULL, POISON_HANG
@@ -42,6 +42,7 @@ SLOW_EVERY = 11  # has a slow tokenizer, and clients in a hurry
 SCARCE_EVERY = 25  # has a shortage, and no other fault
 CRASHING_EVERY = 12  # loses its processes again and again
 SLOW_STEP_EVERY = 25  # has steps of seconds, and a watch that looks on
+RELAPSE_EVERY = 40  # has a device that fails again whenever the full mode is tried again, and no other fault
 LOOKS_MAX = 1000  # of one round of the watch: four minutes
 FREEZE_ODDS = 0.05  # of each look at which nothing else happens
 TURNS_MAX = 40_000  # a world that has not ended by then never will; so many for each 48 clients
@@ -97,6 +98,13 @@ class Seed:
         )
         self._broken = Broken(seed, may_be=not is_scarce and not is_crashing and steady is None)
         self.mix.shape = self._broken.shape(self.mix.shape)
+        has_relapses = seed % RELAPSE_EVERY == RELAPSE_EVERY // 3 and not is_odd and steady is None
+        self._relapse = Relapse(seed) if has_relapses else None
+        if self._relapse is not None:
+            self.mix.shape = self._relapse.shape(self.mix.shape)
+            self.mix.burst, self.mix.burst_gap_s = self._relapse.burst, self._relapse.burst_gap_s
+            self.mix.rates = dict.fromkeys(self.mix.rates, 0.0)
+            self.mix.come_up_fails, self.mix.is_brisk = False, True
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()
         self.path: list[Move] | None = [] if keeps_path else None
@@ -122,7 +130,7 @@ class Seed:
             self.world.audit.retry.is_steady = True
         self._arrivals = self.mix.num_clients
         self._expect_client(0.0 if self.rng.random() < 0.02 else 60.0)
-        if not (self.mix.is_scarce or is_crashing or steady is not None):
+        if not (self.mix.is_scarce or is_crashing or has_relapses or steady is not None):
             self._plan_agenda()
         if self.mix.plague is not None:
             until_s = 60 + self.mix.num_clients // self.mix.burst * self.mix.burst_gap_s
@@ -131,7 +139,7 @@ class Seed:
         if self.mix.has_slow_steps:
             for _ in range(3):
                 self._after(self._moment_s(), self._go_round, Rounds(self.world), LOOKS_MAX)
-        self._spells = [] if is_crashing or steady is not None else self._draw_spells()
+        self._spells = [] if is_crashing or has_relapses or steady is not None else self._draw_spells()
         self._stop_in = self._plan_stop(seed)  # the roster's state in which all is stopped
         self._slow_load: tuple[float, float] | None = None  # how long the next load takes, and how often it gets on
         if seed % SLOW_LOAD_EVERY == SLOW_LOAD_EVERY // 4 and not is_odd and steady is None:
@@ -366,6 +374,8 @@ class Seed:
     def _fate(self, job: Run) -> str | Fault:
         """What becomes of a step."""
         device, rates, draw = self.world.device, self._rates, self.rng.random
+        if self._relapse is not None:
+            return self._relapse.fault_of(job.plan)
         if device is not None and (poison := device.poison(job.plan)) is not None:
             return "hang" if poison == POISON_HANG else ""
         if not self._is_healed and self._broken.is_there:
@@ -424,7 +434,7 @@ class Seed:
             return 0.1
         if self.world.worker.epoch == 0 and isinstance(job, Open | Find | Spawn | Load | Fit | Warm):
             return 0.5 if self.mix.come_up_fails else 0.0
-        rare = isinstance(job, Switch) and not self._is_healed  # there are so few of them
+        rare = isinstance(job, Switch) and not self._is_healed and self._relapse is None  # there are so few of them
         return 0.25 if rare else self._rates["job"]
 
     def process_move(self, kind: str, delay_s: float, *args: Any) -> None:
