@@ -86,7 +86,7 @@ class Deadlines:
         if is_too_much and stream.state is StreamState.OPEN:
             raise Violation(f"stream {output.stream_id} has {reader.unread} unread, and is not stalled")
         if is_too_much and reader.stalled_s is None and stream.state is not StreamState.CLOSED:
-            reader.stalled_s = self._world.now_s
+            reader.stalled_s, reader.most = self._world.now_s, None
 
     def read(self, stream_id: int, what: Delta | Any) -> None:
         """A reader took `what`."""
@@ -160,14 +160,12 @@ class Deadlines:
             if self._has_ended(stream_id):
                 del self._live[stream_id]
                 continue
-            if since_s is None:
-                reader.most = None
-            elif reader.most is None:
+            if since_s is not None and reader.most is None:
                 # One of each choice that was not decoding, and is told to pause when it does, and one of the next step.
                 params = world.clients[stream_id].arrive.params
                 weight = 1 + (params.logprobs or 0) // TOP_LOGPROBS_PER_TOKEN
                 reader.most = reader.unread + 2 * params.n * weight
-            elif reader.unread > reader.most:
+            elif since_s is not None and reader.most is not None and reader.unread > reader.most:
                 raise Violation(f"stream {stream_id} is stalled, and has {reader.unread} unread tokens")
             if since_s is not None and since_s + timeout_s + EPSILON_S <= now_s:
                 raise Violation(f"stream {stream_id} is stalled for {now_s - since_s:g} s, and goes on")

@@ -78,6 +78,14 @@ def test_trouble_soon_after_the_way_up_doubles_the_time_to_the_next_up_to_a_boun
     assert seen == [1, 2, 4, 8, BACKOFF_MAX, BACKOFF_MAX]
 
 
+def test_one_way_up_that_comes_to_nothing_doubles_the_time_once_through_however_many_rungs(ladder):
+    quiet, _ = timer(ladder.handle(BROKEN))
+    ladder.handle(quiet)
+    ladder.handle(BROKEN)
+    _, delay_s = timer(ladder.handle(SHORT))
+    assert (ladder.state, delay_s) == (Rung.INT8, 60.0)
+
+
 def test_a_quiet_time_on_the_way_up_makes_the_next_trouble_a_first_one(ladder):
     for _ in range(3):
         quiet, _ = timer(ladder.handle(SHORT))
