@@ -209,7 +209,10 @@ class Trouble:
             num_tokens = sum(count for _, count, _ in flight.rows)
             self.trial = Trial(request.request_id, what, max(num_tokens, 1))
             action = "a step without it is tried instead, to see whether anything can be computed"
-        self.suspects.append([request.request_id])
+        if isinstance(what, StepFailed) and self.trial is None:  # at once: what fails now and then fails seldom twice
+            self.suspects.appendleft([request.request_id])
+        else:
+            self.suspects.append([request.request_id])
         self._report(what, flight, [request], action, effects)
         return []
 

@@ -78,16 +78,21 @@ class Blame:
 
     def _failed(self, flight: Flight, outcome: StepFailed) -> None:
         held, live = _held(flight)
+        is_tried_at_once = False
         if len(held) == len(live) == 1 and not (outcome.fault is Fault.OOM and self._is_long(flight)):
             self._failures.update(live)
             self._last_alone[live[0]] = outcome.fault, sum(count for _, count, _ in flight.rows)
+            is_tried_at_once = self._failures[live[0]] % 2 == 1
         if len(held) == 1:
             num_tokens = sum(count for _, count, _ in flight.rows)
             if outcome.fault is Fault.EXCEPTION or num_tokens <= self._world.shape.block_size:
                 self._smallest.update(live)
                 self._check_patience(live)
         self._leave_group(held)
-        self._split(live)
+        if is_tried_at_once:
+            self._groups.insert(0, live)
+        else:
+            self._split(live)
 
     def _lost(self, flight: Flight) -> None:
         held, live = _held(flight)

@@ -243,13 +243,30 @@ def test_a_canary_that_is_lost_clears_no_other_that_is_suspected():
     bench = Bench(modes=ALL)
     one, other = bench.submit([7] * 4), bench.submit([8] * 4)
     bench.step()
-    while not is_canary(bench):  # both together, then each of them, then the first again
+    while not is_canary(bench):  # both together, then the first of them twice
         bench.fail(Fault.EXCEPTION)
     bench.lose()
     bench.recover()
     assert bench.rows() == {other: 4}
     bench.step()
     assert bench.rows() == {one: 4}
+
+
+@pytest.mark.parametrize("fault", [Fault.OOM, Fault.EXCEPTION])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("number", range(1, 9))
+def test_when_every_other_step_fails_no_request_is_to_blame(fault, first, number):
+    bench = Bench(modes=ALL)
+    ids = [bench.submit([7 + n] * 4) for n in range(number)]
+    bench.step()
+    for turn in range(1000):
+        if bench.plan is None:
+            break
+        if turn % 2 == first and not is_canary(bench):
+            bench.fail(fault)
+        else:
+            bench.step()
+    assert [bench.end(i).end.finish_reason for i in ids] == ["length"] * number
 
 
 def test_one_lost_worker_keeps_no_group_apart_that_is_tried_for_another_reason():
