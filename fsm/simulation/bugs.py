@@ -319,7 +319,8 @@ MUTANTS = [
         "_overdue",
         "if event.epoch == self.epoch else self.state",
         "",
-        seeds=1000,
+        seeds=0,
+        small="a cache that waited for memory, and a worker that is lost again",
     ),
     Mutant("good steps do not restore the restart budget", Worker, "_step_done", "self._losses.clear()", "pass"),
     Mutant(
@@ -367,7 +368,8 @@ MUTANTS = [
         "_batch",
         "if event.epoch != self._epoch:",
         "if False:",
-        seeds=1000,
+        seeds=0,
+        small="a worker that dies, and what it said comes late",
     ),
     Mutant(
         "nobody wakes the scheduler when the worker is back",
