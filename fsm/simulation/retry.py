@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 LEAST_S, MOST_S, DEFAULT_S, WINDOW_S = 0.1, 60.0, 1.0, 60.0
 FACTOR = 1.35
 FEW = 12  # departures, before which a rate is told from too little
+FILLED = (
+    4  # times the slots, as well: the first that leave find free slots, and tell nothing of how fast these come free
+)
 FEW_BEFORE = 24  # clients that come one by one, before so many come that they have to wait
 TOKENS = range(1, 200)
 
@@ -179,7 +182,7 @@ class Retry:
                         f"{num_left} left in {in_s:.2f} s, {num_waiting} wait: told to come after {said_s:.2f} s"
                     )
         world.counts["retries told"] += 1
-        if self.is_steady and min(num_left, self._num_since) >= FEW:
+        if self.is_steady and min(num_left, self._num_since) >= max(FEW, FILLED * world.shape.max_num_seqs):
             burst_s = max(length_s for _, length_s in self._longest)
             self._promises.append(Promise(now_s, said_s, burst_s, {*gate.queued, *gate.overflow}))
 

@@ -182,6 +182,8 @@ class Turns:
             return
         if not self._waiting <= {request.request_id for request in planner.waiting}:
             return
+        if any(request.request_id in self._running for request in flight.admitted):
+            return  # the step before was taken back with what it admitted, so that a slot was free
         for request in planner.running.values():
             if request.state is RequestState.PAUSED:
                 raise Violation(f"request {request.request_id} is paused, and keeps the place that others wait for")
