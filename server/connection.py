@@ -78,6 +78,8 @@ class Connection(TCPServer):
         self.idle_task: IdleTimer = IdleTimer()
         self._admitted = Admitted()
         self._began_s = time.monotonic()
+        name = self.writer.get_extra_info("peername")
+        self.address = str(name[0]) if name else ""  # of its client; looked at for each connection where room is made
         self._is_closing = False
         self.state = {**self.state, ADMITTED_KEY: self._admitted}
 
@@ -125,12 +127,6 @@ class Connection(TCPServer):
     def _has_nothing(self) -> bool:
         """True when it would lose no request that was let in."""
         return not self._admitted.num_requests
-
-    @property
-    def address(self) -> str:
-        """Where its client is."""
-        name = self.writer.get_extra_info("peername")
-        return str(name[0]) if name else ""
 
     async def _read_data(self) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from novainfer.server.replies import Choice, Tally
 from novainfer.server.service import Service
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")  # JSON's, and what C prints
 ADMISSION_TURNS = 2  # of the loop, until the first prompts' tasks have asked for admission
 FIRST_DELTA_WAIT_S_MAX = 15.0  # then the stream begins without it, so that proxies and clients see life
 
@@ -157,10 +159,7 @@ def with_deadline(params: SamplingParams, headers: Mapping[str, str]) -> Samplin
     value = headers.get(TIMEOUT_HEADER)
     if value is None:
         return params
-    try:
-        timeout_s = float(value) / 1000
-    except ValueError:
-        timeout_s = math.nan
+    timeout_s = float(value) / 1000 if _NUMBER.fullmatch(value.strip()) else math.nan  # `float` takes 1_000 as well
     if not 0 < timeout_s <= DURATION_S_MAX:
         message = f"{TIMEOUT_HEADER} must be a number of milliseconds, above 0 and at most {DURATION_S_MAX * 1000:.0f}"
         raise InvalidParameter(message, param=TIMEOUT_HEADER)

@@ -26,7 +26,7 @@ from novainfer.server.errors import (
     log_if_ours,
 )
 from novainfer.server.exchange import ADMITTED_KEY, SCOPE_KEY, Admitted, ClientGone, Exchange
-from novainfer.server.limits import check_content_type, check_deadline, read_body
+from novainfer.server.limits import check_content_type, read_body
 from novainfer.server.service import Service
 
 access_log = logging.getLogger("novainfer.access")
@@ -97,7 +97,6 @@ class Guard:
             exchange.viewer = self._service.keys.identify(scope)
             if scope["method"] == "POST":
                 check_content_type(scope)
-                check_deadline(scope)
         except NovaInferError as error:
             refusal = error
         settings = self._service.settings

@@ -1,4 +1,4 @@
-"""What is checked before a handler sees a request: content type, deadline, the body's size and its arrival in time.
+"""What is checked before a handler sees a request: content type, the body's size and its arrival in time.
 
 A refused body is still read to its end, and dropped, before the answer goes out: an early answer makes HTTP/1.1 clients
 lose it to a connection reset, and HTTP/2 clients too (curl, httpx). What that may take is bounded by time.
@@ -7,16 +7,11 @@ lose it to a connection reset, and HTTP/2 clients too (curl, httpx). What that m
 from __future__ import annotations
 
 import asyncio
-import re
 
 from starlette.types import Receive, Scope
 
-from novainfer import InvalidParameter
 from novainfer.server.errors import BodyTimeout, PayloadTooLarge, UnsupportedMediaType
 from novainfer.server.exchange import ClientGone, header
-
-DEADLINE_HEADER = b"x-request-timeout-ms"
-_NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")  # JSON's, and what C prints
 
 
 def check_content_type(scope: Scope) -> None:
@@ -29,15 +24,6 @@ def check_content_type(scope: Scope) -> None:
         raise UnsupportedMediaType(
             f"The content type must be application/json, not {media_type.decode('latin-1')[:100]!r}"
         )
-
-
-def check_deadline(scope: Scope) -> None:
-    """Raise `InvalidParameter` when a request's deadline is written as Python would (`1_000`), not as a number is."""
-    given = header(scope, DEADLINE_HEADER)
-    if given is not None and not _NUMBER.fullmatch(given.strip()):
-        name = DEADLINE_HEADER.decode("ascii")
-        shown = given.decode("latin-1")[:100]
-        raise InvalidParameter(f"{name} must be a number of milliseconds, such as 1500, not {shown!r}", param=name)
 
 
 async def read_body(receive: Receive, *, bytes_max: int, timeout_s: float) -> bytes:

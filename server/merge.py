@@ -47,12 +47,16 @@ async def merge_deltas(sources: Sequence[AsyncGenerator[Delta, None]], n: int) -
         await runner  # raises what ended a source
     finally:
         runner.cancel()
-        await asyncio.gather(runner, return_exceptions=True)
-        for at in range(0, len(tasks), BEGUN_A_TURN):
-            some = tasks[at : at + BEGUN_A_TURN]
-            for task in some:
+        try:
+            await asyncio.gather(runner, return_exceptions=True)
+            for at in range(0, len(tasks), BEGUN_A_TURN):
+                some = tasks[at : at + BEGUN_A_TURN]
+                for task in some:
+                    task.cancel()
+                await asyncio.gather(*some, return_exceptions=True)
+        finally:  # cancelled once more: none may go on, though all end in one turn then
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*some, return_exceptions=True)
 
 
 def turns_to_begin(num_sources: int) -> int:

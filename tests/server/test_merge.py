@@ -63,3 +63,25 @@ async def test_a_reader_that_leaves_ends_all_though_the_buffer_is_full() -> None
         await asyncio.sleep(0)
     await deltas.aclose()
     assert sorted(sources.ended) == sources.begun == list(range(2 * BUFFERED_MAX))
+
+
+async def test_a_reader_that_is_cancelled_while_it_leaves_ends_all_the_same() -> None:
+    sources = Sources(10 * BEGUN_A_TURN, num_deltas=1000)
+    deltas = merge_deltas(sources.all, 1)
+    await anext(deltas)
+    for _ in range(2 * turns_to_begin(10 * BEGUN_A_TURN)):
+        await asyncio.sleep(0)
+
+    async def close() -> None:
+        await deltas.aclose()
+
+    leaving = asyncio.create_task(close())
+    for _ in range(3):  # some are ended, and most are not
+        await asyncio.sleep(0)
+    assert len(sources.ended) < len(sources.begun)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert sorted(sources.ended) == sources.begun
