@@ -11,12 +11,19 @@ import torch
 
 from novainfer.kernels.attention import TorchAttention
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
+from novainfer.kernels.forward import DecoderKind, OpByOpForward
 from novainfer.kernels.int8 import ReferenceInt8Linear, TorchInt8Linear
 from novainfer.kernels.linear import MkldnnLinear, TorchLinear
 from novainfer.kernels.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
 from novainfer.kernels.registry import AttentionShape, Operation, Registry
 from novainfer.kernels.row_ops import TorchRowOps
-from novainfer.kernels.selftest import check_attention, check_int8_linear, check_linear, check_row_ops
+from novainfer.kernels.selftest import (
+    check_attention,
+    check_forward,
+    check_int8_linear,
+    check_linear,
+    check_row_ops,
+)
 
 __all__ = ["KernelChoice", "build_registry"]
 
@@ -52,6 +59,7 @@ def build_registry(device: torch.device, *, native: str | None = None, batch_inv
     registry.register("attention", ReferenceAttention)
     for ops in (TorchRowOps, ReferenceRowOps):
         registry.register("ops", ops)
+    registry.register("forward", OpByOpForward)
     return registry
 
 
@@ -132,6 +140,18 @@ class KernelChoice:
                 lambda kernel: kernel.refuses(self.dtype, self.device),
                 lambda kernel: check_row_ops(kernel, self.dtype, self.device),
                 (self.dtype, self.device),
+            ),
+        )
+
+    def forward(self, kind: DecoderKind) -> Any:
+        """The class that computes all layers of a decoder of this kind."""
+        return self._take(
+            "forward",
+            self.registry.select(
+                "forward",
+                lambda forward: forward.refuses(kind),
+                lambda forward: check_forward(forward, kind, self.dtype, self.device),
+                (kind, self.dtype, self.device),
             ),
         )
 

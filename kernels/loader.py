@@ -18,9 +18,10 @@ from novainfer.kernels.checkpoint import DTYPES, Checkpoint
 from novainfer.kernels.choice import KernelChoice
 from novainfer.kernels.config import ModelConfig
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.forward import Layer
 from novainfer.kernels.header import EMBEDDING, FINAL_NORM, HEAD, check_fit, tensor_shapes
 from novainfer.kernels.memory import free_bytes, is_out_of_memory, lazy_zeros, release_freed_pages
-from novainfer.kernels.models.decoder import Decoder, Embedding, Layer, rope_table
+from novainfer.kernels.models.decoder import Decoder, Embedding, rope_table
 from novainfer.kernels.registry import Linear
 
 __all__ = [

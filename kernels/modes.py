@@ -19,6 +19,7 @@ import contextlib
 import logging
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.choice import KernelChoice
 from novainfer.kernels.config import ModelConfig
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.forward import DecoderKind, LayerKind
 from novainfer.kernels.header import tensor_shapes
 from novainfer.kernels.int8 import part_rows, put_in_parts
 from novainfer.kernels.loader import LinearSpec, WeightReader, linear_specs
@@ -55,15 +57,23 @@ def choices_by_mode(full: KernelChoice, config: ModelConfig, shape: AttentionSha
     choices = {}
     for mode, choice in offered.items():
         try:
-            for spec in linear_specs(config):
-                choice.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
-            choice.attention(shape)
-            choice.ops()
+            choice.forward(_decoder_kind(choice, config, shape))
         except LoadError as error:
             logger.info("the mode %s is not offered: %s", mode, error)
         else:
             choices[mode] = choice
     return choices
+
+
+def _decoder_kind(choice: KernelChoice, config: ModelConfig, shape: AttentionShape) -> DecoderKind:
+    """What a decoder will be whose every part has the kernel of this choice."""
+    layers: dict[int, dict[str, Any]] = {}
+    for spec in linear_specs(config):
+        linear = choice.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
+        if spec.layer is not None:
+            layers.setdefault(spec.layer, {"has_qkv_bias": config.qkv_bias})[spec.part] = linear
+    kinds = frozenset(LayerKind(**parts) for parts in layers.values())
+    return DecoderKind(kinds, choice.ops(), choice.attention(shape), shape)
 
 
 class Modes:
@@ -96,10 +106,12 @@ class Modes:
         return sum(self._product(spec).weight_bytes for spec in self._specs)
 
     def attach(self, cache: AttentionBackend) -> None:
-        """Take a KV cache into use, with this mode's kernel over it."""
+        """Take a KV cache into use, with this mode's kernels over it; raises `LoadError` without one."""
         choice = self._choices[self.mode]
         kernel = choice.attention(cache.shape)
-        self._decoder.attach(cache if type(cache) is kernel else kernel.over(cache.shape, cache.parts))
+        attention = cache if type(cache) is kernel else kernel.over(cache.shape, cache.parts)
+        # By what the parts are, not what they should be: after a switch that failed half way they are a mixture.
+        self._decoder.attach(attention, choice.forward(self._decoder.parts(attention).kind))
 
     def switch(self, mode: str) -> None:
         """Compute in `mode` from now on; KV cache and sampler stay as they are.
@@ -113,7 +125,7 @@ class Modes:
             return
         started_s, before, bytes_before = time.monotonic(), self.mode, self.weight_bytes
         self._reserve = None
-        self._decoder.fused = None  # it would keep the old weights alive
+        self._decoder.compute = None  # it would keep the old weights alive
         try:
             if mode != "full" or not self._kept:
                 self._check_room(mode)

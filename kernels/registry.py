@@ -1,13 +1,14 @@
 """Which implementation of an operation runs here: fastest first, each proved against the torch reference
 before use.
 
-There are four operations. Each is a small class, so that an implementation may keep packed weights or
+There are five operations. Each is a small class, so that an implementation may keep packed weights or
 buffers:
 
 - `linear`: one weight matrix, packed at load, applied to rows of activations (`Linear`)
 - `linear_int8`: the same with weights rounded to int8, filled part by part (`Int8Linear`)
 - `attention`: the paged KV cache and attention over it (`AttentionBackend`)
 - `ops`: the small row-wise operations between them (`RowOps`)
+- `forward`: all of these over all layers of a decoder (`Forward`, kernels/forward.py), proved against one by one
 
 An implementation declares what it can do with `refuses(...)`: None, or the reason why not.
 `Registry.select` takes the first one that does not refuse and passes its self-test (kernels/selftest.py);
@@ -25,7 +26,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, Self, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-Operation = Literal["linear", "linear_int8", "attention", "ops"]
+Operation = Literal["linear", "linear_int8", "attention", "ops", "forward"]
 
 
 class Linear(Protocol):
@@ -231,7 +232,7 @@ class Registry:
     batch_invariant: bool = False
     require: str | None = None
     _entries: dict[Operation, list[type[Any]]] = field(
-        default_factory=lambda: {"linear": [], "linear_int8": [], "attention": [], "ops": []}
+        default_factory=lambda: {operation: [] for operation in get_args(Operation)}
     )
     _proved: dict[tuple[type[Any], object], str | None] = field(default_factory=dict)
 

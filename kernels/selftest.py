@@ -6,22 +6,27 @@ milliseconds each.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from novainfer.kernels.forward import DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
 from novainfer.kernels.int8 import PART_ROWS, ReferenceInt8Linear
 from novainfer.kernels.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
 from novainfer.kernels.registry import AttentionShape
+from novainfer.kernels.step import StepTensors
 
-__all__ = ["check_attention", "check_int8_linear", "check_linear", "check_row_ops"]
+__all__ = ["check_attention", "check_forward", "check_int8_linear", "check_linear", "check_row_ops"]
 
 # Largest error over the largest value. bf16 rounds to 2**-9 and may round twice on the way.
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 LINEAR_SHAPES = ((64, 96), (160, 64), (33, 48))  # (N, K); those that the kernel refuses are left out
 ROWS = (1, 2, 7, 33)
 EPS = 1e-6
+HIDDEN_SIZE = 64  # of the decoder that a forward is proved on
+INTERMEDIATE_SIZES = (40, 64)  # halves of a product that share a panel, and halves that do not
 
 
 def _wrong(what: str, got: Tensor, expected: Tensor) -> str | None:
@@ -201,3 +206,112 @@ def _run_step(
         attend(0, query[row : row + 1], *args)
         rows.append(attend(1, query[row : row + 1], *args))
     return torch.cat(rows)
+
+
+def check_forward(forward: Any, kind: DecoderKind, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Steps of every sort through a small decoder of this kind, against its kernels one by one.
+
+    Hidden states and what is written to the KV cache have the same bits where the forward promises it.
+    """
+    if forward is OpByOpForward:
+        return None  # it is what the others are compared with, and its kernels are proved one by one
+    for intermediate_size in INTERMEDIATE_SIZES:
+        layers = _small_layers(kind, intermediate_size, dtype, device)
+        expected, got = (_run_forward(operation, kind, layers, dtype, device) for operation in (OpByOpForward, forward))
+        if got.keys() != expected.keys():
+            return f"gives {', '.join(got)} where one kernel after the other gives {', '.join(expected)}"
+        for name, tensor in expected.items():
+            wrong = _wrong(name, got[name], tensor)
+            if wrong is not None:
+                return wrong
+            if forward.row_invariant and not torch.equal(got[name], tensor):
+                return f"{name} has other bits than one kernel after the other gives"
+    return None
+
+
+def _small_layers(kind: DecoderKind, intermediate_size: int, dtype: torch.dtype, device: torch.device) -> list[Layer]:
+    """One layer of each kind, two at least."""
+    kinds = sorted(kind.layers, key=repr)
+    shape = kind.attention_shape
+    num_attended = shape.num_heads * shape.head_dim
+    num_qkv = num_attended + 2 * shape.num_kv_heads * shape.head_dim
+
+    def layer(kind: LayerKind, seed: int) -> Layer:
+        def packed(linear: Any, n: int, k: int, bias: Tensor | None = None) -> Any:
+            return linear.pack(_normal((n, k), seed + n, dtype, device) / k**0.5, bias)
+
+        return Layer(
+            input_norm=1 + _normal((HIDDEN_SIZE,), seed, dtype, device) / 8,
+            qkv=packed(
+                kind.qkv, num_qkv, HIDDEN_SIZE, _normal((num_qkv,), seed, dtype, device) if kind.has_qkv_bias else None
+            ),
+            o=packed(kind.o, HIDDEN_SIZE, num_attended),
+            post_norm=1 + _normal((HIDDEN_SIZE,), seed + 1, dtype, device) / 8,
+            gate_up=packed(kind.gate_up, 2 * intermediate_size, HIDDEN_SIZE),
+            down=packed(kind.down, HIDDEN_SIZE, intermediate_size),
+        )
+
+    return [layer(kinds[index % len(kinds)], 100 * index) for index in range(max(2, len(kinds)))]
+
+
+def _run_forward(
+    operation: Any, kind: DecoderKind, layers: list[Layer], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """What the steps give and leave in the cache, by names for people."""
+    size = kind.attention_shape.block_size
+    num_positions = 3 * size + 7
+    tables = torch.randperm(3 * -(-num_positions // size), generator=torch.Generator().manual_seed(50)).int()
+    shape = dataclasses.replace(kind.attention_shape, num_layers=len(layers))
+    attention = kind.attention.allocate(shape, len(tables), dtype, device)
+    run = operation.over(
+        DecoderParts(
+            layers=layers,
+            final_norm=1 + _normal((HIDDEN_SIZE,), 51, dtype, device) / 8,
+            cos_sin=_normal((num_positions, shape.head_dim), 52, torch.float32, device),
+            ops=kind.ops,
+            attention=attention,
+            rms_norm_eps=EPS,
+        )
+    )
+    found: dict[str, Tensor] = {}
+    contexts = [0, 0, 0]
+    for name, query_lens, sampled in (
+        ("a prefill", [size + 1, 2 * size, 3 * size], []),
+        ("a mixed step", [1, 5, 1], [0, 5, 6]),
+        ("a decode", [1, 1, 1], None),
+        ("a step sampled in its middle", [2, 1, 3], [1, 0, 4]),
+    ):
+        contexts = [context + new for context, new in zip(contexts, query_lens, strict=True)]
+        step = _step(query_lens, contexts, tables.view(3, -1), size, sampled, device)
+        hidden = run(_normal((sum(query_lens), HIDDEN_SIZE), 53, dtype, device), step)
+        if hidden is not None:
+            found[f"{name} through a decoder"] = hidden
+    return found | {f"part {i} of the KV cache": part for i, part in enumerate(attention.parts)}
+
+
+def _step(
+    query_lens: list[int],
+    contexts: list[int],
+    tables: Tensor,
+    block_size: int,
+    sampled: list[int] | None,
+    device: torch.device,
+) -> StepTensors:
+    """A step of sequences whose last `query_lens` tokens are computed; `sampled` as `StepTensors.logit_rows`."""
+    of_seq = [torch.arange(end - new, end) for new, end in zip(query_lens, contexts, strict=True)]
+    slots = [
+        table[at // block_size].long() * block_size + at % block_size for table, at in zip(tables, of_seq, strict=True)
+    ]
+    positions = torch.cat(of_seq).to(device)
+    return StepTensors(
+        input_ids=torch.zeros_like(positions),
+        positions=positions,
+        slot_mapping=torch.cat(slots).to(device),
+        block_tables=tables.to(device),
+        query_start=torch.tensor([0, *query_lens], device=device).cumsum(0).int(),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        logit_rows=None if sampled is None else torch.tensor(sampled, dtype=torch.int64, device=device),
+        num_samples=sum(query_lens) if sampled is None else len(sampled),
+        max_query_len=max(query_lens),
+        max_context_len=max(contexts),
+    )

@@ -3,56 +3,34 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor
 
 from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.linear import PackedLinear
-from novainfer.kernels.cpu.native import DTYPE_CODES, LayerDesc, ModelDesc, StepDesc, library, num_threads
-from novainfer.kernels.registry import AttentionBackend, Linear
+from novainfer.kernels.cpu.native import LayerDesc, ModelDesc, StepDesc, library, num_threads
+from novainfer.kernels.cpu.ops import NativeRowOps
+from novainfer.kernels.forward import DecoderKind, DecoderParts
 from novainfer.kernels.step import StepTensors
 
-__all__ = ["DecoderLayer", "NativeForward"]
+__all__ = ["NativeForward"]
 
 # A step below this many operations takes one thread a tenth of a millisecond: the other cores are the event loop's.
 SERIAL_FLOPS_MAX = 8 << 20
-
-
-class DecoderLayer(Protocol):
-    """One layer's parts, as `models.decoder.Layer` holds them."""
-
-    @property
-    def input_norm(self) -> Tensor: ...
-    @property
-    def qkv(self) -> Linear: ...
-    @property
-    def o(self) -> Linear: ...
-    @property
-    def post_norm(self) -> Tensor: ...
-    @property
-    def gate_up(self) -> Linear: ...
-    @property
-    def down(self) -> Linear: ...
+PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
 class NativeForward:
-    """From embeddings to normed hidden states, bit for bit what the single operations give.
+    """From embeddings to normed hidden states, bit for bit what the single operations give."""
 
-    It refers to the weights and the cache it was made of, and keeps them alive.
-    """
+    name: ClassVar[str] = "native"
+    row_invariant: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        layers: Sequence[DecoderLayer],
-        final_norm: Tensor,
-        cos_sin: Tensor,
-        attention: NativeAttention,
-        eps: float,
-        scale: float,
-    ) -> None:
+    def __init__(self, parts: DecoderParts) -> None:
+        layers, final_norm, cos_sin = parts.layers, parts.final_norm, parts.cos_sin
+        attention = cast(NativeAttention, parts.attention)
         descs = (LayerDesc * len(layers))()
         self._kept: list[object] = [*layers, final_norm, cos_sin, attention, descs]
         self._flops_per_token = 0
@@ -61,7 +39,7 @@ class NativeForward:
                 norm = getattr(layer, name).contiguous()
                 self._kept.append(norm)
                 setattr(desc, name, norm.data_ptr())
-            for name in ("qkv", "o", "gate_up", "down"):
+            for name in PRODUCTS:
                 linear: PackedLinear = getattr(layer, name)
                 setattr(desc, name, ctypes.pointer(linear.desc))
                 self._flops_per_token += 2 * linear.out_features * linear.in_features
@@ -73,8 +51,8 @@ class NativeForward:
             final_norm=final_norm.data_ptr(),
             cos_sin=cos_sin.data_ptr(),
             cache=ctypes.pointer(attention.desc),
-            eps=eps,
-            scale=scale,
+            eps=parts.rms_norm_eps,
+            scale=attention.shape.head_dim**-0.5,
         )
         self._model_pointer = ctypes.byref(self._model)
         self._forward = library().nova_forward
@@ -82,25 +60,26 @@ class NativeForward:
         self._dtype = final_norm.dtype
 
     @classmethod
-    def of(
-        cls,
-        layers: Sequence[DecoderLayer],
-        final_norm: Tensor,
-        cos_sin: Tensor,
-        attention: AttentionBackend,
-        eps: float,
-        scale: float,
-    ) -> Self | None:
-        """The fused forward pass over these parts, or None when one of them is not native."""
-        linears = [linear for layer in layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        if not isinstance(attention, NativeAttention) or not layers:
-            return None
-        if not all(isinstance(linear, PackedLinear) for linear in linears) or final_norm.dtype not in DTYPE_CODES:
-            return None
-        return cls(layers, final_norm, cos_sin, attention, eps, scale)
+    def refuses(cls, kind: DecoderKind) -> str | None:
+        """None when all parts are native; else which is not."""
+        if not issubclass(kind.attention, NativeAttention):
+            return f"its attention is {kind.attention.name}"
+        if kind.ops is not NativeRowOps:
+            return f"its row operations are {kind.ops.name}"
+        for layer in kind.layers:
+            for name in PRODUCTS:
+                linear = getattr(layer, name)
+                if not issubclass(linear, PackedLinear):
+                    return f"a layer's {name} is {linear.name}"
+        return None
+
+    @classmethod
+    def over(cls, parts: DecoderParts) -> Self:
+        """Over native parts."""
+        return cls(parts)
 
     def __call__(self, hidden: Tensor, step: StepTensors) -> Tensor | None:
-        """Embeddings [num_tokens, hidden] (contiguous; overwritten) -> [num_samples, hidden], None without samples."""
+        """[num_tokens, hidden_size] (overwritten) -> [num_samples, hidden_size], or None without samples."""
         num_tokens = hidden.shape[0]
         if hidden.dtype != self._dtype or not hidden.is_contiguous():
             raise TypeError(f"embeddings must be contiguous and {self._dtype}")

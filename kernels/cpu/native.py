@@ -174,6 +174,7 @@ def implementations() -> list[tuple[Operation, type]]:
     """What this machine can use, fastest first; raises `KernelUnavailableError` with the reason."""
     library()
     from novainfer.kernels.cpu.attention import NativeAttention
+    from novainfer.kernels.cpu.forward import NativeForward
     from novainfer.kernels.cpu.int8 import NativeInt8Linear
     from novainfer.kernels.cpu.linear import NativeLinear
     from novainfer.kernels.cpu.ops import NativeRowOps
@@ -183,4 +184,5 @@ def implementations() -> list[tuple[Operation, type]]:
         ("linear_int8", NativeInt8Linear),
         ("attention", NativeAttention),
         ("ops", NativeRowOps),
+        ("forward", NativeForward),
     ]

@@ -1,7 +1,6 @@
-"""The forward pass of a pre-norm decoder with rotary grouped-query attention and a gated MLP.
+"""A loaded pre-norm decoder with rotary grouped-query attention and a gated MLP: its weights, and what computes them.
 
-Qwen2 and Qwen2.5 are this; Llama and Qwen3 differ in what their configs switch. One function serves
-prefill, chunks and decode: they differ only in the arrays of `StepTensors`.
+Qwen2 and Qwen2.5 are this; Llama and Qwen3 differ in what their configs switch.
 """
 
 from __future__ import annotations
@@ -12,24 +11,11 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.config import ModelConfig
-from novainfer.kernels.cpu.forward import NativeForward
-from novainfer.kernels.cpu.ops import NativeRowOps
+from novainfer.kernels.forward import DecoderParts, Forward, Layer
 from novainfer.kernels.registry import AttentionBackend, AttentionShape, Linear, RowOps
 from novainfer.kernels.step import StepTensors
 
-__all__ = ["Decoder", "Embedding", "Layer", "rope_table"]
-
-
-@dataclass(slots=True)
-class Layer:
-    """One layer's weights; q, k and v are one product, and so are gate and up. A switch of mode replaces products."""
-
-    input_norm: Tensor  # [hidden_size]
-    qkv: Linear
-    o: Linear
-    post_norm: Tensor  # [hidden_size]
-    gate_up: Linear
-    down: Linear
+__all__ = ["Decoder", "Embedding", "rope_table"]
 
 
 class Embedding:
@@ -67,18 +53,20 @@ class Decoder:
     ops: type[RowOps]
     cos_sin: Tensor  # fp32 [max_model_len, head_dim]
     attention: AttentionBackend | None = None
-    fused: NativeForward | None = None  # all layers in one call, where every part is native
+    compute: Forward | None = None  # all layers, over these parts and this cache
 
-    def attach(self, attention: AttentionBackend) -> None:
-        """Take the KV cache into use, and all other parts as they are now; raises nothing."""
-        self.attention, self.fused = attention, None
-        if self.ops is NativeRowOps:
-            eps, scale = self.config.rms_norm_eps, self.config.head_dim**-0.5
-            self.fused = NativeForward.of(self.layers, self.final_norm, self.cos_sin, attention, eps, scale)
+    def parts(self, attention: AttentionBackend) -> DecoderParts:
+        """What a forward over a KV cache is made of, as it is now."""
+        return DecoderParts(self.layers, self.final_norm, self.cos_sin, self.ops, attention, self.config.rms_norm_eps)
+
+    def attach(self, attention: AttentionBackend, forward: type[Forward]) -> None:
+        """Take the KV cache into use, and all other parts as they are now."""
+        self.attention, self.compute = attention, None
+        self.compute = forward.over(self.parts(attention))
 
     def detach(self) -> None:
         """Let the KV cache go."""
-        self.attention = self.fused = None
+        self.attention = self.compute = None
 
     def attention_shape(self, block_size: int) -> AttentionShape:
         """The geometry its KV cache must have."""
@@ -89,43 +77,8 @@ class Decoder:
         """Compute one step and fill its part of the KV cache.
 
         Gives the normed hidden states [num_samples, hidden_size] of the rows that are sampled from, or None
-        when there are none: then nothing behind the last layer's keys and values is computed.
+        when there are none.
         """
-        attention, ops, config = self.attention, self.ops, self.config
-        if attention is None:
+        if self.compute is None:
             raise RuntimeError("the KV cache is not fitted")
-        eps, dim = config.rms_norm_eps, config.head_dim
-        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
-        num_rotated, num_all = num_heads + num_kv_heads, num_heads + 2 * num_kv_heads
-        scale = dim**-0.5
-        last = len(self.layers) - 1
-
-        residual = self.embedding(step.input_ids)  # [T, hidden_size]
-        if self.fused is not None:
-            return self.fused(residual, step)  # the same bits as what follows
-        x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
-        for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(x)
-            ops.rope(qkv, self.cos_sin, step.positions, num_rotated, dim)
-            heads = qkv.view(-1, num_all, dim)
-            attention.write(index, heads[:, num_heads:num_rotated], heads[:, num_rotated:], step.slot_mapping)
-            if index == last and step.num_samples == 0:
-                return None
-            x = attention.attend(
-                index,
-                heads[:, :num_heads],
-                step.block_tables,
-                step.query_start,
-                step.context_lens,
-                scale,
-                step.max_query_len,
-                step.max_context_len,
-            )
-            if index == last and step.logit_rows is not None:
-                x = x.index_select(0, step.logit_rows)
-                residual = residual.index_select(0, step.logit_rows)
-            x = ops.add_rms_norm(layer.o(x), residual, layer.post_norm, eps)
-            x = layer.down(ops.silu_mul(layer.gate_up(x)))
-            norm = self.final_norm if index == last else self.layers[index + 1].input_norm
-            x = ops.add_rms_norm(x, residual, norm, eps)
-        return x
+        return self.compute(self.embedding(step.input_ids), step)

@@ -18,7 +18,7 @@ __all__ = ["FAMILIES", "ModelFamily", "read_config"]
 class ModelFamily:
     """One architecture: how its config.json becomes a `ModelConfig`.
 
-    The families so far share one forward pass (models/decoder.py) and differ in what their config says; one
+    The families so far share one forward pass (kernels/forward.py) and differ in what their config says; one
     that needs a forward of its own adds it here as a field.
     """
 

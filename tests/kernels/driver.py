@@ -42,9 +42,9 @@ def backend_registry(backend: str) -> Registry:
     """Kernels of one family only; what the family lacks (mkldnn has only linears) is torch's."""
     everything = build_registry(CPU, native="1")
     chosen = Registry()
-    for operation in ("linear", "attention", "ops"):
+    for operation in ("linear", "attention", "ops", "forward"):
         names = {kernel.name: kernel for kernel in everything.implementations(operation)}
-        for name in (backend, "torch", "reference"):
+        for name in (backend, "torch", "reference", "op-by-op"):
             if name in names:
                 chosen.register(operation, names[name])
     int8 = {kernel.name: kernel for kernel in everything.implementations("linear_int8")}
@@ -63,7 +63,9 @@ def make_runner(folder: Path, backend: str = "torch", num_blocks: int = 64, **op
     defaults = {"max_num_seqs": 6, "max_num_batched_tokens": 256, "max_model_len": None, "registry": registry}
     runner = ModelRunner.load(folder, **(defaults | options))
     if registry is options.get("registry", registry):
-        offered = {op: [k.name for k in registry.implementations(op)] for op in ("linear", "attention", "ops")}
+        offered = {
+            op: [k.name for k in registry.implementations(op)] for op in ("linear", "attention", "ops", "forward")
+        }
         skip_without(backend, runner.info.dtype)
         used = {op: offered[op][0] for op in offered}
         if backend == "mkldnn" and read_config(folder).tie_word_embeddings:

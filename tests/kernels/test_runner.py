@@ -43,7 +43,7 @@ def test_info_says_what_was_loaded(folder: Path) -> None:
     assert info.num_parameters == weights
     assert info.weight_bytes >= 4 * weights
     assert info.kv_bytes_per_block >= 2 * 2 * 2 * 16 * 16 * 4
-    assert set(info.kernels) == {"linear", "attention", "ops"}
+    assert set(info.kernels) == {"linear", "attention", "ops", "forward"}
 
 
 def test_auto_capacity_is_what_all_sequences_can_use(folder: Path) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from novainfer.kernels.choice import KernelChoice, build_registry
 from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.forward import NativeForward
+from novainfer.kernels.cpu.int8 import NativeInt8Linear
 from novainfer.kernels.cpu.linear import NativeLinear
 from novainfer.kernels.cpu.ops import NativeRowOps
+from novainfer.kernels.forward import DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
 from novainfer.kernels.linear import TorchLinear
-from novainfer.kernels.registry import AttentionShape
+from novainfer.kernels.registry import AttentionShape, Registry
+from novainfer.kernels.selftest import check_forward
 from novainfer.kernels.step import StepTensors
 
 CPU = torch.device("cpu")
@@ -35,53 +39,7 @@ STEPS: tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...] | None], ...] = 
 pytestmark = pytest.mark.usefixtures("level")
 
 
-@dataclass
-class Layer:
-    input_norm: Tensor
-    qkv: NativeLinear
-    o: NativeLinear
-    post_norm: Tensor
-    gate_up: NativeLinear
-    down: NativeLinear
-
-
-@dataclass
-class Model:
-    layers: list[Layer]
-    final_norm: Tensor
-    table: Tensor
-    cache: NativeAttention
-    forward: NativeForward
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    def by_parts(self, hidden: Tensor, step: StepTensors) -> Tensor | None:
-        """The same step, one operation after the other."""
-        ops, dim = NativeRowOps, self.head_dim
-        rotated = self.num_heads + self.num_kv_heads
-        x = ops.rms_norm(hidden, self.layers[0].input_norm, EPS)
-        for index, layer in enumerate(self.layers):
-            last = index == len(self.layers) - 1
-            qkv = layer.qkv(x)
-            ops.rope(qkv, self.table, step.positions, rotated, dim)
-            heads = qkv.view(len(qkv), -1, dim)
-            self.cache.write(index, heads[:, self.num_heads : rotated], heads[:, rotated:], step.slot_mapping)
-            if last and step.num_samples == 0:
-                return None
-            x = self.cache.attend(
-                index, heads[:, : self.num_heads], step.block_tables, step.query_start, step.context_lens,
-                dim**-0.5, step.max_query_len, step.max_context_len,
-            )  # fmt: skip
-            if last and step.logit_rows is not None:
-                x, hidden = x[step.logit_rows], hidden[step.logit_rows]
-            x = ops.add_rms_norm(layer.o(x), hidden, layer.post_norm, EPS)
-            x = layer.down(ops.silu_mul(layer.gate_up(x)))
-            x = ops.add_rms_norm(x, hidden, self.final_norm if last else self.layers[index + 1].input_norm, EPS)
-        return x
-
-
-def make_model(dims: tuple[int, int, int, int, int, int], dtype: torch.dtype) -> Model:
+def make_parts(dims: tuple[int, int, int, int, int, int], dtype: torch.dtype) -> DecoderParts:
     num_layers, hidden, intermediate, heads, kv_heads, dim = dims
     generator = torch.Generator().manual_seed(0)
 
@@ -107,9 +65,7 @@ def make_model(dims: tuple[int, int, int, int, int, int], dtype: torch.dtype) ->
     angles = torch.arange(128.0)[:, None] / 10_000 ** (torch.arange(0, dim, 2) / dim)
     table = torch.cat((angles.cos(), angles.sin()), 1)
     cache = NativeAttention.allocate(AttentionShape(num_layers, heads, kv_heads, dim, SIZE), 40, dtype, CPU)
-    forward = NativeForward.of(layers, final_norm, table, cache, EPS, dim**-0.5)
-    assert forward is not None
-    return Model(layers, final_norm, table, cache, forward, heads, kv_heads, dim)
+    return DecoderParts(layers, final_norm, table, NativeRowOps, cache, EPS)
 
 
 def make_step(sequences: tuple[tuple[int, int], ...], sampled: tuple[int, ...] | None) -> StepTensors:
@@ -148,16 +104,19 @@ def make_step(sequences: tuple[tuple[int, int], ...], sampled: tuple[int, ...] |
 def test_a_step_in_one_call_has_the_bits_of_its_parts(
     dims: tuple[int, int, int, int, int, int], dtype: torch.dtype
 ) -> None:
-    model = make_model(dims, dtype)
+    parts = make_parts(dims, dtype)
+    assert NativeForward.refuses(parts.kind) is None
+    fused, by_parts = NativeForward.over(parts), OpByOpForward.over(parts)
+    (cache,) = parts.attention.parts
     for sequences, sampled in STEPS:
         step = make_step(sequences, sampled)
         embedded = torch.randn(len(step.positions), dims[1], generator=torch.Generator().manual_seed(1)).to(dtype)
-        model.cache.parts[0][:] = 0
-        expected = model.by_parts(embedded.clone(), step)
-        written = model.cache.parts[0].clone()
-        model.cache.parts[0][:] = 0
-        got = model.forward(embedded.clone(), step)
-        assert torch.equal(model.cache.parts[0], written)
+        cache[:] = 0
+        expected = by_parts(embedded.clone(), step)
+        written = cache.clone()
+        cache[:] = 0
+        got = fused(embedded.clone(), step)
+        assert torch.equal(cache, written)
         if expected is None:
             assert got is None
         else:
@@ -165,7 +124,51 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts(
             assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_forward_is_proved_on_a_decoder_like_the_one_it_is_for(dtype: torch.dtype) -> None:
+    """Its own kernels, one layer of each kind."""
+    for linears in ((NativeLinear,), (NativeInt8Linear,), (NativeLinear, NativeInt8Linear)):
+        for has_bias in (False, True):
+            kinds = frozenset(LayerKind(linear, linear, linear, linear, has_bias) for linear in linears)
+            for shape in (AttentionShape(24, 14, 2, 64, 16), AttentionShape(2, 3, 3, 8, 4)):
+                kind = DecoderKind(kinds, NativeRowOps, NativeAttention, shape)
+                assert check_forward(NativeForward, kind, dtype, CPU) is None
+
+
+class OffByOneBit(NativeForward):
+    def __call__(self, hidden: Tensor, step: StepTensors) -> Tensor | None:
+        out = super().__call__(hidden, step)
+        return None if out is None else out * (1 + 2**-20)
+
+
+class WithoutBatches(NativeForward):
+    """Samples the last row where others are asked for."""
+
+    def __call__(self, hidden: Tensor, step: StepTensors) -> Tensor | None:
+        last = None if step.logit_rows is None else torch.full_like(step.logit_rows, len(hidden) - 1)
+        return super().__call__(hidden, replace(step, logit_rows=last))
+
+
+class WithoutCache(NativeForward):
+    """Keeps nothing of a step that is not sampled from."""
+
+    def __call__(self, hidden: Tensor, step: StepTensors) -> Tensor | None:
+        return super().__call__(hidden, step) if step.num_samples else None
+
+
+@pytest.mark.parametrize("broken", [OffByOneBit, WithoutBatches, WithoutCache])
+def test_a_forward_that_gives_anything_else_is_skipped(broken: type[NativeForward]) -> None:
+    kind = make_parts(DIMS[0], torch.float32).kind
+    registry = Registry()
+    for forward in (broken, OpByOpForward):
+        registry.register("forward", forward)
+    assert KernelChoice(registry, torch.float32, CPU).forward(kind) is OpByOpForward
+
+
 def test_one_part_that_is_not_native_is_enough_to_go_by_parts() -> None:
-    model = make_model(DIMS[2], torch.float32)
-    model.layers[0].o = TorchLinear.pack(torch.zeros(64, 64), None)  # type: ignore[assignment]
-    assert NativeForward.of(model.layers, model.final_norm, model.table, model.cache, EPS, 1.0) is None
+    parts = make_parts(DIMS[2], torch.float32)
+    registry = build_registry(CPU)
+    assert KernelChoice(registry, torch.float32, CPU).forward(parts.kind) is NativeForward
+    parts.layers[0].o = TorchLinear.pack(torch.zeros(64, 64), None)
+    assert NativeForward.refuses(parts.kind) == "a layer's o is torch"
+    assert KernelChoice(registry, torch.float32, CPU).forward(parts.kind) is OpByOpForward
