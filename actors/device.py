@@ -26,17 +26,14 @@ from novainfer.fsm.events import (
     Load,
     Reclaim,
     Run,
-    SamplingSpec,
     Spawn,
-    StepDone,
     StepFailed,
-    StepPlan,
     Switch,
     Warm,
 )
+from novainfer.fsm.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
-    from novainfer.kernels.batch import Admission
     from novainfer.kernels.runner import ModelRunner
 
 
@@ -216,31 +213,14 @@ class ModelDevice:
 
     def run(self, plan: StepPlan) -> StepDone:
         """One step; the allocators' out-of-memory errors become MemoryError."""
-        from novainfer.kernels.batch import Batch
         from novainfer.kernels.memory import is_out_of_memory
 
-        batch = Batch(
-            slots=plan.slots,
-            query_lens=plan.query_lens,
-            context_lens=plan.context_lens,
-            input_ids=plan.input_ids,
-            table_slots=plan.table_slots,
-            table_indexes=plan.table_indexes,
-            table_blocks=plan.table_blocks,
-            sample_seqs=plan.sample_seqs,
-            admissions=[_admission(spec) for spec in plan.admissions],
-            swap_out_blocks=plan.swap_out_blocks,
-            swap_out_hosts=plan.swap_out_hosts,
-            swap_in_hosts=plan.swap_in_hosts,
-            swap_in_blocks=plan.swap_in_blocks,
-        )
         try:
-            sampled = self._model.execute(batch)
+            return self._model.execute(plan)
         except Exception as error:
             if is_out_of_memory(error) and not isinstance(error, MemoryError):
                 raise MemoryError(str(error)) from error
             raise
-        return StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs)
 
     def switch(self, mode: str) -> None:
         """Other kernels, or weights in another precision (kernels/modes.py)."""
@@ -278,27 +258,3 @@ class ModelDevice:
     def _model(self) -> ModelRunner:
         assert self._runner is not None, "load comes first"
         return self._runner
-
-
-def _admission(spec: SamplingSpec) -> Admission:
-    from novainfer.kernels.batch import Admission, SamplingRow
-
-    params = spec.params
-    row = SamplingRow(
-        temperature=0.0 if params.is_greedy else params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        seed=spec.seed,
-        prompt_len=spec.num_prompt_tokens,
-        min_position=spec.num_prompt_tokens + params.min_tokens,
-        stop_ids=spec.stop_ids,
-        logit_bias=params.logit_bias,
-        allowed_ids=params.allowed_token_ids,
-        banned_ids=params.banned_token_ids,
-        logprobs=params.logprobs,
-    )
-    return Admission(slot=spec.slot, sampling=row, token_ids=spec.token_ids)

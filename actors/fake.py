@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from novainfer.fsm.events import Chat, StepDone, StepPlan
+from novainfer.fsm.events import Chat
+from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.fsm.text import Vocabulary
 
 EOS = 256  # after the 256 byte tokens

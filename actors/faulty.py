@@ -15,7 +15,7 @@ import msgspec
 
 from novainfer.actors.device import Device
 from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.events import StepDone, StepPlan
+from novainfer.fsm.step import StepDone, StepPlan
 
 FaultKind = Literal["oom", "exception", "stall", "hang", "freeze", "kill", "eat_memory"]
 # These would take the engine with them where the device is a thread of its process.

@@ -26,7 +26,17 @@ from novainfer.actors.spec import DeviceSpec
 from novainfer.actors.watchdog import ENDING, SPARE
 from novainfer.actors.wire import Beat, Hello, LogLine, Ping, Progress, UnsendableError
 from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.events import Close, Fault, JobDone, JobFailed, Kill, Run, Spawn, StepDone, StepFailed, Stop
+from novainfer.fsm.events import (
+    Close,
+    Fault,
+    JobDone,
+    JobFailed,
+    Kill,
+    Run,
+    Spawn,
+    StepFailed,
+    Stop,
+)
 from novainfer.fsm.health import DYING_LIMIT_S, Sighting, Silence
 from novainfer.fsm.machine import After, Effect, Send, Start
 from novainfer.fsm.process import Answered, Ask, Ended, Finish, Process, Started, StartFailed, Tell
@@ -45,6 +55,7 @@ from novainfer.fsm.roster import (
     RosterState,
     SpareOverdue,
 )
+from novainfer.fsm.step import StepDone
 
 logger = logging.getLogger(__name__)
 

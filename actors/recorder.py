@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.dumpfile import SUFFIX, About, encode_dump
 from novainfer.fsm.errors import InvalidParameter, RecorderUnavailable
-from novainfer.fsm.events import StepPlan
 from novainfer.fsm.recording import (
     RING_BYTES,
     SEGMENT_BYTES,
@@ -37,6 +36,7 @@ from novainfer.fsm.recording import (
     Recording,
     lane_name,
 )
+from novainfer.fsm.step import StepPlan
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import Vocabulary
 

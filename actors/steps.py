@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from novainfer.fsm.events import StepDone, StepFailed, StepPlan
+from novainfer.fsm.events import StepFailed
+from novainfer.fsm.step import StepDone, StepPlan
 
 STEPS_MAX = 1024  # about 200 kB: twenty seconds of a busy small model
 

@@ -52,7 +52,6 @@ from novainfer.fsm.events import (
     Prompt,
     Rejected,
     Run,
-    StepDone,
     StepFailed,
     Stop,
     WorkerFailed,
@@ -62,6 +61,7 @@ from novainfer.fsm.gate import Gate, GateState
 from novainfer.fsm.params import NUM_CHOICES_MAX, SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.scheduler import PARKED_PER_SLOT, Scheduler, SchedulerStatistics
+from novainfer.fsm.step import StepDone
 from novainfer.fsm.stream import STALL_TIMEOUT_S, Stream
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.worker import RestartPolicy, Worker, WorkerState

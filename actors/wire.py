@@ -24,11 +24,11 @@ from novainfer.fsm.events import (
     Load,
     Reclaim,
     Run,
-    StepDone,
     StepFailed,
     Switch,
     Warm,
 )
+from novainfer.fsm.step import StepDone
 
 # The largest is a plan that brings the tokens so far of many long requests with penalties (256 times 32k tokens are
 # 40 MB); a length beyond this can only be garbage.

@@ -15,8 +15,8 @@ from novainfer.actors.fake import EOS, ByteTokenizer, FakeDevice, successor
 from novainfer.actors.spec import FactorySpec
 from novainfer.actors.tokenizer import Tokenizer
 from novainfer.fsm.dumpfile import decode_dump
-from novainfer.fsm.events import StepPlan
 from novainfer.fsm.replay import DamagedRecording, Replayed, replay
+from novainfer.fsm.step import StepPlan
 
 __all__ = [
     "EOS",

@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from novainfer.fsm.blocks import Journal
-from novainfer.fsm.events import SamplingSpec, StepPlan
-from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import ADMIT, FETCH, Request, RequestState
+from novainfer.fsm.step import SeqParams, StepPlan
 
 if TYPE_CHECKING:
     from novainfer.fsm.planner import Planner
@@ -44,7 +43,6 @@ HASH_UNITS = 8  # of a name that has to be worked out first: 0.8 us
 ADMISSIONS = 64  # 25 us each
 ADMITTED_BLOCKS = 1024  # table entries, after which nothing more is admitted: 1 us each
 CANARY_TOKEN = 0  # every vocabulary has it
-GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 class Flight(msgspec.Struct, gc=False):
@@ -373,8 +371,7 @@ class Draft:
             plan.table_indexes.append(index)
             plan.table_blocks.append(self.planner.pool.allocate())
         self.flight.canary = list(plan.table_blocks)
-        spec = SamplingSpec(slot=slot, params=GREEDY, seed=0, num_prompt_tokens=num_tokens, stop_ids=[], token_ids=None)
-        plan.admissions.append(spec)
+        plan.admissions.append(SeqParams(slot=slot, num_prompt_tokens=num_tokens))  # greedy
         plan.slots, plan.query_lens, plan.context_lens = [slot], [num_tokens], [num_tokens]
         plan.input_ids, plan.sample_seqs = [CANARY_TOKEN] * num_tokens, [0]
 

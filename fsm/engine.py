@@ -41,7 +41,6 @@ from novainfer.fsm.events import (
     Resume,
     ResumeRequest,
     Settled,
-    StepDone,
     StepFailed,
     Stop,
     Submit,
@@ -51,6 +50,7 @@ from novainfer.fsm.events import (
     ended_early,
 )
 from novainfer.fsm.machine import Machine, Table, ignore, never, on, stay, table
+from novainfer.fsm.step import StepDone
 
 
 class EngineState(StrEnum):

@@ -14,6 +14,7 @@ import msgspec
 
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.step import StepDone, StepPlan
 
 
 class Cause(StrEnum):
@@ -288,64 +289,10 @@ def ended_early(stream_id: int, end: End) -> Outputs:
 # ---- engine <-> worker --------------------------------------------------------------------------------------------
 
 
-class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All the device must know to sample one request, sent once, when the request gets its slot."""
-
-    slot: int
-    params: SamplingParams
-    seed: int
-    num_prompt_tokens: int
-    stop_ids: list[int]
-    token_ids: list[int] | None
-
-
-class StepPlan(msgspec.Struct, kw_only=True):
-    """One step for the device, as flat integer lists; the shapes are DESIGN.md's.
-
-    slots, query_lens, context_lens: [num_seqs]; input_ids: [num_tokens]; table_*: [num_table_updates], which set
-    block_table[slot, index] = block before the step; sample_seqs: [num_samples], indexes into slots.
-
-    Before anything is computed, and in this order: `mode` (one of the device's) is switched to if it is another,
-    swap_out copies block swap_out_blocks[i] to host block swap_out_hosts[i], swap_in copies back. A step may hold
-    nothing but copies.
-    """
-
-    step_id: int
-    epoch: int
-    slots: list[int]
-    query_lens: list[int]
-    context_lens: list[int]
-    input_ids: list[int]
-    table_slots: list[int]
-    table_indexes: list[int]
-    table_blocks: list[int]
-    sample_seqs: list[int]
-    admissions: list[SamplingSpec]
-    swap_out_blocks: list[int] = []
-    swap_out_hosts: list[int] = []
-    swap_in_hosts: list[int] = []
-    swap_in_blocks: list[int] = []
-    mode: str = "full"
-
-
 class Launch(msgspec.Struct, frozen=True):
     """Run this step."""
 
     plan: StepPlan
-
-
-class StepDone(msgspec.Struct, frozen=True):
-    """The step ran: one token per entry of the plan's sample_seqs; `logprobs` is empty when nobody asked.
-
-    A token below 0 is none: the model's output for that row is not a number.
-    `took_s` is how long, in seconds; 0 where nobody looked.
-    """
-
-    step_id: int
-    epoch: int
-    token_ids: list[int]
-    logprobs: list[tuple[float, list[int], list[float]] | None] = []
-    took_s: float = 0.0
 
 
 class StepFailed(msgspec.Struct, frozen=True):

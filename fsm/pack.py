@@ -23,9 +23,10 @@ from typing import Any
 
 import msgspec
 
-from novainfer.fsm.events import Output, StepDone
+from novainfer.fsm.events import Output
 from novainfer.fsm.outputs import Delta, TokenLogprob
 from novainfer.fsm.params import LOGPROBS_MAX
+from novainfer.fsm.step import StepDone
 
 PACKAGE = __name__.rpartition(".")[0]
 DEPTH_MAX = 200  # lists within lists; machines nest about ten deep

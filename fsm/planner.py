@@ -16,8 +16,8 @@ import msgspec
 
 from novainfer.fsm.blocks import BlockPool, HostPool
 from novainfer.fsm.draft import Draft, Flight, arrival, runnable
-from novainfer.fsm.events import StepPlan
 from novainfer.fsm.request import LOSE, PREEMPT, RECOVER, UNADMIT, Request, RequestState
+from novainfer.fsm.step import StepPlan
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,9 +19,10 @@ from zlib import crc32
 
 import msgspec
 
-from novainfer.fsm.events import Output, StepDone, StepPlan
+from novainfer.fsm.events import Output
 from novainfer.fsm.machine import Machine
 from novainfer.fsm.pack import Kinds, counts_of, pack
+from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import Vocabulary
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from novainfer.fsm.compare import first_difference, short
-from novainfer.fsm.events import Incident, Outputs, Read, Run, StepDone, Stop
+from novainfer.fsm.events import Incident, Outputs, Read, Run, Stop
 from novainfer.fsm.machine import After, Effect, Machine, Send
 from novainfer.fsm.pack import Kinds, step_logprobs, unpack
 from novainfer.fsm.recording import (
@@ -43,6 +43,7 @@ from novainfer.fsm.recording import (
     pack_parts,
 )
 from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.step import StepDone
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import Vocabulary
 

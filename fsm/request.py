@@ -21,8 +21,9 @@ from typing import ClassVar
 import msgspec
 
 from novainfer.fsm.blocks import block_name
-from novainfer.fsm.events import PauseRequest, ResumeRequest, SamplingSpec, Submit
+from novainfer.fsm.events import PauseRequest, ResumeRequest, Submit
 from novainfer.fsm.machine import Machine, Table, ignore, never, on, table
+from novainfer.fsm.step import SeqParams
 from novainfer.fsm.text import TextAssembler, Vocabulary
 
 
@@ -242,22 +243,30 @@ class Request(Machine):
             self.name_next(block_size)
         return self.names
 
-    def sampling_spec(self) -> SamplingSpec:
+    def sampling_spec(self) -> SeqParams:
         """What the device must know before it can sample this request."""
         params = self.params
-        penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
-            1.0,
-            0.0,
-            0.0,
-        )
-        return SamplingSpec(
+        spec = SeqParams(
             slot=self.slot,
-            params=params,
+            temperature=0.0 if params.is_greedy else params.temperature,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
             seed=self.seed,
             num_prompt_tokens=self.num_prompt,
-            stop_ids=sorted(self.stop_ids),
-            token_ids=list(self.token_ids) if penalised else None,
+            min_position=self.num_prompt + params.min_tokens,
+            stop_token_ids=sorted(self.stop_ids),
+            logit_bias=params.logit_bias,
+            allowed_token_ids=params.allowed_token_ids,
+            banned_token_ids=params.banned_token_ids,
+            logprobs=params.logprobs,
         )
+        if spec.needs_history:
+            spec.token_ids = list(self.token_ids)
+        return spec
 
     # ---- actions -------------------------------------------------------------------------------------------------
 

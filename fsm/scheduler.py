@@ -38,9 +38,7 @@ from novainfer.fsm.events import (
     PauseRequest,
     Quiet,
     ResumeRequest,
-    StepDone,
     StepFailed,
-    StepPlan,
     Submit,
     WorkerLost,
 )
@@ -49,6 +47,7 @@ from novainfer.fsm.machine import Machine, Table, never, on, stay, table
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.planner import Limits, Planner
 from novainfer.fsm.request import ENDED, FETCHED, PREFILLED, Finish, Request, RequestState
+from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.trouble import Doomed, Trial, Trouble
 

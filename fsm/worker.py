@@ -35,9 +35,7 @@ from novainfer.fsm.events import (
     Restart,
     Run,
     Spawn,
-    StepDone,
     StepFailed,
-    StepPlan,
     Stop,
     Switch,
     Warm,
@@ -46,6 +44,7 @@ from novainfer.fsm.events import (
     WorkerReady,
 )
 from novainfer.fsm.machine import Machine, Table, ignore, never, on, table
+from novainfer.fsm.step import StepDone, StepPlan
 
 BACKOFF_S = 0.1  # before the second restart in a row; the first comes at once, each further one after twice as long
 BACKOFF_S_MAX = 5.0

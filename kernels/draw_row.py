@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from novainfer.kernels.batch import NO_TOKEN, Logprobs
+from novainfer.fsm.step import NO_TOKEN, Logprobs
 
 __all__ = ["argmax", "draw_row", "logprobs_of_row", "most_likely"]
 

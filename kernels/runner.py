@@ -1,6 +1,6 @@
 """The device side of a worker: one loaded model that computes one step at a time.
 
-All calls come from one thread. Nothing here knows of requests: a `Batch` says which slots compute which
+All calls come from one thread. Nothing here knows of requests: a `StepPlan` says which slots compute which
 tokens.
 """
 
@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from novainfer.kernels.batch import Batch, Sampled
+from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.choice import KernelChoice, build_registry
 from novainfer.kernels.errors import LoadError
@@ -26,7 +26,7 @@ from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.modes import Modes, choices_by_mode
 from novainfer.kernels.registry import AttentionBackend, Registry
-from novainfer.kernels.sampler import Sampler
+from novainfer.kernels.sampler import Sampled, Sampler
 from novainfer.kernels.sharing import Weights, load_shared
 from novainfer.kernels.step import StepBuffers
 from novainfer.kernels.swap import HostPool
@@ -247,9 +247,9 @@ class ModelRunner:
     def warm(self) -> None:
         """Run a small prefill and a decode in block 0, so that the first request meets no first-time cost."""
         length = max(1, min(8, self.info.max_model_len - 1, self._buffers.max_num_batched_tokens))
-        self.execute(Batch([0], [length], [length], [0] * length, [0], [0], [0], [0]))
+        self.execute(StepPlan([0], [length], [length], [0] * length, [0], [0], [0], [0]))
         if self.info.max_model_len > length:
-            self.execute(Batch([0], [1], [length + 1], [0], [0], [length // self.info.block_size], [0], [0]))
+            self.execute(StepPlan([0], [1], [length + 1], [0], [0], [length // self.info.block_size], [0], [0]))
 
     @property
     def mode(self) -> str:
@@ -270,33 +270,37 @@ class ModelRunner:
         with torch.inference_mode():
             self._modes.switch(mode)
 
-    def execute(self, batch: Batch) -> Sampled:
+    def execute(self, plan: StepPlan) -> StepDone:
         """Copy blocks, compute one step and sample; what the device raises (out of memory among it) comes through."""
         with torch.inference_mode():
-            if batch.swap_out_blocks or batch.swap_in_blocks:
-                if self._host_pool is None:
-                    raise ValueError("a step swaps blocks, but there is no swap space")
-                self._host_pool.swap_out(batch.swap_out_blocks, batch.swap_out_hosts)
-                self._host_pool.swap_in(batch.swap_in_hosts, batch.swap_in_blocks)
-            for admission in batch.admissions:
-                self._sampler.admit(admission)
-            if not batch.slots:
-                self._buffers.update_table(batch)
-                return Sampled()
-            step = self._buffers.fill(batch)
-            hidden = self._decoder.forward(step)
-            if hidden is None:
-                return Sampled()
-            slots = [batch.slots[seq] for seq in batch.sample_seqs]
-            positions = [batch.context_lens[seq] for seq in batch.sample_seqs]
-            if len(slots) <= LOGIT_ROWS_MAX:
-                return self._sampler.sample(self._decoder.head(hidden), slots, positions)
-            parts = []
-            for begin in range(0, len(slots), LOGIT_ROWS_MAX):
-                part = slice(begin, begin + LOGIT_ROWS_MAX)
-                logits = self._decoder.head(hidden[part])
-                parts.append(self._sampler.sample(logits, slots[part], positions[part]))
-            return _joined(parts)
+            sampled = self._execute(plan)
+        return StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs)
+
+    def _execute(self, plan: StepPlan) -> Sampled:
+        if plan.swap_out_blocks or plan.swap_in_blocks:
+            if self._host_pool is None:
+                raise ValueError("a step swaps blocks, but there is no swap space")
+            self._host_pool.swap_out(plan.swap_out_blocks, plan.swap_out_hosts)
+            self._host_pool.swap_in(plan.swap_in_hosts, plan.swap_in_blocks)
+        for params in plan.admissions:
+            self._sampler.admit(params)
+        if not plan.slots:
+            self._buffers.update_table(plan)
+            return Sampled([], [])
+        step = self._buffers.fill(plan)
+        hidden = self._decoder.forward(step)
+        if hidden is None:
+            return Sampled([], [])
+        slots = [plan.slots[seq] for seq in plan.sample_seqs]
+        positions = [plan.context_lens[seq] for seq in plan.sample_seqs]
+        if len(slots) <= LOGIT_ROWS_MAX:
+            return self._sampler.sample(self._decoder.head(hidden), slots, positions)
+        parts = []
+        for begin in range(0, len(slots), LOGIT_ROWS_MAX):
+            part = slice(begin, begin + LOGIT_ROWS_MAX)
+            logits = self._decoder.head(hidden[part])
+            parts.append(self._sampler.sample(logits, slots[part], positions[part]))
+        return _joined(parts)
 
     def close(self) -> None:
         """Let weights and cache go; the runner cannot be used afterwards."""
@@ -307,7 +311,7 @@ class ModelRunner:
 
 
 def _joined(parts: list[Sampled]) -> Sampled:
-    joined = Sampled([token_id for part in parts for token_id in part.token_ids])
+    joined = Sampled([token_id for part in parts for token_id in part.token_ids], [])
     if any(part.logprobs for part in parts):
         for part in parts:
             joined.logprobs.extend(part.logprobs or [None] * len(part.token_ids))

@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
+from novainfer.fsm.step import NO_TOKEN, Logprobs, SeqParams
 from novainfer.kernels.adorn import adorn, penalise
-from novainfer.kernels.batch import NO_TOKEN, Admission, Logprobs, Sampled, SamplingRow
 from novainfer.kernels.draw import draw
 from novainfer.kernels.draw_row import argmax, draw_row, logprobs_of_row
 from novainfer.kernels.memory import lazy_zeros
 from novainfer.kernels.step import must_lie_in
 from novainfer.kernels.uniform import uniforms
 
-__all__ = ["Sampler"]
+__all__ = ["Sampled", "Sampler"]
 
 TEMPERATURE_GREEDY_MAX = 1e-5  # vLLM's bound: below it, dividing logits overflows before it changes a draw
+
+
+class Sampled(NamedTuple):
+    """One token (or `NO_TOKEN`) a row; `logprobs` is empty when no row asked for them."""
+
+    token_ids: list[int]
+    logprobs: list[Logprobs | None]
 
 
 class Sampler:
@@ -38,23 +47,22 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._on_cpu = device.type == "cpu"
-        self._rows: list[SamplingRow] = [SamplingRow() for _ in range(max_num_seqs)]
+        self._rows: list[SeqParams] = [SeqParams(slot=slot) for slot in range(max_num_seqs)]
         self._plain_from = [0.0] * max_num_seqs  # the position from which a slot's token is an argmax, or inf
         self._history_shape = (max_num_seqs, max_model_len + 1)  # the last token is sampled, never computed
         self._history: Tensor | None = None
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, row: SeqParams) -> None:
         """A sequence takes a slot: keep how it samples and, where penalties need it, its tokens so far."""
-        row = admission.sampling
-        must_lie_in("admitted slots", [admission.slot], len(self._rows))
-        self._rows[admission.slot] = row
-        self._plain_from[admission.slot] = _plain_from(row)
+        must_lie_in("admitted slots", [row.slot], len(self._rows))
+        self._rows[row.slot] = msgspec.structs.replace(row, token_ids=None)  # they may be many, and lie in the history
+        self._plain_from[row.slot] = _plain_from(row)
         if row.needs_history:
-            if admission.token_ids is None:
+            if row.token_ids is None:
                 raise ValueError("penalties need the tokens so far")
-            must_lie_in("token_ids", admission.token_ids, self.vocab_size)
-            tokens = torch.tensor(admission.token_ids, dtype=torch.int32)
-            self._tokens()[admission.slot, : len(tokens)] = tokens.to(self.device)
+            must_lie_in("token_ids", row.token_ids, self.vocab_size)
+            tokens = torch.tensor(row.token_ids, dtype=torch.int32)
+            self._tokens()[row.slot, : len(tokens)] = tokens.to(self.device)
 
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
         """Draw one token a row; `NO_TOKEN` where the logits hold a NaN or an infinity above all others.
@@ -65,9 +73,9 @@ class Sampler:
         plain = [self._plain_from[slot] <= at for slot, at in zip(slots, positions, strict=True)]
         if all(plain):
             if self._on_cpu:
-                return Sampled(argmax(logits).tolist())
+                return Sampled(argmax(logits).tolist(), [])
             largest, ids = logits.max(-1)
-            return Sampled(ids.masked_fill_(~largest.isfinite(), NO_TOKEN).tolist())
+            return Sampled(ids.masked_fill_(~largest.isfinite(), NO_TOKEN).tolist(), [])
         rows = [self._rows[slot] for slot in slots]
         u = uniforms([row.seed for row in rows], positions).tolist()
         sampled = self._sample_rows if self._on_cpu else self._sample_batch
@@ -80,7 +88,7 @@ class Sampler:
     def _sample_rows(
         self,
         logits: Tensor,
-        rows: list[SamplingRow],
+        rows: list[SeqParams],
         slots: Sequence[int],
         positions: Sequence[int],
         plain: list[bool],
@@ -113,7 +121,7 @@ class Sampler:
     def _sample_batch(
         self,
         logits: Tensor,
-        rows: list[SamplingRow],
+        rows: list[SeqParams],
         slots: Sequence[int],
         positions: Sequence[int],
         plain: list[bool],
@@ -150,7 +158,7 @@ class Sampler:
                 logprobs[i] = logprobs_of_row(row, token_ids[i], rows[i].logprobs or 0)
         return token_ids, logprobs
 
-    def _adorn(self, x: Tensor, row: SamplingRow, slot: int, position: int) -> None:
+    def _adorn(self, x: Tensor, row: SeqParams, slot: int, position: int) -> None:
         adorn(x, row, position)
         if row.needs_history:
             penalise(x, row, self._tokens()[slot, :position])
@@ -161,9 +169,9 @@ class Sampler:
         return self._history
 
 
-def _plain_from(row: SamplingRow) -> float:
+def _plain_from(row: SeqParams) -> float:
     """From which position on the row is greedy, without anything that changes or reports its logits."""
-    adorned = row.allowed_ids is not None or row.banned_ids or row.logit_bias or row.needs_history
+    adorned = row.allowed_token_ids is not None or row.banned_token_ids or row.logit_bias or row.needs_history
     if adorned or row.logprobs is not None or row.temperature >= TEMPERATURE_GREEDY_MAX:
         return math.inf
-    return row.min_position if row.stop_ids else 0
+    return row.min_position if row.stop_token_ids else 0

@@ -1,4 +1,4 @@
-"""From a `Batch` of lists to the record of tensors that drives one forward pass.
+"""From a plan of lists to the record of tensors that drives one forward pass.
 
 The persistent block table and the arithmetic on positions live on the host, in numpy on memory that torch
 shares: at one token a step, a numpy call costs a tenth of a torch call. On the CPU nothing is copied; on
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from novainfer.kernels.batch import Batch
+from novainfer.fsm.step import StepPlan
 
 __all__ = ["StepBuffers", "StepTensors", "must_lie_in"]
 
@@ -83,56 +83,56 @@ class StepBuffers:
         self.block_table: Ints32 = self._table_tensor.numpy()
         self._arange: Ints64 = np.arange(max_num_batched_tokens, dtype=np.int64)
 
-    def update_table(self, batch: Batch) -> None:
+    def update_table(self, plan: StepPlan) -> None:
         """Apply the block-table updates; raises ValueError for a place or a block that is not there."""
-        if batch.table_slots:
+        if plan.table_slots:
             num_slots, num_indexes = self.block_table.shape
-            must_lie_in("table_slots", batch.table_slots, num_slots)
-            must_lie_in("table_indexes", batch.table_indexes, num_indexes)
-            must_lie_in("table_blocks", batch.table_blocks, self.num_blocks)
-            self.block_table[batch.table_slots, batch.table_indexes] = batch.table_blocks
+            must_lie_in("table_slots", plan.table_slots, num_slots)
+            must_lie_in("table_indexes", plan.table_indexes, num_indexes)
+            must_lie_in("table_blocks", plan.table_blocks, self.num_blocks)
+            self.block_table[plan.table_slots, plan.table_indexes] = plan.table_blocks
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, plan: StepPlan) -> None:
         """Kernels read what these numbers point to without asking: a wrong one must not get that far."""
-        num_seqs, num_tokens = len(batch.slots), len(batch.input_ids)
-        if not num_seqs == len(batch.query_lens) == len(batch.context_lens):
+        num_seqs, num_tokens = len(plan.slots), len(plan.input_ids)
+        if not num_seqs == len(plan.query_lens) == len(plan.context_lens):
             raise ValueError("slots, query_lens and context_lens of a step must be of one length")
-        if num_tokens != sum(batch.query_lens):
-            raise ValueError(f"query_lens sum to {sum(batch.query_lens)}, but there are {num_tokens} input_ids")
+        if num_tokens != sum(plan.query_lens):
+            raise ValueError(f"query_lens sum to {sum(plan.query_lens)}, but there are {num_tokens} input_ids")
         if num_seqs > self.max_num_seqs or num_tokens > self.max_num_batched_tokens:
             raise ValueError(
                 f"a step of {num_seqs} sequences and {num_tokens} tokens, but there is room for {self.max_num_seqs} "
                 f"and {self.max_num_batched_tokens}"
             )
-        must_lie_in("slots", batch.slots, self.max_num_seqs)
-        must_lie_in("query_lens", batch.query_lens, self.max_num_batched_tokens + 1, first=1)
-        must_lie_in("context_lens", batch.context_lens, self.max_model_len + 1, first=1)
-        if any(map(gt, batch.query_lens, batch.context_lens)):
+        must_lie_in("slots", plan.slots, self.max_num_seqs)
+        must_lie_in("query_lens", plan.query_lens, self.max_num_batched_tokens + 1, first=1)
+        must_lie_in("context_lens", plan.context_lens, self.max_model_len + 1, first=1)
+        if any(map(gt, plan.query_lens, plan.context_lens)):
             raise ValueError("a sequence of a step has more query tokens than context")
-        must_lie_in("input_ids", batch.input_ids, self.vocab_size)
-        must_lie_in("sample_seqs", batch.sample_seqs, num_seqs)
+        must_lie_in("input_ids", plan.input_ids, self.vocab_size)
+        must_lie_in("sample_seqs", plan.sample_seqs, num_seqs)
 
-    def fill(self, batch: Batch) -> StepTensors:
-        """Apply the block-table updates and lay out the step; raises ValueError for a batch over the limits."""
-        num_seqs, num_tokens, num_samples = len(batch.slots), len(batch.input_ids), len(batch.sample_seqs)
-        self._check(batch)
-        max_query_len, max_context_len = max(batch.query_lens), max(batch.context_lens)
-        self.update_table(batch)
+    def fill(self, plan: StepPlan) -> StepTensors:
+        """Apply the block-table updates and lay out the step; raises ValueError for a plan over the limits."""
+        num_seqs, num_tokens, num_samples = len(plan.slots), len(plan.input_ids), len(plan.sample_seqs)
+        self._check(plan)
+        max_query_len, max_context_len = max(plan.query_lens), max(plan.context_lens)
+        self.update_table(plan)
 
         i64, i32 = self._ints64, self._ints32
         ids, positions = i64[:num_tokens], i64[num_tokens : 2 * num_tokens]
         slots, logit_rows = i64[2 * num_tokens : 3 * num_tokens], i64[3 * num_tokens : 3 * num_tokens + num_samples]
         starts, contexts = i32[: num_seqs + 1], i32[num_seqs + 1 : 2 * num_seqs + 1]
-        ids[:] = batch.input_ids
-        contexts[:] = batch.context_lens
+        ids[:] = plan.input_ids
+        contexts[:] = plan.context_lens
         starts[0] = 0
-        seq_slots = np.array(batch.slots, dtype=np.int64)
+        seq_slots = np.array(plan.slots, dtype=np.int64)
         if max_query_len == 1:
             starts[1:] = self._arange[1 : num_seqs + 1] if num_seqs < len(self._arange) else range(1, num_seqs + 1)
             np.subtract(contexts, 1, out=positions, casting="unsafe")
             token_slots = seq_slots
         else:
-            query_lens = np.array(batch.query_lens, dtype=np.int64)
+            query_lens = np.array(plan.query_lens, dtype=np.int64)
             np.cumsum(query_lens, out=starts[1:], dtype=np.int32)
             first_positions = contexts - query_lens - starts[:-1]
             np.add(self._arange[:num_tokens], np.repeat(first_positions, query_lens), out=positions)
@@ -140,15 +140,15 @@ class StepBuffers:
         blocks = self.block_table[token_slots, positions // self.block_size]
         np.multiply(blocks, self.block_size, out=slots, casting="unsafe")
         slots += positions % self.block_size
-        all_rows = num_samples == num_tokens and batch.sample_seqs == list(range(num_seqs))
+        all_rows = num_samples == num_tokens and plan.sample_seqs == list(range(num_seqs))
         if not all_rows:
-            logit_rows[:] = starts[1:][batch.sample_seqs]
+            logit_rows[:] = starts[1:][plan.sample_seqs]
             logit_rows -= 1
 
         num_blocks = -(-max_context_len // self.block_size)
         num32 = 2 * num_seqs + 1
-        first = batch.slots[0]
-        if not self._staged and batch.slots == list(range(first, first + num_seqs)):
+        first = plan.slots[0]
+        if not self._staged and plan.slots == list(range(first, first + num_seqs)):
             tables = self._table_tensor[first : first + num_seqs, :num_blocks]
         else:
             rows = i32[num32 : num32 + num_seqs * num_blocks].reshape(num_seqs, num_blocks)

@@ -18,10 +18,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import Batch, Fault, MakeBatch, Output, Outputs, StepDone, StepFailed, StepPlan, WorkerLost
+from novainfer.fsm.events import Batch, Fault, MakeBatch, Output, Outputs, StepFailed, WorkerLost
 from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.request import RequestState
 from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
     from novainfer.fsm.draft import Flight

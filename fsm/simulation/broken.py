@@ -11,8 +11,9 @@ import random
 
 import msgspec
 
-from novainfer.fsm.events import Fault, StepPlan
+from novainfer.fsm.events import Fault
 from novainfer.fsm.simulation.shape import Shape
+from novainfer.fsm.step import StepPlan
 
 SHARE = 0.2  # of all seeds
 FAILS_IN = {Fault.OOM: ("full", "plain"), Fault.EXCEPTION: ("full", "int8")}

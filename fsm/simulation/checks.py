@@ -41,7 +41,6 @@ from novainfer.fsm.events import (
     QueueOver,
     Rejected,
     StallOver,
-    StepDone,
     StepFailed,
     Stop,
     Submit,
@@ -53,6 +52,7 @@ from novainfer.fsm.scheduler import SchedulerState
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.restarts import Restarts
 from novainfer.fsm.simulation.turns import ADMISSIONS_MAX, WAITING_MAX
+from novainfer.fsm.step import StepDone
 from novainfer.fsm.worker import WorkerState
 
 if TYPE_CHECKING:

@@ -16,11 +16,10 @@ One device is one epoch: whoever replaces it begins with garbage in every block,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from zlib import crc32
 
-from novainfer.fsm.events import StepDone, StepPlan
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.step import Logprobs, SeqParams, StepDone, StepPlan
 
 VOCAB_SIZE = 64
 EOS = 0
@@ -35,8 +34,6 @@ FULL = "full"  # the mode every device comes up in
 POISON_LOST, POISON_EXCEPTION, POISON_OOM, POISON_HANG = POISONS = (251, 252, 253, 254)
 
 NAN_TOKEN = 250  # the step goes well, but nothing can be sampled from a context that holds this one
-
-Logprob = tuple[float, list[int], list[float]]
 
 
 def cell(context: int, token_id: int) -> bytes:
@@ -55,28 +52,19 @@ def fold(token_ids: Iterable[int], context: int = 0) -> int:
 
 
 class Sampler:
-    """How one choice of one request picks its tokens; `stop_ids` are those that end it."""
+    """How one choice of one request picks its tokens."""
 
-    __slots__ = ("_forbidden", "_min_position", "_num_prompt", "_salt", "_stop_ids", "num_top", "params")
+    __slots__ = ("_forbidden", "_salt", "_stop_ids", "params")
 
-    def __init__(self, params: SamplingParams, seed: int, num_prompt: int, stop_ids: Collection[int]) -> None:
+    def __init__(self, params: SeqParams) -> None:
         self.params = params
-        self.num_top = params.logprobs
-        self._num_prompt = num_prompt
         bias = sorted(params.logit_bias.items())
         filters = params.temperature, params.top_p, params.top_k, params.min_p
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        self._salt = crc32(repr((seed, bias, filters, penalties)).encode())
+        self._salt = crc32(repr((params.seed, bias, filters, penalties)).encode())
         allowed = range(VOCAB_SIZE) if params.allowed_token_ids is None else params.allowed_token_ids
         self._forbidden = frozenset(range(VOCAB_SIZE)) - frozenset(allowed) | frozenset(params.banned_token_ids)
-        self._stop_ids = frozenset(stop_ids)
-        self._min_position = num_prompt + params.min_tokens
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether penalties depend on the tokens so far."""
-        params = self.params
-        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        self._stop_ids = frozenset(params.stop_token_ids)
 
     def token(self, context: int, position: int, history: bytes | bytearray) -> int:
         """The token at `position`, behind cells whose digest is `context`; EOS about once in 64.
@@ -84,13 +72,14 @@ class Sampler:
         `history` holds the tokens before it, and is looked at for penalties only.
         """
         number = crc32(context.to_bytes(4, "little"), (self._salt + position) & 0xFFFFFFFF)
-        if self.counts_tokens:
+        params = self.params
+        if params.needs_history:
             assert len(history) >= position, f"penalties at position {position} know {len(history)} tokens"
-            if self.params.repetition_penalty != 1:
+            if params.repetition_penalty != 1:
                 number = crc32(history[:position], number)
-            number = crc32(history[self._num_prompt : position], number)
+            number = crc32(history[params.num_prompt_tokens : position], number)
         forbidden = self._forbidden
-        if position < self._min_position:
+        if position < params.min_position:
             early = forbidden | self._stop_ids
             forbidden = early if len(early) < VOCAB_SIZE else forbidden  # some token must be drawn
         stride = number >> 8 | 1  # odd: it comes by every token
@@ -99,7 +88,7 @@ class Sampler:
         return number % VOCAB_SIZE
 
 
-def expected_logprob(token_id: int, num_top: int) -> Logprob:
+def expected_logprob(token_id: int, num_top: int) -> Logprobs:
     """What the device says of `token_id` and the `num_top` it competed with."""
     return -token_id / 8, [(token_id + i) % VOCAB_SIZE for i in range(num_top)], [-i / 4 for i in range(num_top)]
 
@@ -128,7 +117,7 @@ class ScriptedDevice:
         """Compute one step, and say that it took `took_s`."""
         self._write(plan, spoil=False)
         tokens: list[int] = []
-        logprobs: list[Logprob | None] = []
+        logprobs: list[Logprobs | None] = []
         self.degraded = [self._is_degraded(plan.slots[seq], plan.context_lens[seq]) for seq in plan.sample_seqs]
         for seq in plan.sample_seqs:
             slot, position = plan.slots[seq], plan.context_lens[seq]
@@ -141,10 +130,10 @@ class ScriptedDevice:
                 logprobs.append(None)
                 continue
             token = sampler.token(crc32(cells), position, history)
-            if sampler.counts_tokens:
+            if sampler.params.needs_history:
                 history[position : position + 1] = bytes([token])  # again, when a step is computed again
             tokens.append(token)
-            num_top = sampler.num_top
+            num_top = sampler.params.logprobs
             logprobs.append(None if num_top is None else expected_logprob(token, num_top))
         return StepDone(plan.step_id, plan.epoch, tokens, logprobs if any(logprobs) else [], took_s)
 
@@ -162,8 +151,7 @@ class ScriptedDevice:
         was_full = self._was_full = self._was_full and self.mode == FULL
         self._swap(plan, spoil=spoil)
         for spec in plan.admissions:
-            sampler = Sampler(spec.params, spec.seed, spec.num_prompt_tokens, spec.stop_ids)
-            self._samplers[spec.slot] = sampler
+            self._samplers[spec.slot] = Sampler(spec)
             self._histories[spec.slot] = bytearray(spec.token_ids or ())
         for slot, index, block in zip(plan.table_slots, plan.table_indexes, plan.table_blocks, strict=True):
             self._tables[slot][index] = block

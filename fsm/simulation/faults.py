@@ -15,12 +15,12 @@ from novainfer.fsm.events import (
     Fault,
     JobFailed,
     Overdue,
-    StepDone,
     StepFailed,
     Stop,
 )
 from novainfer.fsm.roster import Find, Open
 from novainfer.fsm.simulation.world import FROM_WORKER, TO_WORKER
+from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import Link, Timer, World

@@ -14,19 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import (
-    Batch,
-    CancelRequest,
-    Configure,
-    KeepOver,
-    MakeBatch,
-    Outputs,
-    StepDone,
-    StepPlan,
-    WorkerLost,
-)
+from novainfer.fsm.events import Batch, CancelRequest, Configure, KeepOver, MakeBatch, Outputs, WorkerLost
 from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
     from novainfer.fsm.draft import Flight

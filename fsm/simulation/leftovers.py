@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from novainfer.fsm.engine import EngineState
-from novainfer.fsm.events import StepPlan
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import ENDED, Request
 from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.step import StepPlan
 from novainfer.fsm.text import Vocabulary
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import msgspec
 from novainfer.fsm.outputs import FinishReason
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, Sampler, fold
+from novainfer.fsm.step import SeqParams
 from novainfer.fsm.text import Vocabulary
 
 # Letters that meet in stop strings, characters cut in two and three, a stray continuation byte, and two specials.
@@ -45,7 +46,7 @@ def expected_run(prompt: Sequence[int], params: SamplingParams, seed: int, choic
     """Run the request alone, one token at a time."""
     limit = max_len - len(prompt) if params.max_tokens is None else params.max_tokens
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
-    sampler = Sampler(params, (seed + choice) % 2**64, len(prompt), stop_ids)
+    sampler = Sampler(_seq_params(prompt, params, (seed + choice) % 2**64, stop_ids))
     tokens: list[int] = []
     searched_from = 0
     history, context = bytearray(prompt), fold(prompt)
@@ -70,6 +71,24 @@ def expected_run(prompt: Sequence[int], params: SamplingParams, seed: int, choic
             return Expected(tokens, so_far[:end], FinishReason.STOP, stop)
         if len(tokens) == limit:
             return Expected(tokens, _bytes(tokens, params).decode("utf-8", "replace"), FinishReason.LENGTH, None)
+
+
+def _seq_params(prompt: Sequence[int], params: SamplingParams, seed: int, stop_ids: set[int]) -> SeqParams:
+    """What a device should be told: by name, where the engine copies field by field."""
+    given = msgspec.structs.asdict(params)
+    same = {name: given[name] for name in SeqParams.__struct_fields__ if name in given}
+    return SeqParams(
+        **same
+        | {
+            "slot": -1,
+            "temperature": 0.0 if params.is_greedy else params.temperature,
+            "top_k": 0 if params.top_k == -1 else params.top_k,
+            "seed": seed,
+            "num_prompt_tokens": len(prompt),
+            "min_position": len(prompt) + params.min_tokens,
+            "stop_token_ids": sorted(stop_ids),
+        }
+    )
 
 
 def whole_characters(data: bytes) -> str:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from novainfer.fsm.events import MakeBatch, StepDone, StepFailed, WorkerLost
+from novainfer.fsm.events import MakeBatch, StepFailed, WorkerLost
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.simulation.shortage import TOO_SLOW_S, Phase, Shortage
+from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import MakeBatch, StepDone, StepFailed, WorkerLost
+from novainfer.fsm.events import MakeBatch, StepFailed, WorkerLost
 from novainfer.fsm.request import Request, RequestState
 from novainfer.fsm.simulation.device import FULL
 from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
     from novainfer.fsm.draft import Flight

@@ -15,7 +15,6 @@ from novainfer.fsm.events import (
     Overdue,
     Restart,
     Spawn,
-    StepDone,
     Warm,
     WorkerLost,
     WorkerReady,
@@ -23,6 +22,7 @@ from novainfer.fsm.events import (
 from novainfer.fsm.machine import After, Effect, Send, Start
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.shape import Shape
+from novainfer.fsm.step import StepDone
 from novainfer.fsm.worker import Worker, WorkerState
 
 S = WorkerState

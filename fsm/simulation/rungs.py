@@ -17,11 +17,12 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import Configure, Fault, MakeBatch, Output, Quiet, StepDone, StepFailed, WorkerLost
+from novainfer.fsm.events import Configure, Fault, MakeBatch, Output, Quiet, StepFailed, WorkerLost
 from novainfer.fsm.ladder import Rung
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.simulation.device import FULL
 from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
     from novainfer.fsm.draft import Flight

@@ -28,8 +28,8 @@ SAMPLING_MUTANTS = [
         "penalties forget what was sampled before a preemption",
         Request,
         "sampling_spec",
-        "list(self.token_ids) if penalised",
-        "self.token_ids[: self.num_prompt] if penalised",
+        "spec.token_ids = list(self.token_ids)",
+        "spec.token_ids = self.token_ids[: self.num_prompt]",
     ),
     Mutant(
         "penalties take what was sampled before a preemption for the prompt",
@@ -42,8 +42,8 @@ SAMPLING_MUTANTS = [
         "the end of a sequence is no stop id that min_tokens bans",
         Request,
         "sampling_spec",
-        "stop_ids=sorted(self.stop_ids)",
-        "stop_ids=sorted(self.params.stop_token_ids)",
+        "stop_token_ids=sorted(self.stop_ids)",
+        "stop_token_ids=sorted(self.params.stop_token_ids)",
     ),
     Mutant(
         "who is fetched samples as the slot's last owner did",
@@ -56,8 +56,7 @@ SAMPLING_MUTANTS = [
         "min_tokens counts the tokens since the last preemption",
         Request,
         "sampling_spec",
-        "params=params",
-        "params=params if self.num_generated < 3 else type(params)(**{"
-        "name: getattr(params, name) for name in params.__struct_fields__ if name != 'min_tokens'})",
+        "min_position=self.num_prompt + params.min_tokens",
+        "min_position=self.num_prompt + (params.min_tokens if self.num_generated < 3 else 0)",
     ),
 ]

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from novainfer.fsm.events import Batch, MakeBatch, Outputs, StepDone, StepFailed, StepPlan, WorkerLost
+from novainfer.fsm.events import Batch, MakeBatch, Outputs, StepFailed, WorkerLost
 from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

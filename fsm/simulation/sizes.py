@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import Batch, Fault, MakeBatch, Outputs, StepDone, StepFailed, WorkerLost
+from novainfer.fsm.events import Batch, Fault, MakeBatch, Outputs, StepFailed, WorkerLost
 from novainfer.fsm.ladder import Rung
 from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
     from novainfer.fsm.draft import Flight

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import MakeBatch, StepDone, WorkerLost
+from novainfer.fsm.events import MakeBatch, WorkerLost
 from novainfer.fsm.request import Request, RequestState
 from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
     from novainfer.fsm.draft import Flight

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from novainfer.kernels.batch import Admission, Batch, Logprobs, Sampled, SamplingRow
+from novainfer.fsm.step import Logprobs, SeqParams, StepDone, StepPlan
 from novainfer.kernels.demo import model_path
 from novainfer.kernels.demo.questions import GROUPS
 from novainfer.kernels.demo.vocabulary import CONTEXT
@@ -59,7 +59,7 @@ class ModeModel:
             is_over = token_id in ends or len(said[row]) == max_new_tokens
             return None if is_over or len(prompts[row]) + len(said[row]) == CONTEXT else token_id
 
-        self._run(prompts, [SamplingRow() for _ in prompts], take)
+        self._run(prompts, [SeqParams(slot=slot) for slot in range(len(prompts))], take)
         longest = max(map(len, said))
         padded = [tokens + [ends[0]] * (longest - len(tokens)) for tokens in said]
         return torch.cat((input_ids, torch.tensor(padded)), dim=1)
@@ -68,15 +68,15 @@ class ModeModel:
         """For each token of each reply: its log probability, and the token that is the most likely one there."""
         scores: list[list[tuple[float, int]]] = [[] for _ in prompts]
 
-        def force(row: int) -> SamplingRow:
-            return SamplingRow(allowed_ids=[replies[row][len(scores[row])]], logprobs=1)
+        def force(row: int) -> SeqParams:
+            return SeqParams(slot=row, allowed_token_ids=[replies[row][len(scores[row])]], logprobs=1)
 
         def take(row: int, token_id: int, logprobs: Logprobs | None) -> int | None:
             assert logprobs is not None
             scores[row].append((logprobs[0], logprobs[1][0]))
             if len(scores[row]) == len(replies[row]):
                 return None
-            self._admissions.append(Admission(row, force(row)))
+            self._admissions.append(force(row))
             return token_id
 
         self._run(prompts, [force(row) for row in range(len(prompts))], take)
@@ -85,16 +85,16 @@ class ModeModel:
     def _run(
         self,
         prompts: Sequence[list[int]],
-        rows: Sequence[SamplingRow],
+        rows: Sequence[SeqParams],
         take: Callable[[int, int, Logprobs | None], int | None],
     ) -> None:
         """Prefill one by one, then decode together until `take(row, token, logprobs)` gives no next token."""
         assert len(prompts) <= _ROWS
-        self._admissions: list[Admission] = []
+        self._admissions: list[SeqParams] = []
         lengths = [len(prompt) for prompt in prompts]
         following: dict[int, int] = {}
 
-        def note(slots: list[int], sampled: Sampled) -> None:
+        def note(slots: list[int], sampled: StepDone) -> None:
             logprobs = sampled.logprobs or [None] * len(slots)
             for slot, token_id, entry in zip(slots, sampled.token_ids, logprobs, strict=True):
                 token = take(slot, token_id, entry)
@@ -107,14 +107,14 @@ class ModeModel:
             indexes = list(range(self._blocks_per_row))
             blocks = [slot * self._blocks_per_row + index for index in indexes]
             table = ([slot] * len(indexes), indexes, blocks)
-            batch = Batch([slot], [len(prompt)], [len(prompt)], prompt, *table, [0], [Admission(slot, rows[slot])])
+            batch = StepPlan([slot], [len(prompt)], [len(prompt)], prompt, *table, [0], [rows[slot]])
             note([slot], self.runner.execute(batch))
         while following:
             slots, tokens = list(following), list(following.values())
             for slot in slots:
                 lengths[slot] += 1
             admissions, self._admissions = self._admissions, []
-            batch = Batch(slots, [1] * len(slots), [lengths[slot] for slot in slots], tokens)
+            batch = StepPlan(slots, [1] * len(slots), [lengths[slot] for slot in slots], tokens)
             batch.sample_seqs, batch.admissions = list(range(len(slots))), admissions
             note(slots, self.runner.execute(batch))
 

@@ -9,7 +9,7 @@ import pytest
 
 from novainfer import Engine, EngineConfig
 from novainfer.actors.device import ModelDevice
-from novainfer.fsm.events import StepDone, StepPlan
+from novainfer.fsm.step import StepDone, StepPlan
 from tests.acceptance.reference import Reference, exactly, read, tokens_of
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,8 @@ import sys
 import threading
 
 from novainfer.actors.wire import Beat, FrameWriter
-from novainfer.fsm.events import JobDone, JobFailed, StepDone
+from novainfer.fsm.events import JobDone, JobFailed
+from novainfer.fsm.step import StepDone
 
 sock = socket.socket(fileno=int(sys.argv[1]))
 how = os.environ["NOVA_BAD_SERVER"]

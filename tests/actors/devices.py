@@ -17,7 +17,7 @@ from novainfer.actors.device import ModelSettings
 from novainfer.actors.fake import FakeDevice, successor
 from novainfer.actors.location import ModelLocation
 from novainfer.actors.spec import FactorySpec, ModelSpec
-from novainfer.fsm.events import StepDone, StepPlan
+from novainfer.fsm.step import StepDone, StepPlan
 
 
 def spec(name: str = "fake", **arguments: Any) -> FactorySpec:

@@ -15,10 +15,11 @@ from novainfer.actors.link import MakeLink, ThreadLink
 from novainfer.actors.streams import StreamHandle
 from novainfer.actors.system import System
 from novainfer.actors.tokenizer import Tokenizer
-from novainfer.fsm.events import Cause, End, Finished, Prompt, StepPlan
+from novainfer.fsm.events import Cause, End, Finished, Prompt
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
+from novainfer.fsm.step import StepPlan
 
 WAIT_S = 60.0  # a test that waits longer has found a lost wake-up
 LIMITS = Limits(

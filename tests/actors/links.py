@@ -14,8 +14,9 @@ import psutil
 from novainfer.actors.child import Child
 from novainfer.actors.process import ProcessLink
 from novainfer.actors.spec import DeviceSpec
-from novainfer.fsm.events import Close, Fit, JobDone, Load, Run, Spawn, StepDone, StepPlan, Warm
+from novainfer.fsm.events import Close, Fit, JobDone, Load, Run, Spawn, Warm
 from novainfer.fsm.process import Process
+from novainfer.fsm.step import StepDone, StepPlan
 from tests.actors.devices import spec
 from tests.actors.helpers import WAIT_S, eventually
 

@@ -13,8 +13,7 @@ from novainfer.actors.fake import FakeDevice
 from novainfer.actors.faulty import FaultyDevice, injection
 from novainfer.actors.link import ThreadLink
 from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.events import SamplingSpec
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.step import SeqParams
 from tests.actors.links import plan
 
 
@@ -51,8 +50,7 @@ def test_a_fault_whose_request_has_left_holds_up_no_other_and_hits_nobody_who_ge
     device.arm(injection("exception", {"slot": 2, "num_steps": 100}))
     device.arm(injection("oom", {}))
     assert outcomes(device, (0,), (0,)) == ["MemoryError", "done"]
-    spec = SamplingSpec(slot=2, params=SamplingParams(), seed=0, num_prompt_tokens=1, stop_ids=[], token_ids=None)
-    device.run(msgspec.structs.replace(plan(slots=(2,)), admissions=[spec]))
+    device.run(msgspec.structs.replace(plan(slots=(2,)), admissions=[SeqParams(slot=2)]))
     assert outcomes(device, (2,)) == ["done"]
 
 

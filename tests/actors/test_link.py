@@ -12,7 +12,8 @@ import pytest
 from novainfer.actors import link as module
 from novainfer.actors.fake import FakeDevice
 from novainfer.actors.link import ThreadLink
-from novainfer.fsm.events import Close, JobDone, Kill, Load, Run, Spawn, StepDone, StepFailed
+from novainfer.fsm.events import Close, JobDone, Kill, Load, Run, Spawn, StepFailed
+from novainfer.fsm.step import StepDone
 from tests.actors.helpers import WAIT_S
 from tests.actors.links import plan
 

@@ -10,7 +10,8 @@ import pytest
 
 from novainfer.actors import child
 from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.events import DeviceLost, Kill, Run, Spawn, StepDone, StepFailed
+from novainfer.fsm.events import DeviceLost, Kill, Run, Spawn, StepFailed
+from novainfer.fsm.step import StepDone
 from tests.actors.helpers import eventually
 from tests.actors.links import is_gone, linked, plan
 

@@ -27,11 +27,11 @@ from novainfer.fsm.events import (
     Reclaim,
     Run,
     Spawn,
-    StepDone,
     StepFailed,
     Switch,
     Warm,
 )
+from novainfer.fsm.step import StepDone
 from tests.actors.devices import model, spec
 from tests.actors.helpers import WAIT_S, eventually
 from tests.actors.links import Line, appears, is_gone, linked, plan

@@ -17,12 +17,13 @@ from novainfer.actors.recorder import DUMP_INTERVAL_S, FILES_MAX, Recorder
 from novainfer.actors.system import System
 from novainfer.fsm.dumpfile import About, decode_dump
 from novainfer.fsm.errors import InvalidParameter, ModelLoadError, NovaInferError, RecorderUnavailable
-from novainfer.fsm.events import Cause, Incident, StepPlan, WorkerReady
+from novainfer.fsm.events import Cause, Incident, WorkerReady
 from novainfer.fsm.machine import Machine
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.recording import Image, Recording
 from novainfer.fsm.replay import Replayed, replay
+from novainfer.fsm.step import StepPlan
 from tests.actors.helpers import WAIT_S, Valve, answer, ask, eventually, params, read_all, running
 
 SMALL = Limits(

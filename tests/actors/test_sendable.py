@@ -15,13 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from novainfer.actors.fake import EOS, ByteTokenizer
 from novainfer.actors.process import ProcessLink
 from novainfer.actors.recorder import RESUME_S, Recorder
 from novainfer.actors.wire import TO_DEVICE, FrameReader, FrameWriter, UnsendableError
 from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.events import Arrive, Run, SamplingSpec, StepPlan
+from novainfer.fsm.events import Arrive, Run, Submit
 from novainfer.fsm.pack import Kinds, pack, unpack
 from novainfer.fsm.params import INTEGER_MAX, STOP_CHARS_MAX, TOKEN_IDS_MAX, SamplingParams
+from novainfer.fsm.request import Request
+from novainfer.fsm.step import SeqParams, StepPlan
 from novainfer.kernels.adorn import adorn
 from novainfer.kernels.draw_row import draw_row
 from tests.actors.devices import spec
@@ -31,6 +34,9 @@ EXTREMES = [0.0, -0.0, 5e-324, 1e-320, 1e-38, 2**-126, 1e-5, 1e-300, 1.0, 1e38, 
 WIDE_INT = st.one_of(
     st.integers(-2, 40), st.sampled_from([2**31 - 1, 2**31, 2**63, 2**64 - 1, 2**64, 10**30, -(10**30)])
 )
+# What the device is told as the client said it.
+SAME = set(SamplingParams.__struct_fields__) & set(SeqParams.__struct_fields__)
+SAME -= {"seed", "stop_token_ids", "temperature", "top_k"}
 TEXT = st.text(st.characters(codec=None), max_size=6)  # with halves of surrogate pairs
 
 
@@ -78,9 +84,8 @@ def let_through(draw: st.DrawFn) -> SamplingParams:
 
 
 def plan_of(params: SamplingParams, seed: int = 0) -> StepPlan:
-    spec = SamplingSpec(slot=0, params=params, seed=seed, num_prompt_tokens=1, stop_ids=[], token_ids=None)
-    rest = {f.name: [] for f in msgspec.structs.fields(StepPlan) if f.required}
-    return StepPlan(**{**rest, "step_id": 1, "epoch": 0, "admissions": [spec]})  # type: ignore[arg-type]
+    submit = Submit(request_id=1, stream_id=1, choice=0, token_ids=[65], params=params, seed=seed)
+    return StepPlan(admissions=[Request(submit, ByteTokenizer().vocabulary(), [EOS], 64).sampling_spec()])
 
 
 def test_every_field_has_its_strategy() -> None:
@@ -90,9 +95,15 @@ def test_every_field_has_its_strategy() -> None:
 @settings(max_examples=300, deadline=None)
 @given(let_through())
 def test_what_validation_lets_through_survives_wire_and_pack(params: SamplingParams) -> None:
-    frame = FrameWriter().frame(0, Run(plan_of(params)))
-    ((_, run),) = FrameReader(TO_DEVICE).feed(frame)
-    assert run.plan.admissions[0].params == params
+    plan = plan_of(params)
+    ((_, run),) = FrameReader(TO_DEVICE).feed(FrameWriter().frame(0, Run(plan)))
+    assert run.plan == plan
+    (sent,) = run.plan.admissions
+    assert (sent.temperature, sent.top_k) == (0 if params.is_greedy else params.temperature, max(params.top_k, 0))
+    assert sent.min_position == 1 + params.min_tokens
+    assert set(sent.stop_token_ids) == {*params.stop_token_ids, *([] if params.ignore_eos else [EOS])}
+    for name in SAME:
+        assert getattr(sent, name) == getattr(params, name)
     kinds = Kinds()
     arrival = Arrive(stream_id=1, prompt="x", params=params, seed=0, num_tokens=1)
     assert unpack(pack(arrival, kinds), kinds.names) == arrival
@@ -154,10 +165,8 @@ def test_a_ban_on_the_whole_vocabulary_is_refused() -> None:
 def test_where_all_but_the_stop_tokens_are_banned_a_stop_token_is_drawn_however_early() -> None:
     import torch
 
-    from novainfer.kernels.batch import SamplingRow
-
     logits = torch.zeros(4)
-    adorn(logits, SamplingRow(banned_ids=[0, 1, 2], stop_ids=[3], min_position=10), 1)
+    adorn(logits, SeqParams(slot=0, banned_token_ids=[0, 1, 2], stop_token_ids=[3], min_position=10), 1)
     assert logits.tolist() == [-math.inf, -math.inf, -math.inf, 0.0]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from novainfer.actors.steps import StepLog
-from novainfer.fsm.events import Fault, StepDone, StepFailed, StepPlan
+from novainfer.fsm.events import Fault, StepFailed
+from novainfer.fsm.step import StepDone, StepPlan
 
 
 class World:

@@ -11,7 +11,7 @@ import pytest
 from novainfer.actors.fake import ByteTokenizer, FakeDevice
 from novainfer.actors.system import System
 from novainfer.fsm.errors import EngineClosed, ModelLoadError
-from novainfer.fsm.events import StepPlan
+from novainfer.fsm.step import StepPlan
 from tests.actors.helpers import (
     Read,
     Valve,

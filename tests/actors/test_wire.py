@@ -32,13 +32,10 @@ from novainfer.fsm.events import (
     JobFailed,
     Load,
     Run,
-    SamplingSpec,
-    StepDone,
     StepFailed,
-    StepPlan,
     Switch,
 )
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.step import SeqParams, StepDone, StepPlan
 
 PLAN = StepPlan(
     step_id=2**40,
@@ -52,14 +49,16 @@ PLAN = StepPlan(
     table_blocks=[5],
     sample_seqs=[0, 1],
     admissions=[
-        SamplingSpec(
+        SeqParams(
             slot=0,
-            params=SamplingParams(stop=["é"], logit_bias={3: -1.5}, seed=-(2**63), max_tokens=None),
+            repetition_penalty=1.5,
             seed=2**64 - 1,
             num_prompt_tokens=2,
-            stop_ids=[7],
+            stop_token_ids=[7],
+            logit_bias={3: -1.5},
             token_ids=[1, 2],
-        )
+        ),
+        SeqParams(slot=1, seed=-(2**63)),
     ],
     swap_out_blocks=[1],
     swap_out_hosts=[2],

@@ -16,8 +16,8 @@ import pytest_asyncio
 from novainfer import Engine, EngineConfig, NovaInferError, StepFailedError
 from novainfer.actors.device import Device
 from novainfer.assembly import model_spec
-from novainfer.fsm.events import StepDone, StepPlan
 from novainfer.fsm.ladder import Rung
+from novainfer.fsm.step import StepDone, StepPlan
 from tests.api.helpers import ask, blocks_back, eventually, greedy
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from novainfer import Engine, NovaInferError, RequestCancelled, SamplingParams, StepFailedError
 from novainfer.actors.fake import FakeDevice
-from novainfer.fsm.events import StepPlan
+from novainfer.fsm.step import StepPlan
 from tests.api.helpers import blocks_back, expected, fake_engine
 
 NUM_CLIENTS = 300

@@ -18,9 +18,7 @@ from novainfer.fsm.events import (
     MakeBatch,
     Output,
     Outputs,
-    StepDone,
     StepFailed,
-    StepPlan,
     Submit,
     WorkerLost,
 )
@@ -31,6 +29,7 @@ from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
 from novainfer.fsm.simulation.oracle import VOCABULARY
+from novainfer.fsm.step import StepDone, StepPlan
 
 
 class Bench:

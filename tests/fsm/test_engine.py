@@ -22,9 +22,7 @@ from novainfer.fsm.events import (
     PauseRequest,
     Resume,
     Settled,
-    StepDone,
     StepFailed,
-    StepPlan,
     Stop,
     Submit,
     WorkerFailed,
@@ -33,6 +31,7 @@ from novainfer.fsm.events import (
 from novainfer.fsm.machine import Send
 from novainfer.fsm.outputs import FinishReason
 from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.step import StepDone, StepPlan
 
 READY = WorkerReady(0, 8, 64, 100, [0])
 PLAN = StepPlan(

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from novainfer.fsm.events import Arrive, Cancel, Cause, Chat, Output, StepDone
+from novainfer.fsm.events import Arrive, Cancel, Cause, Chat, Output
 from novainfer.fsm.outputs import TokenLogprob
 from novainfer.fsm.pack import Kinds, PackError, pack, unpack
 from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.step import StepDone
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import TextAssembler, Vocabulary
 

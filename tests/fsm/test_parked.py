@@ -6,13 +6,14 @@ import random
 
 import pytest
 
-from novainfer.fsm.events import Batch, Configure, KeepOver, MakeBatch, PauseRequest, ResumeRequest, StepDone, Submit
+from novainfer.fsm.events import Batch, Configure, KeepOver, MakeBatch, PauseRequest, ResumeRequest, Submit
 from novainfer.fsm.machine import Send
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.request import RequestState
 from novainfer.fsm.scheduler import PARKED_PER_SLOT, Scheduler
 from novainfer.fsm.simulation.oracle import VOCABULARY
+from novainfer.fsm.step import StepDone
 from tests.fsm.helpers import Bench
 
 SLOTS = 2

@@ -1,12 +1,13 @@
 import pytest
 
 from novainfer.fsm.allowance import PATIENCE_MAX
-from novainfer.fsm.events import CancelRequest, Cause, Fault, MakeBatch, PauseRequest, ResumeRequest, StepDone
+from novainfer.fsm.events import CancelRequest, Cause, Fault, MakeBatch, PauseRequest, ResumeRequest
 from novainfer.fsm.ladder import Rung
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import RequestState
 from novainfer.fsm.simulation.device import EOS
 from novainfer.fsm.simulation.oracle import TOKEN_BYTES, expected_run
+from novainfer.fsm.step import StepDone
 from novainfer.fsm.trouble import TRIES_ALONE
 from tests.fsm.helpers import Bench
 

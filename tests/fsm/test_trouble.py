@@ -208,7 +208,7 @@ def test_a_canary_is_as_large_as_the_step_that_failed_and_holds_nothing_of_a_cli
         bench.fail(Fault.EXCEPTION)
     assert is_canary(bench)
     assert bench.plan.input_ids == [0] * 11
-    assert bench.plan.admissions[0].params.is_greedy
+    assert bench.plan.admissions[0].temperature == 0
     before = bench.scheduler.planner.pool.statistics().num_owned
     assert before == 3
     bench.step()

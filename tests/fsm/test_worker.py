@@ -17,9 +17,7 @@ from novainfer.fsm.events import (
     Restart,
     Run,
     Spawn,
-    StepDone,
     StepFailed,
-    StepPlan,
     Stop,
     Switch,
     Warm,
@@ -28,6 +26,7 @@ from novainfer.fsm.events import (
     WorkerReady,
 )
 from novainfer.fsm.machine import After, Effect, Send, Start
+from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.fsm.worker import BACKOFF_S, RestartPolicy, Worker, WorkerState
 
 LOADED = {"max_model_len": 64, "vocab_size": 100, "eos_token_ids": [0]}

@@ -8,18 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from novainfer.kernels.batch import Admission, Batch, Sampled, SamplingRow
+from novainfer.fsm.step import SeqParams, StepPlan
 from novainfer.kernels.choice import build_registry
 from novainfer.kernels.linear import MkldnnLinear
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.registry import Registry
 from novainfer.kernels.runner import ModelRunner
+from novainfer.kernels.sampler import Sampled
 
-__all__ = ["BACKENDS", "Driver", "Sequence", "make_runner"]
+__all__ = ["BACKENDS", "Driver", "Sequence", "make_runner", "seated"]
 
 CPU = torch.device("cpu")
 BACKENDS = ("reference", "torch", "mkldnn", "native")
@@ -83,7 +85,7 @@ class Sequence:
 
     slot: int
     tokens: list[int]
-    sampling: SamplingRow = field(default_factory=SamplingRow)
+    sampling: SeqParams
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     admitted: bool = False
@@ -96,13 +98,18 @@ class CapturingSampler:
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, params: SeqParams) -> None:
         """Nothing to keep."""
 
     def sample(self, logits: Tensor, slots: Items[int], positions: Items[int]) -> Sampled:
         """Greedy."""
         self.logits += list(logits.float().clone())
-        return Sampled(logits.argmax(-1).tolist())
+        return Sampled(logits.argmax(-1).tolist(), [])
+
+
+def seated(slot: int, params: SeqParams, token_ids: Items[int] | None = None) -> SeqParams:
+    """`params` for this slot."""
+    return msgspec.structs.replace(params, slot=slot, token_ids=None if token_ids is None else list(token_ids))
 
 
 class Driver:
@@ -117,9 +124,9 @@ class Driver:
         if capture:
             runner._sampler = self.capturing  # type: ignore[assignment]
 
-    def add(self, slot: int, tokens: Items[int], sampling: SamplingRow | None = None) -> Sequence:
+    def add(self, slot: int, tokens: Items[int], sampling: SeqParams | None = None) -> Sequence:
         """A new sequence in a slot."""
-        return Sequence(slot, list(tokens), sampling or SamplingRow())
+        return Sequence(slot, list(tokens), sampling or SeqParams(slot=slot))
 
     def share(self, slot: int, tokens: Items[int], other: Sequence) -> Sequence:
         """A new sequence whose first full blocks are another's: they hold the same tokens."""
@@ -143,7 +150,7 @@ class Driver:
 
     def step(self, *work: Sequence | tuple[Sequence, int]) -> list[int]:
         """One step: a sequence alone computes all its tokens, (sequence, n) the next n; ends are sampled."""
-        batch = Batch([], [], [], [])
+        batch = StepPlan()
         sampled: list[Sequence] = []
         for item in work:
             sequence, count = item if isinstance(item, tuple) else (item, len(item.tokens) - item.num_computed)
@@ -152,7 +159,7 @@ class Driver:
             self._grow(sequence, end)
             if not sequence.admitted:
                 tokens = list(sequence.tokens) if sequence.sampling.needs_history else None
-                batch.admissions.append(Admission(sequence.slot, sequence.sampling, tokens))
+                batch.admissions.append(seated(sequence.slot, sequence.sampling, tokens))
                 sequence.admitted = True
             for index in range(sequence.num_sent_blocks, len(sequence.blocks)):
                 batch.table_slots.append(sequence.slot)

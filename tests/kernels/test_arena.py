@@ -241,7 +241,7 @@ SERVES = """
 import json, sys
 from pathlib import Path
 from novainfer.kernels.runner import ModelRunner
-from novainfer.kernels.batch import Batch
+from novainfer.fsm.step import StepPlan
 
 def read(name):
     lines = Path(f"/proc/self/{name}").read_text().splitlines()
@@ -254,7 +254,7 @@ runner = ModelRunner.load(
 )
 runner.fit(mode="fixed", num_blocks=8)
 runner.warm()
-tokens = runner.execute(Batch([0], [8], [8], list(range(8)), [0], [0], [0], [0])).token_ids
+tokens = runner.execute(StepPlan([0], [8], [8], list(range(8)), [0], [0], [0], [0])).token_ids
 info = runner.info
 print(json.dumps({"weights": info.weights, "bytes": info.weight_bytes / 2**20, "tokens": tokens}), flush=True)
 for line in sys.stdin:

@@ -14,8 +14,8 @@ import torch
 from checkpoints import GRID, Shape, save_checkpoint
 from driver import CPU, Driver, make_runner
 
+from novainfer.fsm.step import SeqParams
 from novainfer.kernels import loader, modes
-from novainfer.kernels.batch import SamplingRow
 from novainfer.kernels.choice import build_registry
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.make_checkpoint import make_checkpoint
@@ -129,7 +129,14 @@ def test_where_rows_must_not_know_their_batch_no_mode_lets_them(folder: Path) ->
 
 def test_a_switch_leaves_cache_and_sampler_as_they_are(folder: Path) -> None:
     """A sequence in the middle of its output, with a seed and a penalty over what it has said."""
-    rows = SamplingRow(temperature=1.5, seed=5, repetition_penalty=1.3, frequency_penalty=0.2, prompt_len=len(PROMPT))
+    rows = SeqParams(
+        slot=0,
+        temperature=1.5,
+        seed=5,
+        repetition_penalty=1.3,
+        frequency_penalty=0.2,
+        num_prompt_tokens=len(PROMPT),
+    )
     undisturbed = Driver(make_runner(folder, "native" if NATIVE else "torch"))
     expected = undisturbed.generate([undisturbed.add(0, PROMPT, rows)], 12)[0]
     driver = Driver(make_runner(folder, "native" if NATIVE else "torch"))

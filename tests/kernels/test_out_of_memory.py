@@ -29,7 +29,7 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 import faulthandler, resource, sys
 from pathlib import Path
 import torch
-from novainfer.kernels.batch import Admission, Batch, SamplingRow
+from novainfer.fsm.step import SeqParams, StepPlan
 from novainfer.kernels.memory import is_out_of_memory, release_freed_pages
 from novainfer.kernels.runner import ModelRunner
 
@@ -42,10 +42,10 @@ runner = ModelRunner.load(
 runner.fit(mode="fixed", num_blocks=64)
 runner.warm()
 tables = [(seq, i, seq * 16 + i) for seq in range(3) for i in range(16)]
-batch = Batch(
+batch = StepPlan(
     [0, 1, 2], [128, 200, 56], [128, 200, 56], [(7 * i) % 2000 for i in range(384)],
     *map(list, zip(*tables)), [0, 1, 2],
-    [Admission(1, SamplingRow(temperature=1.0, seed=3)), Admission(2, SamplingRow(logprobs=3))],
+    [SeqParams(slot=1, temperature=1.0, seed=3), SeqParams(slot=2, logprobs=3)],
 )
 
 def size():

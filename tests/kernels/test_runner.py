@@ -13,8 +13,8 @@ import torch
 from checkpoints import Shape, save_checkpoint
 from driver import Driver, make_runner
 
+from novainfer.fsm.step import SeqParams, StepPlan
 from novainfer.kernels import threads
-from novainfer.kernels.batch import Admission, Batch, SamplingRow
 from novainfer.kernels.draw_row import draw_row
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.make_checkpoint import SHAPES, make_checkpoint
@@ -76,7 +76,7 @@ def test_more_samples_than_logit_rows_are_sampled_in_parts(folder: Path) -> None
     runner = make_runner(folder, num_blocks=2 * count, max_num_seqs=count)
     driver = Driver(runner)
     prompts = [[7, i % 50, i // 50] for i in range(count)]
-    rows = [SamplingRow(logprobs=1) if i == count - 1 else SamplingRow() for i in range(count)]
+    rows = [SeqParams(slot=0, logprobs=1) if i == count - 1 else SeqParams(slot=0) for i in range(count)]
     together = [driver.add(i, prompt, row) for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))]
     tokens = driver.step(*together)
     logprobs = driver.last.logprobs
@@ -96,7 +96,7 @@ def test_samples_come_in_the_order_asked_for(folder: Path) -> None:
     for sequence in (a, b, c):
         assert sequence.num_computed == 4
     blocks = [(s.slot, 0, s.blocks[0]) for s in (a, b, c)]
-    batch = Batch(
+    batch = StepPlan(
         [a.slot, b.slot, c.slot], [1, 1, 1], [4, 4, 4], [s.tokens[3] for s in (a, b, c)],
         [slot for slot, _, _ in blocks], [index for _, index, _ in blocks], [block for _, _, block in blocks],
     )  # fmt: skip
@@ -113,7 +113,7 @@ def test_a_token_is_drawn_by_the_position_it_will_have(folder: Path) -> None:
     row = driver.capturing.logits[0].numpy().copy()
     expected = draw_row(row, 1.0, 0, 1.0, 0.0, float(uniforms([11], [len(prompt)])[0]))
     driver = Driver(make_runner(folder))
-    sampling = SamplingRow(temperature=1.0, seed=11)
+    sampling = SeqParams(slot=0, temperature=1.0, seed=11)
     sequence = driver.add(1, prompt, sampling)
     driver.step((sequence, 2))
     assert driver.step(sequence) == [expected]
@@ -122,7 +122,7 @@ def test_a_token_is_drawn_by_the_position_it_will_have(folder: Path) -> None:
 def test_a_full_context_can_be_computed(folder: Path) -> None:
     runner = make_runner(folder, max_model_len=64, max_num_batched_tokens=64, num_blocks=4)
     driver = Driver(runner)
-    sequence = driver.add(0, [5] * 60, SamplingRow(temperature=1.0, frequency_penalty=0.1, prompt_len=60))
+    sequence = driver.add(0, [5] * 60, SeqParams(slot=0, temperature=1.0, frequency_penalty=0.1, num_prompt_tokens=60))
     driver.generate([sequence], 5)  # the token after the last position of the context is still sampled
     assert len(sequence.tokens) == 65
 
@@ -130,18 +130,18 @@ def test_a_full_context_can_be_computed(folder: Path) -> None:
 def test_a_batch_over_the_limits_is_a_programmers_error(folder: Path) -> None:
     runner = make_runner(folder, max_num_batched_tokens=8)
     for batch in (
-        Batch([0], [9], [9], [1] * 9, [0], [0], [0], [0]),  # more tokens than a step may have
-        Batch([0], [3], [3], [1, 2], [0], [0], [0], [0]),
-        Batch([0, 1], [2, 0], [2, 1], [1, 2], [0], [0], [0], [0]),
-        Batch([0], [1], [257], [1], [0], [16], [0], [0]),  # behind the context
-        Batch([0], [1], [1], [160], [0], [0], [0], [0]),  # no such token
-        Batch([0], [1], [1], [1], [0], [0], [64], [0]),  # no such block
-        Batch([0], [1], [1], [1], [6], [0], [0], [0]),  # no such row of the block table
-        Batch([0], [1], [1], [1], [0], [-1], [0], [0]),  # no such place in it
-        Batch([-1], [1], [1], [1], [0], [0], [0], [0]),  # no such slot
-        Batch([0], [2], [1], [1, 1], [0], [0], [0], [0]),  # before the context
-        Batch([0], [1], [1], [1], [0], [0], [0], [-2]),  # a token for a sequence that is not there
-        Batch([0], [1], [1], [1], [0], [0], [0], [0], [Admission(6, SamplingRow())]),
+        StepPlan([0], [9], [9], [1] * 9, [0], [0], [0], [0]),  # more tokens than a step may have
+        StepPlan([0], [3], [3], [1, 2], [0], [0], [0], [0]),
+        StepPlan([0, 1], [2, 0], [2, 1], [1, 2], [0], [0], [0], [0]),
+        StepPlan([0], [1], [257], [1], [0], [16], [0], [0]),  # behind the context
+        StepPlan([0], [1], [1], [160], [0], [0], [0], [0]),  # no such token
+        StepPlan([0], [1], [1], [1], [0], [0], [64], [0]),  # no such block
+        StepPlan([0], [1], [1], [1], [6], [0], [0], [0]),  # no such row of the block table
+        StepPlan([0], [1], [1], [1], [0], [-1], [0], [0]),  # no such place in it
+        StepPlan([-1], [1], [1], [1], [0], [0], [0], [0]),  # no such slot
+        StepPlan([0], [2], [1], [1, 1], [0], [0], [0], [0]),  # before the context
+        StepPlan([0], [1], [1], [1], [0], [0], [0], [-2]),  # a token for a sequence that is not there
+        StepPlan([0], [1], [1], [1], [0], [0], [0], [0], [SeqParams(slot=6)]),
     ):
         with pytest.raises(ValueError, match=r"step|query_lens sum to 3, but there are 2"):
             runner.execute(batch)
@@ -150,16 +150,16 @@ def test_a_batch_over_the_limits_is_a_programmers_error(folder: Path) -> None:
 UNASSERTED = """
 import sys
 from pathlib import Path
-from novainfer.kernels.batch import Batch
+from novainfer.fsm.step import StepPlan
 from novainfer.kernels.runner import ModelRunner
 
 runner = ModelRunner.load(Path(sys.argv[1]), max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64)
 runner.fit(mode="fixed", num_blocks=8, swap_space_bytes=4 * runner.info.kv_bytes_per_block)
 for batch in (
-    Batch([0], [1], [1], [10**6], [0], [0], [0], [0]),
-    Batch([0], [1], [1], [1], [0], [0], [10**6], [0]),
-    Batch([], [], [], [], swap_out_blocks=[10**6], swap_out_hosts=[0]),
-    Batch([], [], [], [], swap_in_hosts=[10**6], swap_in_blocks=[0]),
+    StepPlan([0], [1], [1], [10**6], [0], [0], [0], [0]),
+    StepPlan([0], [1], [1], [1], [0], [0], [10**6], [0]),
+    StepPlan(swap_out_blocks=[10**6], swap_out_hosts=[0]),
+    StepPlan(swap_in_hosts=[10**6], swap_in_blocks=[0]),
 ):
     try:
         runner.execute(batch)
@@ -187,7 +187,7 @@ def test_what_the_device_raises_comes_through_and_the_next_step_works(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = make_runner(folder)
-    batch = Batch([0], [2], [2], [5, 6], [0], [0], [3], [0], [Admission(0, SamplingRow())])
+    batch = StepPlan([0], [2], [2], [5, 6], [0], [0], [3], [0], [SeqParams(slot=0)])
     expected = runner.execute(batch).token_ids
 
     def out_of_memory(x: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ def test_closing_frees_weights_and_cache(folder: Path) -> None:
 
     def cycle() -> None:
         runner = make_runner(folder)
-        runner.execute(Batch([0], [2], [2], [5, 6], [0], [0], [3], [0], [Admission(0, SamplingRow(temperature=1.0))]))
+        runner.execute(StepPlan([0], [2], [2], [5, 6], [0], [0], [3], [0], [SeqParams(slot=0, temperature=1.0)]))
         runner.close()
 
     cycle()

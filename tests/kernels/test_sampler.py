@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from novainfer.kernels.batch import NO_TOKEN, Admission, Sampled, SamplingRow
+from novainfer.fsm.step import NO_TOKEN, SeqParams
 from novainfer.kernels.draw import draw
 from novainfer.kernels.draw_row import draw_row
-from novainfer.kernels.sampler import Sampler
+from novainfer.kernels.sampler import Sampled, Sampler
 from novainfer.kernels.uniform import uniforms
+from tests.kernels.driver import seated
 
 CPU = torch.device("cpu")
 VOCAB = 1300  # more than two segments, and a rest
@@ -23,11 +24,11 @@ def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB, std: float = 3.0) ->
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * std
 
 
-def sample(logits: torch.Tensor, *rows: SamplingRow, position: int = 5, tokens: Any = None) -> Sampled:
+def sample(logits: torch.Tensor, *rows: SeqParams, position: int = 5, tokens: Any = None) -> Sampled:
     """One step of a fresh sampler, row i in slot i."""
     sampler = Sampler(logits.shape[1], len(rows), 4096, CPU)
     for slot, row in enumerate(rows):
-        sampler.admit(Admission(slot, row, tokens))
+        sampler.admit(seated(slot, row, tokens))
     return sampler.sample(logits.clone(), range(len(rows)), [position] * len(rows))
 
 
@@ -79,8 +80,8 @@ def test_draws_follow_the_exact_distribution(filters: dict[str, Any]) -> None:
     logits = logits_of(1, vocab=1300)[0]
     p = expected_distribution(logits, **filters)
     sampler = Sampler(VOCAB, 1, 40_000, CPU)
-    row = SamplingRow(seed=7, **({"temperature": 1.0} | filters))
-    sampler.admit(Admission(0, row))
+    row = SeqParams(slot=0, seed=7, **({"temperature": 1.0} | filters))
+    sampler.admit(seated(0, row))
     counts = np.zeros(VOCAB)
     for position in range(4000):
         counts[sampler.sample(logits[None].clone(), [0], [position]).token_ids[0]] += 1
@@ -118,13 +119,13 @@ def test_the_row_draw_is_the_batch_draw(vocab: int) -> None:
 
 def test_equal_tokens_are_kept_by_top_k_and_cut_by_id_in_top_p() -> None:
     logits = torch.zeros(1, 10)
-    k3 = {sample(logits, SamplingRow(temperature=1.0, top_k=3, seed=s)).token_ids[0] for s in range(300)}
+    k3 = {sample(logits, SeqParams(slot=0, temperature=1.0, top_k=3, seed=s)).token_ids[0] for s in range(300)}
     assert k3 == set(range(10))
-    half = {sample(logits, SamplingRow(temperature=1.0, top_p=0.5, seed=s)).token_ids[0] for s in range(300)}
+    half = {sample(logits, SeqParams(slot=0, temperature=1.0, top_p=0.5, seed=s)).token_ids[0] for s in range(300)}
     assert half == set(range(5))
     # The token that crosses p stays: 0.5 is reached by the first, so 0.51 needs the second too.
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
-    crossed = {sample(logits, SamplingRow(temperature=1.0, top_p=0.51, seed=s)).token_ids[0] for s in range(300)}
+    crossed = {sample(logits, SeqParams(slot=0, temperature=1.0, top_p=0.51, seed=s)).token_ids[0] for s in range(300)}
     assert crossed == {0, 1}
 
 
@@ -132,7 +133,8 @@ def test_a_seeded_row_draws_the_same_token_in_any_batch() -> None:
     logits = logits_of(4, rows=24, vocab=5000)
     rng = np.random.default_rng(5)
     rows = [
-        SamplingRow(
+        SeqParams(
+            slot=0,
             temperature=float(rng.choice([0.0, 0.5, 1.0, 3.0])),
             top_k=int(rng.choice([0, 3, 90, 400])),
             top_p=float(rng.choice([1.0, 0.9, 0.2])),
@@ -156,7 +158,8 @@ def test_rows_on_the_cpu_and_batches_on_a_device_sample_alike() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = logits_of(10, rows=30, vocab=900).to(dtype)
         rows = [
-            SamplingRow(
+            SeqParams(
+                slot=0,
                 temperature=either(0.0, 1.3),
                 top_k=either(0, 30),
                 top_p=either(1.0, 0.7),
@@ -165,12 +168,12 @@ def test_rows_on_the_cpu_and_batches_on_a_device_sample_alike() -> None:
                 presence_penalty=either(0.0, 0.7),
                 frequency_penalty=either(0.0, -0.3),
                 seed=i,
-                prompt_len=2,
+                num_prompt_tokens=2,
                 min_position=either(0, 7),
-                stop_ids=either([], [int(logits[i].argmax())]),
+                stop_token_ids=either([], [int(logits[i].argmax())]),
                 logit_bias=either({}, {int(t): 4.0 for t in rng.integers(900, size=5)}),
-                allowed_ids=either(None, rng.permutation(900)[:300].tolist()),
-                banned_ids=either([], rng.integers(900, size=20).tolist()),
+                allowed_token_ids=either(None, rng.permutation(900)[:300].tolist()),
+                banned_token_ids=either([], rng.integers(900, size=20).tolist()),
                 logprobs=either(None, 3),
             )
             for i in range(30)
@@ -181,7 +184,7 @@ def test_rows_on_the_cpu_and_batches_on_a_device_sample_alike() -> None:
             sampler = Sampler(900, 30, 64, CPU)
             sampler._on_cpu = on_cpu  # the way of devices that numpy cannot read
             for slot, row in enumerate(rows):
-                sampler.admit(Admission(slot, row, history[slot]))
+                sampler.admit(seated(slot, row, history[slot]))
             steps = [sampler.sample(logits.clone(), range(30), [at] * 30) for at in (6, 7, 8)]
             results.append(([step.token_ids for step in steps], [step.logprobs for step in steps]))
         assert results[0] == results[1]
@@ -210,28 +213,29 @@ def test_uniforms_differ_by_seed_and_position_and_are_uniform() -> None:
 def test_greedy_takes_the_first_of_equals_also_where_all_are_negative() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.tensor([[-3.0, -1.0, -1.0], [0.0, 2.0, 2.0], [-0.0, 0.0, -5.0]], dtype=dtype)
-        assert sample(logits, *[SamplingRow()] * 3).token_ids == [1, 1, 0]
-        assert [sample(row[None], SamplingRow()).token_ids for row in logits] == [[1], [1], [0]]
-    assert sample(torch.tensor([[0.0, 1.0]]), SamplingRow(temperature=1e-6)).token_ids == [1]
+        assert sample(logits, *[SeqParams(slot=0)] * 3).token_ids == [1, 1, 0]
+        assert [sample(row[None], SeqParams(slot=0)).token_ids for row in logits] == [[1], [1], [0]]
+    assert sample(torch.tensor([[0.0, 1.0]]), SeqParams(slot=0, temperature=1e-6)).token_ids == [1]
 
 
 def test_banned_allowed_and_biased_tokens() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0]])
-    assert sample(logits, SamplingRow(banned_ids=[0, 1])).token_ids == [2]
-    assert sample(logits, SamplingRow(allowed_ids=[4, 3])).token_ids == [3]
-    assert sample(logits, SamplingRow(allowed_ids=[0, 3], banned_ids=[0])).token_ids == [3]
-    assert sample(logits, SamplingRow(logit_bias={4: 10.0, 0: -1.0})).token_ids == [4]
-    assert sample(logits, SamplingRow(logit_bias={4: 10.0}, allowed_ids=[2])).token_ids == [2]
-    drawn = {sample(logits, SamplingRow(temperature=9.0, banned_ids=[2], seed=s)).token_ids[0] for s in range(200)}
+    assert sample(logits, SeqParams(slot=0, banned_token_ids=[0, 1])).token_ids == [2]
+    assert sample(logits, SeqParams(slot=0, allowed_token_ids=[4, 3])).token_ids == [3]
+    assert sample(logits, SeqParams(slot=0, allowed_token_ids=[0, 3], banned_token_ids=[0])).token_ids == [3]
+    assert sample(logits, SeqParams(slot=0, logit_bias={4: 10.0, 0: -1.0})).token_ids == [4]
+    assert sample(logits, SeqParams(slot=0, logit_bias={4: 10.0}, allowed_token_ids=[2])).token_ids == [2]
+    banned = [SeqParams(slot=0, temperature=9.0, banned_token_ids=[2], seed=s) for s in range(200)]
+    drawn = {sample(logits, row).token_ids[0] for row in banned}
     assert drawn == {0, 1, 3, 4}
 
 
 def test_stop_tokens_are_banned_until_their_position() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0]])
-    row = SamplingRow(stop_ids=[0], min_position=6)
+    row = SeqParams(slot=0, stop_token_ids=[0], min_position=6)
     assert sample(logits, row, position=5).token_ids == [1]
     assert sample(logits, row, position=6).token_ids == [0]
-    only = SamplingRow(stop_ids=[1], min_position=6, allowed_ids=[1])  # something must be drawn
+    only = SeqParams(slot=0, stop_token_ids=[1], min_position=6, allowed_token_ids=[1])  # something must be drawn
     assert sample(logits, only, position=5).token_ids == [1]
 
 
@@ -240,48 +244,48 @@ def test_penalties_are_those_of_transformers_and_openai() -> None:
 
     logits = logits_of(6, vocab=50)
     tokens = [3, 3, 7, 11, 3, 9]
-    row = SamplingRow(repetition_penalty=1.7, prompt_len=2, logprobs=None, temperature=1.0)
+    row = SeqParams(slot=0, repetition_penalty=1.7, num_prompt_tokens=2, logprobs=None, temperature=1.0)
     processor = RepetitionPenaltyLogitsProcessor(penalty=1.7)
     expected = processor(torch.tensor([tokens]), logits.clone())
     got = penalised(logits, row, tokens)
     assert torch.allclose(got, expected)
-    row = SamplingRow(presence_penalty=0.5, frequency_penalty=0.25, prompt_len=2)
+    row = SeqParams(slot=0, presence_penalty=0.5, frequency_penalty=0.25, num_prompt_tokens=2)
     expected = logits.clone()
     for token_id, count in {7: 1, 11: 1, 3: 1, 9: 1}.items():  # the prompt's two 3s do not count
         expected[0, token_id] -= 0.5 + 0.25 * count
     assert torch.allclose(penalised(logits, row, tokens), expected)
 
 
-def penalised(logits: torch.Tensor, row: SamplingRow, tokens: list[int]) -> torch.Tensor:
+def penalised(logits: torch.Tensor, row: SeqParams, tokens: list[int]) -> torch.Tensor:
     """The logits as the draw sees them: the sampler works in the memory it is given."""
     logits = logits.clone()
     sampler = Sampler(logits.shape[1], 1, 64, CPU)
     row.temperature = 0.0
-    sampler.admit(Admission(0, row, tokens))
+    sampler.admit(seated(0, row, tokens))
     sampler.sample(logits, [0], [len(tokens)])
     return logits
 
 
 def test_sampled_tokens_join_the_history_and_a_repeated_step_overwrites_them() -> None:
     sampler = Sampler(6, 2, 64, CPU)
-    row = SamplingRow(frequency_penalty=2.0, prompt_len=1)
-    sampler.admit(Admission(1, row, [0]))
+    row = SeqParams(slot=0, frequency_penalty=2.0, num_prompt_tokens=1)
+    sampler.admit(seated(1, row, [0]))
     logits = torch.tensor([[0.0, 3.0, 2.5, 0.0, 0.0, 0.0]])
     drawn = [sampler.sample(logits.clone(), [1], [position]).token_ids[0] for position in (1, 2, 3)]
     assert drawn == [1, 2, 1]
     # A rolled-back step is computed again at its own position: what it had written does not count twice.
     assert sampler.sample(logits.clone(), [1], [2]).token_ids == [2]
     assert sampler.sample(logits.clone(), [1], [3]).token_ids == [1]
-    sampler.admit(Admission(1, row, [0, 1, 1, 1]))  # the slot's next owner knows nothing of the last one
+    sampler.admit(seated(1, row, [0, 1, 1, 1]))  # the slot's next owner knows nothing of the last one
     assert sampler.sample(logits.clone(), [1], [4]).token_ids == [2]
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = logits_of(8, rows=3)
     rows = [
-        SamplingRow(logprobs=4, temperature=2.0, top_k=2, seed=1, banned_ids=[int(logits[0].argmax())]),
-        SamplingRow(),
-        SamplingRow(logprobs=0),
+        SeqParams(slot=0, logprobs=4, temperature=2.0, top_k=2, seed=1, banned_token_ids=[int(logits[0].argmax())]),
+        SeqParams(slot=0),
+        SeqParams(slot=0, logprobs=0),
     ]
     sampled = sample(logits, *rows)
     exact = logits.double().log_softmax(1)
@@ -294,10 +298,10 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         top = exact[i].topk(count) if count else None
         assert ids == (top.indices.tolist() if top is not None else [])
         assert values == pytest.approx(top.values.tolist() if top is not None else [], abs=1e-5)
-    (greedy,) = sample(logits[:1], SamplingRow(logprobs=1)).logprobs
+    (greedy,) = sample(logits[:1], SeqParams(slot=0, logprobs=1)).logprobs
     assert greedy is not None
     assert greedy[0] == greedy[2][0]  # one number, whichever way it is told
-    assert sample(logits, *[SamplingRow()] * 3).logprobs == []
+    assert sample(logits, *[SeqParams(slot=0)] * 3).logprobs == []
 
 
 NAN, INF = float("nan"), float("inf")
@@ -308,15 +312,15 @@ FAULTS = {
     "infinity": lambda row: row.index_fill_(0, torch.tensor([700]), INF),
     "only minus infinity": lambda row: row.fill_(-INF),
 }
-WAYS: list[SamplingRow] = [
-    SamplingRow(),
-    SamplingRow(banned_ids=[5]),
-    SamplingRow(logprobs=2),
-    SamplingRow(temperature=1.0),
-    SamplingRow(temperature=1.0, top_k=20),
-    SamplingRow(temperature=0.7, top_p=0.9, min_p=0.01, logprobs=0),
-    SamplingRow(temperature=1.0, top_k=50, top_p=0.9),
-    SamplingRow(temperature=1.2, repetition_penalty=1.3),
+WAYS: list[SeqParams] = [
+    SeqParams(slot=0),
+    SeqParams(slot=0, banned_token_ids=[5]),
+    SeqParams(slot=0, logprobs=2),
+    SeqParams(slot=0, temperature=1.0),
+    SeqParams(slot=0, temperature=1.0, top_k=20),
+    SeqParams(slot=0, temperature=0.7, top_p=0.9, min_p=0.01, logprobs=0),
+    SeqParams(slot=0, temperature=1.0, top_k=50, top_p=0.9),
+    SeqParams(slot=0, temperature=1.2, repetition_penalty=1.3),
 ]
 
 
@@ -335,7 +339,7 @@ def test_a_row_that_is_not_a_number_gets_no_token_and_the_others_get_theirs(
             sampler = Sampler(VOCAB, 3, 64, CPU)
             sampler._on_cpu = on_cpu
             for slot in range(3):
-                sampler.admit(Admission(slot, row, [1, 2]))
+                sampler.admit(seated(slot, row, [1, 2]))
             results.append(sampler.sample(logits.clone(), range(3), [5] * 3))
         expected, found = results
         assert found.token_ids == [expected.token_ids[0], NO_TOKEN, expected.token_ids[2]], row
@@ -349,5 +353,5 @@ def test_logits_too_large_for_their_temperature_give_no_token() -> None:
     for on_cpu in (True, False):
         sampler = Sampler(VOCAB, 1, 64, CPU)
         sampler._on_cpu = on_cpu
-        sampler.admit(Admission(0, SamplingRow(temperature=0.5)))
+        sampler.admit(SeqParams(slot=0, temperature=0.5))
         assert sampler.sample(logits.clone(), [0], [5]).token_ids == [NO_TOKEN]

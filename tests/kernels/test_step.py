@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from novainfer.kernels.batch import Batch
+from novainfer.fsm.step import StepPlan
 from novainfer.kernels.step import StepBuffers
 
 NUM_SLOTS, BLOCK = 6, 4
@@ -27,13 +27,13 @@ def buffers(*, staged: bool) -> StepBuffers:
     return made
 
 
-def random_batch(draw: random.Random, tables: list[list[int]]) -> Batch:
+def random_batch(draw: random.Random, tables: list[list[int]]) -> StepPlan:
     """Some slots in some order; their tables scattered, some decoding and some in chunks."""
     slots = draw.sample(range(NUM_SLOTS), draw.randint(1, NUM_SLOTS))
     if draw.random() < 0.4:
         slots = list(range(slots[0], NUM_SLOTS))
     decode_only = draw.random() < 0.5
-    batch = Batch(slots, [], [], [])
+    batch = StepPlan(slots, [], [], [])
     for index, slot in enumerate(slots):
         context = draw.randint(1, 40)
         query = 1 if decode_only else draw.randint(1, min(context, 9))

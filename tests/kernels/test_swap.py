@@ -9,7 +9,7 @@ import torch
 from checkpoints import Shape, save_checkpoint
 from driver import BACKENDS, Driver, Sequence, make_runner
 
-from novainfer.kernels.batch import Batch
+from novainfer.fsm.step import StepPlan
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.runner import ModelRunner
 from novainfer.kernels.swap import HostPool
@@ -32,9 +32,9 @@ def swapping(folder: Path, backend: str = "torch", num_host_blocks: int = 5, **o
     return runner
 
 
-def copies(**lists: list[int]) -> Batch:
+def copies(**lists: list[int]) -> StepPlan:
     """A step of no rows."""
-    return Batch([], [], [], [], **lists)
+    return StepPlan(**lists)
 
 
 def move_to(sequence: Sequence, blocks: list[int]) -> None:
@@ -86,7 +86,7 @@ def test_one_step_swaps_out_then_in_then_computes(folder: Path) -> None:
     driver.runner.execute(copies(swap_out_blocks=blocks, swap_out_hosts=[0, 1, 2]))
     move_to(second, list(blocks))
     driver.step(second)
-    batch = Batch(
+    batch = StepPlan(
         [0], [1], [len(PROMPT) + 1], [first.tokens[-1]], [], [], [], [0], [],
         swap_out_blocks=blocks, swap_out_hosts=[3, 4, 5], swap_in_hosts=[0, 1, 2], swap_in_blocks=blocks,
     )  # fmt: skip
@@ -102,12 +102,14 @@ def test_a_step_without_rows_applies_its_block_table(folder: Path) -> None:
     sequence = driver.add(2, PROMPT)
     driver.step(sequence)
     driver.runner._buffers.block_table[2] = 23
-    empty = Batch([], [], [], [], [2, 2, 2], [0, 2, 1], [sequence.blocks[0], sequence.blocks[2], sequence.blocks[1]])
+    empty = StepPlan(
+        table_slots=[2, 2, 2], table_indexes=[0, 2, 1], table_blocks=[sequence.blocks[at] for at in (0, 2, 1)]
+    )
     assert driver.runner.execute(empty).token_ids == []
-    again = Batch([2], [1], [len(PROMPT)], [PROMPT[-1]], [], [], [], [0])
+    again = StepPlan([2], [1], [len(PROMPT)], [PROMPT[-1]], [], [], [], [0])
     driver.runner.execute(again)
     torch.testing.assert_close(driver.capturing.logits[1], driver.capturing.logits[0])
-    wrong = Batch([], [], [], [], [2], [0], [24])
+    wrong = StepPlan(table_slots=[2], table_indexes=[0], table_blocks=[24])
     with pytest.raises(ValueError, match="table_blocks of a step must be 0 to 23, not 24"):
         driver.runner.execute(wrong)
 

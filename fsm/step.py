@@ -1,0 +1,91 @@
+"""The record of a step, one for all rooms: what the scheduler plans, the link carries, and kernels compute.
+
+It is the only module of `fsm` that kernels import, so it imports nothing of the project, and names no request: a row
+of a step is a sequence in a slot. The recorder, the replay and the link to a device's process encode it as it is.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+NO_TOKEN = -1  # what a row gets from which no token can be drawn: its logits hold a NaN, or their largest is infinite
+
+Logprobs = tuple[float, list[int], list[float]]
+"""Log probability of the sampled token, the most likely token ids, their log probabilities."""
+
+
+class SeqParams(msgspec.Struct, kw_only=True):
+    """All that the device must know to sample one sequence, sent once, when the sequence is given a slot.
+
+    Names are those of `SamplingParams`, values are final: `temperature` of 0 is greedy; `top_k` of 0, `top_p` of 1 and
+    `min_p` of 0 switch those filters off, penalties of 1 (repetition) and 0 (presence, frequency) likewise.
+    `token_ids` are all tokens so far, of which the first `num_prompt_tokens` are prompt; None unless
+    `needs_history`. The tokens in `stop_token_ids` are banned while the sampled token's absolute position is below
+    `min_position`. `logprobs=k` asks for the sampled token's log probability and the k most likely tokens (k may
+    be 0).
+    """
+
+    slot: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    num_prompt_tokens: int = 0
+    min_position: int = 0
+    stop_token_ids: list[int] = []
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    banned_token_ids: list[int] = []
+    logprobs: int | None = None
+    token_ids: list[int] | None = None
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the sampler must know the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class StepPlan(msgspec.Struct):
+    """One step for the device, as flat lists of integers. Sequences are numbered in the order of `slots`.
+
+    Before anything is computed, and in this order: `mode` (one of the device's) is switched to if it is another; block
+    `swap_out_blocks[i]` is copied to host block `swap_out_hosts[i]`, all of them, then host block `swap_in_hosts[i]` to
+    block `swap_in_blocks[i]`; `admissions` take their slots; and
+    `block_table[table_slots[i], table_indexes[i]] = table_blocks[i]`. A step may compute nothing: no sequences, no
+    tokens.
+    """
+
+    slots: list[int] = []  # [num_seqs] the persistent row of each sequence
+    query_lens: list[int] = []  # [num_seqs] tokens computed in this step, at least 1
+    context_lens: list[int] = []  # [num_seqs] tokens in the KV cache after this step
+    input_ids: list[int] = []  # [num_tokens], those of the first sequence first
+    table_slots: list[int] = []  # [num_table_updates]
+    table_indexes: list[int] = []
+    table_blocks: list[int] = []
+    sample_seqs: list[int] = []  # [num_samples] the sequences that get a token
+    admissions: list[SeqParams] = []
+    swap_out_blocks: list[int] = []
+    swap_out_hosts: list[int] = []
+    swap_in_hosts: list[int] = []
+    swap_in_blocks: list[int] = []
+    mode: str = "full"
+    step_id: int = 0
+    epoch: int = 0
+
+
+class StepDone(msgspec.Struct, frozen=True):
+    """The step ran: one token per entry of the plan's `sample_seqs`; `logprobs` is empty when no row asked.
+
+    `NO_TOKEN` stands where the model's output for the row is not a number. `took_s` is how long the step took, in
+    seconds; 0 where that was not measured.
+    """
+
+    step_id: int
+    epoch: int
+    token_ids: list[int] = []
+    logprobs: list[Logprobs | None] = []
+    took_s: float = 0.0
