@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,43 @@ from typing import Any
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.folder import read_json
 
-__all__ = ["DTYPES", "NUM_LAYERS_MAX", "ConfigReader", "ModelConfig"]
+__all__ = ["DTYPES", "INTEGER_MAX", "NUM_LAYERS_MAX", "ConfigReader", "ModelConfig", "Rope", "TensorSpec"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 INTEGER_MAX = 2**31 - 1  # nothing in a model is larger; a damaged digit must not become a loop without end
 NUM_LAYERS_MAX = 4096  # the deepest models have a few hundred
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a checkpoint, or the same one of each layer."""
+
+    name: str  # "{layer}" stands for the number of the layer
+    part: str  # of the decoder, or of its layers (`Layer`)
+    shape: tuple[str, ...]  # each size by its name in `ModelConfig`
+    shard_axis: int | None = None  # along which tensor parallelism cuts it; None: each device has all of it
+    when: tuple[str, bool] | None = None  # it is there when this field of config.json has this value
+
+    @property
+    def is_per_layer(self) -> bool:
+        """Whether each layer has one."""
+        return "{layer}" in self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions: the base of their frequencies, and how these are scaled (`rope_type`)."""
+
+    theta: float
+    rope_type: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0  # tokens of a context before it was scaled
+    attention_factor: float = 1.0  # of cosines and sines
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,42 +63,64 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    qkv_bias: bool
+    rope: Rope
+    max_position_embeddings: int  # scaled, where the rotary positions are
+    sliding_windows: tuple[int | None, ...]  # of each layer: the tokens that a row sees; None: its whole context
+    tensors: tuple[TensorSpec, ...]  # of its checkpoint
     dtype: str | None  # what the config says the checkpoint holds, as torch calls it
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def q_size(self) -> int:
+        """Columns of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Columns of all key heads."""
+        return self.num_kv_heads * self.head_dim
+
+    def tensor(self, part: str) -> TensorSpec | None:
+        """The one tensor of a part of the decoder; None when this model has none."""
+        return next((tensor for tensor in self.tensors if tensor.part == part), None)
+
+    def shape(self, tensor: TensorSpec) -> tuple[int, ...]:
+        """Its shape in this model."""
+        return tuple(getattr(self, size) for size in tensor.shape)
 
 
 class ConfigReader:
     """Typed reads from a config's JSON; every error names the file and the field."""
 
-    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+    def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "") -> None:
+        """`prefix` says in which object of the file the fields stand."""
         self.values = values
         self.path = path
+        self.prefix = prefix
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1 and at most `INTEGER_MAX`."""
+    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+        """A whole number of at least `minimum` and at most `INTEGER_MAX`."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise LoadError(f"{self.path}: {name} must be a whole number of at least 1, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise LoadError(f"{self._where(name)} must be a whole number of at least {minimum}, not {value!r}")
         if value > INTEGER_MAX:
-            raise LoadError(f"{self.path}: {name} must be at most {INTEGER_MAX}, not {value}")
+            raise LoadError(f"{self._where(name)} must be at most {INTEGER_MAX}, not {value}")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+    def number(self, name: str, default: float | None = None, minimum: float = 0.0) -> float:
+        """A finite number above 0 and not below `minimum`."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise LoadError(f"{self.path}: {name} must be a number above 0, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            raise LoadError(f"{self._where(name)} must be a number above 0, not {value!r}")
+        if value < minimum:
+            raise LoadError(f"{self._where(name)} must be at least {minimum:g}, not {value!r}")
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
         """True or false."""
         value = self._get(name, default)
         if not isinstance(value, bool):
-            raise LoadError(f"{self.path}: {name} must be true or false, not {value!r}")
+            raise LoadError(f"{self._where(name)} must be true or false, not {value!r}")
         return value
 
     def must_be(self, name: str, expected: str, default: str) -> None:
@@ -83,26 +138,6 @@ class ConfigReader:
         if dtype not in DTYPES:
             raise LoadError(f"{self.path}: dtype {name!r} is not supported, only {', '.join(DTYPES)}")
         return dtype
-
-    def rope_theta(self, default: float) -> float:
-        """The rotary base; raises for any scaling of the rotary positions, which is not built.
-
-        transformers 5 writes `rope_parameters`; earlier versions `rope_theta` and, when scaled,
-        `rope_scaling`.
-        """
-        parameters = self.values.get("rope_parameters") or {}
-        for name in ("rope_parameters", "rope_scaling"):
-            scaling = self.values.get(name)
-            if scaling is None:
-                continue
-            if not isinstance(scaling, Mapping):
-                raise LoadError(f"{self.path}: {name} must be an object, not {scaling!r}")
-            kind = scaling.get("rope_type", scaling.get("type", "default"))
-            if kind != "default":
-                raise LoadError(f"{self.path}: {name} of type {kind!r} is not supported, only 'default'")
-        if "rope_theta" in parameters:
-            return ConfigReader(parameters, self.path).number("rope_theta")
-        return self.number("rope_theta", default)
 
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
         """The end tokens of config.json and generation_config.json together, sorted."""
@@ -126,5 +161,8 @@ class ConfigReader:
         value = self.values.get(name)
         value = default if value is None else value
         if value is None:
-            raise LoadError(f"{self.path}: {name} is missing")
+            raise LoadError(f"{self._where(name)} is missing")
         return value
+
+    def _where(self, name: str) -> str:
+        return f"{self.path}: {self.prefix}{name}"

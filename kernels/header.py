@@ -19,9 +19,6 @@ from novainfer.kernels.folder import weight_files
 from novainfer.kernels.models.registry import read_config
 
 __all__ = [
-    "EMBEDDING",
-    "FINAL_NORM",
-    "HEAD",
     "TensorEntry",
     "check_fit",
     "check_weights",
@@ -32,10 +29,8 @@ __all__ = [
 HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors package itself
 LISTED_MAX = 5  # names spelled out in an error; the rest is counted
 
-DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}  # as torch calls them; bytes
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-FINAL_NORM = "model.norm.weight"
+DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}  # as torch calls them; bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +46,12 @@ class TensorEntry:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors a checkpoint of this config must hold."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}."
-        shapes[layer + "input_layernorm.weight"] = (hidden,)
-        for name, width in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-            shapes[f"{layer}self_attn.{name}.weight"] = (width, hidden)
-            if config.qkv_bias:
-                shapes[f"{layer}self_attn.{name}.bias"] = (width,)
-        shapes[layer + "self_attn.o_proj.weight"] = (hidden, q)
-        shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
-        shapes[layer + "mlp.gate_proj.weight"] = (intermediate, hidden)
-        shapes[layer + "mlp.up_proj.weight"] = (intermediate, hidden)
-        shapes[layer + "mlp.down_proj.weight"] = (hidden, intermediate)
-    shapes[FINAL_NORM] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes[HEAD] = (config.vocab_size, hidden)
-    return shapes
+    return {
+        tensor.name.format(layer=layer): config.shape(tensor)
+        for layer in (None, *range(config.num_layers))
+        for tensor in config.tensors
+        if tensor.is_per_layer == (layer is not None)
+    }
 
 
 def check_fit(model_dir: Path, config: ModelConfig, entries: dict[str, TensorEntry]) -> None:
@@ -78,7 +60,7 @@ def check_fit(model_dir: Path, config: ModelConfig, entries: dict[str, TensorEnt
     The head of a checkpoint with tied embeddings may be there or not.
     """
     expected = tensor_shapes(config)
-    ignored = {HEAD} if config.tie_word_embeddings else set()
+    ignored = {HEAD} if config.tensor("head") is None else set()
     missing = [name for name in expected if name not in entries]
     unexpected = [
         name

@@ -1,0 +1,127 @@
+"""A model family as data: the tensors of its checkpoints, and what config.json means where it says nothing.
+
+Everything that must know a layer's weights reads this table: the check of a checkpoint's headers, the loader, the
+layers of the decoder and so the native descriptor, the random checkpoints and the roofline of the benchmarks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from novainfer.kernels.config import NUM_LAYERS_MAX, ConfigReader, ModelConfig, TensorSpec
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.rope import max_positions, read_rope
+
+__all__ = ["ATTENTION_BIAS", "DECODER", "QK_NORM", "ModelFamily", "parse_config"]
+
+LAYER = "model.layers.{layer}."
+ATTENTION = LAYER + "self_attn."
+MLP = LAYER + "mlp."
+
+# A pre-norm decoder with rotary grouped-query attention and a gated MLP. In the order of a checkpoint; tensors of one
+# part are one product. Sharded along axis 0, a product gives its share of the outputs; along axis 1, a summand of all.
+DECODER = (
+    TensorSpec("model.embed_tokens.weight", "embedding", ("vocab_size", "hidden_size"), shard_axis=0),
+    TensorSpec(LAYER + "input_layernorm.weight", "input_norm", ("hidden_size",)),
+    TensorSpec(ATTENTION + "q_proj.weight", "qkv", ("q_size", "hidden_size"), shard_axis=0),
+    TensorSpec(ATTENTION + "k_proj.weight", "qkv", ("kv_size", "hidden_size"), shard_axis=0),
+    TensorSpec(ATTENTION + "v_proj.weight", "qkv", ("kv_size", "hidden_size"), shard_axis=0),
+    TensorSpec(ATTENTION + "o_proj.weight", "o", ("hidden_size", "q_size"), shard_axis=1),
+    TensorSpec(LAYER + "post_attention_layernorm.weight", "post_norm", ("hidden_size",)),
+    TensorSpec(MLP + "gate_proj.weight", "gate_up", ("intermediate_size", "hidden_size"), shard_axis=0),
+    TensorSpec(MLP + "up_proj.weight", "gate_up", ("intermediate_size", "hidden_size"), shard_axis=0),
+    TensorSpec(MLP + "down_proj.weight", "down", ("hidden_size", "intermediate_size"), shard_axis=1),
+    TensorSpec("model.norm.weight", "final_norm", ("hidden_size",)),
+    TensorSpec("lm_head.weight", "head", ("vocab_size", "hidden_size"), 0, when=("tie_word_embeddings", False)),
+)
+
+# Biases of q, k and v; and each query and key head normed before its rotation.
+ATTENTION_BIAS = (
+    TensorSpec(ATTENTION + "q_proj.bias", "qkv", ("q_size",), shard_axis=0),
+    TensorSpec(ATTENTION + "k_proj.bias", "qkv", ("kv_size",), shard_axis=0),
+    TensorSpec(ATTENTION + "v_proj.bias", "qkv", ("kv_size",), shard_axis=0),
+)
+QK_NORM = (
+    TensorSpec(ATTENTION + "q_norm.weight", "q_norm", ("head_dim",)),
+    TensorSpec(ATTENTION + "k_norm.weight", "k_norm", ("head_dim",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """One architecture: its tensors, and the fields of config.json that have other defaults than Qwen2's."""
+
+    architecture: str  # as `architectures` in config.json names it
+    model_type: str
+    tensors: tuple[TensorSpec, ...]
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+
+
+def parse_config(family: ModelFamily, config: ConfigReader) -> ModelConfig:
+    """Map config.json to a `ModelConfig`; raises `LoadError` for what is missing, wrong or not supported."""
+    config.must_be("hidden_act", "silu", "silu")
+    hidden_size = config.integer("hidden_size")
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise LoadError(
+            f"{config.path}: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads "
+            f"({num_kv_heads})"
+        )
+    if config.values.get("head_dim") is None and family.head_dim is None and hidden_size % num_heads:
+        raise LoadError(
+            f"{config.path}: hidden_size ({hidden_size}) must be a multiple of num_attention_heads "
+            f"({num_heads}) when head_dim is not given"
+        )
+    head_dim = config.integer("head_dim", family.head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise LoadError(f"{config.path}: head_dim must be even for rotary positions, not {head_dim}")
+    vocab_size = config.integer("vocab_size")
+    num_layers = config.integer("num_hidden_layers")
+    if num_layers > NUM_LAYERS_MAX:
+        raise LoadError(f"{config.path}: num_hidden_layers must be at most {NUM_LAYERS_MAX}, not {num_layers}")
+    max_position_embeddings = config.integer("max_position_embeddings", 32_768)
+    rope = read_rope(config, max_position_embeddings)
+    return ModelConfig(
+        architecture=family.architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        max_position_embeddings=max_positions(config, rope, max_position_embeddings),
+        sliding_windows=_sliding_windows(config, num_layers),
+        tensors=tuple(
+            tensor
+            for tensor in family.tensors
+            if tensor.when is None or config.boolean(tensor.when[0], False) == tensor.when[1]
+        ),
+        dtype=config.dtype(),
+        eos_token_ids=config.eos_token_ids(vocab_size),
+    )
+
+
+def _sliding_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """Of each layer: how many tokens a row sees, itself among them; None: its whole context."""
+    window: int | None = None
+    # null is no window, and a field that is not there the default: as in transformers
+    if config.boolean("use_sliding_window", False) and config.values.get("sliding_window", 0) is not None:
+        window = config.integer("sliding_window", 4096)
+    kinds = config.values.get("layer_types")
+    if kinds is None:
+        first = config.integer("max_window_layers", 28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise LoadError(f"{config.path}: layer_types must name the attention of each of {num_layers} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise LoadError(
+                f"{config.path}: layer_types {kind!r} is not supported, only 'full_attention' and 'sliding_attention'"
+            )
+        if kind == "sliding_attention" and window is None:
+            raise LoadError(f"{config.path}: layer_types names 'sliding_attention', but there is no sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
