@@ -18,7 +18,9 @@ from torch import Tensor
 from novainfer.kernels.registry import AttentionBackend, AttentionShape, Linear, RowOps
 from novainfer.kernels.step import StepTensors
 
-__all__ = ["DecoderKind", "DecoderParts", "Forward", "Layer", "LayerKind", "OpByOpForward"]
+__all__ = ["PRODUCTS", "DecoderKind", "DecoderParts", "Forward", "Layer", "LayerKind", "OpByOpForward"]
+
+PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class LayerKind:
     o: type[Linear]
     gate_up: type[Linear]
     down: type[Linear]
-    has_qkv_bias: bool
+    biased: frozenset[str] = frozenset()  # the products that have a bias
+    has_qk_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +55,17 @@ class Layer:
     post_norm: Tensor  # [hidden_size]
     gate_up: Linear
     down: Linear
+    q_norm: Tensor | None = None  # [head_dim]: of each query head, before its rotation
+    k_norm: Tensor | None = None  # [head_dim]: of each key head; there with q_norm
 
     @property
     def kind(self) -> LayerKind:
         """What it is now."""
+        products: dict[str, Linear] = {name: getattr(self, name) for name in PRODUCTS}
         return LayerKind(
-            type(self.qkv), type(self.o), type(self.gate_up), type(self.down), has_qkv_bias=self.qkv.bias is not None
+            **{name: type(linear) for name, linear in products.items()},
+            biased=frozenset(name for name, linear in products.items() if linear.bias is not None),
+            has_qk_norm=self.q_norm is not None,
         )
 
 
@@ -136,6 +144,8 @@ class OpByOpForward:
         x = ops.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
             qkv = layer.qkv(x)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                ops.qk_norm(qkv, layer.q_norm, layer.k_norm, num_heads, shape.num_kv_heads, eps)
             ops.rope(qkv, parts.cos_sin, step.positions, num_rotated, dim)
             heads = qkv.view(-1, num_all, dim)
             attention.write(index, heads[:, num_heads:num_rotated], heads[:, num_rotated:], step.slot_mapping)

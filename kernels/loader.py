@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from novainfer.kernels.checkpoint import DTYPES, Checkpoint
 from novainfer.kernels.choice import KernelChoice
-from novainfer.kernels.config import ModelConfig
+from novainfer.kernels.config import ModelConfig, TensorSpec
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.forward import Layer
-from novainfer.kernels.header import EMBEDDING, FINAL_NORM, HEAD, check_fit, tensor_shapes
+from novainfer.kernels.header import check_fit, tensor_shapes
 from novainfer.kernels.memory import free_bytes, is_out_of_memory, lazy_zeros, release_freed_pages
-from novainfer.kernels.models.decoder import Decoder, Embedding, rope_table
+from novainfer.kernels.models.angles import rope_table
+from novainfer.kernels.models.decoder import Decoder, Embedding
 from novainfer.kernels.registry import Linear
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "choose_dtype",
     "linear_specs",
     "load_decoder",
+    "vector_names",
 ]
 
 logger = logging.getLogger(__name__)
@@ -56,26 +58,31 @@ class LinearSpec:
 
 def linear_specs(config: ModelConfig) -> list[LinearSpec]:
     """All products of the model, the output head first."""
-    shapes = tensor_shapes(config)
-
-    def spec(
-        layer: int | None, part: str, *names: str, has_bias: bool = False, gathers_rows: bool = False
-    ) -> LinearSpec:
-        sizes = [shapes[f"{name}.weight"] for name in names]
-        return LinearSpec(layer, part, names, sum(n for n, _ in sizes), sizes[0][1], has_bias, gathers_rows)
-
-    tied = config.tie_word_embeddings
-    specs = [spec(None, "head", (EMBEDDING if tied else HEAD).removesuffix(".weight"), gathers_rows=tied)]
-    for index in range(config.num_layers):
-        attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
-        qkv = [f"{attention}{part}_proj" for part in "qkv"]
-        specs += [
-            spec(index, "qkv", *qkv, has_bias=config.qkv_bias),
-            spec(index, "o", attention + "o_proj"),
-            spec(index, "gate_up", mlp + "gate_proj", mlp + "up_proj"),
-            spec(index, "down", mlp + "down_proj"),
-        ]
+    separate = config.tensor("head")
+    head = separate or config.tensor("embedding")
+    assert head is not None
+    stem, (rows, columns) = head.name.removesuffix(".weight"), config.shape(head)
+    specs = [LinearSpec(None, "head", (stem,), rows, columns, gathers_rows=separate is None)]
+    weights: dict[str, list[TensorSpec]] = {}
+    for tensor in config.tensors:
+        if tensor.is_per_layer and len(tensor.shape) == 2:
+            weights.setdefault(tensor.part, []).append(tensor)
+    biased = {tensor.part for tensor in config.tensors if tensor.name.endswith(".bias")}
+    for layer in range(config.num_layers):
+        for part, tensors in weights.items():
+            names = tuple(tensor.name.format(layer=layer).removesuffix(".weight") for tensor in tensors)
+            rows = sum(config.shape(tensor)[0] for tensor in tensors)
+            specs.append(LinearSpec(layer, part, names, rows, config.shape(tensors[0])[1], part in biased))
     return specs
+
+
+def vector_names(config: ModelConfig, layer: int) -> dict[str, str]:
+    """The parts of a layer that are no products (weights of norms), and the tensor of each."""
+    return {
+        tensor.part: tensor.name.format(layer=layer)
+        for tensor in config.tensors
+        if tensor.is_per_layer and len(tensor.shape) == 1 and not tensor.name.endswith(".bias")
+    }
 
 
 def choose_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
@@ -85,7 +92,7 @@ def choose_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint, device:
     the memory) would round them, and can be asked for by name.
     """
     if name == "auto":
-        stored = checkpoint.entries.get(EMBEDDING)
+        stored = checkpoint.entries.get(_name(config, "embedding"))
         dtype = DTYPES[config.dtype or (stored.dtype if stored is not None else "float32")]
     elif name in DTYPES:
         dtype = DTYPES[name]
@@ -203,27 +210,27 @@ class WeightReader:
         return packed
 
 
+def _name(config: ModelConfig, part: str) -> str:
+    tensor = config.tensor(part)
+    assert tensor is not None
+    return tensor.name
+
+
 def _build(config: ModelConfig, reader: WeightSource, max_model_len: int) -> Decoder:
     head_spec, *specs = linear_specs(config)
     head = reader.linear(head_spec)
-    embedding = Embedding(None if config.tie_word_embeddings else reader.tensor(EMBEDDING), head)
+    embedding = Embedding(None if head_spec.gathers_rows else reader.tensor(_name(config, "embedding")), head)
     layers = []
     for index in range(config.num_layers):
-        name = f"model.layers.{index}."
-        parts = {spec.part: reader.linear(spec) for spec in specs if spec.layer == index}
-        layers.append(
-            Layer(
-                input_norm=reader.tensor(name + "input_layernorm.weight"),
-                post_norm=reader.tensor(name + "post_attention_layernorm.weight"),
-                **parts,
-            )
-        )
+        parts: dict[str, Any] = {spec.part: reader.linear(spec) for spec in specs if spec.layer == index}
+        parts |= {part: reader.tensor(name) for part, name in vector_names(config, index).items()}
+        layers.append(Layer(**parts))
     return Decoder(
         config=config,
         embedding=embedding,
         layers=layers,
-        final_norm=reader.tensor(FINAL_NORM),
+        final_norm=reader.tensor(_name(config, "final_norm")),
         head=head,
         ops=reader.kernels.ops(),
-        cos_sin=rope_table(config, max_model_len, reader.kernels.device),
+        cos_sin=rope_table(config.rope, config.head_dim, max_model_len, reader.kernels.device),
     )

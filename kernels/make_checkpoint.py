@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from novainfer.kernels.config import ConfigReader, ModelConfig
+from novainfer.kernels.config import ModelConfig
 from novainfer.kernels.header import tensor_shapes
-from novainfer.kernels.models.qwen2 import parse_config
+from novainfer.kernels.models.family import ModelFamily
+from novainfer.kernels.models.qwen2 import QWEN2
+from novainfer.kernels.models.qwen3 import QWEN3
+from novainfer.kernels.models.registry import read_config
 
 __all__ = ["SHAPES", "make_checkpoint"]
 
@@ -34,12 +37,38 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# hidden, intermediate, layers, heads, key heads, vocabulary, context, tied (config.json of Qwen/Qwen2.5-0.5B, -1.5B)
-SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
-    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151_936, 32_768, True),
-    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151_936, 32_768, True),
-    "47m": (512, 2048, 8, 8, 2, 32_768, 4096, True),  # 94 MB: enough to see in a process's memory
-    "tiny": (64, 160, 2, 4, 2, 512, 2048, True),
+
+def _shape(
+    family: ModelFamily, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int,
+    context: int, *, tied: bool, **others: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": tied,
+    } | others
+
+
+# As the config.json of Qwen/Qwen2.5-0.5B and so on has them: hidden size, intermediate size, layers, heads, key heads,
+# vocabulary, context.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": _shape(QWEN2, 896, 4864, 24, 14, 2, 151_936, 32_768, tied=True),
+    "qwen2.5-1.5b": _shape(QWEN2, 1536, 8960, 28, 12, 2, 151_936, 32_768, tied=True),
+    "qwen3-0.6b": _shape(QWEN3, 1024, 3072, 28, 16, 8, 151_936, 40_960, tied=True, head_dim=128),
+    "qwen3-1.7b": _shape(QWEN3, 2048, 6144, 28, 16, 8, 151_936, 40_960, tied=True, head_dim=128),
+    "deepseek-r1-distill-qwen-1.5b": _shape(
+        QWEN2, 1536, 8960, 28, 12, 2, 151_936, 131_072, tied=False, rope_theta=10_000.0
+    ),
+    "47m": _shape(QWEN2, 512, 2048, 8, 8, 2, 32_768, 4096, tied=True),  # 94 MB: enough to see in a process's memory
+    "tiny": _shape(QWEN2, 64, 160, 2, 4, 2, 512, 2048, tied=True),
+    "tiny-qwen3": _shape(QWEN3, 64, 160, 2, 4, 2, 512, 2048, tied=True, head_dim=32),
 }
 
 
@@ -54,35 +83,24 @@ def make_checkpoint(like: str, out_dir: Path, *, seed: int = 0) -> Path:
     values = _config(like)
     _write_json(out_dir / "config.json", values)
     _write_json(out_dir / "generation_config.json", {"eos_token_id": values["eos_token_id"], "do_sample": False})
-    config = parse_config(ConfigReader(values, out_dir / "config.json"))
+    config = read_config(out_dir)
     _write_weights(out_dir / "model.safetensors", config, seed)
     _write_tokenizer(out_dir, config.vocab_size)
     return out_dir
 
 
 def _config(like: str) -> dict[str, Any]:
-    hidden, intermediate, layers, heads, kv_heads, vocab_size, context, tied = SHAPES[like]
     return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
         "bos_token_id": 256,
         "eos_token_id": 258,
         "hidden_act": "silu",
-        "hidden_size": hidden,
         "initializer_range": STD,
-        "intermediate_size": intermediate,
-        "max_position_embeddings": context,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
         "rms_norm_eps": 1e-06,
         "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": tied,
         "torch_dtype": "bfloat16",
         "use_cache": True,
         "use_sliding_window": False,
-        "vocab_size": vocab_size,
-    }
+    } | SHAPES[like]
 
 
 def _write_weights(path: Path, config: ModelConfig, seed: int) -> None:

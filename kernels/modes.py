@@ -68,11 +68,20 @@ def choices_by_mode(full: KernelChoice, config: ModelConfig, shape: AttentionSha
 def _decoder_kind(choice: KernelChoice, config: ModelConfig, shape: AttentionShape) -> DecoderKind:
     """What a decoder will be whose every part has the kernel of this choice."""
     layers: dict[int, dict[str, Any]] = {}
+    biased: set[str] = set()
     for spec in linear_specs(config):
         linear = choice.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
         if spec.layer is not None:
-            layers.setdefault(spec.layer, {"has_qkv_bias": config.qkv_bias})[spec.part] = linear
-    kinds = frozenset(LayerKind(**parts) for parts in layers.values())
+            layers.setdefault(spec.layer, {})[spec.part] = linear
+            biased |= {spec.part} if spec.has_bias else set()
+    kinds = frozenset(
+        LayerKind(
+            **parts,
+            biased=frozenset(biased),
+            has_qk_norm=config.tensor("q_norm") is not None,
+        )
+        for parts in layers.values()
+    )
     return DecoderKind(kinds, choice.ops(), choice.attention(shape), shape)
 
 

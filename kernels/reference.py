@@ -79,6 +79,15 @@ class ReferenceRowOps:
         return ReferenceRowOps.rms_norm(residual, weight, eps)
 
     @staticmethod
+    def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
+        """Norm each query and key head of each row in place."""
+        dim = q_norm.shape[0]
+        for head in range(num_heads + num_kv_heads):
+            columns = slice(head * dim, (head + 1) * dim)
+            weight = q_norm if head < num_heads else k_norm
+            qkv[:, columns] = ReferenceRowOps.rms_norm(qkv[:, columns], weight, eps)
+
+    @staticmethod
     def rope(qkv: Tensor, cos_sin: Tensor, positions: Tensor, num_rotated: int, head_dim: int) -> None:
         """Rotate the first `num_rotated` heads of each row in place."""
         half = head_dim // 2

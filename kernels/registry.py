@@ -207,6 +207,14 @@ class RowOps(Protocol):
         """`residual += x` in place (rounded to the dtype), then `rms_norm(residual)` -> new [M, K]."""
 
     @staticmethod
+    def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
+        """`rms_norm` of each query head with `q_norm` and of each key head with `k_norm` [head_dim], in place.
+
+        qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, then values, which stay. Each head is
+        rounded to the dtype as `rms_norm` rounds a row.
+        """
+
+    @staticmethod
     def rope(qkv: Tensor, cos_sin: Tensor, positions: Tensor, num_rotated: int, head_dim: int) -> None:
         """Rotate the first `num_rotated` heads (queries, then keys) of each row of qkv [T, heads *
         head_dim] in place.

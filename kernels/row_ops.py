@@ -34,6 +34,13 @@ class TorchRowOps:
         return F.rms_norm(residual, weight.shape, weight, eps)
 
     @staticmethod
+    def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
+        """Norm each query and key head of each row in place."""
+        heads = qkv.view(len(qkv), -1, q_norm.shape[0])
+        for weight, part in ((q_norm, heads[:, :num_heads]), (k_norm, heads[:, num_heads : num_heads + num_kv_heads])):
+            part.copy_(F.rms_norm(part, weight.shape, weight, eps))
+
+    @staticmethod
     def rope(qkv: Tensor, cos_sin: Tensor, positions: Tensor, num_rotated: int, head_dim: int) -> None:
         """Rotate the first `num_rotated` heads of each row in place; products in fp32, rounded once."""
         half = head_dim // 2

@@ -97,6 +97,7 @@ def check_row_ops(ops: Any, dtype: torch.dtype, device: torch.device) -> str | N
                 or _wrong("add_rms_norm", ops.add_rms_norm(x, residual, weight, EPS), expected)
                 or _wrong("the sum of add_rms_norm", residual, expected_residual)
                 or _wrong("silu_mul", ops.silu_mul(x), ReferenceRowOps.silu_mul(x))
+                or _check_qk_norm(ops, rows, width, dtype, device)
                 or _check_rope(ops, rows, width, dtype, device)
             )
             if wrong is not None:
@@ -106,6 +107,18 @@ def check_row_ops(ops: Any, dtype: torch.dtype, device: torch.device) -> str | N
             ):
                 return "a row's rms_norm differs from the same row in a larger batch"
     return None
+
+
+def _check_qk_norm(ops: Any, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Four query heads and one key head of six, so that the values behind them must stay."""
+    q_norm, k_norm = (1 + _normal((head_dim,), seed, dtype, device) / 4 for seed in (9, 10))
+    qkv = _normal((rows, 6 * head_dim), 11, dtype, device)
+    expected = qkv.clone()
+    ReferenceRowOps.qk_norm(expected, q_norm, k_norm, 4, 1, EPS)
+    ops.qk_norm(qkv, q_norm, k_norm, 4, 1, EPS)
+    if not torch.equal(qkv[:, 5 * head_dim :], expected[:, 5 * head_dim :]):
+        return "qk_norm changed what it must not norm"
+    return _wrong("qk_norm", qkv, expected)
 
 
 def _check_rope(ops: Any, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -237,18 +250,22 @@ def _small_layers(kind: DecoderKind, intermediate_size: int, dtype: torch.dtype,
     num_qkv = num_attended + 2 * shape.num_kv_heads * shape.head_dim
 
     def layer(kind: LayerKind, seed: int) -> Layer:
-        def packed(linear: Any, n: int, k: int, bias: Tensor | None = None) -> Any:
-            return linear.pack(_normal((n, k), seed + n, dtype, device) / k**0.5, bias)
+        def packed(part: str, n: int, k: int) -> Any:
+            bias = _normal((n,), seed, dtype, device) if part in kind.biased else None
+            return getattr(kind, part).pack(_normal((n, k), seed + n, dtype, device) / k**0.5, bias)
+
+        def norm(width: int, number: int) -> Tensor:
+            return 1 + _normal((width,), seed + number, dtype, device) / 8
 
         return Layer(
-            input_norm=1 + _normal((HIDDEN_SIZE,), seed, dtype, device) / 8,
-            qkv=packed(
-                kind.qkv, num_qkv, HIDDEN_SIZE, _normal((num_qkv,), seed, dtype, device) if kind.has_qkv_bias else None
-            ),
-            o=packed(kind.o, HIDDEN_SIZE, num_attended),
-            post_norm=1 + _normal((HIDDEN_SIZE,), seed + 1, dtype, device) / 8,
-            gate_up=packed(kind.gate_up, 2 * intermediate_size, HIDDEN_SIZE),
-            down=packed(kind.down, HIDDEN_SIZE, intermediate_size),
+            input_norm=norm(HIDDEN_SIZE, 0),
+            qkv=packed("qkv", num_qkv, HIDDEN_SIZE),
+            o=packed("o", HIDDEN_SIZE, num_attended),
+            post_norm=norm(HIDDEN_SIZE, 1),
+            gate_up=packed("gate_up", 2 * intermediate_size, HIDDEN_SIZE),
+            down=packed("down", HIDDEN_SIZE, intermediate_size),
+            q_norm=norm(shape.head_dim, 2) if kind.has_qk_norm else None,
+            k_norm=norm(shape.head_dim, 3) if kind.has_qk_norm else None,
         )
 
     return [layer(kinds[index % len(kinds)], 100 * index) for index in range(max(2, len(kinds)))]

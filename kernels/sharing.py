@@ -13,7 +13,7 @@ from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.choice import KernelChoice
 from novainfer.kernels.config import ModelConfig
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.header import EMBEDDING, tensor_shapes
+from novainfer.kernels.header import tensor_shapes
 from novainfer.kernels.loader import LinearSpec, OnProgress, WeightReader, linear_specs, load_decoder
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.registry import Linear, SharedLinear
@@ -51,7 +51,7 @@ def open_arena(fd: int, config: ModelConfig, checkpoint: Checkpoint, kernels: Ke
     num_bytes_max += sum(
         torch.Size(shape).numel() * kernels.dtype.itemsize for shape in shapes.values() if len(shape) == 1
     )
-    num_bytes_max += torch.Size(shapes[EMBEDDING]).numel() * kernels.dtype.itemsize
+    num_bytes_max += config.vocab_size * config.hidden_size * kernels.dtype.itemsize  # embeddings beside the head
     num_bytes_max += 2 * ALIGNMENT * len(shapes)
     return Arena.open(fd, fingerprint_of(facts), num_bytes_max)
 

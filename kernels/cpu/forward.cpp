@@ -22,6 +22,8 @@ struct LayerDesc {
   const void* post_norm;
   const LinearDesc* gate_up;
   const LinearDesc* down;
+  const void* q_norm;  // [head_dim]: of each query head before its rotation, or null
+  const void* k_norm;
 };
 
 struct ModelDesc {
@@ -119,6 +121,10 @@ struct Forward {
   void rotate_and_write(int layer, long row) {
     E* qkv = &qkv_[row * qkv_width];
     E* key = qkv + attended;
+    const LayerDesc& weights = model.layers[layer];
+    if (weights.q_norm)
+      qk_norm_row<T>(qkv, (const E*)weights.q_norm, (const E*)weights.k_norm, cache.num_heads, cache.num_kv_heads,
+                     (int)head_dim, model.eps);
     rope_row<T>(qkv, model.cos_sin + step.positions[row] * head_dim, cache.num_heads + cache.num_kv_heads, head_dim);
     write_token(cache, layer, step.slot_mapping[row], key, key + cache.num_kv_heads * head_dim);
   }

@@ -12,14 +12,13 @@ from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.linear import PackedLinear
 from novainfer.kernels.cpu.native import LayerDesc, ModelDesc, StepDesc, library, num_threads
 from novainfer.kernels.cpu.ops import NativeRowOps
-from novainfer.kernels.forward import DecoderKind, DecoderParts
+from novainfer.kernels.forward import PRODUCTS, DecoderKind, DecoderParts
 from novainfer.kernels.step import StepTensors
 
 __all__ = ["NativeForward"]
 
 # A step below this many operations takes one thread a tenth of a millisecond: the other cores are the event loop's.
 SERIAL_FLOPS_MAX = 8 << 20
-PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
 class NativeForward:
@@ -35,14 +34,15 @@ class NativeForward:
         self._kept: list[object] = [*layers, final_norm, cos_sin, attention, descs]
         self._flops_per_token = 0
         for desc, layer in zip(descs, layers, strict=True):
-            for name in ("input_norm", "post_norm"):
-                norm = getattr(layer, name).contiguous()
-                self._kept.append(norm)
-                setattr(desc, name, norm.data_ptr())
-            for name in PRODUCTS:
-                linear: PackedLinear = getattr(layer, name)
-                setattr(desc, name, ctypes.pointer(linear.desc))
-                self._flops_per_token += 2 * linear.out_features * linear.in_features
+            for name, _ in LayerDesc._fields_:
+                part: Tensor | PackedLinear | None = getattr(layer, name)
+                if isinstance(part, PackedLinear):
+                    setattr(desc, name, ctypes.pointer(part.desc))
+                    self._flops_per_token += 2 * part.out_features * part.in_features
+                elif part is not None:
+                    norm = part.contiguous()
+                    self._kept.append(norm)
+                    setattr(desc, name, norm.data_ptr())
         if not (final_norm.is_contiguous() and cos_sin.is_contiguous()):
             raise ValueError("the last norm and the positions' angles must be contiguous")
         self._model = ModelDesc(

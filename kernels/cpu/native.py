@@ -77,6 +77,8 @@ class LayerDesc(ctypes.Structure):
         ("post_norm", _P),
         ("gate_up", _DESC),
         ("down", _DESC),
+        ("q_norm", _P),
+        ("k_norm", _P),
     )
 
 
@@ -129,6 +131,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nova_rms_norm": (_STATUS, (_I, _P, _L, _P, _F, _P, _L, _L, _I)),
     "nova_add_rms_norm": (_STATUS, (_I, _P, _P, _P, _F, _P, _L, _L, _I)),
     "nova_silu_mul": (_STATUS, (_I, _P, _P, _L, _L, _I)),
+    "nova_qk_norm": (_STATUS, (_I, _P, _L, _P, _P, _I, _I, _I, _F, _L, _I)),
     "nova_rope": (_STATUS, (_I, _P, _L, _P, _P, _I, _I, _L, _I)),
     "nova_read": (ctypes.c_uint64, (_P, _L, _I)),
     "nova_forward": (_STATUS, (_MODEL, _STEP, _I)),

@@ -36,6 +36,15 @@ void silu_mul(const void* gate_up, void* out, long m, long width, int threads) {
 }
 
 template <class T>
+void qk_norm(void* qkv, long stride, const void* q_norm, const void* k_norm, int heads, int kv_heads, int head_dim,
+             float eps, long m, int threads) {
+  using E = typename T::type;
+  Team(threads).rows(m, [&](long row) {
+    qk_norm_row<T>((E*)qkv + row * stride, (const E*)q_norm, (const E*)k_norm, heads, kv_heads, head_dim, eps);
+  });
+}
+
+template <class T>
 void rope(void* qkv, long stride, const float* cos_sin, const int64_t* positions, int heads, int head_dim, long m,
           int threads) {
   using E = typename T::type;
@@ -87,6 +96,11 @@ int nova_add_rms_norm(int dtype, const void* x, void* residual, const void* weig
 
 int nova_silu_mul(int dtype, const void* gate_up, void* out, int64_t m, int64_t width, int threads) {
   return guarded([&] { BY_TYPE(silu_mul, gate_up, out, m, width, threads); });
+}
+
+int nova_qk_norm(int dtype, void* qkv, int64_t stride, const void* q_norm, const void* k_norm, int heads, int kv_heads,
+                 int head_dim, float eps, int64_t m, int threads) {
+  return guarded([&] { BY_TYPE(qk_norm, qkv, stride, q_norm, k_norm, heads, kv_heads, head_dim, eps, m, threads); });
 }
 
 int nova_rope(int dtype, void* qkv, int64_t stride, const float* cos_sin, const int64_t* positions, int heads,

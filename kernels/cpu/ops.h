@@ -36,6 +36,14 @@ inline void silu_mul_row(const typename T::type* gate_up, typename T::type* out,
                    width - i);
 }
 
+// Norms each query head with q_norm and each key head with k_norm [head_dim], in place; the values behind stay.
+template <class T>
+inline void qk_norm_row(typename T::type* row, const typename T::type* q_norm, const typename T::type* k_norm,
+                        int heads, int kv_heads, int head_dim, float eps) {
+  for (int head = 0; head < heads + kv_heads; head++, row += head_dim)
+    rms_norm_row<T>(row, head < heads ? q_norm : k_norm, eps, row, head_dim);
+}
+
 // Rotates `heads` heads in place; cos_sin holds head_dim / 2 cosines, then as many sines. The halves are paired.
 template <class T>
 inline void rope_row(typename T::type* row, const float* cos_sin, int heads, int head_dim) {

@@ -57,6 +57,15 @@ class NativeRowOps:
         return out
 
     @staticmethod
+    def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
+        """Norm each query and key head of each row of qkv [T, heads * head_dim] in place."""
+        rows, head_dim = qkv.shape[0], q_norm.shape[0]
+        library().nova_qk_norm(
+            DTYPE_CODES[qkv.dtype], qkv.data_ptr(), qkv.stride(0), q_norm.data_ptr(), k_norm.data_ptr(), num_heads,
+            num_kv_heads, head_dim, eps, rows, _threads(rows * (num_heads + num_kv_heads) * head_dim),
+        )  # fmt: skip
+
+    @staticmethod
     def rope(qkv: Tensor, cos_sin: Tensor, positions: Tensor, num_rotated: int, head_dim: int) -> None:
         """Rotate the first `num_rotated` heads of each row of qkv [T, heads * head_dim] in place."""
         rows = qkv.shape[0]

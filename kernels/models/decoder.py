@@ -1,13 +1,12 @@
 """A loaded pre-norm decoder with rotary grouped-query attention and a gated MLP: its weights, and what computes them.
 
-Qwen2 and Qwen2.5 are this; Llama and Qwen3 differ in what their configs switch.
+The families whose tables (models/family.py) name these parts are this: Qwen2, Qwen2.5 and Qwen3.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from novainfer.kernels.config import ModelConfig
@@ -15,7 +14,7 @@ from novainfer.kernels.forward import DecoderParts, Forward, Layer
 from novainfer.kernels.registry import AttentionBackend, AttentionShape, Linear, RowOps
 from novainfer.kernels.step import StepTensors
 
-__all__ = ["Decoder", "Embedding", "rope_table"]
+__all__ = ["Decoder", "Embedding"]
 
 
 class Embedding:
@@ -28,17 +27,6 @@ class Embedding:
     def __call__(self, ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden_size], a tensor of its own."""
         return self.head.rows(ids) if self.weight is None else self.weight.index_select(0, ids)
-
-
-def rope_table(config: ModelConfig, max_model_len: int, device: torch.device) -> Tensor:
-    """fp32 [max_model_len, head_dim]: for each position the cosines of its angles, then the sines.
-
-    The angles are computed in fp32 as transformers does it, so that both round alike.
-    """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    inverse_frequencies = 1.0 / (config.rope_theta**exponents)
-    angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * inverse_frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
 
 
 @dataclass(slots=True)

@@ -82,6 +82,9 @@ def parse_config(family: ModelFamily, config: ConfigReader) -> ModelConfig:
         raise LoadError(f"{config.path}: num_hidden_layers must be at most {NUM_LAYERS_MAX}, not {num_layers}")
     max_position_embeddings = config.integer("max_position_embeddings", 32_768)
     rope = read_rope(config, max_position_embeddings)
+    windows = _sliding_windows(config, num_layers)
+    if any(windows):
+        raise LoadError(f"{config.path}: sliding-window attention is not supported, only full attention")
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=vocab_size,
@@ -94,7 +97,7 @@ def parse_config(family: ModelFamily, config: ConfigReader) -> ModelConfig:
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=rope,
         max_position_embeddings=max_positions(config, rope, max_position_embeddings),
-        sliding_windows=_sliding_windows(config, num_layers),
+        sliding_windows=windows,
         tensors=tuple(
             tensor
             for tensor in family.tensors

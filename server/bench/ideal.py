@@ -8,67 +8,66 @@ arithmetic alone, a shared beginning once.
 
 from __future__ import annotations
 
-import json
+import math
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from novainfer.kernels.config import ModelConfig
+from novainfer.kernels.models.registry import read_config
 from novainfer.server.bench.workload import Workload
 
 
-class Geometry(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a decoder, as config.json has them; `bytes_per_value` is that of the weights and the cache."""
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a step of a model reads and multiplies; `bytes_per_value` is that of the weights and the cache."""
 
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    bytes_per_value: int
+    config: ModelConfig
+    bytes_per_value: int = 2
 
     @classmethod
     def read(cls, model_dir: Path, bytes_per_value: int = 2) -> Geometry:
         """From `model_dir`/config.json."""
-        values: dict[str, Any] = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-        heads = values["num_attention_heads"]
-        return cls(
-            hidden=values["hidden_size"],
-            intermediate=values["intermediate_size"],
-            layers=values["num_hidden_layers"],
-            heads=heads,
-            kv_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-            vocab_size=values["vocab_size"],
-            bytes_per_value=bytes_per_value,
-        )
+        return cls(read_config(model_dir), bytes_per_value)
 
     @property
     def is_reference(self) -> bool:
         """True for Qwen2.5-0.5B's sizes: the shape that the targets are written for."""
-        return (self.hidden, self.layers, self.vocab_size) == (896, 24, 151_936)
+        config = self.config
+        return (config.hidden_size, config.num_layers, config.vocab_size) == (896, 24, 151_936)
 
     @property
     def body_parameters(self) -> int:
         """Weights that every token is multiplied with: the linear layers without the head."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        config = self.config
+        matrices = [config.shape(tensor) for tensor in config.tensors if tensor.is_per_layer]
+        return config.num_layers * sum(math.prod(shape) for shape in matrices if len(shape) == 2)
 
     @property
     def head_parameters(self) -> int:
         """Weights that every sampled row is multiplied with."""
-        return self.hidden * self.vocab_size
+        return self.config.hidden_size * self.config.vocab_size
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_value
+        return 2 * self.config.num_layers * self.config.kv_size * self.bytes_per_value
+
+    def seen(self, first: int, last: int) -> float:
+        """The tokens that rows at positions `first` to `last - 1` see in all, sliding windows counted; of a layer."""
+        windows = Counter(self.config.sliding_windows)
+        total = 0.0
+        for window, num_layers in windows.items():
+            grown = last if window is None else min(max(window, first), last)  # up to here each row sees all
+            rows = (grown - first) * (first + grown + 1) / 2 + (last - grown) * (window or 0)
+            total += num_layers * rows
+        return total / self.config.num_layers
 
     def attention_flops(self, contexts: float) -> float:
         """Scores and weighted sums of queries that see `contexts` tokens in all."""
-        return 4.0 * contexts * self.heads * self.head_dim * self.layers
+        return 4.0 * contexts * self.config.q_size * self.config.num_layers
 
 
 class Roof(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,12 +77,13 @@ class Roof(msgspec.Struct, frozen=True, kw_only=True):
     flops_per_s: float
 
 
-def decode_step_s(geometry: Geometry, roof: Roof, batch: int, context: float) -> float:
+def decode_step_s(geometry: Geometry, roof: Roof, batch: int, context: int) -> float:
     """One token each for `batch` requests of `context` tokens."""
     weights = (geometry.body_parameters + geometry.head_parameters) * geometry.bytes_per_value
-    num_bytes = weights + batch * context * geometry.kv_bytes_per_token
+    contexts = batch * geometry.seen(context - 1, context)
+    num_bytes = weights + contexts * geometry.kv_bytes_per_token
     flops = 2.0 * batch * (geometry.body_parameters + geometry.head_parameters)
-    flops += geometry.attention_flops(batch * context)
+    flops += geometry.attention_flops(contexts)
     return max(num_bytes / roof.bytes_per_s, flops / roof.flops_per_s)
 
 
@@ -100,7 +100,7 @@ def ideal_s(workload: Workload, geometry: Geometry, roof: Roof) -> float:
     n, shared, length = workload.num_requests, workload.shared_len, workload.prompt_len
     own = length - shared
     num_tokens = (shared if n else 0) + n * own
-    contexts = shared * (shared + 1) / 2 + n * (own * shared + own * (own + 1) / 2)
+    contexts = geometry.seen(0, shared) + n * geometry.seen(shared, length)
     total = prefill_s(geometry, roof, num_tokens, contexts, n)
     for made in range(1, workload.max_tokens):
         total += decode_step_s(geometry, roof, n, length + made)

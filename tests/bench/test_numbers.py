@@ -1,10 +1,17 @@
 """The arithmetic behind the reports: percentiles, intervals, medians, ratios, roofline."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from novainfer.kernels.config import ConfigReader
+from novainfer.kernels.make_checkpoint import SHAPES
+from novainfer.kernels.models.family import parse_config
+from novainfer.kernels.models.registry import FAMILIES
 from novainfer.server.bench.ideal import Geometry, Roof, decode_step_s, ideal_s, prefill_s
 from novainfer.server.bench.report import Target, number, rounded, table, targets_json
 from novainfer.server.bench.statistic import (
@@ -19,16 +26,14 @@ from novainfer.server.bench.statistic import (
 )
 from novainfer.server.bench.workload import MAX_LEN, PREFIX, WORKLOADS, Workload, scaled
 
-QWEN = Geometry(
-    hidden=896,
-    intermediate=4864,
-    layers=24,
-    heads=14,
-    kv_heads=2,
-    head_dim=64,
-    vocab_size=151_936,
-    bytes_per_value=2,
-)
+
+def geometry(like: str, **changes: Any) -> Geometry:
+    values = {"hidden_act": "silu", **SHAPES[like], **changes}
+    family = FAMILIES[values["architectures"][0]]
+    return Geometry(parse_config(family, ConfigReader(values, Path("config.json"))))
+
+
+QWEN = geometry("qwen2.5-0.5b")
 
 
 def line(times_s: list[float], counts: list[int] | None = None, error: str | None = None) -> Timeline:
@@ -86,9 +91,21 @@ def test_the_geometry_of_qwen_is_half_a_billion() -> None:
     assert QWEN.is_reference
 
 
+def test_heads_apart_from_the_hidden_size_and_windows_are_counted() -> None:
+    qwen3 = geometry("qwen3-0.6b")
+    assert qwen3.body_parameters == 28 * (2 * 1024 * (16 + 8) * 128 + 3 * 1024 * 3072)
+    assert qwen3.body_parameters + qwen3.head_parameters == pytest.approx(0.596e9, rel=0.001)
+    assert qwen3.kv_bytes_per_token == 2 * 28 * 8 * 128 * 2
+    assert qwen3.seen(0, 100) == 100 * 101 / 2
+    windows = Geometry(replace(qwen3.config, sliding_windows=(None, 10) * 14))
+    for first, last in ((0, 7), (4, 30), (12, 13), (9, 10)):
+        sliding = sum(min(position + 1, 10) for position in range(first, last))
+        assert windows.seen(first, last) == (sliding + sum(range(first + 1, last + 1))) / 2
+
+
 def test_a_small_batch_is_bound_by_reading_and_a_large_one_by_multiplying() -> None:
     roof = Roof(bytes_per_s=50e9, flops_per_s=470e9)
-    one, many = decode_step_s(QWEN, roof, 1, 0), decode_step_s(QWEN, roof, 32, 0)
+    one, many = decode_step_s(QWEN, roof, 1, 1), decode_step_s(QWEN, roof, 32, 1)
     assert one == pytest.approx(0.988e9 / 50e9, rel=0.01)
     assert many == pytest.approx(32 * 2 * 0.494e9 / 470e9, rel=0.01)
 

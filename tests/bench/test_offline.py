@@ -14,6 +14,7 @@ from novainfer.server.bench.worker import Child, ChildError, Task
 from novainfer.server.bench.workload import PREFIX, WORKLOADS, scaled
 
 CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
     "hidden_size": 64,
     "intermediate_size": 160,
     "num_hidden_layers": 2,

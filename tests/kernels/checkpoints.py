@@ -1,4 +1,4 @@
-"""Tiny random Qwen2 checkpoints made with transformers: biases that are not 0, norm weights that are not 1."""
+"""Tiny random checkpoints made with transformers: biases that are not 0, norm weights that are not 1."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ class Shape:
     num_layers: int = 2
     intermediate_size: int = 72
     eos_token_id: int | None = None
+    family: str = "Qwen2"
+    rope: tuple[tuple[str, Any], ...] = ()  # fields of `rope_parameters`
+    others: tuple[tuple[str, Any], ...] = ()  # fields of config.json
 
 
+YARN = (("rope_type", "yarn"), ("factor", 4.0), ("original_max_position_embeddings", 16))
 GRID = (
     Shape("mha", 4, 4, 8, 32, 257),
     Shape("mqa", 4, 1, 32, 64, 301, tied=False),
@@ -36,14 +40,19 @@ GRID = (
     Shape("like-0.5b", 14, 2, 64, 112, 515, rope_theta=1e6, num_layers=3),
     Shape("narrow-hidden", 8, 4, 128, 48, 400, tied=False, sharded=True, rope_theta=500.0),
     Shape("odd", 3, 3, 10, 30, 127, intermediate_size=43),
+    Shape("qwen3", 4, 2, 32, 64, 257, family="Qwen3", rope_theta=1e6, num_layers=3),
+    Shape(
+        "qwen3-biased", 6, 2, 20, 40, 301, tied=False, sharded=True, family="Qwen3", others=(("attention_bias", True),)
+    ),
+    Shape("yarn", 4, 2, 32, 64, 257, rope=YARN),
 )
 
 
 def save_checkpoint(shape: Shape, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """Write the checkpoint and give its folder."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
-    config = Qwen2Config(
+    config = getattr(transformers, f"{shape.family}Config")(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -53,11 +62,12 @@ def save_checkpoint(shape: Shape, folder: Path, dtype: torch.dtype = torch.float
         head_dim=shape.head_dim,
         max_position_embeddings=256,
         tie_word_embeddings=shape.tied,
-        rope_parameters={"rope_theta": shape.rope_theta, "rope_type": "default"},
+        rope_parameters={"rope_theta": shape.rope_theta, "rope_type": "default"} | dict(shape.rope),
         eos_token_id=shape.eos_token_id,
         dtype=dtype,
+        **dict(shape.others),
     )
-    model = Qwen2ForCausalLM(config)
+    model = getattr(transformers, f"{shape.family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

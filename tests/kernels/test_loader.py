@@ -71,6 +71,10 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
+        (
+            {"use_sliding_window": True, "sliding_window": 16, "layer_types": None, "max_window_layers": 1},
+            "sliding-window attention is not supported",
+        ),
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: Qwen2ForCausalLM"),
         ({"architectures": "DELETE"}, "architecture none (model_type 'qwen2') is not supported"),
         ({"hidden_size": "DELETE"}, "hidden_size is missing"),
@@ -85,10 +89,19 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
         ({"rms_norm_eps": -1}, "rms_norm_eps must be a number above 0"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "type 'yarn' is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear' is not supported"),
-        ({"use_sliding_window": True, "layer_types": None}, "sliding-window attention is not supported"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is not supported"),
+        (
+            {"layer_types": ["full_attention"]},
+            "layer_types must name the attention of each",
+        ),
+        (
+            {"layer_types": ["full_attention", "chunked"]},
+            "layer_types 'chunked' is not supported, only 'full_attention'",
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "but there is no sliding_window"),
+        (
+            {"max_window_layers": -1, "layer_types": None},
+            "max_window_layers must be a whole number of at least 0, not -1",
+        ),
         ({"dtype": "int8"}, "dtype 'int8' is not supported"),
         ({"eos_token_id": "end"}, "eos_token_id must be a token id or a list"),
     ],

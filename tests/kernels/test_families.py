@@ -1,0 +1,88 @@
+"""A family is one table: the checkpoint, the layers and the cuts of tensor parallelism follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import Shape, greedy, load_transformers, save_checkpoint
+from driver import Driver, make_runner
+from safetensors.torch import load_file
+
+from novainfer.kernels.cpu.native import LayerDesc
+from novainfer.kernels.forward import PRODUCTS, Layer
+from novainfer.kernels.header import tensor_shapes
+from novainfer.kernels.models import registry
+from novainfer.kernels.models.family import DECODER, ModelFamily
+from novainfer.kernels.models.registry import FAMILIES, read_config
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+@pytest.mark.parametrize("options", [{}, {"tied": False}, {"others": (("attention_bias", True),)}], ids=str)
+def test_the_table_names_the_tensors_of_transformers(family: ModelFamily, options: dict, tmp_path: Path) -> None:
+    name = family.architecture.removesuffix("ForCausalLM")
+    folder = save_checkpoint(Shape("any", 4, 2, 24, 64, 160, family=name, **options), tmp_path)
+    stored = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert tensor_shapes(read_config(folder)) == stored
+
+
+def test_the_parts_of_a_table_are_those_of_a_layer_and_of_its_native_descriptor() -> None:
+    names = {field.name for field in fields(Layer)}
+    for family in FAMILIES.values():
+        parts = {tensor.part for tensor in family.tensors if tensor.is_per_layer}
+        assert parts <= names
+        assert set(PRODUCTS) <= parts
+    assert {name for name, _ in LayerDesc._fields_} == names
+
+
+def test_a_family_that_differs_by_its_table_alone_is_one_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama: Qwen2 without biases."""
+    monkeypatch.setitem(registry.FAMILIES, "LlamaForCausalLM", ModelFamily("LlamaForCausalLM", "llama", DECODER))
+    folder = save_checkpoint(Shape("llama", 4, 2, 16, 64, 160, tied=False, family="Llama"), tmp_path)
+    prompt = [1, 2, 3, 150, 20, 7]
+    expected, _ = greedy(load_transformers(folder, torch.float32), prompt, 8)
+    for backend in ("torch", "native"):
+        driver = Driver(make_runner(folder, backend))
+        assert driver.generate([driver.add(0, prompt)], 8) == [expected]
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
+def test_cut_along_their_axes_the_tensors_make_layers_that_add_up(name: str, tmp_path: Path) -> None:
+    """Attention and MLP of two halves of a checkpoint, before the residual, sum to those of the whole."""
+    folder = save_checkpoint(Shape("whole", 4, 2, 16, 64, 160, tied=False, family=name), tmp_path / "whole")
+    config = read_config(folder)
+    whole = load_file(folder / "model.safetensors")
+    axes = {
+        tensor.name.format(layer=layer): tensor.shard_axis for tensor in config.tensors for layer in range(2)
+    }  # fmt: skip
+    halves = [
+        {key: tensor if axes[key] is None else tensor.chunk(2, axes[key])[rank] for key, tensor in whole.items()}
+        for rank in range(2)
+    ]
+    half = replace(config, num_heads=2, num_kv_heads=1, intermediate_size=config.intermediate_size // 2, vocab_size=80)
+    for rank in halves:
+        shapes = tensor_shapes(half)
+        assert {key: tuple(tensor.shape) for key, tensor in rank.items()} == shapes
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    prefix = "model.layers.0."
+    logits = torch.cat([x @ rank["lm_head.weight"].T for rank in halves], dim=1)
+    assert torch.allclose(logits, x @ whole["lm_head.weight"].T, atol=1e-5)
+
+    def mlp(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        gate, up = (x @ tensors[f"{prefix}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+        return (torch.nn.functional.silu(gate) * up) @ tensors[prefix + "mlp.down_proj.weight"].T
+
+    def values(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """What attention gives where each row sees itself alone: the values of its key head."""
+        v = x @ tensors[prefix + "self_attn.v_proj.weight"].T
+        if name == "Qwen2":
+            v = v + tensors[prefix + "self_attn.v_proj.bias"]
+        heads = v.view(5, -1, 16).repeat_interleave(2, dim=1).flatten(1)
+        return heads @ tensors[prefix + "self_attn.o_proj.weight"].T
+
+    for part in (mlp, values):
+        assert torch.allclose(sum(part(rank) for rank in halves), part(whole), atol=1e-5)
