@@ -1,7 +1,7 @@
 """The inspector exists because a request's own state does not say since when, why, or where it was before.
 
-Every request's machine notes its own transitions (`WatchedRequest`: a few calls in its life, none per token), and the
-newest ended ones are remembered. Everything else is worked out when somebody asks: whom a waiting request waits for,
+It observes the requests of the scheduler (a few transitions in the life of each, none per token), and remembers the
+newest ended ones. Everything else is worked out when somebody asks: whom a waiting request waits for,
 whose the blocks are. Nothing here decides anything.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -22,7 +22,9 @@ from novainfer.actors.records import ChoiceRecord, KvRecord, RequestRecord, Tran
 from novainfer.actors.streams import Streams
 from novainfer.fsm.engine import Engine, EngineState
 from novainfer.fsm.errors import InvalidParameter
+from novainfer.fsm.events import Submit
 from novainfer.fsm.gate import Gate
+from novainfer.fsm.machine import Machine, Observer
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.request import ENDED, Request, RequestState
@@ -41,7 +43,7 @@ QUEUED = (RequestState.WAITING, RequestState.PREEMPTED)
 class _Note:
     """What is known of one stream beside its requests."""
 
-    __slots__ = ("arrived_s", "came", "id", "max_tokens", "num_choices", "num_live", "owner", "requests")
+    __slots__ = ("arrived_s", "came", "choices", "id", "max_tokens", "num_choices", "num_live", "owner")
 
     def __init__(self, name: str, owner: str, params: SamplingParams, came: Transition, arrived_s: float) -> None:
         self.id = name
@@ -50,31 +52,22 @@ class _Note:
         self.max_tokens = params.max_tokens
         self.came = came
         self.arrived_s = arrived_s
-        self.requests: list[WatchedRequest] = []
+        self.choices: list[_Choice] = []
 
 
-class WatchedRequest(Request):
-    """A request that notes its transitions."""
+class _Choice:
+    """One request, since when it is in its state, and which states it has been in."""
 
-    __slots__ = ("history", "inspector", "note", "since_s")
+    __slots__ = ("history", "note", "request", "since_s")
 
-    def __init__(self, inspector: Inspector, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.inspector = inspector
+    def __init__(self, request: Request, note: _Note | None, since_s: float) -> None:
+        self.request = request
+        self.note = note
+        self.since_s = since_s
         self.history: list[Transition] = []
-        self.since_s = 0.0
-        self.note = inspector.note_of(self)
-
-    def handle(self, event: Any) -> list[Any]:
-        """As every machine, and note where it went."""
-        before = self.state
-        effects = super().handle(event)
-        if self.state is not before:
-            self.inspector.moved(self, before)
-        return effects
 
 
-class Inspector:
+class Inspector(Observer):
     """Answers what there is to know of requests and blocks; `clock` is monotonic, in seconds."""
 
     def __init__(
@@ -97,18 +90,34 @@ class Inspector:
         self._notes: dict[int, _Note] = {}  # by stream, in order of arrival
         self._whose: dict[int, tuple[str, str]] = {}  # request id and owner of the streams that ended last
         self._ended: deque[tuple[str, RequestRecord]] = deque(maxlen=ENDED_REQUESTS_MAX)  # with its owner
+        self._choices: dict[int, _Choice] = {}  # by request, until it ends
         self._scheduler: Scheduler | None = None
         self.feed = Feed(self._on_listened)
         self._stop_incidents: Callable[[], None] = lambda: None
 
     # ---- what happens --------------------------------------------------------------------------------------------
 
-    def watch(self, scheduler: Scheduler, actor: Actor) -> None:
-        """The scheduler is there: look at the requests that it makes."""
+    def watch(self, scheduler: Scheduler) -> None:
+        """The scheduler is there: look at it, and at the requests that it makes."""
         self._scheduler = scheduler
-        scheduler.request_type = partial(WatchedRequest, self)
-        if self.feed.is_listened:
-            actor.on_transition = self._actor_moved
+        scheduler.observer = self
+
+    def took(self, machine: Machine, before: StrEnum, event: Any) -> None:
+        """As `Observer.took`."""
+        kind = type(machine)
+        if kind is Request:
+            if machine.state is not before:
+                self._moved(machine, before)  # type: ignore[arg-type]
+            return
+        if type(event) is Submit and (request := machine.requests.get(event.request_id)):  # type: ignore[attr-defined]
+            self._choice_of(request)
+        name = kind.__name__.lower()
+        if machine.state is not before and self.feed.is_listened and name in self._actors:  # the ladder is none
+            source, target, now = str(before), str(machine.state), self._now()
+            moved = ActorEvent(
+                time=now, actor=shown_name(name), source=source, target=target, event=type(event).__name__
+            )
+            self.feed.publish(moved)
 
     def arrived(self, stream_id: int, name: str, owner: str, params: SamplingParams) -> None:
         """A stream was let in, or waits to be."""
@@ -117,35 +126,42 @@ class Inspector:
         if self.feed.is_listened:
             self._publish(note, 0, None, came.state)
 
-    def note_of(self, request: WatchedRequest) -> _Note | None:
-        """The note of a request that was just made; it is in its first state from now on."""
-        request.since_s = self._clock()
+    def _choice_of(self, request: Request) -> _Choice:
+        """What is known of `request`; one that is new is in its first state from now on."""
+        choice = self._choices.get(request.request_id)
+        if choice is not None:
+            return choice
         note = self._notes.get(request.stream_id)
+        choice = self._choices[request.request_id] = _Choice(request, note, self._clock())
         if note is None:
-            return None
-        note.requests.append(request)
-        request.history.append(note.came)
+            return choice
+        note.choices.append(choice)
+        choice.history.append(note.came)
         if note.came.state == CAME:
-            request.since_s = note.arrived_s  # its time at the tokenizer was waiting, too
+            choice.since_s = note.arrived_s  # its time at the tokenizer was waiting, too
         else:
-            request.history.append(Transition(str(request.state), self._now()))
+            choice.history.append(Transition(CAME, self._now()))
         if self.feed.is_listened and (request.choice or note.came.state != CAME):
-            self._publish(note, request.choice, None if request.choice else note.came.state, str(request.state))
-        return note
+            self._publish(note, request.choice, None if request.choice else note.came.state, CAME)
+        return choice
 
-    def moved(self, request: WatchedRequest, before: RequestState) -> None:
+    def _moved(self, request: Request, before: StrEnum) -> None:
         """A request has come into another state."""
-        request.since_s = now_s = self._clock()
-        history = request.history
+        choice = self._choice_of(request)
+        choice.since_s = now_s = self._clock()
+        history = choice.history
         if len(history) >= HISTORY_MAX:
             del history[HISTORY_KEPT_FIRST]
         history.append(Transition(str(request.state), self._epoch_s + now_s))
-        note = request.note
+        has_ended = request.state in ENDED
+        if has_ended:
+            del self._choices[request.request_id]
+        note = choice.note
         if note is None:
             return
         if self.feed.is_listened:
             self._publish(note, request.choice, str(before), str(request.state))
-        if request.state in ENDED:
+        if has_ended:
             note.num_live -= 1
             if not note.num_live:
                 self._notes.pop(request.stream_id, None)
@@ -153,12 +169,12 @@ class Inspector:
                 if len(self._whose) > ENDED_REQUESTS_MAX:
                     del self._whose[next(iter(self._whose))]
                 self._ended.append((note.owner, self._record(note, {}, now_s)))
-                note.requests.clear()
+                note.choices.clear()
 
     def forgotten(self, stream: Stream) -> None:
         """Nobody reads this stream any more; one that never came to the scheduler has ended with that."""
         note = self._notes.get(stream.stream_id)
-        if note is None or note.requests:
+        if note is None or note.choices:
             return
         del self._notes[stream.stream_id]
         state, now_s = _end_of(stream), self._clock()
@@ -186,7 +202,7 @@ class Inspector:
         overflow = {stream_id: at for at, stream_id in enumerate(self._gate.overflow)}
         live = [
             self._record(note, positions, now_s)
-            if note.requests
+            if note.choices
             else self._unsubmitted(stream_id, note, overflow, now_s)
             for stream_id, note in self._notes.items()
             if (owner is None or note.owner == owner) and (ids is None or note.id in ids)
@@ -202,17 +218,18 @@ class Inspector:
         """The device's slot of a request that runs; raises `InvalidParameter` when it holds none."""
         for note in self._notes.values():
             if note.id == name:
-                for request in note.requests:
-                    if request.slot >= 0:
-                        return request.slot
+                for choice in note.choices:
+                    if choice.request.slot >= 0:
+                        return choice.request.slot
         raise InvalidParameter(f"the request {name[:200]!r} does not run now: it holds no slot", param="request")
 
     def counts(self) -> Counter[str]:
         """Live requests by state, each choice counted; cheap."""
         found: Counter[str] = Counter()
         for stream_id, note in self._notes.items():
-            if note.requests:
-                found.update(str(r.state) for r in note.requests if r.state not in ENDED)
+            if note.choices:
+                states = [choice.request.state for choice in note.choices]
+                found.update(str(state) for state in states if state not in ENDED)
             else:
                 found[OVERFLOW if self._gate.is_overflowed(stream_id) else CAME] += note.num_choices
         return found
@@ -298,9 +315,9 @@ class Inspector:
 
     def _record(self, note: _Note, positions: dict[int, int], now_s: float) -> RequestRecord:
         """Of a stream that the scheduler has (or had)."""
-        choices = [self._choice(request, positions, now_s) for request in note.requests]
-        at = next((at for at, request in enumerate(note.requests) if not request.ended), -1)
-        shown, request = choices[at], note.requests[at]
+        choices = [self._choice(choice, positions, now_s) for choice in note.choices]
+        at = next((at for at, choice in enumerate(note.choices) if not choice.request.ended), -1)
+        shown, request = choices[at], note.choices[at].request
         is_one = len(choices) == 1
         return RequestRecord(
             id=note.id,
@@ -320,19 +337,20 @@ class Inspector:
             history=shown.history,
         )
 
-    def _choice(self, request: WatchedRequest, positions: dict[int, int], now_s: float) -> ChoiceRecord:
+    def _choice(self, choice: _Choice, positions: dict[int, int], now_s: float) -> ChoiceRecord:
+        request = choice.request
         ended = request.ended
         return ChoiceRecord(
             index=request.choice,
             state=str(request.state),
             reason=None if ended else self._reason(request, positions.get(request.request_id)),
-            dwell_s=round(now_s - request.since_s, 6),
+            dwell_s=round(now_s - choice.since_s, 6),
             cached_tokens=request.num_cached,
             generated_tokens=request.num_generated,
             blocks=0 if ended else len(request.blocks),  # they go back right after its end, or with its step
             host_blocks=0 if ended else len(request.host_blocks),
             preemptions=request.num_preemptions,
-            history=list(request.history),
+            history=list(choice.history),
         )
 
     def _unsubmitted(self, stream_id: int, note: _Note, overflow: dict[int, int], now_s: float) -> RequestRecord:
@@ -378,15 +396,12 @@ class Inspector:
 
     def _on_listened(self, is_listened: bool) -> None:
         for actor in self._actors.values():
-            actor.on_transition = self._actor_moved if is_listened else None
+            if actor.machine is not None and actor.machine is not self._scheduler:  # which is always observed
+                actor.machine.observer = self if is_listened else None
         if is_listened:
             self._stop_incidents = self._incidents.subscribe(self._incident)
         else:
             self._stop_incidents()
-
-    def _actor_moved(self, actor: str, source: str, target: str, event: str) -> None:
-        now = self._now()
-        self.feed.publish(ActorEvent(time=now, actor=shown_name(actor), source=source, target=target, event=event))
 
     def _publish(self, note: _Note, choice: int, source: str | None, target: str) -> None:
         now = self._now()

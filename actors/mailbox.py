@@ -74,7 +74,6 @@ class Actor:
         self._state_since_s = 0.0
         self._handled = 0
         self._turns = 0
-        self.on_transition: Callable[[str, str, str, str], None] | None = None  # actor, from, to, event; for listeners
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to take turns on `loop`; what was told before is waiting."""
@@ -176,8 +175,6 @@ class Actor:
         after = machine.state
         if after is not before and self._loop is not None:
             self._state_since_s = self._loop.time()
-            if self.on_transition is not None:
-                self.on_transition(self.name, str(before), str(after), type(event).__name__)
         if codes is not None:
             try:
                 self._append(codes.short[type(event)][after])

@@ -259,7 +259,7 @@ class System:
             step_timeout_s=patience.step_timeout_s,
         )
         self._actors["scheduler"] = self._make_actor("scheduler", self._scheduler)
-        self.inspector.watch(self._scheduler, self._actors["scheduler"])
+        self.inspector.watch(self._scheduler)
         self.recorder.begin(self._actors, self._streams, self._undelivered, vocabulary, self._loop)
         for name in ("scheduler", "gate", "engine"):
             self._actors[name].open(self._loop)

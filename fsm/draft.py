@@ -62,7 +62,6 @@ class Flight(msgspec.Struct, gc=False):
     mode: str = "full"  # what the device has to compute in
     num_prompt_tokens: int = 0  # of all that the step computes
     canary: list[int] = []  # the blocks that a canary is computed in: such a step computes nothing of any request
-    before: object = None  # what `Planner.probe` gave before the step was planned
 
 
 class Draft:

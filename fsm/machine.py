@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 
@@ -99,15 +99,29 @@ def _each(states: StrEnum | Iterable[StrEnum]) -> Iterable[StrEnum]:
     return [states] if isinstance(states, StrEnum) else states
 
 
+class Observer:
+    """Hears what the machines do whose `observer` it is, and what their nested machines do; a base to build on."""
+
+    def takes(self, machine: Machine, event: Any, row: Row) -> None:
+        """`machine` is about to take `event`, by `row`."""
+
+    def took(self, machine: Machine, before: StrEnum, event: Any) -> None:
+        """`machine` has taken `event` in the state `before`; it was not ignored."""
+
+
+_Nested = TypeVar("_Nested", bound="Machine")
+
+
 class Machine:
     """Base of all machines; subclasses give `TABLE` and one method per action: `action(event) -> next state`."""
 
     TABLE: ClassVar[Table]
-    __slots__ = ("_effects", "state")
+    __slots__ = ("_effects", "observer", "state")
     state: StrEnum
 
     def __init__(self, state: StrEnum) -> None:
         self.state = state
+        self.observer: Observer | None = None
         self._effects: list[Effect] = []
 
     def handle(self, event: Any) -> list[Effect]:
@@ -116,15 +130,25 @@ class Machine:
         row = self.TABLE.get((state, type(event)))
         if row is None:
             raise IllegalEvent(f"{type(self).__name__} knows no event {type(event).__name__}")
+        if row.impossible:
+            raise IllegalEvent(f"{type(self).__name__} in {state}: {type(event).__name__} cannot come: {row.why}")
+        observer = self.observer
+        if observer is not None:
+            observer.takes(self, event, row)
         if not row.action:
-            if row.impossible:
-                raise IllegalEvent(f"{type(self).__name__} in {state}: {type(event).__name__} cannot come: {row.why}")
             return []
         self._effects = []
         follows = getattr(self, row.action)(event)
         assert follows in row.follows, f"{type(self).__name__}.{row.action}: {state} -> {follows} is not in the table"
         self.state = follows
+        if observer is not None:
+            observer.took(self, state, event)
         return self._effects
+
+    def _nest(self, machine: _Nested) -> _Nested:
+        """`machine`, which is a part of this one: what observes this one observes it too."""
+        machine.observer = self.observer
+        return machine
 
     def _send(self, to: str, event: Any, *, urgent: bool = False) -> None:
         self._effects.append(Send(to, event, urgent))

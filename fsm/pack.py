@@ -32,10 +32,7 @@ PACKAGE = __name__.rpartition(".")[0]
 DEPTH_MAX = 200  # lists within lists; machines nest about ten deep
 # What no machine decides by, or what cannot be data: left out, and this when it is read back.
 LEFT_OUT: dict[str, dict[str, Callable[[], Any]]] = {
-    "Flight": {"before": lambda: None},
-    "Machine": {"_effects": list},
-    "Planner": {"probe": lambda: None},
-    "Scheduler": {"request_type": lambda: _request_type()},
+    "Machine": {"_effects": list, "observer": lambda: None},
 }
 # Log probabilities would be most of what a step brings, and machines only count them: their numbers are written.
 COUNTED = "logprobs"
@@ -136,15 +133,14 @@ class _Writer:
         return [_LIST, [self.plain(x) for x in things]]
 
     def _object(self, thing: Any) -> list[Any]:
-        of: Any = type(thing)
-        kind = _known_kind(of)
+        kind: Any = type(thing)
+        if not _is_known(kind):
+            raise PackError(f"{kind.__module__}.{kind.__qualname__} is nothing that a machine holds")
         fields = _fields_of(kind)
         if fields is None:
             own: dict[str, Any] = vars(thing)
-            left_out, is_watched = _left_out(kind), of is not kind
+            left_out = _left_out(kind)
             names = [n for n, x in own.items() if n not in left_out and not isinstance(x, _FUNCTIONS)]
-            if is_watched:  # what the watcher needs is no part of the machine
-                names = [n for n in names if _is_data(_type_of(own[n]))]
             fields = (*_slots_of(kind), *sorted(names))
         if kind in _WITH_LOGPROBS:
             values = [_counts(thing.logprobs) if n == COUNTED else self.plain(getattr(thing, n)) for n in fields]
@@ -303,7 +299,6 @@ def _uncounted(kind: Any, counts: Any) -> Any:
 
 
 _WITH_LOGPROBS = frozenset([Delta, Output, StepDone])
-_PLAIN = frozenset([list, tuple, set, frozenset, deque, dict, OrderedDict, Counter, _DECODER])
 _DICTS: dict[type, int] = {dict: _DICT, OrderedDict: _ORDERED, Counter: _COUNTER}
 _READERS: dict[int, Callable[..., Any]] = {
     _SEEN: _Reader.read_seen,
@@ -347,33 +342,13 @@ def _kinds_by_name() -> dict[str, Any]:
     return found
 
 
-def _request_type() -> Any:
-    """What a scheduler makes requests with; a test's counts them."""
-    return _kinds_by_name()[f"{PACKAGE}.request:Request"]
-
-
 def _name_of(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 @cache
-def _known_kind(kind: type) -> Any:
-    """`kind`, or what it is a kind of: the simulator watches requests by a subclass."""
-    for base in kind.__mro__:
-        if _name_of(base) in _kinds_by_name():
-            return base
-    raise PackError(f"{kind.__module__}.{kind.__qualname__} is nothing that a machine holds")
-
-
-def _type_of(thing: Any) -> Any:
-    return type(thing)
-
-
-@cache
-def _is_data(kind: Any) -> bool:
-    """Whether what a machine holds may be of this kind."""
-    is_plain = kind in _ATOMS or kind in _PLAIN or issubclass(kind, Enum)
-    return is_plain or any(_name_of(base) in _kinds_by_name() for base in kind.__mro__)
+def _is_known(kind: Any) -> bool:
+    return _name_of(kind) in _kinds_by_name()
 
 
 @cache

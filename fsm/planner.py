@@ -10,7 +10,7 @@ and the one that takes it in again copies it back. Paused requests are preempted
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import msgspec
 
@@ -48,7 +48,6 @@ class Planner:
         self.looked_at = -1  # the id of the waiting request that was looked at last in turn
         self.producers: dict[bytes, int] = {}  # block name -> the running request that will compute it
         self.num_preemptions = 0
-        self.probe: Callable[[], object] | None = None  # the simulator's: what a rollback has to give back
 
     # ---- queue ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +144,6 @@ class Planner:
                 self._make_slots()
             self._make_room(only)
             draft = Draft(self, step_id, epoch, chunk, only)
-            draft.flight.before = self.probe() if self.probe else None
             self.pool.open(draft.flight.journal)
             draft.add_decodes()
             draft.add_prefills()
@@ -171,7 +169,6 @@ class Planner:
         if not self.free_slots or not num_tokens:
             return None
         draft = Draft(self, step_id, epoch, num_tokens, None)
-        draft.flight.before = self.probe() if self.probe else None
         self.pool.open(draft.flight.journal)
         draft.add_canary(self.free_slots[-1], num_tokens)
         self.pool.close()

@@ -263,14 +263,10 @@ class Roster(Machine):
     # ---- what the worker wants -----------------------------------------------------------------------------------
 
     def _open(self, epoch: int) -> Process:
-        process = self.new_process(self._num_started, epoch)
+        process = self._nest(Process(self._num_started, epoch))
         self._num_started += 1
         self._start(Open(process.serial))
         return process
-
-    def new_process(self, serial: int, epoch: int) -> Process:
-        """The machine of a process that is about to be started."""
-        return Process(serial, epoch)
 
     def _pass(self, process: Process, event: Any) -> None:
         self._effects.extend(process.handle(event))

@@ -14,7 +14,7 @@ computed again, from each request's own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar
 
@@ -169,9 +169,6 @@ class Scheduler(Machine):
         self.planner = Planner(limits, 0)
         self.trouble = Trouble(self.planner)
         self.requests: dict[int, Request] = {}
-        self.request_type: Callable[[Submit, Vocabulary, Sequence[int], int], Request] = (
-            Request  # the simulator's counts
-        )
         self._last_submitted = -1
         self._tombstones: dict[int, Cause] = {}
         self._work_seen = 0
@@ -215,6 +212,7 @@ class Scheduler(Machine):
         self.trouble = Trouble(
             self.planner, event.modes, ladder_quiet_s=self._ladder_quiet_s, step_timeout_s=self._step_timeout_s
         )
+        self._nest(self.trouble.ladder)
         self._epoch = event.epoch
         self._eos_token_ids = event.eos_token_ids
         self._max_len = min(event.max_model_len, event.num_blocks * self._limits.block_size)
@@ -234,7 +232,7 @@ class Scheduler(Machine):
         max_len = self._max_len
         if event.params.max_tokens is not None:
             max_len = min(max_len, len(event.token_ids) + event.params.max_tokens)
-        request = self.request_type(event, self._vocabulary, self._eos_token_ids, max_len)
+        request = self._nest(Request(event, self._vocabulary, self._eos_token_ids, max_len))
         cause = self._tombstones.pop(event.request_id, None)
         if cause is not None:
             end = End(cause=cause)

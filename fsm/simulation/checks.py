@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from novainfer.fsm.blocks import Journal
 from novainfer.fsm.draft import Flight
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.events import (
@@ -76,6 +77,7 @@ class Checks:
         self._quiet = False  # nothing but MakeBatch reached the scheduler since its last savepoint
         self._step_blocks: list[int] = []  # all blocks that the step on the device may touch
         self._failed: tuple[int, set[int]] | None = None  # the step that failed, and the streams that it concerned
+        self._before: Any = None  # what a rollback of the step on the device must give back
         self._rung = ""  # of the ladder, before the event
         self._last_alone: tuple[Fault, int, list[int]] | None = None  # the step that last failed, if of one stream
         self._on_trial: tuple[Fault, int, list[int]] | None = None  # the same, while a canary is on the device
@@ -116,6 +118,7 @@ class Checks:
             self._note_failure(scheduler.flight)
         if not isinstance(event, MakeBatch):
             return
+        self._watch_planning()
         if isinstance(event.outcome, StepDone) and scheduler.flight is not None:
             if scheduler.flight.canary and event.outcome.token_ids[0] < 0:
                 self._note_failure(scheduler.flight)
@@ -132,9 +135,17 @@ class Checks:
             self._note_failure(flight)
             self._watch_rollback(event.outcome, exact=self._quiet)
 
-    def _fingerprint(self) -> object:
-        """What a rollback has to give back; None when nobody will look."""
-        return self.world.scheduler.fingerprint() if self.world.looks_closely else None
+    def _watch_planning(self) -> None:
+        """Wrap the beginning of the coming plan: what is there then is what a rollback has to give back."""
+        world = self.world
+        pool = world.scheduler.planner.pool
+        begin = pool.open
+
+        def watched(journal: Journal) -> None:
+            self._before = world.scheduler.fingerprint() if world.looks_closely else None
+            begin(journal)
+
+        pool.open = watched  # type: ignore[method-assign]
 
     def _note_failure(self, flight: Flight) -> None:
         """A step has failed, or was lost: if one request stood alone in it, that one may be to blame."""
@@ -154,9 +165,8 @@ class Checks:
             del planner.rollback
             if launched is not outcome.launched:
                 raise Violation(f"step {flight.step_id} was taken back as launched={launched}")
-            if exact and flight.before is not None:
-                now: Any = self.world.scheduler.fingerprint()
-                before: Any = flight.before
+            if exact and self._before is not None:
+                now, before = self.world.scheduler.fingerprint(), self._before
                 if launched:  # names of blocks that were evicted for the step stay lost
                     now, before = now[1:], before[1:]
                 if now != before:
@@ -173,9 +183,8 @@ class Checks:
         if scheduler.state is SchedulerState.STARTING:
             return
         planner = scheduler.planner
-        if planner.probe is None:
-            planner.probe = self._fingerprint if self.world.is_large else scheduler.fingerprint
         if isinstance(event, MakeBatch):
+            del planner.pool.open
             self._quiet = True
             if "rollback" in planner.__dict__:
                 raise Violation("a step failed and was not taken back")

@@ -34,7 +34,7 @@ KEPT = {
     "Ladder": frozenset(["_rungs"]),  # those that the device has
     "Worker": frozenset(["_found", "_losses", "_fatal"]),  # the model; a restart budget of times; counts by mode
 }
-NOT_ITS_OWN = ("_audit", "_effects", "_taken")  # what it has just said, and what is the simulator's
+NOT_ITS_OWN = ("_effects", "observer")  # what it has just said, and what is the simulator's
 _OPAQUE = (StepPlan, Enum, SamplingParams, Vocabulary, FunctionType, MethodType, type)
 _ATOMS = frozenset([int, str, bytes, bool, float, type(None)])
 _names: dict[type, tuple[str, ...]] = {}
@@ -99,13 +99,13 @@ def check_known(world: World) -> None:
         for owner, name, value in walk(machine):
             for part in _parts(value):
                 if isinstance(part, Request) and part.state in ENDED:
-                    raise Violation(f"request {part.request_id} has ended, and {_name(owner)}.{name} holds it")
+                    raise Violation(f"request {part.request_id} has ended, and {type(owner).__name__}.{name} holds it")
     for machine in (world.gate, world.engine):
         for name, value in attributes(machine):
             for key in value if isinstance(value, dict) else ():
                 client = world.clients.get(key)
                 if client is not None and client.end is not None and key not in world.streams:
-                    raise Violation(f"stream {key} has ended, and {_name(machine)}.{name} holds it")
+                    raise Violation(f"stream {key} has ended, and {type(machine).__name__}.{name} holds it")
 
 
 def check_empty(world: World) -> None:
@@ -116,9 +116,9 @@ def check_empty(world: World) -> None:
     for machine in machines:
         for owner, name, value in walk(machine):
             if isinstance(value, CONTAINERS) and value and name not in _kept(owner):
-                raise Violation(f"everybody has left, and {_name(owner)}.{name} holds {value}")
+                raise Violation(f"everybody has left, and {type(owner).__name__}.{name} holds {value}")
             if isinstance(value, Request):
-                raise Violation(f"everybody has left, and {_name(owner)}.{name} is request {value.request_id}")
+                raise Violation(f"everybody has left, and {type(owner).__name__}.{name} is request {value.request_id}")
     planner, shape = world.scheduler.planner, world.shape
     pool, host = planner.pool, planner.host
     if pool.num_blocks and world.engine.state is EngineState.IDLE:
@@ -131,7 +131,3 @@ def check_empty(world: World) -> None:
                 raise Violation(f"everybody has left, and not every {what} is free, once: {sorted(free)} of {total}")
         if world.scheduler.trouble.ladder.state == "FULL" and planner.max_running != shape.max_num_seqs:
             raise Violation(f"the engine is at its full size, and takes {planner.max_running} requests a step")
-
-
-def _name(owner: Any) -> str:
-    return next((base.__name__ for base in type(owner).__mro__ if not base.__name__.startswith("_Watched")), "")

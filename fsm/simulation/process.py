@@ -50,7 +50,7 @@ from novainfer.fsm.roster import (
 from novainfer.fsm.simulation.oracle import Violation
 
 if TYPE_CHECKING:
-    from novainfer.fsm.simulation.world import Rows, World
+    from novainfer.fsm.simulation.world import World
 
 NEEDED: dict[type, str] = {
     Fit: "Load",
@@ -91,37 +91,13 @@ class Real(msgspec.Struct):
         return self.is_started and self.is_alive and not self.is_frozen
 
 
-class _WatchedProcess(Process):
-    """A process whose transitions are counted."""
-
-    __slots__ = ("_taken",)
-    _taken: Rows
-
-    def handle(self, event: Any) -> list[Effect]:
-        """As `Process.handle`."""
-        self._taken["Process", self.state, type(event).__name__] += 1
-        return super().handle(event)
-
-
-class _WatchedRoster(Roster):
-    """A roster whose processes count their transitions."""
-
-    _taken: Rows
-
-    def new_process(self, serial: int, epoch: int) -> Process:
-        """As `Roster.new_process`."""
-        process = _WatchedProcess(serial, epoch)
-        process._taken = self._taken
-        return process
-
-
 class Processes:
     """See the module."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.roster = _WatchedRoster(warm_spare=world.shape.warm_spare)
-        self.roster._taken = world.taken
+        self.roster = Roster(warm_spare=world.shape.warm_spare)
+        self.roster.observer = world.watcher
         self.all: dict[int, Real] = {}  # that are not reaped
         self.dead: list[int] = []  # whose death nobody has shown yet
         self.ending: list[int] = []  # whose end is to come
@@ -142,7 +118,6 @@ class Processes:
         world, roster = self.world, self.roster
         if isinstance(event, ECHOED):
             self.said[type(event).__name__] = event
-        world.taken["Roster", roster.state, type(event).__name__] += 1
         world.trace(f"roster {type(event).__name__}", event)
         spare, current, was_down = roster.spare, self._current, roster.state in DOWN
         was_ahead = spare is not None and spare.state is ProcessState.AHEAD

@@ -19,6 +19,7 @@ from novainfer.fsm.engine import EngineState
 from novainfer.fsm.events import Arrive
 from novainfer.fsm.gate import GateState
 from novainfer.fsm.ladder import Rung
+from novainfer.fsm.machine import Machine
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.process import ProcessState
@@ -28,7 +29,7 @@ from novainfer.fsm.scheduler import Scheduler, SchedulerState
 from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.process import Processes
 from novainfer.fsm.simulation.shape import Shape
-from novainfer.fsm.simulation.world import Rows, World
+from novainfer.fsm.simulation.world import Watcher, World
 from novainfer.fsm.stream import StreamState
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.worker import WorkerState
@@ -38,37 +39,29 @@ from novainfer.fsm.worker import WorkerState
 SKIPPED: dict[str, frozenset[str]] = {
     "Arrive": frozenset(["num_tokens", "params", "prompt", "seed"]),
     "BlockPool": frozenset(["_released_at", "_releases", "block_size", "num_blocks"]),
-    "Checks": frozenset(
-        ["_failed", "_gate_heard", "_leaving", "_oldest", "_rung", "_sampled", "_to_be_told", "at_once", "world"]
-    ),  # within one event, or told by the gate's state
+    "Checks": frozenset(["_before", "_failed", "_gate_heard", "_leaving", "_oldest", "_rung", "_sampled"])
+    | frozenset(["_to_be_told", "at_once", "world"]),  # within one event, or told by the gate's state
     "Client": frozenset(["_expected", "_max_len", "arrive", "prompt"]),
-    "Engine": frozenset(["_effects"]),
-    "Flight": frozenset(["before"]),
-    "Gate": frozenset(["_effects"]),
     "Incident": frozenset(["action", "message"]),
-    "_WatchedLadder": frozenset(["_effects", "_quiet_s", "_taken"]),
-    "Planner": frozenset(["limits", "num_preemptions", "probe"]),
+    "Ladder": frozenset(["_quiet_s"]),
+    "Planner": frozenset(["limits", "num_preemptions"]),
     "Restarts": frozenset(["_epoch", "_shape", "_state"]),
     "Processes": frozenset(["_spare_deaths", "world"]),
-    "_WatchedProcess": frozenset(["_effects", "_taken", "pid"]),
-    "_WatchedRoster": frozenset(["_effects", "_taken", "_warm_spare"]),
+    "Process": frozenset(["pid"]),
+    "Request": frozenset(["max_len", "names", "num_prompt", "params", "seed", "stop_ids"]),
+    "Roster": frozenset(["_warm_spare"]),
+    "Scheduler": frozenset(["_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_ladder_quiet_s"])
+    | frozenset(["_limits", "_losses", "_max_len", "_prompt_tokens", "_queried", "_stall_keep_s", "_steps"])
+    | frozenset(["_step_timeout_s", "_swapped_in", "_swapped_out", "_vocabulary"]),
     "ScriptedDevice": frozenset(["block_size"]),
-    "Stream": frozenset(["_effects", "_stall_high", "_stall_low", "name"]),
+    "Stream": frozenset(["_stall_high", "_stall_low", "name"]),
     "Submit": frozenset(["params", "seed", "token_ids"]),
     "TextAssembler": frozenset(["_longest_stop", "_plain", "_show_special", "_stops", "_vocabulary", "include_stop"]),
     "Trouble": frozenset(["limits", "planner"]),
-    "Worker": frozenset(["_effects", "_found", "_policy"]),
+    "Worker": frozenset(["_found", "_policy"]),
     "_Room": frozenset(["_max_reqs", "_max_tokens"]),
-    "_WatchedRequest": frozenset(
-        ["_audit", "_effects", "_taken", "max_len", "names", "num_prompt", "params", "seed", "stop_ids"]
-    ),
-    "_WatchedScheduler": frozenset(
-        ["_audit", "_effects", "_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_limits"]
-    )
-    | frozenset(["_ladder_quiet_s", "_losses", "_max_len", "_prompt_tokens", "_queried", "_stall_keep_s", "_steps"])
-    | frozenset(["_step_timeout_s"])
-    | frozenset(["_swapped_in", "_swapped_out", "_taken", "_vocabulary", "request_type"]),
 }
+OF_MACHINES = frozenset(["_effects", "observer"])  # what it has just said, and who looks on
 # Dictionaries whose order says who comes first; of all others only the content counts.
 ORDERED = frozenset(["_cached", "_overflow", "_pending", "parked", "running"])
 
@@ -115,7 +108,8 @@ _REDUCERS: dict[type, Any] = {
     **copyreg.dispatch_table,
     Checks: lambda checks: (_new_checks, (), _but_the_world(checks)),
     Processes: lambda processes: (_new_processes, (), _but_the_world(processes)),
-    **dict.fromkeys((Arrive, Limits, Rows, SamplingParams, Shape, Vocabulary, *_STATES), _by_number),
+    **dict.fromkeys((Arrive, Limits, SamplingParams, Shape, Vocabulary, *_STATES), _by_number),
+    Watcher: lambda watcher: _by_number(watcher.for_copies),
 }
 
 
@@ -153,10 +147,10 @@ _messages: dict[int, tuple[Any, bytes]] = {}  # by identity: the message, which 
 class _Copy(World):
     """A world whose parts are read when they are asked for."""
 
-    def __init__(self, saved: Saved, shape: Shape, taken: Rows) -> None:
+    def __init__(self, saved: Saved, shape: Shape, watcher: Watcher) -> None:
         self.saved = saved
         self.shape = shape
-        self.taken = taken
+        self.watcher, self.taken = watcher, watcher.taken
         self.now_s = 0.0
         self.counts = Counter()
         self.entered_s = {}
@@ -206,7 +200,7 @@ def save(world: World) -> Saved:
 
 def load(saved: Saved, like: World) -> World:
     """A world as it was; it has the size of `like`, and counts rows together with it."""
-    return _Copy(saved, like.shape, like.taken)
+    return _Copy(saved, like.shape, like.watcher.for_copies)
 
 
 def fingerprint(world: World) -> tuple[Any, ...]:
@@ -311,4 +305,5 @@ def _attributes_of(thing: Any) -> tuple[str, ...]:
         names.update(getattr(thing, "__dict__", ()))
         for base in kind.__mro__:
             names.update(getattr(base, "__slots__", ()))
-    return tuple(sorted(names - SKIPPED.get(kind.__name__, frozenset())))
+    skipped = SKIPPED.get(kind.__name__, frozenset())
+    return tuple(sorted(names - (skipped | OF_MACHINES if isinstance(thing, Machine) else skipped)))

@@ -20,7 +20,6 @@ from novainfer.fsm.events import (
     CancelAll,
     Cause,
     Close,
-    Configure,
     Departed,
     DeviceLost,
     Drain,
@@ -41,14 +40,13 @@ from novainfer.fsm.events import (
     Switch,
 )
 from novainfer.fsm.gate import Gate
-from novainfer.fsm.ladder import Ladder
-from novainfer.fsm.machine import After, Effect, Machine, Send, Start
+from novainfer.fsm.machine import After, Effect, Machine, Observer, Row, Send, Start
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.request import Preempt, Request
 from novainfer.fsm.roster import Find, Open
-from novainfer.fsm.scheduler import Scheduler, SchedulerState
+from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.admission import MAILBOX_FEW, check_gate, check_mailbox, check_stall
 from novainfer.fsm.simulation.audit import Audit
 from novainfer.fsm.simulation.checks import Checks
@@ -67,7 +65,6 @@ TO_WORKER: Link = ("device", "worker", False)
 FROM_WORKER: Link = ("worker", "engine", False)
 LARGE_SEQS = 256  # in worlds with more slots
 CLOSE_LOOK = 16  # one event of so many is looked at closely
-_MACHINES = {"gate": "Gate", "engine": "Engine", "scheduler": "Scheduler", "worker": "Worker", "streams": "Stream"}
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -94,55 +91,20 @@ class Rows(Counter[tuple[str, str, str]]):
     """How often each row was taken, by (machine, state, event)."""
 
 
-class _WatchedRequest(Request):
-    """A request whose transitions are counted, and whose preemptions are looked at where there is a clock."""
+class Watcher(Observer):
+    """Counts the rows that the machines of a world take, and shows preemptions to its `audit`, if it has one."""
 
-    __slots__ = ("_audit", "_taken")
-    _taken: Rows
-    _audit: Audit | None
+    def __init__(self, taken: Rows, audit: Audit | None = None) -> None:
+        self.taken = taken
+        self.audit = audit
+        self.for_copies = self if audit is None else Watcher(taken)  # an audit is of one world only
 
-    def handle(self, event: Any) -> list[Effect]:
-        """As `Request.handle`."""
-        if type(event) is Preempt and self._audit is not None:
-            self._audit.preempted(self)
-        self._taken["Request", self.state, type(event).__name__] += 1
-        return super().handle(event)
-
-
-class _WatchedLadder(Ladder):
-    """A ladder whose transitions are counted."""
-
-    _taken: Rows
-
-    def handle(self, event: Any) -> list[Effect]:
-        """As `Ladder.handle`."""
-        self._taken["Ladder", self.state, type(event).__name__] += 1
-        return super().handle(event)
-
-
-class _WatchedScheduler(Scheduler):
-    """A scheduler that counts the transitions of its requests and of its ladder."""
-
-    _taken: Rows
-    _audit: Audit | None
-
-    def watch(self, taken: Rows, audit: Audit | None = None) -> None:
-        """Count them in `taken`, and tell `audit` of preemptions."""
-        self._taken = taken
-        self._audit = audit
-        self.request_type = self._new_request
-
-    def _new_request(self, *args: Any) -> Request:
-        request = _WatchedRequest(*args)
-        request._taken = self._taken
-        request._audit = self._audit
-        return request
-
-    def _configure(self, event: Configure) -> SchedulerState:
-        state = super()._configure(event)
-        ladder = self.trouble.ladder = _WatchedLadder(event.modes, quiet_s=self._ladder_quiet_s)
-        ladder._taken = self._taken
-        return state
+    def takes(self, machine: Machine, event: Any, row: Row) -> None:
+        """As `Observer.takes`."""
+        if type(event) is Preempt and self.audit is not None:
+            assert isinstance(machine, Request)
+            self.audit.preempted(machine)
+        self.taken[type(machine).__name__, machine.state, type(event).__name__] += 1
 
 
 class World:
@@ -166,10 +128,9 @@ class World:
         self.taken = Rows()
         self.gate = Gate(shape.max_num_queued_reqs, shape.max_num_queued_tokens, shape.max_num_overflow_reqs)
         self.engine = Engine()
-        self.scheduler = _WatchedScheduler(
+        self.scheduler = Scheduler(
             limits, VOCABULARY, stall_keep_s=shape.stall_keep_s, ladder_quiet_s=shape.ladder_quiet_s
         )
-        self.scheduler.watch(self.taken)
         self.worker = Worker(RestartPolicy(max_restarts=shape.max_restarts, window_s=shape.restart_window_s))
         self.now_s = 0.0
         self.entered_s: dict[str, float] = {}  # when each machine has come into its state
@@ -193,9 +154,12 @@ class World:
         self.checks = Checks(self)
         self._trace = trace
         self._driver = driver
+        self.watcher = Watcher(self.taken)
         if driver is not None:
             self.audit = Audit(self)
-            self.scheduler.watch(self.taken, self.audit)
+            self.watcher = Watcher(self.taken, self.audit)
+        for machine in self.machines.values():
+            machine.observer = self.watcher
         if shape.processes:
             self.processes, self.device = Processes(self), None
         self.perform("shell", [Send("worker", Begin())])
@@ -252,7 +216,6 @@ class World:
     def handle(self, name: str, machine: Machine, event: Any) -> Sequence[Effect]:
         """One event for one machine, and its effects, which are performed."""
         kind = type(event).__name__
-        self.taken[_MACHINES[name], machine.state, kind] += 1
         if self._trace is not None:
             self._trace(_encode((self.now_s, name, kind, event)))
         before = machine.state
@@ -467,7 +430,7 @@ class World:
         arrive = Arrive(stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=num_tokens)
         client = self.clients[stream_id] = Client(arrive, self.shape.context_len)
         shape = self.shape
-        self.streams[stream_id] = Stream(
+        stream = self.streams[stream_id] = Stream(
             stream_id,
             str(stream_id),
             params.n,
@@ -475,6 +438,7 @@ class World:
             stall_low=shape.stall_low,
             stall_timeout_s=shape.stall_timeout_s,
         )
+        stream.observer = self.watcher
         if self.is_stopped:
             client.causes.add(Cause.DRAIN)
         waiting, tokens = self.gate.num_queued + params.n, self.gate.num_queued_tokens + num_tokens
@@ -526,7 +490,6 @@ class World:
         """A client takes what is there, and checks it."""
         client, stream = self.clients[stream_id], self.streams[stream_id]
         client.num_reads += 1
-        self.taken["Stream", stream.state, "Read"] += 1
         before = stream.state
         effects = stream.handle(Read())
         check_stall(before, stream.state, Read(), effects)

@@ -13,7 +13,6 @@ from novainfer.actors.fake import ByteTokenizer, FakeDevice
 from novainfer.actors.feed import ActorEvent, RequestEvent
 from novainfer.actors.incidents import Incidents
 from novainfer.actors.inspector import HISTORY_MAX, Inspector
-from novainfer.actors.mailbox import Actor
 from novainfer.actors.records import RequestRecord
 from novainfer.actors.streams import Streams
 from novainfer.actors.system import System
@@ -39,8 +38,7 @@ class Watched:
         self.bench = Bench(**bench)
         incidents = Incidents(lambda stream_id: None)
         self.inspector = Inspector(Gate(8, 1000), Engine(), Streams(nothing), incidents, {}, clock=lambda: self.now_s)
-        actor = Actor("scheduler", self.bench.scheduler, route=nothing, start=nothing, died=nothing)
-        self.inspector.watch(self.bench.scheduler, actor)
+        self.inspector.watch(self.bench.scheduler)
 
     def submit(self, token_ids: list[int], *, owner: str = "", max_tokens: int | None = 8) -> int:
         stream_id = self.bench._next_id
@@ -359,7 +357,7 @@ async def test_listeners_hear_of_requests_and_actors_and_nobody_is_asked_when_no
         ]
         moves = {(e.actor, e.source, e.target) for e in found if isinstance(e, ActorEvent)}
         assert {("engine", "IDLE", "SCHEDULING"), ("worker-0", "READY", "RUNNING")} <= moves
-        assert all(actor.on_transition is None for actor in actors)
+        assert [actor.name for actor in actors if actor.machine.observer is not None] == ["scheduler"]
         with system.inspector.subscribe("bob", limit=1000) as events:
             await answer(system, PROMPT)
             assert not any(isinstance(e, RequestEvent) for e in events.take())

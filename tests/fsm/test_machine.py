@@ -8,6 +8,8 @@ from novainfer.fsm.machine import (
     After,
     IllegalEvent,
     Machine,
+    Observer,
+    Row,
     Send,
     Start,
     Table,
@@ -112,3 +114,50 @@ def test_a_table_with_two_rows_for_a_pair_is_refused():
 def test_a_table_with_a_row_for_an_unknown_event_is_refused():
     with pytest.raises(TypeError, match=r"unknown pairs \(OFF, Look\), \(ON, Look\)"):
         table(S, (Push,), stay(S, Push, "_push"), stay(S, Look, "_look"))
+
+
+class Case(Machine):
+    """A machine with a lamp in it."""
+
+    TABLE: ClassVar[Table] = table(S, (Push,), stay(S, Push, "_push"))
+
+    def __init__(self) -> None:
+        super().__init__(S.OFF)
+        self.lamp: Lamp | None = None
+
+    def _push(self, event: Push) -> StrEnum:
+        self.lamp = self._nest(Lamp())
+        self._effects += self.lamp.handle(event)
+        return self.state
+
+
+class Notes(Observer):
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, StrEnum, str, str]] = []
+        self.gone: list[tuple[str, StrEnum, StrEnum]] = []
+
+    def takes(self, machine: Machine, event: object, row: Row) -> None:
+        self.taken.append((type(machine).__name__, machine.state, type(event).__name__, row.action))
+
+    def took(self, machine: Machine, before: StrEnum, event: object) -> None:
+        self.gone.append((type(machine).__name__, before, machine.state))
+
+
+def test_an_observer_hears_before_and_after_and_of_nested_machines_too():
+    case, notes = Case(), Notes()
+    case.observer = notes
+    case.handle(Push())
+    assert notes.taken == [("Case", S.OFF, "Push", "_push"), ("Lamp", S.OFF, "Push", "_push")]
+    assert notes.gone == [("Lamp", S.OFF, S.ON), ("Case", S.OFF, S.OFF)]
+
+
+def test_an_observer_hears_what_is_ignored_and_nothing_of_what_cannot_come():
+    lamp, notes = Lamp(), Notes()
+    lamp.observer = notes
+    lamp.handle(Smash())
+    assert (notes.taken, notes.gone) == ([("Lamp", S.OFF, "Smash", "")], [])
+    lamp.handle(Push())
+    notes.taken.clear()
+    with pytest.raises(IllegalEvent):
+        lamp.handle(Smash())
+    assert notes.taken == []

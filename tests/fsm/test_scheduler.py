@@ -1,6 +1,7 @@
 import pytest
 
 from novainfer.fsm.allowance import PATIENCE_MAX
+from novainfer.fsm.blocks import Journal
 from novainfer.fsm.events import CancelRequest, Cause, Fault, MakeBatch, PauseRequest, ResumeRequest
 from novainfer.fsm.ladder import Rung
 from novainfer.fsm.params import SamplingParams
@@ -89,7 +90,13 @@ def test_a_step_that_was_never_launched_is_taken_back_exactly():
     bench.submit([3] * 5)
     planner = bench.scheduler.planner
     taken: list[object] = []
-    planner.probe = lambda: taken.append(bench.scheduler.fingerprint())
+    begin = planner.pool.open
+
+    def watched(journal: Journal) -> None:
+        taken.append(bench.scheduler.fingerprint())
+        begin(journal)
+
+    planner.pool.open = watched
     bench.step()  # one decodes, one is in the middle of its prompt, one is new
     assert len(bench.rows()) == 3
     (before,) = taken
