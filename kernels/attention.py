@@ -55,8 +55,7 @@ class TorchAttention:
     def __init__(self, shape: AttentionShape, parts: tuple[Tensor, ...]) -> None:
         self.shape = shape
         self.parts = parts  # keys and values [num_layers, num_blocks, block_size, num_kv_heads, head_dim]
-        self._decodes: list[_Decodes] = []
-        self._chunks: list[_Chunk] = []
+        self._plans: dict[int | None, tuple[list[_Decodes], list[_Chunk]]] = {}  # of a step, by window
 
     @classmethod
     def refuses(cls, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -100,14 +99,18 @@ class TorchAttention:
         scale: float,
         max_query_len: int,
         max_context_len: int,
+        window: int | None = None,
     ) -> Tensor:
         """Decoding sequences in groups, chunks one by one -> [T, num_heads * head_dim]."""
         if layer == 0:
-            self._plan(block_tables, query_start, context_lens)
+            self._plans.clear()
+        if window not in self._plans:
+            self._plans[window] = self._plan(block_tables, query_start, context_lens, window)
+        all_decodes, chunks = self._plans[window]
         shape = self.shape
         group = shape.num_heads // shape.num_kv_heads
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for decodes in self._decodes:
+        for decodes in all_decodes:
             n = len(decodes.rows)
             k, v = self.gather(layer, decodes.blocks)
             for x in (k, v):  # a mask is not enough: what an earlier owner of a block left may be infinite or NaN
@@ -118,29 +121,34 @@ class TorchAttention:
                 q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=decodes.mask, scale=scale
             )
             out.index_copy_(0, decodes.rows, o.reshape(n, shape.num_heads, shape.head_dim))
-        for chunk in self._chunks:
+        for chunk in chunks:
             k, v = (x[: chunk.context_len].transpose(0, 1) for x in self.gather(layer, chunk.blocks))
             if query.device.type == "cpu" and not math.isfinite(k.sum() + v.sum()):
-                self._attend_rows(chunk, query, k, v, scale, out)
+                self._attend_rows(chunk, query, k, v, scale, window, out)
             else:
-                self._attend_chunk(chunk, query, k, v, scale, out)
+                self._attend_chunk(chunk, query, k, v, scale, window, out)
         return out.flatten(1)
 
-    def _attend_rows(self, chunk: _Chunk, query: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+    def _attend_rows(
+        self, chunk: _Chunk, query: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, out: Tensor
+    ) -> None:
         """The same, each row over what it sees: torch multiplies hidden values by zero, which a NaN survives."""
         group = self.shape.num_heads // self.shape.num_kv_heads
         for row in range(chunk.begin, chunk.end):
             visible = chunk.context_len - chunk.end + row + 1
+            seen = slice(0 if window is None else max(0, visible - window), visible)
             q = query[row].view(1, self.shape.num_kv_heads, group, -1)
-            o = scaled_dot_product_attention(q, k[None, :, :visible], v[None, :, :visible], scale=scale)
+            o = scaled_dot_product_attention(q, k[None, :, seen], v[None, :, seen], scale=scale)
             out[row] = o.view(self.shape.num_heads, -1)
 
-    def _attend_chunk(self, chunk: _Chunk, query: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+    def _attend_chunk(
+        self, chunk: _Chunk, query: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, out: Tensor
+    ) -> None:
         """Rows `chunk.begin` to `chunk.end` of query over k and v [num_kv_heads, context_len, head_dim], into out."""
         shape = self.shape
         group = shape.num_heads // shape.num_kv_heads
         num_rows, context_len = chunk.end - chunk.begin, chunk.context_len
-        if num_rows == context_len:
+        if num_rows == context_len and (window is None or window >= context_len):
             q = query[chunk.begin : chunk.end].transpose(0, 1)  # [heads, rows, head_dim]
             k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
             o = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale)[0]
@@ -150,23 +158,33 @@ class TorchAttention:
         for first in range(0, num_rows, step):
             last = min(first + step, num_rows)
             visible = context_len - num_rows + last  # no row of this part sees further
-            positions = torch.arange(visible - (last - first), visible, device=query.device)
-            mask = torch.arange(visible, device=query.device) <= positions[:, None]
+            positions = torch.arange(visible - (last - first), visible, device=query.device)[:, None]
+            begin = 0 if window is None else max(0, visible - (last - first) + 1 - window)
+            keys = torch.arange(begin, visible, device=query.device)
+            mask = keys <= positions
+            if window is not None:
+                mask &= keys > positions - window
             q = query[chunk.begin + first : chunk.begin + last].transpose(0, 1)
             q = q.reshape(shape.num_kv_heads, -1, shape.head_dim)
             o = scaled_dot_product_attention(
-                q[None], k[None, :, :visible], v[None, :, :visible], attn_mask=mask.repeat(group, 1), scale=scale
+                q[None],
+                k[None, :, begin:visible],
+                v[None, :, begin:visible],
+                attn_mask=mask.repeat(group, 1),
+                scale=scale,
             )
             o = o.view(shape.num_heads, last - first, shape.head_dim)
             out[chunk.begin + first : chunk.begin + last] = o.transpose(0, 1)
 
-    def _plan(self, block_tables: Tensor, query_start: Tensor, context_lens: Tensor) -> None:
-        """What depends on the step alone, prepared at layer 0 (layers come in order)."""
+    def _plan(
+        self, block_tables: Tensor, query_start: Tensor, context_lens: Tensor, window: int | None
+    ) -> tuple[list[_Decodes], list[_Chunk]]:
+        """What depends on the step and the window alone, prepared at the first layer of that window."""
         shape, device = self.shape, block_tables.device
         group = shape.num_heads // shape.num_kv_heads
         starts, contexts = query_start.tolist(), context_lens.tolist()
         num_blocks = [-(-context // shape.block_size) for context in contexts]
-        self._chunks = []
+        chunks: list[_Chunk] = []
         decoding: list[int] = []
         for seq, context in enumerate(contexts):
             begin, end = starts[seq], starts[seq + 1]
@@ -174,9 +192,9 @@ class TorchAttention:
                 decoding.append(seq)
                 continue
             blocks = block_tables[seq, : num_blocks[seq]].long()
-            self._chunks.append(_Chunk(begin, end, blocks, context))
+            chunks.append(_Chunk(begin, end, blocks, context))
         decoding.sort(key=contexts.__getitem__)  # equal lengths together: little padding
-        self._decodes = []
+        all_decodes: list[_Decodes] = []
         per_block = shape.block_size * shape.num_kv_heads * shape.head_dim
         while decoding:
             longest = num_blocks[decoding[-1]]
@@ -189,7 +207,11 @@ class TorchAttention:
             needed = (lens + shape.block_size - 1) // shape.block_size
             blocks = block_tables[seqs, :longest].long()
             blocks.masked_fill_(torch.arange(longest, device=device) >= needed[:, None], 0)
-            visible = torch.arange(longest * shape.block_size, device=device) < lens[:, None]
+            positions = torch.arange(longest * shape.block_size, device=device)
+            visible = positions < lens[:, None]
+            if window is not None:
+                visible &= positions >= lens[:, None] - window
             mask = visible[:, None, None, :].expand(-1, 1, group, -1)
             hidden = (~visible).flatten().nonzero().flatten()
-            self._decodes.append(_Decodes(rows, blocks.flatten(), mask, hidden))
+            all_decodes.append(_Decodes(rows, blocks.flatten(), mask, hidden))
+        return all_decodes, chunks

@@ -33,6 +33,7 @@ class LayerKind:
     down: type[Linear]
     biased: frozenset[str] = frozenset()  # the products that have a bias
     has_qk_norm: bool = False
+    is_sliding: bool = False  # its rows see a window
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Layer:
     down: Linear
     q_norm: Tensor | None = None  # [head_dim]: of each query head, before its rotation
     k_norm: Tensor | None = None  # [head_dim]: of each key head; there with q_norm
+    sliding_window: int | None = None  # tokens that a row sees, itself among them; None: its whole context
 
     @property
     def kind(self) -> LayerKind:
@@ -66,6 +68,7 @@ class Layer:
             **{name: type(linear) for name, linear in products.items()},
             biased=frozenset(name for name, linear in products.items() if linear.bias is not None),
             has_qk_norm=self.q_norm is not None,
+            is_sliding=self.sliding_window is not None,
         )
 
 
@@ -160,6 +163,7 @@ class OpByOpForward:
                 scale,
                 step.max_query_len,
                 step.max_context_len,
+                layer.sliding_window,
             )
             if index == last and step.logit_rows is not None:
                 x = x.index_select(0, step.logit_rows)

@@ -224,7 +224,7 @@ def _build(config: ModelConfig, reader: WeightSource, max_model_len: int) -> Dec
     for index in range(config.num_layers):
         parts: dict[str, Any] = {spec.part: reader.linear(spec) for spec in specs if spec.layer == index}
         parts |= {part: reader.tensor(name) for part, name in vector_names(config, index).items()}
-        layers.append(Layer(**parts))
+        layers.append(Layer(**parts, sliding_window=config.sliding_windows[index]))
     return Decoder(
         config=config,
         embedding=embedding,

@@ -79,8 +79,9 @@ def _decoder_kind(choice: KernelChoice, config: ModelConfig, shape: AttentionSha
             **parts,
             biased=frozenset(biased),
             has_qk_norm=config.tensor("q_norm") is not None,
+            is_sliding=config.sliding_windows[layer] is not None,
         )
-        for parts in layers.values()
+        for layer, parts in layers.items()
     )
     return DecoderKind(kinds, choice.ops(), choice.attention(shape), shape)
 

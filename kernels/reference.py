@@ -155,6 +155,7 @@ class ReferenceAttention:
         scale: float,
         max_query_len: int,
         max_context_len: int,
+        window: int | None = None,
     ) -> Tensor:
         """Row by row over the context of each -> [T, num_heads * head_dim]."""
         size = self.shape.block_size
@@ -169,7 +170,8 @@ class ReferenceAttention:
             first, last = starts[seq], starts[seq + 1]
             for row in range(first, last):
                 visible = context_len - (last - first) + (row - first) + 1
-                scores = torch.einsum("hd,thd->ht", _wide(query[row]), keys[:visible]) * scale
+                seen = slice(0 if window is None else max(0, visible - window), visible)
+                scores = torch.einsum("hd,thd->ht", _wide(query[row]), keys[seen]) * scale
                 weights = torch.softmax(scores, dim=-1)
-                out[row] = torch.einsum("ht,thd->hd", weights, values[:visible]).to(out.dtype)
+                out[row] = torch.einsum("ht,thd->hd", weights, values[seen]).to(out.dtype)
         return out.flatten(1)

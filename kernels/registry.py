@@ -173,6 +173,7 @@ class AttentionBackend(Protocol):
         scale: float,
         max_query_len: int,
         max_context_len: int,
+        window: int | None = None,
     ) -> Tensor:
         """Causal attention of each sequence's last tokens over its whole context -> [T, num_heads *
         head_dim].
@@ -181,10 +182,11 @@ class AttentionBackend(Protocol):
         blocks of a sequence's context are valid, the rest is arbitrary; rows may lie apart. query_start
         int32 [S + 1]: sequence s owns query rows `query_start[s]:query_start[s + 1]`, at least one.
         context_lens int32 [S]: tokens in the cache including those rows, so row i of a sequence of q rows
-        sees positions `<= context_len - q + i`. Query head h reads key head `h // (num_heads //
-        num_kv_heads)`. The two maxima bound `query_start` steps and `context_lens`, so that no device value
-        need be read on the host. Layers come in order in each step: what depends on the step alone may be
-        prepared at layer 0.
+        sees positions `<= context_len - q + i`, with a `window` the last so many of them only. Query head h
+        reads key head `h // (num_heads // num_kv_heads)`. The two maxima bound `query_start` steps and
+        `context_lens`, so that no device value need be read on the host. Layers come in order in each step: what
+        depends on the step alone, or on the step and a window, may be prepared once and kept until layer 0 comes
+        again.
         """
 
 

@@ -7,6 +7,7 @@ milliseconds each.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -135,7 +136,10 @@ def _check_rope(ops: Any, rows: int, head_dim: int, dtype: torch.dtype, device: 
 
 
 def check_attention(attention: Any, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
-    """A mixed step over scattered blocks: a prefill, a chunk, decodes, and a block that two sequences share."""
+    """A mixed step over scattered blocks: a prefill, a chunk, decodes, and a block that two sequences share.
+
+    With whole contexts, and with a window that begins within a block.
+    """
     small = AttentionShape(2, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size)
     size = shape.block_size
     contexts, query_lens = [size + 3, 2 * size + 1, 3 * size, 1, size + 2], [size + 3, 5, 1, 1, 2]
@@ -145,23 +149,21 @@ def check_attention(attention: Any, shape: AttentionShape, dtype: torch.dtype, d
     tables[2] = torch.tensor([11, 3, 8])
     tables[3, :1] = torch.tensor([6])
     tables[4, :2] = torch.tensor([9, 5])  # its first block is written by sequence 0 in this very step
-    expected, got = (
-        _run_step(backend, small, contexts, query_lens, tables, dtype, device)
-        for backend in (ReferenceAttention, attention)
-    )
-    wrong = _wrong("attention over a mixed step", got, expected)
-    if wrong is not None:
-        return wrong
-    moved = _run_step(attention, small, contexts, query_lens, tables, dtype, device, move=True)
-    if not torch.equal(moved, got):
-        return "a block that was copied elsewhere does not hold what it held"
-    if not attention.row_invariant:
-        return None
     # The same tokens, the last of each sequence computed alone: rows must not know their batch.
     ends = [sum(query_lens[: i + 1]) - 1 for i in range(len(query_lens))]
-    alone = _run_step(attention, small, contexts, query_lens, tables, dtype, device, alone=ends)
-    if not torch.equal(alone, got[ends]):
-        return "a row's attention differs between a chunk and a decode"
+    for window in (None, size + 2):
+        run = functools.partial(
+            _run_step, shape=small, contexts=contexts, query_lens=query_lens, dtype=dtype, device=device, window=window
+        )
+        expected, got = (run(backend, tables=tables) for backend in (ReferenceAttention, attention))
+        what = "attention over a mixed step" if window is None else "attention with a window"
+        wrong = _wrong(what, got, expected)
+        if wrong is not None:
+            return wrong
+        if window is None and not torch.equal(run(attention, tables=tables, move=True), got):
+            return "a block that was copied elsewhere does not hold what it held"
+        if attention.row_invariant and not torch.equal(run(attention, tables=tables, alone=ends), got[ends]):
+            return f"a row's {what} differs between a chunk and a decode"
     return None
 
 
@@ -173,6 +175,7 @@ def _run_step(
     tables: Tensor,
     dtype: torch.dtype,
     device: torch.device,
+    window: int | None = None,
     alone: list[int] | None = None,
     move: bool = False,
 ) -> Tensor:
@@ -209,13 +212,13 @@ def _run_step(
 
     if alone is None:
         query_start = torch.tensor(starts, dtype=torch.int32, device=device)
-        args = (tables, query_start, lens, scale, max(query_lens), max(contexts))
+        args = (tables, query_start, lens, scale, max(query_lens), max(contexts), window)
         attend(0, query, *args)
         return attend(1, query, *args)
     one = torch.tensor([0, 1], dtype=torch.int32, device=device)
     rows = []
     for seq, row in enumerate(alone):
-        args = (tables[seq : seq + 1], one, lens[seq : seq + 1], scale, 1, contexts[seq])
+        args = (tables[seq : seq + 1], one, lens[seq : seq + 1], scale, 1, contexts[seq], window)
         attend(0, query[row : row + 1], *args)
         rows.append(attend(1, query[row : row + 1], *args))
     return torch.cat(rows)
@@ -266,6 +269,7 @@ def _small_layers(kind: DecoderKind, intermediate_size: int, dtype: torch.dtype,
             down=packed("down", HIDDEN_SIZE, intermediate_size),
             q_norm=norm(shape.head_dim, 2) if kind.has_qk_norm else None,
             k_norm=norm(shape.head_dim, 3) if kind.has_qk_norm else None,
+            sliding_window=shape.block_size + 3 if kind.is_sliding else None,
         )
 
     return [layer(kinds[index % len(kinds)], 100 * index) for index in range(max(2, len(kinds)))]

@@ -11,8 +11,8 @@
 //
 // Row invariance: each row's context is cut at fixed multiples of TILE_GROUPS groups. A tile gives a maximum, a sum
 // and an accumulator by itself; tiles are merged in ascending order. Which rows are computed beside and which thread
-// takes which tile do not change a row's chain of operations: what lies behind its position is left out, and merging an
-// empty tile changes nothing.
+// takes which tile do not change a row's chain of operations: what lies behind its position, or before its window, is
+// left out, and merging an empty tile changes nothing.
 #include "attention.h"
 
 #include <algorithm>
@@ -86,21 +86,46 @@ __attribute__((noinline)) void score_tile(const uint32_t* q, long q_stride, cons
 }
 
 // out[r][column] = sum over the tile's tokens of p[r][token] * value[token][column], for MR rows and NC vectors of
-// columns; merged into what is there as `out * keep[r] + sum * take[r]` when `keep` is given. Row r sees the tokens
-// before position seen[r], which ascends with r; what lies behind is not multiplied, not even by its probability of zero:
-// it may be infinite or NaN.
+// columns; merged into what is there as `out * keep[r] + sum * take[r]` when `keep` is given. Row r sees the tokens from
+// position begin[r] to before seen[r], which ascend with r; all others are not multiplied, not even by their probability
+// of zero: they may be infinite or NaN.
 template <class T, int MR, int NC>
 __attribute__((noinline)) void value_tile(const typename T::type* p, const TileGroups& g, long column, long width, float* out,
-                const float* keep, const float* take, const int* seen) {
+                const float* keep, const float* take, const int* begin, const int* seen) {
   vf acc[MR][NC];
 #pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 16
     for (int v = 0; v < NC; v++) acc[r][v] = zero();
-  int common = g.count;  // groups that all rows see as far as they are filled
-  while (common > 0 && g.position[common - 1] + g.tokens[common - 1] > seen[0]) common--;
-  const vi low = set1i(0xffffu);
-  for (int i = 0; i < common; i++) {
+  int lead = 0;  // groups that begin before the window of some row
+  while (lead < g.count && g.position[lead] < begin[MR - 1]) lead++;
+  int common = g.count;  // behind them: groups that all rows see as far as they are filled
+  while (common > lead && g.position[common - 1] + g.tokens[common - 1] > seen[0]) common--;
+  const vi low = set1i(0xffffu), high = set1i(0xffff0000u);
+  auto row_by_row = [&](int i) __attribute__((always_inline)) {
+    for (int r = 0; r < MR; r++) {
+      const uint32_t* value = g.values[i] + column;
+      const typename T::type* pr = p + i * GROUP + r * TILE_LANES;
+      const int from = std::max(0, begin[r] - g.position[i]);
+      const int tokens = std::max(0, std::min(g.tokens[i], seen[r] - g.position[i]));
+      if (tokens <= from) continue;
+      const int full = tokens / T::E;
+      int u = from / T::E;
+      if (from % T::E) {
+        for (int v = 0; v < NC; v++)
+          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + u * T::E), andi(loadi(value + u * width + v * VL), high));
+        u++;
+      }
+      for (; u < full; u++)
+        for (int v = 0; v < NC; v++)
+          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + u * T::E), loadi(value + u * width + v * VL));
+      if (tokens % T::E)
+        for (int v = 0; v < NC; v++)
+          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + full * T::E), andi(loadi(value + full * width + v * VL), low));
+    }
+  };
+  for (int i = 0; i < lead; i++) row_by_row(i);  // where windows begin
+  for (int i = lead; i < common; i++) {
     const uint32_t* value = g.values[i] + column;
     const typename T::type* pr = p + i * GROUP;
     const int full = g.tokens[i] / T::E;
@@ -126,18 +151,7 @@ __attribute__((noinline)) void value_tile(const typename T::type* p, const TileG
       }
     }
   }
-  for (int i = common; i < g.count; i++)  // the diagonal, row by row
-    for (int r = 0; r < MR; r++) {
-      const uint32_t* value = g.values[i] + column;
-      const typename T::type* pr = p + i * GROUP + r * TILE_LANES;
-      const int tokens = std::max(0, std::min(g.tokens[i], seen[r] - g.position[i])), full = tokens / T::E;
-      for (int u = 0; u < full; u++)
-        for (int v = 0; v < NC; v++)
-          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + u * T::E), loadi(value + u * width + v * VL));
-      if (tokens % T::E)
-        for (int v = 0; v < NC; v++)
-          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + full * T::E), andi(loadi(value + full * width + v * VL), low));
-    }
+  for (int i = common; i < g.count; i++) row_by_row(i);  // the diagonal
 #pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 16
@@ -217,7 +231,7 @@ struct Attention {
       next.count = 0;
       if (tile + 1 < item.last_tile)
         find_groups(cache, layer, table, group.head, tile + 1, position0 + group.count, next);
-      float* out = partial ? partial + tile * partial_floats(rows, width) : nullptr;
+      float* out = partial ? partial + (tile - group.first_tile) * partial_floats(rows, width) : nullptr;
       over_rows(rows, [&](auto mr, int r) { rows_of_tile<mr>(tiles[i], next, r, position0, rows, out); });
     }
     if (!partial) {
@@ -244,18 +258,19 @@ struct Attention {
   template <int MR>
   void rows_of_tile(const TileGroups& g, const TileGroups& next, int r, int position0, int rows, float* partial) {
     score<MR>(g, r, r == 0 && rows <= 2 * ROWS);
-    int seen[MR];
+    int begin[MR], seen[MR];
     for (int j = 0; j < MR; j++) {
       seen[j] = position0 + (r + j) / ratio + 1;
-      soften(g, j, r + j, seen[j] - 1);
+      begin[j] = plan.window ? (int)std::max<int64_t>(0, seen[j] - plan.window) : 0;
+      soften(g, j, r + j, begin[j], seen[j]);
     }
     if (partial) {
       std::copy_n(&s.tile_max[r], MR, partial + r);
       std::copy_n(&s.tile_sum[r], MR, partial + rows + r);
-      weigh<MR>(g, partial + 2 * rows + r * width, nullptr, nullptr, seen);
+      weigh<MR>(g, partial + 2 * rows + r * width, nullptr, nullptr, begin, seen);
     } else {
       merge_sums(r, r + MR);
-      weigh<MR>(g, &s.acc[r * width], &s.keep[r], &s.take[r], seen);
+      weigh<MR>(g, &s.acc[r * width], &s.keep[r], &s.take[r], begin, seen);
     }
     if (r == 0 && rows <= 2 * ROWS)
       for (int i = 0; i < std::min(next.count, WIDE); i++) prefetch(next.keys[i], cache.key_group());
@@ -277,54 +292,67 @@ struct Attention {
   }
 
   // Turns row j of the scores (row r of the group) into probabilities up to a common factor: 2^(score - tile_max).
-  __attribute__((noinline)) void soften(const TileGroups& g, int j, int r, int position) {
+  // It sees the tokens from position `begin` to before `seen`.
+  __attribute__((noinline)) void soften(const TileGroups& g, int j, int r, int begin, int seen) {
     const vf minus_inf = set1(NEG_INF), scale = set1(call.scale * LOG2E);
     float* scores = &s.scores[j * TILE_LANES];
     E* p = &s.p[j * TILE_LANES];
-    int whole = 0;  // groups that this row sees entirely
-    while (whole < g.count && g.tokens[whole] == GROUP && g.position[whole] + GROUP <= position + 1) whole++;
+    int lead = 0;  // groups that begin before its window
+    while (lead < g.count && g.position[lead] < begin) lead++;
+    int whole = lead;  // behind them: up to here groups that this row sees entirely
+    while (whole < g.count && g.tokens[whole] == GROUP && g.position[whole] + GROUP <= seen) whole++;
+    // Vector v of group i where the row sees it, `other` elsewhere.
+    auto visible = [&](int i, int v, vf x, vf other) {
+      const int behind = std::min(g.tokens[i], seen - g.position[i]) - v * VL;
+      x = select(first_lanes(behind), x, other);
+      return i < lead ? select(first_lanes(begin - g.position[i] - v * VL), other, x) : x;
+    };
 
     vf most = minus_inf;
-    for (int v = 0; v < whole * GROUP_VECTORS; v++) most = vmax(loadf(scores + v * VL), most);
-    for (int i = whole; i < g.count; i++) {
-      const int seen = std::min(g.tokens[i], position + 1 - g.position[i]);
+    auto take_maximum = [&](int i) {
       for (int v = 0; v < GROUP_VECTORS; v++)
-        most = vmax(select(first_lanes(seen - v * VL), loadf(scores + i * GROUP + v * VL), minus_inf), most);
-    }
+        most = vmax(visible(i, v, loadf(scores + i * GROUP + v * VL), minus_inf), most);
+    };
+    for (int i = 0; i < lead; i++) take_maximum(i);
+    for (int v = lead * GROUP_VECTORS; v < whole * GROUP_VECTORS; v++) most = vmax(loadf(scores + v * VL), most);
+    for (int i = whole; i < g.count; i++) take_maximum(i);
     const float max = hmax(most) * (call.scale * LOG2E);
     const vf minus_max = set1(-max);
     vf sum = zero();
-    for (int v = 0; v < whole * GROUP_VECTORS; v++) {
+    auto soften_group = [&](int i) {
+      for (int v = 0; v < GROUP_VECTORS; v++) {
+        const vf e = exp2v<T::E == 2>(fma(loadf(scores + i * GROUP + v * VL), scale, minus_max));
+        const vf kept = visible(i, v, e, zero());
+        sum = add(sum, kept);
+        T::store(p + i * GROUP + v * VL, kept);
+      }
+    };
+    for (int i = 0; i < lead; i++) soften_group(i);
+    for (int v = lead * GROUP_VECTORS; v < whole * GROUP_VECTORS; v++) {
       const vf e = exp2v<T::E == 2>(fma(loadf(scores + v * VL), scale, minus_max));
       sum = add(sum, e);
       T::store(p + v * VL, e);
     }
-    for (int i = whole; i < g.count; i++) {
-      const int seen = std::min(g.tokens[i], position + 1 - g.position[i]);
-      for (int v = 0; v < GROUP_VECTORS; v++) {
-        const vf e = exp2v<T::E == 2>(fma(loadf(scores + i * GROUP + v * VL), scale, minus_max));
-        const vf kept = select(first_lanes(seen - v * VL), e, zero());
-        sum = add(sum, kept);
-        T::store(p + i * GROUP + v * VL, kept);
-      }
-    }
+    for (int i = whole; i < g.count; i++) soften_group(i);
     s.tile_max[r] = max;
     s.tile_sum[r] = hsum(sum);
   }
 
   template <int MR>
-  void weigh(const TileGroups& g, float* out, const float* keep, const float* take, const int* seen) {
+  void weigh(const TileGroups& g, float* out, const float* keep, const float* take, const int* begin, const int* seen) {
     long column = 0;
     for (; column + VECTORS * VL <= width; column += VECTORS * VL)
-      value_tile<T, MR, VECTORS>(s.p.data(), g, column, width, out, keep, take, seen);
-    for (; column < width; column += VL) value_tile<T, MR, 1>(s.p.data(), g, column, width, out, keep, take, seen);
+      value_tile<T, MR, VECTORS>(s.p.data(), g, column, width, out, keep, take, begin, seen);
+    for (; column < width; column += VL)
+      value_tile<T, MR, 1>(s.p.data(), g, column, width, out, keep, take, begin, seen);
   }
 
   // Takes the tile's maxima and sums in, and leaves the factors of the old and the new accumulators.
   __attribute__((noinline)) void merge_sums(int first, int last) {
     for (int r = first; r < last; r++) {
       const float max = std::max(s.max[r], s.tile_max[r]);
-      alignas(64) float power[VL] = {s.max[r] - max, s.tile_max[r] - max};
+      const float from = max == NEG_INF ? 0.0f : max;  // nothing seen so far: its window begins behind this tile
+      alignas(64) float power[VL] = {s.max[r] - from, s.tile_max[r] - from};
       storef(power, exp2v(loadf(power)));
       s.keep[r] = power[0], s.take[r] = power[1];
       s.max[r] = max;
@@ -391,7 +419,8 @@ void write(const CacheDesc& cache, int layer, int64_t slot, const typename T::ty
 
 }  // namespace
 
-AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int threads) {
+AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int threads, int64_t window)
+    : window(window) {
   const int ratio = cache.num_heads / cache.num_kv_heads;
   const int tokens_max = std::max(1, ROWS_TARGET / ratio);
   double total = 0;
@@ -401,10 +430,11 @@ AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int thr
     const int chunks = (int)ceil_div(queries, tokens_max);
     for (int c = 0; c < chunks; c++) {
       const int first = (int)((long)queries * c / chunks), last = (int)((long)queries * (c + 1) / chunks);
-      const int tiles = (int)cache.tiles_of(before + last);
+      const int64_t begin = window ? std::max<int64_t>(0, before + first + 1 - window) : 0;
+      const int first_tile = (int)cache.tile_at(begin), tiles = (int)cache.tiles_of(before + last) - first_tile;
       rows_max = std::max(rows_max, (last - first) * ratio);
       for (int head = 0; head < cache.num_kv_heads; head++) {
-        groups.push_back({seq, head, first, last - first, tiles, 1, 0});
+        groups.push_back({seq, head, first, last - first, first_tile, tiles, 1, 0});
         total += (double)tiles * (last - first);
       }
     }
@@ -423,7 +453,7 @@ AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int thr
     }
     for (int part = 0; part < group.parts; part++) {
       const int first = group.tiles * part / group.parts, last = group.tiles * (part + 1) / group.parts;
-      order.push_back({-(double)(last - first) * group.count, {i, first, last}});
+      order.push_back({-(double)(last - first) * group.count, {i, group.first_tile + first, group.first_tile + last}});
     }
   }
   std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
@@ -468,11 +498,11 @@ int nova_cache_write(const CacheDesc* cache, int layer, const void* key, int64_t
 
 int nova_attend(const CacheDesc* cache, int layer, const void* query, int64_t query_stride,
                 const int32_t* block_tables, int64_t table_stride, const int32_t* query_start,
-                const int32_t* context_lens, int64_t num_seqs, float scale, void* out, int threads) {
+                const int32_t* context_lens, int64_t num_seqs, float scale, int64_t window, void* out, int threads) {
   return guarded([&] {
     const Batch batch{block_tables, table_stride, query_start, context_lens, num_seqs};
     Team team(threads);
-    AttentionPlan plan(*cache, batch, team.size());
+    AttentionPlan plan(*cache, batch, team.size(), window);
     attend(team, *cache, batch, plan, {layer, query, query_stride, out, scale});
   });
 }

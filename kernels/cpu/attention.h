@@ -37,6 +37,9 @@ struct CacheDesc {
     return tokens / block_size * groups_per_block() + ceil_div(tokens % block_size, GROUP);
   }
   long tiles_of(long tokens) const { return ceil_div(groups_of(tokens), TILE_GROUPS); }
+  long tile_at(long position) const {  // the tile that holds this token
+    return (position / block_size * groups_per_block() + position % block_size / GROUP) / TILE_GROUPS;
+  }
 };
 
 // What one step's attention reads, the same for all layers.
@@ -48,21 +51,24 @@ struct Batch {
   int64_t num_seqs;
 };
 
-// How one step's attention is divided: a group of items shares query rows, each item takes some KV tiles.
+// How one step's attention is divided, the same for all layers of one window: a group of items shares query rows, each
+// item takes some KV tiles.
 class AttentionPlan {
  public:
   struct Group {
     int seq, head;     // kv head
     int first, count;  // query tokens of the sequence
-    int tiles;         // KV tiles up to the last of these tokens
+    int first_tile;    // the KV tile where the window of the first of these tokens begins
+    int tiles;         // KV tiles from there to the last of these tokens
     int parts;         // items of the group
     long partial;      // where its partial results begin, when parts > 1
   };
   struct Item {
     int group, first_tile, last_tile;
   };
-  AttentionPlan(const CacheDesc& cache, const Batch& batch, int threads);
+  AttentionPlan(const CacheDesc& cache, const Batch& batch, int threads, int64_t window);
 
+  int64_t window;  // tokens that a row sees, itself among them; 0: its whole context
   std::vector<Group> groups;
   std::vector<Item> items;  // the most expensive first
   int rows_max = 0;         // query rows (tokens x heads of the kv head) of the largest group

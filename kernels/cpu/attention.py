@@ -108,6 +108,7 @@ class NativeAttention:
         scale: float,
         max_query_len: int,
         max_context_len: int,
+        window: int | None = None,
     ) -> Tensor:
         """Causal attention of each sequence's last tokens over its context -> [T, num_heads * head_dim]."""
         if (
@@ -122,6 +123,6 @@ class NativeAttention:
         self._attend(
             self._desc, layer, query.data_ptr(), query.stride(0), block_tables.data_ptr(),
             block_tables.stride(0), query_start.data_ptr(), context_lens.data_ptr(), context_lens.shape[0],
-            scale, out.data_ptr(), threads,
+            scale, window or 0, out.data_ptr(), threads,
         )  # fmt: skip
         return out

@@ -24,6 +24,7 @@ struct LayerDesc {
   const LinearDesc* down;
   const void* q_norm;  // [head_dim]: of each query head before its rotation, or null
   const void* k_norm;
+  int64_t sliding_window;  // tokens that a row sees, itself among them; 0: its whole context
 };
 
 struct ModelDesc {
@@ -68,10 +69,18 @@ struct Forward {
   std::unique_ptr<E[]> x_ = rows(hidden), qkv_ = rows(qkv_width), attended_ = rows(attended);
   std::unique_ptr<E[]> gate_up_ = gated ? nullptr : rows(2 * intermediate), inner_ = rows(intermediate);
   std::unique_ptr<E[]> sampled_ = std::unique_ptr<E[]>(new E[step.num_samples * (attended + hidden)]);
-  AttentionPlan plan;
+  std::vector<AttentionPlan> plans;  // one for each window of the layers
 
-  Forward(const ModelDesc& model, const StepDesc& step, int threads)
-      : model(model), step(step), plan(*model.cache, batch, threads) {}
+  Forward(const ModelDesc& model, const StepDesc& step, int threads) : model(model), step(step) {
+    for (long l = 0; l < model.num_layers; l++)
+      if (!plan_of(model.layers[l])) plans.emplace_back(cache, batch, threads, model.layers[l].sliding_window);
+  }
+
+  AttentionPlan* plan_of(const LayerDesc& layer) {
+    for (AttentionPlan& plan : plans)
+      if (plan.window == layer.sliding_window) return &plan;
+    return nullptr;
+  }
 
   std::unique_ptr<E[]> rows(long width) const { return std::unique_ptr<E[]>(new E[step.num_tokens * width]); }
 
@@ -87,7 +96,7 @@ struct Forward {
       linear(team, *layer.qkv, {x, hidden, m, qkv_.get()});
       team.rows(m, [&](long row) { rotate_and_write((int)l, row); });
       if (last && step.num_samples == 0) return;
-      attend(team, cache, batch, plan, {(int)l, qkv_.get(), qkv_width, attended_.get(), model.scale});
+      attend(team, cache, batch, *plan_of(layer), {(int)l, qkv_.get(), qkv_width, attended_.get(), model.scale});
       if (last && step.logit_rows) {  // from here on only what is sampled from
         E* attention_of = sampled_.get();
         E* residual_of = attention_of + step.num_samples * attended;

@@ -35,10 +35,12 @@ class NativeForward:
         self._flops_per_token = 0
         for desc, layer in zip(descs, layers, strict=True):
             for name, _ in LayerDesc._fields_:
-                part: Tensor | PackedLinear | None = getattr(layer, name)
+                part: Tensor | PackedLinear | int | None = getattr(layer, name)
                 if isinstance(part, PackedLinear):
                     setattr(desc, name, ctypes.pointer(part.desc))
                     self._flops_per_token += 2 * part.out_features * part.in_features
+                elif isinstance(part, int):
+                    setattr(desc, name, part)
                 elif part is not None:
                     norm = part.contiguous()
                     self._kept.append(norm)

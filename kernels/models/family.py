@@ -83,8 +83,6 @@ def parse_config(family: ModelFamily, config: ConfigReader) -> ModelConfig:
     max_position_embeddings = config.integer("max_position_embeddings", 32_768)
     rope = read_rope(config, max_position_embeddings)
     windows = _sliding_windows(config, num_layers)
-    if any(windows):
-        raise LoadError(f"{config.path}: sliding-window attention is not supported, only full attention")
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=vocab_size,

@@ -32,7 +32,7 @@ class Shape:
     others: tuple[tuple[str, Any], ...] = ()  # fields of config.json
 
 
-YARN = (("rope_type", "yarn"), ("factor", 4.0), ("original_max_position_embeddings", 16))
+YARN = (("rope_type", "yarn"), ("factor", 16.0), ("original_max_position_embeddings", 16))
 GRID = (
     Shape("mha", 4, 4, 8, 32, 257),
     Shape("mqa", 4, 1, 32, 64, 301, tied=False),
@@ -45,6 +45,32 @@ GRID = (
         "qwen3-biased", 6, 2, 20, 40, 301, tied=False, sharded=True, family="Qwen3", others=(("attention_bias", True),)
     ),
     Shape("yarn", 4, 2, 32, 64, 257, rope=YARN),
+    # Windows of some layers, shorter than a block, and of all, across blocks
+    Shape(
+        "sliding",
+        4,
+        2,
+        16,
+        64,
+        257,
+        num_layers=3,
+        others=(("use_sliding_window", True), ("sliding_window", 11), ("max_window_layers", 1)),
+    ),
+    Shape(
+        "qwen3-sliding",
+        6,
+        2,
+        20,
+        64,
+        257,
+        family="Qwen3",
+        num_layers=3,
+        others=(
+            ("use_sliding_window", True),
+            ("sliding_window", 21),
+            ("layer_types", ["sliding_attention", "full_attention", "sliding_attention"]),
+        ),
+    ),
 )
 
 

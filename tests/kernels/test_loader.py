@@ -71,10 +71,6 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        (
-            {"use_sliding_window": True, "sliding_window": 16, "layer_types": None, "max_window_layers": 1},
-            "sliding-window attention is not supported",
-        ),
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: Qwen2ForCausalLM"),
         ({"architectures": "DELETE"}, "architecture none (model_type 'qwen2') is not supported"),
         ({"hidden_size": "DELETE"}, "hidden_size is missing"),

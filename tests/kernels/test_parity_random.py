@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Shape, greedy, load_transformers, save_checkpoint
+from checkpoints import YARN, Shape, greedy, load_transformers, save_checkpoint
 from driver import Driver, Sequence, make_runner
 
 NUM_TOKENS = 5
@@ -28,6 +28,12 @@ def random_shape(draw: random.Random) -> Shape:
         rope_theta=draw.choice([100.0, 1e4, 1e6]),
         num_layers=draw.choice([1, 2, 3]),
         intermediate_size=draw.choice([8, 40, 77, 200]),
+        family=draw.choice(["Qwen2", "Qwen3"]),
+        rope=draw.choice([(), YARN]),
+        others=(
+            *draw.choice([(), (("use_sliding_window", True), ("max_window_layers", 1))]),
+            ("sliding_window", draw.choice([1, 7, 16, 33])),
+        ),
     )
 
 

@@ -73,6 +73,16 @@ class PeekingAttention(TorchAttention):
         return super().attend(layer, query, tables, start, torch.clamp(lens + 1, max=40), *args)
 
 
+class FarSightedAttention(TorchAttention):
+    """Sees one token before its window."""
+
+    name = "far-sighted"
+
+    def attend(self, layer: int, query: Tensor, *args: Any) -> Tensor:
+        *rest, window = args
+        return super().attend(layer, query, *rest, None if window is None else window + 1)
+
+
 class BatchMindedAttention(TorchAttention):
     """Claims row invariance; its decode is another computation than its chunk."""
 
@@ -81,6 +91,16 @@ class BatchMindedAttention(TorchAttention):
 
     def attend(self, layer: int, query: Tensor, tables: Tensor, start: Tensor, lens: Tensor, *args: Any) -> Tensor:
         return super().attend(layer, query, tables, start, lens, *args) * (1 + len(query) * 1e-7)
+
+
+class OneNormOps(TorchRowOps):
+    """Norms keys as queries."""
+
+    name = "one-norm"
+
+    @staticmethod
+    def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
+        TorchRowOps.qk_norm(qkv, q_norm, q_norm, num_heads, num_kv_heads, eps)
 
 
 class HalfTurnOps(TorchRowOps):
@@ -118,7 +138,9 @@ def test_self_tests_find_what_is_wrong() -> None:
     assert "larger batch" in (check_linear(BatchMindedLinear, torch.float32, CPU) or "")
     assert "off by" in (check_attention(PeekingAttention, SHAPE, torch.float32, CPU) or "")
     assert "between a chunk and a decode" in (check_attention(BatchMindedAttention, SHAPE, torch.float32, CPU) or "")
+    assert "attention with a window" in (check_attention(FarSightedAttention, SHAPE, torch.float32, CPU) or "")
     assert "must not rotate" in (check_row_ops(HalfTurnOps, torch.float32, CPU) or "")
+    assert "qk_norm is off by" in (check_row_ops(OneNormOps, torch.float32, CPU) or "")
 
 
 def kernels(*linears: Any, **options: Any) -> KernelChoice:

@@ -27,6 +27,7 @@ GEOMETRIES = (
     (4, 2, 32, 1),
 )
 # (context, query rows) of each sequence: decodes, whole prompts, chunks; contexts of several tiles.
+WINDOWS = (None, 1, 13, 300)  # within a block, across blocks, across tiles
 MIXED = ((700, 1), (7, 1), (300, 20), (530, 530), (1, 1), (257, 2), (65, 64))
 
 pytestmark = pytest.mark.usefixtures("level")
@@ -43,6 +44,7 @@ class World:
     tables: Tensor
     lens: Tensor
     scale: float
+    window: int | None = None
 
     def attend(self, seq_rows: list[tuple[int, int, int]]) -> Tensor:
         """Rows [first, last) of some sequences' queries, each with the context up to its last row."""
@@ -53,7 +55,7 @@ class World:
         contexts = (self.lens[seqs] - cut).int()
         starts = torch.tensor([0, *lengths]).cumsum(0).int()
         return self.cache.attend(
-            1, query, self.tables[seqs], starts, contexts, self.scale, max(lengths), int(contexts.max())
+            1, query, self.tables[seqs], starts, contexts, self.scale, max(lengths), int(contexts.max()), self.window
         )
 
     def everything(self) -> list[tuple[int, int, int]]:
@@ -96,33 +98,40 @@ def make_world(
     return World(cache, queries, keys, values, tables, lens, dim**-0.5)
 
 
-def in_double(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def in_double(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None = None) -> Tensor:
     group = query.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
     scores = torch.einsum("nhd,chd->hnc", query.double(), keys) * scale
     rows, context = query.shape[0], keys.shape[0]
-    hidden = torch.arange(context)[None, :] > torch.arange(context - rows, context)[:, None]
+    distances = torch.arange(context - rows, context)[:, None] - torch.arange(context)[None, :]
+    hidden = (distances < 0) | (distances >= (window or context))
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     return torch.einsum("hnc,chd->nhd", weights, values).flatten(1)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_a_mixed_step_equals_double_precision(geometry: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_a_mixed_step_equals_double_precision(
+    geometry: tuple[int, int, int, int], dtype: torch.dtype, window: int | None
+) -> None:
     world = make_world(geometry, dtype)
+    world.window = window
     got = world.attend(world.everything())
     expected = torch.cat(
-        [in_double(*parts, world.scale) for parts in zip(world.queries, world.keys, world.values, strict=True)]
+        [in_double(*parts, world.scale, window) for parts in zip(world.queries, world.keys, world.values, strict=True)]
     )
     assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_a_row_has_the_same_bits_in_prefill_chunk_and_decode(
-    geometry: tuple[int, int, int, int], dtype: torch.dtype
+    geometry: tuple[int, int, int, int], dtype: torch.dtype, window: int | None
 ) -> None:
     world = make_world(geometry, dtype)
+    world.window = window
     together = world.attend(world.everything())
     start = 0
     threads = torch.get_num_threads()
@@ -137,6 +146,32 @@ def test_a_row_has_the_same_bits_in_prefill_chunk_and_decode(
             start += count
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("window", [13, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_a_token_that_is_not_a_number_reaches_the_rows_whose_window_holds_it_and_no_other(
+    geometry: tuple[int, int, int, int], dtype: torch.dtype, window: int
+) -> None:
+    world = make_world(geometry, dtype, ((530, 530),))
+    world.window = window
+    expected = world.attend(world.everything())
+    nan = torch.full((1, geometry[1], geometry[2]), float("nan"), dtype=dtype)
+    for position in (101, 256):
+        block = int(world.tables[0, position // geometry[3]])
+        world.cache.write(1, nan, nan, torch.tensor([block * geometry[3] + position % geometry[3]]))
+        rows = torch.arange(530)
+        touched = (rows >= position) & (rows < position + window)
+        got = world.attend(world.everything())
+        assert torch.equal(got[~touched], expected[~touched])
+        assert got[touched].isnan().all()
+        for row in {position - 1, position + window, position + window + 5} & set(range(530)):  # as decodes
+            assert torch.equal(world.attend([(0, row, row + 1)]), expected[row : row + 1])
+        world.cache.write(
+            1, world.keys[0][position : position + 1], world.values[0][position : position + 1],
+            torch.tensor([block * geometry[3] + position % geometry[3]]),
+        )  # fmt: skip
 
 
 def test_order_and_company_of_sequences_do_not_matter() -> None:

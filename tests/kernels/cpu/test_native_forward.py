@@ -128,9 +128,10 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts(
 def test_a_forward_is_proved_on_a_decoder_like_the_one_it_is_for(dtype: torch.dtype) -> None:
     """Its own kernels, one layer of each kind."""
     for linears in ((NativeLinear,), (NativeInt8Linear,), (NativeLinear, NativeInt8Linear)):
-        for biased, has_qk_norm in ((), False), (("qkv",), False), (("qkv", "o"), True):
+        for biased, has_qk_norm, is_sliding in ((), False, False), (("qkv",), False, True), (("qkv", "o"), True, True):
             kinds = frozenset(
-                LayerKind(linear, linear, linear, linear, frozenset(biased), has_qk_norm) for linear in linears
+                LayerKind(linear, linear, linear, linear, frozenset(biased), has_qk_norm, is_sliding)
+                for linear in linears
             )
             for shape in (AttentionShape(24, 14, 2, 64, 16), AttentionShape(2, 3, 3, 8, 4)):
                 kind = DecoderKind(kinds, NativeRowOps, NativeAttention, shape)
