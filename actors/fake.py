@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from novainfer.fsm.events import Chat
@@ -56,18 +57,24 @@ class FakeDevice:
         """Nothing to warm."""
 
     def run(self, plan: StepPlan) -> StepDone:
-        """One successor for each sampled row."""
+        """One successor for each sampled row, and one more for each draft that is one."""
         if self._on_step is not None:
             self._on_step(plan)
         if self._step_s:
             time.sleep(self._step_s)
-        ends: list[int] = []
-        total = 0
-        for count in plan.query_lens:
-            total += count
-            ends.append(total)
-        tokens = [self._next(plan.input_ids[ends[seq] - 1]) for seq in plan.sample_seqs]
-        return StepDone(plan.step_id, plan.epoch, tokens)
+        ends, ids = list(accumulate(plan.query_lens)), plan.input_ids
+        if not plan.num_drafts:
+            return StepDone(plan.step_id, plan.epoch, [self._next(ids[ends[seq] - 1]) for seq in plan.sample_seqs])
+        tokens: list[int] = []
+        num_tokens: list[int] = []
+        for seq, num_drafts in zip(plan.sample_seqs, plan.num_drafts, strict=True):
+            before = len(tokens)
+            for at in range(ends[seq] - 1 - num_drafts, ends[seq]):
+                tokens.append(self._next(ids[at]))
+                if at + 1 == ends[seq] or tokens[-1] != ids[at + 1]:
+                    break
+            num_tokens.append(len(tokens) - before)
+        return StepDone(plan.step_id, plan.epoch, tokens, num_tokens=num_tokens)
 
     def switch(self, mode: str) -> None:
         """It computes the same in every mode."""

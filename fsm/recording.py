@@ -183,7 +183,8 @@ class Recording:
         now_us = self._clock_ns() // 1000
         passed_us, self._last_us = now_us - self._last_us, now_us
         counts = counts_of(event.logprobs) if event.logprobs else None
-        body = _encode((passed_us, codes.lane, event.step_id, event.epoch, event.token_ids, counts, event.took_s))
+        fields = (event.step_id, event.epoch, event.token_ids, counts, event.took_s, event.num_tokens)
+        body = _encode((passed_us, codes.lane, *fields))
         log += (STEP << 32 | len(body)).to_bytes(5, "big") + body
 
     def timer(self, codes: Codes, event: Any) -> None:

@@ -420,23 +420,29 @@ class Scheduler(Machine):
             if not request.ended:
                 request.handle(FETCHED)
                 self.planner.drop_host(request)
-        assert len(outcome.token_ids) == len(flight.samples), "one token per sampled row"
-        logprobs = outcome.logprobs
+        token_ids, logprobs = outcome.token_ids, outcome.logprobs
+        counts = outcome.num_tokens or [1] * len(flight.samples)
+        assert sum(counts) == len(token_ids), "one token per sampled row, or as many as the outcome says"
         if flight.mode != FULL_MODE:
             for request, _, _ in flight.rows:
                 request.is_degraded = True
         prefill, finished = RequestState.PREFILL, ENDED
         outputs: list[Output] = []
-        for at, (request, token_id) in enumerate(zip(flight.samples, outcome.token_ids, strict=True)):
+        end = 0
+        for request, count in zip(flight.samples, counts, strict=True):
+            begin, end = end, end + count
             state = request.state
             if state in finished:
                 continue
-            if token_id < 0:
-                outputs.append(self._end_not_a_number(request, outcome))
-                continue
-            if state is prefill:
-                request.handle(PREFILLED)
-            outputs.append(self._append(request, token_id, logprobs[at] if logprobs else None))
+            for at in range(begin, end):
+                if token_ids[at] < 0:
+                    outputs.append(self._end_not_a_number(request, outcome))
+                    break
+                if at == begin and state is prefill:
+                    request.handle(PREFILLED)
+                outputs.append(self._append(request, token_ids[at], logprobs[at] if logprobs else None))
+                if outputs[-1].end is not None:
+                    break
         self.planner.settle(flight)
         self.trouble.step_done(flight, outcome.took_s, self.requests, self._effects)
         return outputs

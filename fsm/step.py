@@ -57,6 +57,11 @@ class StepPlan(msgspec.Struct):
     block `swap_in_blocks[i]`; `admissions` take their slots; and
     `block_table[table_slots[i], table_indexes[i]] = table_blocks[i]`. A step may compute nothing: no sequences, no
     tokens.
+
+    A row of `sample_seqs` may end in drafts, `num_drafts[i]` of them: guesses of the tokens that follow the one before
+    them. Then its last 1 + `num_drafts[i]` positions are sampled, one after the other: each with the random number of
+    its own position, and as if the drafts before it were the sequence's tokens; up to the first whose token is not the
+    draft that stands there. So the row's tokens are those that as many steps without drafts give.
     """
 
     slots: list[int] = []  # [num_seqs] the persistent row of each sequence
@@ -66,8 +71,9 @@ class StepPlan(msgspec.Struct):
     table_slots: list[int] = []  # [num_table_updates]
     table_indexes: list[int] = []
     table_blocks: list[int] = []
-    sample_seqs: list[int] = []  # [num_samples] the sequences that get a token
+    sample_seqs: list[int] = []  # [num_samples] the sequences that are sampled
     admissions: list[SeqParams] = []
+    num_drafts: list[int] = []  # [num_samples] drafts at the end of each; empty: none has any
     swap_out_blocks: list[int] = []
     swap_out_hosts: list[int] = []
     swap_in_hosts: list[int] = []
@@ -78,10 +84,12 @@ class StepPlan(msgspec.Struct):
 
 
 class StepDone(msgspec.Struct, frozen=True):
-    """The step ran: one token per entry of the plan's `sample_seqs`; `logprobs` is empty when no row asked.
+    """The step ran, and gave the tokens of each of the plan's `sample_seqs`, one after the other.
 
-    `NO_TOKEN` stands where the model's output for the row is not a number. `took_s` is how long the step took, in
-    seconds; 0 where that was not measured.
+    `num_tokens` says how many tokens each of them got: at least 1, at most 1 + its drafts, the last of them being no
+    draft; empty: one each. `NO_TOKEN` is the last one of a row whose output is not a number. `logprobs` are those
+    of the tokens, and empty when no row asked. `took_s` is how long the step took, in seconds; 0 where that was not
+    measured.
     """
 
     step_id: int
@@ -89,3 +97,4 @@ class StepDone(msgspec.Struct, frozen=True):
     token_ids: list[int] = []
     logprobs: list[Logprobs | None] = []
     took_s: float = 0.0
+    num_tokens: list[int] = []  # [num_samples]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.kernels.checkpoint import Checkpoint
@@ -31,6 +32,7 @@ from novainfer.kernels.sharing import Weights, load_shared
 from novainfer.kernels.step import StepBuffers
 from novainfer.kernels.swap import HostPool
 from novainfer.kernels.threads import use_threads
+from novainfer.kernels.verify import Positions, accept, sampled_positions
 
 __all__ = ["ModelInfo", "ModelRunner"]
 
@@ -273,10 +275,18 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepDone:
         """Copy blocks, compute one step and sample; what the device raises (out of memory among it) comes through."""
         with torch.inference_mode():
-            sampled = self._execute(plan)
-        return StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs)
+            hidden = self._forward(plan)
+            if hidden is None:
+                return StepDone(plan.step_id, plan.epoch)
+            at = sampled_positions(plan)
+            sampled = self._sample(hidden, at)
+        if not plan.num_drafts:
+            return StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs)
+        kept, counts = accept(sampled, at.drafts, plan.num_drafts)
+        return StepDone(plan.step_id, plan.epoch, kept.token_ids, kept.logprobs, num_tokens=counts)
 
-    def _execute(self, plan: StepPlan) -> Sampled:
+    def _forward(self, plan: StepPlan) -> Tensor | None:
+        """All but the sampling: hidden states [num_samples, hidden_size], or None when nothing is sampled."""
         if plan.swap_out_blocks or plan.swap_in_blocks:
             if self._host_pool is None:
                 raise ValueError("a step swaps blocks, but there is no swap space")
@@ -286,20 +296,17 @@ class ModelRunner:
             self._sampler.admit(params)
         if not plan.slots:
             self._buffers.update_table(plan)
-            return Sampled([], [])
-        step = self._buffers.fill(plan)
-        hidden = self._decoder.forward(step)
-        if hidden is None:
-            return Sampled([], [])
-        slots = [plan.slots[seq] for seq in plan.sample_seqs]
-        positions = [plan.context_lens[seq] for seq in plan.sample_seqs]
-        if len(slots) <= LOGIT_ROWS_MAX:
-            return self._sampler.sample(self._decoder.head(hidden), slots, positions)
+            return None
+        return self._decoder.forward(self._buffers.fill(plan))
+
+    def _sample(self, hidden: Tensor, at: Positions) -> Sampled:
+        if len(at.slots) <= LOGIT_ROWS_MAX:
+            return self._sampler.sample(self._decoder.head(hidden), at.slots, at.positions, at.drafts)
         parts = []
-        for begin in range(0, len(slots), LOGIT_ROWS_MAX):
+        for begin in range(0, len(at.slots), LOGIT_ROWS_MAX):
             part = slice(begin, begin + LOGIT_ROWS_MAX)
             logits = self._decoder.head(hidden[part])
-            parts.append(self._sampler.sample(logits, slots[part], positions[part]))
+            parts.append(self._sampler.sample(logits, at.slots[part], at.positions[part], at.drafts[part]))
         return _joined(parts)
 
     def close(self) -> None:

@@ -64,11 +64,15 @@ class Sampler:
             tokens = torch.tensor(row.token_ids, dtype=torch.int32)
             self._tokens()[row.slot, : len(tokens)] = tokens.to(self.device)
 
-    def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
+    def sample(
+        self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], drafts: Sequence[int] = ()
+    ) -> Sampled:
         """Draw one token a row; `NO_TOKEN` where the logits hold a NaN or an infinity above all others.
 
         logits [n, vocab_size] in the model's dtype (may be overwritten); slots and positions [n]: whose row
-        it is, and the absolute position that the sampled token will have.
+        it is, and the absolute position that the sampled token will have. `drafts` [n], if there are any: the draft
+        that stands at that position, where the next row is the sequence's next position; else `NO_TOKEN`. What is drawn
+        behind a draft that was not drawn itself is of no use; it may be left out, as `NO_TOKEN`.
         """
         plain = [self._plain_from[slot] <= at for slot, at in zip(slots, positions, strict=True)]
         if all(plain):
@@ -77,13 +81,21 @@ class Sampler:
             largest, ids = logits.max(-1)
             return Sampled(ids.masked_fill_(~largest.isfinite(), NO_TOKEN).tolist(), [])
         rows = [self._rows[slot] for slot in slots]
+        if drafts:
+            self._suppose(rows, slots, positions, drafts)
         u = uniforms([row.seed for row in rows], positions).tolist()
         sampled = self._sample_rows if self._on_cpu else self._sample_batch
-        token_ids, logprobs = sampled(logits, rows, slots, positions, plain, u)
+        token_ids, logprobs = sampled(logits, rows, slots, positions, drafts, plain, u)
+        self._suppose(rows, slots, positions, token_ids)
+        return Sampled(token_ids, logprobs if any(entry is not None for entry in logprobs) else [])
+
+    def _suppose(
+        self, rows: Sequence[SeqParams], slots: Sequence[int], positions: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        """What penalties count from now on: drafts first, and then what was drawn in their places."""
         for row, slot, position, token_id in zip(rows, slots, positions, token_ids, strict=True):
             if row.needs_history and token_id != NO_TOKEN:
                 self._tokens()[slot, position] = token_id
-        return Sampled(token_ids, logprobs if any(entry is not None for entry in logprobs) else [])
 
     def _sample_rows(
         self,
@@ -91,6 +103,7 @@ class Sampler:
         rows: list[SeqParams],
         slots: Sequence[int],
         positions: Sequence[int],
+        drafts: Sequence[int],
         plain: list[bool],
         u: list[float],
     ) -> tuple[list[int], list[Logprobs | None]]:
@@ -98,6 +111,10 @@ class Sampler:
         token_ids: list[int] = []
         logprobs: list[Logprobs | None] = []
         for i, row in enumerate(rows):
+            if i and drafts and drafts[i - 1] not in (NO_TOKEN, token_ids[-1]):
+                token_ids.append(NO_TOKEN)
+                logprobs.append(None)
+                continue
             if plain[i]:
                 token_ids.append(int(argmax(logits[i : i + 1])[0]))
                 logprobs.append(None)
@@ -124,6 +141,7 @@ class Sampler:
         rows: list[SeqParams],
         slots: Sequence[int],
         positions: Sequence[int],
+        drafts: Sequence[int],
         plain: list[bool],
         u: list[float],
     ) -> tuple[list[int], list[Logprobs | None]]:

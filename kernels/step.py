@@ -42,7 +42,7 @@ class StepTensors:
     query_start: Tensor  # int32 [num_seqs + 1]
     context_lens: Tensor  # int32 [num_seqs]
     logit_rows: Tensor | None  # int64 [num_samples]; None when every token row is sampled, in order
-    num_samples: int
+    num_samples: int  # positions: one a sampled sequence, and one more for each of its drafts
     max_query_len: int
     max_context_len: int
 
@@ -71,7 +71,7 @@ class StepBuffers:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._staged = device.type != "cpu" if staged is None else staged
         pinned = device.type == "cuda"
-        num64 = 3 * max_num_batched_tokens + max_num_seqs
+        num64 = 4 * max_num_batched_tokens
         num32 = 2 * max_num_seqs + 1 + max_num_seqs * max_blocks
         self._host64 = torch.zeros(num64, dtype=torch.int64, pin_memory=pinned)
         self._host32 = torch.zeros(num32, dtype=torch.int32, pin_memory=pinned)
@@ -111,10 +111,19 @@ class StepBuffers:
             raise ValueError("a sequence of a step has more query tokens than context")
         must_lie_in("input_ids", plan.input_ids, self.vocab_size)
         must_lie_in("sample_seqs", plan.sample_seqs, num_seqs)
+        if plan.num_drafts:
+            if len(plan.num_drafts) != len(plan.sample_seqs):
+                raise ValueError("sample_seqs and num_drafts of a step must be of one length")
+            must_lie_in("num_drafts", plan.num_drafts, self.max_num_batched_tokens)
+            if any(plan.query_lens[seq] <= count for seq, count in zip(plan.sample_seqs, plan.num_drafts, strict=True)):
+                raise ValueError("a sequence of a step has no token before its drafts")
+        if len(plan.sample_seqs) + sum(plan.num_drafts) > num_tokens:
+            raise ValueError("a step samples more positions than it holds")
 
     def fill(self, plan: StepPlan) -> StepTensors:
         """Apply the block-table updates and lay out the step; raises ValueError for a plan over the limits."""
-        num_seqs, num_tokens, num_samples = len(plan.slots), len(plan.input_ids), len(plan.sample_seqs)
+        num_seqs, num_tokens = len(plan.slots), len(plan.input_ids)
+        num_samples = len(plan.sample_seqs) + sum(plan.num_drafts)
         self._check(plan)
         max_query_len, max_context_len = max(plan.query_lens), max(plan.context_lens)
         self.update_table(plan)
@@ -142,8 +151,12 @@ class StepBuffers:
         slots += positions % self.block_size
         all_rows = num_samples == num_tokens and plan.sample_seqs == list(range(num_seqs))
         if not all_rows:
-            logit_rows[:] = starts[1:][plan.sample_seqs]
-            logit_rows -= 1
+            ends = starts[1:][plan.sample_seqs]
+            if plan.num_drafts:
+                counts = np.array(plan.num_drafts, dtype=np.int64) + 1
+                np.add(self._arange[:num_samples], np.repeat(ends - counts.cumsum(), counts), out=logit_rows)
+            else:
+                np.subtract(ends, 1, out=logit_rows)
 
         num_blocks = -(-max_context_len // self.block_size)
         num32 = 2 * num_seqs + 1

@@ -17,9 +17,10 @@ One device is one epoch: whoever replaces it begins with garbage in every block,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, repeat
 from zlib import crc32
 
-from novainfer.fsm.step import Logprobs, SeqParams, StepDone, StepPlan
+from novainfer.fsm.step import NO_TOKEN, Logprobs, SeqParams, StepDone, StepPlan
 
 VOCAB_SIZE = 64
 EOS = 0
@@ -118,24 +119,34 @@ class ScriptedDevice:
         self._write(plan, spoil=False)
         tokens: list[int] = []
         logprobs: list[Logprobs | None] = []
-        self.degraded = [self._is_degraded(plan.slots[seq], plan.context_lens[seq]) for seq in plan.sample_seqs]
-        for seq in plan.sample_seqs:
-            slot, position = plan.slots[seq], plan.context_lens[seq]
-            cells = self._read(slot, position)
-            sampler, history = self._samplers[slot], self._histories[slot]
+        num_tokens: list[int] = []
+        self.degraded = []
+        ends = list(accumulate(plan.query_lens))
+        for seq, num_drafts in zip(plan.sample_seqs, plan.num_drafts or repeat(0, len(plan.sample_seqs)), strict=True):
+            slot, first = plan.slots[seq], plan.context_lens[seq] - num_drafts
+            sampler = self._samplers[slot]
             assert sampler is not None, f"step {plan.step_id} samples in slot {slot}, which was never given parameters"
-            assert GARBAGE not in cells, f"step {plan.step_id} attends to what was never computed, or overwritten"
-            if NOT_A_NUMBER in cells:
-                tokens.append(-1)
-                logprobs.append(None)
-                continue
-            token = sampler.token(crc32(cells), position, history)
-            if sampler.params.needs_history:
-                history[position : position + 1] = bytes([token])  # again, when a step is computed again
-            tokens.append(token)
             num_top = sampler.params.logprobs
-            logprobs.append(None if num_top is None else expected_logprob(token, num_top))
-        return StepDone(plan.step_id, plan.epoch, tokens, logprobs if any(logprobs) else [], took_s)
+            for count, draft in enumerate((*plan.input_ids[ends[seq] - num_drafts : ends[seq]], None)):
+                token = self._sample(plan.step_id, sampler, slot, first + count)
+                tokens.append(token)
+                logprobs.append(None if num_top is None or token < 0 else expected_logprob(token, num_top))
+                if token != draft:
+                    break
+            num_tokens.append(count + 1)
+            self.degraded.append(self._is_degraded(slot, first + count))
+        counts = num_tokens if plan.num_drafts else []
+        return StepDone(plan.step_id, plan.epoch, tokens, logprobs if any(logprobs) else [], took_s, counts)
+
+    def _sample(self, step_id: int, sampler: Sampler, slot: int, position: int) -> int:
+        cells, history = self._read(slot, position), self._histories[slot]
+        assert GARBAGE not in cells, f"step {step_id} attends to what was never computed, or overwritten"
+        if NOT_A_NUMBER in cells:
+            return NO_TOKEN
+        token = sampler.token(crc32(cells), position, history)
+        if sampler.params.needs_history:
+            history[position : position + 1] = bytes([token])  # again, when a step is computed again
+        return token
 
     def spoil(self, plan: StepPlan) -> None:
         """Fail in the middle of a step: its blocks hold garbage where it would have written."""

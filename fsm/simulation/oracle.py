@@ -46,7 +46,7 @@ def expected_run(prompt: Sequence[int], params: SamplingParams, seed: int, choic
     """Run the request alone, one token at a time."""
     limit = max_len - len(prompt) if params.max_tokens is None else params.max_tokens
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
-    sampler = Sampler(_seq_params(prompt, params, (seed + choice) % 2**64, stop_ids))
+    sampler = Sampler(device_params(prompt, params, (seed + choice) % 2**64, stop_ids))
     tokens: list[int] = []
     searched_from = 0
     history, context = bytearray(prompt), fold(prompt)
@@ -73,7 +73,7 @@ def expected_run(prompt: Sequence[int], params: SamplingParams, seed: int, choic
             return Expected(tokens, _bytes(tokens, params).decode("utf-8", "replace"), FinishReason.LENGTH, None)
 
 
-def _seq_params(prompt: Sequence[int], params: SamplingParams, seed: int, stop_ids: set[int]) -> SeqParams:
+def device_params(prompt: Sequence[int], params: SamplingParams, seed: int, stop_ids: set[int]) -> SeqParams:
     """What a device should be told: by name, where the engine copies field by field."""
     given = msgspec.structs.asdict(params)
     same = {name: given[name] for name in SeqParams.__struct_fields__ if name in given}

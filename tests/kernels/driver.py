@@ -101,7 +101,7 @@ class CapturingSampler:
     def admit(self, params: SeqParams) -> None:
         """Nothing to keep."""
 
-    def sample(self, logits: Tensor, slots: Items[int], positions: Items[int]) -> Sampled:
+    def sample(self, logits: Tensor, slots: Items[int], positions: Items[int], drafts: Items[int] = ()) -> Sampled:
         """Greedy."""
         self.logits += list(logits.float().clone())
         return Sampled(logits.argmax(-1).tolist(), [])
@@ -150,35 +150,50 @@ class Driver:
 
     def step(self, *work: Sequence | tuple[Sequence, int]) -> list[int]:
         """One step: a sequence alone computes all its tokens, (sequence, n) the next n; ends are sampled."""
-        batch = StepPlan()
+        plan = StepPlan()
         sampled: list[Sequence] = []
         for item in work:
             sequence, count = item if isinstance(item, tuple) else (item, len(item.tokens) - item.num_computed)
             end = sequence.num_computed + count
             assert 0 < count <= len(sequence.tokens) - sequence.num_computed
-            self._grow(sequence, end)
-            if not sequence.admitted:
-                tokens = list(sequence.tokens) if sequence.sampling.needs_history else None
-                batch.admissions.append(seated(sequence.slot, sequence.sampling, tokens))
-                sequence.admitted = True
-            for index in range(sequence.num_sent_blocks, len(sequence.blocks)):
-                batch.table_slots.append(sequence.slot)
-                batch.table_indexes.append(index)
-                batch.table_blocks.append(sequence.blocks[index])
-            sequence.num_sent_blocks = len(sequence.blocks)
             if end == len(sequence.tokens):
-                batch.sample_seqs.append(len(batch.slots))
+                plan.sample_seqs.append(len(plan.slots))
                 sampled.append(sequence)
-            batch.slots.append(sequence.slot)
-            batch.query_lens.append(count)
-            batch.context_lens.append(end)
-            batch.input_ids += sequence.tokens[sequence.num_computed : end]
+            self._add_row(plan, sequence, sequence.tokens[:end])
             sequence.num_computed = end
-        result = self.runner.execute(batch)
-        self.last = result
+        result = self.last = self.runner.execute(plan)
         for sequence, token_id in zip(sampled, result.token_ids, strict=True):
             sequence.tokens.append(token_id)
         return result.token_ids
+
+    def verify(self, sequences: Items[Sequence], drafts: Items[list[int]]) -> list[int]:
+        """One step in which each sequence, computed but for its last token, brings drafts; the tokens each got."""
+        plan = StepPlan(sample_seqs=list(range(len(sequences))), num_drafts=[len(guesses) for guesses in drafts])
+        for sequence, guesses in zip(sequences, drafts, strict=True):
+            self._add_row(plan, sequence, sequence.tokens + guesses)
+        result = self.last = self.runner.execute(plan)
+        at = 0
+        for sequence, count in zip(sequences, result.num_tokens, strict=True):
+            sequence.tokens += result.token_ids[at : at + count]
+            sequence.num_computed = len(sequence.tokens) - 1
+            at += count
+        return result.num_tokens
+
+    def _add_row(self, plan: StepPlan, sequence: Sequence, tokens: list[int]) -> None:
+        self._grow(sequence, len(tokens))
+        if not sequence.admitted:
+            history = list(sequence.tokens) if sequence.sampling.needs_history else None
+            plan.admissions.append(seated(sequence.slot, sequence.sampling, history))
+            sequence.admitted = True
+        for index in range(sequence.num_sent_blocks, len(sequence.blocks)):
+            plan.table_slots.append(sequence.slot)
+            plan.table_indexes.append(index)
+            plan.table_blocks.append(sequence.blocks[index])
+        sequence.num_sent_blocks = len(sequence.blocks)
+        plan.slots.append(sequence.slot)
+        plan.query_lens.append(len(tokens) - sequence.num_computed)
+        plan.context_lens.append(len(tokens))
+        plan.input_ids += tokens[sequence.num_computed :]
 
     def generate(self, sequences: Items[Sequence], num_tokens: int) -> list[list[int]]:
         """Prefill all in one step, decode together, give what was generated."""

@@ -47,6 +47,22 @@ def test_only_the_sequence_itself_gets_no_token(backend: str, mode: str, folder:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_draft_that_is_it_ends_nothing_before_it(backend: str, folder: Path) -> None:
+    """Its keys and values lie behind the position that refuses it, and the next step writes over them."""
+    runner = make_runner(folder, backend)
+    alone = Driver(runner)
+    expected = alone.generate([alone.add(0, [5, 6, 7])], 6)[0]
+    assert POISON not in expected
+    driver = Driver(runner)
+    sequence = driver.add(0, [5, 6, 7])
+    driver.step(sequence)
+    assert driver.verify([sequence], [[expected[1], POISON, expected[3]]]) == [2]
+    assert driver.verify([sequence], [[POISON, POISON]]) == [1]
+    assert driver.verify([sequence], [[expected[4]]]) == [2]
+    assert sequence.tokens[3:] == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_before_it_are_computed_as_without_it(backend: str, folder: Path) -> None:
     """A chunk holds them together, and the last keys and values of the chunk are NaN."""
     runner = make_runner(folder, backend)
