@@ -239,12 +239,13 @@ class Inspector(Observer):
         planner = self._planner
         if planner is None:
             return None
-        pool = planner.pool.statistics()
+        cache = planner.cache
+        pool = cache.statistics()
         blocks: Counter[str] = Counter(free=pool.num_free, cached=pool.num_cached)
         seen = bytearray(pool.num_blocks)
         for request in self._owners():
             state = "ENDED" if request.ended else str(request.state)
-            for block in request.blocks:
+            for block in cache.table_of(request):
                 if not seen[block]:
                     seen[block] = 1
                     blocks[state] += 1
@@ -252,8 +253,8 @@ class Inspector(Observer):
             block_size=planner.limits.block_size,
             total=pool.num_blocks,
             blocks=dict(blocks),
-            host_total=planner.host.num_blocks,
-            host_used=planner.host.num_blocks - planner.host.num_free,
+            host_total=cache.num_host_blocks,
+            host_used=cache.num_host_blocks - cache.num_host_blocks_free,
         )
 
     def subscribe(self, owner: str | None, *, limit: int) -> Subscription:
@@ -304,12 +305,12 @@ class Inspector(Observer):
             return None
         planner = self._planner
         assert planner is not None
-        if request.waits_for is not None and request.waits_for in planner.producers:
+        if request.waits_for is not None and planner.cache.is_promised(request.waits_for):
             return "prefix"
         if not planner.free_slots or len(planner.running) >= planner.max_running:
             return "slots"
-        needed = -(-len(request.token_ids) // planner.limits.block_size) + 1
-        if position == 0 and needed > planner.pool.num_available:
+        needed = planner.cache.room_for(request, len(request.token_ids)) + 1
+        if position == 0 and needed > planner.cache.room:
             return "blocks"
         return "queue"
 
@@ -340,6 +341,9 @@ class Inspector(Observer):
     def _choice(self, choice: _Choice, positions: dict[int, int], now_s: float) -> ChoiceRecord:
         request = choice.request
         ended = request.ended
+        cache = None  # blocks go back right after the end of a request, or with its step
+        if self._scheduler is not None and not ended:
+            cache = self._scheduler.planner.cache
         return ChoiceRecord(
             index=request.choice,
             state=str(request.state),
@@ -347,8 +351,8 @@ class Inspector(Observer):
             dwell_s=round(now_s - choice.since_s, 6),
             cached_tokens=request.num_cached,
             generated_tokens=request.num_generated,
-            blocks=0 if ended else len(request.blocks),  # they go back right after its end, or with its step
-            host_blocks=0 if ended else len(request.host_blocks),
+            blocks=len(cache.table_of(request)) if cache is not None else 0,
+            host_blocks=cache.num_copied(request) if cache is not None else 0,
             preemptions=request.num_preemptions,
             history=list(choice.history),
         )

@@ -12,6 +12,9 @@ free + cached, it says no, and the scheduler decides who must wait or go.
 Prefixes are named by a chained digest: a block's name covers all tokens up to its end. Names are 128-bit BLAKE2b,
 so that two users' prompts do not share a block by accident or on purpose.
 
+A block gets its name when the step that fills it has ended well. Until then it is *expected* to hold the prefix: the
+rest of the plan, and steps planned behind it, can share it already.
+
 A journal remembers what a planned step changed. Undoing it gives back exactly the state before the plan; when the
 step had been launched, the device may have overwritten what its blocks held, so those that had been taken from the
 cache lose their names instead of getting them back.
@@ -49,16 +52,41 @@ class _Did(Enum):
     EVICTED = auto()  # a cached block lost its name and became owned
     SHARED = auto()  # one more reference to an owned block
     REVIVED = auto()  # a cached block became owned, keeping its name
-    NAMED = auto()  # an owned block got a name
+
+
+NEVER = 1 << 62  # more tokens than any request has
+
+
+class BlockTable(msgspec.Struct, gc=False, eq=False):
+    """What one request has of the KV cache, here and on the host; for others to read are the numbers only."""
+
+    capacity: int = 0  # tokens that it has room for
+    commits_at: int = NEVER  # so many tokens have to be committed before `BlockCache.commit_row` has something to do
+    num_swapped: int = 0  # tokens that the host holds a copy of
+    is_mixed: bool = False  # its blocks were computed in several modes, and are not to be shared
+    blocks: list[int] = []
+    host_blocks: list[int] = []
+    names: list[bytes] = []  # of its full blocks, as far as they were needed
 
 
 class Journal:
-    """What one planned step did to a pool, in order; see `BlockPool.undo`."""
+    """What one planned step did to a cache: `BlockPool.undo` and `BlockCache.undo` take it back."""
 
-    __slots__ = ("entries",)
+    __slots__ = ("admitted", "entries", "expected", "fulfilled", "grown", "leaving", "num_blocks_in")
 
     def __init__(self) -> None:
-        self.entries: list[tuple[_Did, int, bytes]] = []
+        self.entries: list[tuple[_Did, int, bytes]] = []  # in order
+        self.expected: list[bytes] = []  # names of blocks that the step fills
+        self.grown: list[tuple[BlockTable, int]] = []  # tables, and how many blocks each had before
+        self.admitted: dict[int, BlockTable] = {}  # of requests that had no block before, by id
+        self.fulfilled: list[tuple[bytes, int]] = []  # promised names that the step computes, and who had promised them
+        self.leaving: dict[int, tuple[BlockTable, list[int]]] = {}  # blocks that it copies to the host, by request
+        self.num_blocks_in = 0  # that it copies back
+
+    @property
+    def num_blocks_out(self) -> int:
+        """Blocks that the step copies to the host."""
+        return sum(len(blocks) for _, blocks in self.leaving.values())
 
 
 class BlockPool:
@@ -74,7 +102,8 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._released_at = [0] * num_blocks  # order of release: the recency that eviction and undo sort by
         self._releases = 0
-        self._journal: Journal | None = None
+        self._expected: dict[bytes, int] = {}  # name -> the block that will hold it when its step has ended
+        self.journal: Journal | None = None  # of the step that is being planned
 
     @property
     def num_available(self) -> int:
@@ -90,12 +119,12 @@ class BlockPool:
 
     def open(self, journal: Journal) -> None:
         """Write what follows into `journal`."""
-        assert self._journal is None, "a journal is open"
-        self._journal = journal
+        assert self.journal is None, "a journal is open"
+        self.journal = journal
 
     def close(self) -> None:
         """Stop writing into the journal."""
-        self._journal = None
+        self.journal = None
 
     def allocate(self) -> int:
         """Give one block to one owner; the caller has looked at `num_available`."""
@@ -121,35 +150,50 @@ class BlockPool:
             self._note(_Did.SHARED, block, b"")
         self._refs[block] += 1
 
-    def name(self, block: int, name: bytes) -> None:
-        """The owned `block` will hold the prefix `name` once this step has run; ignored where another holds it."""
-        if name in self._index or self._name[block]:
+    def expect(self, block: int, name: bytes) -> None:
+        """The owned `block` will hold the prefix `name` once this step has run; ignored where another does."""
+        if name in self._index or name in self._expected or self._name[block]:
             return
-        self._index[name] = block
-        self._name[block] = name
-        self._note(_Did.NAMED, block, name)
+        assert self.journal is not None, "a block is expected by the plan that fills it"
+        self._expected[name] = block
+        self.journal.expected.append(name)
 
     def unname(self, blocks: Iterable[int]) -> None:
         """What these owned blocks hold is not to be trusted: no later request shall find it."""
-        assert self._journal is None, "blocks lose their names between steps only"
+        assert self.journal is None, "blocks lose their names between steps only"
         for block in blocks:
             if name := self._name[block]:
                 del self._index[name]
                 self._name[block] = b""
 
     def find(self, name: bytes) -> int | None:
-        """The block that holds (or, within the step being planned, will hold) the prefix `name`."""
-        return self._index.get(name)
+        """The block that holds the prefix `name`, or will when a step that is planned has ended."""
+        block = self._index.get(name)
+        return self._expected.get(name) if block is None else block
 
     def is_cached(self, block: int) -> bool:
         """True when nobody owns `block`, so that sharing it takes it from what is available."""
         return self._refs[block] == 0
 
+    # ---- how a step ends -----------------------------------------------------------------------------------------
+
+    def commit(self, journal: Journal) -> None:
+        """The step of `journal` ended well: what its blocks hold is named now, one by one."""
+        for name in journal.expected:
+            del self._expected[name]
+
+    def name(self, block: int, name: bytes) -> None:
+        """The owned `block` holds the prefix `name`; ignored where another does."""
+        if name in self._index or self._name[block]:
+            return
+        self._index[name] = block
+        self._name[block] = name
+
     # ---- between steps: final ------------------------------------------------------------------------------------
 
     def release(self, blocks: Iterable[int]) -> None:
         """One owner less for each of `blocks`; give the last block of a request first, so that it is evicted first."""
-        assert self._journal is None, "blocks are released between steps only"
+        assert self.journal is None, "blocks are released between steps only"
         for block in blocks:
             assert self._refs[block] > 0, f"block {block} was released twice"
             self._refs[block] -= 1
@@ -161,15 +205,11 @@ class BlockPool:
 
         A launched step may have written into its blocks: those that had been evicted for it stay nameless.
         """
-        assert self._journal is None, "close the journal before it is undone"
+        assert self.journal is None, "close the journal before it is undone"
+        self.commit(journal)
         revived = False
         overwritten: list[int] = []
         for did, block, name in reversed(journal.entries):
-            if did is _Did.NAMED:
-                if self._index.get(name) == block:
-                    del self._index[name]
-                    self._name[block] = b""
-                continue
             assert self._refs[block] > 0, f"undo of {did.name} for block {block}, which nobody owns"
             self._refs[block] -= 1
             if did is _Did.TOOK:
@@ -212,8 +252,8 @@ class BlockPool:
             self._free.append(block)
 
     def _note(self, did: _Did, block: int, name: bytes) -> None:
-        if self._journal is not None:
-            self._journal.entries.append((did, block, name))
+        if self.journal is not None:
+            self.journal.entries.append((did, block, name))
 
     # ---- for checkers --------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from novainfer.fsm.blocks import Journal
+from novainfer.fsm.kv import Prefix
 from novainfer.fsm.request import ADMIT, FETCH, Request, RequestState
 from novainfer.fsm.step import SeqParams, StepPlan
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 # What one planned step may cost, however many wait: a look is a microsecond, and so is each of its units eight times.
 LOOKS = 32  # waiting requests looked at by age, in turn, and by work: so many of each
 LOOK_UNITS = 8192  # names looked up in those by age and in turn, and again in those by work: 0.1 us each
-HASH_UNITS = 8  # of a name that has to be worked out first: 0.8 us
 ADMISSIONS = 64  # 25 us each
 ADMITTED_BLOCKS = 1024  # table entries, after which nothing more is admitted: 1 us each
 CANARY_TOKEN = 0  # every vocabulary has it
@@ -49,16 +49,12 @@ class Flight(msgspec.Struct, gc=False):
     """A planned step, and all that is needed to commit it or to take it back."""
 
     step_id: int
-    rows: list[tuple[Request, int, int]]  # the request, its tokens in this step, its blocks before the step
-    samples: list[Request]
-    admitted: list[Request]
     journal: Journal
-    departed: list[Request]  # ended while the step was on the device; they own their blocks until it returns
-    fulfilled: list[tuple[bytes, Request]]  # promised names that this step computes, and who had promised them
-    fetched: list[Request]  # of `admitted`, those whose KV this step copies back from the host
-    swapped: dict[
-        int, tuple[Request, list[int]]
-    ]  # whose KV it copies to the host, by request id, and from which blocks
+    rows: list[tuple[Request, int, int]] = []  # the request, its tokens in this step, and how many come before them
+    samples: list[Request] = []
+    admitted: list[Request] = []
+    departed: list[Request] = []  # ended while the step was on the device; they own their blocks until it returns
+    fetched: list[Request] = []  # of `admitted`, those whose KV this step copies back from the host
     mode: str = "full"  # what the device has to compute in
     num_prompt_tokens: int = 0  # of all that the step computes
     canary: list[int] = []  # the blocks that a canary is computed in: such a step computes nothing of any request
@@ -70,21 +66,20 @@ class Draft:
     def __init__(self, planner: Planner, step_id: int, epoch: int, chunk: int, only: Collection[int] | None) -> None:
         limits = planner.limits
         self.planner = planner
-        self.size = limits.block_size
+        self.cache = planner.cache
         self.only = only
         self.budget = limits.max_num_batched_tokens
         self.chunk = chunk
         self.left = 0  # prompt tokens that the step can still take
-        self.reserved = 0  # blocks that those in prefill still need
+        self.reserved = 0  # room that those in prefill still need
         self.barrier: float = inf  # the id of the oldest request that did not fit: nothing younger is admitted
         self.oldest: Request | None = None  # of those that the first half goes to
         self.kept_slots = 0
         self.had_running = bool(planner.running)
         self.served: set[int] = set()
         self.expecting: list[Request] = []  # they wait for a prefix
-        self.units = 0  # what may still be spent on looking
+        self.budget_of_look = [0]  # lookups that may still be spent
         self.is_cut = False  # a look ended for want of them
-        self.flight = Flight(step_id, [], [], [], Journal(), [], [], [], {})
         self.plan = StepPlan(
             step_id=step_id,
             epoch=epoch,
@@ -98,31 +93,33 @@ class Draft:
             sample_seqs=[],
             admissions=[],
         )
+        self.flight = Flight(step_id, self.cache.begin(self.plan))
+
+    def close(self) -> None:
+        """Everything is planned; if that is anything, it takes what was preempted before to the host."""
+        flight = self.flight
+        self.cache.close(flight.journal, is_step=bool(flight.rows or flight.fetched or flight.canary))
 
     def add_decodes(self) -> None:
         """One token for every decoding request, in order of admission."""
-        planner, plan, flight, size = self.planner, self.plan, self.flight, self.size
-        pool, only, cached = planner.pool, self.only, planner.limits.enable_prefix_caching
+        plan, flight, cache, only = self.plan, self.flight, self.cache, self.only
         rows, samples = flight.rows, flight.samples
         slots, context_lens, input_ids = plan.slots, plan.context_lens, plan.input_ids
         decode = RequestState.DECODE
-        for request in planner.running.values():
+        for request in self.planner.running.values():
             if request.state is not decode or (only is not None and request.request_id not in only):
                 continue
-            at = request.num_computed
-            num_blocks = len(request.blocks)
-            if at == num_blocks * size:
-                if not pool.num_available:
-                    continue
-                self._append_block(request, pool.allocate())
-            rows.append((request, 1, num_blocks))
+            at = request.num_planned
+            if at == request.kv.capacity and not cache.reserve(request, at + 1):
+                continue
+            rows.append((request, 1, at))
             samples.append(request)
             slots.append(request.slot)
             context_lens.append(at + 1)
             input_ids.append(request.token_ids[at])
-            request.num_computed = at + 1
-            if cached and (at + 1) % size == 0:
-                self._name_blocks(request, at // size)
+            request.num_planned = at + 1
+            if at + 1 >= request.kv.commits_at:
+                cache.expect(request, at, at + 1)
         plan.query_lens = [1] * len(rows)
         plan.sample_seqs = list(range(len(rows)))
         self.budget -= len(rows)
@@ -136,7 +133,7 @@ class Draft:
         prefilling = [r for r in planner.running.values() if r.state is RequestState.PREFILL and allowed(r, self.only)]
         if not prefilling and not planner.waiting:
             return
-        self.reserved = sum(blocks_for(r, self.size) - len(r.blocks) for r in prefilling)
+        self.reserved = sum(self.cache.room_for(r, len(r.token_ids)) for r in prefilling)
         self.oldest = min(prefilling, key=arrival, default=None)
         candidates = sorted([*prefilling, *self._admissible()], key=arrival)
         half = -(-self.left // 2)
@@ -168,30 +165,30 @@ class Draft:
 
     def _admissible(self) -> list[Request]:
         """The waiting requests that could be admitted, oldest first: up to the first one that does not fit."""
-        planner, size, only = self.planner, self.size, self.only
+        planner, cache, only = self.planner, self.cache, self.only
         waiting = [r for r in planner.waiting if allowed(r, only)] if only is not None else planner.waiting
         if not waiting or not self._has_slot():
             return []
         purse_of = self._whom_to_look_at(waiting)
         purses = [LOOK_UNITS, LOOK_UNITS]
-        room = planner.pool.num_available - self.reserved
+        room = cache.room - self.reserved
         found: list[Request] = []
         for request in waiting:
             at = purse_of.get(request.request_id) if purse_of is not None else 0
-            needed = blocks_for(request, size) + 1 - (len(request.token_ids) - request.work) // size
+            needed = cache.room_for(request, request.work or len(request.token_ids)) + 1
             if at is not None:
                 if purses[at] <= 0:
                     continue
-                self.units = purses[at]
-                hits = self._look(request)
-                purses[at] = self.units
-                if hits is None:
+                self.budget_of_look[0] = purses[at]
+                prefix = self._look(request)
+                purses[at] = self.budget_of_look[0]
+                if prefix is None:
                     continue
-                request.work = 0 if request.host_blocks else len(request.token_ids) - len(hits) * size
+                request.work = 0 if request.kv.num_swapped else len(request.token_ids) - prefix.num_tokens
                 if request.waits_for is not None:
                     self.expecting.append(request)
                     continue
-                needed = self._needed(request, hits)
+                needed = self._needed(request, prefix)
             elif request.waits_for is not None:
                 continue
             if needed + self._headroom(request) > room and (planner.running or found):
@@ -215,36 +212,19 @@ class Draft:
             purse_of.setdefault(request.request_id, 1)
         return purse_of
 
-    def _look(self, request: Request) -> list[int] | None:
-        """The blocks that hold the beginning of `request`; what it waits for is noted.
-
-        None when the names of its blocks are not all worked out that had to be: the next look goes on there.
-        """
-        planner, size = self.planner, self.size
+    def _look(self, request: Request) -> Prefix | None:
+        """What the cache holds of the beginning of `request`; what it waits for is noted. None: look on later."""
         request.waits_for = None
-        hits: list[int] = []
-        if request.host_blocks or not planner.limits.enable_prefix_caching:
-            return hits
-        names, find = request.names, planner.pool.find
-        # At least one token must be computed: its logits are the point.
-        for at in range((len(request.token_ids) - 1) // size):
-            if at == len(names):
-                if self.units <= 0:
-                    self.is_cut = True
-                    return None
-                self.units -= HASH_UNITS
-                request.name_next(size)
-            name = names[at]
-            block = find(name)
-            if block is None:
-                producer_id = planner.producers.get(name)
-                work = len(request.token_ids) - at * size
-                if producer_id is not None and self._is_worth_waiting_for(producer_id, work):
-                    request.waits_for = name
-                break
-            hits.append(block)
-        self.units -= len(hits) + 1
-        return hits
+        if request.kv.num_swapped:
+            return Prefix([])
+        prefix = self.cache.find_prefix(request, self.budget_of_look)
+        if prefix is None:
+            self.is_cut = True
+        elif prefix.awaited is not None:
+            work = len(request.token_ids) - prefix.num_tokens
+            if self._is_worth_waiting_for(prefix.producer_id, work):
+                request.waits_for = prefix.awaited
+        return prefix
 
     def _is_worth_waiting_for(self, producer_id: int, work: int) -> bool:
         """Whether the producer will have computed the prefix about as soon as a request of so much `work` would."""
@@ -253,19 +233,18 @@ class Draft:
             return False
         return producer is self.oldest or producer.work <= 2 * work
 
-    def _needed(self, request: Request, hits: list[int]) -> int:
-        """Blocks that must be available for `request`, one to go on included."""
-        revived = sum(map(self.planner.pool.is_cached, hits))
-        return blocks_for(request, self.size) + 1 - len(hits) + revived
+    def _needed(self, request: Request, prefix: Prefix) -> int:
+        """Room that there must be for `request`, one unit to go on included."""
+        return self.cache.room_for(request, len(request.token_ids), prefix) + 1
 
     def _keep(self, request: Request | None, kept: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-        """Keep a slot and blocks for `request`, if it has none yet; None: give back what was `kept`."""
+        """Keep a slot and room for `request`, if it has none yet; None: give back what was `kept`."""
         self.reserved -= kept[0]
         self.kept_slots -= kept[1]
         if request is None or request.slot >= 0:
             return 0, 0
-        self.units = LOOK_UNITS
-        kept = self._needed(request, self._look(request) or []), 1
+        self.budget_of_look[0] = LOOK_UNITS
+        kept = self._needed(request, self._look(request) or Prefix([])), 1
         self.reserved += kept[0]
         self.kept_slots += 1
         return kept
@@ -279,7 +258,7 @@ class Draft:
         return min(len(planner.free_slots), planner.max_running - len(planner.running)) > self.kept_slots
 
     def _headroom(self, request: Request) -> int:
-        """Blocks that the admission of `request` leaves free, so that it is not preempted again in the next steps."""
+        """Room that the admission of `request` leaves free, so that it is not preempted again in the next steps."""
         return (len(self.planner.running) // 2 + 2) << min(request.num_preemptions, 2)
 
     def _serve(self, request: Request, allowance: int) -> int:
@@ -291,28 +270,27 @@ class Draft:
         elif allowance <= 0:
             return 0
         else:
-            owned = len(request.blocks)
+            before = self._still_to_reserve(request)
             used = self._prefill(request, allowance)
-            self.reserved -= len(request.blocks) - owned
+            self.reserved -= before - self._still_to_reserve(request)
         if used:
             self.served.add(request.request_id)
         self.left -= used
         return used
 
     def _try_to_admit(self, request: Request, allowance: int) -> int:
-        planner = self.planner
-        is_swapped = bool(request.host_blocks)
+        is_swapped = request.kv.num_swapped > 0
         is_enough = len(self.flight.admitted) >= ADMISSIONS or len(self.plan.table_blocks) >= ADMITTED_BLOCKS
         if request.request_id > self.barrier or not self._has_slot() or (is_enough and self.flight.admitted):
             return 0
         if allowance <= 0 and not is_swapped:
             return 0
-        self.units = LOOK_UNITS
-        hits = self._look(request)  # again: what was planned since has named blocks, and promised some
-        if hits is None or request.waits_for is not None:
+        self.budget_of_look[0] = LOOK_UNITS
+        prefix = self._look(request)  # again: what was planned since can be shared, or is promised
+        if prefix is None or request.waits_for is not None:
             return 0
-        needed = self._needed(request, hits) + self._headroom(request)
-        if needed > planner.pool.num_available - self.reserved and (self.had_running or request is not self.oldest):
+        needed = self._needed(request, prefix) + self._headroom(request)
+        if needed > self.cache.room - self.reserved and (self.had_running or request is not self.oldest):
             self.barrier = request.request_id  # first come, first served: nobody overtakes by being small
             return 0
         used = 0
@@ -320,42 +298,34 @@ class Draft:
             self._fetch(request)
             self.served.add(request.request_id)
         else:
-            self._admit(request, hits)
-            used = self._prefill(request, allowance, num_blocks=0)
+            self._admit(request, prefix)
+            used = self._prefill(request, allowance)
             assert used, "what was admitted fits, or has the pool to itself"
-        self.reserved += blocks_for(request, self.size) - len(request.blocks)
+        self.reserved += self._still_to_reserve(request)
         return used
 
-    def _admit(self, request: Request, hits: list[int]) -> None:
+    def _still_to_reserve(self, request: Request) -> int:
+        """Room that a request with a slot will take before its prompt is computed."""
+        return self.cache.room_for(request, len(request.token_ids))
+
+    def _admit(self, request: Request, prefix: Prefix) -> None:
         request.handle(ADMIT)
         self._give_slot(request)
-        for block in hits:
-            self.planner.pool.share(block)
-            self._append_block(request, block)
-        request.num_computed = len(hits) * self.size
-        request.is_mixed = False
+        self.cache.share(request, prefix)
+        request.num_planned = prefix.num_tokens
         if request.is_first_output:
-            request.num_cached = request.num_computed
-        self.planner.produce(request)
+            request.num_cached = prefix.num_tokens
         self.plan.admissions.append(request.sampling_spec())
 
     def _fetch(self, request: Request) -> None:
         """Have this step copy back from the host what `request` had computed."""
-        planner, plan = self.planner, self.plan
         request.handle(FETCH)
         self._give_slot(request)
         self.flight.fetched.append(request)
-        for host_block in request.host_blocks:
-            block = planner.pool.allocate()
-            self._append_block(request, block)
-            plan.swap_in_hosts.append(host_block)
-            plan.swap_in_blocks.append(block)
-        request.num_computed = request.num_swapped
+        self.cache.fetch(request)
+        request.num_planned = request.kv.num_swapped
         request.work = request.num_remaining
-        if planner.limits.enable_prefix_caching:
-            self._name_blocks(request, 0)
-        planner.produce(request)
-        plan.admissions.append(request.sampling_spec())
+        self.plan.admissions.append(request.sampling_spec())
 
     def _give_slot(self, request: Request) -> None:
         request.slot = self.planner.free_slots.pop()
@@ -365,67 +335,31 @@ class Draft:
     def add_canary(self, slot: int, num_tokens: int) -> None:
         """A prompt that no client has sent, in blocks that the journal gives back."""
         plan = self.plan
-        for index in range(-(-num_tokens // self.size)):
-            plan.table_slots.append(slot)
-            plan.table_indexes.append(index)
-            plan.table_blocks.append(self.planner.pool.allocate())
-        self.flight.canary = list(plan.table_blocks)
+        self.flight.canary = self.cache.borrow(slot, num_tokens)
         plan.admissions.append(SeqParams(slot=slot, num_prompt_tokens=num_tokens))  # greedy
         plan.slots, plan.query_lens, plan.context_lens = [slot], [num_tokens], [num_tokens]
         plan.input_ids, plan.sample_seqs = [CANARY_TOKEN] * num_tokens, [0]
 
-    def add_swaps(self) -> None:
-        """Copy out what was preempted since the last step."""
-        planner, plan = self.planner, self.plan
-        self.flight.swapped, planner.leaving = planner.leaving, {}
-        for request, blocks in self.flight.swapped.values():
-            plan.swap_out_blocks += blocks
-            plan.swap_out_hosts += request.host_blocks
-
-    def _prefill(self, request: Request, allowance: int, num_blocks: int | None = None) -> int:
+    def _prefill(self, request: Request, allowance: int) -> int:
         """Add up to `allowance` prompt tokens of `request`; returns how many."""
-        planner, plan, size = self.planner, self.plan, self.size
-        start = request.num_computed
-        owned = len(request.blocks)
-        total = len(request.token_ids)
-        count = min(total - start, allowance, (owned + planner.pool.num_available) * size - start)
-        if start + count < total and (start + count) % size and count > size:
-            count -= (start + count) % size
-        if count <= 0:
+        plan, cache = self.plan, self.cache
+        start, total = request.num_planned, len(request.token_ids)
+        end = cache.end_of_chunk(request, start, min(total, start + allowance))
+        if end <= start:
             return 0
-        end = start + count
-        for _ in range(owned, -(-end // size)):
-            self._append_block(request, planner.pool.allocate())
-        self.flight.rows.append((request, count, owned if num_blocks is None else num_blocks))
-        self.flight.num_prompt_tokens += count
+        cache.reserve(request, end)
+        self.flight.rows.append((request, end - start, start))
+        self.flight.num_prompt_tokens += end - start
         if end == total:
             self.flight.samples.append(request)
             plan.sample_seqs.append(len(plan.slots))
         plan.slots.append(request.slot)
-        plan.query_lens.append(count)
+        plan.query_lens.append(end - start)
         plan.context_lens.append(end)
         plan.input_ids.extend(request.token_ids[start:end])
-        request.num_computed = end
-        if planner.limits.enable_prefix_caching:
-            self._name_blocks(request, start // size)
-        return count
-
-    def _name_blocks(self, request: Request, first: int) -> None:
-        """Name the blocks of `request` from `first` on that this step fills."""
-        num_full = request.num_computed // self.size
-        if request.is_mixed:
-            return
-        names = request.name_blocks(num_full, self.size)
-        for at in range(first, num_full):
-            self.planner.pool.name(request.blocks[at], names[at])
-            self.planner.fulfil(names[at], self.flight)
-
-    def _append_block(self, request: Request, block: int) -> None:
-        plan = self.plan
-        plan.table_slots.append(request.slot)
-        plan.table_indexes.append(len(request.blocks))
-        plan.table_blocks.append(block)
-        request.blocks.append(block)
+        request.num_planned = end
+        cache.expect(request, start, end)
+        return end - start
 
 
 arrival = attrgetter("request_id")  # the key of age: first come, first served
@@ -440,8 +374,3 @@ def allowed(request: Request, only: Collection[int] | None) -> bool:
 def runnable(request: Request, only: Collection[int] | None) -> bool:
     """Whether `request` could use the step, if there is room for it."""
     return request.state is not RequestState.PAUSED and allowed(request, only)
-
-
-def blocks_for(request: Request, size: int) -> int:
-    """Blocks that hold all tokens `request` has so far."""
-    return -(-len(request.token_ids) // size)

@@ -14,9 +14,10 @@ from collections.abc import Collection
 
 import msgspec
 
-from novainfer.fsm.blocks import BlockPool, HostPool
+from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.draft import Draft, Flight, arrival, runnable
-from novainfer.fsm.request import LOSE, PREEMPT, RECOVER, UNADMIT, Request, RequestState
+from novainfer.fsm.kv import KVCache
+from novainfer.fsm.request import FETCHED, LOSE, PREEMPT, RECOVER, UNADMIT, Request, RequestState
 from novainfer.fsm.step import StepPlan
 
 
@@ -35,25 +36,24 @@ class Planner:
 
     def __init__(self, limits: Limits, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.limits = limits
-        self.pool = BlockPool(num_blocks, limits.block_size)
-        self.host = HostPool(num_host_blocks)
+        self.cache: KVCache = BlockCache(
+            num_blocks, limits.block_size, num_host_blocks, enable_prefix_caching=limits.enable_prefix_caching
+        )
         self.waiting: list[Request] = []  # WAITING, PREEMPTED and RECOVERING, in order of arrival
         self.running: dict[int, Request] = {}  # those that have a slot and blocks, in order of admission
         self.parked: dict[int, Request] = {}  # PAUSED without a slot or blocks
         self.overstayed: set[int] = set()  # PAUSED for too long: they are parked before the next step
-        self.leaving: dict[int, tuple[Request, list[int]]] = {}  # whose KV the next step copies out, as Flight.swapped
         self.max_running = limits.max_num_seqs  # requests in one step; less while memory or time is short
         self.mode = "full"  # what the last step was planned in
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.looked_at = -1  # the id of the waiting request that was looked at last in turn
-        self.producers: dict[bytes, int] = {}  # block name -> the running request that will compute it
         self.num_preemptions = 0
 
     # ---- queue ---------------------------------------------------------------------------------------------------
 
     def enqueue(self, request: Request) -> None:
         """Put `request` into the queue, at its place by arrival."""
-        request.work = 0 if request.host_blocks else len(request.token_ids)
+        request.work = 0 if request.kv.num_swapped else len(request.token_ids)
         insort(self.waiting, request, key=arrival)
 
     def dequeue(self, request: Request) -> None:
@@ -74,23 +74,14 @@ class Planner:
             self.release(request)
         elif self.parked.pop(request.request_id, None) is None and self.is_queued(request):
             self.dequeue(request)
-        self.drop_host(request)
+        self.cache.drop_copy(request)
 
     def release(self, request: Request) -> None:
-        """Give back the blocks, the slot and the promises of `request`."""
-        self.pool.release(reversed(request.blocks))
-        request.blocks.clear()
+        """Give back the slot of `request`, and all that it has on the device."""
+        self.cache.release(request)
         if request.slot >= 0:
             self.free_slots.append(request.slot)
             request.slot = -1
-        self._stop_producing(request)
-
-    def drop_host(self, request: Request) -> None:
-        """Give back what `request` has on the host: it is here again, has ended, or its copy cannot be trusted."""
-        self.host.release(request.host_blocks)
-        request.host_blocks = []
-        request.num_swapped = 0
-        self.leaving.pop(request.request_id, None)
 
     def unpark(self, request: Request) -> None:
         """Its reader is back: queue it again."""
@@ -108,9 +99,9 @@ class Planner:
             else:
                 self.parked[request.request_id] = request
         for request in (*self.waiting, *self.parked.values()):
-            self.drop_host(request)
+            self.cache.drop_copy(request)
         self.overstayed.clear()
-        self.pool.forget()
+        self.cache.forget()
 
     def recover(self) -> None:
         """There is a worker again, with as many blocks as before."""
@@ -121,12 +112,7 @@ class Planner:
     def change_mode(self, mode: str) -> None:
         """Steps compute in `mode` from now on: what was computed in another is not shared with any other request."""
         self.mode = mode
-        self.pool.unname_all()
-        for request in self.running.values():
-            self._stop_producing(request)
-            request.is_mixed = True
-        for request in (*self.waiting, *self.parked.values()):
-            request.is_mixed = bool(request.host_blocks)
+        self.cache.distrust_all(self.running.values(), (*self.waiting, *self.parked.values()))
 
     # ---- planning ------------------------------------------------------------------------------------------------
 
@@ -144,12 +130,10 @@ class Planner:
                 self._make_slots()
             self._make_room(only)
             draft = Draft(self, step_id, epoch, chunk, only)
-            self.pool.open(draft.flight.journal)
             draft.add_decodes()
             draft.add_prefills()
-            self.pool.close()
+            draft.close()
             if draft.flight.rows or draft.flight.fetched:
-                draft.add_swaps()
                 return draft.plan, draft.flight
             if draft.is_cut:  # nothing else is to be done than to look on
                 continue
@@ -164,58 +148,54 @@ class Planner:
         It takes nothing: its blocks are free again when its flight is taken back or `dismissed`.
         """
         self._park_overstayed()
-        size = self.limits.block_size
-        num_tokens = min(num_tokens, self.pool.num_available * size)
+        num_tokens = min(num_tokens, self.cache.num_tokens_free)
         if not self.free_slots or not num_tokens:
             return None
         draft = Draft(self, step_id, epoch, num_tokens, None)
-        self.pool.open(draft.flight.journal)
         draft.add_canary(self.free_slots[-1], num_tokens)
-        self.pool.close()
-        draft.add_swaps()
+        draft.close()
         return draft.plan, draft.flight
 
     def dismiss(self, canary: Flight) -> None:
         """A canary went well: its blocks are free again."""
-        self.pool.undo(canary.journal, launched=True)
+        self.cache.take_back(canary.journal)
         self.settle(canary)
+
+    def commit(self, flight: Flight) -> None:
+        """The step ran to its end: what it has computed and copied stays."""
+        cache = self.cache
+        cache.commit(flight.journal)
+        for request in flight.fetched:
+            request.num_computed = request.num_planned
+            cache.commit_row(request, request.num_computed)
+            if not request.ended:
+                request.handle(FETCHED)
+                cache.drop_copy(request)
+        for request, count, start in flight.rows:
+            request.num_computed = end = start + count
+            if end >= request.kv.commits_at:
+                cache.commit_row(request, end)
 
     def rollback(self, flight: Flight, *, launched: bool) -> None:
         """Take back everything `flight` planned; exactly, if it was never launched."""
-        for request, num_tokens, num_blocks in flight.rows:
-            request.num_computed -= num_tokens
-            del request.blocks[num_blocks:]
-        self.pool.undo(flight.journal, launched=launched)
+        for request, _, start in flight.rows:
+            request.num_planned = start
+        self.cache.undo(flight.journal, launched=launched)
         for request in reversed(flight.admitted):
-            # Its shared blocks went back with the journal; nothing else can have become its own.
-            request.blocks.clear()
-            request.num_computed = 0
-            self._stop_producing(request)
+            request.num_planned = 0
             self.free_slots.append(request.slot)
             request.slot = -1
             request.handle(UNADMIT)
             if not request.ended:
                 del self.running[request.request_id]
                 self.enqueue(request)
-        for name, request in reversed(flight.fulfilled):
-            if not request.ended and request.state is RequestState.PREFILL:
-                self.producers[name] = request.request_id
-                request.producing.add(name)
-        for request in flight.fetched:
-            if launched and not request.ended:  # what cannot be fetched is computed again
-                self.drop_host(request)
-        for request_id, (request, blocks) in flight.swapped.items():
-            if launched:  # what was copied may have been overwritten first
-                self.drop_host(request)
-            elif request.host_blocks:  # it has not ended meanwhile
-                self.leaving[request_id] = request, blocks
         self.settle(flight)
 
     def settle(self, flight: Flight) -> None:
         """What ended while `flight` was on the device gives back what it owns."""
         for request in flight.departed:
             self.release(request)
-            self.drop_host(request)
+            self.cache.drop_copy(request)
 
     def _park_overstayed(self) -> None:
         """Requests whose reader was away for too long while their step was on the device give up what they keep."""
@@ -239,24 +219,23 @@ class Planner:
 
     def _make_room(self, only: Collection[int] | None) -> None:
         """Preempt until every decoding request, and the oldest one, can have the block that it needs next."""
-        pool = self.pool
-        if pool.num_available >= len(self.running):
+        cache = self.cache
+        if cache.room >= len(self.running):
             return
-        size = self.limits.block_size
         while True:
             able = [r for r in self.running.values() if runnable(r, only)]
             if not able:
                 return
             oldest = min(able, key=arrival)
             needed = sum(
-                r.num_computed == len(r.blocks) * size for r in able if r is oldest or r.state is RequestState.DECODE
+                cache.room_for(r, r.num_planned + 1) for r in able if r is oldest or r.state is RequestState.DECODE
             )
-            if needed <= pool.num_available or not self._preempt_one(keep=oldest):
+            if needed <= cache.room or not self._preempt_one(keep=oldest):
                 return
 
     def _preempt_one(self, keep: Request) -> bool:
         """Take the blocks of the request that loses least; paused ones first, the oldest (`keep`) never."""
-        victims = [r for r in self.running.values() if r is not keep and r.blocks]
+        victims = [r for r in self.running.values() if r is not keep and r.kv.capacity]
         if not victims:
             return False
         self.preempt(min(victims, key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, -r.request_id)))
@@ -265,11 +244,7 @@ class Planner:
     def preempt(self, victim: Request) -> None:
         """Take slot and blocks of `victim`, leaving a copy on the host if there is room; it is in no step now."""
         self.num_preemptions += 1
-        num_blocks = -(-victim.num_computed // self.limits.block_size)
-        if 0 < num_blocks <= self.host.num_free:
-            victim.host_blocks = self.host.allocate(num_blocks)
-            victim.num_swapped = victim.num_computed
-            self.leaving[victim.request_id] = victim, victim.blocks[:num_blocks]
+        self.cache.swap_out(victim)
         self.release(victim)
         victim.handle(PREEMPT)
         del self.running[victim.request_id]
@@ -277,32 +252,3 @@ class Planner:
             self.enqueue(victim)
         else:
             self.parked[victim.request_id] = victim
-
-    # ---- promises ------------------------------------------------------------------------------------------------
-
-    def produce(self, request: Request) -> None:
-        """Promise the names of the full blocks that `request` has still to compute."""
-        if request.is_mixed:
-            return
-        size = self.limits.block_size
-        if not self.limits.enable_prefix_caching:
-            return
-        worth_sharing = (len(request.token_ids) - 1) // size  # as `Draft._look` looks no further
-        names = request.name_blocks(worth_sharing, size)
-        for name in names[request.num_computed // size : worth_sharing]:
-            if name not in self.producers and self.pool.find(name) is None:
-                self.producers[name] = request.request_id
-                request.producing.add(name)
-
-    def _stop_producing(self, request: Request) -> None:
-        for name in sorted(request.producing):
-            del self.producers[name]
-        request.producing.clear()
-
-    def fulfil(self, name: bytes, flight: Flight) -> None:
-        """`name` is planned, by whomever: who waits for it can share the block."""
-        request_id = self.producers.pop(name, None)
-        if request_id is not None:
-            request = self.running[request_id]
-            request.producing.remove(name)
-            flight.fulfilled.append((name, request))

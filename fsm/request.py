@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import msgspec
 
-from novainfer.fsm.blocks import block_name
+from novainfer.fsm.blocks import BlockTable
 from novainfer.fsm.events import PauseRequest, ResumeRequest, Submit
 from novainfer.fsm.machine import Machine, Table, ignore, never, on, table
 from novainfer.fsm.step import SeqParams
@@ -144,25 +144,21 @@ class Request(Machine):
         never(ENDED, Finish, "a request ends once"),
     )
     __slots__ = (
-        "blocks",
         "choice",
         "failures",
-        "host_blocks",
         "is_degraded",
         "is_first_output",
-        "is_mixed",
+        "kv",
         "losses",
         "max_len",
-        "names",
         "num_cached",
         "num_computed",
         "num_pauses",
+        "num_planned",
         "num_preemptions",
         "num_prompt",
-        "num_swapped",
         "params",
         "paused_as",
-        "producing",
         "queued_as",
         "request_id",
         "seed",
@@ -194,14 +190,11 @@ class Request(Machine):
             include_stop=params.include_stop_str_in_output,
             skip_special=params.skip_special_tokens,
         )
-        self.num_computed = 0  # tokens whose KV is in `blocks`, the step on the device included
+        self.kv = BlockTable()  # what it has of the KV cache
+        self.num_computed = 0  # tokens whose keys and values are computed
+        self.num_planned = 0  # the same, when the steps on the device have ended well: more while it is in one
         self.num_cached = 0  # tokens of the prompt that the prefix cache had when it first ran
-        self.blocks: list[int] = []
-        self.host_blocks: list[int] = []  # copies of its first `num_swapped` tokens' KV
-        self.num_swapped = 0
         self.slot = -1
-        self.names: list[bytes] = []  # of its full blocks, as far as they were needed
-        self.producing: set[bytes] = set()  # names others may wait for while it computes them
         self.waits_for: bytes | None = None  # the name it waits for another request to compute
         self.work = self.num_prompt  # tokens to compute before its next one, when it was last looked at in the queue
         self.num_preemptions = 0
@@ -211,7 +204,6 @@ class Request(Machine):
         self.failures = self.losses = 0
         self.queued_as = S.WAITING  # the state it was admitted from
         self.is_first_output = True
-        self.is_mixed = False  # its blocks were computed in several modes, and are not to be shared
         self.is_degraded = False  # some of it was computed in another mode than the full one
 
     # ---- questions -----------------------------------------------------------------------------------------------
@@ -222,26 +214,19 @@ class Request(Machine):
         return self.state in ENDED
 
     @property
+    def is_in_flight(self) -> bool:
+        """True while a step on the device reads or writes what it has of the KV cache."""
+        return self.num_planned > self.num_computed
+
+    @property
     def num_remaining(self) -> int:
-        """Tokens still to be computed before the next one can be sampled."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens still to be planned before the next one can be sampled."""
+        return len(self.token_ids) - self.num_planned
 
     @property
     def num_generated(self) -> int:
         """Tokens sampled so far."""
         return len(self.token_ids) - self.num_prompt
-
-    def name_next(self, block_size: int) -> None:
-        """Work out one more name; its tokens must fill that block."""
-        names = self.names
-        at = len(names) * block_size
-        names.append(block_name(names[-1] if names else b"", self.token_ids[at : at + block_size]))
-
-    def name_blocks(self, num_full: int, block_size: int) -> list[bytes]:
-        """The names of its blocks: of the first `num_full`, which its tokens must fill, at least."""
-        while len(self.names) < num_full:
-            self.name_next(block_size)
-        return self.names
 
     def sampling_spec(self) -> SeqParams:
         """What the device must know before it can sample this request."""
@@ -282,16 +267,16 @@ class Request(Machine):
 
     def _preempt(self, _: Preempt) -> RequestState:
         self.num_preemptions += 1
-        self.num_computed = 0
+        self.num_computed = self.num_planned = 0
         return S.PREEMPTED
 
     def _stay_paused(self, _: Preempt) -> RequestState:
         self.num_preemptions += 1
-        self.num_computed = 0
+        self.num_computed = self.num_planned = 0
         return S.PAUSED
 
     def _lose_paused(self, _: Lose) -> RequestState:
-        self.num_computed = 0
+        self.num_computed = self.num_planned = 0
         return S.PAUSED
 
     def _fetch(self, _: Fetch) -> RequestState:
@@ -303,7 +288,7 @@ class Request(Machine):
         return S.DECODE if was_decoding else S.PREFILL
 
     def _lose(self, _: Lose) -> RequestState:
-        self.num_computed = 0
+        self.num_computed = self.num_planned = 0
         return S.RECOVERING
 
     def _recover(self, _: Recover) -> RequestState:

@@ -46,7 +46,7 @@ from novainfer.fsm.ladder import Rung, Switched
 from novainfer.fsm.machine import Machine, Table, never, on, stay, table
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.planner import Limits, Planner
-from novainfer.fsm.request import ENDED, FETCHED, PREFILLED, Finish, Request, RequestState
+from novainfer.fsm.request import ENDED, PREFILLED, Finish, Request, RequestState
 from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.trouble import Doomed, Trial, Trouble
@@ -188,7 +188,7 @@ class Scheduler(Machine):
             num_waiting=len(self.planner.waiting),
             num_running=len(self.planner.running) - paused,
             num_paused=paused + len(self.planner.parked),
-            blocks=self.planner.pool.statistics(),
+            blocks=self.planner.cache.statistics(),
             steps_total=self._steps,
             step_failures_total=self._failures,
             preemptions_total=self.planner.num_preemptions,
@@ -200,8 +200,8 @@ class Scheduler(Machine):
             worker_losses_total=self._losses,
             swapped_out_blocks_total=self._swapped_out,
             swapped_in_blocks_total=self._swapped_in,
-            num_host_blocks=self.planner.host.num_blocks,
-            num_host_blocks_free=self.planner.host.num_free,
+            num_host_blocks=self.planner.cache.num_host_blocks,
+            num_host_blocks_free=self.planner.cache.num_host_blocks_free,
             rung=self.trouble.ladder.state,
         )
 
@@ -215,12 +215,12 @@ class Scheduler(Machine):
         self._nest(self.trouble.ladder)
         self._epoch = event.epoch
         self._eos_token_ids = event.eos_token_ids
-        self._max_len = min(event.max_model_len, event.num_blocks * self._limits.block_size)
+        self._max_len = min(event.max_model_len, self.planner.cache.num_tokens_max)
         return S.EMPTY
 
     def _recover(self, event: Configure) -> SchedulerState:
         planner = self.planner
-        assert event.num_blocks == planner.pool.num_blocks, "Fit is asked for as many blocks as before"
+        assert event.num_blocks == planner.cache.statistics().num_blocks, "Fit is asked for as many blocks as before"
         self._epoch = event.epoch
         self.trouble.climb(Switched("full"), self._effects)
         planner.recover()
@@ -304,7 +304,7 @@ class Scheduler(Machine):
         request = self.planner.running.get(event.request_id)
         if request is None or request.state is not RequestState.PAUSED or request.num_pauses != event.serial:
             return self.state
-        if self._is_in_flight(request):
+        if request.is_in_flight:
             self.planner.overstayed.add(request.request_id)
         else:
             self.planner.preempt(request)
@@ -326,11 +326,6 @@ class Scheduler(Machine):
             self._send("incidents", incident)
         return outputs
 
-    def _is_in_flight(self, request: Request) -> bool:
-        """True while the step on the device reads or writes what `request` owns."""
-        flight = self.flight
-        return flight is not None and (any(row[0] is request for row in flight.rows) or request in flight.fetched)
-
     def _end(self, request: Request, state: RequestState, end: End) -> Output:
         """End `request`; what it owns goes back now, or with its step if that is on the device."""
         request.handle(Finish(state))
@@ -340,7 +335,7 @@ class Scheduler(Machine):
             self.trouble.none_left(self._effects)
         if request.stream_id in self._hurried and not self._siblings(request):
             self._hurried.discard(request.stream_id)
-        if self.flight is not None and self._is_in_flight(request):
+        if self.flight is not None and request.is_in_flight:
             del self.planner.running[request.request_id]
             self.flight.departed.append(request)
         else:
@@ -403,7 +398,7 @@ class Scheduler(Machine):
             outcome = StepFailed(flight.step_id, outcome.epoch, Fault.EXCEPTION, NO_NUMBERS)
         if isinstance(outcome, StepDone):
             self._steps += 1
-            self._swapped_out += sum(len(blocks) for _, blocks in flight.swapped.values())
+            self._swapped_out += flight.journal.num_blocks_out
             self.planner.dismiss(flight)
             return self._end_doomed(self.trouble.convict(self.requests, self._effects))
         self._failures += 1
@@ -414,12 +409,9 @@ class Scheduler(Machine):
     def _commit(self, flight: Flight, outcome: StepDone) -> list[Output]:
         """Append what was sampled, end what has ended, and say what is new."""
         self._steps += 1
-        self._swapped_out += sum(len(blocks) for _, blocks in flight.swapped.values())
-        for request in flight.fetched:
-            self._swapped_in += len(request.host_blocks)
-            if not request.ended:
-                request.handle(FETCHED)
-                self.planner.drop_host(request)
+        self._swapped_out += flight.journal.num_blocks_out
+        self._swapped_in += flight.journal.num_blocks_in
+        self.planner.commit(flight)
         token_ids, logprobs = outcome.token_ids, outcome.logprobs
         counts = outcome.num_tokens or [1] * len(flight.samples)
         assert sum(counts) == len(token_ids), "one token per sampled row, or as many as the outcome says"
@@ -458,7 +450,7 @@ class Scheduler(Machine):
             stream_ids=[request.stream_id],
         )
         self._send("incidents", incident)
-        self.planner.pool.unname(request.blocks)
+        self.planner.cache.distrust(request)
         return self._end(request, RequestState.FINISHED_ERROR, End(error=NOT_A_NUMBER))
 
     def _append(self, request: Request, token_id: int, logprob: tuple[float, list[int], list[float]] | None) -> Output:
@@ -541,13 +533,15 @@ class Scheduler(Machine):
         """All that a rollback of a step that was never launched must give back."""
         planner = self.planner
         return (
-            (planner.pool.fingerprint(), tuple(planner.host._free), tuple(planner.leaving)),
+            *planner.cache.fingerprint(),
             tuple(r.request_id for r in planner.waiting),
             tuple(sorted(planner.running)),
             tuple(planner.free_slots),
-            tuple(sorted(planner.producers.items())),
             tuple(
-                (r.request_id, r.state, r.num_computed, tuple(r.blocks), r.slot, tuple(r.token_ids))
+                (
+                    (r.request_id, r.state, r.num_computed, r.num_planned, r.slot),
+                    (tuple(planner.cache.table_of(r)), tuple(r.token_ids)),
+                )
                 for r in self.requests.values()
             ),
         )
@@ -558,11 +552,10 @@ class Scheduler(Machine):
         departed = self.flight.departed if self.flight else []
         owners = [*self.requests.values(), *departed]
         canary = self.flight.canary if self.flight else []
-        planner.pool.check([*(block for r in owners for block in r.blocks), *canary])
+        planner.cache.check(owners, canary)
         slots = sorted([*planner.free_slots, *(r.slot for r in owners if r.slot >= 0)])
         assert slots == list(range(self._limits.max_num_seqs)), "a slot has two owners, or none"
         assert all(r.ended for r in departed), "a departed request is not ended"
-        planner.host.check(block for r in owners for block in r.host_blocks)
         queued = {RequestState.WAITING, RequestState.PREEMPTED, RequestState.RECOVERING}
         for request in self.requests.values():
             assert not request.ended, f"ended request {request.request_id} is still known"
@@ -572,8 +565,10 @@ class Scheduler(Machine):
             assert is_running == (request.request_id in planner.running)
             assert (request.state in queued) == (request in planner.waiting)
             if not is_running:
-                assert not request.blocks, f"waiting request {request.request_id} owns blocks"
+                assert not request.kv.capacity, f"waiting request {request.request_id} owns blocks"
                 assert request.slot < 0, f"waiting request {request.request_id} owns a slot"
-            assert request.num_computed <= len(request.blocks) * self._limits.block_size
-        promised = {name: r.request_id for r in owners for name in r.producing}
-        assert promised == planner.producers, "a promised prefix has no producer"
+            is_held = self.flight is not None and any(r is request for r, _, _ in self.flight.rows)
+            is_fetched = self.flight is not None and request in self.flight.fetched
+            assert request.is_in_flight == (is_held or is_fetched), (
+                f"request {request.request_id} is in no step, or in one"
+            )

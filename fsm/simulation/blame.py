@@ -139,7 +139,7 @@ class Blame:
         mode = "int8" if fault is Fault.OOM else "plain"
         if mode not in world.shape.modes or world.scheduler.trouble.ladder.mode == mode:
             raise Violation(f"a canary is computed for {fault}, and there is no rung for that")
-        pool = world.scheduler.planner.pool
+        pool = world.cache.pool
         room = (pool.num_available + len(flight.canary)) * world.shape.block_size
         if sum(plan.query_lens) < min(num_tokens, room):
             raise Violation(f"the canary has {sum(plan.query_lens)} tokens, and the step that failed had {num_tokens}")

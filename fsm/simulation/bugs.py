@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.blocks import BlockPool
 from novainfer.fsm.draft import Draft
 from novainfer.fsm.engine import Engine
@@ -29,21 +30,21 @@ from novainfer.fsm.worker import Worker
 
 MUTANTS = [
     # ---- taking a step back
-    Mutant("a rollback keeps the blocks of the step", Planner, "rollback", "del request.blocks[num_blocks:]", "pass"),
-    Mutant("a rollback keeps the tokens counted", Planner, "rollback", "request.num_computed -= num_tokens", "pass"),
+    Mutant("a rollback keeps the blocks of the step", BlockCache, "undo", "del table.blocks[num_blocks:]", "pass"),
+    Mutant("a rollback keeps the tokens counted", Planner, "rollback", "request.num_planned = start", "pass"),
     Mutant(
         "a rollback does not undo the pool",
-        Planner,
-        "rollback",
-        "self.pool.undo(flight.journal, launched=launched)",
+        BlockCache,
+        "undo",
+        "self.pool.undo(journal, launched=launched)",
         "pass",
     ),
     Mutant("a rollback keeps the slot", Planner, "rollback", "self.free_slots.append(request.slot)", "pass"),
     Mutant(
         "a rollback forgets a promise",
-        Planner,
-        "rollback",
-        "self.producers[name] = request.request_id",
+        BlockCache,
+        "undo",
+        "self.producers[name] = request_id",
         "pass",
     ),
     Mutant("a rollback keeps the blocks of the cancelled", Planner, "settle", "self.release(request)", "pass"),
@@ -59,15 +60,15 @@ MUTANTS = [
         "undo leaves the names that the step gave",
         BlockPool,
         "undo",
-        "if self._index.get(name) == block:",
-        "if False:",
+        "self.commit(journal)",
+        "for name in journal.expected: self.name(self._expected.pop(name), name)",
     ),
     # ---- who owns what
     Mutant(
         "a cancel frees blocks of the step on the device",
         Scheduler,
         "_end",
-        "if self.flight is not None and self._is_in_flight(request):",
+        "if self.flight is not None and request.is_in_flight:",
         "if False:",
     ),
     Mutant(
@@ -77,26 +78,34 @@ MUTANTS = [
         "self.planner.settle(flight)",
         "pass",
     ),
-    Mutant("blocks are released twice", Planner, "release", "request.blocks.clear()", "pass"),
+    Mutant("blocks are released twice", BlockCache, "release", "table.blocks.clear()", "pass"),
     Mutant("a slot is not given back", Planner, "release", "self.free_slots.append(request.slot)", "pass"),
     Mutant("an evicted block keeps its place in the index", BlockPool, "allocate", "del self._index[name]", "pass"),
     Mutant(
         "a block is named before it is full",
-        Draft,
-        "_name_blocks",
-        "num_full = request.num_computed // self.size",
-        "num_full = -(-request.num_computed // self.size)",
+        BlockCache,
+        "commit_row",
+        "num_full = end // size",
+        "num_full = min(-(-end // size), len(request.token_ids) // size)",
     ),
     Mutant(
         "a promise outlives who gave it",
-        Planner,
+        BlockCache,
         "release",
-        "self._stop_producing(request)",
-        "request.producing.clear()",
+        "self._break_promises(request.request_id)",
+        "pass",
     ),
-    Mutant("a preempted request keeps its count", Request, "_preempt", "self.num_computed = 0", "pass"),
+    Mutant(
+        "a preempted request keeps its count", Request, "_preempt", "self.num_computed = self.num_planned = 0", "pass"
+    ),
     # ---- who runs
-    Mutant("the oldest request is preempted", Planner, "_preempt_one", "if r is not keep and r.blocks", "if r.blocks"),
+    Mutant(
+        "the oldest request is preempted",
+        Planner,
+        "_preempt_one",
+        "if r is not keep and r.kv.capacity",
+        "if r.kv.capacity",
+    ),
     Mutant(
         "a request is computed while its reader is slow",
         Draft,
@@ -217,46 +226,46 @@ MUTANTS = [
     # ---- blocks on the host
     Mutant(
         "a rollback forgets what was to be copied out",
-        Planner,
-        "rollback",
-        "self.leaving[request_id] = request, blocks",
+        BlockCache,
+        "undo",
+        "self.leaving[request_id] = table, blocks",
         "pass",
     ),
     Mutant(
         "a copy that a failed step may have spoilt is trusted",
-        Planner,
-        "rollback",
+        BlockCache,
+        "undo",
         "if launched:  # what was copied may have been overwritten first",
         "if False:",
     ),
-    Mutant("host blocks of who ended in a step stay", Planner, "settle", "self.drop_host(request)", "pass"),
-    Mutant("host blocks of who ended while it waited stay", Planner, "remove", "self.drop_host(request)", "pass"),
+    Mutant("host blocks of who ended in a step stay", Planner, "settle", "self.cache.drop_copy(request)", "pass"),
+    Mutant("host blocks of who ended while it waited stay", Planner, "remove", "self.cache.drop_copy(request)", "pass"),
     Mutant(
         "a copy is made for who has ended",
-        Planner,
-        "drop_host",
+        BlockCache,
+        "drop_copy",
         "self.leaving.pop(request.request_id, None)",
         "pass",
     ),
-    Mutant("what was fetched stays on the host", Scheduler, "_commit", "self.planner.drop_host(request)", "pass"),
+    Mutant("what was fetched stays on the host", Planner, "commit", "cache.drop_copy(request)", "pass"),
     Mutant(
         "a fetch counts a token that the host does not have",
         Draft,
         "_fetch",
-        "request.num_computed = request.num_swapped",
-        "request.num_computed = request.num_swapped + 1",
+        "request.num_planned = request.kv.num_swapped",
+        "request.num_planned = request.kv.num_swapped + 1",
     ),
     Mutant(
         "the first host block is fetched for all",
-        Draft,
-        "_fetch",
+        BlockCache,
+        "fetch",
         "plan.swap_in_hosts.append(host_block)",
-        "plan.swap_in_hosts.append(request.host_blocks[0])",
+        "plan.swap_in_hosts.append(table.host_blocks[0])",
     ),
     Mutant(
         "blocks are copied out in the wrong order",
-        Draft,
-        "add_swaps",
+        BlockCache,
+        "close",
         "plan.swap_out_blocks += blocks",
         "plan.swap_out_blocks += blocks[::-1]",
     ),
@@ -264,15 +273,15 @@ MUTANTS = [
         "who is parked while its step is on the device loses its blocks at once",
         Scheduler,
         "_keep_over",
-        "if self._is_in_flight(request):",
+        "if request.is_in_flight:",
         "if False:",
         seeds=1000,
     ),
     Mutant("who was parked never comes back", Scheduler, "_resume", "self.planner.unpark(request)", "pass"),
     Mutant("who comes back is not queued", Planner, "unpark", "self.enqueue(request)", "pass"),
     # ---- a lost worker
-    Mutant("prefixes outlive the worker that held them", Planner, "lose", "self.pool.forget()", "pass"),
-    Mutant("copies on the host outlive the worker", Planner, "lose", "self.drop_host(request)", "pass"),
+    Mutant("prefixes outlive the worker that held them", Planner, "lose", "self.cache.forget()", "pass"),
+    Mutant("copies on the host outlive the worker", Planner, "lose", "self.cache.drop_copy(request)", "pass"),
     Mutant(
         "paused requests are lost with the worker",
         Planner,
@@ -443,18 +452,18 @@ MUTANTS = [
     # ---- bugs that other engines had
     Mutant(
         "vLLM #46240: a transfer completes for a request that was aborted",
-        Scheduler,
-        "_commit",
+        Planner,
+        "commit",
         "if not request.ended:",
-        "if self.requests[request.request_id]:",
+        "if True:",
         seeds=1000,
     ),
     Mutant(
         "vLLM #46240: one transfer is remembered where several are on their way",
-        Planner,
-        "preempt",
-        "self.leaving[victim.request_id] = victim, victim.blocks[:num_blocks]",
-        "self.leaving = {victim.request_id: (victim, victim.blocks[:num_blocks])}",
+        BlockCache,
+        "swap_out",
+        "self.leaving[request.request_id] = table, table.blocks[:num_blocks]",
+        "self.leaving = {request.request_id: (table, table.blocks[:num_blocks])}",
     ),
     Mutant(
         "vLLM #42157: a token for a request that was aborted after it was scheduled",
@@ -483,11 +492,7 @@ MUTANTS = [
         "_admissible",
         "if needed + self._headroom(request) > room and (planner.running or found):",
         "if False:",
-        more=(
-            Edit(
-                Draft, "_try_to_admit", "if needed > planner.pool.num_available - self.reserved and (", "if False and ("
-            ),
-        ),
+        more=(Edit(Draft, "_try_to_admit", "if needed > self.cache.room - self.reserved and (", "if False and ("),),
     ),
     Mutant(
         "llama.cpp #16467: who waits cannot be cancelled",

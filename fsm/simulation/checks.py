@@ -126,7 +126,7 @@ class Checks:
             token_ids = event.outcome.token_ids if self._sampled else []  # a canary's token is nobody's
             sampled = zip(self._sampled, token_ids, strict=True)
             self._not_a_number = {r.request_id: r.stream_id for r, token_id in sampled if token_id < 0 and not r.ended}
-            self._spoilt = [b for r in self._sampled if r.request_id in self._not_a_number for b in r.blocks]
+            self._spoilt = [b for r in self._sampled if r.request_id in self._not_a_number for b in r.kv.blocks]
         running = [r for r in scheduler.planner.running.values() if r.state in ADMITTED]
         is_free = not scheduler.trouble.suspects and not isinstance(event.outcome, StepFailed)
         self._oldest = min(running, key=lambda r: r.request_id) if running and is_free else None
@@ -138,7 +138,7 @@ class Checks:
     def _watch_planning(self) -> None:
         """Wrap the beginning of the coming plan: what is there then is what a rollback has to give back."""
         world = self.world
-        pool = world.scheduler.planner.pool
+        pool = world.cache.pool
         begin = pool.open
 
         def watched(journal: Journal) -> None:
@@ -184,7 +184,7 @@ class Checks:
             return
         planner = scheduler.planner
         if isinstance(event, MakeBatch):
-            del planner.pool.open
+            del self.world.cache.pool.open
             self._quiet = True
             if "rollback" in planner.__dict__:
                 raise Violation("a step failed and was not taken back")
@@ -192,7 +192,7 @@ class Checks:
                 raise Violation(f"request {self._oldest.request_id} is the oldest, and was preempted")
             self._oldest = None
             self._plan(scheduler.flight)
-            pool, spoilt, self._spoilt = planner.pool, self._spoilt, []
+            pool, spoilt, self._spoilt = self.world.cache.pool, self._spoilt, []
             if found := [block for block in spoilt if not pool._refs[block] and pool._name[block]]:
                 raise Violation(f"blocks {found} gave no number, and can be found by others")
             self.at_once[len(scheduler.requests)] += 1
@@ -233,7 +233,7 @@ class Checks:
         planner = scheduler.planner
         if type(event) in _MOVES_BLOCKS:
             scheduler.check()
-            refs = planner.pool._refs
+            refs = self.world.cache.pool._refs
             if 0 in [refs[block] for block in self._step_blocks]:
                 raise Violation("a block that the step on the device may touch has no owner")
         arrivals = [request.request_id for request in planner.waiting]
@@ -324,7 +324,7 @@ class Checks:
         if flight is None:
             self._step_blocks = []
             return
-        self._step_blocks = [block for request, _, _ in flight.rows for block in request.blocks]
+        self._step_blocks = [block for request, _, _ in flight.rows for block in request.kv.blocks]
         planned = {request.request_id for request, _, _ in flight.rows}
         if planned & self._cancelled:
             raise Violation(f"step {flight.step_id} computes {planned & self._cancelled}, which were cancelled")
@@ -485,7 +485,7 @@ class Checks:
             return
         if world.is_stopped:
             raise Violation("the engine was stopped, and is not")
-        stats = scheduler.planner.pool.statistics()
+        stats = scheduler.planner.cache.statistics()
         if stats.num_owned or scheduler.requests or scheduler._tombstones or engine._tombstones:
             raise Violation(f"something is left behind: {stats}, {scheduler._tombstones}, {engine._tombstones}")
         if set(scheduler.statistics().finished_total) != set(ENDED):

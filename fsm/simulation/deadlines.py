@@ -174,7 +174,7 @@ class Deadlines:
             is_due = since_s + keep_s + EPSILON_S <= now_s
             if request.state is not RequestState.PAUSED or request.num_pauses != serial:
                 del self._paused[request_id]
-            elif is_due and (request.blocks or request.slot >= 0):
+            elif is_due and (request.kv.blocks or request.slot >= 0):
                 is_in_flight = flight is not None and any(row[0] is request for row in flight.rows)
                 if not is_in_flight:
                     raise Violation(f"request {request_id} is paused for {now_s - since_s:g} s, and keeps its blocks")

@@ -164,9 +164,9 @@ class Ledger:
         departed = scheduler.flight.departed if scheduler.flight is not None else []
         known = {request.request_id: request for request in (*scheduler.requests.values(), *departed)}
         for request_id, table in self._tables.items():
-            if request_id != CANARY and (request_id not in known or known[request_id].blocks != table):
+            if request_id != CANARY and (request_id not in known or known[request_id].kv.blocks != table):
                 raise Violation(f"request {request_id} was given {table}, and is thought to have others")
-        held = {i for i, request in known.items() if request.blocks or request.slot >= 0}
+        held = {i for i, request in known.items() if request.kv.blocks or request.slot >= 0}
         if not held <= self._tables.keys():
             raise Violation(f"requests {sorted(held - self._tables.keys())} hold what nothing has given them")
         slots = {request.slot: i for i, request in known.items() if request.slot >= 0}
@@ -177,7 +177,7 @@ class Ledger:
             raise Violation(
                 f"slots {sorted(taken)} were given, and {sorted(planner.free_slots)} are thought to be free"
             )
-        pool = planner.pool
+        pool = self._world.cache.pool
         available = sorted([*pool._free, *pool._cached])
         if available != [block for block in range(pool.num_blocks) if not self._owners.get(block)]:
             owned = sorted(block for block, owners in self._owners.items() if owners)

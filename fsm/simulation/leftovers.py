@@ -120,7 +120,7 @@ def check_empty(world: World) -> None:
             if isinstance(value, Request):
                 raise Violation(f"everybody has left, and {type(owner).__name__}.{name} is request {value.request_id}")
     planner, shape = world.scheduler.planner, world.shape
-    pool, host = planner.pool, planner.host
+    pool, host = world.cache.pool, world.cache.host
     if pool.num_blocks and world.engine.state is EngineState.IDLE:
         for what, free, total in (
             ("block", [*pool._free, *pool._cached], shape.num_blocks),

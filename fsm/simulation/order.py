@@ -79,9 +79,9 @@ class Order:
         if flight is None:
             return
         admitted = {request.request_id for request in flight.admitted}
-        waited = [r for r in (*world.scheduler.planner.waiting, *flight.admitted) if not r.host_blocks]
+        waited = [r for r in (*world.scheduler.planner.waiting, *flight.admitted) if not r.kv.host_blocks]
         held = {r.request_id: prefixes.num_held(r) if has_cache else 0 for r in waited}
-        starts = {r.request_id: r.num_computed - count for r, count, _ in flight.rows}
+        starts = {r.request_id: start for r, _, start in flight.rows}
         if has_cache:
             prefixes.planned(flight)
         works = self._judge(flight, waited, held)
@@ -121,7 +121,7 @@ class Order:
         has_slots = min(len(planner.free_slots), planner.max_running - len(planner.running)) >= 2
         names = sorted((held[r.request_id] + 1 for r in waited), reverse=True)
         num_names = sum(names if len(waited) <= JUDGED_EXACTLY else names[: 2 * LOOKS])
-        num_entries = sum(len(request.blocks) for request in flight.admitted)
+        num_entries = sum(len(request.kv.blocks) for request in flight.admitted)
         is_calm = has_slots and num_names <= NAMES_MAX and len(flight.admitted) < ADMISSIONS_MAX
         is_calm = is_calm and num_entries < ENTRIES_MAX // 2 and self._has_room(queue)
         if not is_calm:
@@ -210,7 +210,7 @@ class Order:
         running = [r for r in self._world.scheduler.planner.running.values() if r.state in COMPUTING]
         oldest = {min((r.request_id for r in running if r.request_id in some), default=-1) for some in (starts, works)}
         for other in running:
-            its, start = prefixes.of(other), starts.get(other.request_id, other.num_computed)
+            its, start = prefixes.of(other), starts.get(other.request_id, other.num_planned)
             is_soon = other.request_id in oldest or works[other.request_id].least <= 2 * work
             if is_soon and not prefixes.is_mixed(other):
                 for at in range(max(first, start // size), min(last + 1, len(mine), len(its))):
@@ -239,7 +239,7 @@ class Order:
                 continue
             is_soon = other.request_id == oldest
             is_soon = is_soon or self._works[other.request_id].most <= 2 * (len(request.token_ids) - at * size)
-            if is_soon and starts.get(other.request_id, other.num_computed) <= at * size:
+            if is_soon and starts.get(other.request_id, other.num_planned) <= at * size:
                 raise Violation(
                     f"request {request.request_id} computes its block {at} itself, and request "
                     f"{other.request_id} is about to"

@@ -87,7 +87,7 @@ class Prefixes:
             return
         for request, token_id in zip(flight.samples, event.outcome.token_ids, strict=False):
             if token_id < 0 and not request.ended:
-                for block in request.blocks:
+                for block in request.kv.blocks:
                     self._take(block)
 
     def returned(self, event: Any) -> None:
@@ -117,14 +117,13 @@ class Prefixes:
         fetched = {request.request_id for request in flight.fetched}
         admitted = {request.request_id for request in flight.admitted} - fetched
         self._mixed -= admitted
-        for request, count, num_blocks in flight.rows:
-            is_new = request.request_id in admitted
-            for block in request.blocks[(request.num_computed - count) // size if is_new else num_blocks :]:
+        for request, _, start in flight.rows:
+            for block in request.kv.blocks[-(-start // size) :]:
                 self._evict(block)
-            self._fill(request, request.num_computed - count)
+            self._fill(request, start)
         by_rows, self._touched = self._touched, set()
         for request in flight.fetched:  # when, among the rows, is not known
-            for block in request.blocks:
+            for block in request.kv.blocks:
                 self._evict(block)
             self._fill(request, 0)
         self.is_doubtful |= not by_rows.isdisjoint(self._touched)
@@ -142,28 +141,28 @@ class Prefixes:
 
     def _check_shared(self, request: Request, flight: Flight) -> None:
         """What it begins with is in the cache."""
-        count = next(count for other, count, _ in flight.rows if other is request)
-        num_shared = (request.num_computed - count) // self._size
-        for prefix, block in zip(self.of(request)[:num_shared], request.blocks, strict=False):
+        num_shared = next(start for other, _, start in flight.rows if other is request) // self._size
+        for prefix, block in zip(self.of(request)[:num_shared], request.kv.blocks, strict=False):
             if self._block_of.get(prefix) != block and not self.is_doubtful:
                 raise Violation(f"request {request.request_id} shares block {block}, which is not in the cache")
 
     def _check_findable(self, flight: Flight) -> None:
         """The blocks that another request can find are those."""
-        found = set(self._world.scheduler.planner.pool._index.values())
+        pool = self._world.cache.pool
+        found = {*pool._index.values(), *pool._expected.values()}
         if found != self._prefix_of.keys() and not self.is_doubtful:
             wrongly, lost = sorted(found - self._prefix_of.keys()), sorted(self._prefix_of.keys() - found)
             raise Violation(f"with step {flight.step_id} blocks {wrongly} can be found, and {lost} cannot")
 
     def _fill(self, request: Request, start: int) -> None:
         """A step writes its tokens from `start` on."""
-        size, end = self._size, request.num_computed
+        size, end = self._size, request.num_planned
         if self.is_mixed(request) or start // size == end // size:
             return
         prefixes = self.of(request)
         if end == len(request.token_ids) and end % size == 0:  # the block of its last token is full as well
             prefixes = [*prefixes, self._last(request)]
-        for prefix, block in list(zip(prefixes, request.blocks, strict=False))[start // size : end // size]:
+        for prefix, block in list(zip(prefixes, request.kv.blocks, strict=False))[start // size : end // size]:
             self._touched.add(prefix)
             if prefix in self._block_of or block in self._prefix_of:
                 continue
@@ -177,7 +176,7 @@ class Prefixes:
 
     def _promise(self, request: Request) -> None:
         """It will compute what the cache does not hold, unless another one has said so before."""
-        for prefix in self.of(request)[request.num_computed // self._size :]:
+        for prefix in self.of(request)[request.num_planned // self._size :]:
             if prefix not in self._block_of and self.promiser(prefix) is None:
                 self._promised[prefix] = request.request_id, self._num_steps
 

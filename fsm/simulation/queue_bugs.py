@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.draft import Draft
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.scheduler import Scheduler
@@ -25,16 +26,16 @@ QUEUE_MUTANTS = [
     ),
     Mutant(
         "blocks that a hit takes out of the cache are thought to be free still",
-        Draft,
-        "_needed",
-        "- len(hits) + revived",
-        "- len(hits)",
+        BlockCache,
+        "room_for",
+        "needed += sum(map(self.pool.is_cached, prefix.blocks)) - len(prefix.blocks)",
+        "needed -= len(prefix.blocks)",
         seeds=1000,
     ),
     Mutant(
         "a prompt that is cached to its last token has nothing left to compute",
-        Draft,
-        "_look",
+        BlockCache,
+        "find_prefix",
         "range((len(request.token_ids) - 1) // size)",
         "range(len(request.token_ids) // size)",
     ),

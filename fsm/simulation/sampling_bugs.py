@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.draft import Draft
 from novainfer.fsm.request import Request
 from novainfer.fsm.simulation.mutants import Mutant
@@ -10,19 +11,19 @@ SAMPLING_MUTANTS = [
     # ---- prefixes that differ in the middle
     Mutant(
         "a block is known by its own tokens alone",
-        Request,
-        "name_next",
+        BlockCache,
+        "_name_next",
         'block_name(names[-1] if names else b"",',
         'block_name(b"",',
     ),
     Mutant(
         "a block is known by its own tokens and those of the one before it",
-        Request,
-        "name_next",
+        BlockCache,
+        "_name_next",
         'block_name(names[-1] if names else b"",',
-        'block_name(block_name(b"", self.token_ids[max(at - block_size, 0) : at]) if names else b"",',
+        'block_name(block_name(b"", request.token_ids[max(at - size, 0) : at]) if names else b"",',
     ),
-    Mutant("a prefix goes on behind a block that is not there", Draft, "_look", "break", "continue"),
+    Mutant("a prefix goes on behind a block that is not there", BlockCache, "find_prefix", "break", "continue"),
     # ---- what must survive a recovery, a preemption and a swap
     Mutant(
         "penalties forget what was sampled before a preemption",
@@ -49,7 +50,7 @@ SAMPLING_MUTANTS = [
         "who is fetched samples as the slot's last owner did",
         Draft,
         "_fetch",
-        "plan.admissions.append(request.sampling_spec())",
+        "self.plan.admissions.append(request.sampling_spec())",
         "pass",
     ),
     Mutant(

@@ -38,7 +38,9 @@ from novainfer.fsm.worker import WorkerState
 # part of the fingerprint, so a new attribute makes more states, and never a state overlooked.
 SKIPPED: dict[str, frozenset[str]] = {
     "Arrive": frozenset(["num_tokens", "params", "prompt", "seed"]),
+    "BlockCache": frozenset(["_is_sharing", "_plan", "_size"]),
     "BlockPool": frozenset(["_released_at", "_releases", "block_size", "num_blocks"]),
+    "BlockTable": frozenset(["names"]),
     "Checks": frozenset(["_before", "_failed", "_gate_heard", "_leaving", "_oldest", "_rung", "_sampled"])
     | frozenset(["_to_be_told", "at_once", "world"]),  # within one event, or told by the gate's state
     "Client": frozenset(["_expected", "_max_len", "arrive", "prompt"]),
@@ -48,7 +50,7 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Restarts": frozenset(["_epoch", "_shape", "_state"]),
     "Processes": frozenset(["_spare_deaths", "world"]),
     "Process": frozenset(["pid"]),
-    "Request": frozenset(["max_len", "names", "num_prompt", "params", "seed", "stop_ids"]),
+    "Request": frozenset(["max_len", "num_prompt", "params", "seed", "stop_ids"]),
     "Roster": frozenset(["_warm_spare"]),
     "Scheduler": frozenset(["_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_ladder_quiet_s"])
     | frozenset(["_limits", "_losses", "_max_len", "_prompt_tokens", "_queried", "_stall_keep_s", "_steps"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.draft import Draft
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.simulation.mutants import Mutant
@@ -29,10 +30,10 @@ TURN_MUTANTS = [
     ),
     Mutant(
         "the first promise outlives who gave it",
-        Planner,
-        "_stop_producing",
-        "for name in sorted(request.producing):",
-        "for name in sorted(request.producing)[1:]:",
+        BlockCache,
+        "_break_promises",
+        "for name in sorted(self._promises.pop(request_id, ())):",
+        "for name in sorted(self._promises.pop(request_id, ()))[1:]:",
     ),
     Mutant(
         "what was waited for is not forgotten",
@@ -66,15 +67,15 @@ TURN_MUTANTS = [
         "the oldest is preempted like everybody",
         Planner,
         "_preempt_one",
-        "if r is not keep and r.blocks]",
-        "if r.blocks]",
+        "if r is not keep and r.kv.capacity]",
+        "if r.kv.capacity]",
     ),
     Mutant(
         "somebody is preempted while there are blocks",
         Planner,
         "_make_room",
-        "if needed <= pool.num_available or",
-        "if needed < pool.num_available // 2 or",
+        "if needed <= cache.room or",
+        "if needed < cache.room // 2 or",
     ),
     Mutant(
         "paused requests keep their slots for those that wait",

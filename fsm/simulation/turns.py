@@ -130,7 +130,7 @@ class Turns:
         ):
             return
         computing = [request for request in planner.running.values() if request.state in COMPUTING]
-        room = planner.pool.num_available - self._promised()
+        room = self._world.cache.pool.num_available - self._promised()
         headroom = HEADROOM + num_running // RUNNING_PER_BLOCK + 1
         for request in planner.waiting:
             oldest = min((other.request_id for other in computing), default=-1)
@@ -153,7 +153,7 @@ class Turns:
         if not had_running and last.request_id == min(request.request_id for request in flight.admitted):
             return  # the oldest one needs none, when none runs
         headroom = (HEADROOM + num_before // RUNNING_PER_BLOCK) * 2 ** min(last.num_preemptions, 2)
-        left = planner.pool.num_available - self._promised()
+        left = self._world.cache.pool.num_available - self._promised()
         if left < headroom + 1:
             raise Violation(f"request {last.request_id} was admitted, and {left} blocks are left of {headroom + 1}")
 
@@ -173,7 +173,9 @@ class Turns:
     def _promised(self) -> int:
         """Blocks that those in prefill will still need."""
         requests, size = self._world.scheduler.planner.running.values(), self._world.shape.block_size
-        return sum(_blocks(request, size) - len(request.blocks) for request in requests if request.state in COMPUTING)
+        return sum(
+            _blocks(request, size) - len(request.kv.blocks) for request in requests if request.state in COMPUTING
+        )
 
     def _check_slots(self, flight: Flight) -> None:
         """When somebody waited for a slot, and none came free, a paused request has given up its own."""
@@ -206,7 +208,7 @@ class Turns:
         if is_restricted:
             return
         self._victims.append((victim.request_id, -(-victim.num_computed // self._world.shape.block_size)))
-        running = [r for r in planner.running.values() if r is victim or r.blocks]
+        running = [r for r in planner.running.values() if r is victim or r.kv.blocks]
         if paused := [r.request_id for r in running if r.state is RequestState.PAUSED]:
             raise Violation(f"request {victim.request_id} is preempted, and {paused} are paused and keep their blocks")
         able = [r for r in (*planner.running.values(), *planner.waiting) if r.state is not RequestState.PAUSED]
@@ -235,7 +237,7 @@ class Turns:
         if not self._victims or planner.max_running < shape.max_num_seqs:
             return
         for request_id, num_blocks in self._victims[-1:]:  # the others were not enough
-            if planner.pool.num_available > num_blocks + self._promised() + len(planner.running) + 1:
+            if self._world.cache.pool.num_available > num_blocks + self._promised() + len(planner.running) + 1:
                 raise Violation(
                     f"request {request_id} was preempted for step {flight.step_id}, which did not need that"
                 )
@@ -303,15 +305,15 @@ class Turns:
     def _work(self, request: Request, planned: int) -> tuple[int, int]:
         """What `request` has to compute, `planned` tokens of the step included: at most, and at least."""
         most = request.num_remaining + planned
-        is_sure = request.slot >= 0 or not (request.host_blocks or self._heads.is_shared(request))
+        is_sure = request.slot >= 0 or not (request.kv.host_blocks or self._heads.is_shared(request))
         return most, most if is_sure else 0
 
     def has_blocks_for_all(self, queue: list[Request]) -> bool:
         """Whether all of `queue` could be admitted now, each with its headroom."""
         planner, size = self._world.scheduler.planner, self._world.shape.block_size
-        needed = sum(_blocks(request, size) + 1 - len(request.blocks) for request in queue)
+        needed = sum(_blocks(request, size) + 1 - len(request.kv.blocks) for request in queue)
         headroom = HEADROOM + (len(planner.running) + len(queue)) // RUNNING_PER_BLOCK + 1
-        return needed + 4 * headroom <= planner.pool.num_available
+        return needed + 4 * headroom <= self._world.cache.pool.num_available
 
 
 def _blocks(request: Request, size: int) -> int:
@@ -326,4 +328,4 @@ def _is_worth_it(other: Request, request: Request, size: int, oldest: int) -> bo
             break
         shared += 1
     is_soon = other.request_id == oldest or other.num_remaining <= 2 * len(request.token_ids)
-    return is_soon and other.num_computed < shared // size * size
+    return is_soon and other.num_planned < shared // size * size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.blocks import BlockPool
 from novainfer.fsm.draft import Draft
 from novainfer.fsm.engine import Engine
@@ -17,8 +18,8 @@ BLOCKS = (
     # A prompt that is cached to its last token has nothing to compute: it is admitted and gets no token.
     Mutant(
         "a prompt may be found in the cache to its last token",
-        Draft,
-        "_look",
+        BlockCache,
+        "find_prefix",
         "for at in range((len(request.token_ids) - 1) // size):",
         "for at in range(len(request.token_ids) // size):",
     ),
@@ -43,9 +44,9 @@ BLOCKS = (
         "what has spoilt an answer loses its names when it is owned no longer",
         Scheduler,
         "_end_not_a_number",
-        "self.planner.pool.unname(request.blocks)",
+        "self.planner.cache.distrust(request)",
         "output = self._end(request, RequestState.FINISHED_ERROR, End(error=NOT_A_NUMBER)); "
-        "self.planner.pool.unname(request.blocks); return output",
+        "self.planner.cache.distrust(request); return output",
     ),
     # Its reader comes back, and it goes on from what the host of another process holds.
     Mutant(
@@ -58,10 +59,10 @@ BLOCKS = (
     # Two prompts that differ in that token alone get one answer.
     Mutant(
         "the last token of a block is not in its name",
-        Request,
-        "name_next",
-        "self.token_ids[at : at + block_size]",
-        "self.token_ids[at : at + block_size - 1]",
+        BlockCache,
+        "_name_next",
+        "request.token_ids[at : at + size]",
+        "request.token_ids[at : at + size - 1]",
     ),
     # In a long queue every 33rd request is never looked at in turn: its work is not judged again while it is there.
     Mutant(

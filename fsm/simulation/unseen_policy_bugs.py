@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from novainfer.fsm.allowance import Allowance, Sizes
+from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.draft import Draft
 from novainfer.fsm.health import Watch
 from novainfer.fsm.ladder import Ladder
@@ -66,10 +67,10 @@ LADDER = [
     ),
     Mutant(  # another client's greedy answer changes: it shares blocks of INT8
         "what was swapped out in another mode is shared when it is back",
-        Planner,
-        "change_mode",
-        "request.is_mixed = bool(request.host_blocks)",
-        "request.is_mixed = False",
+        BlockCache,
+        "distrust_all",
+        "request.kv.is_mixed = request.kv.num_swapped > 0",
+        "request.kv.is_mixed = False",
     ),
 ]
 
@@ -224,7 +225,7 @@ TURNS = [
         "what is cached counts as work when a prefix is waited for",
         Draft,
         "_look",
-        "work = len(request.token_ids) - at * size",
+        "work = len(request.token_ids) - prefix.num_tokens",
         "work = len(request.token_ids)",
     ),
     Mutant(  # the oldest waiting one takes the last block, and is preempted in the next step
@@ -259,8 +260,8 @@ TURNS = [
         "one decoding request too many is believed to have its block",
         Planner,
         "_make_room",
-        "if pool.num_available >= len(self.running):",
-        "if pool.num_available >= len(self.running) - 1:",
+        "if cache.room >= len(self.running):",
+        "if cache.room >= len(self.running) - 1:",
     ),
     Mutant(  # of too many slow readers one that has been away for a moment ends
         "a stalled stream that asks again counts as paused anew",

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.engine import Engine
 from novainfer.fsm.events import (
     Arrive,
@@ -179,6 +180,13 @@ class World:
     def machines(self) -> dict[str, Machine]:
         """All of which there is one, by name."""
         return {"gate": self.gate, "engine": self.engine, "scheduler": self.scheduler, "worker": self.worker}
+
+    @property
+    def cache(self) -> BlockCache:
+        """The scheduler's KV cache, into whose blocks the accounts look."""
+        cache = self.scheduler.planner.cache
+        assert isinstance(cache, BlockCache)
+        return cache
 
     @property
     def has_begun(self) -> bool:

@@ -29,6 +29,7 @@ class Owner:
         self.pool = BlockPool(num_blocks, 4)
         self.model = Model(num_blocks)
         self.held: list[int] = []
+        self.expected: list[int] = []  # blocks that the step fills
 
     def act(self, op: str, at: int) -> None:
         pool, model = self.pool, self.model
@@ -47,11 +48,13 @@ class Owner:
                 pool.share(block)
                 model.owners[block] += 1
                 self.held.append(block)
-        elif op == "name" and self.held:
-            block, name = self.held[at % len(self.held)], NAMES[at % len(NAMES)]
-            pool.name(block, name)
+        elif op == "name" and set(self.held) - set(self.expected):
+            free = [block for block in self.held if block not in self.expected]  # a step fills a block once
+            block, name = free[at % len(free)], NAMES[at % len(NAMES)]
+            pool.expect(block, name)
             if model.find(name) is None and block not in model.names:
                 model.names[block] = name
+                self.expected.append(block)
 
     def release(self, at: int) -> None:
         if self.held:
@@ -83,12 +86,17 @@ def test_a_pool_agrees_with_a_naive_model_and_undo_gives_back_what_was_there(num
         before = owner.pool.fingerprint()
         held, owners, names = list(owner.held), list(owner.model.owners), dict(owner.model.names)
         journal = Journal()
+        owner.expected.clear()
         owner.pool.open(journal)
         for op, at in planned:
             owner.act(op, at)
         owner.pool.close()
         owner.check()
-        if then != "keep":
+        if then == "keep":
+            owner.pool.commit(journal)
+            for block in owner.expected:
+                owner.pool.name(block, owner.model.names[block])
+        else:
             taken = [b for b in owner.held[len(held) :] if b not in held]
             owner.pool.undo(journal, launched=then == "undo launched")
             owner.held, owner.model.owners = held, owners

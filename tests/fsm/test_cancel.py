@@ -125,7 +125,7 @@ def test_what_it_owned_is_free_one_step_later_at_most_and_it_gets_nothing_more(s
         at.bench.recover()
     else:
         at.bench.step()
-    assert (request.blocks, request.host_blocks, request.slot) == ([], [], -1)
+    assert (request.kv.blocks, request.kv.host_blocks, request.slot) == ([], [], -1)
     at.bench.run()
     assert all(o.request_id != at.victim for o in at.bench.outputs[outputs:])
     stats = at.bench.scheduler.statistics()

@@ -103,7 +103,7 @@ def test_a_pause_is_not_over_because_an_older_one_lasted_too_long():
     bench.tell(PauseRequest(request_id))
     bench.step()
     assert bench.request(request_id).state is RequestState.PAUSED
-    assert bench.request(request_id).blocks
+    assert bench.request(request_id).kv.blocks
 
 
 def test_a_paused_request_whose_worker_was_lost_needs_no_more_room_than_others():
@@ -123,13 +123,13 @@ def test_a_paused_request_that_has_overstayed_is_parked_after_its_step_whatever_
     bench.step()
     bench.tell(PauseRequest(paused))  # its step is on the device
     bench.tell(KeepOver(paused, 1))
-    assert bench.request(paused).blocks
+    assert bench.request(paused).kv.blocks
     if outcome == "fails":
         bench.fail()  # only a part of its requests is tried next
         assert len(bench.rows()) == 1
     else:
         bench.step()
-    assert not bench.request(paused).blocks
+    assert not bench.request(paused).kv.blocks
     assert bench.request(paused).slot < 0
 
 
@@ -143,4 +143,4 @@ def test_a_paused_request_that_has_overstayed_is_parked_before_a_canary():
     bench.fail()
     assert bench.scheduler.trouble.trial is not None
     assert bench.plan is not None
-    assert not bench.request(request_id).blocks
+    assert not bench.request(request_id).kv.blocks

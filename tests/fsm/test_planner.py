@@ -73,7 +73,7 @@ def test_a_prefix_that_is_planned_in_the_same_step_is_shared():
     first, second = bench.submit([1, 2, 3, 4, 5]), bench.submit([1, 2, 3, 4, 6])
     bench.start()
     assert bench.rows() == {first: 5, second: 1}
-    assert bench.request(first).blocks[0] == bench.request(second).blocks[0]
+    assert bench.request(first).kv.blocks[0] == bench.request(second).kv.blocks[0]
     bench.run()
     assert [o.first.num_cached_tokens for o in bench.outputs if o.first] == [0, 4]
 
@@ -100,7 +100,7 @@ def test_when_the_producer_ends_a_consumer_computes_the_prefix_itself():
     assert list(bench.rows()) == [consumer]
     bench.run()
     assert bench.end(consumer).end.finish_reason == "length"
-    assert not bench.scheduler.planner.producers
+    assert not bench.scheduler.planner.cache.producers
 
 
 def test_without_prefix_caching_nothing_is_shared():
@@ -108,7 +108,7 @@ def test_without_prefix_caching_nothing_is_shared():
     first, second = bench.submit([1] * 9), bench.submit([1] * 9)
     bench.start()
     assert bench.rows() == {first: 9, second: 9}
-    assert not set(bench.request(first).blocks) & set(bench.request(second).blocks)
+    assert not set(bench.request(first).kv.blocks) & set(bench.request(second).kv.blocks)
 
 
 def three_running(num_blocks: int) -> Bench:
@@ -135,7 +135,7 @@ def test_a_paused_request_is_the_first_victim_however_much_it_loses():
     bench = three_running(13)
     bench.tell(PauseRequest(1))
     assert bench.request(1).state is RequestState.PAUSED
-    while bench.request(1).blocks:
+    while bench.request(1).kv.blocks:
         bench.step()
     assert bench.request(1).state is RequestState.PAUSED
     assert all(bench.request(i).state is RequestState.DECODE for i in (0, 2))
@@ -171,4 +171,4 @@ def test_paused_requests_that_own_nothing_do_not_hold_up_the_queue():
     whole = bench.submit([2, 3, 4], max_tokens=1)  # both blocks, and no third one to go on: the pool to itself
     bench.run()
     assert bench.end(whole).end.finish_reason == "length"
-    assert bench.request(paused).blocks == []
+    assert bench.request(paused).kv.blocks == []

@@ -108,7 +108,7 @@ def test_a_request_that_kills_the_worker_each_time_is_found_and_only_it_ends(poi
     while bench.plan is not None:
         request = bench.scheduler.requests.get(poison)
         # its last chunk is what kills: the first ones go well, also after each restart
-        if poison in bench.rows() and request.num_computed == len(prompts[poison]):
+        if poison in bench.rows() and request.num_planned == len(prompts[poison]):
             bench.lose()
             bench.recover()
             in_a_row += 1
@@ -180,9 +180,9 @@ def test_who_is_paused_for_too_long_gives_up_its_blocks_and_an_older_timer_says_
     assert (first, second) == (KeepOver(one, 1), KeepOver(one, 2))
     bench.step()
     bench.tell(first)
-    assert bench.request(one).blocks
+    assert bench.request(one).kv.blocks
     bench.tell(second)
-    assert not bench.request(one).blocks
+    assert not bench.request(one).kv.blocks
     assert bench.request(one).state is RequestState.PAUSED
     bench.tell(ResumeRequest(one))
     bench.run()
@@ -196,9 +196,9 @@ def test_who_overstays_while_its_step_is_on_the_device_gives_up_its_blocks_after
     bench.step()
     bench.tell(PauseRequest(one))
     bench.tell(bench.timers[-1].event)
-    assert bench.request(one).blocks  # the device may write into them
+    assert bench.request(one).kv.blocks  # the device may write into them
     bench.step()
-    assert not bench.request(one).blocks
+    assert not bench.request(one).kv.blocks
 
 
 def test_a_plan_that_never_reached_the_lost_worker_counts_against_nobody():

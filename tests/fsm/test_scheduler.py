@@ -90,13 +90,13 @@ def test_a_step_that_was_never_launched_is_taken_back_exactly():
     bench.submit([3] * 5)
     planner = bench.scheduler.planner
     taken: list[object] = []
-    begin = planner.pool.open
+    begin = planner.cache.pool.open
 
     def watched(journal: Journal) -> None:
         taken.append(bench.scheduler.fingerprint())
         begin(journal)
 
-    planner.pool.open = watched
+    planner.cache.pool.open = watched
     bench.step()  # one decodes, one is in the middle of its prompt, one is new
     assert len(bench.rows()) == 3
     (before,) = taken
@@ -199,12 +199,12 @@ def test_a_cancel_frees_what_is_not_on_the_device_at_once_and_the_rest_with_its_
     bench = Bench(num_blocks=8)
     one, two = bench.submit([1] * 5), bench.submit([2] * 5)
     bench.step()
-    blocks = set(bench.request(one).blocks)
+    blocks = set(bench.request(one).kv.blocks)
     bench.cancel(one)
     assert bench.scheduler.statistics().blocks.num_owned == 4  # its step is on the device
     bench.step()
     assert bench.scheduler.statistics().blocks.num_owned == 2
-    assert blocks.isdisjoint(bench.request(two).blocks)
+    assert blocks.isdisjoint(bench.request(two).kv.blocks)
     assert [o.request_id for o in bench.outputs if o.token_ids] == [two]
 
 

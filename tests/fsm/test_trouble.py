@@ -209,10 +209,10 @@ def test_a_canary_is_as_large_as_the_step_that_failed_and_holds_nothing_of_a_cli
     assert is_canary(bench)
     assert bench.plan.input_ids == [0] * 11
     assert bench.plan.admissions[0].temperature == 0
-    before = bench.scheduler.planner.pool.statistics().num_owned
+    before = bench.scheduler.planner.cache.statistics().num_owned
     assert before == 3
     bench.step()
-    assert bench.scheduler.planner.pool.statistics().num_owned == 0
+    assert bench.scheduler.planner.cache.statistics().num_owned == 0
 
 
 def test_a_request_on_trial_that_is_cancelled_ends_once():
@@ -479,7 +479,7 @@ def test_a_step_that_cannot_fetch_is_reported_and_what_it_would_have_fetched_is_
     assert bench.request(one).state is RequestState.WAITING_FOR_REMOTE_KVS
     bench.fail(Fault.EXCEPTION)
     assert bench.incidents[-1].stream_ids == [one]
-    assert not bench.request(one).host_blocks
+    assert not bench.request(one).kv.host_blocks
     bench.run()
     assert bench.end(one).end.finish_reason == "length"
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+import novainfer.fsm.block_cache
 import novainfer.fsm.planner
-import novainfer.fsm.request
-from novainfer.fsm.draft import ADMISSIONS, ADMITTED_BLOCKS, HASH_UNITS, LOOK_UNITS, LOOKS
+from novainfer.fsm.block_cache import HASH_UNITS
+from novainfer.fsm.draft import ADMISSIONS, ADMITTED_BLOCKS, LOOK_UNITS, LOOKS
 from novainfer.fsm.events import CancelRequest, Cause, WorkerLost
 from tests.fsm.helpers import Bench
 
@@ -29,8 +30,8 @@ class Counter:
 
 @pytest.fixture
 def hashes(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    counter = Counter(novainfer.fsm.request.block_name)
-    monkeypatch.setattr(novainfer.fsm.request, "block_name", counter)
+    counter = Counter(novainfer.fsm.block_cache.block_name)
+    monkeypatch.setattr(novainfer.fsm.block_cache, "block_name", counter)
     return counter
 
 
