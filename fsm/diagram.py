@@ -11,7 +11,7 @@ from pathlib import Path
 from novainfer.fsm.engine import Engine
 from novainfer.fsm.gate import Gate
 from novainfer.fsm.ladder import Ladder
-from novainfer.fsm.machine import Machine, Row
+from novainfer.fsm.machine import Machine, Row, each_row
 from novainfer.fsm.process import Process
 from novainfer.fsm.request import Request
 from novainfer.fsm.roster import Roster
@@ -28,7 +28,8 @@ Written by `make docs` from the tables in `fsm/`; a test fails when this page an
 Each machine takes one event at a time. The pictures show what may follow a state, by the events that lead there
 (those that leave a machine where it is are only in the tables). An event that is *ignored* may come and changes
 nothing; one that *cannot come* raises, and changes nothing either. Between them the tables have a row for every event
-in every state.
+in every state. Where a state waits for one answer, a guard tells it from others: the first row is for the event *of
+this step* (job, epoch, …), and the next one for *any other*.
 """
 
 
@@ -56,10 +57,11 @@ def states(machine: type[Machine]) -> list[StrEnum]:
 def diagram(machine: type[Machine]) -> str:
     """A mermaid stateDiagram-v2: one arrow for each pair of states, with the events that lead from one to the other."""
     arrows: dict[tuple[str, str], list[str]] = {}
-    for (state, event), row in machine.TABLE.items():
+    for state, event, row in each_row(machine.TABLE):
         for follows in sorted(row.follows):
             if follows != state:
-                arrows.setdefault((str(state), follows), []).append(event.__name__)
+                events = arrows.setdefault((str(state), follows), [])
+                events += [event.__name__] if event.__name__ not in events else []
     order = {str(state): at for at, state in enumerate(states(machine))}
     lines = ["stateDiagram-v2", f"    [*] --> {states(machine)[0]}"]
     for (source, target), events in sorted(arrows.items(), key=lambda item: [order[s] for s in item[0]]):
@@ -71,9 +73,10 @@ def _rows(machine: type[Machine]) -> str:
     """A table of all rows; states that an event treats alike share a line."""
     order = states(machine)
     lines: dict[tuple[str, Row], list[StrEnum]] = {}
-    for (state, event), row in machine.TABLE.items():
+    for state, event, row in each_row(machine.TABLE):
         follows = frozenset(["the same"]) if row.follows == {state} and len(order) > 1 else row.follows
-        lines.setdefault((event.__name__, Row(row.action, follows, row.why, row.impossible)), []).append(state)
+        shown = Row(row.action, follows, row.why, row.impossible)
+        lines.setdefault((f"{event.__name__}, *{row.of}*" if row.of else event.__name__, shown), []).append(state)
     text = "| event | in state | action | then |\n| --- | --- | --- | --- |\n"
     ranks = {str(state): rank for rank, state in enumerate(order)}
     for (name, row), where in lines.items():

@@ -16,7 +16,7 @@ before it are handed on, so that the device never waits for readers. Any state g
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from novainfer.fsm.events import (
     Arrive,
@@ -49,7 +49,8 @@ from novainfer.fsm.events import (
     WorkerReady,
     ended_early,
 )
-from novainfer.fsm.machine import Machine, Table, ignore, never, on, stay, table
+from novainfer.fsm.guards import OfEpoch, OfStep
+from novainfer.fsm.machine import Guard, Machine, Table, ignore, never, on, stay, table
 from novainfer.fsm.step import StepDone
 
 
@@ -71,6 +72,18 @@ BUSY = (*STEPPING, S.RECOVERING)
 CYCLE = (S.IDLE, *BUSY)
 SEED_MASK = 2**64 - 1  # the seed of a stream is that of its first choice, and they count on from there, as vLLM's do
 CLOSED_GATE = "the gate opens when the worker is warm"
+
+
+class OfPrompt(Guard):
+    """The prompt is still wanted."""
+
+    name = "of a stream that waits for it"
+    why = "its stream was cancelled meanwhile"
+
+    @staticmethod
+    def holds(machine: Any, event: Any) -> bool:
+        """As `Guard.holds`."""
+        return machine.is_encoding(event.stream_id)  # type: ignore[no-any-return]
 
 
 class Engine(Machine):
@@ -109,11 +122,11 @@ class Engine(Machine):
         stay(BUSY, Arrive, "_arrive"),
         never(S.STARTING, Arrive, CLOSED_GATE),
         on(S.STOPPED, Arrive, "_too_late", S.STOPPED),
-        on(S.IDLE, Encoded, "_encoded", S.IDLE, S.SCHEDULING),
-        stay(BUSY, Encoded, "_encoded"),
+        on(S.IDLE, Encoded, "_encoded", S.IDLE, S.SCHEDULING, only=OfPrompt),
+        stay(BUSY, Encoded, "_encoded", only=OfPrompt),
         never(S.STARTING, Encoded, CLOSED_GATE),
         ignore(S.STOPPED, Encoded, "its stream has ended"),
-        stay(CYCLE, EncodeFailed, "_encode_failed"),
+        stay(CYCLE, EncodeFailed, "_encode_failed", only=OfPrompt),
         never(S.STARTING, EncodeFailed, CLOSED_GATE),
         ignore(S.STOPPED, EncodeFailed, "its stream has ended"),
         stay(CYCLE, Cancel, "_cancel"),
@@ -129,19 +142,20 @@ class Engine(Machine):
         stay(BUSY, Resume, "_resume"),
         never(S.STARTING, Resume, CLOSED_GATE),
         ignore(S.STOPPED, Resume, "its stream has ended"),
-        on((S.SCHEDULING, S.ROLLBACK), Batch, "_batch", S.WAITING_WORKER, S.SCHEDULING, S.IDLE),
-        on(S.RECOVERING, Batch, "_stale_batch", S.RECOVERING),
+        on((S.SCHEDULING, S.ROLLBACK), Batch, "_batch", S.WAITING_WORKER, S.SCHEDULING, S.IDLE, only=OfEpoch),
+        stay((S.SCHEDULING, S.RECOVERING), Batch, "_stale_batch"),
+        never(S.ROLLBACK, Batch, "what was planned for a worker that is lost comes before any step of the next one"),
         never((S.STARTING, S.IDLE, S.WAITING_WORKER), Batch, "the scheduler answers MakeBatch, once"),
         ignore(S.STOPPED, Batch, "its streams have ended"),
         stay(CYCLE, Outputs, "_outputs"),
         never(S.STARTING, Outputs, CLOSED_GATE),
         ignore(S.STOPPED, Outputs, "its streams have ended"),
-        on(S.WAITING_WORKER, StepDone, "_step_done", S.SCHEDULING, S.WAITING_WORKER),
+        on(S.WAITING_WORKER, StepDone, "_step_done", S.SCHEDULING, only=OfStep),
         ignore((S.IDLE, S.SCHEDULING, S.ROLLBACK), StepDone, "it came twice"),
         ignore(S.RECOVERING, StepDone, "it came twice: the step was settled before its worker was lost"),
         never(S.STARTING, StepDone, CLOSED_GATE),
         ignore(S.STOPPED, StepDone, "its streams have ended"),
-        on(S.WAITING_WORKER, StepFailed, "_step_failed", S.ROLLBACK, S.WAITING_WORKER),
+        on(S.WAITING_WORKER, StepFailed, "_step_failed", S.ROLLBACK, only=OfStep),
         ignore((S.IDLE, S.SCHEDULING, S.ROLLBACK), StepFailed, "it came twice"),
         ignore(S.RECOVERING, StepFailed, "it came twice: the step was settled before its worker was lost"),
         never(S.STARTING, StepFailed, CLOSED_GATE),
@@ -163,8 +177,8 @@ class Engine(Machine):
         self._cancelled_all: tuple[Cause, int] | None = None
         self._next_request_id = 0
         self._work_sent = 0  # Submit and Resume messages sent to the scheduler
-        self._step: tuple[int, int] = (-1, -1)  # (step_id, epoch) of the step at the worker
-        self._epoch = 0  # of the worker that is up, or was last
+        self.step: tuple[int, int] = (-1, -1)  # (step_id, epoch) of the step at the worker
+        self.epoch = 0  # of the worker that is up, or was last
 
     @property
     def num_streams(self) -> int:
@@ -194,7 +208,7 @@ class Engine(Machine):
         return S.SCHEDULING
 
     def _configure(self, event: WorkerReady) -> None:
-        self._epoch = event.epoch
+        self.epoch = event.epoch
         configure = Configure(
             event.num_blocks,
             event.max_model_len,
@@ -208,7 +222,7 @@ class Engine(Machine):
 
     def _lost(self, event: WorkerLost) -> EngineState:
         self._send("scheduler", event)
-        self._step = (-1, -1)
+        self.step = (-1, -1)
         return S.RECOVERING
 
     def _worker_failed(self, event: WorkerFailed) -> EngineState:
@@ -252,15 +266,12 @@ class Engine(Machine):
         return found[0] if found is not None else None
 
     def _encoded(self, event: Encoded) -> StrEnum:
-        arrival = self._encoding.pop(event.stream_id, None)
-        if arrival is None:  # it was cancelled meanwhile
-            return self.state
+        arrival = self._encoding.pop(event.stream_id)
         self._send("gate", Settled(event.stream_id, len(event.token_ids)))
         return self._submit(arrival, event.token_ids)
 
     def _encode_failed(self, event: EncodeFailed) -> StrEnum:
-        if self._encoding.pop(event.stream_id, None) is None:
-            return self.state
+        del self._encoding[event.stream_id]
         end = End(error=event.message, code=event.code, param=event.param)
         return self._end_unsubmitted(event.stream_id, end)
 
@@ -329,11 +340,8 @@ class Engine(Machine):
         return self.state
 
     def _batch(self, event: Batch) -> EngineState:
-        if event.epoch != self._epoch:  # it was asked for before the worker was lost; the next one is on its way
-            self._hand_on(event)
-            return S.SCHEDULING
         if event.plan is not None:
-            self._step = (event.plan.step_id, event.plan.epoch)
+            self.step = (event.plan.step_id, event.plan.epoch)
             self._send("worker", Launch(event.plan))
         self._hand_on(event)
         if event.plan is not None:
@@ -343,9 +351,10 @@ class Engine(Machine):
             return S.SCHEDULING
         return S.IDLE
 
-    def _stale_batch(self, event: Batch) -> EngineState:
+    def _stale_batch(self, event: Batch) -> StrEnum:
+        """It was asked for before the worker was lost: its plan is of no use any more."""
         self._hand_on(event)
-        return S.RECOVERING
+        return self.state
 
     def _hand_on(self, batch: Batch) -> None:
         """What a batch brings besides its plan."""
@@ -381,13 +390,9 @@ class Engine(Machine):
             self._send("gate", Departed(over))
 
     def _step_done(self, event: StepDone) -> EngineState:
-        if (event.step_id, event.epoch) != self._step:
-            return S.WAITING_WORKER
         self._send("scheduler", MakeBatch(event))
         return S.SCHEDULING
 
     def _step_failed(self, event: StepFailed) -> EngineState:
-        if (event.step_id, event.epoch) != self._step:
-            return S.WAITING_WORKER
         self._send("scheduler", MakeBatch(event))
         return S.ROLLBACK

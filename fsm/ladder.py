@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
 from novainfer.fsm.events import Incident, Quiet
-from novainfer.fsm.machine import Machine, Table, ignore, never, on, stay, table
+from novainfer.fsm.machine import Guard, Machine, Table, ignore, never, on, stay, table
 
 
 class Rung(StrEnum):
@@ -80,6 +80,18 @@ class SwitchFailed(msgspec.Struct, frozen=True):
     message: str
 
 
+class OfMode(Guard):
+    """The mode is that of the rung."""
+
+    name = "of this rung"
+    why = "the engine is on another rung by now"
+
+    @staticmethod
+    def holds(machine: Any, event: Any) -> bool:
+        """As `Guard.holds`."""
+        return bool(event.mode == machine.mode)
+
+
 class Ladder(Machine):
     """See the module; `quiet_s` is the time without trouble after which the way up is tried."""
 
@@ -99,8 +111,7 @@ class Ladder(Machine):
         stay(OTHER, Steady, "_bear"),
         ignore(EXACT, Steady, "it was left while nothing was there to be computed"),
         stay(S, Switched, "_note"),
-        on(EXACT, SwitchFailed, "_back", *S),
-        on(OTHER, SwitchFailed, "_back", *S),
+        on(S, SwitchFailed, "_back", *S, only=OfMode),
         stay(EXACT, Quiet, "_settle"),
         on(OTHER, Quiet, "_up", *S),
     )
@@ -189,8 +200,6 @@ class Ladder(Machine):
         return self.state
 
     def _back(self, event: SwitchFailed) -> Rung:
-        if event.mode != self.mode:  # the engine is on another rung by now
-            return self.state
         failed = self.state
         if self.device_mode == MODE_OF_RUNG[S.FULL]:
             target = S.SMALLER_BATCH if self._is_held else S.FULL

@@ -3,7 +3,8 @@
 A machine is a synchronous object. `handle(event)` looks `(state, type of event)` up in the table, calls the row's
 action, checks that the state the action answers with is one the row allows, and returns the effects. The table is
 total: every pair has a row, and "ignored, because …" or "cannot happen, because …" are rows too. An event that
-cannot happen raises `IllegalEvent`, and the machine is unchanged.
+cannot happen raises `IllegalEvent`, and the machine is unchanged. Where a state waits for one answer and others may
+come, the row has a guard, and the next row of the pair is for those that it refuses.
 
     state × event ──row──▶ action ──▶ next state
                              └──────▶ effects: Send(to, event) · Start(job) · After(delay_s, event)
@@ -11,7 +12,7 @@ cannot happen raises `IllegalEvent`, and the machine is unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -46,27 +47,50 @@ class IllegalEvent(Exception):
     """A machine was given an event that its table says cannot happen: a bug in the sender. Nothing changed."""
 
 
+class Guard:
+    """Which events a row is for, by what identifies them; `why` is the reason to ignore every other one."""
+
+    name: ClassVar[str]
+    why: ClassVar[str]
+
+    @staticmethod
+    def holds(machine: Any, event: Any) -> bool:
+        """Whether `event` is meant by the row; looks, and changes nothing."""
+        raise NotImplementedError
+
+
 class Row(msgspec.Struct, frozen=True):
-    """One row of a table: the action's method name ("" = ignored), the states that may follow, and why."""
+    """One row of a table: the action's method name ("" = ignored), the states that may follow, and why.
+
+    A row with a guard is `only` for the events that it holds for; `otherwise` is the row for the others.
+    """
 
     action: str
     follows: frozenset[str]
     why: str = ""
     impossible: bool = False
+    only: type[Guard] | None = None
+    otherwise: Row | None = None
+    of: str = ""  # which of the events, where a guard tells them apart
 
 
 Table: TypeAlias = Mapping[tuple[StrEnum, type], Row]
 Rows: TypeAlias = dict[tuple[StrEnum, type], Row]
 
 
-def on(states: StrEnum | Iterable[StrEnum], event: type, action: str, *follows: StrEnum) -> Rows:
-    """Rows: in any of `states`, `event` runs `action`, after which the machine is in one of `follows`."""
-    return {(s, event): Row(action, frozenset(follows)) for s in _each(states)}
+def on(
+    states: StrEnum | Iterable[StrEnum], event: type, action: str, *follows: StrEnum, only: type[Guard] | None = None
+) -> Rows:
+    """Rows: in any of `states`, `event` runs `action`, after which the machine is in one of `follows`.
+
+    With `only`, an event that the guard refuses is for the next row of the pair; where there is none, it is ignored.
+    """
+    return {(s, event): Row(action, frozenset(follows), only=only) for s in _each(states)}
 
 
-def stay(states: StrEnum | Iterable[StrEnum], event: type, action: str) -> Rows:
-    """Rows: in any of `states`, `event` runs `action`, and the state remains what it is."""
-    return {(s, event): Row(action, frozenset([s])) for s in _each(states)}
+def stay(states: StrEnum | Iterable[StrEnum], event: type, action: str, *, only: type[Guard] | None = None) -> Rows:
+    """Rows: in any of `states`, `event` runs `action`, and the state remains what it is; `only` as in `on`."""
+    return {(s, event): Row(action, frozenset([s]), only=only) for s in _each(states)}
 
 
 def ignore(states: StrEnum | Iterable[StrEnum], event: type, why: str) -> Rows:
@@ -80,19 +104,41 @@ def never(states: StrEnum | Iterable[StrEnum], event: type, why: str) -> Rows:
 
 
 def table(states: type[StrEnum], events: Iterable[type], *parts: Rows) -> Table:
-    """Join rows to a table and check, at import, that it is total and that no pair has two rows."""
-    rows: Rows = {}
+    """Join rows to a table and check, at import, that it is total and that no pair has two rows without a guard."""
+    found: dict[tuple[StrEnum, type], list[Row]] = {}
     for part in parts:
         for key, row in part.items():
-            if key in rows:
-                raise TypeError(f"two rows for ({key[0]}, {key[1].__name__})")
-            rows[key] = row
+            found.setdefault(key, []).append(row)
+    rows: Rows = {key: _chain(*key, chain) for key, chain in found.items()}
     wanted = {(state, event) for state in states for event in events}
     if missing := wanted - rows.keys():
         raise TypeError("no row for " + ", ".join(sorted(f"({s}, {e.__name__})" for s, e in missing)))
     if unknown := rows.keys() - wanted:
         raise TypeError("rows for unknown pairs " + ", ".join(sorted(f"({s}, {e.__name__})" for s, e in unknown)))
     return rows
+
+
+def _chain(state: StrEnum, event: type, rows: list[Row]) -> Row:
+    """The rows of one pair: each but the last has a guard, and is for what the guards before it refuse."""
+    if any(row.only is None for row in rows[:-1]):
+        raise TypeError(f"two rows for ({state}, {event.__name__})")
+    if (only := rows[-1].only) is not None:
+        rows.append(Row("", frozenset([state]), only.why))
+    found: Row | None = None
+    for row in reversed(rows):
+        of = "" if len(rows) == 1 else row.only.name if row.only is not None else "any other"
+        found = msgspec.structs.replace(row, otherwise=found, of=of)
+    assert found is not None
+    return found
+
+
+def each_row(table: Table) -> Iterator[tuple[StrEnum, type, Row]]:
+    """All rows of `table`, with state and event."""
+    for (state, event), first in table.items():
+        row: Row | None = first
+        while row is not None:
+            yield state, event, row
+            row = row.otherwise
 
 
 def _each(states: StrEnum | Iterable[StrEnum]) -> Iterable[StrEnum]:
@@ -130,6 +176,9 @@ class Machine:
         row = self.TABLE.get((state, type(event)))
         if row is None:
             raise IllegalEvent(f"{type(self).__name__} knows no event {type(event).__name__}")
+        while row.only is not None and not row.only.holds(self, event):
+            row = row.otherwise
+            assert row is not None
         if row.impossible:
             raise IllegalEvent(f"{type(self).__name__} in {state}: {type(event).__name__} cannot come: {row.why}")
         observer = self.observer

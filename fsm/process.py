@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from novainfer.fsm.events import Close, JobDone, JobFailed, Run
-from novainfer.fsm.machine import Machine, Table, ignore, never, on, stay, table
+from novainfer.fsm.machine import Guard, Machine, Table, ignore, never, on, stay, table
 
 SPARE_EPOCH = -1  # of a process that works for no worker yet
 
@@ -125,6 +125,21 @@ class Finish(msgspec.Struct, frozen=True):
     why: str
 
 
+class OfAsk(Guard):
+    """The answer is to the job under way, or to the step."""
+
+    name = "of what was asked"
+    why = "nothing of the kind was asked, or it came twice"
+
+    @staticmethod
+    def holds(machine: Any, event: Any) -> bool:
+        """As `Guard.holds`."""
+        answer = event.answer
+        is_job = isinstance(answer, JobDone | JobFailed)
+        job, step_id = (answer.job, -1) if is_job else (Run.__name__, answer.step_id)
+        return bool(machine.asked == (job, event.epoch, step_id))
+
+
 class Process(Machine):
     """See the module. `serial` tells the processes of one engine apart, and only grows."""
 
@@ -145,10 +160,10 @@ class Process(Machine):
         never((S.CLOSING, *OVER), Ask, "it is not the worker's any more"),
         on(S.IDLE, GoAhead, "_go_ahead", S.AHEAD),
         never((S.AHEAD, S.BUSY, *WARM, S.STARTING, *OVER), GoAhead, "only a spare with nothing to do goes ahead"),
-        on(S.AHEAD, Answered, "_got_ahead", S.IDLE, S.READY, S.AHEAD),
-        on(S.BUSY, Answered, "_answered", S.IDLE, S.READY, S.BUSY),
-        on(S.RUNNING, Answered, "_answered", S.READY, S.RUNNING),
-        stay(S.CLOSING, Answered, "_closed"),
+        on(S.AHEAD, Answered, "_got_ahead", S.IDLE, S.READY, only=OfAsk),
+        on(S.BUSY, Answered, "_answered", S.IDLE, S.READY, only=OfAsk),
+        on(S.RUNNING, Answered, "_answered", S.READY, only=OfAsk),
+        stay(S.CLOSING, Answered, "_closed", only=OfAsk),
         ignore((S.IDLE, S.READY), Answered, "nothing was asked, or it came twice"),
         ignore(S.DYING, Answered, "it is not heard any more"),
         never((S.STARTING, S.GONE), Answered, "it is not there"),
@@ -169,7 +184,7 @@ class Process(Machine):
         self.serial = serial
         self.epoch = epoch
         self.pid = 0
-        self._asked: tuple[str, int, int] | None = None  # the job under way, the epoch it was asked in, and which step
+        self.asked: tuple[str, int, int] | None = None  # the job under way, the epoch it was asked in, and which step
         self.ahead: dict[str, JobDone] = {}  # answers that nobody has asked for yet
 
     @property
@@ -185,7 +200,7 @@ class Process(Machine):
     @property
     def job(self) -> str:
         """The job under way; empty when there is none."""
-        return self._asked[0] if self._asked else ""
+        return self.asked[0] if self.asked else ""
 
     def _started(self, event: Started) -> ProcessState:
         self.pid = event.pid
@@ -195,7 +210,7 @@ class Process(Machine):
         return S.GONE
 
     def _tell(self, job: Any) -> None:
-        self._asked = type(job).__name__, self.epoch, job.plan.step_id if type(job) is Run else -1
+        self.asked = type(job).__name__, self.epoch, job.plan.step_id if type(job) is Run else -1
         self._start(Tell(self.serial, self.epoch, job))
 
     def _take_ahead(self, job: Any) -> bool:
@@ -223,25 +238,15 @@ class Process(Machine):
         self._tell(event.job)
         return S.AHEAD
 
-    def _is_answer(self, event: Answered) -> bool:
-        answer = event.answer
-        is_job = isinstance(answer, JobDone | JobFailed)
-        job, step_id = (answer.job, -1) if is_job else (Run.__name__, answer.step_id)
-        return self._asked == (job, event.epoch, step_id)
-
     def _got_ahead(self, event: Answered) -> ProcessState:
-        if not self._is_answer(event):
-            return S.AHEAD
-        job, self._asked = self.job, None
+        job, self.asked = self.job, None
         if not isinstance(event.answer, JobDone):
             return S.IDLE
         self.ahead[job] = event.answer
         return S.READY if job == "Warm" else S.IDLE
 
     def _answered(self, event: Answered) -> StrEnum:
-        if not self._is_answer(event):
-            return self.state
-        job, self._asked = self.job, None
+        job, self.asked = self.job, None
         answer = event.answer
         if isinstance(answer, JobDone | JobFailed):  # it may have been asked before the worker of this epoch was
             answer = msgspec.structs.replace(answer, epoch=self.epoch)
@@ -251,9 +256,8 @@ class Process(Machine):
         return S.IDLE
 
     def _closed(self, event: Answered) -> ProcessState:
-        if self._is_answer(event):
-            self._asked = None
-            self._send("worker", event.answer)
+        self.asked = None
+        self._send("worker", event.answer)
         return S.CLOSING
 
     def _adopt(self, event: Adopt) -> StrEnum:

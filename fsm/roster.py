@@ -38,7 +38,7 @@ from novainfer.fsm.events import (
     Stop,
     Warm,
 )
-from novainfer.fsm.machine import Machine, Send, Table, ignore, never, on, stay, table
+from novainfer.fsm.machine import Guard, Machine, Send, Table, ignore, never, on, stay, table
 from novainfer.fsm.process import (
     SPARE_EPOCH,
     Adopt,
@@ -151,6 +151,30 @@ class Probe(msgspec.Struct, frozen=True):
     serial: int
 
 
+class OfWorker(Guard):
+    """The process is the worker's."""
+
+    name = "of the worker's process"
+    why = "the process that says it was ended"
+
+    @staticmethod
+    def holds(machine: Any, event: Any) -> bool:
+        """As `Guard.holds`."""
+        return machine.worker is not None and event.serial == machine.worker.serial
+
+
+class OfSpare(Guard):
+    """The process is the spare."""
+
+    name = "of the spare"
+    why = "the process that says it, or of which it is said, was ended"
+
+    @staticmethod
+    def holds(machine: Any, event: Any) -> bool:
+        """As `Guard.holds`."""
+        return machine.spare is not None and event.serial == machine.spare.serial
+
+
 class Roster(Machine):
     """See the module."""
 
@@ -198,15 +222,15 @@ class Roster(Machine):
         on(S.FINDING, Found, "_found", S.SINGLE, S.EMPTY),
         ignore((S.EMPTY, *DOWN), Found, "nobody waits for it any more"),
         never((S.NEW, S.SINGLE, S.HOLDING, S.PAIR, S.SPARED, S.PROBING), Found, "it is found once"),
-        on(S.SINGLE, Answered, "_answered", S.SINGLE, S.PAIR),
-        stay(S.HOLDING, Answered, "_answered"),
-        on(S.PAIR, Answered, "_answered", S.PAIR, S.SINGLE),
-        on(S.SPARED, Answered, "_answered", S.SPARED, S.EMPTY),
-        on(S.PROBING, Answered, "_answered", S.PROBING, S.SINGLE),
-        stay(DOWN, Answered, "_answered_late"),
+        on(S.SINGLE, Answered, "_pass_and_note", S.SINGLE, S.PAIR, only=OfWorker),
+        stay((S.HOLDING, S.PAIR, *DOWN), Answered, "_pass_and_note", only=OfWorker),
+        on(S.PAIR, Answered, "_spare_answered", S.PAIR, S.SINGLE, only=OfSpare),
+        on(S.SPARED, Answered, "_spare_answered", S.SPARED, S.EMPTY, only=OfSpare),
+        on(S.PROBING, Answered, "_spare_answered", S.PROBING, S.SINGLE, only=OfSpare),
+        stay(S.CLOSING, Answered, "_answered_late", only=OfSpare),
         ignore(S.EMPTY, Answered, "the process that says it was ended"),
         never((S.NEW, S.FINDING), Answered, "nothing was asked yet"),
-        on(S.PROBING, Alive, "_alive", S.SINGLE, S.PROBING),
+        on(S.PROBING, Alive, "_alive", S.SINGLE, only=OfSpare),
         ignore(
             (S.SINGLE, S.HOLDING, S.PAIR, S.SPARED, S.EMPTY, *DOWN),
             Alive,
@@ -218,23 +242,26 @@ class Roster(Machine):
             (S.SINGLE, S.HOLDING, S.PAIR, S.SPARED, S.EMPTY, *DOWN), ProbeOver, "it has shown its life, or it was lost"
         ),
         never((S.NEW, S.FINDING), ProbeOver, "there is no spare before the worker"),
-        on(S.PAIR, Dying, "_dying", S.PAIR, S.SINGLE, S.SPARED),
-        on(S.SPARED, Dying, "_spare_dying", S.SPARED, S.EMPTY),
-        on(S.PROBING, Dying, "_spare_dying", S.PROBING, S.SINGLE),
+        on(S.PAIR, Dying, "_dying", S.PAIR, S.SPARED, only=OfWorker),
+        on(S.PAIR, Dying, "_spare_dying", S.SINGLE, only=OfSpare),
+        on(S.SPARED, Dying, "_spare_dying", S.EMPTY, only=OfSpare),
+        on(S.PROBING, Dying, "_spare_dying", S.SINGLE, only=OfSpare),
         ignore((S.FINDING, S.SINGLE, S.HOLDING), Dying, "a new process needs its memory, which its end gives back"),
         ignore((S.EMPTY, *DOWN), Dying, "its end is expected"),
         never(S.NEW, Dying, "there was never a process"),
-        on(S.FINDING, Ended, "_ended", S.EMPTY),
-        on(S.SINGLE, Ended, "_ended", S.SINGLE, S.EMPTY, S.PAIR),
-        on(S.HOLDING, Ended, "_ended_beside", S.HOLDING, S.SINGLE, S.EMPTY),
-        on(S.PAIR, Ended, "_ended", S.PAIR, S.SPARED, S.SINGLE),
-        on(S.SPARED, Ended, "_ended", S.SPARED, S.EMPTY),
-        on(S.PROBING, Ended, "_ended", S.PROBING, S.SINGLE),
+        on((S.FINDING, S.SINGLE, S.HOLDING), Ended, "_worker_ended", S.EMPTY, only=OfWorker),
+        on(S.PAIR, Ended, "_worker_ended", S.SPARED, only=OfWorker),
+        on(S.PAIR, Ended, "_spare_ended", S.SINGLE, S.PAIR, only=OfSpare),
+        on(S.SPARED, Ended, "_spare_ended", S.EMPTY, only=OfSpare),
+        on(S.PROBING, Ended, "_spare_ended", S.SINGLE, only=OfSpare),
+        never(S.FINDING, Ended, "there was no process before the worker's"),
+        on(S.SINGLE, Ended, "_ended_beside", S.SINGLE, S.PAIR),
+        on(S.HOLDING, Ended, "_ended_while_held", S.HOLDING, S.SINGLE),
+        stay((S.PAIR, S.SPARED, S.PROBING), Ended, "_forget"),
         stay((S.EMPTY, *DOWN), Ended, "_forget"),
         never(S.NEW, Ended, "there was never a process"),
-        on(S.PAIR, SpareOverdue, "_spare_overdue", S.SINGLE, S.PAIR),
-        on(S.SPARED, SpareOverdue, "_spare_overdue", S.EMPTY, S.SPARED),
-        on(S.PROBING, SpareOverdue, "_spare_overdue", S.SINGLE, S.PROBING),
+        on((S.PAIR, S.PROBING), SpareOverdue, "_spare_overdue", S.SINGLE, only=OfSpare),
+        on(S.SPARED, SpareOverdue, "_spare_overdue", S.EMPTY, only=OfSpare),
         ignore((S.SINGLE, S.HOLDING, S.EMPTY, *DOWN), SpareOverdue, "it has taken over, or is ending"),
         never((S.NEW, S.FINDING), SpareOverdue, "there is no spare before the worker"),
         on((S.NEW, *UP, S.CLOSING), Stop, "_stop", S.STOPPED),
@@ -310,7 +337,7 @@ class Roster(Machine):
             self._held = event
             self._after(MEMORY_S, HoldOver(worker.serial))
             return S.HOLDING
-        return self._pass_and_note(worker, event)
+        return self._pass_and_note(event)
 
     def _go_on(self) -> RosterState:
         """Nothing is waited for any more."""
@@ -320,12 +347,7 @@ class Roster(Machine):
         self._held = None
         return S.SINGLE
 
-    def _ended_beside(self, event: Ended) -> RosterState:
-        worker = self.worker
-        assert worker is not None
-        if event.serial == worker.serial:
-            self._pass(worker, event)
-            return self._lose_worker(event.sentence, event.at_s)
+    def _ended_while_held(self, event: Ended) -> RosterState:
         self._forget(event)
         return S.HOLDING if self.ending else self._go_on()
 
@@ -333,8 +355,10 @@ class Roster(Machine):
         assert self.worker is not None
         return self._go_on() if event.serial == self.worker.serial else S.HOLDING
 
-    def _pass_and_note(self, worker: Process, event: Ask | Answered) -> StrEnum:
+    def _pass_and_note(self, event: Ask | Answered) -> StrEnum:
         """The worker's process takes `event`; what it answers may let a spare be started."""
+        worker = self.worker
+        assert worker is not None
         effects = worker.handle(event)
         self._effects.extend(effects)
         answers = [effect.event for effect in effects if isinstance(effect, Send)]
@@ -407,21 +431,16 @@ class Roster(Machine):
         self._send("worker", JobFailed("Spawn", event.why_not, worker.epoch, event.at_s))
         return S.EMPTY
 
-    def _answered(self, event: Answered) -> StrEnum:
-        process = self._of(event.serial)
-        if process is None:
-            return self.state  # it is ending
-        if process is self.worker:
-            return self._pass_and_note(process, event)
-        job = process.job
-        self._pass(process, event)
-        if not job or process.job == job:
-            return self.state  # that was no answer to what was asked
-        return self._went_ahead(process, event)
+    def _spare_answered(self, event: Answered) -> StrEnum:
+        spare = self.spare
+        assert spare is not None
+        job = spare.job
+        self._pass(spare, event)
+        return self.state if spare.job == job else self._went_ahead(spare, event)  # the process knows what was asked
 
     def _answered_late(self, event: Answered) -> StrEnum:
-        if (process := self._of(event.serial)) is not None:
-            self._pass(process, event)
+        assert self.spare is not None
+        self._pass(self.spare, event)
         return self.state
 
     def _went_ahead(self, spare: Process, event: Answered) -> StrEnum:
@@ -442,31 +461,29 @@ class Roster(Machine):
         worker, spare = self.worker, self.spare
         assert worker is not None
         assert spare is not None
-        if event.serial == spare.serial:
-            return self._drop_spare("", event.at_s, event.sentence)
-        if event.serial != worker.serial or not spare.is_ready_to_step_in:
+        if not spare.is_ready_to_step_in:
             return S.PAIR  # another process would need the memory, which the end of this one gives back
         self._end(worker, "")  # should nothing of it have ended but what told so
         return self._lose_worker(event.sentence, event.at_s)
 
     def _spare_dying(self, event: Dying) -> StrEnum:
-        assert self.spare is not None
-        is_it = event.serial == self.spare.serial
-        return self._drop_spare("", event.at_s, event.sentence) if is_it else self.state
+        return self._drop_spare("", event.at_s, event.sentence)
 
     def _spare_overdue(self, event: SpareOverdue) -> StrEnum:
-        assert self.spare is not None
-        is_it = event.serial == self.spare.serial
-        return self._drop_spare(event.message, event.at_s) if is_it else self.state
+        return self._drop_spare(event.message, event.at_s)
 
-    def _ended(self, event: Ended) -> StrEnum:
-        process = self._of(event.serial)
-        if process is None:
-            self._forget(event)
-            return self._stand_by_again(event.serial)
-        self._pass(process, event)
-        if process is self.worker:
-            return self._lose_worker(event.sentence, event.at_s)
+    def _worker_ended(self, event: Ended) -> RosterState:
+        assert self.worker is not None
+        self._pass(self.worker, event)
+        return self._lose_worker(event.sentence, event.at_s)
+
+    def _ended_beside(self, event: Ended) -> StrEnum:
+        self._forget(event)
+        return self._stand_by_again(event.serial)
+
+    def _spare_ended(self, event: Ended) -> StrEnum:
+        assert self.spare is not None
+        self._pass(self.spare, event)
         self._lose_spare(event.serial, event.sentence, event.at_s)
         if self.state is S.PROBING:
             return self._take_another()
@@ -535,11 +552,9 @@ class Roster(Machine):
 
     # ---- taking over ---------------------------------------------------------------------------------------------
 
-    def _alive(self, event: Alive) -> RosterState:
+    def _alive(self, _: Alive) -> RosterState:
         spare = self.spare
         assert spare is not None
-        if event.serial != spare.serial:
-            return S.PROBING
         self.worker, self.spare = spare, None
         self._pass(spare, Adopt(self._epoch))
         self._send("worker", JobDone("Spawn", {"pid": spare.pid, "spare": True}, self._epoch))

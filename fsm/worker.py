@@ -43,7 +43,8 @@ from novainfer.fsm.events import (
     WorkerLost,
     WorkerReady,
 )
-from novainfer.fsm.machine import Machine, Table, ignore, never, on, table
+from novainfer.fsm.guards import OfEpoch, OfJob, OfStep
+from novainfer.fsm.machine import Guard, Machine, Table, ignore, never, on, table
 from novainfer.fsm.step import StepDone, StepPlan
 
 BACKOFF_S = 0.1  # before the second restart in a row; the first comes at once, each further one after twice as long
@@ -70,15 +71,33 @@ S = WorkerState
 COMING_UP = (S.LOADING, S.FITTING, S.WARMING)
 UP = (S.READY, S.RUNNING, S.SWITCHING, S.OOM)
 DOWN = (S.FAILED, S.STOPPED)
-JOBS_OF: dict[StrEnum, tuple[str, ...]] = {
-    S.LOADING: ("Spawn", "Load"),
-    S.FITTING: ("Fit",),
-    S.WARMING: ("Warm",),
-    S.OOM: ("Reclaim",),
-}
 SWITCH_LOSSES_MAX = 2  # once is chance; a mode that costs a worker each time would spend the budget of restarts
 LATE = "it came twice, or late"
 OLD = "it belongs to an older epoch"
+
+
+class OfSpawn(Guard):
+    """The device is there, as it was asked for; its Load is the next job of the same state."""
+
+    name = "of Spawn"
+    why = OfJob.why
+
+    @staticmethod
+    def holds(machine: Any, event: Any) -> bool:
+        """As `Guard.holds`."""
+        return bool(event.job == "Spawn") and OfJob.holds(machine, event)
+
+
+class OfPlan(Guard):
+    """The plan was made for this worker."""
+
+    name = "of this epoch"
+    why = "it was planned for a worker that is lost"
+
+    @staticmethod
+    def holds(machine: Any, event: Any) -> bool:
+        """As `Guard.holds`."""
+        return bool(event.plan.epoch == machine.epoch)
 
 
 class RestartPolicy(msgspec.Struct, frozen=True):
@@ -100,32 +119,33 @@ class Worker(Machine):
         on(S.LOADING, Begin, "_begin", S.LOADING),
         never((S.FITTING, S.WARMING, *UP, S.RESTARTING, S.FAILED), Begin, "a worker is begun once"),
         ignore(S.STOPPED, Begin, "it was stopped before it began"),
-        on(S.LOADING, JobDone, "_loaded", S.FITTING, S.LOADING),
-        on(S.FITTING, JobDone, "_fitted", S.WARMING, S.FITTING),
-        on(S.WARMING, JobDone, "_warmed", S.READY, S.WARMING),
-        on(S.SWITCHING, JobDone, "_switched", S.RUNNING, S.SWITCHING),
-        on(S.OOM, JobDone, "_reclaimed", S.READY, S.OOM),
+        on(S.LOADING, JobDone, "_spawned", S.LOADING, only=OfSpawn),
+        on(S.LOADING, JobDone, "_loaded", S.FITTING, only=OfJob),
+        on(S.FITTING, JobDone, "_fitted", S.WARMING, only=OfJob),
+        on(S.WARMING, JobDone, "_warmed", S.READY, only=OfJob),
+        on(S.SWITCHING, JobDone, "_switched", S.RUNNING, only=OfJob),
+        on(S.OOM, JobDone, "_reclaimed", S.READY, only=OfJob),
         ignore((S.READY, S.RUNNING, S.RESTARTING), JobDone, LATE),
         ignore(DOWN, JobDone, "nobody waits for it"),
-        on(COMING_UP, JobFailed, "_job_failed", S.FAILED, S.RESTARTING, *COMING_UP),
-        on(S.SWITCHING, JobFailed, "_switch_failed", S.READY, S.SWITCHING),
-        on(S.OOM, JobFailed, "_job_failed", S.FAILED, S.RESTARTING, S.OOM),
+        on(COMING_UP, JobFailed, "_job_failed", S.FAILED, S.RESTARTING, S.LOADING, only=OfJob),
+        on(S.SWITCHING, JobFailed, "_switch_failed", S.READY, only=OfJob),
+        on(S.OOM, JobFailed, "_job_failed", S.FAILED, S.RESTARTING, only=OfJob),
         ignore((S.READY, S.RUNNING, S.RESTARTING), JobFailed, LATE),
         ignore(DOWN, JobFailed, "nobody waits for it"),
-        on(S.READY, Launch, "_launch", S.RUNNING, S.SWITCHING, S.READY),
+        on(S.READY, Launch, "_launch", S.RUNNING, S.SWITCHING, S.READY, only=OfPlan),
         never((S.RUNNING, S.SWITCHING, S.OOM), Launch, "the engine waits for the step before"),
         ignore((*COMING_UP, S.RESTARTING), Launch, "it was sent before the engine had heard that the worker is lost"),
         ignore(DOWN, Launch, "it was sent before the engine had heard, or after it was stopped"),
-        on(S.RUNNING, StepDone, "_step_done", S.READY, S.RUNNING),
-        on(S.RUNNING, StepFailed, "_step_failed", S.READY, S.OOM, S.RUNNING),
+        on(S.RUNNING, StepDone, "_step_done", S.READY, only=OfStep),
+        on(S.RUNNING, StepFailed, "_step_failed", S.READY, S.OOM, only=OfStep),
         ignore((S.READY, S.SWITCHING, S.OOM, *DOWN), StepDone, LATE),
         ignore((S.READY, S.SWITCHING, S.OOM, *DOWN), StepFailed, LATE),
         ignore((*COMING_UP, S.RESTARTING), StepDone, OLD),
         ignore((*COMING_UP, S.RESTARTING), StepFailed, OLD),
-        on((*COMING_UP, *UP), DeviceLost, "_device_lost", S.RESTARTING, S.FAILED, *COMING_UP, *UP),
+        on((*COMING_UP, *UP), DeviceLost, "_device_lost", S.RESTARTING, S.FAILED, only=OfEpoch),
         ignore(S.RESTARTING, DeviceLost, "it is being replaced already"),
         ignore(DOWN, DeviceLost, "nobody needs it any more"),
-        on((*COMING_UP, *UP), Overdue, "_overdue", S.RESTARTING, S.FAILED, *COMING_UP, *UP),
+        on((*COMING_UP, *UP), Overdue, "_overdue", S.RESTARTING, S.FAILED, only=OfEpoch),
         ignore(S.RESTARTING, Overdue, "it is being replaced already"),
         ignore(DOWN, Overdue, "nobody waits for it"),
         on(S.RESTARTING, Restart, "_restart", S.LOADING),
@@ -142,8 +162,9 @@ class Worker(Machine):
         self._losses: list[float] = []  # when, since the last good step
         self._fatal: dict[str, int] = {}  # how often it was lost in the switch to a mode, since one that went well
         self._found: dict[str, Any] = {}  # what Load and Fit found out about the model
-        self._spawned = -1  # the epoch whose device is there
-        self._stood_by = False  # that device is a spare's
+        self.asked = ("", 0)  # the job under way, and the epoch that it was asked in
+        self.step = (-1, -1)  # the number and the epoch of the step at the device
+        self._stood_by = False  # the device was a spare's
         self._was_ready = False
         self._mode = FULL_MODE
         self._plan: StepPlan | None = None  # the step at the device, or the one that waits for the switch
@@ -151,40 +172,36 @@ class Worker(Machine):
 
     # ---- coming up -----------------------------------------------------------------------------------------------
 
+    def _ask(self, job: Any) -> None:
+        self.asked = (type(job).__name__, self.epoch)
+        self._start(job)
+
     def _begin(self, _: Begin) -> WorkerState:
-        self._start(Spawn(self.epoch))
+        self._ask(Spawn(self.epoch))
         return S.LOADING
 
     def _restart(self, _: Restart) -> WorkerState:
         self._mode = FULL_MODE
-        self._start(Spawn(self.epoch))
+        self._ask(Spawn(self.epoch))
         return S.LOADING
 
-    def _is_answer(self, event: JobDone | JobFailed, job: str) -> bool:
-        return event.job == job and event.epoch == self.epoch
+    def _spawned(self, event: JobDone) -> WorkerState:
+        self._stood_by = bool((event.value or {}).get("spare", False))
+        self._ask(Load(self.epoch))
+        return S.LOADING
 
     def _loaded(self, event: JobDone) -> WorkerState:
-        if self._is_answer(event, "Spawn") and self._spawned < self.epoch:  # it may come twice
-            self._spawned = self.epoch
-            self._stood_by = bool((event.value or {}).get("spare", False))
-            self._start(Load(self.epoch))
-        if not self._is_answer(event, "Load"):
-            return S.LOADING
         wanted = self._found.get("num_blocks")
         self._found.update(event.value)
-        self._start(Fit(self.epoch, wanted))
+        self._ask(Fit(self.epoch, wanted))
         return S.FITTING
 
     def _fitted(self, event: JobDone) -> WorkerState:
-        if not self._is_answer(event, "Fit"):
-            return S.FITTING
         self._found.update(event.value)
-        self._start(Warm(self.epoch))
+        self._ask(Warm(self.epoch))
         return S.WARMING
 
-    def _warmed(self, event: JobDone) -> WorkerState:
-        if not self._is_answer(event, "Warm"):
-            return S.WARMING
+    def _warmed(self, _: JobDone) -> WorkerState:
         self._was_ready = True
         found = self._found
         ready = WorkerReady(
@@ -203,70 +220,52 @@ class Worker(Machine):
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _launch(self, event: Launch) -> WorkerState:
-        plan = event.plan
-        if plan.epoch != self.epoch:
-            return S.READY
-        self._plan = plan
+        plan = self._plan = event.plan
+        self.step = (plan.step_id, plan.epoch)
         if plan.mode != self._mode:
             if (num_lost := self._fatal.get(plan.mode, 0)) >= SWITCH_LOSSES_MAX:
                 why = f"{num_lost} workers were lost while they were switched to {plan.mode}"
                 self._send("engine", StepFailed(plan.step_id, plan.epoch, Fault.SWITCH, why, launched=False))
                 return S.READY
-            self._start(Switch(plan.mode, self.epoch))
+            self._ask(Switch(plan.mode, self.epoch))
             return S.SWITCHING
         self._start(Run(plan))
         return S.RUNNING
 
-    def _switched(self, event: JobDone) -> WorkerState:
+    def _switched(self, _: JobDone) -> WorkerState:
         plan = self._plan
-        if not self._is_answer(event, "Switch") or plan is None:
-            return S.SWITCHING
+        assert plan is not None
         self._mode = plan.mode
         self._fatal.pop(plan.mode, None)
         self._start(Run(plan))
         return S.RUNNING
 
     def _switch_failed(self, event: JobFailed) -> WorkerState:
-        plan = self._plan
-        if not self._is_answer(event, "Switch") or plan is None:
-            return S.SWITCHING
-        failed = StepFailed(plan.step_id, plan.epoch, Fault.SWITCH, event.message, launched=False)
+        failed = StepFailed(*self.step, Fault.SWITCH, event.message, launched=False)
         self._send("engine", failed)
         return S.READY
 
-    def _is_current(self, event: StepDone | StepFailed) -> bool:
-        plan = self._plan
-        return plan is not None and (event.step_id, event.epoch) == (plan.step_id, plan.epoch)
-
     def _step_done(self, event: StepDone) -> WorkerState:
-        if not self._is_current(event):
-            return S.RUNNING
         self._losses.clear()
         self._send("engine", event)
         return S.READY
 
     def _step_failed(self, event: StepFailed) -> WorkerState:
-        if not self._is_current(event):
-            return S.RUNNING
         if event.fault is Fault.OOM:
             self._failure = event
-            self._start(Reclaim(self.epoch))
+            self._ask(Reclaim(self.epoch))
             return S.OOM
         self._send("engine", event)
         return S.READY
 
-    def _reclaimed(self, event: JobDone) -> WorkerState:
-        if not self._is_answer(event, "Reclaim"):
-            return S.OOM
+    def _reclaimed(self, _: JobDone) -> WorkerState:
         self._send("engine", self._failure)
         self._failure = None
         return S.READY
 
     # ---- going down, and up again --------------------------------------------------------------------------------
 
-    def _job_failed(self, event: JobFailed) -> StrEnum:
-        if event.epoch != self.epoch or event.job not in JOBS_OF[self.state]:
-            return self.state
+    def _job_failed(self, event: JobFailed) -> WorkerState:
         if self._stood_by and self.state in COMING_UP:
             return self._do_without_spare(event)
         return self._lose(Fault.EXCEPTION, event.message, event.at_s)
@@ -281,14 +280,14 @@ class Worker(Machine):
         self._send("incidents", Incident(kind="spare", message=message, action="a new process is started"))
         self.epoch += 1
         self._stood_by = False
-        self._start(Spawn(self.epoch))
+        self._ask(Spawn(self.epoch))
         return S.LOADING
 
-    def _device_lost(self, event: DeviceLost) -> StrEnum:
-        return self._lose(Fault.LOST, event.message, event.at_s) if event.epoch == self.epoch else self.state
+    def _device_lost(self, event: DeviceLost) -> WorkerState:
+        return self._lose(Fault.LOST, event.message, event.at_s)
 
-    def _overdue(self, event: Overdue) -> StrEnum:
-        return self._lose(Fault.TIMEOUT, event.message, event.at_s) if event.epoch == self.epoch else self.state
+    def _overdue(self, event: Overdue) -> WorkerState:
+        return self._lose(Fault.TIMEOUT, event.message, event.at_s)
 
     def _lose(self, fault: Fault, message: str, at_s: float) -> WorkerState:
         """The device is of no more use since `at_s`: replace it while the budget lasts."""

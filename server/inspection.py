@@ -14,7 +14,7 @@ from starlette.responses import Response
 from novainfer import EngineClosed, InvalidParameter, RequestNotFound
 from novainfer.fsm.diagram import MACHINES, states
 from novainfer.fsm.health import DWELLS
-from novainfer.fsm.machine import Machine
+from novainfer.fsm.machine import Machine, each_row
 from novainfer.fsm.request import RequestState
 from novainfer.inspection import ActorRecord, IncidentRecord, RequestRecord, StepRecord
 from novainfer.server.decode import explain
@@ -83,10 +83,14 @@ class Kv(msgspec.Struct, kw_only=True):
 
 
 class MachineRow(msgspec.Struct, kw_only=True):
-    """One row of a table: what `event` does in `state`. Without an action it is ignored, or (`never`) cannot come."""
+    """One row of a table: what `event` does in `state`. Without an action it is ignored, or (`never`) cannot come.
+
+    Where a guard tells some of these events from others, `only` says which the row is for.
+    """
 
     state: str
     event: str
+    only: str | None
     action: str | None
     follows: list[str]
     never: bool
@@ -263,12 +267,13 @@ def _table(machine: type[Machine]) -> MachineTable:
             MachineRow(
                 state=str(state),
                 event=event.__name__,
+                only=row.of or None,
                 action=row.action or None,
                 follows=sorted(map(str, row.follows)),
                 never=row.impossible,
                 why=row.why,
             )
-            for (state, event), row in machine.TABLE.items()
+            for state, event, row in each_row(machine.TABLE)
         ],
     )
 

@@ -6,16 +6,19 @@ from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.blocks import BlockPool
 from novainfer.fsm.draft import Draft
 from novainfer.fsm.engine import Engine
+from novainfer.fsm.events import Batch, DeviceLost, Encoded, Launch, Overdue, StepFailed
 from novainfer.fsm.gate import Gate
+from novainfer.fsm.guards import OfJob, OfStep
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.blame_bugs import BLAME_MUTANTS
+from novainfer.fsm.simulation.core_bugs import CORE_MUTANTS
 from novainfer.fsm.simulation.deadline_bugs import DEADLINE_MUTANTS
 from novainfer.fsm.simulation.drain_bugs import DRAIN_MUTANTS
 from novainfer.fsm.simulation.gate_bugs import GATE_MUTANTS
 from novainfer.fsm.simulation.ladder_bugs import LADDER_MUTANTS
-from novainfer.fsm.simulation.mutants import Edit, Mutant
+from novainfer.fsm.simulation.mutants import Edit, Mutant, unguarded
 from novainfer.fsm.simulation.process_bugs import PROCESS_MUTANTS
 from novainfer.fsm.simulation.queue_bugs import QUEUE_MUTANTS
 from novainfer.fsm.simulation.sampling_bugs import SAMPLING_MUTANTS
@@ -23,6 +26,7 @@ from novainfer.fsm.simulation.turn_bugs import TURN_MUTANTS
 from novainfer.fsm.simulation.unseen_bugs import UNSEEN_MUTANTS
 from novainfer.fsm.simulation.unseen_policy_bugs import UNSEEN_POLICY_MUTANTS
 from novainfer.fsm.simulation.unseen_third_bugs import UNSEEN_THIRD_MUTANTS
+from novainfer.fsm.step import StepDone
 from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import TextAssembler
 from novainfer.fsm.trouble import Trouble
@@ -139,32 +143,14 @@ MUTANTS = [
     Mutant("nobody resumes a request", Engine, "_resume", 'self._send("scheduler", ResumeRequest(request_id))', "pass"),
     Mutant("a stream forgets to resume", Stream, "_read", 'self._send("engine", Resume(self.stream_id))', "pass"),
     # ---- late, twice, too early
-    Mutant(
-        "the engine takes a late StepDone for the current one",
-        Engine,
-        "_step_done",
-        "if (event.step_id, event.epoch) != self._step:",
-        "if False:",
-    ),
-    Mutant(
-        "the engine takes a late StepFailed for the current one",
-        Engine,
-        "_step_failed",
-        "if (event.step_id, event.epoch) != self._step:",
-        "if False:",
-    ),
-    Mutant(
-        "the worker takes a late StepDone for the current one",
-        Worker,
-        "_step_done",
-        "if not self._is_current(event):",
-        "if False:",
-    ),
+    unguarded("the engine takes a late StepDone for the current one", Engine, StepDone),
+    unguarded("the engine takes a late StepFailed for the current one", Engine, StepFailed),
+    unguarded("the worker takes a late StepDone for the current one", Worker, StepDone),
     Mutant(
         "the worker forgets to reclaim memory",
         Worker,
         "_step_failed",
-        "self._start(Reclaim(self.epoch))",
+        "self._ask(Reclaim(self.epoch))",
         "pass",
     ),
     Mutant(
@@ -216,6 +202,7 @@ MUTANTS = [
     *QUEUE_MUTANTS,
     *BLAME_MUTANTS,
     *LADDER_MUTANTS,
+    *CORE_MUTANTS,
     *DEADLINE_MUTANTS,
     *SAMPLING_MUTANTS,
     *TURN_MUTANTS,
@@ -290,44 +277,41 @@ MUTANTS = [
         "pass",
     ),
     Mutant("nobody recovers", Planner, "recover", "request.handle(RECOVER)", "pass"),
-    Mutant(
+    unguarded(
         "a plan for a dead worker is launched by the next one",
         Worker,
-        "_launch",
-        "if plan.epoch != self.epoch:",
-        "if False:",
+        Launch,
         seeds=0,
         small="a worker that dies, and what it said comes late",
     ),
     Mutant(
         "a step is known by its number alone",
-        Worker,
-        "_is_current",
-        "(event.step_id, event.epoch) == (plan.step_id, plan.epoch)",
-        "event.step_id == plan.step_id",
+        OfStep,
+        "holds",
+        "(event.step_id, event.epoch) == machine.step",
+        "event.step_id == machine.step[0]",
     ),
     Mutant(
         "answers of a dead device count",
-        Worker,
-        "_is_answer",
-        "event.job == job and event.epoch == self.epoch",
-        "event.job == job",
+        OfJob,
+        "holds",
+        "(event.job, event.epoch) == machine.asked",
+        "event.job == machine.asked[0]",
         seeds=0,
         small="answers of a device that is gone",
     ),
     Mutant(
-        "a death that was known already ends the next worker",
-        Worker,
-        "_device_lost",
-        "if event.epoch == self.epoch else self.state",
-        "",
+        "an answer to any job is one to the job under way",
+        OfJob,
+        "holds",
+        "(event.job, event.epoch) == machine.asked",
+        "event.epoch == machine.epoch",
     ),
-    Mutant(
+    unguarded("a death that was known already ends the next worker", Worker, DeviceLost),
+    unguarded(
         "an old alarm ends the next worker",
         Worker,
-        "_overdue",
-        "if event.epoch == self.epoch else self.state",
-        "",
+        Overdue,
         seeds=0,
         small="a cache that waited for memory, and a worker that is lost again",
     ),
@@ -371,12 +355,10 @@ MUTANTS = [
         "pass",
         seeds=1000,
     ),
-    Mutant(
+    unguarded(
         "a plan made for a dead worker is launched",
         Engine,
-        "_batch",
-        "if event.epoch != self._epoch:",
-        "if False:",
+        Batch,
         seeds=0,
         small="a worker that dies, and what it said comes late",
     ),
@@ -472,13 +454,7 @@ MUTANTS = [
         "if state in finished:",
         "if self.requests[request.request_id].ended:",
     ),
-    Mutant(
-        "vLLM #43226: what completes late for a dead request kills the engine",
-        Engine,
-        "_encoded",
-        "if arrival is None:",
-        "if arrival.stream_id < 0:",
-    ),
+    unguarded("vLLM #43226: what completes late for a dead request kills the engine", Engine, Encoded),
     Mutant(
         "vLLM #57082: a request that was aborted ends as a success",
         Stream,

@@ -9,7 +9,7 @@ import msgspec
 from novainfer.fsm.engine import Engine
 from novainfer.fsm.gate import Gate
 from novainfer.fsm.ladder import Ladder
-from novainfer.fsm.machine import Machine
+from novainfer.fsm.machine import Machine, Row, each_row
 from novainfer.fsm.process import Process
 from novainfer.fsm.request import Request
 from novainfer.fsm.roster import Roster
@@ -19,7 +19,7 @@ from novainfer.fsm.worker import Worker
 
 MACHINES: tuple[type[Machine], ...] = (Gate, Engine, Scheduler, Request, Worker, Roster, Process, Ladder, Stream)
 
-RowId = tuple[str, str, str]  # machine, state, event
+RowId = tuple[str, str, str]  # machine, state, event (and which of them, where a guard tells them apart)
 
 # Rows that no world reaches, and why they are not `never` rows.
 ARGUED: dict[RowId, str] = {
@@ -34,6 +34,11 @@ ARGUED: dict[RowId, str] = {
 }
 
 
+def event_of(event: type, row: Row) -> str:
+    """The events that `row` is for."""
+    return f"{event.__name__} {row.of}" if row.of else event.__name__
+
+
 class Coverage(msgspec.Struct, frozen=True):
     """Rows of one machine that can be taken, how many were, and which were not."""
 
@@ -45,11 +50,11 @@ class Coverage(msgspec.Struct, frozen=True):
 
 
 def coverage(taken: Mapping[RowId, int]) -> list[Coverage]:
-    """By machine; `taken` counts rows by (machine, state, event)."""
+    """By machine; `taken` counts rows by `RowId`."""
     report = []
     for machine in MACHINES:
         name = machine.__name__
-        rows = {(name, str(s), e.__name__): row for (s, e), row in machine.TABLE.items()}
+        rows = {(name, str(state), event_of(event, row)): row for state, event, row in each_row(machine.TABLE)}
         possible = [key for key, row in rows.items() if not row.impossible]
         missing = [key for key in possible if not taken.get(key)]
         report.append(Coverage(name, len(possible), len(possible) - len(missing), len(rows) - len(possible), missing))

@@ -24,16 +24,22 @@ from novainfer.fsm.simulation.small import SMALL_WORLDS
 SEEDS = 1000  # what a hunt tries before it explores; most bugs need fewer than a hundred
 SEED_S_MAX = 20.0  # CPU seconds: a thousand times what most need
 STATES_MAX = 3000  # of each small world that a hunt explores; all of them take half a minute
+TABLE = "TABLE"  # what an edit names that leaves out a guard
 STATES_MAX_NAMED = 20_000  # of the one that the mutant names
 
 
 class Edit(msgspec.Struct, frozen=True):
-    """In `owner.method`, `line` reads `wrong`."""
+    """In `owner.method`, `line` reads `wrong`; or the rows of its `TABLE` for the event `line` have no guard."""
 
     owner: type
     method: str
     line: str
     wrong: str
+
+
+def unguarded(name: str, machine: type[Machine], event: type, *, seeds: int = 300, small: str = "") -> Mutant:
+    """The bug that a guard is left out of the rows for `event`: the action takes what should be refused."""
+    return Mutant(name, machine, TABLE, event.__name__, "", seeds, small)
 
 
 class Mutant(msgspec.Struct, frozen=True):
@@ -104,6 +110,10 @@ def planted(mutant: Mutant) -> Iterator[None]:
 
 @contextmanager
 def _edited(name: str, edit: Edit) -> Iterator[None]:
+    if edit.method == TABLE:
+        with _unguarded(name, edit.owner, edit.line):
+            yield
+        return
     original = inspect.getattr_static(edit.owner, edit.method)
     source = textwrap.dedent(inspect.getsource(original))
     assert source.count(edit.line) == 1, f"{name}: {edit.line!r} is not in {edit.method}, or twice"
@@ -115,12 +125,24 @@ def _edited(name: str, edit: Edit) -> Iterator[None]:
         dont_inherit=True,
     )
     names: dict[str, Any] = {}
-    exec(code, original.__globals__, names)
+    exec(code, inspect.unwrap(original).__globals__, names)
     setattr(edit.owner, edit.method, names[edit.method])
     try:
         yield
     finally:
         setattr(edit.owner, edit.method, original)
+
+
+@contextmanager
+def _unguarded(name: str, machine: type[Any], event: str) -> Iterator[None]:
+    rows = cast("Rows", machine.TABLE)
+    found = {key: row for key, row in rows.items() if key[1].__name__ == event and row.only is not None}
+    assert found, f"{name}: no row of {machine.__name__} for {event} has a guard"
+    rows.update({key: msgspec.structs.replace(row, only=None, otherwise=None) for key, row in found.items()})
+    try:
+        yield
+    finally:
+        rows.update(found)
 
 
 @contextmanager

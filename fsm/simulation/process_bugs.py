@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from novainfer.fsm.health import Watch
-from novainfer.fsm.process import Process
-from novainfer.fsm.roster import Roster
-from novainfer.fsm.simulation.mutants import Mutant
+from novainfer.fsm.process import OfAsk, Process
+from novainfer.fsm.roster import Alive, Roster
+from novainfer.fsm.simulation.mutants import Mutant, unguarded
 from novainfer.fsm.worker import Worker
 
 PROCESS_MUTANTS = [
@@ -75,10 +75,10 @@ PROCESS_MUTANTS = [
     # ---- what a process was asked
     Mutant(
         "an answer to the step before is one to this step",
-        Process,
-        "_is_answer",
-        "return self._asked == (job, event.epoch, step_id)",
-        "return self._asked is not None and self._asked[:2] == (job, event.epoch)",
+        OfAsk,
+        "holds",
+        "machine.asked == (job, event.epoch, step_id)",
+        "machine.asked is not None and machine.asked[:2] == (job, event.epoch)",
     ),
     Mutant(
         "what a spare did ahead is answered in the epoch that it was done in",
@@ -110,12 +110,10 @@ PROCESS_MUTANTS = [
         seeds=1000,
     ),
     # ---- who stands by, and who takes over
-    Mutant(
+    unguarded(
         "a spare takes over unseen",
         Roster,
-        "_alive",
-        "if event.serial != spare.serial:",
-        "if False:",
+        Alive,
         seeds=1000,
         small="a spare that fails, is late, or says things twice",
     ),
@@ -123,13 +121,13 @@ PROCESS_MUTANTS = [
         "a spare that is not ready takes over before the worker's memory is free",
         Roster,
         "_dying",
-        "or not spare.is_ready_to_step_in:",
-        "or spare.state is ProcessState.STARTING:",
+        "if not spare.is_ready_to_step_in:",
+        "if spare.state is ProcessState.STARTING:",
     ),
     Mutant(
         "a spare that is needed and dies leaves the worker without a process",
         Roster,
-        "_ended",
+        "_spare_ended",
         "if self.state is S.PROBING:\n        return self._take_another()",
         "if self.state is S.PROBING:\n        return S.SINGLE",
         seeds=1000,
@@ -205,7 +203,7 @@ PROCESS_MUTANTS = [
     Mutant(
         "the memory of one process is waited for when two were ended",
         Roster,
-        "_ended_beside",
+        "_ended_while_held",
         "return S.HOLDING if self.ending else self._go_on()",
         "return self._go_on()",
         seeds=1000,
@@ -213,7 +211,7 @@ PROCESS_MUTANTS = [
     Mutant(
         "the end that is waited for is not noticed",
         Roster,
-        "_ended_beside",
+        "_ended_while_held",
         "return S.HOLDING if self.ending else self._go_on()",
         "return S.HOLDING",
     ),

@@ -97,7 +97,10 @@ class Restarts:
     def _is_loss(self, event: Any) -> bool:
         if isinstance(event, DeviceLost | Overdue):
             return event.epoch == self._epoch and self._state not in GONE
-        return isinstance(event, JobFailed) and event.epoch == self._epoch and event.job in ITS_JOB.get(self._state, ())
+        if not isinstance(event, JobFailed) or event.epoch != self._epoch:
+            return False
+        is_over = event.job == "Spawn" and ("Load", self._epoch) in self._begun  # the device is there: that was told
+        return event.job in ITS_JOB.get(self._state, ()) and not is_over
 
 
 def _pause_s(num_losses: int) -> float:

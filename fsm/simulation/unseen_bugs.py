@@ -270,7 +270,7 @@ LIVENESS = (
         "prompts at the tokenizer are lost with the worker",
         Engine,
         "_lost",
-        "self._step = (-1, -1)",
+        "self.step = (-1, -1)",
         "self._step = (-1, -1); self._encoding.clear()",
     ),
     # Requests that were in no step of the dead worker are suspected, and after two such plans tried apart.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from novainfer.fsm.allowance import Allowance, Sizes
 from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.draft import Draft
+from novainfer.fsm.events import JobFailed
 from novainfer.fsm.health import Watch
 from novainfer.fsm.ladder import Ladder
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.roster import Roster
 from novainfer.fsm.scheduler import Scheduler
-from novainfer.fsm.simulation.mutants import Mutant
+from novainfer.fsm.simulation.mutants import Mutant, unguarded
 from novainfer.fsm.trouble import Trouble
 from novainfer.fsm.worker import Worker
 
@@ -284,16 +285,11 @@ PROCESSES = [
         "a worker that is started anew makes a cache of its own size",
         Worker,
         "_loaded",
-        "self._start(Fit(self.epoch, wanted))",
-        "self._start(Fit(self.epoch, wanted if self._stood_by else None))",
+        "self._ask(Fit(self.epoch, wanted))",
+        "self._ask(Fit(self.epoch, wanted if self._stood_by else None))",
     ),
-    Mutant(  # an answer that comes twice costs a healthy worker
-        "the failure of any job ends a worker that gives memory back",
-        Worker,
-        "_job_failed",
-        "if event.epoch != self.epoch or event.job not in JOBS_OF[self.state]:",
-        "if event.epoch != self.epoch:",
-    ),
+    # An answer that comes twice costs a healthy worker.
+    unguarded("the failure of any job ends a worker that gives memory back", Worker, JobFailed),
     Mutant(  # a server of some months has no spare any more
         "three spares lost in all are three too many",
         Roster,

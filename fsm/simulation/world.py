@@ -105,7 +105,8 @@ class Watcher(Observer):
         if type(event) is Preempt and self.audit is not None:
             assert isinstance(machine, Request)
             self.audit.preempted(machine)
-        self.taken[type(machine).__name__, machine.state, type(event).__name__] += 1
+        kind = type(event).__name__
+        self.taken[type(machine).__name__, machine.state, f"{kind} {row.of}" if row.of else kind] += 1
 
 
 class World:

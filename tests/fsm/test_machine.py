@@ -6,6 +6,7 @@ import pytest
 
 from novainfer.fsm.machine import (
     After,
+    Guard,
     IllegalEvent,
     Machine,
     Observer,
@@ -13,6 +14,7 @@ from novainfer.fsm.machine import (
     Send,
     Start,
     Table,
+    each_row,
     ignore,
     never,
     on,
@@ -114,6 +116,67 @@ def test_a_table_with_two_rows_for_a_pair_is_refused():
 def test_a_table_with_a_row_for_an_unknown_event_is_refused():
     with pytest.raises(TypeError, match=r"unknown pairs \(OFF, Look\), \(ON, Look\)"):
         table(S, (Push,), stay(S, Push, "_push"), stay(S, Look, "_look"))
+
+
+class Turn(msgspec.Struct, frozen=True):
+    number: int
+
+
+class OfLock(Guard):
+    name = "of this lock"
+    why = "the key is another lock's"
+
+    @staticmethod
+    def holds(machine: Machine, event: Turn) -> bool:
+        return event.number == machine.number
+
+
+class Lock(Machine):
+    TABLE: ClassVar[Table] = table(
+        S,
+        (Turn,),
+        on(S.OFF, Turn, "_turn", S.ON, only=OfLock),
+        on(S.ON, Turn, "_turn", S.OFF, only=OfLock),
+        stay(S.ON, Turn, "_ring"),
+    )
+
+    def __init__(self) -> None:
+        super().__init__(S.OFF)
+        self.number = 7
+
+    def _turn(self, _: Turn) -> S:
+        return S.ON if self.state is S.OFF else S.OFF
+
+    def _ring(self, event: Turn) -> StrEnum:
+        self._send("alarm", event)
+        return self.state
+
+
+def test_an_event_that_the_guard_refuses_is_for_the_next_row_or_ignored():
+    lock = Lock()
+    assert lock.handle(Turn(6)) == []
+    assert lock.state is S.OFF
+    lock.handle(Turn(7))
+    assert lock.state is S.ON
+    assert lock.handle(Turn(6)) == [Send("alarm", Turn(6))]
+    assert lock.state is S.ON
+    lock.handle(Turn(7))
+    assert lock.state is S.OFF
+
+
+def test_each_row_of_a_pair_is_drawn_and_says_which_events_it_is_for():
+    found = [(str(state), row.of, row.action, row.why) for state, _, row in each_row(Lock.TABLE)]
+    assert found == [
+        ("OFF", "of this lock", "_turn", ""),
+        ("OFF", "any other", "", "the key is another lock's"),
+        ("ON", "of this lock", "_turn", ""),
+        ("ON", "any other", "_ring", ""),
+    ]
+
+
+def test_a_row_behind_one_that_takes_all_events_is_refused():
+    with pytest.raises(TypeError, match=r"two rows for \(OFF, Turn\)"):
+        table(S, (Turn,), stay(S, Turn, "_ring"), on(S.OFF, Turn, "_turn", S.ON, only=OfLock))
 
 
 class Case(Machine):

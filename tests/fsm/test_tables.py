@@ -6,7 +6,7 @@ import pytest
 
 import novainfer.fsm
 from novainfer.fsm.diagram import MACHINES, page, states
-from novainfer.fsm.machine import IllegalEvent, Machine
+from novainfer.fsm.machine import IllegalEvent, Machine, each_row
 from novainfer.fsm.simulation.coverage import ARGUED, coverage
 
 each_machine = pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.__name__)
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def test_every_state_can_be_reached(machine: type[Machine]):
     reached = {str(states(machine)[0])}
     while True:
-        more = {str(s) for (state, _), row in machine.TABLE.items() if state in reached for s in row.follows}
+        more = {str(s) for state, _, row in each_row(machine.TABLE) if state in reached for s in row.follows}
         if more <= reached:
             break
         reached |= more
@@ -26,16 +26,17 @@ def test_every_state_can_be_reached(machine: type[Machine]):
 
 @each_machine
 def test_every_action_exists_and_every_method_that_looks_like_one_is_used(machine: type[Machine]):
-    actions = {row.action for row in machine.TABLE.values() if row.action}
+    actions = {row.action for _, _, row in each_row(machine.TABLE) if row.action}
     for action in actions:
         assert callable(getattr(machine, action))
 
 
 @each_machine
 def test_what_is_ignored_or_cannot_come_has_a_reason(machine: type[Machine]):
-    for (state, event), row in machine.TABLE.items():
+    for state, event, row in each_row(machine.TABLE):
         assert row.action or row.why, f"({state}, {event.__name__})"
         assert row.follows or row.impossible
+        assert row.only is None or (row.only.name and row.only.why), f"({state}, {event.__name__})"
 
 
 @each_machine
