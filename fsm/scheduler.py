@@ -412,29 +412,25 @@ class Scheduler(Machine):
         self._swapped_out += flight.journal.num_blocks_out
         self._swapped_in += flight.journal.num_blocks_in
         self.planner.commit(flight)
-        token_ids, logprobs = outcome.token_ids, outcome.logprobs
-        counts = outcome.num_tokens or [1] * len(flight.samples)
-        assert sum(counts) == len(token_ids), "one token per sampled row, or as many as the outcome says"
+        logprobs, samples = outcome.logprobs, flight.samples
+        if outcome.num_tokens:
+            samples = [r for r, count in zip(samples, outcome.num_tokens, strict=True) for _ in range(count)]
+        assert len(outcome.token_ids) == len(samples), "one token per sampled row, or as many as the outcome says"
         if flight.mode != FULL_MODE:
             for request, _, _ in flight.rows:
                 request.is_degraded = True
         prefill, finished = RequestState.PREFILL, ENDED
         outputs: list[Output] = []
-        end = 0
-        for request, count in zip(flight.samples, counts, strict=True):
-            begin, end = end, end + count
+        for at, (request, token_id) in enumerate(zip(samples, outcome.token_ids, strict=True)):
             state = request.state
-            if state in finished:
+            if state in finished:  # before the step returned, or by an earlier one of its tokens
                 continue
-            for at in range(begin, end):
-                if token_ids[at] < 0:
-                    outputs.append(self._end_not_a_number(request, outcome))
-                    break
-                if at == begin and state is prefill:
-                    request.handle(PREFILLED)
-                outputs.append(self._append(request, token_ids[at], logprobs[at] if logprobs else None))
-                if outputs[-1].end is not None:
-                    break
+            if token_id < 0:
+                outputs.append(self._end_not_a_number(request, outcome))
+                continue
+            if state is prefill:
+                request.handle(PREFILLED)
+            outputs.append(self._append(request, token_id, logprobs[at] if logprobs else None))
         self.planner.settle(flight)
         self.trouble.step_done(flight, outcome.took_s, self.requests, self._effects)
         return outputs
