@@ -31,6 +31,7 @@ from novainfer.fsm.events import (
     Switch,
     Warm,
 )
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Device(Protocol):
     def run(self, plan: StepPlan) -> StepDone:
         """Compute one step; raises MemoryError when memory was short, anything else when it failed."""
 
-    def switch(self, mode: str) -> None:
+    def switch(self, mode: Mode) -> None:
         """Compute in `mode` from the next step on; raises when it cannot, and then computes as before."""
 
     def reclaim(self) -> None:
@@ -189,7 +190,7 @@ class ModelDevice:
             "row_invariant": info.row_invariant,
             "sampling_defaults": defaults,
             "kernels": info.kernels,
-            "modes": info.modes,
+            "modes": [msgspec.structs.asdict(mode) for mode in info.modes],
             "weights": info.weights,
             "num_threads": threads_in_use() if s.device == "cpu" else 0,
             "kv_is_lazy": s.device == "cpu",  # its memory is taken when it is first written
@@ -222,7 +223,7 @@ class ModelDevice:
                 raise MemoryError(str(error)) from error
             raise
 
-    def switch(self, mode: str) -> None:
+    def switch(self, mode: Mode) -> None:
         """Other kernels, or weights in another precision (kernels/modes.py)."""
         self._model.switch(mode)
 

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from novainfer.fsm.events import Chat
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.fsm.text import Vocabulary
 
@@ -76,7 +77,7 @@ class FakeDevice:
             num_tokens.append(len(tokens) - before)
         return StepDone(plan.step_id, plan.epoch, tokens, num_tokens=num_tokens)
 
-    def switch(self, mode: str) -> None:
+    def switch(self, mode: Mode) -> None:
         """It computes the same in every mode."""
 
     def reclaim(self) -> None:

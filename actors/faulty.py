@@ -15,6 +15,7 @@ import msgspec
 
 from novainfer.actors.device import Device
 from novainfer.fsm.errors import InvalidParameter
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.step import StepDone, StepPlan
 
 FaultKind = Literal["oom", "exception", "stall", "hang", "freeze", "kill", "eat_memory"]
@@ -88,7 +89,7 @@ class FaultyDevice:
         """As the device does."""
         self.device.warm()
 
-    def switch(self, mode: str) -> None:
+    def switch(self, mode: Mode) -> None:
         """As the device does."""
         self.device.switch(mode)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from novainfer.fsm.events import StepFailed
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.step import StepDone, StepPlan
 
 STEPS_MAX = 1024  # about 200 kB: twenty seconds of a busy small model
@@ -31,7 +32,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     step_id: int
     epoch: int
     time: float
-    mode: str
+    mode: Mode
     num_requests: int
     num_tokens: int
     num_samples: int

@@ -87,7 +87,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """An engine at one moment; counts are in requests, tokens, blocks and steps, and totals only grow.
 
-    `request_states` counts live choices by state, `incidents` what went wrong by kind; `rung` is that of the ladder.
+    `request_states` counts live choices by state, `incidents` what went wrong by kind; `rung` is that
+    of the ladder, one of `rungs`.
     """
 
     state: str
@@ -113,6 +114,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     rung: str = "FULL"
+    rungs: tuple[str, ...] = ()
     phases: PhaseTotals = PhaseTotals()
 
 
@@ -350,7 +352,8 @@ class Engine:
             worker_losses=found.worker_losses_total,
             swapped_out_blocks=found.swapped_out_blocks_total,
             swapped_in_blocks=found.swapped_in_blocks_total,
-            rung=str(found.rung),
+            rung=found.rung,
+            rungs=found.rungs,
             phases=self._system.steps.totals(),
         )
 

@@ -31,6 +31,7 @@ import msgspec
 
 from novainfer.fsm.blocks import Journal
 from novainfer.fsm.kv import Prefix
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.request import ADMIT, FETCH, Request, RequestState
 from novainfer.fsm.step import SeqParams, StepPlan
 
@@ -55,7 +56,7 @@ class Flight(msgspec.Struct, gc=False):
     admitted: list[Request] = []
     departed: list[Request] = []  # ended while the step was on the device; they own their blocks until it returns
     fetched: list[Request] = []  # of `admitted`, those whose KV this step copies back from the host
-    mode: str = "full"  # what the device has to compute in
+    mode: Mode = Mode()  # what the device has to compute in
     num_prompt_tokens: int = 0  # of all that the step computes
     canary: list[int] = []  # the blocks that a canary is computed in: such a step computes nothing of any request
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.step import StepDone, StepPlan
@@ -160,7 +161,8 @@ class EncodeFailed(msgspec.Struct, frozen=True):
 class Configure(msgspec.Struct, frozen=True):
     """The worker is warm: this is how much it holds. It comes again, with a higher epoch, when a worker was replaced.
 
-    `num_host_blocks` is the room for swapped blocks; `modes` are what `StepPlan.mode` may say, best first.
+    `num_host_blocks` is the room for swapped blocks; `modes` are what `StepPlan.mode` may say, best first:
+    the worker comes up in the first.
     """
 
     num_blocks: int
@@ -169,7 +171,7 @@ class Configure(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
     epoch: int = 0
     num_host_blocks: int = 0
-    modes: tuple[str, ...] = ("full",)
+    modes: tuple[Mode, ...] = (Mode(),)
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,7 +254,7 @@ class Output(msgspec.Struct, gc=False):
     logprobs: list[TokenLogprob] | None = None
     first: Begun | None = None
     end: End | None = None
-    is_degraded: bool = False  # some of it was computed in another mode than the full one
+    is_degraded: bool = False  # some of it was computed in another mode than the one the engine was started in
 
 
 class MakeBatch(msgspec.Struct, frozen=True):
@@ -315,7 +317,7 @@ class WorkerReady(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
     facts: dict[str, Any] = {}
     num_host_blocks: int = 0
-    modes: tuple[str, ...] = ("full",)
+    modes: tuple[Mode, ...] = (Mode(),)
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
@@ -417,7 +419,7 @@ class Run(msgspec.Struct, frozen=True):
 class Switch(msgspec.Struct, frozen=True):
     """Job: compute in this mode from the next step on."""
 
-    mode: str
+    mode: Mode
     epoch: int = 0
 
 

@@ -1,15 +1,20 @@
 """The ladder of degraded modes: when memory stays short, or kernels fail whatever they compute, the engine works worse.
 
     FULL ⇄ SMALLER_BATCH                      Held: steps hold less than configured; Freed: they may again
-    FULL, SMALLER_BATCH ──Broken──▶ PLAIN_KERNELS ──Quiet──▶ FULL, SMALLER_BATCH
-    FULL, SMALLER_BATCH, PLAIN_KERNELS ──Pressure──▶ INT8 ──Quiet──▶ FULL, SMALLER_BATCH
+    FULL, SMALLER_BATCH ──Broken──▶ DEGRADED: plainer kernels      ──Quiet──▶ FULL, SMALLER_BATCH
+    FULL, SMALLER_BATCH ──Pressure──▶ DEGRADED: a lower precision  ──Quiet──▶ FULL, SMALLER_BATCH
+    DEGRADED ──Broken, Pressure──▶ DEGRADED: on the other axis, too, where it was on one only
 
-Pressure and Broken are what a canary proves, a step that holds nothing of any client (see `trouble`). PLAIN_KERNELS and
-INT8 compute in another mode than the full one, and only there answers may change. Both are left after a quiet time, a
-timer that finds nothing wrong since it was set. Trouble before the next quiet time is over doubles it, up to 16 times:
-once for each way up that came to nothing, and not for each rung on the way down. A quiet time in an exact mode makes it
-as long as at first.
-A rung that the device cannot switch to is left out from then on; one it cannot switch back from is stayed on until
+FULL and SMALLER_BATCH compute in the mode that the device came up in, with the kernels and in the precision that the
+engine was started with: there answers are exact. DEGRADED is every other mode that the device offers, and only there
+answers may change. Broken keeps the precision and Pressure the kernels. For people each of them is a rung of its own,
+named by what differs: PLAIN_KERNELS, INT8, PLAIN_KERNELS+INT8.
+
+Pressure and Broken are what a canary proves, a step that holds nothing of any client (see `trouble`). DEGRADED is left
+after a quiet time, a timer that finds nothing wrong since it was set. Trouble before the next quiet time is over
+doubles it, up to 16 times: once for each way up that came to nothing, and not for each rung on the way down. A quiet
+time in an exact mode makes it as long as at first.
+A mode that the device cannot switch to is left out from then on; one it cannot switch back from is stayed in until
 the next quiet time.
 """
 
@@ -23,6 +28,7 @@ import msgspec
 
 from novainfer.fsm.events import Incident, Quiet
 from novainfer.fsm.machine import Guard, Machine, Table, ignore, never, on, stay, table
+from novainfer.fsm.mode import Mode
 
 
 class Rung(StrEnum):
@@ -30,14 +36,11 @@ class Rung(StrEnum):
 
     FULL = "FULL"
     SMALLER_BATCH = "SMALLER_BATCH"
-    PLAIN_KERNELS = "PLAIN_KERNELS"
-    INT8 = "INT8"
+    DEGRADED = "DEGRADED"
 
 
 S = Rung
-MODE_OF_RUNG = {S.FULL: "full", S.SMALLER_BATCH: "full", S.PLAIN_KERNELS: "plain", S.INT8: "int8"}
-EXACT = (S.FULL, S.SMALLER_BATCH)  # where answers are those of the model as it was loaded
-OTHER = (S.PLAIN_KERNELS, S.INT8)
+EXACT = (S.FULL, S.SMALLER_BATCH)  # where answers are those of the mode that the engine was started in
 BACKOFF_MAX = 16  # quiet times in one: a quarter of an hour between two ways up that come to nothing
 
 
@@ -70,13 +73,13 @@ class Steady(msgspec.Struct, frozen=True):
 class Switched(msgspec.Struct, frozen=True):
     """The device computes in this mode: a step in it is done, or it has just come up."""
 
-    mode: str
+    mode: Mode
 
 
 class SwitchFailed(msgspec.Struct, frozen=True):
     """The device could not change to `mode`, and computes as before: `message` says why."""
 
-    mode: str
+    mode: Mode
     message: str
 
 
@@ -99,55 +102,67 @@ class Ladder(Machine):
         S,
         (Held, Freed, Pressure, Broken, Steady, Switched, SwitchFailed, Quiet),
         on(S.FULL, Held, "_hold", S.SMALLER_BATCH),
-        stay(OTHER, Held, "_still_held"),
+        stay(S.DEGRADED, Held, "_still_held"),
         never(S.SMALLER_BATCH, Held, "they are held already, and that is told once"),
         never(S.FULL, Freed, "none are held"),
         on(S.SMALLER_BATCH, Freed, "_free", S.FULL),
-        stay(OTHER, Freed, "_note_freed"),
-        on((*EXACT, S.PLAIN_KERNELS), Pressure, "_to_int8", *S),
-        stay(S.INT8, Pressure, "_bear"),
-        on(EXACT, Broken, "_to_plain", *EXACT, S.PLAIN_KERNELS),
-        stay(OTHER, Broken, "_bear"),
-        stay(OTHER, Steady, "_bear"),
+        stay(S.DEGRADED, Freed, "_note_freed"),
+        on(S.FULL, Pressure, "_down", S.FULL, S.DEGRADED),
+        on(S.FULL, Broken, "_down", S.FULL, S.DEGRADED),
+        on(S.SMALLER_BATCH, Pressure, "_down", S.SMALLER_BATCH, S.DEGRADED),
+        on(S.SMALLER_BATCH, Broken, "_down", S.SMALLER_BATCH, S.DEGRADED),
+        stay(S.DEGRADED, Pressure, "_down"),
+        stay(S.DEGRADED, Broken, "_down"),
+        stay(S.DEGRADED, Steady, "_bear"),
         ignore(EXACT, Steady, "it was left while nothing was there to be computed"),
         stay(S, Switched, "_note"),
         on(S, SwitchFailed, "_back", *S, only=OfMode),
         stay(EXACT, Quiet, "_settle"),
-        on(OTHER, Quiet, "_up", *S),
+        on(S.DEGRADED, Quiet, "_up", *S),
     )
     state: Rung
 
-    def __init__(self, modes: Sequence[str] = ("full",), *, quiet_s: float = 60.0) -> None:
+    def __init__(self, modes: Sequence[Mode] = (Mode(),), *, quiet_s: float = 60.0) -> None:
+        """`modes` are those that the device offers, best first; it comes up in the first."""
         super().__init__(S.FULL)
-        self._rungs = [rung for rung in S if MODE_OF_RUNG[rung] in modes]
+        self._offered = tuple(modes)
+        self._modes = list(modes)  # those that it can be switched to
         self._quiet_s = quiet_s
         self._backoff = 1  # quiet times until the next way up
         self._is_held = False  # where the way up leads
         self._is_settling = False  # it is up again, and not for a quiet time yet
         self._serial = 0  # of the last trouble: a timer set before it says nothing
-        self.device_mode = MODE_OF_RUNG[S.FULL]
+        self.mode = self.device_mode = self.exact_mode
 
     @property
-    def mode(self) -> str:
-        """The mode that the next step asks of the device."""
-        return MODE_OF_RUNG[self.state]
+    def exact_mode(self) -> Mode:
+        """The mode that the engine was started in."""
+        return self._offered[0]
 
     @property
     def is_exact(self) -> bool:
-        """True where answers are those of the model as it was loaded."""
+        """True where answers are those of the mode that the engine was started in."""
         return self.state in EXACT
+
+    @property
+    def rung(self) -> str:
+        """Where it is, for people."""
+        return self._name(self.mode) if self.state is S.DEGRADED else str(self.state)
+
+    @property
+    def rungs(self) -> tuple[str, ...]:
+        """All that `rung` may be with this device, best first."""
+        return (*EXACT, *(self._name(mode) for mode in self._offered[1:]))
 
     def helps(self, event: type[Pressure | Broken]) -> bool:
         """Whether there is a rung for that."""
-        if event is Pressure:
-            return self.state is not S.INT8 and S.INT8 in self._rungs
-        return self.state in EXACT and S.PLAIN_KERNELS in self._rungs
+        return self._below(event) is not None
 
     # ---- how large steps are -------------------------------------------------------------------------------------
 
     def _hold(self, event: Held) -> Rung:
         self._is_held = True
-        return self._go(S.SMALLER_BATCH, event.message)
+        return self._go(self.exact_mode, event.message)
 
     def _still_held(self, _: Held) -> Rung:
         self._is_held = True
@@ -155,7 +170,7 @@ class Ladder(Machine):
 
     def _free(self, _: Freed) -> Rung:
         self._is_held = False
-        return self._go(S.FULL, "steps go well that hold as much as they may")
+        return self._go(self.exact_mode, "steps go well that hold as much as they may")
 
     def _note_freed(self, _: Freed) -> Rung:
         self._is_held = False
@@ -163,19 +178,22 @@ class Ladder(Machine):
 
     # ---- modes ---------------------------------------------------------------------------------------------------
 
-    def _to_int8(self, event: Pressure) -> Rung:
-        return self._down(S.INT8, event)
-
-    def _to_plain(self, event: Broken) -> Rung:
-        return self._down(S.PLAIN_KERNELS, event)
-
-    def _down(self, rung: Rung, event: Pressure | Broken) -> Rung:
-        if rung not in self._rungs:
-            return self.state
+    def _down(self, event: Pressure | Broken) -> Rung:
+        mode = self._below(type(event))
+        if mode is None:
+            return self.state if self.is_exact else self._bear(event)
         if self._is_settling:
             self._backoff = min(2 * self._backoff, BACKOFF_MAX)
             self._is_settling = False
-        return self._go(rung, event.message)
+        return self._go(mode, event.message)
+
+    def _below(self, event: type[Pressure | Broken]) -> Mode | None:
+        """The next mode on the axis that helps."""
+        axis, other = ("precision", "kernels") if event is Pressure else ("kernels", "precision")
+        for mode in self._modes[self._modes.index(self.mode) + 1 :]:
+            if getattr(mode, other) == getattr(self.mode, other) and getattr(mode, axis) != getattr(self.mode, axis):
+                return mode
+        return None
 
     def _bear(self, _: Pressure | Broken | Steady) -> Rung:
         self._set_timer()
@@ -185,7 +203,7 @@ class Ladder(Machine):
         if event.serial != self._serial:
             return self.state
         self._is_settling = True
-        rung = self._go(S.SMALLER_BATCH if self._is_held else S.FULL, "nothing went wrong for a while")
+        rung = self._go(self.exact_mode, "nothing went wrong for a while")
         self._set_timer()
         return rung
 
@@ -200,20 +218,31 @@ class Ladder(Machine):
         return self.state
 
     def _back(self, event: SwitchFailed) -> Rung:
-        failed = self.state
-        if self.device_mode == MODE_OF_RUNG[S.FULL]:
-            target = S.SMALLER_BATCH if self._is_held else S.FULL
-        else:
-            target = next(rung for rung in OTHER if MODE_OF_RUNG[rung] == self.device_mode)
-        if self._rungs.index(failed) > self._rungs.index(target):
-            self._rungs.remove(failed)
+        failed, target = self.mode, self.device_mode
+        if self._modes.index(failed) > self._modes.index(target):
+            self._modes.remove(failed)
         return self._go(target, event.message)
 
-    def _go(self, rung: Rung, why: str) -> Rung:
-        self._send("incidents", Incident(kind="ladder", message=why, action=f"{self.state} -> {rung}"))
-        if rung in OTHER:
+    def _go(self, mode: Mode, why: str) -> Rung:
+        """To `mode`; where that is the exact one, to the rung that says whether steps are held."""
+        before, self.mode = self.rung, mode
+        rung = S.DEGRADED
+        if mode == self.exact_mode:
+            rung = S.SMALLER_BATCH if self._is_held else S.FULL
+        else:
             self._set_timer()
+        action = f"{before} -> {self._name(mode) or rung}"
+        self._send("incidents", Incident(kind="ladder", message=why, action=action))
         return rung
+
+    def _name(self, mode: Mode) -> str:
+        """What differs from the exact mode; empty when nothing does."""
+        exact, words = self.exact_mode, []
+        if mode.kernels != exact.kernels:
+            words.append(f"{mode.kernels}_KERNELS")
+        if mode.precision != exact.precision:
+            words.append(mode.precision)
+        return "+".join(words).upper()
 
     def _set_timer(self) -> None:
         self._serial += 1

@@ -32,8 +32,8 @@ class Delta(msgspec.Struct, kw_only=True):
     `text` never splits a UTF-8 character or a stop string; `token_ids` may therefore run ahead of it.
     `finish_reason` is set on the last delta of each choice. `prompt_token_ids` is set on the first delta.
     Counts are totals so far, in tokens; `cached_tokens` of the prompt came from the prefix cache.
-    `is_degraded`: some of it was computed in a degraded mode (plain kernels, or int8 weights), and may differ
-    from what the model says in full.
+    `is_degraded`: some of it was computed in a degraded mode (plainer kernels or a lower precision than the engine was
+    started with), and may differ from what it says otherwise.
     """
 
     request_id: str

@@ -17,6 +17,7 @@ import msgspec
 from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.draft import Draft, Flight, arrival, runnable
 from novainfer.fsm.kv import KVCache
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.request import FETCHED, LOSE, PREEMPT, RECOVER, UNADMIT, Request, RequestState
 from novainfer.fsm.step import StepPlan
 
@@ -44,7 +45,7 @@ class Planner:
         self.parked: dict[int, Request] = {}  # PAUSED without a slot or blocks
         self.overstayed: set[int] = set()  # PAUSED for too long: they are parked before the next step
         self.max_running = limits.max_num_seqs  # requests in one step; less while memory or time is short
-        self.mode = "full"  # what the last step was planned in
+        self.mode = Mode()  # what the last step was planned in
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.looked_at = -1  # the id of the waiting request that was looked at last in turn
         self.num_preemptions = 0
@@ -109,7 +110,7 @@ class Planner:
             if request.state is RequestState.RECOVERING:
                 request.handle(RECOVER)
 
-    def change_mode(self, mode: str) -> None:
+    def change_mode(self, mode: Mode) -> None:
         """Steps compute in `mode` from now on: what was computed in another is not shared with any other request."""
         self.mode = mode
         self.cache.distrust_all(self.running.values(), (*self.waiting, *self.parked.values()))

@@ -204,7 +204,7 @@ class Request(Machine):
         self.failures = self.losses = 0
         self.queued_as = S.WAITING  # the state it was admitted from
         self.is_first_output = True
-        self.is_degraded = False  # some of it was computed in another mode than the full one
+        self.is_degraded = False  # some of it was computed in another mode than the exact one
 
     # ---- questions -----------------------------------------------------------------------------------------------
 

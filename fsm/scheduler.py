@@ -42,7 +42,7 @@ from novainfer.fsm.events import (
     Submit,
     WorkerLost,
 )
-from novainfer.fsm.ladder import Rung, Switched
+from novainfer.fsm.ladder import EXACT, Rung, Switched
 from novainfer.fsm.machine import Machine, Table, never, on, stay, table
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.planner import Limits, Planner
@@ -50,8 +50,6 @@ from novainfer.fsm.request import ENDED, PREFILLED, Finish, Request, RequestStat
 from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.trouble import Doomed, Trial, Trouble
-
-FULL_MODE = "full"  # the only one in which answers are those of the model as it was loaded
 
 NOT_A_NUMBER = "the model's output for this request is not a number: no token can be drawn from it"
 NO_NUMBERS = "the model's output for tokens of no request is not a number either"
@@ -107,6 +105,7 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     num_host_blocks_free: int = 0
     rung: str = Rung.FULL
+    rungs: tuple[str, ...] = tuple(EXACT)  # all that it may be, best first
 
 
 class Scheduler(Machine):
@@ -202,13 +201,15 @@ class Scheduler(Machine):
             swapped_in_blocks_total=self._swapped_in,
             num_host_blocks=self.planner.cache.num_host_blocks,
             num_host_blocks_free=self.planner.cache.num_host_blocks_free,
-            rung=self.trouble.ladder.state,
+            rung=self.trouble.ladder.rung,
+            rungs=self.trouble.ladder.rungs,
         )
 
     # ---- requests come and go ------------------------------------------------------------------------------------
 
     def _configure(self, event: Configure) -> SchedulerState:
         self.planner = Planner(self._limits, event.num_blocks, event.num_host_blocks)
+        self.planner.mode = event.modes[0]
         self.trouble = Trouble(
             self.planner, event.modes, ladder_quiet_s=self._ladder_quiet_s, step_timeout_s=self._step_timeout_s
         )
@@ -222,7 +223,7 @@ class Scheduler(Machine):
         planner = self.planner
         assert event.num_blocks == planner.cache.statistics().num_blocks, "Fit is asked for as many blocks as before"
         self._epoch = event.epoch
-        self.trouble.climb(Switched("full"), self._effects)
+        self.trouble.climb(Switched(event.modes[0]), self._effects)
         planner.recover()
         return S.EMPTY
 
@@ -416,7 +417,7 @@ class Scheduler(Machine):
         if outcome.num_tokens:
             samples = [r for r, count in zip(samples, outcome.num_tokens, strict=True) for _ in range(count)]
         assert len(outcome.token_ids) == len(samples), "one token per sampled row, or as many as the outcome says"
-        if flight.mode != FULL_MODE:
+        if flight.mode != self.trouble.ladder.exact_mode:
             for request, _, _ in flight.rows:
                 request.is_degraded = True
         prefill, finished = RequestState.PREFILL, ENDED

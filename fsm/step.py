@@ -1,12 +1,15 @@
 """The record of a step, one for all rooms: what the scheduler plans, the link carries, and kernels compute.
 
-It is the only module of `fsm` that kernels import, so it imports nothing of the project, and names no request: a row
-of a step is a sequence in a slot. The recorder, the replay and the link to a device's process encode it as it is.
+It and `mode` are the only modules of `fsm` that kernels import, so they import nothing else of the project, and name no
+request: a row of a step is a sequence in a slot. The recorder, the replay and the link to a device's process encode it
+as it is.
 """
 
 from __future__ import annotations
 
 import msgspec
+
+from novainfer.fsm.mode import Mode
 
 NO_TOKEN = -1  # what a row gets from which no token can be drawn: its logits hold a NaN, or their largest is infinite
 
@@ -78,7 +81,7 @@ class StepPlan(msgspec.Struct):
     swap_out_hosts: list[int] = []
     swap_in_hosts: list[int] = []
     swap_in_blocks: list[int] = []
-    mode: str = "full"
+    mode: Mode = Mode()
     step_id: int = 0
     epoch: int = 0
 

@@ -25,6 +25,7 @@ from novainfer.fsm.draft import Flight
 from novainfer.fsm.events import Fault, Incident, Quiet, StepFailed, WorkerLost
 from novainfer.fsm.ladder import Broken, Freed, Held, Ladder, Pressure, Steady, Switched, SwitchFailed
 from novainfer.fsm.machine import Effect, Send
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.request import Request
 
@@ -56,7 +57,7 @@ class Trouble:
     def __init__(
         self,
         planner: Planner,
-        modes: Sequence[str] = ("full",),
+        modes: Sequence[Mode] = (Mode(),),
         *,
         ladder_quiet_s: float = 60.0,
         step_timeout_s: float = 60.0,
@@ -237,7 +238,7 @@ class Trouble:
         self._note_mode(flight, effects)
         self.trial = None
         self.climb(_trouble_of(outcome)(outcome.message), effects)
-        action = f"no request is to blame: the engine is at {self.ladder.state}"
+        action = f"no request is to blame: the engine is at {self.ladder.rung}"
         self._tell(outcome, flight.step_id, [], action, effects)
 
     def _excuse(self, effects: list[Effect]) -> None:

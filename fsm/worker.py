@@ -45,11 +45,11 @@ from novainfer.fsm.events import (
 )
 from novainfer.fsm.guards import OfEpoch, OfJob, OfStep
 from novainfer.fsm.machine import Guard, Machine, Table, ignore, never, on, table
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.step import StepDone, StepPlan
 
 BACKOFF_S = 0.1  # before the second restart in a row; the first comes at once, each further one after twice as long
 BACKOFF_S_MAX = 5.0
-FULL_MODE = "full"  # what every device comes up in
 
 
 class WorkerState(StrEnum):
@@ -160,13 +160,14 @@ class Worker(Machine):
         self._policy = policy or RestartPolicy()
         self.epoch = 0
         self._losses: list[float] = []  # when, since the last good step
-        self._fatal: dict[str, int] = {}  # how often it was lost in the switch to a mode, since one that went well
+        self._fatal: dict[Mode, int] = {}  # how often it was lost in the switch to a mode, since one that went well
         self._found: dict[str, Any] = {}  # what Load and Fit found out about the model
         self.asked = ("", 0)  # the job under way, and the epoch that it was asked in
         self.step = (-1, -1)  # the number and the epoch of the step at the device
         self._stood_by = False  # the device was a spare's
         self._was_ready = False
-        self._mode = FULL_MODE
+        self._modes: tuple[Mode, ...] = ()  # of the device, best first: it comes up in the first
+        self._mode = Mode()
         self._plan: StepPlan | None = None  # the step at the device, or the one that waits for the switch
         self._failure: StepFailed | None = None
 
@@ -181,7 +182,6 @@ class Worker(Machine):
         return S.LOADING
 
     def _restart(self, _: Restart) -> WorkerState:
-        self._mode = FULL_MODE
         self._ask(Spawn(self.epoch))
         return S.LOADING
 
@@ -193,6 +193,8 @@ class Worker(Machine):
     def _loaded(self, event: JobDone) -> WorkerState:
         wanted = self._found.get("num_blocks")
         self._found.update(event.value)
+        self._modes = msgspec.convert(self._found.get("modes", [{}]), tuple[Mode, ...])
+        self._mode = self._modes[0]
         self._ask(Fit(self.epoch, wanted))
         return S.FITTING
 
@@ -212,7 +214,7 @@ class Worker(Machine):
             eos_token_ids=found["eos_token_ids"],
             facts=found,
             num_host_blocks=found.get("num_host_blocks", 0),
-            modes=tuple(found.get("modes", (FULL_MODE,))),
+            modes=self._modes,
         )
         self._send("engine", ready)
         return S.READY
@@ -299,8 +301,8 @@ class Worker(Machine):
         lost, step_id = self.epoch, -1
         if self._plan is not None and self.state in (S.RUNNING, S.OOM):
             step_id = self._plan.step_id
-        if self._plan is not None and self.state is S.SWITCHING and self._plan.mode != FULL_MODE:
-            mode = self._plan.mode  # to the full mode it need not be switched again: it comes up so
+        if self._plan is not None and self.state is S.SWITCHING and self._plan.mode != self._modes[0]:
+            mode = self._plan.mode  # to the first mode it need not be switched again: it comes up in it
             self._fatal[mode] = self._fatal.get(mode, 0) + 1
         if not self._was_ready:  # it never came up: whoever starts it should hear that at once
             return self._give_up(fault, message)

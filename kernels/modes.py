@@ -1,16 +1,19 @@
 """Computing in another way from one step on: the modes of a loaded model, and the switch between them.
 
-- `full`: the fastest kernels of this machine, on the weights as they are
-- `plain`: torch's kernels for every operation, over the same KV cache; for when a native kernel misbehaves
-- `int8`: weights rounded to int8, for when memory has run short; everything else as in `full`
+A mode is two things (fsm/mode.py), and a machine offers every pair that it can compute:
 
-A switch replaces one product after the other. What it needs beside the larger of both layouts is, on the way to
-`int8`, one product in int8 and a few MiB; on the way back, the largest product twice (as it is read, and packed).
-Products get smaller from `full` to `int8`, so they make room for one another: the layers' come first and the output
-head, the largest, last; on the way back it is the other way round. What the first one needs is held in reserve while
-the model is in `full`, and given up when the switch begins; a way back that would not fit does not begin. int8
-weights are made of those in memory; all others are read from the checkpoint again, and are bit for bit those that
-were loaded first. (Qwen2.5-0.5B in bf16, two busy cores: 0.9 s either way, 0.49 GiB given back.)
+- kernels, `fast`: native ones wherever they are there; `plain`: torch's for every operation, over the same KV cache,
+  for when a native kernel misbehaves
+- precision, `checkpoint`: weights in the dtype of the run; `int8`: rounded, for when memory has run short
+
+A switch replaces one product after the other. What it needs beside the larger of both layouts is, on the way to a
+lower precision, one product in it and a few MiB; on any other way, the largest product twice (as it is read, and
+packed). On the way to a lower precision products get smaller, so they make room for one another: the layers' come
+first and the output head, the largest, last; otherwise it is the other way round. What the first one needs is held in
+reserve while the model is in its first mode, and given up when the switch begins; a way back that would not fit does
+not begin. A lower precision is made of weights in memory that are as the checkpoint has them; all others are read from
+the checkpoint again, and are bit for bit what a model is that is loaded so. (Qwen2.5-0.5B in bf16, two busy cores:
+0.9 s either way, 0.49 GiB given back.)
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from novainfer.fsm.mode import CHECKPOINT, FAST, INT8, PLAIN, PRECISIONS, Mode
 from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.choice import KernelChoice
 from novainfer.kernels.config import ModelConfig
@@ -44,22 +48,26 @@ MIB = 1024**2
 SCRATCH_BYTES_PER_ELEMENT = 20  # of a part that is quantised: the rows, four fp32 temporaries at most, int8
 
 
-def choices_by_mode(full: KernelChoice, config: ModelConfig, shape: AttentionShape) -> dict[str, KernelChoice]:
+def choices_by_mode(first: KernelChoice, config: ModelConfig, shape: AttentionShape) -> dict[Mode, KernelChoice]:
     """The modes that this machine can compute this model in, best first, and the kernels of each."""
-    layout = full.attention(shape).layout
+    layout = first.attention(shape).layout
+    registries = {PLAIN: first.registry.without("native")}
+    if any(name.startswith("native") for name in first.names.values()):
+        registries = {FAST: first.registry, **registries}
     offered = {
-        "full": full,
-        "plain": replace(full, registry=full.registry.without("native"), layout=layout, names={}),
-        "int8": replace(full, int8=True, layout=layout, names={}),
+        Mode(kernels, precision): replace(
+            first, registry=registry, int8=precision == INT8, layout=layout, names={}, row_invariant=True
+        )
+        for precision in PRECISIONS
+        for kernels, registry in registries.items()
     }
-    if not any("native" in name.split("+") for name in full.names.values()):
-        del offered["plain"]
+    offered[next(iter(offered))] = first
     choices = {}
     for mode, choice in offered.items():
         try:
             choice.forward(_decoder_kind(choice, config, shape))
         except LoadError as error:
-            logger.info("the mode %s is not offered: %s", mode, error)
+            logger.info("%s are not offered: %s", mode, error)
         else:
             choices[mode] = choice
     return choices
@@ -94,18 +102,18 @@ class Modes:
         decoder: Decoder,
         config: ModelConfig,
         checkpoint: Checkpoint,
-        choices: dict[str, KernelChoice],
+        choices: dict[Mode, KernelChoice],
         *,
         keeps_first: bool = False,
     ) -> None:
         """`keeps_first` when the weights that it was loaded with cost nothing to keep: others hold them too."""
-        self.mode = "full"
+        self.mode = self._first = next(iter(choices))
         self._decoder = decoder
         self._checkpoint = checkpoint
         self._choices = choices
         self._specs = linear_specs(config)
         self._shapes = tensor_shapes(config)
-        self._modes_of = dict.fromkeys(self._specs, "full")
+        self._modes_of = dict.fromkeys(self._specs, self._first)
         self._kept = {spec: self._product(spec) for spec in self._specs if keeps_first}
         self._reserve: Tensor | None = None
         self._hold_reserve()
@@ -123,23 +131,23 @@ class Modes:
         # By what the parts are, not what they should be: after a switch that failed half way they are a mixture.
         self._decoder.attach(attention, choice.forward(self._decoder.parts(attention).kind))
 
-    def switch(self, mode: str) -> None:
+    def switch(self, mode: Mode) -> None:
         """Compute in `mode` from now on; KV cache and sampler stay as they are.
 
         Raises ValueError when the mode is not offered, MemoryError when there is no room for its weights,
         `LoadError` when they cannot be read again. Then the model computes as before.
         """
         if mode not in self._choices:
-            raise ValueError(f"there is no mode {mode!r} here, only {', '.join(self._choices)}")
+            raise ValueError(f"there are no {mode} here, only {', '.join(map(str, self._choices))}")
         if mode == self.mode and set(self._modes_of.values()) == {mode}:
             return
         started_s, before, bytes_before = time.monotonic(), self.mode, self.weight_bytes
         self._reserve = None
         self._decoder.compute = None  # it would keep the old weights alive
         try:
-            if mode != "full" or not self._kept:
+            if mode != self._first or not self._kept:
                 self._check_room(mode)
-                if not self._choices[mode].int8:
+                if not self._is_made_in_memory(mode):
                     self._checkpoint.check_unchanged()
             self._replace_products(mode)
             self.mode = mode
@@ -149,10 +157,10 @@ class Modes:
                 self.attach(self._decoder.attention)
             self._checkpoint.close()
             release_freed_pages()
-            if self.mode == "full":
+            if self.mode == self._first:
                 self._hold_reserve()
         logger.info(
-            "computing in mode %s instead of %s: %.0f MiB of weights instead of %.0f, switched in %.1f s",
+            "computing with %s instead of %s: %.0f MiB of weights instead of %.0f, switched in %.1f s",
             mode,
             before,
             self.weight_bytes / MIB,
@@ -160,13 +168,14 @@ class Modes:
             time.monotonic() - started_s,
         )
 
-    def _replace_products(self, mode: str) -> None:
-        order = self._specs[1:] + self._specs[:1] if self._choices[mode].int8 else self._specs
+    def _replace_products(self, mode: Mode) -> None:
+        in_memory = self._is_made_in_memory(mode)
+        order = self._specs[1:] + self._specs[:1] if in_memory else self._specs
         done: list[LinearSpec] = []
         try:
             for spec in order:
                 if self._modes_of[spec] != mode:
-                    self._put(spec, mode, in_memory=self._choices[mode].int8)
+                    self._put(spec, mode, in_memory=in_memory)
                     done.append(spec)
                     if spec.part == "down":  # the layer's last: what is freed shall not pile up on the heap
                         release_freed_pages()
@@ -178,21 +187,21 @@ class Modes:
 
     def _undo(self, done: list[LinearSpec]) -> None:
         """Back to `self.mode`. What is in memory is not read again: the checkpoint may be what failed."""
-        from_int8 = bool(done) and self._choices[self._modes_of[done[0]]].int8
         for spec in reversed(done):
             try:
-                if from_int8:
+                in_memory = self._modes_of[spec].precision == CHECKPOINT
+                if not in_memory:
                     self._checkpoint.check_unchanged()
-                self._put(spec, self.mode, in_memory=not from_int8)
+                self._put(spec, self.mode, in_memory=in_memory)
             except Exception as error:
                 # Every product is still a whole one of either mode; the next switch replaces what is not its own.
-                logger.error("%s of layer %s stays in mode %s: %s", spec.part, spec.layer, self._modes_of[spec], error)
+                logger.error("%s of layer %s stays with %s: %s", spec.part, spec.layer, self._modes_of[spec], error)
 
-    def _put(self, spec: LinearSpec, mode: str, *, in_memory: bool) -> None:
+    def _put(self, spec: LinearSpec, mode: Mode, *, in_memory: bool) -> None:
         """Replace one product by the same in another mode; the old one goes when the new one stands."""
         choice, old = self._choices[mode], self._product(spec)
         new: Linear
-        if mode == "full" and spec in self._kept:
+        if mode == self._first and spec in self._kept:
             new = self._kept[spec]
         elif not in_memory:
             new = WeightReader(self._checkpoint, self._shapes, choice).linear(spec)
@@ -223,10 +232,14 @@ class Modes:
         )
         return product
 
-    def _check_room(self, mode: str) -> None:
+    def _is_made_in_memory(self, mode: Mode) -> bool:
+        """Whether the weights of `mode` are made of those in memory: a lower precision of what was not rounded yet."""
+        return mode.precision != CHECKPOINT and all(now.precision == CHECKPOINT for now in self._modes_of.values())
+
+    def _check_room(self, mode: Mode) -> None:
         """An allocator that promises more than there is would have the system end the process half way."""
         choice = self._choices[mode]
-        if choice.int8:
+        if self._is_made_in_memory(mode):
             needed = self._step_bytes(mode)
         else:
             sizes = [spec.out_features * spec.in_features * choice.dtype.itemsize for spec in self._specs]
@@ -234,10 +247,10 @@ class Modes:
         free = free_bytes(choice.device)
         if needed > free:
             raise MemoryError(
-                f"the weights of mode {mode} need {needed / MIB:.0f} MiB more, but only {free / MIB:.0f} MiB are free"
+                f"the weights for {mode} need {needed / MIB:.0f} MiB more, but only {free / MIB:.0f} MiB are free"
             )
 
-    def _step_bytes(self, mode: str) -> int:
+    def _step_bytes(self, mode: Mode) -> int:
         """What the first products need on the way to int8: the largest of a layer, and the rows it is made of."""
         choice = self._choices[mode]
         assert choice.int8
@@ -248,7 +261,8 @@ class Modes:
         return largest + SCRATCH_BYTES_PER_ELEMENT * parts + unpacked
 
     def _hold_reserve(self) -> None:
-        if "int8" in self._choices:
+        smaller = next((mode for mode in self._choices if mode.precision != self._first.precision), None)
+        if smaller is not None:
             with contextlib.suppress(Exception):  # a model that has just been loaded shall not fail for this
-                size = self._step_bytes("int8")
-                self._reserve = torch.ones(size, dtype=torch.uint8, device=self._choices["int8"].device)
+                size = self._step_bytes(smaller)
+                self._reserve = torch.ones(size, dtype=torch.uint8, device=self._choices[smaller].device)

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from novainfer.fsm.mode import CHECKPOINT, Mode
 from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.choice import KernelChoice, build_registry
@@ -60,7 +61,7 @@ class ModelInfo:
     num_parameters: int
     kernels: dict[str, str]  # operation -> names of the implementations in use
     row_invariant: bool
-    modes: tuple[str, ...]  # what `switch` can be asked for, best first (kernels/modes.py)
+    modes: tuple[Mode, ...]  # what `switch` can be asked for, best first (kernels/modes.py)
     weights: Weights  # in this process's own memory, or shared: packed by this process, or mapped as found
 
 
@@ -118,8 +119,8 @@ class ModelRunner:
         `max_model_len` (tokens) defaults to the model's own. `native` is "0", "1" or "require" (default:
         the environment's NOVAINFER_NATIVE, else "1"). `on_progress(tensors read, tensors in all)` is called
         on the way. `weights_fd` is a memfd that processes share (kernels/arena.py): the weights are packed into it
-        or found there, and `info.weights` says what happened; a runner with shared weights does not offer "int8",
-        which would give no memory back.
+        or found there, and `info.weights` says what happened; a runner with shared weights offers no
+        lower precision, which would give no memory back.
         """
         torch_device = _device(device)
         use_threads(num_threads)
@@ -143,7 +144,7 @@ class ModelRunner:
             attention = kernels.attention(shape)
             choices = choices_by_mode(kernels, config, shape)
             if weights != "own":
-                choices.pop("int8", None)
+                choices = {mode: choice for mode, choice in choices.items() if mode.precision == CHECKPOINT}
             modes = Modes(decoder, config, checkpoint, choices, keeps_first=weights != "own")
         info = ModelInfo(
             architecture=config.architecture,
@@ -254,7 +255,7 @@ class ModelRunner:
             self.execute(StepPlan([0], [1], [length + 1], [0], [0], [length // self.info.block_size], [0], [0]))
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> Mode:
         """Which of `info.modes` it computes in."""
         return self._modes.mode
 
@@ -263,7 +264,7 @@ class ModelRunner:
         """What the weights of all matrix products take in this mode."""
         return self._modes.weight_bytes
 
-    def switch(self, mode: str) -> None:
+    def switch(self, mode: Mode) -> None:
         """Compute in `mode` from the next step on; KV cache and sampler stay as they are.
 
         Raises ValueError when the mode is not offered, MemoryError when there is no room for its weights,

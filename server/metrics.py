@@ -22,8 +22,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from novainfer.fsm.ladder import Rung
-
 if TYPE_CHECKING:
     from novainfer.server.service import Service
 
@@ -189,7 +187,7 @@ def _progress(service: Service) -> Iterator[Metric]:
         incidents.add_metric([kind], count)
     yield incidents
     yield _counter("nova_worker_restarts", "Workers that were lost and replaced", stats.worker_losses, {})
-    rungs = {str(rung): float(rung == stats.rung) for rung in Rung}
+    rungs = {rung: float(rung == stats.rung) for rung in stats.rungs}
     yield _by("nova_ladder_rung", "1 for the rung of the ladder that the engine works on", "rung", rungs)
 
 

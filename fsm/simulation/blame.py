@@ -22,6 +22,7 @@ from novainfer.fsm.events import Batch, Fault, MakeBatch, Output, Outputs, StepF
 from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.request import RequestState
 from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.simulation.shape import mode_against
 from novainfer.fsm.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
@@ -136,8 +137,8 @@ class Blame:
         count, (fault, num_tokens) = self._failures[trial.request_id], self._last_alone[trial.request_id]
         if count % 2 or not count or fault is Fault.LOST:
             raise Violation(f"a canary is computed for request {trial.request_id} after {count} failures, by {fault}")
-        mode = "int8" if fault is Fault.OOM else "plain"
-        if mode not in world.shape.modes or world.scheduler.trouble.ladder.mode == mode:
+        now = world.scheduler.trouble.ladder.mode
+        if (mode := mode_against(fault, now)) == now or mode not in world.shape.modes:
             raise Violation(f"a canary is computed for {fault}, and there is no rung for that")
         pool = world.cache.pool
         room = (pool.num_available + len(flight.canary)) * world.shape.block_size

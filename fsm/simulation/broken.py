@@ -1,8 +1,9 @@
 """A device with something wrong that no request brings along: kernels that fail, or too little memory, for a while.
 
 Faults by chance strike a step here and there, and a canary hardly ever. Here the same steps fail each time: those in
-some mode, with so many tokens or requests. INT8 needs less memory and runs on the same kernels; plain kernels are
-other ones and need as much memory. Some kernels that fail make no number of a canary, which holds tokens of no prompt.
+some mode, with so many tokens or requests. A lower precision needs less memory and runs on the same kernels; plain
+kernels are other ones and need as much memory. Some kernels that fail make no number of a canary, which holds tokens of
+no prompt.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import random
 import msgspec
 
 from novainfer.fsm.events import Fault
-from novainfer.fsm.simulation.shape import Shape
+from novainfer.fsm.mode import INT8, Mode
+from novainfer.fsm.simulation.shape import ALL_MODES, BEST, LEAN, SAFE, Shape, mode_against
 from novainfer.fsm.step import StepPlan
 
 SHARE = 0.2  # of all seeds
-FAILS_IN = {Fault.OOM: ("full", "plain"), Fault.EXCEPTION: ("full", "int8")}
 NO_NUMBER = "no number"  # what becomes of a canary
 
 
@@ -36,12 +37,15 @@ class Broken:
         self._has_all_modes = rng.random() < 0.8
         self._by_step = rng.random() < 0.3  # the faults take turns step by step, and not time by time
         self._makes_no_number = rng.random() < 0.5
+        self._is_quantised = rng.random() < 0.15  # from the start
 
     def shape(self, shape: Shape) -> Shape:
         """The shape of a world that has the time to go down and up again."""
         if not self.is_there:
             return shape
-        modes = ("full", "plain", "int8") if self._has_all_modes else shape.modes
+        modes = ALL_MODES if self._has_all_modes else shape.modes
+        if self._is_quantised:
+            modes = tuple(mode for mode in modes if mode.precision == INT8) or (LEAN,)
         return msgspec.structs.replace(shape, modes=modes, ladder_quiet_s=self._quiet_s)
 
     def fault_of(self, plan: StepPlan, now_s: float, *, is_canary: bool) -> Fault | str:
@@ -52,22 +56,23 @@ class Broken:
         nth, within_s = divmod(since_s, self._lasts_s + self._well_s)
         fault = self._faults[(plan.step_id if self._by_step else int(nth)) % len(self._faults)]
         size = len(plan.slots) if self._counts_rows else len(plan.input_ids)
-        if within_s >= self._lasts_s or size < self._least or plan.mode not in FAILS_IN[fault]:
+        if within_s >= self._lasts_s or size < self._least or mode_against(fault, plan.mode) == plan.mode:
             return ""
         return NO_NUMBER if is_canary and self._makes_no_number and fault is Fault.EXCEPTION else fault
 
 
 class Relapse:
-    """A device whose full mode is broken for good, as it seems: the first step fails again each time it is tried.
+    """A device whose best mode is broken for good, as it seems: the first step fails again each time it is tried.
 
-    Its plain kernels find no memory, and INT8 works. After so many ways up that come to nothing all is well.
+    Its plain kernels find no memory in the best precision, and a lower one works. After so many ways up that come to
+    nothing all is well.
     """
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed * 1_000_003 + 6)  # of its own: every other draw stays what it was
-        self._num_visits = rng.randint(2, 5)  # to the full mode, that fail
-        self._mode = ""  # of the last step
-        self._num_full = 0  # visits to the full mode
+        self._num_visits = rng.randint(2, 5)  # to the best mode, that fail
+        self._mode: Mode | None = None  # of the last step
+        self._num_full = 0  # visits to the best mode
         self._quiet_s = 10 ** rng.uniform(-0.5, 1.5)
         self.burst = rng.choice([2, 4, 8])
         self.burst_gap_s = self._quiet_s * rng.choice([0.3, 0.7])
@@ -82,14 +87,14 @@ class Relapse:
             max_num_queued_reqs=64,
             max_num_queued_tokens=1 << 20,
             stall_high=64,
-            modes=("full", "plain", "int8"),
+            modes=ALL_MODES,
             ladder_quiet_s=self._quiet_s,
         )
 
     def fault_of(self, plan: StepPlan) -> Fault | str:
         """How this step fails; empty if it does not."""
-        self._num_full += plan.mode == "full" != self._mode
+        self._num_full += plan.mode == BEST != self._mode
         self._mode = plan.mode
-        if plan.mode == "full":
+        if plan.mode == BEST:
             return Fault.EXCEPTION if self._num_full <= self._num_visits else ""
-        return Fault.OOM if plan.mode == "plain" else ""
+        return Fault.OOM if plan.mode == SAFE else ""

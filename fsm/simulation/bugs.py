@@ -335,8 +335,8 @@ MUTANTS = [
     Mutant(
         "a new device is believed to be in the mode of the old one",
         Worker,
-        "_restart",
-        "self._mode = FULL_MODE",
+        "_loaded",
+        "self._mode = self._modes[0]",
         "pass",
         seeds=1000,
     ),

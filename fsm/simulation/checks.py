@@ -112,7 +112,7 @@ class Checks:
             self._cancelled.add(event.request_id)
             self._leaving = self.world.scheduler.requests.get(event.request_id)
         scheduler = self.world.scheduler
-        self._rung = scheduler.trouble.ladder.state
+        self._rung = scheduler.trouble.ladder.rung
         self._on_trial = None if scheduler.flight is None or not scheduler.flight.canary else self._last_alone
         if isinstance(event, WorkerLost) and scheduler.flight is not None:
             self._note_failure(scheduler.flight)
@@ -263,7 +263,7 @@ class Checks:
         """What went wrong was reported, and nothing else."""
         incidents = [e.event for e in effects if isinstance(e, Send) and e.to == "incidents"]
         failed, self._failed = self._failed, None
-        rung = self.world.scheduler.trouble.ladder.state
+        rung = self.world.scheduler.trouble.ladder.rung
         if (rung != self._rung) is not any(incident.kind == "ladder" for incident in incidents):
             raise Violation(f"the ladder went from {self._rung} to {rung}, and was reported so: {incidents}")
         for incident in incidents:

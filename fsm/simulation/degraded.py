@@ -1,4 +1,4 @@
-"""What is called degraded: all that was computed in another mode than the full one, and nothing else.
+"""What is called degraded: all that was computed in another mode than the engine was started in, and nothing else.
 
 The device marks what it computes. A token is degraded when its context holds a mark, however that came there: by its
 own prompt, through the host, or from blocks that another request had computed. So are all later tokens of its request.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.events import MakeBatch, Output
-from novainfer.fsm.simulation.device import FULL, ScriptedDevice
+from novainfer.fsm.simulation.device import ScriptedDevice
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.step import StepDone, StepPlan
 
@@ -39,7 +39,7 @@ class Degraded:
             return
         marks = self._steps.get((event.outcome.step_id, event.outcome.epoch), ())
         self._marked.update(r.request_id for r, is_marked in zip(flight.samples, marks, strict=False) if is_marked)
-        if flight.mode != FULL:
+        if flight.mode != self._world.shape.modes[0]:
             self._held.update(request.request_id for request, _, _ in flight.rows)
 
     def given(self, output: Output) -> None:

@@ -8,7 +8,7 @@ banned and biased ids, and the stop ids, which are banned before `min_tokens`. A
 overwritten, swapped or freed wrongly changes a context, and with it a token; a slot with parameters that are
 another's, too old or not there changes it too. `Sampler` and `fold` say what it should have been.
 
-Beside each cell stands whether it was computed in another mode than the full one; `degraded` says of each row that the
+Beside each cell stands whether it was computed in another mode than it came up in; `degraded` says of each row that the
 last step sampled whether such a cell was in its context.
 
 One device is one epoch: whoever replaces it begins with garbage in every block, on the device and on the host.
@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, repeat
 from zlib import crc32
 
+from novainfer.fsm.mode import Mode
+from novainfer.fsm.simulation.shape import BEST
 from novainfer.fsm.step import NO_TOKEN, Logprobs, SeqParams, StepDone, StepPlan
 
 VOCAB_SIZE = 64
@@ -29,7 +31,6 @@ GARBAGE = (
     b"\xff" * CELL
 )  # what a failed step leaves in the cells it had begun to write; no cell's last byte is so large
 NOT_A_NUMBER = b"\xff\xff\xff\x7f"  # nor so large as this, which is kept for a token that gives no number
-FULL = "full"  # the mode every device comes up in
 
 # Prompt tokens that a device cannot compute, each time it tries: what becomes of the step.
 POISON_LOST, POISON_EXCEPTION, POISON_OOM, POISON_HANG = POISONS = (251, 252, 253, 254)
@@ -98,14 +99,21 @@ class ScriptedDevice:
     """`num_slots` rows of block table over blocks of `block_size` tokens, and `num_host_blocks` to swap them to."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_slots: int, *, num_host_blocks: int = 0, epoch: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        *,
+        num_host_blocks: int = 0,
+        epoch: int = 0,
+        mode: Mode = BEST,
     ) -> None:
         self.block_size = block_size
         self.epoch = epoch
-        self.mode = FULL
+        self.mode = self._exact_mode = mode
         self.is_closed = False
         self.degraded: list[bool] = []
-        self._was_full = True  # at all times: there is nothing to mark
+        self._was_exact = True  # at all times: there is nothing to mark
         self._marks = [bytearray(block_size) for _ in range(num_blocks)]  # 1: computed in another mode
         self._host_marks = [bytearray(block_size) for _ in range(num_host_blocks)]
         self._kv = [bytearray(GARBAGE * block_size) for _ in range(num_blocks)]
@@ -159,7 +167,7 @@ class ScriptedDevice:
     def _write(self, plan: StepPlan, *, spoil: bool) -> None:
         assert plan.epoch == self.epoch, f"step {plan.step_id} is of epoch {plan.epoch}, the device of {self.epoch}"
         assert plan.mode == self.mode, f"step {plan.step_id} is for mode {plan.mode}, the device is in {self.mode}"
-        was_full = self._was_full = self._was_full and self.mode == FULL
+        was_exact = self._was_exact = self._was_exact and self.mode == self._exact_mode
         self._swap(plan, spoil=spoil)
         for spec in plan.admissions:
             self._samplers[spec.slot] = Sampler(spec)
@@ -174,8 +182,8 @@ class ScriptedDevice:
                 found = GARBAGE if spoil else cell(context, ids[at])
                 offset = position % size * CELL
                 kv[table[position // size]][offset : offset + CELL] = found
-                if not was_full:
-                    self._marks[table[position // size]][position % size] = self.mode != FULL
+                if not was_exact:
+                    self._marks[table[position // size]][position % size] = self.mode != self._exact_mode
                 context = crc32(found, context)
                 at += 1
         assert at == len(ids), "input_ids do not match query_lens"
@@ -191,8 +199,8 @@ class ScriptedDevice:
             self._marks[block] = bytearray(self._host_marks[host])
 
     def _is_degraded(self, slot: int, length: int) -> bool:
-        """Whether one of the first `length` tokens was computed in another mode than the full one."""
-        if self._was_full:
+        """Whether one of the first `length` tokens was computed in another mode than it came up in."""
+        if self._was_exact:
             return False
         table, size = self._tables[slot], self.block_size
         return any(self._marks[table[at // size]][at % size] for at in range(length))

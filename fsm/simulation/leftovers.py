@@ -31,7 +31,7 @@ KEPT = {
     "HostPool": frozenset(["_free"]),  # its size
     "Planner": frozenset(["free_slots"]),  # its size
     "Scheduler": frozenset(["_eos_token_ids", "_finished"]),  # a constant; counts by kind of end
-    "Ladder": frozenset(["_rungs"]),  # those that the device has
+    "Ladder": frozenset(["_modes"]),  # those that the device has
     "Worker": frozenset(["_found", "_losses", "_fatal"]),  # the model; a restart budget of times; counts by mode
 }
 NOT_ITS_OWN = ("_effects", "observer")  # what it has just said, and what is the simulator's

@@ -13,7 +13,7 @@ from novainfer.fsm.simulation.device import NAN_TOKEN, POISONS, VOCAB_SIZE
 from novainfer.fsm.simulation.kin import Kin
 from novainfer.fsm.simulation.pace import Pace
 from novainfer.fsm.simulation.retry import Steady
-from novainfer.fsm.simulation.shape import Shape
+from novainfer.fsm.simulation.shape import ALL_MODES, BEST, LEAN, SAFE, Shape
 from novainfer.fsm.simulation.shortage import Shortage, draw_shortage
 
 # Per step or job: what a device does with it. Per event: what happens beside it.
@@ -226,7 +226,7 @@ class Mix:
             stall_timeout_s=rng.choice([30.0, 300.0]),
             max_num_overflow_reqs=rng.choice([0, 4, 16]),
             num_host_blocks=rng.choice([0, 0, 4, 64]),
-            modes=rng.choice([("full",), ("full", "plain"), ("full", "plain", "int8"), ("full", "int8")]),
+            modes=rng.choice([(BEST,), (BEST, SAFE), ALL_MODES, (BEST, LEAN)]),
             ladder_quiet_s=rng.choice([0.1, 5.0, 60.0]),
             max_restarts=max_restarts,
             restart_window_s=rng.choice([1.0, 10.0, 60.0, 60.0]),

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.events import MakeBatch, StepFailed, WorkerLost
 from novainfer.fsm.request import Request, RequestState
-from novainfer.fsm.simulation.device import FULL
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.step import StepDone
 
@@ -33,7 +32,7 @@ class Prefixes:
         self._prefixes: dict[int, list[int]] = {}  # by request, of its full blocks
         self._block_of: dict[int, int] = {}
         self._prefix_of: dict[int, int] = {}  # by block
-        self._mode = FULL
+        self._mode = world.shape.modes[0]
         self._mixed: set[int] = set()  # requests with blocks of several modes
         self._named: list[int] = []  # prefixes that the step on the device makes findable
         self._evicted: list[tuple[int, int]] = []  # prefixes and blocks that it took, in order

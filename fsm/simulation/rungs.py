@@ -4,7 +4,7 @@ The words are those of docs/reliability.md and of `ladder`. Readers are told wha
 looks at that).
 
     down        only by a failed canary: to int8 for want of memory, to plain kernels after an exception, or after a
-                step without a number
+                step without a number; the other axis stays as it is
     up          a quiet time after the last trouble: not before it, and not later once steps go well
     too soon    trouble before the first quiet time up there is over doubles the next one, up to 16 times; once for each
                 way up, however many modes are tried on the way down
@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.events import Configure, Fault, MakeBatch, Output, Quiet, StepFailed, WorkerLost
 from novainfer.fsm.ladder import Rung
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.outputs import Delta
-from novainfer.fsm.simulation.device import FULL
+from novainfer.fsm.scheduler import SchedulerState as S
 from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.simulation.shape import mode_against
 from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
@@ -37,17 +39,18 @@ class Rungs:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._mode = FULL  # asked for, before the event
+        self._exact = world.shape.modes[0]  # each device comes up in it
+        self._mode = self._exact  # asked for, before the event
         self._flight: Flight | None = None  # before the event
-        self._ran_in = FULL  # the mode of the device, as the steps that it ran have shown
-        self._left_out: set[str] = set()
+        self._ran_in = self._exact  # the mode of the device, as the steps that it ran have shown
+        self._left_out: set[Mode] = set()
         self._told: set[tuple[int, int]] = set()  # streams and choices that were given a degraded token
         self._times = 1  # quiet times that make the next one
         self._trouble_s = 0.0  # when it came to the mode that it is in, or was in trouble there
         self._good_s: float | None = 0.0  # the first good step since one failed, or the end of the last request
         self._rests = False  # no step has been good since one failed, and no request is left
-        self._up_s: float | None = None  # when the full mode was tried again, until a quiet time is over there
-        self._slept_s = world.slept_s  # when it was in the full mode last
+        self._up_s: float | None = None  # when the first mode was tried again, until a quiet time is over there
+        self._slept_s = world.slept_s  # when it was in the first mode last
         self._is_blind = False  # a quiet time was cut short, or ended just when something else came
 
     # ---- what happens --------------------------------------------------------------------------------------------
@@ -55,7 +58,7 @@ class Rungs:
     def before(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
         scheduler = self._world.scheduler
-        self._mode = scheduler.trouble.ladder.mode
+        self._mode = self._asked
         self._flight = scheduler.flight if isinstance(event, MakeBatch | WorkerLost) else None
 
     def after(self, event: Any) -> None:
@@ -63,15 +66,15 @@ class Rungs:
         scheduler, flight = self._world.scheduler, self._flight
         outcome = event.outcome if isinstance(event, MakeBatch) else event
         if isinstance(event, Configure):
-            self._ran_in = FULL  # each device comes up so
+            self._ran_in = self._exact
         wanted = self._mode
         if flight is not None and isinstance(outcome, StepDone | StepFailed | WorkerLost):
             wanted = self._ended(flight, outcome)
-        mode = scheduler.trouble.ladder.mode
-        if self._mode == FULL:
+        mode = self._asked
+        if self._mode == self._exact:
             self._slept_s = self._world.slept_s
         if mode != wanted:
-            if mode != FULL or not isinstance(event, Quiet):
+            if mode != self._exact or not isinstance(event, Quiet):
                 raise Violation(f"{type(event).__name__} leads from {self._mode} to {mode}, not to {wanted}")
             self._came_up()
         if mode != self._mode:
@@ -103,8 +106,14 @@ class Rungs:
     def still(self) -> None:
         """All messages have arrived, and time goes on."""
         world = self._world
-        if world.scheduler.trouble.ladder.mode != FULL and not world.is_stopped:
+        if self._asked != self._exact and not world.is_stopped:
             self._check_late()
+
+    @property
+    def _asked(self) -> Mode:
+        """The mode that the next step asks of the device."""
+        scheduler = self._world.scheduler
+        return self._exact if scheduler.state is S.STARTING else scheduler.trouble.ladder.mode
 
     # ---- details -------------------------------------------------------------------------------------------------
 
@@ -112,7 +121,7 @@ class Rungs:
     def _quiet_s(self) -> float:
         return self._world.shape.ladder_quiet_s * self._times
 
-    def _ended(self, flight: Flight, outcome: StepDone | StepFailed | WorkerLost) -> str:
+    def _ended(self, flight: Flight, outcome: StepDone | StepFailed | WorkerLost) -> Mode:
         """A step is over; the mode that this leads to."""
         is_good = isinstance(outcome, StepDone) and not (flight.canary and outcome.token_ids[0] < 0)
         if not is_good:
@@ -128,12 +137,12 @@ class Rungs:
             return self._mode
         return self._below(outcome.fault if isinstance(outcome, StepFailed) else Fault.EXCEPTION)
 
-    def _below(self, fault: Fault) -> str:
+    def _below(self, fault: Fault) -> Mode:
         """Where a failed canary leads; that it failed is trouble, wherever it leads."""
-        world, mode = self._world, "int8" if fault is Fault.OOM else "plain"
+        world, mode = self._world, mode_against(fault, self._mode)
         is_there = mode in world.shape.modes and mode not in self._left_out
-        may_go = self._mode != "int8" if mode == "int8" else self._mode == FULL
-        if self._mode != FULL:
+        may_go = mode != self._mode
+        if self._mode != self._exact:
             self._trouble_s = world.now_s
         if not (is_there and may_go):
             return self._mode
@@ -143,13 +152,13 @@ class Rungs:
             self._up_s = None
         return mode
 
-    def _stayed(self, flight: Flight) -> str:
+    def _stayed(self, flight: Flight) -> Mode:
         """The device could not be switched: it goes on in the mode that it is in."""
         if flight.mode != self._mode:  # the ladder has left that mode meanwhile
             return self._mode
         self._trouble_s = self._world.now_s
         self._settle()
-        if flight.mode != FULL:
+        if flight.mode != self._exact:
             self._left_out.add(flight.mode)
         elif self._up_s is not None:
             self._up_s = inf  # it never came up, and no quiet time is over there
@@ -177,7 +186,7 @@ class Rungs:
         if not self._world.is_large:
             self._check_late()
         if not self._is_blind and now_s < since_s + self._quiet_s - 1e-6:
-            raise Violation(f"it is in the full mode again {now_s - since_s:.1f} s after the last trouble")
+            raise Violation(f"it is in the first mode again {now_s - since_s:.1f} s after the last trouble")
         self._up_s = now_s
 
     def _check_asked(self) -> None:

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
+from novainfer.fsm.events import Fault
+from novainfer.fsm.mode import INT8, PLAIN, Mode
+
+BEST = Mode()
+LEAN = Mode(precision=INT8)  # needs less memory
+SAFE = Mode(kernels=PLAIN)  # runs on other kernels
+ALL_MODES = (BEST, SAFE, LEAN, Mode(PLAIN, INT8))
+
+
+def mode_against(fault: Fault, mode: Mode) -> Mode:
+    """The mode that a ladder leads to from `mode` when a canary fails by `fault`; the same where there is none."""
+    return Mode(mode.kernels, INT8) if fault is Fault.OOM else Mode(PLAIN, mode.precision)
+
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of everything in a world; `EngineConfig` says what they mean."""
@@ -23,7 +36,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     stall_keep_s: float = 10.0
     stall_timeout_s: float = 300.0
     num_host_blocks: int = 0
-    modes: tuple[str, ...] = ("full",)
+    modes: tuple[Mode, ...] = (BEST,)
     ladder_quiet_s: float = 60.0
     max_restarts: int = 5  # 0: the device is a thread, and cannot be replaced
     restart_window_s: float = 60.0

@@ -7,7 +7,7 @@ from typing import Any
 from novainfer.fsm.events import Fault
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.simulation.explore import SmallWorld
-from novainfer.fsm.simulation.shape import Shape
+from novainfer.fsm.simulation.shape import ALL_MODES, BEST, LEAN, Shape
 
 NEVER_STALLS = 1 << 20  # unread tokens
 
@@ -325,49 +325,49 @@ SMALL_WORLDS = [
     ),
     SmallWorld(
         name="the ladder, down and up",
-        shape=_shape(2, 1, 1, modes=("full", "plain", "int8")),
+        shape=_shape(2, 1, 1, modes=ALL_MODES),
         clients=[([1], _ask(1))],
         budget={"oom": 4, "fail_job": 1, "fire_early": 1},
         opening=(Fault.OOM, Fault.OOM, Fault.OOM, Fault.OOM),
     ),
     SmallWorld(
         name="a switch of mode, interrupted",
-        shape=_shape(2, 1, 1, modes=("full", "int8")),
+        shape=_shape(2, 1, 1, modes=(BEST, LEAN)),
         clients=[([1], _ask(1))],
         budget={"oom": 1, "die": 1, "overdue": 1},
         opening=(Fault.OOM, Fault.OOM, Fault.OOM),
     ),
     SmallWorld(
         name="a switch of mode, and a stop",
-        shape=_shape(2, 1, 1, modes=("full", "int8")),
+        shape=_shape(2, 1, 1, modes=(BEST, LEAN)),
         clients=[([1], _ask(1))],
         budget={"oom": 1, "stop": 1},
         opening=(Fault.OOM, Fault.OOM, Fault.OOM),
     ),
     SmallWorld(
         name="a switch of mode, and old answers",
-        shape=_shape(2, 1, 1, modes=("full", "int8")),
+        shape=_shape(2, 1, 1, modes=(BEST, LEAN)),
         clients=[([1], _ask(1))],
         budget={"oom": 2, "duplicate": 1, "fail_job": 1},
         opening=(Fault.OOM, Fault.OOM),
     ),
     SmallWorld(
         name="a switch of mode, and steps of the mode before",
-        shape=_shape(3, 1, 1, modes=("full", "int8")),
+        shape=_shape(3, 1, 1, modes=(BEST, LEAN)),
         clients=[([1], _ask(2))],
         budget={"oom": 1, "duplicate": 1, "fire_early": 1},
         opening=(Fault.OOM, Fault.OOM, Fault.OOM),
     ),
     SmallWorld(
         name="a canary for which the device cannot be switched",
-        shape=_shape(4, 1, 2, modes=("full", "plain", "int8"), prefill_chunk_tokens=1),
+        shape=_shape(4, 1, 2, modes=ALL_MODES, prefill_chunk_tokens=1),
         clients=[([1, 2], _ask(1))],
         budget={"exception": 3, "oom": 1, "fail_job": 1, "fire_early": 1},
         opening=(Fault.OOM, Fault.OOM, Fault.OOM),
     ),
     SmallWorld(
         name="kernels that fail, and then memory that is short",
-        shape=_shape(2, 1, 1, modes=("full", "plain", "int8")),
+        shape=_shape(2, 1, 1, modes=ALL_MODES),
         clients=[([1], _ask(1))],
         budget={"oom": 3, "exception": 1},
         opening=(Fault.EXCEPTION, Fault.EXCEPTION, Fault.EXCEPTION),

@@ -45,7 +45,7 @@ SKIPPED: dict[str, frozenset[str]] = {
     | frozenset(["_to_be_told", "at_once", "world"]),  # within one event, or told by the gate's state
     "Client": frozenset(["_expected", "_max_len", "arrive", "prompt"]),
     "Incident": frozenset(["action", "message"]),
-    "Ladder": frozenset(["_quiet_s"]),
+    "Ladder": frozenset(["_offered", "_quiet_s"]),
     "Planner": frozenset(["limits", "num_preemptions"]),
     "Restarts": frozenset(["_epoch", "_shape", "_state"]),
     "Processes": frozenset(["_spare_deaths", "world"]),
@@ -55,12 +55,12 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Scheduler": frozenset(["_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_ladder_quiet_s"])
     | frozenset(["_limits", "_losses", "_max_len", "_prompt_tokens", "_queried", "_stall_keep_s", "_steps"])
     | frozenset(["_step_timeout_s", "_swapped_in", "_swapped_out", "_vocabulary"]),
-    "ScriptedDevice": frozenset(["block_size"]),
+    "ScriptedDevice": frozenset(["_exact_mode", "block_size"]),
     "Stream": frozenset(["_stall_high", "_stall_low", "name"]),
     "Submit": frozenset(["params", "seed", "token_ids"]),
     "TextAssembler": frozenset(["_longest_stop", "_plain", "_show_special", "_stops", "_vocabulary", "include_stop"]),
     "Trouble": frozenset(["limits", "planner"]),
-    "Worker": frozenset(["_found", "_policy"]),
+    "Worker": frozenset(["_found", "_modes", "_policy"]),
     "_Room": frozenset(["_max_reqs", "_max_tokens"]),
 }
 OF_MACHINES = frozenset(["_effects", "observer"])  # what it has just said, and who looks on

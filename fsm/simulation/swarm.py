@@ -21,13 +21,14 @@ from novainfer.fsm.simulation import faults
 from novainfer.fsm.simulation.broken import NO_NUMBER, Broken, Relapse
 from novainfer.fsm.simulation.clock import Clock
 from novainfer.fsm.simulation.crashes import PLAGUES, draw_crashes
-from novainfer.fsm.simulation.device import FULL, POISON_HANG
+from novainfer.fsm.simulation.device import POISON_HANG
 from novainfer.fsm.simulation.health import DEADLINE_S, Hang, Observer, Rounds
 from novainfer.fsm.simulation.kin import Kin
 from novainfer.fsm.simulation.mix import PER_EVENT, Mix
 from novainfer.fsm.simulation.moves import MOVES, Move, is_possible
 from novainfer.fsm.simulation.pace import Pace, Paces
 from novainfer.fsm.simulation.retry import Steady
+from novainfer.fsm.simulation.shape import mode_against
 from novainfer.fsm.simulation.shortage import STEP_DEADLINE_S, Scarcity, Shortage
 from novainfer.fsm.simulation.world import TO_WORKER, Timer, World
 
@@ -42,7 +43,7 @@ SLOW_EVERY = 11  # has a slow tokenizer, and clients in a hurry
 SCARCE_EVERY = 25  # has a shortage, and no other fault
 CRASHING_EVERY = 12  # loses its processes again and again
 SLOW_STEP_EVERY = 25  # has steps of seconds, and a watch that looks on
-RELAPSE_EVERY = 40  # has a device that fails again whenever the full mode is tried again, and no other fault
+RELAPSE_EVERY = 40  # has a device that fails again whenever the first mode is tried again, and no other fault
 LOOKS_MAX = 1000  # of one round of the watch: four minutes
 FREEZE_ODDS = 0.05  # of each look at which nothing else happens
 TURNS_MAX = 40_000  # a world that has not ended by then never will; so many for each 48 clients
@@ -383,7 +384,7 @@ class Seed:
             is_canary = flight is not None and flight.step_id == job.plan.step_id and bool(flight.canary)
             if fault := self._broken.fault_of(job.plan, self.world.now_s, is_canary=is_canary):
                 return fault
-        if device is not None and device.mode == FULL and not self._is_healed:
+        if device is not None and device.mode == self.mix.shape.modes[0] and not self._is_healed:
             for begin_s, end_s, fault in self._spells:
                 if begin_s <= self.world.now_s < end_s:
                     return fault
@@ -393,10 +394,10 @@ class Seed:
         return ""
 
     def _draw_spells(self) -> list[tuple[float, float, Fault]]:
-        """From when to when every step of the full mode fails, whatever it holds: what a ladder is there for."""
+        """From when to when every step of the first mode fails, whatever it holds: what a ladder is there for."""
         rng = self.rng
-        modes = self.mix.shape.modes
-        found = [fault for fault, mode in ((Fault.OOM, "int8"), (Fault.EXCEPTION, "plain")) if mode in modes]
+        first, *others = self.mix.shape.modes
+        found = [fault for fault in (Fault.OOM, Fault.EXCEPTION) if mode_against(fault, first) in others]
         if not found or rng.random() < 0.5:
             return []
         begins = [self._moment_s() for _ in range(rng.randint(1, 3))]

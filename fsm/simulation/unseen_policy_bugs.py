@@ -16,7 +16,7 @@ from novainfer.fsm.trouble import Trouble
 from novainfer.fsm.worker import Worker
 
 LADDER = [
-    Mutant(  # the engine flaps between INT8 and the full mode once a minute, for hours
+    Mutant(  # the engine flaps between INT8 and the mode it was started in once a minute, for hours
         "trouble right after a way up does not make the next quiet time longer",
         Ladder,
         "_down",
@@ -34,8 +34,8 @@ LADDER = [
         "a rung that the device cannot switch to is tried again",
         Ladder,
         "_back",
-        "if self._rungs.index(failed) > self._rungs.index(target):",
-        "if self._rungs.index(failed) < self._rungs.index(target):",
+        "if self._modes.index(failed) > self._modes.index(target):",
+        "if self._modes.index(failed) < self._modes.index(target):",
     ),
     Mutant(  # the inspector says FULL while half of the requests may not run
         "that steps are held back is forgotten on a lower rung",

@@ -169,7 +169,12 @@ class World:
     def _new_device(self, epoch: int) -> ScriptedDevice:
         shape = self.shape
         return ScriptedDevice(
-            shape.num_blocks, shape.block_size, shape.max_num_seqs, num_host_blocks=shape.num_host_blocks, epoch=epoch
+            shape.num_blocks,
+            shape.block_size,
+            shape.max_num_seqs,
+            num_host_blocks=shape.num_host_blocks,
+            epoch=epoch,
+            mode=shape.modes[0],
         )
 
     @property

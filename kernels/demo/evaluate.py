@@ -1,4 +1,4 @@
-"""Held-out accuracy of the demo model, with greedy generation of transformers, or of the engine in one of its modes.
+"""Held-out accuracy of the demo model, with greedy generation of transformers, or of the engine in a precision.
 
 Run as `python -m novainfer.kernels.demo.evaluate`. A reply is right when it equals the expected one, character for
 character. The last line printed is JSON.
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from novainfer.fsm.mode import PRECISIONS
 from novainfer.kernels.demo import model_path
 from novainfer.kernels.demo.in_mode import ModeModel
 from novainfer.kernels.demo.questions import GROUPS, Question
@@ -42,11 +43,11 @@ class Score:
     num_valid_json: int | None = None
 
 
-def load(folder: Path, mode: str | None = None) -> tuple[Any, Any]:
-    """The tokenizer and the model in fp32, ready to generate: transformers', or ours in a mode."""
+def load(folder: Path, precision: str | None = None) -> tuple[Any, Any]:
+    """The tokenizer and the model in fp32, ready to generate: transformers', or ours in a precision."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    if mode is not None:
-        return tokenizer, ModeModel(folder, mode)
+    if precision is not None:
+        return tokenizer, ModeModel(folder, precision)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return tokenizer, model.eval()
 
@@ -100,12 +101,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20261120)
     parser.add_argument("--questions", type=int, default=1000, help="per group; a tenth of that for the long chats")
     parser.add_argument("--groups", nargs="*", default=list(GROUPS), choices=list(GROUPS))
-    parser.add_argument("--mode", help="compute with the engine's kernels: full, plain or int8 (default: transformers)")
+    parser.add_argument("--precision", choices=PRECISIONS, help="compute with the engine, so (default: transformers)")
     parser.add_argument("--show", type=int, default=5, help="wrong answers to show per group")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    tokenizer, model = load(args.model, args.mode)
+    tokenizer, model = load(args.model, args.precision)
     report: dict[str, Any] = {}
     for group in args.groups:
         started_s = time.monotonic()

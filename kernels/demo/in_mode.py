@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from novainfer.fsm.mode import CHECKPOINT, INT8, PRECISIONS, Mode
 from novainfer.fsm.step import Logprobs, SeqParams, StepDone, StepPlan
 from novainfer.kernels.demo import model_path
 from novainfer.kernels.demo.questions import GROUPS
@@ -36,14 +37,14 @@ _ROWS = 64
 class ModeModel:
     """Greedy, up to 64 rows at a time."""
 
-    def __init__(self, folder: Path, mode: str) -> None:
+    def __init__(self, folder: Path, precision: str = CHECKPOINT) -> None:
         self.runner = ModelRunner.load(
             folder, max_num_seqs=_ROWS, max_num_batched_tokens=CONTEXT, max_model_len=CONTEXT, dtype="float32"
         )
         size = self.runner.info.block_size
         self._blocks_per_row = CONTEXT // size
         self.runner.fit(mode="fixed", num_blocks=_ROWS * self._blocks_per_row)
-        self.runner.switch(mode)
+        self.runner.switch(Mode(self.runner.mode.kernels, precision))
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor, *, do_sample: bool = False, max_new_tokens: int = 256
@@ -120,17 +121,17 @@ class ModeModel:
 
 
 def main() -> None:
-    """Prints, for each group and all together, how a mode differs from `full`; JSON in the last line."""
+    """Prints, for each group and all together, how a precision differs from the checkpoint's; JSON in the last line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=model_path())
-    parser.add_argument("--mode", default="int8")
+    parser.add_argument("--precision", default=INT8, choices=PRECISIONS)
     parser.add_argument("--seed", type=int, default=20261120)
     parser.add_argument("--questions", type=int, default=192, help="per group")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    models = [ModeModel(args.model, mode) for mode in ("full", args.mode)]
+    models = [ModeModel(args.model, precision) for precision in (CHECKPOINT, args.precision)]
     report: dict[str, dict[str, float]] = {}
     sums: list[list[float]] = []
     for group in GROUPS:
@@ -146,13 +147,13 @@ def main() -> None:
         ]
         prompts = tokenizer(texts).input_ids
         replies = tokenizer([f"{question.reply}<|im_end|>" for question in questions]).input_ids
-        # Tokens; equal greedy choices; the nats of each mode.
+        # Tokens; equal greedy choices; the nats of each precision.
         found = [0.0, 0.0, 0.0, 0.0]
         for at in range(0, len(prompts), _ROWS):
             part = slice(at, at + _ROWS)
             scored = [model.score(prompts[part], replies[part]) for model in models]
-            for full, other in zip(*(chain.from_iterable(rows) for rows in scored), strict=True):
-                found = [found[0] + 1, found[1] + (full[1] == other[1]), found[2] - full[0], found[3] - other[0]]
+            for exact, other in zip(*(chain.from_iterable(rows) for rows in scored), strict=True):
+                found = [found[0] + 1, found[1] + (exact[1] == other[1]), found[2] - exact[0], found[3] - other[0]]
         sums.append(found)
         report[group] = _summary(found)
     report["all"] = _summary([sum(column) for column in zip(*sums, strict=True)])
@@ -162,12 +163,12 @@ def main() -> None:
 
 
 def _summary(found: list[float]) -> dict[str, float]:
-    count, same, nats, nats_of_mode = found
+    count, same, nats, nats_of_other = found
     return {
         "tokens": count,
         "same_greedy_token": round(same / count, 5),
-        "perplexity_full": round(math.exp(nats / count), 5),
-        "perplexity": round(math.exp(nats_of_mode / count), 5),
+        "perplexity_checkpoint": round(math.exp(nats / count), 5),
+        "perplexity": round(math.exp(nats_of_other / count), 5),
     }
 
 

@@ -31,6 +31,7 @@ from novainfer.fsm.events import (
     Switch,
     Warm,
 )
+from novainfer.fsm.simulation.shape import SAFE
 from novainfer.fsm.step import StepDone
 from tests.actors.devices import model, spec
 from tests.actors.helpers import WAIT_S, eventually
@@ -48,7 +49,7 @@ async def test_every_job_is_answered_from_another_process() -> None:
         assert await line.ask(Fit(3)) == JobDone("Fit", {"num_blocks": 7}, 3)
         assert await line.ask(Warm(3)) == JobDone("Warm", None, 3)
         assert await line.step(3, step_id=9, slots=(0, 1)) == StepDone(9, 3, [66, 66])
-        assert await line.ask(Switch("plain", 3)) == JobDone("Switch", None, 3)
+        assert await line.ask(Switch(SAFE, 3)) == JobDone("Switch", None, 3)
         assert await line.ask(Reclaim(3)) == JobDone("Reclaim", None, 3)
         assert line.nothing_came()
 

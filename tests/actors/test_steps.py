@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from novainfer.actors.steps import StepLog
 from novainfer.fsm.events import Fault, StepFailed
+from novainfer.fsm.simulation.shape import SAFE
 from novainfer.fsm.step import StepDone, StepPlan
 
 
@@ -41,7 +42,7 @@ def plan(step_id: int, epoch: int = 0) -> StepPlan:
         admissions=[],
         swap_out_blocks=[4],
         swap_out_hosts=[0],
-        mode="plain",
+        mode=SAFE,
     )
 
 
@@ -52,7 +53,7 @@ def test_a_step_has_its_phases_and_its_sizes() -> None:
     (found,) = world.log.records(5, is_running=False)
     assert (found.schedule_us, found.device_us, found.outputs_us) == (150.0, 2000.0, 30.0)
     assert (found.num_requests, found.num_tokens, found.num_samples) == (3, 7, 2)
-    assert (found.num_swapped_out, found.num_swapped_in, found.mode, found.outcome) == (1, 0, "plain", "done")
+    assert (found.num_swapped_out, found.num_swapped_in, found.mode, found.outcome) == (1, 0, SAFE, "done")
 
 
 def test_outputs_belong_to_the_step_that_was_committed_while_the_next_one_runs() -> None:

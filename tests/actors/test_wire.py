@@ -35,6 +35,7 @@ from novainfer.fsm.events import (
     StepFailed,
     Switch,
 )
+from novainfer.fsm.simulation.shape import LEAN, SAFE
 from novainfer.fsm.step import SeqParams, StepDone, StepPlan
 
 PLAN = StepPlan(
@@ -62,7 +63,7 @@ PLAN = StepPlan(
     ],
     swap_out_blocks=[1],
     swap_out_hosts=[2],
-    mode="int8",
+    mode=LEAN,
 )
 TO = [
     Hello(FactorySpec("a:b", {"x": [1, "y"]}), 10),
@@ -70,7 +71,7 @@ TO = [
     Fit(3, 17),
     Fit(3),
     Run(PLAN),
-    Switch("plain", 3),
+    Switch(SAFE, 3),
     Injection(kind="exception", slot=4, num_steps=2),
     Close(3),
 ]

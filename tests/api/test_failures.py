@@ -17,6 +17,8 @@ from novainfer import Engine, EngineConfig, NovaInferError, StepFailedError
 from novainfer.actors.device import Device
 from novainfer.assembly import model_spec
 from novainfer.fsm.ladder import Rung
+from novainfer.fsm.mode import Mode
+from novainfer.fsm.simulation.shape import BEST, LEAN
 from novainfer.fsm.step import StepDone, StepPlan
 from tests.api.helpers import ask, blocks_back, eventually, greedy
 
@@ -35,7 +37,7 @@ class Unreliable:
     def __init__(self, device: Device, fault: Callable[[StepPlan], BaseException | None]) -> None:
         self._device = device
         self._fault = fault
-        self.modes_seen: list[str] = []
+        self.modes_seen: list[Mode] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
@@ -111,11 +113,11 @@ async def test_a_lack_of_memory_goes_down_the_ladder_and_up_again_when_it_is_qui
     is_short = True
 
     def fault(plan: StepPlan) -> BaseException | None:
-        return MemoryError("no memory") if is_short and plan.mode != "int8" else None
+        return MemoryError("no memory") if is_short and plan.mode != LEAN else None
 
     async with engine_with(fault, ladder_quiet_s=0.2) as (engine, device):
         await texts(engine, PROMPTS[:4])  # as INT8 would have it: no error, that is all
-        assert engine.statistics().rung == Rung.INT8
+        assert engine.statistics().rung == "INT8"
         is_short = False
 
         async def asked_until_it_is_well() -> None:
@@ -125,8 +127,8 @@ async def test_a_lack_of_memory_goes_down_the_ladder_and_up_again_when_it_is_qui
         async with asyncio.timeout(60):
             await asked_until_it_is_well()
         assert await texts(engine, PROMPTS) == right
-        assert device.modes_seen[0] == device.modes_seen[-1] == "full"
-        assert "int8" in device.modes_seen
+        assert device.modes_seen[0] == device.modes_seen[-1] == BEST
+        assert LEAN in device.modes_seen
         rungs = [record.action for record in engine.errors() if record.kind == "ladder"]
         assert "-> INT8" in rungs[0] or "-> INT8" in rungs[1]
         assert rungs[-1].endswith("-> FULL")
@@ -146,7 +148,7 @@ async def test_requests_that_break_every_step_they_are_in_change_no_other_answer
         poison = [asyncio.create_task(_all_of(engine.generate([7, 8, 9], greedy()))) for _ in range(8)]
         assert await texts(engine, PROMPTS) == right
         assert {type(found) for found in await asyncio.gather(*poison, return_exceptions=True)} == {StepFailedError}
-        assert device.modes_seen == ["full"]
+        assert device.modes_seen == [BEST]
 
 
 async def test_what_is_computed_without_memory_is_said_to_be_degraded_and_nothing_of_it_is_shared(
@@ -155,7 +157,7 @@ async def test_what_is_computed_without_memory_is_said_to_be_degraded_and_nothin
     is_short = True
 
     def fault(plan: StepPlan) -> BaseException | None:
-        return MemoryError("no memory") if is_short and plan.mode != "int8" else None
+        return MemoryError("no memory") if is_short and plan.mode != LEAN else None
 
     prompt = PROMPTS[0] * 8  # several blocks
     async with engine_with() as (engine, _):

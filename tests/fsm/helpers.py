@@ -23,12 +23,14 @@ from novainfer.fsm.events import (
     WorkerLost,
 )
 from novainfer.fsm.machine import After, Send
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
 from novainfer.fsm.simulation.oracle import VOCABULARY
+from novainfer.fsm.simulation.shape import BEST
 from novainfer.fsm.step import StepDone, StepPlan
 
 
@@ -41,7 +43,7 @@ class Bench:
         num_blocks: int = 32,
         max_model_len: int = 64,
         num_host_blocks: int = 0,
-        modes: tuple[str, ...] = ("full",),
+        modes: tuple[Mode, ...] = (BEST,),
         **limits: Any,
     ) -> None:
         fields = {"max_num_seqs": 8, "block_size": 4, "max_num_batched_tokens": 64, "prefill_chunk_tokens": 32}

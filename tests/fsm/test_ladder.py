@@ -3,11 +3,12 @@ import pytest
 from novainfer.fsm.events import Incident, Quiet
 from novainfer.fsm.ladder import BACKOFF_MAX, Broken, Freed, Held, Ladder, Pressure, Rung, Switched, SwitchFailed
 from novainfer.fsm.machine import After, Send
+from novainfer.fsm.mode import INT8, PLAIN, Mode
+from novainfer.fsm.simulation.shape import ALL_MODES, BEST, LEAN, SAFE
 
 SHORT = Pressure("no memory")
 BROKEN = Broken("a bad kernel")
 HELD = Held("steps fail")
-ALL = ("full", "plain", "int8")
 
 
 def timer(effects):
@@ -18,18 +19,18 @@ def timer(effects):
 
 @pytest.fixture
 def ladder() -> Ladder:
-    return Ladder(ALL, quiet_s=30.0)
+    return Ladder(ALL_MODES, quiet_s=30.0)
 
 
 def test_smaller_steps_are_a_rung_that_computes_as_the_full_one(ladder):
     (send,) = ladder.handle(HELD)
     assert send.event == Incident(kind="ladder", message="steps fail", action="FULL -> SMALLER_BATCH")
-    assert (ladder.mode, ladder.is_exact) == ("full", True)
+    assert (ladder.mode, ladder.is_exact, ladder.rung) == (BEST, True, "SMALLER_BATCH")
     ladder.handle(Freed())
     assert ladder.state is Rung.FULL
 
 
-@pytest.mark.parametrize(("event", "rung", "mode"), [(SHORT, Rung.INT8, "int8"), (BROKEN, Rung.PLAIN_KERNELS, "plain")])
+@pytest.mark.parametrize(("event", "rung", "mode"), [(SHORT, "INT8", LEAN), (BROKEN, "PLAIN_KERNELS", SAFE)])
 @pytest.mark.parametrize("is_held", [False, True])
 def test_each_trouble_leads_to_the_rung_that_helps_and_quiet_leads_back(ladder, event, rung, mode, is_held):
     if is_held:
@@ -37,19 +38,45 @@ def test_each_trouble_leads_to_the_rung_that_helps_and_quiet_leads_back(ladder, 
     before = ladder.state
     assert ladder.helps(type(event))
     quiet, delay_s = timer(ladder.handle(event))
-    assert (ladder.state, ladder.mode, ladder.is_exact, delay_s) == (rung, mode, False, 30.0)
+    assert (ladder.rung, ladder.mode, ladder.is_exact, delay_s) == (rung, mode, False, 30.0)
     assert not ladder.helps(type(event))
     ladder.handle(quiet)
     assert ladder.state is before
 
 
-def test_plain_kernels_without_memory_become_int8_and_int8_has_no_plainer_kernels(ladder):
+@pytest.mark.parametrize("order", [(BROKEN, SHORT), (SHORT, BROKEN)])
+def test_trouble_of_the_other_sort_changes_the_other_axis_and_then_nothing_helps(ladder, order):
+    for event in order:
+        ladder.handle(event)
+    assert (ladder.rung, ladder.mode) == ("PLAIN_KERNELS+INT8", Mode(PLAIN, INT8))
+    for event in order:
+        assert not ladder.helps(type(event))
+        timer(ladder.handle(event))
+        assert ladder.mode == Mode(PLAIN, INT8)
+
+
+def test_the_rungs_are_what_the_device_offers_best_first():
+    assert Ladder(ALL_MODES).rungs == ("FULL", "SMALLER_BATCH", "PLAIN_KERNELS", "INT8", "PLAIN_KERNELS+INT8")
+    assert Ladder((BEST, LEAN)).rungs == ("FULL", "SMALLER_BATCH", "INT8")
+    assert Ladder((SAFE,)).rungs == ("FULL", "SMALLER_BATCH")
+
+
+def test_a_mode_that_is_not_offered_is_no_rung():
+    ladder = Ladder((BEST, SAFE, LEAN))
     ladder.handle(BROKEN)
-    ladder.handle(SHORT)
-    assert ladder.state is Rung.INT8
-    assert not ladder.helps(Broken)
-    ladder.handle(BROKEN)
-    assert ladder.state is Rung.INT8
+    assert ladder.mode == SAFE
+    assert not ladder.helps(Pressure)  # there is a lower precision, but on the kernels that fail
+
+
+def test_an_engine_that_was_started_quantised_is_exact_so_and_has_plainer_kernels_below():
+    ladder = Ladder((LEAN, Mode(PLAIN, INT8)))
+    assert (ladder.mode, ladder.is_exact, ladder.rung) == (LEAN, True, "FULL")
+    assert ladder.rungs == ("FULL", "SMALLER_BATCH", "PLAIN_KERNELS")
+    assert not ladder.helps(Pressure)
+    quiet, _ = timer(ladder.handle(BROKEN))
+    assert (ladder.mode, ladder.is_exact, ladder.rung) == (Mode(PLAIN, INT8), False, "PLAIN_KERNELS")
+    ladder.handle(quiet)
+    assert (ladder.mode, ladder.is_exact) == (LEAN, True)
 
 
 def test_steps_that_may_be_large_again_while_it_is_elsewhere_are_remembered(ladder):
@@ -64,7 +91,7 @@ def test_a_timer_that_was_set_before_the_last_trouble_says_nothing(ladder):
     old, _ = timer(ladder.handle(SHORT))
     new, _ = timer(ladder.handle(SHORT))
     assert ladder.handle(old) == []
-    assert ladder.state is Rung.INT8
+    assert ladder.rung == "INT8"
     ladder.handle(new)
     assert ladder.state is Rung.FULL
 
@@ -83,7 +110,7 @@ def test_one_way_up_that_comes_to_nothing_doubles_the_time_once_through_however_
     ladder.handle(quiet)
     ladder.handle(BROKEN)
     _, delay_s = timer(ladder.handle(SHORT))
-    assert (ladder.state, delay_s) == (Rung.INT8, 60.0)
+    assert (ladder.rung, delay_s) == ("PLAIN_KERNELS+INT8", 60.0)
 
 
 def test_a_quiet_time_on_the_way_up_makes_the_next_trouble_a_first_one(ladder):
@@ -96,7 +123,7 @@ def test_a_quiet_time_on_the_way_up_makes_the_next_trouble_a_first_one(ladder):
 
 
 def test_a_device_with_one_mode_stays_in_it():
-    ladder = Ladder(("full",))
+    ladder = Ladder((BEST,))
     for event in (SHORT, BROKEN):
         assert not ladder.helps(type(event))
         assert ladder.handle(event) == []
@@ -106,20 +133,20 @@ def test_a_device_with_one_mode_stays_in_it():
 def test_a_rung_that_the_device_cannot_switch_to_is_left_out_from_then_on(ladder):
     ladder.handle(HELD)
     ladder.handle(BROKEN)
-    ladder.handle(SwitchFailed("plain", "no torch"))
+    ladder.handle(SwitchFailed(SAFE, "no torch"))
     assert ladder.state is Rung.SMALLER_BATCH
     assert not ladder.helps(Broken)
     assert ladder.helps(Pressure)
 
 
 def test_a_mode_that_cannot_be_left_is_stayed_in_until_the_next_quiet_time():
-    ladder = Ladder(("full", "int8"), quiet_s=30.0)
+    ladder = Ladder((BEST, LEAN), quiet_s=30.0)
     quiet, _ = timer(ladder.handle(SHORT))
-    ladder.handle(Switched("int8"))
+    ladder.handle(Switched(LEAN))
     ladder.handle(quiet)
     assert ladder.state is Rung.FULL
-    again, _ = timer(ladder.handle(SwitchFailed("full", "no room for the weights")))
-    assert ladder.state is Rung.INT8
+    again, _ = timer(ladder.handle(SwitchFailed(BEST, "no room for the weights")))
+    assert ladder.rung == "INT8"
     ladder.handle(again)
     assert ladder.state is Rung.FULL
 
@@ -127,7 +154,7 @@ def test_a_mode_that_cannot_be_left_is_stayed_in_until_the_next_quiet_time():
 def test_a_switch_that_failed_for_a_rung_left_meanwhile_changes_nothing(ladder):
     quiet, _ = timer(ladder.handle(BROKEN))
     ladder.handle(quiet)
-    assert ladder.handle(SwitchFailed("plain", "late")) == []
+    assert ladder.handle(SwitchFailed(SAFE, "late")) == []
     assert ladder.state is Rung.FULL
 
 
@@ -142,4 +169,4 @@ def test_every_change_is_told_and_nothing_else(ladder):
         for effect in ladder.handle(event)
         if isinstance(effect, Send)
     ]
-    assert said == [("FULL -> INT8", "no memory")]
+    assert said == [("FULL -> INT8", "no memory"), ("INT8 -> PLAIN_KERNELS+INT8", "a bad kernel")]

@@ -13,6 +13,7 @@ from novainfer.fsm.planner import Limits
 from novainfer.fsm.request import RequestState
 from novainfer.fsm.scheduler import PARKED_PER_SLOT, Scheduler
 from novainfer.fsm.simulation.oracle import VOCABULARY
+from novainfer.fsm.simulation.shape import BEST, SAFE
 from novainfer.fsm.step import StepDone
 from tests.fsm.helpers import Bench
 
@@ -134,7 +135,7 @@ def test_a_paused_request_that_has_overstayed_is_parked_after_its_step_whatever_
 
 
 def test_a_paused_request_that_has_overstayed_is_parked_before_a_canary():
-    bench = Bench(max_num_seqs=3, modes=("full", "plain"))
+    bench = Bench(max_num_seqs=3, modes=(BEST, SAFE))
     request_id = pause_one(bench, pause=False)
     bench.fail()
     assert bench.rows() == {request_id: 1}  # it is tried once more

@@ -8,6 +8,7 @@ from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import RequestState
 from novainfer.fsm.simulation.device import EOS
 from novainfer.fsm.simulation.oracle import TOKEN_BYTES, expected_run
+from novainfer.fsm.simulation.shape import ALL_MODES, BEST
 from novainfer.fsm.step import StepDone
 from novainfer.fsm.trouble import TRIES_ALONE
 from tests.fsm.helpers import Bench
@@ -241,7 +242,7 @@ def test_a_paused_request_is_left_out_and_goes_on_where_it_was():
 
 
 def test_output_that_is_not_a_number_ends_its_request_and_harms_no_other():
-    bench = Bench(modes=("full", "plain", "int8"))
+    bench = Bench(modes=ALL_MODES)
     prompt = [7] * 10
     one, two = bench.submit(prompt), bench.submit([2] * 3)
     bench.step()
@@ -253,7 +254,7 @@ def test_output_that_is_not_a_number_ends_its_request_and_harms_no_other():
         "step_failed",
     )
     assert [t for o in bench.outputs if o.request_id == two for t in o.token_ids] == [A]
-    assert (size, mode, bench.plan.mode, bench.rows()) == (2, "full", "full", {two: 1})
+    assert (size, mode, bench.plan.mode, bench.rows()) == (2, BEST, BEST, {two: 1})
     trouble = bench.scheduler.trouble
     assert not trouble.suspects
     (incident,) = bench.incidents
@@ -271,7 +272,7 @@ def test_output_that_is_not_a_number_ends_its_request_and_harms_no_other():
 
 
 def test_output_that_is_not_a_number_comes_alone_as_often_as_it_likes_and_moves_no_rung():
-    bench = Bench(modes=("full", "plain", "int8"))
+    bench = Bench(modes=ALL_MODES)
     for at in range(12):
         one = bench.submit([10 + at] * 3)
         bench.step()

@@ -10,14 +10,13 @@ from novainfer.fsm.ladder import Rung
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import RequestState
 from novainfer.fsm.simulation.oracle import expected_run
+from novainfer.fsm.simulation.shape import ALL_MODES, BEST, LEAN, SAFE
 from novainfer.fsm.trouble import TRIES_ALONE
 from tests.fsm.helpers import Bench
 
-ALL = ("full", "plain", "int8")
-
 
 def rung(bench):
-    return bench.scheduler.trouble.ladder.state
+    return bench.scheduler.trouble.ladder.rung
 
 
 def is_canary(bench):
@@ -41,7 +40,7 @@ class Crowd:
 
     def __init__(self, number, **limits):
         fields = {"max_num_seqs": number, "max_num_batched_tokens": 2 * number, "num_blocks": 1 << 15}
-        self.bench = Bench(max_model_len=1 << 14, modes=ALL, **{**fields, **limits})
+        self.bench = Bench(max_model_len=1 << 14, modes=ALL_MODES, **{**fields, **limits})
         self.ids = [self.bench.submit([i % 60 + 2] * 3, max_tokens=None) for i in range(number)]
         self.failed = []
         self.num_steps = 0
@@ -65,7 +64,7 @@ def test_where_memory_is_short_for_long_steps_hold_as_many_as_go_well_and_few_fa
     assert len(crowd.failed) <= log2(64) + 3
     crowd.run(400, room)
     assert len([at for at in crowd.failed if at > 600]) <= 4
-    assert rung(crowd.bench) is Rung.SMALLER_BATCH
+    assert rung(crowd.bench) == Rung.SMALLER_BATCH
     assert all(i in crowd.bench.scheduler.requests for i in crowd.ids)
 
 
@@ -73,12 +72,12 @@ def test_steps_hold_everything_again_when_memory_is_not_short_any_more():
     crowd = Crowd(8)
     crowd.run(300, room=3)
     crowd.run(PATIENCE_MAX + 8 * PATIENCE, room=8)
-    assert rung(crowd.bench) is Rung.FULL
+    assert rung(crowd.bench) == Rung.FULL
     assert len(crowd.bench.rows()) == 8
 
 
 def test_texts_are_exact_while_the_batch_is_made_smaller_and_larger():
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     ids = [bench.submit([10 + i] * 3, max_tokens=40) for i in range(8)]
     bench.step()
     while bench.plan is not None:
@@ -86,7 +85,7 @@ def test_texts_are_exact_while_the_batch_is_made_smaller_and_larger():
             bench.fail(Fault.OOM)
         else:
             bench.step()
-    assert rung(bench) is Rung.SMALLER_BATCH
+    assert rung(bench) == Rung.SMALLER_BATCH
     for at, request_id in enumerate(ids):
         got = [t for o in bench.outputs if o.request_id == request_id for t in o.token_ids]
         assert got == right([10 + at] * 3, 40)
@@ -104,7 +103,7 @@ def test_steps_out_of_memory_far_apart_are_bisected_and_no_more():
         until_all_run(bench, 2)
         for _ in range(2 * PATIENCE):
             bench.step()
-    assert rung(bench) is Rung.FULL
+    assert rung(bench) == Rung.FULL
 
 
 # ---- blame ----------------------------------------------------------------------------------------------------------
@@ -112,7 +111,7 @@ def test_steps_out_of_memory_far_apart_are_bisected_and_no_more():
 
 @pytest.mark.parametrize("fault", [Fault.OOM, Fault.EXCEPTION])
 def test_requests_that_fail_alone_end_one_by_one_and_however_many_they_are_they_move_no_rung(fault):
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     ids = [bench.submit([10 + i] * 4) for i in range(8)]
     canaries = 0
     bench.step()
@@ -124,12 +123,12 @@ def test_requests_that_fail_alone_end_one_by_one_and_however_many_they_are_they_
             bench.fail(fault)
     assert [bench.end(i).end.code for i in ids] == ["step_failed"] * 8
     assert canaries == 8
-    assert rung(bench) is Rung.FULL
+    assert rung(bench) == Rung.FULL
 
 
 @pytest.mark.parametrize("fault", [Fault.OOM, Fault.EXCEPTION])
 def test_poison_beside_others_ends_alone_and_the_others_are_exact_and_not_degraded(fault):
-    bench = Bench(modes=ALL, max_num_seqs=16)
+    bench = Bench(modes=ALL_MODES, max_num_seqs=16)
     poison = [bench.submit([1] * 4) for _ in range(8)]
     others = [bench.submit([10 + i] * 4, max_tokens=20) for i in range(8)]
     bench.step()
@@ -141,14 +140,14 @@ def test_poison_beside_others_ends_alone_and_the_others_are_exact_and_not_degrad
     assert [bench.end(i).end.code for i in poison] == ["step_failed"] * 8
     for at, request_id in enumerate(others):
         assert [t for o in bench.outputs if o.request_id == request_id for t in o.token_ids] == right([10 + at] * 4, 20)
-    assert rung(bench) is Rung.FULL
+    assert rung(bench) == Rung.FULL
     assert not any(o.is_degraded for o in bench.outputs)
 
 
-@pytest.mark.parametrize(("fault", "mode"), [(Fault.OOM, "int8"), (Fault.EXCEPTION, "plain")])
+@pytest.mark.parametrize(("fault", "mode"), [(Fault.OOM, LEAN), (Fault.EXCEPTION, SAFE)])
 @pytest.mark.parametrize("number", [1, 6])
 def test_when_a_canary_fails_too_the_engine_goes_down_and_no_request_ends(fault, mode, number):
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     ids = [bench.submit([10 + i] * 4) for i in range(number)]
     bench.step()
     while bench.plan is not None:
@@ -162,15 +161,15 @@ def test_when_a_canary_fails_too_the_engine_goes_down_and_no_request_ends(fault,
 
 
 def test_a_request_that_fails_whatever_the_mode_ends_when_all_were_tried():
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     one = bench.submit([1] * 4)
     bench.step()
     seen = []
     while one in bench.scheduler.requests:
         seen.append((bench.plan.mode, is_canary(bench)))
         bench.fail(Fault.OOM)
-    tries = [("full", False)] * TRIES_ALONE
-    assert seen == [*tries, ("full", True), *([("int8", False)] * TRIES_ALONE)]
+    tries = [(BEST, False)] * TRIES_ALONE
+    assert seen == [*tries, (BEST, True), *([(LEAN, False)] * TRIES_ALONE)]
     assert bench.end(one).end.error == "the step that computed this request ran out of memory: broken"
 
 
@@ -185,7 +184,7 @@ def test_a_device_with_one_mode_computes_no_canaries():
 
 
 def test_without_room_for_a_canary_the_request_ends():
-    bench = Bench(modes=ALL, num_blocks=8, max_num_seqs=2)
+    bench = Bench(modes=ALL_MODES, num_blocks=8, max_num_seqs=2)
     others = [bench.submit([9] * 12, max_tokens=8), bench.submit([1] * 4, max_tokens=8)]
     bench.step()
     bench.step()
@@ -197,11 +196,11 @@ def test_without_room_for_a_canary_the_request_ends():
             bench.step()
     assert bench.end(others[1]).end.code == "step_failed"
     assert bench.end(others[0]).end.finish_reason == "length"
-    assert rung(bench) is Rung.FULL
+    assert rung(bench) == Rung.FULL
 
 
 def test_a_canary_is_as_large_as_the_step_that_failed_and_holds_nothing_of_a_client():
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     bench.submit([7] * 11, max_tokens=2)
     bench.step()
     for _ in range(TRIES_ALONE):
@@ -216,7 +215,7 @@ def test_a_canary_is_as_large_as_the_step_that_failed_and_holds_nothing_of_a_cli
 
 
 def test_a_request_on_trial_that_is_cancelled_ends_once():
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     one = bench.submit([7] * 4)
     bench.step()
     for _ in range(TRIES_ALONE):
@@ -227,7 +226,7 @@ def test_a_request_on_trial_that_is_cancelled_ends_once():
 
 
 def test_a_canary_that_is_lost_with_its_worker_says_nothing():
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     one = bench.submit([7] * 4)
     bench.step()
     for _ in range(TRIES_ALONE):
@@ -240,7 +239,7 @@ def test_a_canary_that_is_lost_with_its_worker_says_nothing():
 
 
 def test_a_canary_that_is_lost_clears_no_other_that_is_suspected():
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     one, other = bench.submit([7] * 4), bench.submit([8] * 4)
     bench.step()
     while not is_canary(bench):  # both together, then the first of them twice
@@ -256,7 +255,7 @@ def test_a_canary_that_is_lost_clears_no_other_that_is_suspected():
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("number", range(1, 9))
 def test_when_every_other_step_fails_no_request_is_to_blame(fault, first, number):
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     ids = [bench.submit([7 + n] * 4) for n in range(number)]
     bench.step()
     for turn in range(1000):
@@ -285,11 +284,11 @@ def test_one_lost_worker_keeps_no_group_apart_that_is_tried_for_another_reason()
 
 
 def test_what_was_computed_in_another_mode_is_shared_with_no_request_afterwards():
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13]
     one = bench.submit(prompt, max_tokens=30)
     bench.step()
-    while bench.plan.mode == "full":
+    while bench.plan.mode == BEST:
         bench.fail(Fault.OOM)
     bench.step()
     bench.step()
@@ -304,7 +303,7 @@ def test_what_was_computed_in_another_mode_is_shared_with_no_request_afterwards(
     later = bench.submit(prompt, max_tokens=4)
     while bench.end_of(later) is None:
         bench.step()
-    assert bench.plan.mode == "full"
+    assert bench.plan.mode == BEST
     assert bench.first(late).num_cached_tokens == 0
     assert bench.first(later).num_cached_tokens == 8
     flags = {i: {o.is_degraded for o in bench.outputs if o.request_id == i} for i in (one, same, late, later)}
@@ -361,11 +360,11 @@ def test_a_prompt_that_costs_its_worker_in_steps_of_any_size_ends_alone_within_t
 
 @pytest.mark.parametrize("num_requests", [1, 3])
 def test_a_switch_that_fails_blames_nobody_and_the_step_is_tried_without_it(num_requests):
-    bench = Bench(modes=("full", "int8"))
+    bench = Bench(modes=(BEST, LEAN))
     ids = [bench.submit([10 + i] * 4) for i in range(num_requests)]
     bench.step()
     while bench.plan is not None:
-        if bench.plan.mode == "int8":
+        if bench.plan.mode == LEAN:
             failed = StepFailed(bench.plan.step_id, 0, Fault.SWITCH, "no memory", launched=False)
             bench.tell(MakeBatch(failed))
             break
@@ -389,22 +388,22 @@ def test_every_failed_step_is_an_incident_that_says_what_is_done_about_it():
 
 
 def test_a_quiet_time_in_which_nothing_went_well_either_counts_from_the_next_good_step():
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     bench.submit([1] * 4, max_tokens=20)
     bench.step()
     for _ in range(TRIES_ALONE + 1):  # with the canary
         bench.fail(Fault.OOM)
     timer = bench.timers[-1].event
     bench.tell(timer)
-    assert rung(bench) is Rung.INT8
+    assert rung(bench) == "INT8"
     bench.step()
     assert bench.timers[-1].event != timer
     bench.tell(bench.timers[-1].event)
-    assert rung(bench) is Rung.FULL
+    assert rung(bench) == Rung.FULL
 
 
 def test_a_quiet_time_in_which_nothing_went_well_begins_again_when_the_last_request_has_ended():
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     one = bench.submit([1] * 4, max_tokens=20)
     bench.step()
     for _ in range(TRIES_ALONE + 1):  # with the canary
@@ -412,10 +411,10 @@ def test_a_quiet_time_in_which_nothing_went_well_begins_again_when_the_last_requ
     timer = bench.timers[-1].event
     bench.tell(timer)
     bench.cancel(one)
-    assert rung(bench) is Rung.INT8
+    assert rung(bench) == "INT8"
     assert bench.timers[-1].event != timer
     bench.tell(bench.timers[-1].event)
-    assert rung(bench) is Rung.FULL
+    assert rung(bench) == Rung.FULL
 
 
 @pytest.mark.parametrize("num_new", [0, 1])
@@ -448,7 +447,7 @@ def test_a_group_that_is_larger_than_a_step_may_be_by_now_is_tried_in_parts():
 
 
 def test_a_request_that_fails_on_every_rung_ends_even_if_the_ladder_is_climbed_meanwhile():
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     one = bench.submit([1] * 4)
     other = bench.submit([2] * 4, max_tokens=50)
     bench.step()
@@ -497,12 +496,12 @@ def test_nobody_is_blamed_for_a_step_that_held_a_cancelled_request_as_well():
 
 
 def test_a_canary_whose_output_is_not_a_number_has_failed():
-    bench = Bench(modes=ALL)
+    bench = Bench(modes=ALL_MODES)
     one = bench.submit([7] * 4)
     bench.step()
     for _ in range(TRIES_ALONE):
         bench.fail(Fault.EXCEPTION)
     bench.step(sampled=[-1])
-    assert rung(bench) is Rung.PLAIN_KERNELS
+    assert rung(bench) == "PLAIN_KERNELS"
     bench.run()
     assert bench.end(one).end.finish_reason == "length"

@@ -26,13 +26,15 @@ from novainfer.fsm.events import (
     WorkerReady,
 )
 from novainfer.fsm.machine import After, Effect, Send, Start
+from novainfer.fsm.mode import Mode
+from novainfer.fsm.simulation.shape import BEST, LEAN, SAFE
 from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.fsm.worker import BACKOFF_S, RestartPolicy, Worker, WorkerState
 
 LOADED = {"max_model_len": 64, "vocab_size": 100, "eos_token_ids": [0]}
 
 
-def plan(step_id: int, epoch: int = 0, mode: str = "full") -> StepPlan:
+def plan(step_id: int, epoch: int = 0, mode: Mode = BEST) -> StepPlan:
     empty = {name: [] for name in StepPlan.__struct_fields__ if name not in ("step_id", "epoch", "mode")}
     return StepPlan(step_id=step_id, epoch=epoch, mode=mode, **empty)
 
@@ -173,7 +175,7 @@ def kinds(effects: list[Effect]) -> list[str]:
 @pytest.mark.parametrize(("event", "fault"), [(DeviceLost, Fault.LOST), (Overdue, Fault.TIMEOUT)])
 def test_a_device_that_is_lost_or_silent_is_killed_and_replaced_by_the_next_epoch(replaceable, state, event, fault):
     if state is not WorkerState.READY:
-        replaceable.handle(Launch(plan(1, mode="plain" if state is WorkerState.SWITCHING else "full")))
+        replaceable.handle(Launch(plan(1, mode=SAFE if state is WorkerState.SWITCHING else BEST)))
     if state is WorkerState.OOM:
         replaceable.handle(StepFailed(1, 0, Fault.OOM, "no memory"))
     assert replaceable.state is state
@@ -313,15 +315,15 @@ def test_a_stop_ends_the_restart(replaceable):
 
 
 def test_a_plan_in_another_mode_is_run_after_the_switch_and_the_next_one_at_once(worker):
-    assert worker.handle(Launch(plan(1, mode="int8"))) == [Start(Switch("int8"))]
+    assert worker.handle(Launch(plan(1, mode=LEAN))) == [Start(Switch(LEAN))]
     assert worker.state is WorkerState.SWITCHING
-    assert worker.handle(JobDone("Switch")) == [Start(Run(plan(1, mode="int8")))]
+    assert worker.handle(JobDone("Switch")) == [Start(Run(plan(1, mode=LEAN)))]
     worker.handle(StepDone(1, 0, []))
-    assert worker.handle(Launch(plan(2, mode="int8"))) == [Start(Run(plan(2, mode="int8")))]
+    assert worker.handle(Launch(plan(2, mode=LEAN))) == [Start(Run(plan(2, mode=LEAN)))]
 
 
 def test_a_switch_that_fails_fails_the_step_which_was_not_launched(worker):
-    worker.handle(Launch(plan(1, mode="int8")))
+    worker.handle(Launch(plan(1, mode=LEAN)))
     failed = StepFailed(1, 0, Fault.SWITCH, "no memory", launched=False)
     assert worker.handle(JobFailed("Switch", "no memory")) == [Send("engine", failed)]
     assert worker.handle(Launch(plan(2))) == [Start(Run(plan(2)))]
@@ -336,37 +338,37 @@ def lose_in_switch(worker: Worker, step_id: int, mode: str) -> None:
 
 
 def test_a_mode_whose_switch_costs_two_workers_is_one_that_cannot_be_switched_to(replaceable):
-    lose_in_switch(replaceable, 1, "int8")
-    lose_in_switch(replaceable, 2, "int8")
-    why = "2 workers were lost while they were switched to int8"
+    lose_in_switch(replaceable, 1, LEAN)
+    lose_in_switch(replaceable, 2, LEAN)
+    why = "2 workers were lost while they were switched to fast kernels in precision int8"
     failed = StepFailed(3, 2, Fault.SWITCH, why, launched=False)
-    assert replaceable.handle(Launch(plan(3, 2, "int8"))) == [Send("engine", failed)]
+    assert replaceable.handle(Launch(plan(3, 2, LEAN))) == [Send("engine", failed)]
     assert replaceable.state is WorkerState.READY
-    assert replaceable.handle(Launch(plan(4, 2, "plain"))) == [Start(Switch("plain", 2))]
+    assert replaceable.handle(Launch(plan(4, 2, SAFE))) == [Start(Switch(SAFE, 2))]
 
 
 def test_a_switch_that_goes_well_forgives_the_worker_that_was_lost_in_one(replaceable):
-    lose_in_switch(replaceable, 1, "int8")
-    replaceable.handle(Launch(plan(2, 1, "int8")))
+    lose_in_switch(replaceable, 1, LEAN)
+    replaceable.handle(Launch(plan(2, 1, LEAN)))
     replaceable.handle(JobDone("Switch", None, 1))
     replaceable.handle(DeviceLost(1, "gone", 1.0))
     restart(replaceable)
-    lose_in_switch(replaceable, 3, "int8")
-    assert replaceable.handle(Launch(plan(4, 3, "int8"))) == [Start(Switch("int8", 3))]
+    lose_in_switch(replaceable, 3, LEAN)
+    assert replaceable.handle(Launch(plan(4, 3, LEAN))) == [Start(Switch(LEAN, 3))]
 
 
 def test_the_full_mode_is_where_each_worker_comes_up(replaceable):
     for step_id in (1, 2):
-        replaceable.handle(Launch(plan(step_id, replaceable.epoch, "plain")))
+        replaceable.handle(Launch(plan(step_id, replaceable.epoch, SAFE)))
         replaceable.handle(JobDone("Switch", None, replaceable.epoch))
         replaceable.handle(StepDone(step_id, replaceable.epoch, []))
-        lose_in_switch(replaceable, step_id + 10, "full")
+        lose_in_switch(replaceable, step_id + 10, BEST)
     assert replaceable.handle(Launch(plan(5, 2))) == [Start(Run(plan(5, 2)))]
 
 
 def test_a_new_device_computes_in_the_full_mode(replaceable):
-    replaceable.handle(Launch(plan(1, mode="int8")))
+    replaceable.handle(Launch(plan(1, mode=LEAN)))
     replaceable.handle(JobDone("Switch"))
     replaceable.handle(DeviceLost(0, "gone", 1.0))
     restart(replaceable)
-    assert replaceable.handle(Launch(plan(2, 1, "int8"))) == [Start(Switch("int8", 1))]
+    assert replaceable.handle(Launch(plan(2, 1, LEAN))) == [Start(Switch(LEAN, 1))]

@@ -50,7 +50,7 @@ def backend_registry(backend: str) -> Registry:
             if name in names:
                 chosen.register(operation, names[name])
     int8 = {kernel.name: kernel for kernel in everything.implementations("linear_int8")}
-    for name in ("native-int8",) if backend == "native" else ("torch-int8",):
+    for name in ("native-int8", "torch-int8") if backend == "native" else ("torch-int8",):
         if name in int8:
             chosen.register("linear_int8", int8[name])
     for attention in everything.implementations("attention"):

@@ -15,6 +15,7 @@ import torch
 from checkpoints import GRID, Shape, save_checkpoint
 from driver import CPU, Driver, make_runner
 
+from novainfer.fsm.mode import PLAIN, Mode
 from novainfer.kernels.arena import Arena
 from novainfer.kernels.choice import build_registry
 from novainfer.kernels.loader import WeightReader
@@ -217,12 +218,12 @@ def test_weights_of_other_files_dtypes_or_kernels_are_not_taken(change: str, tmp
 def test_shared_weights_have_no_int8_and_are_there_again_at_once(tmp_path: Path, fd: int) -> None:
     save_checkpoint(GRID[0], tmp_path)
     runner = make_runner(tmp_path, "native", weights_fd=fd)
-    assert runner.info.modes == ("full", "plain")
+    assert runner.info.modes == (Mode(), Mode(PLAIN))
     expected = logits_of(runner)
-    runner.switch("plain")
+    runner.switch(Mode(PLAIN))
     assert not torch.equal(logits_of(runner), expected)
     (tmp_path / "model.safetensors").unlink()
-    runner.switch("full")
+    runner.switch(Mode())
     assert torch.equal(logits_of(runner), expected)
 
 

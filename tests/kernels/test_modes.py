@@ -14,6 +14,7 @@ import torch
 from checkpoints import GRID, Shape, save_checkpoint
 from driver import CPU, Driver, make_runner
 
+from novainfer.fsm.mode import FAST, INT8, PLAIN, Mode
 from novainfer.fsm.step import SeqParams
 from novainfer.kernels import loader, modes
 from novainfer.kernels.choice import build_registry
@@ -25,6 +26,9 @@ SHAPE = Shape("switched", 4, 2, 24, 96, 160, num_layers=3)
 UNTIED = Shape("switched-untied", 6, 2, 16, 80, 200, tied=False)
 PROMPT = [(7 * i + 3) % 127 for i in range(37)]
 NATIVE = any(kernel.name == "native" for kernel in build_registry(CPU).implementations("linear"))
+
+BEST, SAFE, LEAN, LEAST = Mode(), Mode(PLAIN), Mode(FAST, INT8), Mode(PLAIN, INT8)
+FIRST, LOWER = (BEST, LEAN) if NATIVE else (SAFE, LEAST)
 
 needs_native = pytest.mark.skipif(not NATIVE, reason="there are no native kernels here")
 
@@ -68,25 +72,26 @@ def test_every_mode_computes_and_the_way_back_gives_the_same_bits(
     model: str, dtype: str, request: pytest.FixtureRequest
 ) -> None:
     runner = make_runner(request.getfixturevalue(model), "native", dtype=dtype)
-    assert runner.info.modes == ("full", "plain", "int8")
-    in_mode = {"full": logits_of(runner)}
+    assert runner.info.modes == (BEST, SAFE, LEAN, LEAST)
+    in_mode = {BEST: logits_of(runner)}
     full_bytes = runner.weight_bytes
     close = {"float32": {"rtol": 1e-4, "atol": 1e-4}, "bfloat16": {"rtol": 0.1, "atol": 0.1}}[dtype]
-    for mode in ("plain", "int8", "full", "int8", "plain", "full"):
+    for mode in (SAFE, LEAN, BEST, LEAN, LEAST, SAFE, LEAST, LEAN, SAFE, BEST):
         runner.switch(mode)
         assert runner.mode == mode
         assert runner._decoder.embedding.head is runner._decoder.head
-        assert native_parts(runner) == (set() if mode == "plain" else {"linear", "attention", "ops"})
+        assert native_parts(runner) == (set() if mode.kernels == PLAIN else {"linear", "attention", "ops"})
         logits = logits_of(runner)
         assert torch.equal(logits, in_mode.setdefault(mode, logits))
-        if mode == "int8":
+        if mode.precision == INT8:
             assert runner.weight_bytes < (0.36 if dtype == "float32" else 0.65) * full_bytes
         else:
             assert runner.weight_bytes <= 1.2 * full_bytes
-    assert not torch.equal(in_mode["plain"], in_mode["full"])
-    torch.testing.assert_close(in_mode["plain"][0], in_mode["full"][0], **close)
-    assert not torch.equal(in_mode["int8"], in_mode["full"])
-    error = (in_mode["int8"][0] - in_mode["full"][0]).abs().max() / in_mode["full"][0].abs().max()
+    assert not torch.equal(in_mode[SAFE], in_mode[BEST])
+    torch.testing.assert_close(in_mode[SAFE][0], in_mode[BEST][0], **close)
+    assert not torch.equal(in_mode[LEAN], in_mode[BEST])
+    torch.testing.assert_close(in_mode[LEAST][0], in_mode[LEAN][0], **close)
+    error = (in_mode[LEAN][0] - in_mode[BEST][0]).abs().max() / in_mode[BEST][0].abs().max()
     assert error < 0.1
 
 
@@ -100,7 +105,7 @@ def test_plain_kernels_go_on_where_native_ones_stopped(shape: Shape, tmp_path: P
     undisturbed.generate([undisturbed.add(0, prompt)], 9)
     driver = Driver(runner, capture=True)
     sequence = driver.add(1, prompt)
-    for mode in ("full", "plain", "full"):
+    for mode in (BEST, SAFE, BEST):
         runner.switch(mode)
         driver.generate([sequence], 3)
     torch.testing.assert_close(
@@ -110,21 +115,21 @@ def test_plain_kernels_go_on_where_native_ones_stopped(shape: Shape, tmp_path: P
 
 def test_torchs_own_kernels_have_int8_but_nothing_plainer(folder: Path) -> None:
     runner = make_runner(folder, "torch")
-    assert runner.info.modes == ("full", "int8")
+    assert runner.info.modes == (SAFE, LEAST)
     before = logits_of(runner)
-    runner.switch("int8")
+    runner.switch(LEAST)
     torch.testing.assert_close(logits_of(runner)[0], before[0], rtol=0.1, atol=0.1)
-    runner.switch("full")
+    runner.switch(SAFE)
     assert is_as_before(runner, before)
-    with pytest.raises(ValueError, match="there is no mode 'plain' here, only full, int8"):
-        runner.switch("plain")
+    with pytest.raises(ValueError, match=f"there are no {BEST} here, only {SAFE}, {LEAST}"):
+        runner.switch(BEST)
 
 
 @needs_native
 def test_where_rows_must_not_know_their_batch_no_mode_lets_them(folder: Path) -> None:
     options: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": None}
     runner = ModelRunner.load(folder, batch_invariant=True, native="require", **options)
-    assert runner.info.modes == ("full", "int8")
+    assert runner.info.modes == (BEST, LEAN)
 
 
 def test_a_switch_leaves_cache_and_sampler_as_they_are(folder: Path) -> None:
@@ -182,7 +187,9 @@ ERRORS: list[tuple[Callable[[], Exception], type[Exception]]] = [
 
 @pytest.mark.parametrize("planted", ERRORS)
 @pytest.mark.parametrize("count", [1, 4, 13])
-@pytest.mark.parametrize("way", [("full", "int8"), ("int8", "full"), ("full", "plain"), ("plain", "int8")])
+@pytest.mark.parametrize(
+    "way", [(FIRST, LOWER), (LOWER, FIRST), (BEST, SAFE), (SAFE, LEAST), (LEAN, LEAST), (LEAST, SAFE)]
+)
 def test_a_switch_that_fails_leaves_the_old_mode_working(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -190,7 +197,7 @@ def test_a_switch_that_fails_leaves_the_old_mode_working(
     count: int,
     planted: tuple[Callable[[], Exception], type[Exception]],
 ) -> None:
-    if not NATIVE and "plain" in way:
+    if not NATIVE and (BEST in way or LEAN in way):
         pytest.skip("there are no native kernels here")
     runner = make_runner(folder, "native" if NATIVE else "torch")
     full = logits_of(runner)
@@ -204,24 +211,24 @@ def test_a_switch_that_fails_leaves_the_old_mode_working(
     assert is_as_before(runner, before)
     runner.switch(way[1])
     assert runner.mode == way[1]
-    runner.switch("full")
+    runner.switch(FIRST)
     assert is_as_before(runner, full)
 
 
 def test_weights_that_are_gone_or_changed_are_not_read_again(tmp_path: Path) -> None:
     runner = make_runner(save_checkpoint(SHAPE, tmp_path), "native" if NATIVE else "torch")
     full = logits_of(runner)
-    runner.switch("int8")  # is made of the weights in memory
+    runner.switch(LOWER)  # is made of the weights in memory
     before = logits_of(runner)
     file = tmp_path / "model.safetensors"
     content = file.read_bytes()
     file.unlink()
     with pytest.raises(LoadError, match="cannot be read: No such file"):
-        runner.switch("full")
+        runner.switch(FIRST)
     file.write_bytes(content[:-1] + b"!")
     with pytest.raises(LoadError, match="has changed since the model was loaded"):
-        runner.switch("full")
-    assert runner.mode == "int8"
+        runner.switch(FIRST)
+    assert runner.mode == LOWER
     assert is_as_before(runner, before)
     assert not is_as_before(runner, full)
 
@@ -237,15 +244,15 @@ def test_a_mixture_is_served_and_mended_by_the_next_switch(
     with monkeypatch.context() as patch:
         failing_at(patch, 4, lambda: MemoryError("planted"))
         with pytest.raises(MemoryError):
-            runner.switch("int8")
-    assert runner.mode == "full"
+            runner.switch(LOWER)
+    assert runner.mode == FIRST
     assert "down of layer 0" not in caplog.text
-    assert "qkv of layer 0 stays in mode int8" in caplog.text
+    assert f"qkv of layer 0 stays with {LOWER}" in caplog.text
     mixed = logits_of(runner)
     assert not torch.equal(mixed, full)
     torch.testing.assert_close(mixed[0], full[0], rtol=0.1, atol=0.1)
     hidden.rename(file)
-    runner.switch("full")
+    runner.switch(FIRST)
     assert is_as_before(runner, full)
 
 
@@ -255,16 +262,16 @@ def test_a_switch_without_room_does_not_begin(folder: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(modes, "free_bytes", lambda device: 1000)
         patch.setattr(loader.WeightReader, "linear", None)
-        with pytest.raises(MemoryError, match=r"the weights of mode int8 need .* MiB more, but only 0 MiB are free"):
-            runner.switch("int8")
+        with pytest.raises(MemoryError, match=f"the weights for {LOWER} need .* MiB more, but only 0 MiB are free"):
+            runner.switch(LOWER)
     assert is_as_before(runner, before)
-    runner.switch("int8")
+    runner.switch(LOWER)
     with monkeypatch.context() as patch:
         patch.setattr(modes, "free_bytes", lambda device: runner.weight_bytes)
         patch.setattr(loader.WeightReader, "linear", None)
-        with pytest.raises(MemoryError, match="mode full"):
-            runner.switch("full")
-    assert runner.mode == "int8"
+        with pytest.raises(MemoryError, match=f"the weights for {FIRST}"):
+            runner.switch(FIRST)
+    assert runner.mode == LOWER
 
 
 def test_what_the_way_down_needs_first_is_held_in_reserve(folder: Path) -> None:
@@ -273,9 +280,9 @@ def test_what_the_way_down_needs_first_is_held_in_reserve(folder: Path) -> None:
     held = runner._modes._reserve.nbytes
     largest = max(s.out_features * s.in_features for s in loader.linear_specs(runner._decoder.config) if s.layer == 0)
     assert largest < held < largest + 32 * 2**20
-    runner.switch("int8")
+    runner.switch(LOWER)
     assert runner._modes._reserve is None
-    runner.switch("full")
+    runner.switch(FIRST)
     assert runner._modes._reserve is not None
 
 
@@ -291,16 +298,17 @@ def status(name):
 runner = ModelRunner.load(Path(sys.argv[1]), max_num_seqs=2, max_num_batched_tokens=64, max_model_len=128)
 runner.fit(mode="fixed", num_blocks=8)
 runner.warm()
-for mode in ("int8", "full"):  # once, for what libraries allocate the first time
+first, _, lower, _ = runner.info.modes
+for mode in (lower, first):  # once, for what libraries allocate the first time
     runner.switch(mode)
     runner.warm()
 steps = []
-for mode in ("full", "int8", "full"):
+for mode in (first, lower, first):
     before = status("RssAnon")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     base = status("VmRSS")
     runner.switch(mode)
-    steps.append([mode, runner.weight_bytes / 2**20, before, status("RssAnon"), status("VmHWM") - base])
+    steps.append([str(mode), runner.weight_bytes / 2**20, before, status("RssAnon"), status("VmHWM") - base])
 print(json.dumps(steps))
 """
 

@@ -10,6 +10,7 @@ from checkpoints import Shape, save_checkpoint
 from driver import BACKENDS, Driver, make_runner
 from safetensors.torch import load_file, save_file
 
+from novainfer.fsm.mode import PRECISIONS, Mode
 from novainfer.fsm.step import NO_TOKEN
 
 POISON = 77  # a token whose embedding is NaN
@@ -25,12 +26,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-@pytest.mark.parametrize("mode", ["full", "int8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_only_the_sequence_itself_gets_no_token(backend: str, mode: str, folder: Path) -> None:
+def test_only_the_sequence_itself_gets_no_token(backend: str, precision: str, folder: Path) -> None:
     runner = make_runner(folder, backend, num_blocks=16)
-    if mode in runner.info.modes:
-        runner.switch(mode)
+    runner.switch(Mode(runner.mode.kernels, precision))
     prompt = [3, 1, 4, 1, 5] * 4
     healthy = Driver(runner)
     expected = healthy.generate([healthy.add(0, prompt)], 3)[0]

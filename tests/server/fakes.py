@@ -73,6 +73,7 @@ class FakeStatistics(msgspec.Struct, frozen=True, kw_only=True):
     incidents: dict[str, int] = {}
     worker_losses: int = 0
     rung: str = "FULL"
+    rungs: tuple[str, ...] = ("FULL", "SMALLER_BATCH", "INT8")
     phases: PhaseTotals = PhaseTotals()
     admission: AdmissionStatistics = AdmissionStatistics(rejected_total={"overflow": 2}, cancelled_total={"queue": 3})
 

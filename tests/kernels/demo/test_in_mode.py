@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from novainfer.fsm.mode import CHECKPOINT, INT8
 from novainfer.kernels.demo import model_path
 from novainfer.kernels.demo.evaluate import evaluate, load
 from novainfer.kernels.demo.in_mode import ModeModel
@@ -14,21 +15,24 @@ SEED = 7
 @pytest.mark.slow
 def test_the_engine_answers_as_transformers_does() -> None:
     for group, count in (("names", 64), ("json", 24)):
-        scores = [evaluate(*load(model_path(), mode), group, seed=SEED, num_questions=count) for mode in (None, "full")]
+        scores = [
+            evaluate(*load(model_path(), precision), group, seed=SEED, num_questions=count)
+            for precision in (None, CHECKPOINT)
+        ]
         assert scores[0] == scores[1]
 
 
 @pytest.mark.slow
 def test_int8_weights_answer_nearly_as_well() -> None:
-    tokenizer, model = load(model_path(), "int8")
-    assert model.runner.mode == "int8"
+    tokenizer, model = load(model_path(), INT8)
+    assert model.runner.mode.precision == INT8
     for group, least in (("sums", 0.95), ("products", 0.98), ("facts", 0.93), ("names", 0.9), ("json", 0.93)):
         score = evaluate(tokenizer, model, group, seed=SEED, num_questions=128)
         assert score.num_right / score.num_asked >= least, group
 
 
 def test_scores_are_of_the_tokens_given() -> None:
-    model = ModeModel(model_path(), "full")
+    model = ModeModel(model_path())
     prompts = [[40, 41, 42], [43, 44, 45, 46, 47]]
     replies = [[50, 51, 52, 53], [60]]
     together = model.score(prompts, replies)
