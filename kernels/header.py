@@ -16,7 +16,7 @@ from typing import Any
 from novainfer.kernels.config import ModelConfig
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.folder import weight_files
-from novainfer.kernels.models.registry import read_config
+from novainfer.kernels.models.registry import FAMILIES, read_config
 
 __all__ = [
     "TensorEntry",
@@ -29,7 +29,6 @@ __all__ = [
 HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors package itself
 LISTED_MAX = 5  # names spelled out in an error; the rest is counted
 
-HEAD = "lm_head.weight"
 DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}  # as torch calls them; bytes
 
 
@@ -60,7 +59,7 @@ def check_fit(model_dir: Path, config: ModelConfig, entries: dict[str, TensorEnt
     The head of a checkpoint with tied embeddings may be there or not.
     """
     expected = tensor_shapes(config)
-    ignored = {HEAD} if config.tensor("head") is None else set()
+    ignored = {tensor.name for tensor in FAMILIES[config.architecture].tensors if tensor.part == "head"}
     missing = [name for name in expected if name not in entries]
     unexpected = [
         name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from typing import ClassVar, Self, cast
 
 import torch
@@ -12,13 +13,14 @@ from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.linear import PackedLinear
 from novainfer.kernels.cpu.native import LayerDesc, ModelDesc, StepDesc, library, num_threads
 from novainfer.kernels.cpu.ops import NativeRowOps
-from novainfer.kernels.forward import PRODUCTS, DecoderKind, DecoderParts
+from novainfer.kernels.forward import PRODUCTS, DecoderKind, DecoderParts, Layer
 from novainfer.kernels.step import StepTensors
 
 __all__ = ["NativeForward"]
 
 # A step below this many operations takes one thread a tenth of a millisecond: the other cores are the event loop's.
 SERIAL_FLOPS_MAX = 8 << 20
+LAYER_FIELDS = [field.name for field in dataclasses.fields(Layer)]
 
 
 class NativeForward:
@@ -34,7 +36,7 @@ class NativeForward:
         self._kept: list[object] = [*layers, final_norm, cos_sin, attention, descs]
         self._flops_per_token = 0
         for desc, layer in zip(descs, layers, strict=True):
-            for name, _ in LayerDesc._fields_:
+            for name in LAYER_FIELDS:
                 part: Tensor | PackedLinear | int | None = getattr(layer, name)
                 if isinstance(part, PackedLinear):
                     setattr(desc, name, ctypes.pointer(part.desc))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from novainfer.kernels.cpu.build import best_library
+from novainfer.kernels.forward import Layer
 
 if TYPE_CHECKING:
     from novainfer.kernels.registry import Operation
@@ -65,22 +67,13 @@ class CacheDesc(ctypes.Structure):
 
 _DESC = ctypes.POINTER(LinearDesc)
 _CACHE = ctypes.POINTER(CacheDesc)
+_BY_ANNOTATION: dict[str, Any] = {"Linear": _DESC, "Tensor": _P, "Tensor | None": _P, "int | None": _L}
 
 
 class LayerDesc(ctypes.Structure):
-    """Mirrors `LayerDesc` in forward.cpp."""
+    """A `Layer` field by field, in its order; mirrors `LayerDesc` in forward.cpp."""
 
-    _fields_ = (
-        ("input_norm", _P),
-        ("qkv", _DESC),
-        ("o", _DESC),
-        ("post_norm", _P),
-        ("gate_up", _DESC),
-        ("down", _DESC),
-        ("q_norm", _P),
-        ("k_norm", _P),
-        ("sliding_window", _L),
-    )
+    _fields_ = tuple((field.name, _BY_ANNOTATION[str(field.type)]) for field in dataclasses.fields(Layer))
 
 
 class ModelDesc(ctypes.Structure):

@@ -48,7 +48,7 @@ def test_an_answer_ends_where_the_reference_meets_the_end_of_sequence(llm: LLM, 
             assert (choice.token_ids, choice.finish_reason) == (whole, "length")
 
 
-@pytest.mark.parametrize("name", ["mha", "mqa", "wide-heads", "odd"])
+@pytest.mark.parametrize("name", ["mha", "mqa", "wide-heads", "odd", "qwen3", "yarn", "qwen3-sliding"])
 def test_random_checkpoints_are_the_references_too(name: str, tiny: Callable[[str], Reference]) -> None:
     reference = tiny(name)
     prompts = [reference.prompt(length, seed) for seed, length in enumerate((1, 2, 15, 16, 17, 33, 70, 100))]

@@ -120,3 +120,35 @@ def test_no_tokenizer_brings_torch_into_the_process(folder: Path, tmp_path: Path
         [sys.executable, "-c", code, folder, tmp_path, DEMO], capture_output=True, text=True, check=True
     )
     assert done.stdout == "True False\n"
+
+
+def test_a_template_may_think_or_not_as_the_request_says(folder: Path, tmp_path: Path) -> None:
+    """As Qwen3's does: what it looks at comes with the request."""
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    template = (
+        "{%- set ns = namespace(last=none) -%}"
+        "{%- for message in messages[::-1] -%}{%- if ns.last is none and message.role == 'user' -%}"
+        "{%- set ns.last = messages|length - 1 - loop.index0 -%}{%- endif -%}{%- endfor -%}"
+        "{%- for message in messages -%}<{{ message.role }}>"
+        "{%- if message.role == 'assistant' and loop.index0 < ns.last -%}"
+        "{{ message.content.split('</think>')[-1].lstrip('\\n') }}"
+        "{%- else -%}{{ message.content }}{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}<assistant>"
+        "{%- if enable_thinking is defined and enable_thinking is false -%}"
+        "{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif -%}"
+        "{%- endif -%}"
+    )
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")) | {"chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tokenizer = HFTokenizer(tmp_path)
+    try:
+        found = tokenizer.encode_batch(
+            [Chat(messages=MESSAGES, template_kwargs=kwargs) for kwargs in ({}, {"enable_thinking": False})]
+        )
+    finally:
+        tokenizer.close()
+    vocabulary = tokenizer.vocabulary()
+    texts = [b"".join(map(vocabulary.bytes_of, ids)).decode() for ids in found]
+    start = "<system>Be brief.<user>1 + 1?<assistant>Two.<user>And é?<assistant>"
+    assert texts == [start, start + "<think>\n\n</think>\n\n"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -11,9 +13,11 @@ from checkpoints import Shape, greedy, load_transformers, save_checkpoint
 from driver import Driver, make_runner
 from safetensors.torch import load_file
 
+from novainfer.kernels.config import Rope
 from novainfer.kernels.cpu.native import LayerDesc
 from novainfer.kernels.forward import PRODUCTS, Layer
 from novainfer.kernels.header import tensor_shapes
+from novainfer.kernels.make_checkpoint import SHAPES
 from novainfer.kernels.models import registry
 from novainfer.kernels.models.family import DECODER, ModelFamily
 from novainfer.kernels.models.registry import FAMILIES, read_config
@@ -34,7 +38,48 @@ def test_the_parts_of_a_table_are_those_of_a_layer_and_of_its_native_descriptor(
         parts = {tensor.part for tensor in family.tensors if tensor.is_per_layer}
         assert parts <= names
         assert set(PRODUCTS) <= parts
-    assert {name for name, _ in LayerDesc._fields_} == names
+    assert [name for name, _ in LayerDesc._fields_] == [field.name for field in fields(Layer)]
+
+
+def test_deepseek_r1_distill_qwen_is_a_qwen2(tmp_path: Path) -> None:
+    """The fields of its public config.json and generation_config.json (1.5B)."""
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 1536,
+        "initializer_range": 0.02,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 21,
+        "model_type": "qwen2",
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.44.0",
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    generation = {"bos_token_id": 151646, "eos_token_id": 151643, "do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    found = read_config(tmp_path)
+    assert (found.eos_token_ids, found.max_position_embeddings, found.rope) == ((151643,), 131072, Rope(10_000.0))
+    assert set(found.sliding_windows) == {None}  # 4096 is there, and not used
+    shapes = tensor_shapes(found)
+    assert shapes["lm_head.weight"] == (151936, 1536)
+    assert sum(math.prod(shape) for shape in shapes.values()) == 1_777_088_000
+    made = SHAPES["deepseek-r1-distill-qwen-1.5b"]
+    assert {key: config[key] for key in made} == made
 
 
 def test_a_family_that_differs_by_its_table_alone_is_one_record(
