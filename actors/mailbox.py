@@ -164,7 +164,7 @@ class Actor:
     def _take(self, event: Any, codes: Codes | None) -> None:
         machine = self.machine
         assert machine is not None
-        before = machine.state
+        before, num_renewals = machine.state, machine.num_renewals
         try:
             effects = machine.handle(event)
         except Exception as error:
@@ -173,7 +173,7 @@ class Actor:
             raise
         self._handled += 1
         after = machine.state
-        if after is not before and self._loop is not None:
+        if (after is not before or machine.num_renewals != num_renewals) and self._loop is not None:
             self._state_since_s = self._loop.time()
         if codes is not None:
             try:

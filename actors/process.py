@@ -25,6 +25,7 @@ from novainfer.actors.link import Deliver
 from novainfer.actors.spec import DeviceSpec
 from novainfer.actors.watchdog import ENDING, SPARE
 from novainfer.actors.wire import Beat, Hello, LogLine, Ping, Progress, UnsendableError
+from novainfer.fsm.dwell import DYING_LIMIT_S
 from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.events import (
     Close,
@@ -37,7 +38,7 @@ from novainfer.fsm.events import (
     StepFailed,
     Stop,
 )
-from novainfer.fsm.health import DYING_LIMIT_S, Sighting, Silence
+from novainfer.fsm.health import Sighting, Silence
 from novainfer.fsm.machine import After, Effect, Send, Start
 from novainfer.fsm.process import Answered, Ask, Ended, Finish, Process, Started, StartFailed, Tell
 from novainfer.fsm.roster import (

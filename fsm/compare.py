@@ -33,7 +33,7 @@ def first_difference(now: Any, was: Any, path: str = "", depth: int = 0) -> str:
         pairs = [
             (f"{path}.{name}", getattr(now, name, None), getattr(was, name, None))
             for name in names
-            if name not in ("_effects", "observer")
+            if name not in ("_effects", "num_renewals", "observer")
         ]
     for where, a, b in pairs:
         if found := first_difference(a, b, where, depth + 1):

@@ -8,18 +8,8 @@ from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 
-from novainfer.fsm.engine import Engine
-from novainfer.fsm.gate import Gate
-from novainfer.fsm.ladder import Ladder
 from novainfer.fsm.machine import Machine, Row, each_row
-from novainfer.fsm.process import Process
-from novainfer.fsm.request import Request
-from novainfer.fsm.roster import Roster
-from novainfer.fsm.scheduler import Scheduler
-from novainfer.fsm.stream import Stream
-from novainfer.fsm.worker import Worker
-
-MACHINES: tuple[type[Machine], ...] = (Gate, Engine, Scheduler, Request, Worker, Roster, Process, Ladder, Stream)
+from novainfer.fsm.machines import MACHINES, states
 
 HEAD = """# The machines
 
@@ -46,12 +36,6 @@ def _section(machine: type[Machine]) -> str:
     name = module.__name__.rsplit(".", 1)[1]
     picture = f"```mermaid\n{diagram(machine)}```"
     return f"\n## {machine.__name__}\n\n`fsm/{name}.py`. {summary}\n\n{picture}\n\n{_rows(machine)}"
-
-
-def states(machine: type[Machine]) -> list[StrEnum]:
-    """The states of `machine`, in the order of their definition; the first is where it begins."""
-    enum = type(next(iter(machine.TABLE))[0])
-    return list(enum)
 
 
 def diagram(machine: type[Machine]) -> str:

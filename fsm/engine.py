@@ -15,9 +15,20 @@ before it are handed on, so that the device never waits for readers. Any state g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from novainfer.fsm.dwell import (
+    ANSWER_LIMIT_S,
+    COMES_UP,
+    COMES_UP_AGAIN,
+    ENDED,
+    RECLAIM_LIMIT_S,
+    SWITCH_LIMIT_S,
+    Dwell,
+    any_time,
+)
 from novainfer.fsm.events import (
     Arrive,
     Batch,
@@ -142,7 +153,8 @@ class Engine(Machine):
         stay(BUSY, Resume, "_resume"),
         never(S.STARTING, Resume, CLOSED_GATE),
         ignore(S.STOPPED, Resume, "its stream has ended"),
-        on((S.SCHEDULING, S.ROLLBACK), Batch, "_batch", S.WAITING_WORKER, S.SCHEDULING, S.IDLE, only=OfEpoch),
+        on(S.SCHEDULING, Batch, "_batch", S.WAITING_WORKER, S.SCHEDULING, S.IDLE, only=OfEpoch, renews=True),
+        on(S.ROLLBACK, Batch, "_batch", S.WAITING_WORKER, S.SCHEDULING, S.IDLE, only=OfEpoch),
         stay((S.SCHEDULING, S.RECOVERING), Batch, "_stale_batch"),
         never(S.ROLLBACK, Batch, "what was planned for a worker that is lost comes before any step of the next one"),
         never((S.STARTING, S.IDLE, S.WAITING_WORKER), Batch, "the scheduler answers MakeBatch, once"),
@@ -163,6 +175,17 @@ class Engine(Machine):
         on((S.STARTING, *CYCLE), Stop, "_stop", S.STOPPED),
         ignore(S.STOPPED, Stop, "stopping twice is stopping once"),
     )
+    DWELLS: ClassVar[Mapping[Any, Dwell]] = {
+        S.STARTING: COMES_UP,
+        S.IDLE: any_time("it waits for clients"),
+        S.SCHEDULING: Dwell(ANSWER_LIMIT_S, "the scheduler answers within a turn"),
+        S.WAITING_WORKER: Dwell(
+            SWITCH_LIMIT_S + RECLAIM_LIMIT_S + ANSWER_LIMIT_S, "a switch, a step and a reclaim at the worker", True
+        ),
+        S.ROLLBACK: Dwell(ANSWER_LIMIT_S, "the scheduler answers within a turn"),
+        S.RECOVERING: COMES_UP_AGAIN,
+        S.STOPPED: ENDED,
+    }
 
     state: EngineState
 

@@ -13,9 +13,11 @@ and every deadline comes here first: who is in OVERFLOW is ended here, the rest 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from novainfer.fsm.dwell import COMES_UP, ENDED, Dwell, any_time
 from novainfer.fsm.events import (
     Arrive,
     Cancel,
@@ -83,6 +85,12 @@ class Gate(Machine):
         on((S.STARTING, S.OPEN, S.DRAINING), Stop, "_close", S.CLOSED),
         ignore(S.CLOSED, Stop, "it is closed"),
     )
+    DWELLS: ClassVar[Mapping[Any, Dwell]] = {
+        S.STARTING: COMES_UP,
+        S.OPEN: any_time("it waits for clients"),
+        S.DRAINING: any_time("the requests here have as long as the owner that drains gives them"),
+        S.CLOSED: ENDED,
+    }
 
     def __init__(
         self,

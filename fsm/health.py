@@ -1,9 +1,10 @@
-"""Whether everything moves: how long each state may last, and a watch that tells who has outstayed it.
+"""Whether everything moves: a watch that tells which actor has outstayed its state, takes no turns or says nothing.
 
-Health is progress, not a flag. Every state of every machine has a deadline here, or a reason why it has none; and every
-actor that is asked for a turn must take it within `TURN_LIMIT_S`, whatever its state. The watch is looked at every
-`PERIOD_S` and is told the time: a look that comes late (the loop was blocked, the machine was suspended, a debugger
-held it) counts for `LOOK_S_MAX` at most, so that nobody is blamed for time in which nobody could move.
+Health is progress, not a flag. Every state of every machine has a deadline beside its table (`DWELLS`), or a reason why
+it has none; and every actor that is asked for a turn must take it within `TURN_LIMIT_S`, whatever its state. The watch
+is looked at every `PERIOD_S` and is told the time: a look that comes late (the loop was blocked, the machine was
+suspended, a debugger held it) counts for `LOOK_S_MAX` at most, so that no actor is blamed for time in which none could
+move.
 """
 
 from __future__ import annotations
@@ -13,34 +14,17 @@ from enum import StrEnum
 
 import msgspec
 
-from novainfer.fsm.engine import EngineState
-from novainfer.fsm.gate import GateState
-from novainfer.fsm.ladder import Rung
-from novainfer.fsm.process import ProcessState
-from novainfer.fsm.request import RequestState
-from novainfer.fsm.roster import RosterState
-from novainfer.fsm.scheduler import SchedulerState
-from novainfer.fsm.stream import StreamState
-from novainfer.fsm.worker import WorkerState
+from novainfer.fsm.dwell import ENCODE_LIMIT_S, Dwell, any_time
+from novainfer.fsm.machines import MACHINES, states
 
 PERIOD_S = 0.25  # between two looks: a quarter of the second in which a frozen actor must be reported
 LOOK_S_MAX = 2 * PERIOD_S
 TURN_LIMIT_S = 2.0  # from asking for a turn to the turn; the longest ones (planning for 1000 requests) take 0.05 s
-ANSWER_LIMIT_S = 5.0  # for a message between two actors of one loop, and the turns that it causes
-RECLAIM_LIMIT_S = 30.0  # collecting garbage, and giving cached memory back to the driver
-SWITCH_LIMIT_S = 300.0  # packing the weights of a large model anew
-MEMORY_LIMIT_S = 600.0  # allocating a KV cache; compiling and running every kernel once, on a machine that swaps
-LOAD_STALL_LIMIT_S = (
-    120.0  # without another tensor read: the largest one is 2.5 GB, and a slow disk gives 20 MB a second
-)
 # Importing torch from a cold disk holds the interpreter, and with it the beat, for many seconds.
 LOAD_SILENCE_S = 60.0
-DYING_LIMIT_S = 10.0  # for a process that was killed: it takes the system 0.5 s to take back 1 GiB
 # For which a server that replaces its worker is ready all the same: every other one behind its balancer would get its
 # load. Within them a worker of a small model is back; a longer outage is for the balancer to know.
 RECOVERY_READY_S = 10.0
-BACKOFF_LIMIT_S = 60.0  # longer than any pause between two restarts
-ENCODE_LIMIT_S = 60.0  # one batch at the tokenizer: 64 prompts of the largest body took 9 s
 
 
 class TokenizerState(StrEnum):
@@ -51,101 +35,11 @@ class TokenizerState(StrEnum):
     ENCODING = "ENCODING"
 
 
-class Dwell(msgspec.Struct, frozen=True):
-    """How long a state may last, and why: `limit_s` seconds, those of a step beside if `and_step`; None: any time.
-
-    `by_signs`: from one sign that it gets on to the next; an actor that gives no such signs has any time.
-    """
-
-    limit_s: float | None
-    why: str
-    and_step: bool = False
-    by_signs: bool = False
-
-    def seconds(self, step_timeout_s: float) -> float | None:
-        """The limit in seconds."""
-        if self.limit_s is None:
-            return None
-        return self.limit_s + (step_timeout_s if self.and_step else 0.0)
-
-
-def _any(why: str) -> Dwell:
-    return Dwell(None, why)
-
-
-ENDED = _any("it has ended")
-E, W, P, R = EngineState, WorkerState, ProcessState, RequestState
-
 DWELLS: Mapping[type[StrEnum], Mapping[StrEnum, Dwell]] = {
-    GateState: {
-        GateState.STARTING: _any("as long as the worker comes up, which has deadlines of its own"),
-        GateState.OPEN: _any("it waits for clients"),
-        GateState.DRAINING: _any("the requests here have as long as whoever drains gives them"),
-        GateState.CLOSED: ENDED,
-    },
-    EngineState: {
-        E.STARTING: _any("as long as the worker comes up, which has deadlines of its own"),
-        E.IDLE: _any("it waits for clients"),
-        E.SCHEDULING: Dwell(ANSWER_LIMIT_S, "the scheduler answers within a turn"),
-        E.WAITING_WORKER: Dwell(
-            SWITCH_LIMIT_S + RECLAIM_LIMIT_S + ANSWER_LIMIT_S, "a switch, a step and a reclaim at the worker", True
-        ),
-        E.ROLLBACK: Dwell(ANSWER_LIMIT_S, "the scheduler answers within a turn"),
-        E.RECOVERING: _any("as long as the worker comes up again, which has deadlines of its own"),
-        E.STOPPED: ENDED,
-    },
-    SchedulerState: {
-        SchedulerState.STARTING: _any("as long as the worker comes up, which has deadlines of its own"),
-        SchedulerState.EMPTY: _any("nothing is to be run"),
-        SchedulerState.FULL: _any("steps follow each other; the engine's states say how long each may take"),
-        SchedulerState.RECOVERING: _any("as long as the worker comes up again, which has deadlines of its own"),
-    },
-    WorkerState: {
-        W.LOADING: Dwell(LOAD_STALL_LIMIT_S, "a large model may be read for hours, but it is read on", by_signs=True),
-        W.FITTING: Dwell(MEMORY_LIMIT_S, "allocating the KV cache"),
-        W.WARMING: Dwell(MEMORY_LIMIT_S, "compiling and running the kernels once"),
-        W.READY: _any("it waits for a step"),
-        W.RUNNING: Dwell(0.0, "the step's own deadline", True),
-        W.SWITCHING: Dwell(SWITCH_LIMIT_S, "packing the weights anew"),
-        W.OOM: Dwell(RECLAIM_LIMIT_S, "giving back what the step left behind"),
-        W.RESTARTING: Dwell(BACKOFF_LIMIT_S, "a pause before the next try"),
-        W.FAILED: ENDED,
-        W.STOPPED: ENDED,
-    },
-    RosterState: {
-        **dict.fromkeys(RosterState, _any("its processes and the worker have deadlines of their own")),
-        **dict.fromkeys((RosterState.PROBING, RosterState.HOLDING), _any("a timer of its own ends it")),
-    },
-    ProcessState: {
-        P.STARTING: _any("it starts within a turn"),
-        P.IDLE: _any("it waits for a job"),
-        P.AHEAD: Dwell(MEMORY_LIMIT_S, "a spare that gets on, however slowly", by_signs=True),
-        P.BUSY: _any("the worker's state has a deadline for its job"),
-        P.READY: _any("it waits for a step"),
-        P.RUNNING: _any("the worker's state has a deadline for its job"),
-        P.CLOSING: _any("a timer of its own ends it"),
-        P.DYING: Dwell(DYING_LIMIT_S, "the system takes back what it held"),
-        P.GONE: ENDED,
-    },
-    RequestState: {
-        R.WAITING: _any("its turn depends on the others; its own timeout ends it"),
-        R.PREFILL: _any("a prompt may take many steps, and each step has a deadline"),
-        R.DECODE: _any("an answer may be long, and each step has a deadline"),
-        R.PAUSED: _any("its reader's time, which the stall timeout ends"),
-        R.PREEMPTED: _any("its turn depends on the others; its own timeout ends it"),
-        R.WAITING_FOR_REMOTE_KVS: _any("its blocks come back with a step, and each step has a deadline"),
-        R.RECOVERING: _any("as long as the worker comes up again, which has deadlines of its own"),
-        **{state: ENDED for state in RequestState if state.startswith("FINISHED")},
-    },
-    Rung: dict.fromkeys(Rung, _any("it climbs back when it has been quiet for a while")),
-    StreamState: {
-        StreamState.OPEN: _any("an answer may be long, and each step has a deadline"),
-        StreamState.STALLED: _any("its reader's time, which the stall timeout ends"),
-        StreamState.CLOSED: ENDED,
-    },
+    **{type(states(machine)[0]): machine.DWELLS for machine in MACHINES},
     TokenizerState: {
-        TokenizerState.LOADING: _any("it may be fetched"),
-        TokenizerState.IDLE: _any("it waits for prompts"),
+        TokenizerState.LOADING: any_time("it may be fetched"),
+        TokenizerState.IDLE: any_time("it waits for prompts"),
         TokenizerState.ENCODING: Dwell(ENCODE_LIMIT_S, "one batch of prompts"),
     },
 }

@@ -20,12 +20,13 @@ the next quiet time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, ClassVar
 
 import msgspec
 
+from novainfer.fsm.dwell import Dwell, any_time
 from novainfer.fsm.events import Incident, Quiet
 from novainfer.fsm.machine import Guard, Machine, Table, ignore, never, on, stay, table
 from novainfer.fsm.mode import Mode
@@ -120,6 +121,9 @@ class Ladder(Machine):
         stay(EXACT, Quiet, "_settle"),
         on(S.DEGRADED, Quiet, "_up", *S),
     )
+    DWELLS: ClassVar[Mapping[Any, Dwell]] = {
+        **dict.fromkeys(S, any_time("it climbs back when it has been quiet for a while")),
+    }
     state: Rung
 
     def __init__(self, modes: Sequence[Mode] = (Mode(),), *, quiet_s: float = 60.0) -> None:

@@ -18,6 +18,8 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 
+from novainfer.fsm.dwell import Dwell
+
 
 class Send(msgspec.Struct, frozen=True):
     """Effect: put `event` into the mailbox of the actor `to`; `urgent` takes the control lane."""
@@ -71,6 +73,7 @@ class Row(msgspec.Struct, frozen=True):
     impossible: bool = False
     only: type[Guard] | None = None
     otherwise: Row | None = None
+    renews: bool = False  # the state is entered anew, even from itself: its dwell begins again
     of: str = ""  # which of the events, where a guard tells them apart
 
 
@@ -79,13 +82,19 @@ Rows: TypeAlias = dict[tuple[StrEnum, type], Row]
 
 
 def on(
-    states: StrEnum | Iterable[StrEnum], event: type, action: str, *follows: StrEnum, only: type[Guard] | None = None
+    states: StrEnum | Iterable[StrEnum],
+    event: type,
+    action: str,
+    *follows: StrEnum,
+    only: type[Guard] | None = None,
+    renews: bool = False,
 ) -> Rows:
     """Rows: in any of `states`, `event` runs `action`, after which the machine is in one of `follows`.
 
     With `only`, an event that the guard refuses is for the next row of the pair; where there is none, it is ignored.
+    A row that `renews` its state begins something new in it: the state has its whole time again.
     """
-    return {(s, event): Row(action, frozenset(follows), only=only) for s in _each(states)}
+    return {(s, event): Row(action, frozenset(follows), only=only, renews=renews) for s in _each(states)}
 
 
 def stay(states: StrEnum | Iterable[StrEnum], event: type, action: str, *, only: type[Guard] | None = None) -> Rows:
@@ -159,15 +168,21 @@ _Nested = TypeVar("_Nested", bound="Machine")
 
 
 class Machine:
-    """Base of all machines; subclasses give `TABLE` and one method per action: `action(event) -> next state`."""
+    """Base of all machines; subclasses give `TABLE` and one method per action: `action(event) -> next state`.
+
+    `DWELLS` says how long each state may last, or why it may last for ever. `num_renewals` counts the times when a
+    state was entered from itself, by a row that `renews` it.
+    """
 
     TABLE: ClassVar[Table]
-    __slots__ = ("_effects", "observer", "state")
+    DWELLS: ClassVar[Mapping[Any, Dwell]]
+    __slots__ = ("_effects", "num_renewals", "observer", "state")
     state: StrEnum
 
     def __init__(self, state: StrEnum) -> None:
         self.state = state
         self.observer: Observer | None = None
+        self.num_renewals = 0
         self._effects: list[Effect] = []
 
     def handle(self, event: Any) -> list[Effect]:
@@ -189,6 +204,8 @@ class Machine:
         self._effects = []
         follows = getattr(self, row.action)(event)
         assert follows in row.follows, f"{type(self).__name__}.{row.action}: {state} -> {follows} is not in the table"
+        if follows is state and row.renews:
+            self.num_renewals += 1
         self.state = follows
         if observer is not None:
             observer.took(self, state, event)

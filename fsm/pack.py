@@ -32,7 +32,7 @@ PACKAGE = __name__.rpartition(".")[0]
 DEPTH_MAX = 200  # lists within lists; machines nest about ten deep
 # What no machine decides by, or what cannot be data: left out, and this when it is read back.
 LEFT_OUT: dict[str, dict[str, Callable[[], Any]]] = {
-    "Machine": {"_effects": list, "observer": lambda: None},
+    "Machine": {"_effects": list, "num_renewals": int, "observer": lambda: None},
 }
 # Log probabilities would be most of what a step brings, and machines only count them: their numbers are written.
 COUNTED = "logprobs"

@@ -11,11 +11,13 @@ for ahead of it: its answers are kept until they are asked for, and the job that
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
 import msgspec
 
+from novainfer.fsm.dwell import DYING_LIMIT_S, ENDED, MEMORY_LIMIT_S, Dwell, any_time
 from novainfer.fsm.events import Close, JobDone, JobFailed, Run
 from novainfer.fsm.machine import Guard, Machine, Table, ignore, never, on, stay, table
 
@@ -178,6 +180,17 @@ class Process(Machine):
         on((*COLD, *WARM, S.DYING), Ended, "_ended", S.GONE),
         never(S.GONE, Ended, "it ends once"),
     )
+    DWELLS: ClassVar[Mapping[Any, Dwell]] = {
+        S.STARTING: any_time("it starts within a turn"),
+        S.IDLE: any_time("it waits for a job"),
+        S.AHEAD: Dwell(MEMORY_LIMIT_S, "a spare that gets on, however slowly", by_signs=True),
+        S.BUSY: any_time("the worker's state has a deadline for its job"),
+        S.READY: any_time("it waits for a step"),
+        S.RUNNING: any_time("the worker's state has a deadline for its job"),
+        S.CLOSING: any_time("a timer of its own ends it"),
+        S.DYING: Dwell(DYING_LIMIT_S, "the system takes back what it held"),
+        S.GONE: ENDED,
+    }
 
     def __init__(self, serial: int, epoch: int) -> None:
         super().__init__(S.STARTING)

@@ -14,13 +14,15 @@ tokens, or, where there is room on the host for its blocks, fetched from there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
+from novainfer.fsm import dwell
 from novainfer.fsm.blocks import BlockTable
+from novainfer.fsm.dwell import COMES_UP_AGAIN, Dwell, any_time
 from novainfer.fsm.events import PauseRequest, ResumeRequest, Submit
 from novainfer.fsm.machine import Machine, Table, ignore, never, on, table
 from novainfer.fsm.step import SeqParams
@@ -143,6 +145,16 @@ class Request(Machine):
         on(LIVE, Finish, "_finish", *sorted(ENDED)),
         never(ENDED, Finish, "a request ends once"),
     )
+    DWELLS: ClassVar[Mapping[Any, Dwell]] = {
+        S.WAITING: any_time("its turn depends on the others; its own timeout ends it"),
+        S.PREFILL: any_time("a prompt may take many steps, and each step has a deadline"),
+        S.DECODE: any_time("an answer may be long, and each step has a deadline"),
+        S.PAUSED: any_time("its reader's time, which the stall timeout ends"),
+        S.PREEMPTED: any_time("its turn depends on the others; its own timeout ends it"),
+        S.WAITING_FOR_REMOTE_KVS: any_time("its blocks come back with a step, and each step has a deadline"),
+        S.RECOVERING: COMES_UP_AGAIN,
+        **dict.fromkeys(ENDED, dwell.ENDED),
+    }
     __slots__ = (
         "choice",
         "failures",

@@ -20,11 +20,13 @@ Any state goes to CLOSING when the worker has stopped, and to STOPPED when all p
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
 import msgspec
 
+from novainfer.fsm.dwell import Dwell, any_time
 from novainfer.fsm.events import (
     Close,
     DeviceLost,
@@ -272,6 +274,10 @@ class Roster(Machine):
         stay(S.STOPPED, CloseOver, "_close_over"),
         never((S.NEW, *UP, S.CLOSING), CloseOver, "the timer is set when all are to end"),
     )
+    DWELLS: ClassVar[Mapping[Any, Dwell]] = {
+        **dict.fromkeys(S, any_time("its processes and the worker have deadlines of their own")),
+        **dict.fromkeys((S.PROBING, S.HOLDING), any_time("a timer of its own ends it")),
+    }
 
     def __init__(self, *, warm_spare: bool = False) -> None:
         super().__init__(S.NEW)

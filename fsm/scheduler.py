@@ -14,14 +14,15 @@ computed again, from each request's own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
 from novainfer.fsm.blocks import PoolStatistics
 from novainfer.fsm.draft import Flight
+from novainfer.fsm.dwell import COMES_UP, COMES_UP_AGAIN, Dwell, any_time
 from novainfer.fsm.events import (
     Batch,
     Begun,
@@ -146,6 +147,12 @@ class Scheduler(Machine):
         never(S.STARTING, KeepOver, CLOSED_GATE),
         never(S.STARTING, Quiet, CLOSED_GATE),
     )
+    DWELLS: ClassVar[Mapping[Any, Dwell]] = {
+        S.STARTING: COMES_UP,
+        S.EMPTY: any_time("nothing is to be run"),
+        S.FULL: any_time("steps follow each other; the engine's states say how long each may take"),
+        S.RECOVERING: COMES_UP_AGAIN,
+    }
 
     def __init__(
         self,

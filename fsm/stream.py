@@ -12,9 +12,11 @@ finished, or one error. What came before the end can still be read after it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from novainfer.fsm.dwell import ENDED, Dwell, any_time
 from novainfer.fsm.events import (
     Cancel,
     Cause,
@@ -72,6 +74,11 @@ class Stream(Machine):
         on((S.OPEN, S.STALLED), Stop, "_stop", S.CLOSED),
         ignore(S.CLOSED, Stop, "it has ended already"),
     )
+    DWELLS: ClassVar[Mapping[Any, Dwell]] = {
+        S.OPEN: any_time("an answer may be long, and each step has a deadline"),
+        S.STALLED: any_time("its reader's time, which the stall timeout ends"),
+        S.CLOSED: ENDED,
+    }
     __slots__ = (
         "_begun",
         "_end",

@@ -13,11 +13,22 @@ dropped. The budget counts losses in a row, without a good step between them. An
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
 import msgspec
 
+from novainfer.fsm.dwell import (
+    BACKOFF_LIMIT_S,
+    ENDED,
+    LOAD_STALL_LIMIT_S,
+    MEMORY_LIMIT_S,
+    RECLAIM_LIMIT_S,
+    SWITCH_LIMIT_S,
+    Dwell,
+    any_time,
+)
 from novainfer.fsm.events import (
     Begin,
     Close,
@@ -119,7 +130,7 @@ class Worker(Machine):
         on(S.LOADING, Begin, "_begin", S.LOADING),
         never((S.FITTING, S.WARMING, *UP, S.RESTARTING, S.FAILED), Begin, "a worker is begun once"),
         ignore(S.STOPPED, Begin, "it was stopped before it began"),
-        on(S.LOADING, JobDone, "_spawned", S.LOADING, only=OfSpawn),
+        on(S.LOADING, JobDone, "_spawned", S.LOADING, only=OfSpawn, renews=True),
         on(S.LOADING, JobDone, "_loaded", S.FITTING, only=OfJob),
         on(S.FITTING, JobDone, "_fitted", S.WARMING, only=OfJob),
         on(S.WARMING, JobDone, "_warmed", S.READY, only=OfJob),
@@ -154,6 +165,18 @@ class Worker(Machine):
         on((*COMING_UP, *UP, S.RESTARTING, S.FAILED), Stop, "_stop", S.STOPPED),
         ignore(S.STOPPED, Stop, "stopping twice is stopping once"),
     )
+    DWELLS: ClassVar[Mapping[Any, Dwell]] = {
+        S.LOADING: Dwell(LOAD_STALL_LIMIT_S, "a large model may be read for hours, but it is read on", by_signs=True),
+        S.FITTING: Dwell(MEMORY_LIMIT_S, "allocating the KV cache"),
+        S.WARMING: Dwell(MEMORY_LIMIT_S, "compiling and running the kernels once"),
+        S.READY: any_time("it waits for a step"),
+        S.RUNNING: Dwell(0.0, "the step's own deadline", True),
+        S.SWITCHING: Dwell(SWITCH_LIMIT_S, "packing the weights anew"),
+        S.OOM: Dwell(RECLAIM_LIMIT_S, "giving back what the step left behind"),
+        S.RESTARTING: Dwell(BACKOFF_LIMIT_S, "a pause before the next try"),
+        S.FAILED: ENDED,
+        S.STOPPED: ENDED,
+    }
 
     def __init__(self, policy: RestartPolicy | None = None) -> None:
         super().__init__(S.LOADING)

@@ -12,9 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from novainfer import EngineClosed, InvalidParameter, RequestNotFound
-from novainfer.fsm.diagram import MACHINES, states
-from novainfer.fsm.health import DWELLS
 from novainfer.fsm.machine import Machine, each_row
+from novainfer.fsm.machines import MACHINES, states
 from novainfer.fsm.request import RequestState
 from novainfer.inspection import ActorRecord, IncidentRecord, RequestRecord, StepRecord
 from novainfer.server.decode import explain
@@ -253,13 +252,10 @@ async def inject_fault(service: Service, request: Request) -> Response:
 
 def _table(machine: type[Machine]) -> MachineTable:
     order = states(machine)
-    dwells = DWELLS.get(type(order[0]), {})
     return MachineTable(
         name=machine.__name__,
         states=[
-            MachineState(name=str(state), deadline_s=dwells[state].limit_s, why=dwells[state].why)
-            if state in dwells
-            else MachineState(name=str(state), deadline_s=None, why="")
+            MachineState(name=str(state), deadline_s=machine.DWELLS[state].limit_s, why=machine.DWELLS[state].why)
             for state in order
         ],
         events=list(dict.fromkeys(event.__name__ for _, event in machine.TABLE)),

@@ -31,4 +31,11 @@ CORE_MUTANTS = [
     unguarded("the death of a process that was ended is the worker's death", Roster, Dying),
     unguarded("what a process says that was ended is the worker's answer", Roster, Answered),
     unguarded("an alarm about a spare that was ended is about the next one", Roster, SpareOverdue),
+    Mutant(
+        "a state that is entered from itself does not have its time anew",
+        Machine,
+        "handle",
+        "self.num_renewals += 1",
+        "pass",
+    ),
 ]

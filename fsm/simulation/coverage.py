@@ -6,18 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from novainfer.fsm.engine import Engine
-from novainfer.fsm.gate import Gate
-from novainfer.fsm.ladder import Ladder
-from novainfer.fsm.machine import Machine, Row, each_row
-from novainfer.fsm.process import Process
-from novainfer.fsm.request import Request
-from novainfer.fsm.roster import Roster
-from novainfer.fsm.scheduler import Scheduler
-from novainfer.fsm.stream import Stream
-from novainfer.fsm.worker import Worker
-
-MACHINES: tuple[type[Machine], ...] = (Gate, Engine, Scheduler, Request, Worker, Roster, Process, Ladder, Stream)
+from novainfer.fsm.machine import Row, each_row
+from novainfer.fsm.machines import MACHINES
 
 RowId = tuple[str, str, str]  # machine, state, event (and which of them, where a guard tells them apart)
 

@@ -7,12 +7,14 @@ machines that work, for minutes: what moves is never late, and a machine that ta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from novainfer.fsm.events import Fit, Load, Reclaim, Run, Switch, Warm
+from novainfer.fsm.events import Fit, Load, MakeBatch, Reclaim, Run, Switch, Warm
 from novainfer.fsm.health import PERIOD_S, Sighting, Silence, Watch
+from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.simulation.oracle import Violation
 
 if TYPE_CHECKING:
@@ -25,6 +27,13 @@ SPARE_DEADLINE_S = 600.0
 COLD_SILENCE_S = 60.0  # more is borne of a process that is not warm yet
 TURN_S = 2.0  # without a turn
 SLACK_S = 3.0  # the first look counts for nothing, and one that comes late for less than it should
+
+
+def check_asked(world: World, effects: Sequence[Effect]) -> None:
+    """The engine's time for an answer of the scheduler begins when it asks, also when it asks again at once."""
+    asks = any(isinstance(effect, Send) and type(effect.event) is MakeBatch for effect in effects)
+    if asks and world.entered_s.get("engine", 0.0) != world.now_s:
+        raise Violation("the engine asks the scheduler again, and the time for the answer does not begin anew")
 
 
 class Hang(msgspec.Struct):

@@ -63,7 +63,7 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Worker": frozenset(["_found", "_modes", "_policy"]),
     "_Room": frozenset(["_max_reqs", "_max_tokens"]),
 }
-OF_MACHINES = frozenset(["_effects", "observer"])  # what it has just said, and who looks on
+OF_MACHINES = frozenset(["_effects", "num_renewals", "observer"])  # what it has just said, and what is for onlookers
 # Dictionaries whose order says who comes first; of all others only the content counts.
 ORDERED = frozenset(["_cached", "_overflow", "_pending", "parked", "running"])
 

@@ -53,6 +53,7 @@ from novainfer.fsm.simulation.audit import Audit
 from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.client import Client
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
+from novainfer.fsm.simulation.health import check_asked
 from novainfer.fsm.simulation.oracle import VOCABULARY, Violation
 from novainfer.fsm.simulation.process import Processes
 from novainfer.fsm.simulation.shape import Shape
@@ -232,13 +233,15 @@ class World:
         kind = type(event).__name__
         if self._trace is not None:
             self._trace(_encode((self.now_s, name, kind, event)))
-        before = machine.state
+        before, num_renewals = machine.state, machine.num_renewals
         self._num_handled += 1
         is_watched_gate = name == "gate" and self.looks_closely
         queued = set(self.gate.queued) if is_watched_gate else set()
         effects = machine.handle(event)
-        if machine.state is not before:
+        if machine.state is not before or machine.num_renewals != num_renewals:
             self.entered_s[name] = self.now_s
+        if name == "engine":
+            check_asked(self, effects)
         if is_watched_gate:
             check_gate(self, queued, event, effects)
         elif name == "streams":

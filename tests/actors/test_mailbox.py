@@ -274,3 +274,38 @@ async def test_statistics_tell_state_depth_and_how_long_it_has_been_so() -> None
 def test_effects_of_a_machine_are_known_to_the_shell() -> None:
     kinds = {kind.__name__ for kind in Effect.__args__}
     assert kinds == {"Send", "Start", "After"}
+
+
+class Again(msgspec.Struct, frozen=True):
+    """Begins the state anew."""
+
+
+class Renewing(Listener):
+    """A listener whose state begins anew by Again, and not by a word."""
+
+    TABLE: ClassVar[Table] = table(
+        State, (Say, Again), on(State, Say, "_hear", *State), on(State, Again, "_again", *State, renews=True)
+    )
+
+    def _again(self, _: Again) -> StrEnum:
+        return self.state
+
+
+async def test_a_state_that_is_renewed_has_its_whole_time_again() -> None:
+    now_s = 10.0
+    loop = asyncio.get_running_loop()
+    actor = Actor("a", Renewing(), route=lambda *_: None, start=lambda _: None, died=lambda *_: None)
+    actor.open(loop)
+    loop.time, real_time = lambda: now_s, loop.time  # type: ignore[method-assign]
+    try:
+        actor.handle(Again())
+        now_s = 20.0
+        actor.handle(Say("calm"))
+        before = actor.sighting()
+        actor.handle(Again())
+        after = actor.sighting()
+    finally:
+        loop.time = real_time  # type: ignore[method-assign]
+    assert before is not None
+    assert after is not None
+    assert (before.since_s, after.since_s) == (10.0, 20.0)

@@ -12,11 +12,9 @@ import pytest
 
 from novainfer.actors.fake import FakeDevice
 from novainfer.actors.system import Patience, System
+from novainfer.fsm.dwell import ANSWER_LIMIT_S, DYING_LIMIT_S, LOAD_STALL_LIMIT_S
 from novainfer.fsm.events import Fault, Overdue, WorkerLost
 from novainfer.fsm.health import (
-    ANSWER_LIMIT_S,
-    DYING_LIMIT_S,
-    LOAD_STALL_LIMIT_S,
     PERIOD_S,
     RECOVERY_READY_S,
     TURN_LIMIT_S,

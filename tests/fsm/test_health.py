@@ -6,13 +6,12 @@ from enum import StrEnum
 
 import pytest
 
-from novainfer.fsm.diagram import MACHINES, states
+from novainfer.fsm.dwell import LOAD_STALL_LIMIT_S
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.gate import GateState
 from novainfer.fsm.health import (
     DWELLS,
     LOAD_SILENCE_S,
-    LOAD_STALL_LIMIT_S,
     LOOK_S_MAX,
     PERIOD_S,
     TURN_LIMIT_S,
@@ -25,6 +24,7 @@ from novainfer.fsm.health import (
     dwell_limit_s,
 )
 from novainfer.fsm.machine import Machine
+from novainfer.fsm.machines import MACHINES, states
 from novainfer.fsm.worker import WorkerState
 
 STEP_S = 60.0

@@ -118,6 +118,37 @@ def test_a_table_with_a_row_for_an_unknown_event_is_refused():
         table(S, (Push,), stay(S, Push, "_push"), stay(S, Look, "_look"))
 
 
+class Round(Machine):
+    """A machine that begins something new in the state that it is in, or looks on."""
+
+    TABLE: ClassVar[Table] = table(
+        S,
+        (Push, Look),
+        on(S.OFF, Push, "_push", S.ON, renews=True),
+        on(S.ON, Push, "_push", S.ON, renews=True),
+        stay(S, Look, "_look"),
+    )
+
+    def __init__(self) -> None:
+        super().__init__(S.OFF)
+
+    def _push(self, _: Push) -> S:
+        return S.ON
+
+    def _look(self, _: Look) -> StrEnum:
+        return self.state
+
+
+def test_a_state_that_is_entered_from_itself_is_renewed_where_the_row_says_so():
+    machine = Round()
+    machine.handle(Push())
+    assert machine.num_renewals == 0  # the state is another one, which says it
+    machine.handle(Push())
+    assert machine.num_renewals == 1
+    machine.handle(Look())
+    assert machine.num_renewals == 1
+
+
 class Turn(msgspec.Struct, frozen=True):
     number: int
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 import novainfer.fsm
-from novainfer.fsm.diagram import MACHINES, page, states
+from novainfer.fsm.diagram import page
 from novainfer.fsm.machine import IllegalEvent, Machine, each_row
+from novainfer.fsm.machines import MACHINES, states
 from novainfer.fsm.simulation.coverage import ARGUED, coverage
 
 each_machine = pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.__name__)

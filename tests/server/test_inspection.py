@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from novainfer import Engine, EngineConfig
-from novainfer.fsm.diagram import MACHINES
+from novainfer.fsm.machines import MACHINES
 from novainfer.server.app import ROUTES
 from novainfer.testing import ByteTokenizer, FakeDevice
 from tests.actors.helpers import Valve
@@ -137,10 +137,12 @@ async def test_the_tables_are_told_as_they_are(held: Held, serve: Serve) -> None
     assert list(machines) == [machine.__name__ for machine in MACHINES]
     worker = machines["Worker"]
     assert {"name": "RUNNING", "deadline_s": 0.0, "why": "the step's own deadline"} in worker["states"]
-    assert len(worker["rows"]) == len(worker["states"]) * len(worker["events"])
-    (row,) = [r for r in worker["rows"] if (r["state"], r["event"]) == ("READY", "Launch")]
-    assert (row["action"], row["never"]) == ("_launch", False)
-    assert "RUNNING" in row["follows"]
+    pairs = {(row["state"], row["event"]) for row in worker["rows"]}
+    assert len(pairs) == len(worker["states"]) * len(worker["events"])
+    meant, other = [row for row in worker["rows"] if (row["state"], row["event"]) == ("READY", "Launch")]
+    assert (meant["only"], meant["action"], meant["never"]) == ("of this epoch", "_launch", False)
+    assert "RUNNING" in meant["follows"]
+    assert (other["only"], other["action"], other["follows"]) == ("any other", None, ["READY"])
 
 
 async def test_what_went_wrong_is_told_with_whose_requests_it_touched(held: Held, serve: Serve) -> None:

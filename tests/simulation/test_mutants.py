@@ -1,7 +1,8 @@
 import pytest
 
+from novainfer.fsm.machines import MACHINES
 from novainfer.fsm.simulation.bugs import MUTANTS, SURVIVORS
-from novainfer.fsm.simulation.coverage import ARGUED, MACHINES
+from novainfer.fsm.simulation.coverage import ARGUED
 from novainfer.fsm.simulation.mutants import hunt, planted, row_changed
 from novainfer.fsm.simulation.report import run_seeds
 
