@@ -129,7 +129,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nova_rope": (_STATUS, (_I, _P, _L, _P, _P, _I, _I, _L, _I)),
     "nova_read": (ctypes.c_uint64, (_P, _L, _I)),
     "nova_forward": (_STATUS, (_MODEL, _STEP, _I)),
-    "nova_argmax": (_STATUS, (_I, _P, _L, _L, _L, _P, _I)),
 }
 
 

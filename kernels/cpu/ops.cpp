@@ -53,31 +53,6 @@ void rope(void* qkv, long stride, const float* cos_sin, const int64_t* positions
   });
 }
 
-// The first of the largest; a NaN counts as largest, as in torch.
-template <class T>
-int64_t argmax_row(const typename T::type* x, long n) {
-  const vf minus_inf = set1(-std::numeric_limits<float>::infinity());
-  vf most = minus_inf, poison = zero();
-  for (long i = 0; i < n; i += VL) {
-    const vf value = select(first_lanes(n - i), load_first<T>(x + i, n - i), minus_inf);
-    poison = fma(value, zero(), poison);  // becomes NaN for a NaN, and for an infinity
-    most = vmax(value, most);
-  }
-  const float max = hmax(most);
-  if (std::isnan(hsum(poison)))
-    for (long i = 0; i < n; i++)
-      if (std::isnan(scalar<T>(x[i]))) return i;
-  long i = 0;
-  while (i < n - 1 && scalar<T>(x[i]) != max) i++;
-  return i;
-}
-
-template <class T>
-void argmax(const void* x, long stride, long m, long n, int64_t* out, int threads) {
-  using E = typename T::type;
-  Team(threads).rows(m, [&](long row) { out[row] = argmax_row<T>((const E*)x + row * stride, n); });
-}
-
 }  // namespace
 
 #define BY_TYPE(f, ...) (dtype == 0 ? f<Bf16>(__VA_ARGS__) : f<Fp32>(__VA_ARGS__))
@@ -106,10 +81,6 @@ int nova_qk_norm(int dtype, void* qkv, int64_t stride, const void* q_norm, const
 int nova_rope(int dtype, void* qkv, int64_t stride, const float* cos_sin, const int64_t* positions, int heads,
               int head_dim, int64_t m, int threads) {
   return guarded([&] { BY_TYPE(rope, qkv, stride, cos_sin, positions, heads, head_dim, m, threads); });
-}
-
-int nova_argmax(int dtype, const void* x, int64_t stride, int64_t m, int64_t n, int64_t* out, int threads) {
-  return guarded([&] { BY_TYPE(argmax, x, stride, m, n, out, threads); });
 }
 
 }  // extern "C"

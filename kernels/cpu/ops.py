@@ -83,14 +83,3 @@ class NativeRowOps:
             DTYPE_CODES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, width, _threads(rows * width)
         )
         return out
-
-    @staticmethod
-    def argmax(logits: Tensor) -> Tensor:
-        """[M, N] -> int64 [M]: the first of each row's largest; a NaN counts as largest."""
-        rows, width = logits.shape
-        out = torch.empty(rows, dtype=torch.int64)
-        library().nova_argmax(
-            DTYPE_CODES[logits.dtype], logits.data_ptr(), logits.stride(0), rows, width, out.data_ptr(),
-            _threads(rows * width) if rows > 1 else 1,
-        )  # fmt: skip
-        return out

@@ -197,15 +197,6 @@ struct Bf16 {
 };
 
 template <class T>
-inline float scalar(typename T::type x) {
-  if constexpr (T::E == 1) return x;
-  const uint32_t bits = (uint32_t)x << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-template <class T>
 inline typename T::type from_float(float x) {
   if constexpr (T::E == 1)
     return x;

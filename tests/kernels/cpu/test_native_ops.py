@@ -1,4 +1,4 @@
-"""Row operations against fp64, and the argmax against torch's."""
+"""Row operations against fp64."""
 
 from __future__ import annotations
 
@@ -78,11 +78,16 @@ def test_rotation_equals_double_precision_and_leaves_values_alone(head_dim: int,
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 15, 16, 151_936])
-def test_argmax_is_the_first_of_the_largest(width: int, dtype: torch.dtype) -> None:
-    logits = normal(7, dtype, 4, width)
-    logits[1] = float("-inf")
-    logits[2, width // 2] = float("inf")
-    logits[3, width // 3] = float("nan")
-    expected = [int(torch.nonzero(row == row.max())[0]) for row in logits[:3]] + [width // 3]
-    assert NativeRowOps.argmax(logits).tolist() == expected
+@pytest.mark.parametrize("head_dim", [128, 80, 8, 2])
+def test_heads_are_normed_one_by_one_as_rows_are_and_values_left_alone(head_dim: int, dtype: torch.dtype) -> None:
+    num_heads, num_kv_heads = 4, 2
+    qkv = normal(7, dtype, ROWS, (num_heads + 2 * num_kv_heads) * head_dim)
+    q_norm, k_norm = normal(8, dtype, head_dim), normal(9, dtype, head_dim)
+    before = qkv.view(ROWS, -1, head_dim).clone()
+    NativeRowOps.qk_norm(qkv, q_norm, k_norm, num_heads, num_kv_heads, EPS)
+    heads = qkv.view(ROWS, -1, head_dim)
+    for head in range(num_heads + num_kv_heads):
+        weight = q_norm if head < num_heads else k_norm
+        assert close(heads[:, head], normed(before[:, head], weight))
+        assert torch.equal(heads[:, head], NativeRowOps.rms_norm(before[:, head], weight, EPS))
+    assert torch.equal(heads[:, num_heads + num_kv_heads :], before[:, num_heads + num_kv_heads :])
