@@ -37,6 +37,7 @@ from novainfer.fsm.step import SeqParams, StepPlan
 
 if TYPE_CHECKING:
     from novainfer.fsm.planner import Planner
+    from novainfer.fsm.speculation import Speculation
 
 # What one planned step may cost, however many wait: a look is a microsecond, and so is each of its units eight times.
 LOOKS = 32  # waiting requests looked at by age, in turn, and by work: so many of each
@@ -58,6 +59,7 @@ class Flight(msgspec.Struct, gc=False):
     fetched: list[Request] = []  # of `admitted`, those whose KV this step copies back from the host
     mode: Mode = Mode()  # what the device has to compute in
     num_prompt_tokens: int = 0  # of all that the step computes
+    drafts: dict[int, int] = {}  # guessed tokens that the step verifies, by the ids of their requests
     canary: list[int] = []  # the blocks that a canary is computed in: such a step computes nothing of any request
 
 
@@ -80,6 +82,7 @@ class Draft:
         self.served: set[int] = set()
         self.expecting: list[Request] = []  # they wait for a prefix
         self.budget_of_look = [0]  # lookups that may still be spent
+        self.num_decodes = 0
         self.is_cut = False  # a look ended for want of them
         self.plan = StepPlan(
             step_id=step_id,
@@ -123,6 +126,7 @@ class Draft:
                 cache.expect(request, at, at + 1)
         plan.query_lens = [1] * len(rows)
         plan.sample_seqs = list(range(len(rows)))
+        self.num_decodes = len(rows)
         self.budget -= len(rows)
 
     def add_prefills(self) -> None:
@@ -332,6 +336,35 @@ class Draft:
         request.slot = self.planner.free_slots.pop()
         self.planner.running[request.request_id] = request
         self.flight.admitted.append(request)
+
+    def add_drafts(self, speculation: Speculation) -> None:
+        """Let rows that decode verify guesses of their next tokens: as many as pay, in room that is not needed."""
+        plan, flight, cache = self.plan, self.flight, self.cache
+        decodes = [request for request, _, _ in flight.rows[: self.num_decodes]]
+        num_tokens = len(plan.input_ids)
+        most = self.planner.limits.max_num_batched_tokens - num_tokens
+        found = speculation.drafts(decodes, num_tokens, most)
+        if not any(found):
+            return
+        input_ids: list[int] = []
+        plan.num_drafts = [0] * len(flight.samples)
+        for at, (request, drafts) in enumerate(zip(decodes, found, strict=True)):
+            end = plan.context_lens[at]
+            if end + len(drafts) > request.kv.capacity:
+                spare = cache.room - self.reserved - len(self.planner.running)
+                if cache.room_for(request, end + len(drafts)) > spare or not cache.reserve(request, end + len(drafts)):
+                    del drafts[request.kv.capacity - end :]
+            input_ids.append(plan.input_ids[at])
+            if drafts:
+                input_ids += drafts
+                flight.rows[at] = request, 1 + len(drafts), end - 1
+                flight.drafts[request.request_id] = plan.num_drafts[at] = len(drafts)
+                plan.query_lens[at] += len(drafts)
+                plan.context_lens[at] += len(drafts)
+                request.num_planned += len(drafts)
+        plan.input_ids[: len(decodes)] = input_ids
+        if not flight.drafts:
+            plan.num_drafts = []
 
     def add_canary(self, slot: int, num_tokens: int) -> None:
         """A prompt that no client has sent, in blocks that the journal gives back."""

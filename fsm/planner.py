@@ -19,6 +19,7 @@ from novainfer.fsm.draft import Draft, Flight, arrival, runnable
 from novainfer.fsm.kv import KVCache
 from novainfer.fsm.mode import Mode
 from novainfer.fsm.request import FETCHED, LOSE, PREEMPT, RECOVER, UNADMIT, Request, RequestState
+from novainfer.fsm.speculation import Speculation
 from novainfer.fsm.step import StepPlan
 
 
@@ -35,7 +36,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Planner:
     """The queue, the running requests and the pool; plans steps and takes them back."""
 
-    def __init__(self, limits: Limits, num_blocks: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, limits: Limits, num_blocks: int, num_host_blocks: int = 0, speculation: Speculation | None = None
+    ) -> None:
         self.limits = limits
         self.cache: KVCache = BlockCache(
             num_blocks, limits.block_size, num_host_blocks, enable_prefix_caching=limits.enable_prefix_caching
@@ -49,6 +52,7 @@ class Planner:
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.looked_at = -1  # the id of the waiting request that was looked at last in turn
         self.num_preemptions = 0
+        self.speculation = speculation
 
     # ---- queue ---------------------------------------------------------------------------------------------------
 
@@ -133,6 +137,8 @@ class Planner:
             draft = Draft(self, step_id, epoch, chunk, only)
             draft.add_decodes()
             draft.add_prefills()
+            if self.speculation is not None and only is None:
+                draft.add_drafts(self.speculation)
             draft.close()
             if draft.flight.rows or draft.flight.fetched:
                 return draft.plan, draft.flight
@@ -172,10 +178,25 @@ class Planner:
             if not request.ended:
                 request.handle(FETCHED)
                 cache.drop_copy(request)
+        drafts = flight.drafts
         for request, count, start in flight.rows:
-            request.num_computed = end = start + count
+            end = start + count
+            if drafts:
+                end -= drafts.get(request.request_id, 0)  # they are committed one by one, as far as they are right
+            request.num_computed = end
             if end >= request.kv.commits_at:
                 cache.commit_row(request, end)
+
+    def commit_draft(self, request: Request) -> None:
+        """The draft behind what is committed of `request` is the token that was sampled there."""
+        request.num_computed += 1
+        if request.num_computed >= request.kv.commits_at:
+            self.cache.commit_row(request, request.num_computed)
+
+    def drop_drafts(self, request: Request) -> None:
+        """What its step has computed beyond what is committed is of no use."""
+        request.num_planned = request.num_computed
+        self.cache.truncate(request, request.num_computed)
 
     def rollback(self, flight: Flight, *, launched: bool) -> None:
         """Take back everything `flight` planned; exactly, if it was never launched."""

@@ -157,6 +157,10 @@ class Request(Machine):
     }
     __slots__ = (
         "choice",
+        "draft_hits",
+        "draft_state",
+        "draft_trials",
+        "drafted_at",
         "failures",
         "is_degraded",
         "is_first_output",
@@ -214,6 +218,10 @@ class Request(Machine):
         self.paused_as = -1  # its last pause, counted among those of all requests
         # Since its last token: failed steps in which it stood alone, and steps with it that died with their worker.
         self.failures = self.losses = 0
+        # Of what was guessed of its next tokens (`novainfer.fsm.speculation`), the latest counts most:
+        self.draft_hits = self.draft_trials = 0.0
+        self.drafted_at = self.num_prompt  # its tokens when a step last verified a guess
+        self.draft_state: Any = None  # the proposer's
         self.queued_as = S.WAITING  # the state it was admitted from
         self.is_first_output = True
         self.is_degraded = False  # some of it was computed in another mode than the exact one

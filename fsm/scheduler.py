@@ -48,6 +48,7 @@ from novainfer.fsm.machine import Machine, Table, never, on, stay, table
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.planner import Limits, Planner
 from novainfer.fsm.request import ENDED, PREFILLED, Finish, Request, RequestState
+from novainfer.fsm.speculation import Speculation
 from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.trouble import Doomed, Trial, Trouble
@@ -162,8 +163,10 @@ class Scheduler(Machine):
         stall_keep_s: float = 10.0,
         ladder_quiet_s: float = 60.0,
         step_timeout_s: float = 60.0,
+        speculation: Speculation | None = None,
     ) -> None:
         super().__init__(S.STARTING)
+        self._speculation = speculation
         self._stall_keep_s = stall_keep_s
         self._ladder_quiet_s = ladder_quiet_s
         self._step_timeout_s = step_timeout_s
@@ -215,7 +218,7 @@ class Scheduler(Machine):
     # ---- requests come and go ------------------------------------------------------------------------------------
 
     def _configure(self, event: Configure) -> SchedulerState:
-        self.planner = Planner(self._limits, event.num_blocks, event.num_host_blocks)
+        self.planner = Planner(self._limits, event.num_blocks, event.num_host_blocks, self._speculation)
         self.planner.mode = event.modes[0]
         self.trouble = Trouble(
             self.planner, event.modes, ladder_quiet_s=self._ladder_quiet_s, step_timeout_s=self._step_timeout_s
@@ -429,19 +432,37 @@ class Scheduler(Machine):
                 request.is_degraded = True
         prefill, finished = RequestState.PREFILL, ENDED
         outputs: list[Output] = []
+        was: Request | None = None
         for at, (request, token_id) in enumerate(zip(samples, outcome.token_ids, strict=True)):
             state = request.state
             if state in finished:  # before the step returned, or by an earlier one of its tokens
                 continue
+            if request is was:
+                self.planner.commit_draft(request)
+            was = request
             if token_id < 0:
                 outputs.append(self._end_not_a_number(request, outcome))
                 continue
             if state is prefill:
                 request.handle(PREFILLED)
             outputs.append(self._append(request, token_id, logprobs[at] if logprobs else None))
+        if flight.drafts:
+            self._note_drafts(flight, outcome)
         self.planner.settle(flight)
         self.trouble.step_done(flight, outcome.took_s, self.requests, self._effects)
         return outputs
+
+    def _note_drafts(self, flight: Flight, outcome: StepDone) -> None:
+        """What the step has verified counts for what is guessed next; room for guesses that were wrong goes back."""
+        speculation = self.planner.speculation
+        assert speculation is not None
+        for request, count in zip(flight.samples, outcome.num_tokens, strict=True):
+            num_drafts = flight.drafts.get(request.request_id)
+            if num_drafts is None or request in flight.departed:
+                continue
+            speculation.verified(request, num_drafts, count - 1)
+            if not request.ended:
+                self.planner.drop_drafts(request)
 
     def _end_not_a_number(self, request: Request, outcome: StepDone) -> Output:
         """A fault of this request: the step was good for all others, and what it has computed is of no use to them."""

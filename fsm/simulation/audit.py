@@ -21,6 +21,7 @@ from novainfer.fsm.simulation.rungs import Rungs
 from novainfer.fsm.simulation.shortage import Scarcity
 from novainfer.fsm.simulation.sizes import Sizes
 from novainfer.fsm.simulation.turns import Turns
+from novainfer.fsm.simulation.verified import Verified
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World
@@ -35,6 +36,7 @@ class Audit:
         self.blame = Blame(world)
         self.turns = Turns(world)
         self.retry = Retry(world)
+        self.verified = Verified(world)
         self.order = Order(world, self.turns.has_blocks_for_all)
         self.ledger = Ledger(world)
         self.counts = Counts(world)
@@ -47,6 +49,7 @@ class Audit:
 
     def before_scheduler(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
+        self.verified.before(event)
         self.blame.before(event)
         self.rungs.before(event)
         self.sizes.before()
@@ -63,6 +66,7 @@ class Audit:
     def scheduled(self, event: Any, effects: Sequence[Effect]) -> None:
         """The scheduler has handled `event`."""
         self.blame.after(event, effects)
+        self.verified.after(event, effects)
         self.ledger.after(event, effects)
         self.rungs.after(event)
         self.sizes.after(event, effects)
@@ -91,6 +95,7 @@ class Audit:
     def quiet(self) -> None:
         """The device, too, has nothing to do."""
         self.counts.quiet()
+        self.verified.quiet()
         num_ended = self._world.checks.num_ended
         if num_ended > self._num_ended and not self._world.is_large:
             self._num_ended = num_ended

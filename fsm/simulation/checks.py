@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.blocks import Journal
@@ -123,8 +124,8 @@ class Checks:
             if scheduler.flight.canary and event.outcome.token_ids[0] < 0:
                 self._note_failure(scheduler.flight)
             self._sampled = scheduler.flight.samples
-            token_ids = event.outcome.token_ids if self._sampled else []  # a canary's token is nobody's
-            sampled = zip(self._sampled, token_ids, strict=True)
+            last = _last_tokens(event.outcome) if self._sampled else []  # a canary's token is nobody's
+            sampled = zip(self._sampled, last, strict=True)
             self._not_a_number = {r.request_id: r.stream_id for r, token_id in sampled if token_id < 0 and not r.ended}
             self._spoilt = [b for r in self._sampled if r.request_id in self._not_a_number for b in r.kv.blocks]
         running = [r for r in scheduler.planner.running.values() if r.state in ADMITTED]
@@ -497,3 +498,9 @@ def _differences(before: Any, now: Any) -> list[str]:
     if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
         return [text for was, is_ in zip(before, now, strict=True) if was != is_ for text in _differences(was, is_)]
     return [f"{before} became {now}"]
+
+
+def _last_tokens(outcome: StepDone) -> list[int]:
+    """The last token of each row that was sampled: only that one may be none."""
+    ends = accumulate(outcome.num_tokens or [1] * len(outcome.token_ids))
+    return [outcome.token_ids[end - 1] for end in ends]

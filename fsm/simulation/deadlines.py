@@ -161,10 +161,10 @@ class Deadlines:
                 del self._live[stream_id]
                 continue
             if since_s is not None and reader.most is None:
-                # One of each choice that was not decoding, and is told to pause when it does, and one of the next step.
+                # What a step brings, of each choice that was not decoding and is told when it does, and the next step.
                 params = world.clients[stream_id].arrive.params
                 weight = 1 + (params.logprobs or 0) // TOP_LOGPROBS_PER_TOKEN
-                reader.most = reader.unread + 2 * params.n * weight
+                reader.most = reader.unread + 2 * params.n * weight * (1 + world.shape.num_speculative_tokens)
             elif since_s is not None and reader.most is not None and reader.unread > reader.most:
                 raise Violation(f"stream {stream_id} is stalled, and has {reader.unread} unread tokens")
             if since_s is not None and since_s + timeout_s + EPSILON_S <= now_s:

@@ -80,6 +80,13 @@ class Ledger:
                 for block in self._tables[request_id][num_blocks:]:
                     self._owners[block].remove(request_id)
                 del self._tables[request_id][num_blocks:]
+        assert self._world.audit is not None
+        for kept in self._world.audit.verified.kept if is_good else ():
+            table = self._tables[kept.request.request_id]
+            num_blocks = -(-kept.count // self._world.shape.block_size)
+            for block in table[num_blocks:]:
+                self._owners[block].remove(kept.request.request_id)
+            del table[num_blocks:]
         gone = [*self._departed, *([] if is_good else self._admitted), CANARY]
         for request_id in gone:
             self._free(request_id)

@@ -8,6 +8,7 @@ What was computed in several modes is never findable.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.events import MakeBatch, StepFailed, WorkerLost
@@ -84,8 +85,9 @@ class Prefixes:
         flight = self._world.scheduler.flight
         if not isinstance(event, MakeBatch) or not isinstance(event.outcome, StepDone) or flight is None:
             return
-        for request, token_id in zip(flight.samples, event.outcome.token_ids, strict=False):
-            if token_id < 0 and not request.ended:
+        ends = accumulate(event.outcome.num_tokens or [1] * len(flight.samples))
+        for request, end in zip(flight.samples, ends, strict=False):
+            if event.outcome.token_ids[end - 1] < 0 and not request.ended:
                 for block in request.kv.blocks:
                     self._take(block)
 
@@ -102,6 +104,11 @@ class Prefixes:
                 if prefix not in self._block_of:
                     self._block_of[prefix], self._prefix_of[block] = block, prefix
         self._named, self._evicted = [], []
+        assert self._world.audit is not None
+        for kept in self._world.audit.verified.kept:  # what was guessed, and is known now
+            if not self.is_mixed(kept.request):
+                self._fill_blocks(kept.request, kept.start + 1, kept.count, kept.blocks)
+        self._named = []
         mode = self._world.scheduler.planner.mode
         if mode != self._mode:
             self._mode = mode
@@ -116,15 +123,15 @@ class Prefixes:
         fetched = {request.request_id for request in flight.fetched}
         admitted = {request.request_id for request in flight.admitted} - fetched
         self._mixed -= admitted
-        for request, _, start in flight.rows:
+        for request, count, start in flight.rows:
             for block in request.kv.blocks[-(-start // size) :]:
                 self._evict(block)
-            self._fill(request, start)
+            self._fill(request, start, start + count - flight.drafts.get(request.request_id, 0))
         by_rows, self._touched = self._touched, set()
         for request in flight.fetched:  # when, among the rows, is not known
             for block in request.kv.blocks:
                 self._evict(block)
-            self._fill(request, 0)
+            self._fill(request, 0, request.num_planned)
         self.is_doubtful |= not by_rows.isdisjoint(self._touched)
         for block in flight.canary:
             self._evict(block)
@@ -153,15 +160,19 @@ class Prefixes:
             wrongly, lost = sorted(found - self._prefix_of.keys()), sorted(self._prefix_of.keys() - found)
             raise Violation(f"with step {flight.step_id} blocks {wrongly} can be found, and {lost} cannot")
 
-    def _fill(self, request: Request, start: int) -> None:
-        """A step writes its tokens from `start` on."""
-        size, end = self._size, request.num_planned
-        if self.is_mixed(request) or start // size == end // size:
+    def _fill(self, request: Request, start: int, end: int) -> None:
+        """A step writes its tokens from `start` to `end`, which are known."""
+        if not self.is_mixed(request):
+            self._fill_blocks(request, start, end, request.kv.blocks)
+
+    def _fill_blocks(self, request: Request, start: int, end: int, blocks: list[int]) -> None:
+        size = self._size
+        if start // size == end // size:
             return
         prefixes = self.of(request)
         if end == len(request.token_ids) and end % size == 0:  # the block of its last token is full as well
             prefixes = [*prefixes, self._last(request)]
-        for prefix, block in list(zip(prefixes, request.kv.blocks, strict=False))[start // size : end // size]:
+        for prefix, block in list(zip(prefixes, blocks, strict=False))[start // size : end // size]:
             self._touched.add(prefix)
             if prefix in self._block_of or block in self._prefix_of:
                 continue

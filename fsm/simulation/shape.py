@@ -44,6 +44,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     warm_spare: bool = False
     kv_is_lazy: bool = True  # a KV cache takes memory when it is written
     shows_death: bool = True  # a process shows that it dies before its memory is free
+    num_speculative_tokens: int = 0
+    wrong_drafts_of_16: int = 0
+    step_costs: int = 0  # which of `drafts.COSTS`
 
     @property
     def context_len(self) -> int:

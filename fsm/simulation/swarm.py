@@ -22,6 +22,7 @@ from novainfer.fsm.simulation.broken import NO_NUMBER, Broken, Relapse
 from novainfer.fsm.simulation.clock import Clock
 from novainfer.fsm.simulation.crashes import PLAGUES, draw_crashes
 from novainfer.fsm.simulation.device import POISON_HANG
+from novainfer.fsm.simulation.drafts import speculating
 from novainfer.fsm.simulation.health import DEADLINE_S, Hang, Observer, Rounds
 from novainfer.fsm.simulation.kin import Kin
 from novainfer.fsm.simulation.mix import PER_EVENT, Mix
@@ -106,6 +107,7 @@ class Seed:
             self.mix.burst, self.mix.burst_gap_s = self._relapse.burst, self._relapse.burst_gap_s
             self.mix.rates = dict.fromkeys(self.mix.rates, 0.0)
             self.mix.come_up_fails, self.mix.is_brisk = False, True
+        self.mix.shape = speculating(seed, self.mix.shape)
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()
         self.path: list[Move] | None = [] if keeps_path else None

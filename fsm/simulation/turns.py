@@ -153,7 +153,7 @@ class Turns:
         if not had_running and last.request_id == min(request.request_id for request in flight.admitted):
             return  # the oldest one needs none, when none runs
         headroom = (HEADROOM + num_before // RUNNING_PER_BLOCK) * 2 ** min(last.num_preemptions, 2)
-        left = self._world.cache.pool.num_available - self._promised()
+        left = self._world.cache.pool.num_available - self._promised() + self._guessed(flight)
         if left < headroom + 1:
             raise Violation(f"request {last.request_id} was admitted, and {left} blocks are left of {headroom + 1}")
 
@@ -169,6 +169,12 @@ class Turns:
         self._hungry = oldest
         if self._hunger > HUNGER_MAX * self._world.shape.context_len:
             raise Violation(f"request {oldest} is the oldest, and was in none of {self._hunger} steps")
+
+    def _guessed(self, flight: Flight) -> int:
+        """Blocks that hold nothing but guesses: they come back with the step."""
+        size = self._world.shape.block_size
+        rows = [(start, count) for request, count, start in flight.rows if request.request_id in flight.drafts]
+        return sum(-(-(start + count) // size) - start // size - 1 for start, count in rows)
 
     def _promised(self) -> int:
         """Blocks that those in prefill will still need."""

@@ -53,6 +53,7 @@ from novainfer.fsm.simulation.audit import Audit
 from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.client import Client
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
+from novainfer.fsm.simulation.drafts import speculation_of
 from novainfer.fsm.simulation.health import check_asked
 from novainfer.fsm.simulation.oracle import VOCABULARY, Violation
 from novainfer.fsm.simulation.process import Processes
@@ -132,7 +133,11 @@ class World:
         self.gate = Gate(shape.max_num_queued_reqs, shape.max_num_queued_tokens, shape.max_num_overflow_reqs)
         self.engine = Engine()
         self.scheduler = Scheduler(
-            limits, VOCABULARY, stall_keep_s=shape.stall_keep_s, ladder_quiet_s=shape.ladder_quiet_s
+            limits,
+            VOCABULARY,
+            stall_keep_s=shape.stall_keep_s,
+            ladder_quiet_s=shape.ladder_quiet_s,
+            speculation=speculation_of(shape),
         )
         self.worker = Worker(RestartPolicy(max_restarts=shape.max_restarts, window_s=shape.restart_window_s))
         self.now_s = 0.0

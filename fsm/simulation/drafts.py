@@ -1,0 +1,68 @@
+"""Guesses for a world: of what comes next, each right or wrong as a digest of its place says, and none by chance.
+
+They go on behind the request's own end, as a draft model's do: nothing knows yet that a stop string is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from zlib import crc32
+
+import msgspec
+
+from novainfer.fsm.request import Request
+from novainfer.fsm.simulation.device import VOCAB_SIZE, Sampler, fold
+from novainfer.fsm.simulation.oracle import device_params
+from novainfer.fsm.simulation.shape import Shape
+from novainfer.fsm.speculation import Speculation
+
+SPECULATING_EVERY = 4  # one seed of so many guesses
+# Milliseconds of a step by its tokens: one that speculation pays in always, seldom, and by how many run.
+COSTS = ((), ((1, 1.0), (64, 2.0)), ((1, 1.0), (8, 1.2), (64, 8.0)))
+
+
+class Guesses:
+    """Proposes what the device is going to sample, and now and then something else."""
+
+    def __init__(self, wrong_of_16: int) -> None:
+        self._wrong_of_16 = wrong_of_16
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        """Between none and `count` tokens."""
+        token_ids = list(request.token_ids)
+        position = len(token_ids)
+        dice = crc32(b"%d %d" % (request.seed, position))
+        sampler = Sampler(
+            device_params(token_ids[: request.num_prompt], request.params, request.seed, set(request.stop_ids))
+        )
+        history, context = bytearray(token_ids), fold(token_ids)
+        drafts: list[int] = []
+        for at in range(dice % (count + 1)):
+            token = sampler.token(context, position + at, history)
+            history.append(token)
+            context = fold([token], context)
+            is_wrong = crc32(b"%d %d" % (dice, at)) % 16 < self._wrong_of_16
+            drafts.append((token + 1) % VOCAB_SIZE if is_wrong else token)
+        return drafts
+
+
+def speculating(seed: int, shape: Shape) -> Shape:
+    """`shape`, or one that guesses; every other draw of the seed stays what it was."""
+    if seed % SPECULATING_EVERY != SPECULATING_EVERY // 2:
+        return shape
+    own = Random(seed * 1_000_003 + 7)
+    return msgspec.structs.replace(
+        shape,
+        num_speculative_tokens=own.choice([1, 2, 3, 5]),
+        wrong_drafts_of_16=own.choice([0, 2, 8, 15]),
+        step_costs=own.choice([0, 0, 1, 2]),
+    )
+
+
+def speculation_of(shape: Shape) -> Speculation | None:
+    """What the scheduler of a world of this shape guesses with."""
+    if not shape.num_speculative_tokens:
+        return None
+    costs: Sequence[tuple[int, float]] = COSTS[shape.step_costs]
+    return Speculation(Guesses(shape.wrong_drafts_of_16), shape.num_speculative_tokens, costs)
