@@ -22,6 +22,7 @@ from novainfer.fsm.simulation.mutants import Edit, Mutant, unguarded
 from novainfer.fsm.simulation.process_bugs import PROCESS_MUTANTS
 from novainfer.fsm.simulation.queue_bugs import QUEUE_MUTANTS
 from novainfer.fsm.simulation.sampling_bugs import SAMPLING_MUTANTS
+from novainfer.fsm.simulation.speculation_bugs import SPECULATION_MUTANTS
 from novainfer.fsm.simulation.turn_bugs import TURN_MUTANTS
 from novainfer.fsm.simulation.unseen_bugs import UNSEEN_MUTANTS
 from novainfer.fsm.simulation.unseen_policy_bugs import UNSEEN_POLICY_MUTANTS
@@ -206,6 +207,7 @@ MUTANTS = [
     *DEADLINE_MUTANTS,
     *SAMPLING_MUTANTS,
     *TURN_MUTANTS,
+    *SPECULATION_MUTANTS,
     *PROCESS_MUTANTS,
     *UNSEEN_MUTANTS,
     *UNSEEN_POLICY_MUTANTS,

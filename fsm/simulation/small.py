@@ -384,4 +384,16 @@ SMALL_WORLDS = [
         clients=[([1], _ask(3)), ([2], _ask(2))],
         budget={"die": 1},
     ),
+    SmallWorld(
+        name="guesses that are committed by twos and threes, and a step that fails",
+        shape=_shape(6, 2, num_speculative_tokens=2, wrong_drafts_of_16=5),
+        clients=[([1], _ask(4)), ([2], _ask(3))],
+        budget={"oom": 1, "cancel": 1},
+    ),
+    SmallWorld(
+        name="guesses, and a worker that dies",
+        shape=_shape(4, 2, num_speculative_tokens=2, wrong_drafts_of_16=3),
+        clients=[([1], _ask(4))],
+        budget={"die": 1, "unlaunched": 1, "stop": 1},
+    ),
 ]
