@@ -139,6 +139,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool
     swap_space_gib: float = 0.0
     generation_config: Literal["auto", "none"] = "auto"
+    quantization: str | None = None
 
 
 class ModelDevice:
@@ -168,6 +169,7 @@ class ModelDevice:
             folder,
             device=s.device,
             dtype=s.dtype,
+            quantization=s.quantization,
             max_num_seqs=s.max_num_seqs,
             max_num_batched_tokens=s.max_num_batched_tokens,
             max_model_len=s.max_model_len,

@@ -106,6 +106,7 @@ def model_spec(config: EngineConfig) -> ModelSpec:
         batch_invariant=config.batch_invariant,
         swap_space_gib=config.swap_space_gib,
         generation_config=config.generation_config,
+        quantization=config.quantization,
     )
     return ModelSpec(settings)
 

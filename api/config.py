@@ -10,6 +10,7 @@ import msgspec
 
 from novainfer.actors.location import DEMO_MODEL
 from novainfer.fsm.errors import InvalidParameter
+from novainfer.fsm.mode import QUANTIZATIONS
 from novainfer.fsm.params import DURATION_S_MAX, check_types
 
 DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
@@ -49,8 +50,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefilled in chunks of `prefill_chunk_tokens`. The KV cache holds `num_kv_blocks` blocks of `block_size` tokens
     when `kv_cache_capacity_mode` is "fixed"; "auto" takes what `max_num_seqs` requests can use, within
     `kv_cache_memory_utilization` of the free memory (`gpu_memory_utilization` is another name for it). `dtype` may be
-    "half", "float", "fp16", "bf16" or "fp32", too. Admission: at most `max_num_queued_reqs` requests of
-    `max_num_queued_tokens` tokens wait; beyond them, `max_num_overflow_reqs` that asked to wait may.
+    "half", "float", "fp16", "bf16" or "fp32", too. `quantization` "int8" rounds weights while they are loaded.
+    Admission: at most `max_num_queued_reqs` requests of `max_num_queued_tokens` tokens wait; beyond them,
+    `max_num_overflow_reqs` that asked to wait may.
 
     `worker` "process" gives the device a process of its own, which is brought up again when it is lost; with
     `warm_spare` a second one stands by, loaded. It is lost when it has ended, when it was silent for
@@ -69,6 +71,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_model_name: str | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half", "fp16", "bf16", "float", "fp32"] = "auto"
+    quantization: str | None = None
     generation_config: Literal["auto", "none"] = "auto"
     seed: int | None = None
     max_model_len: int | None = None
@@ -104,6 +107,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if isinstance(self.dtype, str):
             msgspec.structs.force_setattr(self, "dtype", DTYPES.get(self.dtype, self.dtype))
         check_types(self)
+        if self.quantization not in (None, *QUANTIZATIONS):
+            offered = ", ".join(map(repr, QUANTIZATIONS))
+            raise InvalidParameter(
+                f"quantization must be one of {offered}, or None for weights as the checkpoint has them, not "
+                f"{self.quantization!r}",
+                param="quantization",
+            )
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value):

@@ -48,6 +48,7 @@ from novainfer.fsm.errors import (
     StepFailedError,
 )
 from novainfer.fsm.events import Cause, Chat, End, Finished
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.params import SamplingParams, is_unicode
 from novainfer.fsm.stream import StreamState
@@ -64,8 +65,9 @@ NAME_CHARS_MAX = 512  # of a request's id
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The model that is served; `created` is when it was loaded, in seconds since 1970.
 
-    `kernels` names, for each operation, the implementations that compute it; `num_threads` is theirs on the CPU, 0
-    where it is not known. A step computes for at most `max_num_seqs` requests.
+    `modes` are those that it can be computed in, best first: it was started in the first, and goes on in another when
+    memory stays short or kernels fail. `kernels` names, for each operation, the implementations of the first;
+    `num_threads` is theirs on the CPU, 0 where it is not known. A step computes for at most `max_num_seqs` requests.
     """
 
     name: str
@@ -78,6 +80,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     kv_bytes_per_block: int = 0
     kernels: dict[str, str] = {}
+    modes: tuple[Mode, ...] = (Mode(),)
     sampling_defaults: dict[str, Any] = {}
     block_size: int = 16
     max_num_seqs: int = 256
@@ -88,7 +91,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """An engine at one moment; counts are in requests, tokens, blocks and steps, and totals only grow.
 
     `request_states` counts live choices by state, `incidents` what went wrong by kind; `rung` is that
-    of the ladder, one of `rungs`.
+    of the ladder, one of `rungs`, and `mode` what steps are computed with there.
     """
 
     state: str
@@ -115,6 +118,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     swapped_in_blocks: int = 0
     rung: str = "FULL"
     rungs: tuple[str, ...] = ()
+    mode: Mode = Mode()
     phases: PhaseTotals = PhaseTotals()
 
 
@@ -175,6 +179,7 @@ class Engine:
             weight_bytes=int(ready.facts.get("weight_bytes", 0)),
             kv_bytes_per_block=int(ready.facts.get("kv_bytes_per_block", 0)),
             kernels=dict(ready.facts.get("kernels", {})),
+            modes=ready.modes,
             sampling_defaults=dict(ready.facts.get("sampling_defaults", {})),
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
@@ -354,6 +359,7 @@ class Engine:
             swapped_in_blocks=found.swapped_in_blocks_total,
             rung=found.rung,
             rungs=found.rungs,
+            mode=found.mode,
             phases=self._system.steps.totals(),
         )
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["CHECKPOINT", "FAST", "INT8", "PLAIN", "PRECISIONS", "Mode"]
+__all__ = ["CHECKPOINT", "FAST", "INT8", "PLAIN", "PRECISIONS", "QUANTIZATIONS", "Mode"]
 
 FAST = "fast"  # kernels made for this device where there are any
 PLAIN = "plain"  # torch's own for every operation
 CHECKPOINT = "checkpoint"  # weights in the dtype of the run
 INT8 = "int8"  # weights rounded to int8 by row, activations in the dtype of the run
 PRECISIONS = (CHECKPOINT, INT8)  # best first
+QUANTIZATIONS = PRECISIONS[1:]  # what the setting `quantization` may ask for
 
 
 class Mode(msgspec.Struct, frozen=True):

@@ -45,6 +45,7 @@ from novainfer.fsm.events import (
 )
 from novainfer.fsm.ladder import EXACT, Rung, Switched
 from novainfer.fsm.machine import Machine, Table, never, on, stay, table
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.planner import Limits, Planner
 from novainfer.fsm.request import ENDED, PREFILLED, Finish, Request, RequestState
@@ -108,6 +109,7 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks_free: int = 0
     rung: str = Rung.FULL
     rungs: tuple[str, ...] = tuple(EXACT)  # all that it may be, best first
+    mode: Mode = Mode()  # that the next step asks for
 
 
 class Scheduler(Machine):
@@ -213,6 +215,7 @@ class Scheduler(Machine):
             num_host_blocks_free=self.planner.cache.num_host_blocks_free,
             rung=self.trouble.ladder.rung,
             rungs=self.trouble.ladder.rungs,
+            mode=self.trouble.ladder.mode,
         )
 
     # ---- requests come and go ------------------------------------------------------------------------------------

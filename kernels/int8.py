@@ -1,4 +1,4 @@
-"""Weights in int8 by row with one fp32 scale each: half or a quarter of the memory, for when that has run short.
+"""Weights in int8 by row with one fp32 scale each: half or a quarter of the memory.
 
 Activations are not quantised, so a row of the weight is the only thing that loses: each element is off by at most
 half a step, a step being the row's largest element over 127.
@@ -12,6 +12,8 @@ from typing import ClassVar, Protocol, Self
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
+from novainfer.fsm.mode import INT8
 
 __all__ = ["PART_ROWS", "ReferenceInt8Linear", "TorchInt8Linear", "part_rows", "put_in_parts", "quantised"]
 
@@ -53,6 +55,7 @@ class TorchInt8Linear:
     """Widened by torch, a tile of rows at a time: any device, any dtype."""
 
     name: ClassVar[str] = "torch-int8"
+    precision: ClassVar[str] = INT8
     row_invariant: ClassVar[bool] = False
     gathers_rows: ClassVar[bool] = True
 
@@ -77,6 +80,21 @@ class TorchInt8Linear:
         q = torch.zeros(out_features, in_features, dtype=torch.int8, device=device)
         scale = torch.zeros(out_features, dtype=torch.float32, device=device)
         return cls(q, scale, None if bias is None else bias.to(torch.float32, copy=True), dtype)
+
+    @classmethod
+    def shared_layout(cls) -> str:
+        """The tensors as they are."""
+        return cls.name
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Weight, scale and bias."""
+        return [self.q, self.scale] if self.bias is None else [self.q, self.scale, self.bias]
+
+    @classmethod
+    def over(cls, out_features: int, in_features: int, dtype: torch.dtype, tensors: list[Tensor]) -> Self:
+        """On another one's tensors."""
+        return cls(tensors[0], tensors[1], tensors[2] if len(tensors) == 3 else None, dtype)
 
     def put(self, first: int, rows: Tensor) -> None:
         """Quantise rows [n, K] as rows `first` on."""

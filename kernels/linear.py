@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from novainfer.fsm.mode import CHECKPOINT
 from novainfer.kernels.memory import use_huge_pages
 
 __all__ = ["MkldnnLinear", "TorchLinear"]
@@ -21,6 +22,7 @@ class TorchLinear:
     """`torch.nn.functional.linear` on the weight as it came: any device, any dtype."""
 
     name: ClassVar[str] = "torch"
+    precision: ClassVar[str] = CHECKPOINT
     row_invariant: ClassVar[bool] = False
     gathers_rows: ClassVar[bool] = True
 
@@ -73,6 +75,7 @@ class MkldnnLinear:
     """
 
     name: ClassVar[str] = "mkldnn"
+    precision: ClassVar[str] = CHECKPOINT
     row_invariant: ClassVar[bool] = False
     gathers_rows: ClassVar[bool] = False
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.checkpoint import DTYPES, Checkpoint
-from novainfer.kernels.choice import KernelChoice
 from novainfer.kernels.config import ModelConfig, TensorSpec
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.forward import Layer
@@ -24,6 +23,7 @@ from novainfer.kernels.memory import free_bytes, is_out_of_memory, lazy_zeros, r
 from novainfer.kernels.models.angles import rope_table
 from novainfer.kernels.models.decoder import Decoder, Embedding
 from novainfer.kernels.registry import Linear
+from novainfer.kernels.selection import Selection
 
 __all__ = [
     "LinearSpec",
@@ -107,7 +107,7 @@ def choose_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint, device:
 class WeightSource(Protocol):
     """Where a decoder's weights come from, and how much was read of them."""
 
-    kernels: KernelChoice
+    kernels: Selection
     num_bytes: int
     num_read: int
 
@@ -121,7 +121,7 @@ class WeightSource(Protocol):
 def load_decoder(
     config: ModelConfig,
     checkpoint: Checkpoint,
-    kernels: KernelChoice,
+    kernels: Selection,
     max_model_len: int,
     on_progress: OnProgress | None = None,
     source: WeightSource | None = None,
@@ -133,7 +133,7 @@ def load_decoder(
     shapes = tensor_shapes(config)
     check_fit(checkpoint.model_dir, config, checkpoint.entries)
     if source is None or isinstance(source, WeightReader):
-        _check_memory(shapes, max_model_len * config.head_dim, kernels)
+        _check_memory(config, max_model_len * config.head_dim, kernels)
     reader = source or WeightReader(checkpoint, shapes, kernels, on_progress)
     try:
         decoder = _build(config, reader, max_model_len)
@@ -150,12 +150,18 @@ def load_decoder(
     return decoder, reader.num_bytes
 
 
-def _check_memory(shapes: dict[str, tuple[int, ...]], num_angles: int, kernels: KernelChoice) -> None:
-    count = sum(torch.Size(shape).numel() for shape in shapes.values())
+def _check_memory(config: ModelConfig, num_angles: int, kernels: Selection) -> None:
+    count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
+    products = [(spec.out_features, spec.in_features) for spec in linear_specs(config)]
+    precision, sizes = kernels.precision, [n * k for n, k in products]
+    weight_bytes = (count - sum(sizes)) * kernels.dtype.itemsize
+    weight_bytes += sum(precision.weight_bytes(n, k, kernels.dtype) for n, k in products)
+    if precision.is_quantised:  # the largest as it is read
+        weight_bytes += max(sizes) * kernels.dtype.itemsize
     angle_bytes = 3 * num_angles * torch.float32.itemsize  # the table of cosines and sines, and what it is made from
-    needed, free = count * kernels.dtype.itemsize + angle_bytes, free_bytes(kernels.device)
+    needed, free = weight_bytes + angle_bytes, free_bytes(kernels.device)
     if needed > free:
-        name = str(kernels.dtype).removeprefix("torch.")
+        name = precision.name if precision.is_quantised else str(kernels.dtype).removeprefix("torch.")
         raise LoadError(
             f"the model needs {needed / GIB:.2f} GiB for its weights in {name} and its positions, but only "
             f"{free / GIB:.2f} GiB are free ({needed} and {free} bytes)"
@@ -169,7 +175,7 @@ class WeightReader:
         self,
         checkpoint: Checkpoint,
         shapes: dict[str, tuple[int, ...]],
-        kernels: KernelChoice,
+        kernels: Selection,
         on_progress: OnProgress | None = None,
     ) -> None:
         self.checkpoint = checkpoint

@@ -21,15 +21,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from novainfer.fsm.mode import CHECKPOINT, FAST, INT8, PLAIN, PRECISIONS, Mode
+from novainfer.fsm.mode import CHECKPOINT, FAST, PLAIN, PRECISIONS, Mode
 from novainfer.kernels.checkpoint import Checkpoint
-from novainfer.kernels.choice import KernelChoice
 from novainfer.kernels.config import ModelConfig
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.forward import DecoderKind, LayerKind
@@ -38,9 +36,11 @@ from novainfer.kernels.int8 import part_rows, put_in_parts
 from novainfer.kernels.loader import LinearSpec, WeightReader, linear_specs
 from novainfer.kernels.memory import free_bytes, is_out_of_memory, release_freed_pages
 from novainfer.kernels.models.decoder import Decoder
+from novainfer.kernels.precision import precision_of
 from novainfer.kernels.registry import AttentionBackend, AttentionShape, Linear
+from novainfer.kernels.selection import Selection
 
-__all__ = ["Modes", "choices_by_mode"]
+__all__ = ["Modes", "selections_by_mode"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,37 +48,38 @@ MIB = 1024**2
 SCRATCH_BYTES_PER_ELEMENT = 20  # of a part that is quantised: the rows, four fp32 temporaries at most, int8
 
 
-def choices_by_mode(first: KernelChoice, config: ModelConfig, shape: AttentionShape) -> dict[Mode, KernelChoice]:
-    """The modes that this machine can compute this model in, best first, and the kernels of each."""
+def selections_by_mode(first: Selection, config: ModelConfig, shape: AttentionShape) -> dict[Mode, Selection]:
+    """The modes that this machine can compute this model in, best first, and the kernels of each.
+
+    `first` is what the model is loaded with; no mode has a better precision than that.
+    """
+    first.forward(_decoder_kind(first, config, shape))
     layout = first.attention(shape).layout
     registries = {PLAIN: first.registry.without("native")}
     if any(name.startswith("native") for name in first.names.values()):
         registries = {FAST: first.registry, **registries}
-    offered = {
-        Mode(kernels, precision): replace(
-            first, registry=registry, int8=precision == INT8, layout=layout, names={}, row_invariant=True
-        )
-        for precision in PRECISIONS
-        for kernels, registry in registries.items()
-    }
-    offered[next(iter(offered))] = first
-    choices = {}
-    for mode, choice in offered.items():
-        try:
-            choice.forward(_decoder_kind(choice, config, shape))
-        except LoadError as error:
-            logger.info("%s are not offered: %s", mode, error)
-        else:
-            choices[mode] = choice
-    return choices
+    found = {Mode(next(iter(registries)), first.precision.name): first}
+    for precision in PRECISIONS[PRECISIONS.index(first.precision.name) :]:
+        for kernels, registry in registries.items():
+            mode = Mode(kernels, precision)
+            if mode in found:
+                continue
+            selection = Selection(registry, first.dtype, first.device, precision_of(precision), layout)
+            try:
+                selection.forward(_decoder_kind(selection, config, shape))
+            except LoadError as error:
+                logger.info("%s are not offered: %s", mode, error)
+            else:
+                found[mode] = selection
+    return found
 
 
-def _decoder_kind(choice: KernelChoice, config: ModelConfig, shape: AttentionShape) -> DecoderKind:
-    """What a decoder will be whose every part has the kernel of this choice."""
+def _decoder_kind(selection: Selection, config: ModelConfig, shape: AttentionShape) -> DecoderKind:
+    """What a decoder will be whose every part has the kernel of this selection."""
     layers: dict[int, dict[str, Any]] = {}
     biased: set[str] = set()
     for spec in linear_specs(config):
-        linear = choice.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
+        linear = selection.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
         if spec.layer is not None:
             layers.setdefault(spec.layer, {})[spec.part] = linear
             biased |= {spec.part} if spec.has_bias else set()
@@ -91,26 +92,26 @@ def _decoder_kind(choice: KernelChoice, config: ModelConfig, shape: AttentionSha
         )
         for layer, parts in layers.items()
     )
-    return DecoderKind(kinds, choice.ops(), choice.attention(shape), shape)
+    return DecoderKind(kinds, selection.ops(), selection.attention(shape), shape)
 
 
 class Modes:
-    """Which mode a decoder computes in; everything it has was loaded in the first of `choices`."""
+    """Which mode a decoder computes in; everything it has was loaded in the first of `selections`."""
 
     def __init__(
         self,
         decoder: Decoder,
         config: ModelConfig,
         checkpoint: Checkpoint,
-        choices: dict[Mode, KernelChoice],
+        selections: dict[Mode, Selection],
         *,
         keeps_first: bool = False,
     ) -> None:
         """`keeps_first` when the weights that it was loaded with cost nothing to keep: others hold them too."""
-        self.mode = self._first = next(iter(choices))
+        self.mode = self._first = next(iter(selections))
         self._decoder = decoder
         self._checkpoint = checkpoint
-        self._choices = choices
+        self._selections = selections
         self._specs = linear_specs(config)
         self._shapes = tensor_shapes(config)
         self._modes_of = dict.fromkeys(self._specs, self._first)
@@ -125,11 +126,11 @@ class Modes:
 
     def attach(self, cache: AttentionBackend) -> None:
         """Take a KV cache into use, with this mode's kernels over it; raises `LoadError` without one."""
-        choice = self._choices[self.mode]
-        kernel = choice.attention(cache.shape)
+        selection = self._selections[self.mode]
+        kernel = selection.attention(cache.shape)
         attention = cache if type(cache) is kernel else kernel.over(cache.shape, cache.parts)
         # By what the parts are, not what they should be: after a switch that failed half way they are a mixture.
-        self._decoder.attach(attention, choice.forward(self._decoder.parts(attention).kind))
+        self._decoder.attach(attention, selection.forward(self._decoder.parts(attention).kind))
 
     def switch(self, mode: Mode) -> None:
         """Compute in `mode` from now on; KV cache and sampler stay as they are.
@@ -137,8 +138,8 @@ class Modes:
         Raises ValueError when the mode is not offered, MemoryError when there is no room for its weights,
         `LoadError` when they cannot be read again. Then the model computes as before.
         """
-        if mode not in self._choices:
-            raise ValueError(f"there are no {mode} here, only {', '.join(map(str, self._choices))}")
+        if mode not in self._selections:
+            raise ValueError(f"there are no {mode} here, only {', '.join(map(str, self._selections))}")
         if mode == self.mode and set(self._modes_of.values()) == {mode}:
             return
         started_s, before, bytes_before = time.monotonic(), self.mode, self.weight_bytes
@@ -152,7 +153,7 @@ class Modes:
             self._replace_products(mode)
             self.mode = mode
         finally:
-            self._decoder.ops = self._choices[self.mode].ops()
+            self._decoder.ops = self._selections[self.mode].ops()
             if self._decoder.attention is not None:
                 self.attach(self._decoder.attention)
             self._checkpoint.close()
@@ -199,26 +200,26 @@ class Modes:
 
     def _put(self, spec: LinearSpec, mode: Mode, *, in_memory: bool) -> None:
         """Replace one product by the same in another mode; the old one goes when the new one stands."""
-        choice, old = self._choices[mode], self._product(spec)
+        selection, old = self._selections[mode], self._product(spec)
         new: Linear
         if mode == self._first and spec in self._kept:
             new = self._kept[spec]
         elif not in_memory:
-            new = WeightReader(self._checkpoint, self._shapes, choice).linear(spec)
+            new = WeightReader(self._checkpoint, self._shapes, selection).linear(spec)
         else:
-            kernel = choice.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
-            whole = None if old.gathers_rows else old.rows(torch.arange(spec.out_features, device=choice.device))
+            kernel = selection.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
+            whole = None if old.gathers_rows else old.rows(torch.arange(spec.out_features, device=selection.device))
 
             def rows(first: int, last: int) -> Tensor:
                 if whole is not None:
                     return whole[first:last]
-                return old.rows(torch.arange(first, last, device=choice.device))
+                return old.rows(torch.arange(first, last, device=selection.device))
 
-            if choice.int8:
-                new = kernel.empty(spec.out_features, spec.in_features, old.bias, choice.dtype, choice.device)
+            if selection.precision.is_quantised:
+                new = kernel.empty(spec.out_features, spec.in_features, old.bias, selection.dtype, selection.device)
                 put_in_parts(new, rows)  # type: ignore[arg-type]
             else:
-                bias = None if old.bias is None else old.bias.to(choice.dtype)
+                bias = None if old.bias is None else old.bias.to(selection.dtype)
                 new = kernel.pack(rows(0, spec.out_features), bias)
         if spec.layer is None:
             self._decoder.head = self._decoder.embedding.head = new
@@ -238,31 +239,38 @@ class Modes:
 
     def _check_room(self, mode: Mode) -> None:
         """An allocator that promises more than there is would have the system end the process half way."""
-        choice = self._choices[mode]
+        selection = self._selections[mode]
         if self._is_made_in_memory(mode):
             needed = self._step_bytes(mode)
         else:
-            sizes = [spec.out_features * spec.in_features * choice.dtype.itemsize for spec in self._specs]
-            needed = max(0, sum(sizes) - self.weight_bytes) + 2 * max(sizes)
-        free = free_bytes(choice.device)
+            sizes = [self._bytes_of(spec, selection) for spec in self._specs]
+            read = max(spec.out_features * spec.in_features for spec in self._specs) * selection.dtype.itemsize
+            needed = max(0, sum(sizes) - self.weight_bytes) + read + max(sizes)
+        free = free_bytes(selection.device)
         if needed > free:
             raise MemoryError(
                 f"the weights for {mode} need {needed / MIB:.0f} MiB more, but only {free / MIB:.0f} MiB are free"
             )
 
     def _step_bytes(self, mode: Mode) -> int:
-        """What the first products need on the way to int8: the largest of a layer, and the rows it is made of."""
-        choice = self._choices[mode]
-        assert choice.int8
+        """What the first products need on the way to a lower precision: the largest of a layer, and its rows."""
+        selection = self._selections[mode]
         layer = [spec for spec in self._specs if spec.layer == 0]
         largest = max(spec.out_features * spec.in_features for spec in layer)
         parts = max(min(spec.out_features, part_rows(spec.in_features)) * spec.in_features for spec in layer)
-        unpacked = 0 if all(self._product(spec).gathers_rows for spec in layer) else 2 * largest * choice.dtype.itemsize
-        return largest + SCRATCH_BYTES_PER_ELEMENT * parts + unpacked
+        unpacked = (
+            0 if all(self._product(spec).gathers_rows for spec in layer) else 2 * largest * selection.dtype.itemsize
+        )
+        kept = max(self._bytes_of(spec, selection) for spec in layer)
+        return kept + SCRATCH_BYTES_PER_ELEMENT * parts + unpacked
+
+    @staticmethod
+    def _bytes_of(spec: LinearSpec, selection: Selection) -> int:
+        return selection.precision.weight_bytes(spec.out_features, spec.in_features, selection.dtype)
 
     def _hold_reserve(self) -> None:
-        smaller = next((mode for mode in self._choices if mode.precision != self._first.precision), None)
+        smaller = next((mode for mode in self._selections if mode.precision != self._first.precision), None)
         if smaller is not None:
             with contextlib.suppress(Exception):  # a model that has just been loaded shall not fail for this
                 size = self._step_bytes(smaller)
-                self._reserve = torch.ones(size, dtype=torch.uint8, device=self._choices[smaller].device)
+                self._reserve = torch.ones(size, dtype=torch.uint8, device=self._selections[smaller].device)

@@ -10,6 +10,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from novainfer.fsm.mode import CHECKPOINT
 from novainfer.kernels.registry import AttentionShape
 
 __all__ = ["ReferenceAttention", "ReferenceLinear", "ReferenceRowOps"]
@@ -23,6 +24,7 @@ class ReferenceLinear:
     """`x @ weight.T + bias` in fp32."""
 
     name: ClassVar[str] = "reference"
+    precision: ClassVar[str] = CHECKPOINT
     row_invariant: ClassVar[bool] = False
     gathers_rows: ClassVar[bool] = True
 

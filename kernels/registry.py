@@ -1,11 +1,11 @@
 """Which implementation of an operation runs here: fastest first, each proved against the torch reference
 before use.
 
-There are five operations. Each is a small class, so that an implementation may keep packed weights or
+There are four operations. Each is a small class, so that an implementation may keep packed weights or
 buffers:
 
-- `linear`: one weight matrix, packed at load, applied to rows of activations (`Linear`)
-- `linear_int8`: the same with weights rounded to int8, filled part by part (`Int8Linear`)
+- `linear`: one weight matrix, packed at load, applied to rows of activations (`Linear`); each implementation keeps
+  weights in one precision (kernels/precision.py), and below the checkpoint's is filled part by part (`QuantisedLinear`)
 - `attention`: the paged KV cache and attention over it (`AttentionBackend`)
 - `ops`: the small row-wise operations between them (`RowOps`)
 - `forward`: all of these over all layers of a decoder (`Forward`, kernels/forward.py), proved against one by one
@@ -36,9 +36,9 @@ from novainfer.kernels.errors import LoadError
 __all__ = [
     "AttentionBackend",
     "AttentionShape",
-    "Int8Linear",
     "Linear",
     "Operation",
+    "QuantisedLinear",
     "Registry",
     "RowOps",
     "SharedLinear",
@@ -46,13 +46,14 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-Operation = Literal["linear", "linear_int8", "attention", "ops", "forward"]
+Operation = Literal["linear", "attention", "ops", "forward"]
 
 
 class Linear(Protocol):
     """`y = x @ weight.T + bias` with the weight in whatever layout is fastest to read."""
 
     name: ClassVar[str]
+    precision: ClassVar[str]  # in which its weight is kept: one of `fsm.mode.PRECISIONS`
     row_invariant: ClassVar[bool]
     gathers_rows: ClassVar[bool]  # whether `rows` costs what it gives: an embedding tied to the output head needs it
     out_features: int  # N
@@ -76,7 +77,7 @@ class Linear(Protocol):
         """[M, K] -> [M, N], same dtype, M >= 1. Rows of `x` may lie apart (`stride(0) >= K`)."""
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight as given: int64 [n] -> [n, K], bit for bit.
+        """Rows of the weight as it is kept: int64 [n] -> [n, K]; in the checkpoint's precision bit for bit as given.
 
         Where the kernel does not gather rows, the whole weight is unpacked for it.
         """
@@ -99,8 +100,8 @@ class SharedLinear(Linear, Protocol):
         """On the tensors of another one, which are not written to."""
 
 
-class Int8Linear(Linear, Protocol):
-    """A linear whose weight is kept as `kernels.int8.quantised` makes it; `rows` gives what is left of it.
+class QuantisedLinear(Linear, Protocol):
+    """A linear whose weight is rounded as its precision says; `rows` gives what is left of it.
 
     It is filled part by part, so that the full weight need not lie beside it in one piece.
     """
@@ -258,9 +259,10 @@ class Registry:
         }
         return Registry(self.batch_invariant, None, entries, self._proved)
 
-    def implementations(self, operation: Operation) -> tuple[type[Any], ...]:
-        """All registered implementations of an operation, fastest first, proved or not."""
-        return tuple(self._entries[operation])
+    def implementations(self, operation: Operation, precision: str | None = None) -> tuple[type[Any], ...]:
+        """All implementations of an operation, fastest first, proved or not; of linears, those of one precision."""
+        found = self._entries[operation]
+        return tuple(kernel for kernel in found if precision is None or kernel.precision == precision)
 
     def select(
         self,
@@ -268,14 +270,15 @@ class Registry:
         refuses: Callable[[Any], str | None],
         selftest: Callable[[Any], str | None],
         key: object,
+        precision: str | None = None,
     ) -> Any:
-        """The first implementation that can do it here; raises `LoadError` when there is none.
+        """The first implementation (of linears, in `precision`) that can do it here; raises `LoadError` without one.
 
         `refuses(implementation)` is asked first, then `selftest(implementation)`: both give None or a
         reason. A self-test runs once per (implementation, key).
         """
         reasons: list[str] = []
-        for implementation in self._entries[operation]:
+        for implementation in self.implementations(operation, precision):
             name = implementation.name
             reason = refuses(implementation)
             if reason is None and self.batch_invariant and not implementation.row_invariant:

@@ -16,19 +16,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from novainfer.fsm.mode import CHECKPOINT, Mode
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.kernels.checkpoint import Checkpoint
-from novainfer.kernels.choice import KernelChoice, build_registry
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.header import tensor_shapes
 from novainfer.kernels.loader import GIB, choose_dtype, load_decoder
 from novainfer.kernels.memory import free_bytes, is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
-from novainfer.kernels.modes import Modes, choices_by_mode
+from novainfer.kernels.modes import Modes, selections_by_mode
+from novainfer.kernels.precision import quantization_of
 from novainfer.kernels.registry import AttentionBackend, Registry
 from novainfer.kernels.sampler import Sampled, Sampler
+from novainfer.kernels.selection import Selection, build_registry
 from novainfer.kernels.sharing import Weights, load_shared
 from novainfer.kernels.step import StepBuffers
 from novainfer.kernels.swap import HostPool
@@ -71,7 +72,7 @@ class ModelRunner:
     def __init__(
         self,
         decoder: Decoder,
-        kernels: KernelChoice,
+        kernels: Selection,
         modes: Modes,
         info: ModelInfo,
         max_num_seqs: int,
@@ -103,6 +104,7 @@ class ModelRunner:
         *,
         device: str = "cpu",
         dtype: str = "auto",
+        quantization: str | None = None,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int | None,
@@ -116,11 +118,12 @@ class ModelRunner:
     ) -> ModelRunner:
         """Read, check and pack a Hugging Face folder; raises `LoadError` with one clear sentence.
 
-        `max_model_len` (tokens) defaults to the model's own. `native` is "0", "1" or "require" (default:
-        the environment's NOVAINFER_NATIVE, else "1"). `on_progress(tensors read, tensors in all)` is called
-        on the way. `weights_fd` is a memfd that processes share (kernels/arena.py): the weights are packed into it
-        or found there, and `info.weights` says what happened; a runner with shared weights offers no
-        lower precision, which would give no memory back.
+        `quantization` is the precision that weights are rounded to as they are read, one product after the other (None:
+        as the checkpoint has them). `max_model_len` (tokens) defaults to the model's own. `native` is "0", "1" or
+        "require" (default: the environment's NOVAINFER_NATIVE, else "1"). `on_progress(tensors read, tensors in all)`
+        is called on the way. `weights_fd` is a memfd that processes share (kernels/arena.py): the weights are packed
+        into it or found there, and `info.weights` says what happened; a runner with shared weights offers no lower
+        precision, which would give no memory back.
         """
         torch_device = _device(device)
         use_threads(num_threads)
@@ -132,7 +135,8 @@ class ModelRunner:
         checkpoint = Checkpoint(Path(model_dir))
         if registry is None:
             registry = build_registry(torch_device, native=native, batch_invariant=batch_invariant)
-        kernels = KernelChoice(registry, choose_dtype(dtype, config, checkpoint, torch_device), torch_device)
+        precision = quantization_of(quantization)
+        kernels = Selection(registry, choose_dtype(dtype, config, checkpoint, torch_device), torch_device, precision)
         with torch.inference_mode():
             weights: Weights
             if weights_fd is None:
@@ -142,10 +146,10 @@ class ModelRunner:
             decoder, weight_bytes = loaded
             shape = decoder.attention_shape(block_size)
             attention = kernels.attention(shape)
-            choices = choices_by_mode(kernels, config, shape)
+            selections = selections_by_mode(kernels, config, shape)
             if weights != "own":
-                choices = {mode: choice for mode, choice in choices.items() if mode.precision == CHECKPOINT}
-            modes = Modes(decoder, config, checkpoint, choices, keeps_first=weights != "own")
+                selections = {mode: found for mode, found in selections.items() if mode.precision == precision.name}
+            modes = Modes(decoder, config, checkpoint, selections, keeps_first=weights != "own")
         info = ModelInfo(
             architecture=config.architecture,
             dtype=str(kernels.dtype).removeprefix("torch."),
@@ -160,7 +164,7 @@ class ModelRunner:
             num_parameters=sum(math.prod(shape) for shape in tensor_shapes(config).values()),
             kernels=dict(kernels.names),
             row_invariant=kernels.row_invariant,
-            modes=tuple(choices),
+            modes=tuple(selections),
             weights=weights,
         )
         logger.info(

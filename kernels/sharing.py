@@ -10,22 +10,23 @@ from torch import Tensor
 
 from novainfer.kernels.arena import ALIGNMENT, Arena, fingerprint_of
 from novainfer.kernels.checkpoint import Checkpoint
-from novainfer.kernels.choice import KernelChoice
 from novainfer.kernels.config import ModelConfig
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.header import tensor_shapes
 from novainfer.kernels.loader import LinearSpec, OnProgress, WeightReader, linear_specs, load_decoder
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.registry import Linear, SharedLinear
+from novainfer.kernels.selection import Selection
 
 __all__ = ["MappedWeights", "SharingReader", "Weights", "load_shared", "open_arena"]
 
 Weights = Literal["own", "packed", "mapped"]
 
+TENSORS_MAX = 3  # of a product: weight, scale, bias
 PANEL_MAX = 64  # rows and columns of a weight are padded to multiples of at most this
 
 
-def open_arena(fd: int, config: ModelConfig, checkpoint: Checkpoint, kernels: KernelChoice) -> Arena | None:
+def open_arena(fd: int, config: ModelConfig, checkpoint: Checkpoint, kernels: Selection) -> Arena | None:
     """The arena for the weights of this model on these kernels; None where each process must have its own."""
     if kernels.device.type != "cpu":
         return None
@@ -45,21 +46,22 @@ def open_arena(fd: int, config: ModelConfig, checkpoint: Checkpoint, kernels: Ke
         "machine": platform.machine(),
     }
     num_bytes_max = sum(
-        (spec.out_features + PANEL_MAX) * ((spec.in_features + PANEL_MAX) * kernels.dtype.itemsize + 4)
+        (spec.out_features + PANEL_MAX)
+        * ((spec.in_features + PANEL_MAX) * kernels.dtype.itemsize + 2 * torch.float32.itemsize)
         for spec in linear_specs(config)
     )
     num_bytes_max += sum(
         torch.Size(shape).numel() * kernels.dtype.itemsize for shape in shapes.values() if len(shape) == 1
     )
     num_bytes_max += config.vocab_size * config.hidden_size * kernels.dtype.itemsize  # embeddings beside the head
-    num_bytes_max += 2 * ALIGNMENT * len(shapes)
+    num_bytes_max += TENSORS_MAX * ALIGNMENT * len(shapes)
     return Arena.open(fd, fingerprint_of(facts), num_bytes_max)
 
 
 def load_shared(
     config: ModelConfig,
     checkpoint: Checkpoint,
-    kernels: KernelChoice,
+    kernels: Selection,
     max_model_len: int,
     on_progress: OnProgress | None,
     fd: int,
@@ -90,7 +92,7 @@ class SharingReader(WeightReader):
         self,
         checkpoint: Checkpoint,
         shapes: dict[str, tuple[int, ...]],
-        kernels: KernelChoice,
+        kernels: Selection,
         on_progress: OnProgress | None,
         arena: Arena,
     ) -> None:
@@ -113,7 +115,7 @@ class SharingReader(WeightReader):
 class MappedWeights:
     """Gives what another process has put into the arena, and reads nothing."""
 
-    def __init__(self, kernels: KernelChoice, arena: Arena) -> None:
+    def __init__(self, kernels: Selection, arena: Arena) -> None:
         self.kernels = kernels
         self.arena = arena
         self.num_bytes = 0
@@ -130,7 +132,7 @@ class MappedWeights:
     def linear(self, spec: LinearSpec) -> Linear:
         """A product on memory of the arena."""
         kernel = self.kernels.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
-        found = [self.arena.get(f"{_key(spec)}.{i}") for i in range(2)]
+        found = [self.arena.get(f"{_key(spec)}.{i}") for i in range(TENSORS_MAX)]
         tensors = [tensor for tensor in found if tensor is not None]
         linear: Linear = kernel.over(spec.out_features, spec.in_features, self.kernels.dtype, tensors)
         self.num_bytes += linear.weight_bytes

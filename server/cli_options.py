@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from novainfer import EngineConfig
 from novainfer.config import DTYPES
+from novainfer.fsm.mode import QUANTIZATIONS
 from novainfer.server.flags import (
     BATCHING,
     GENERAL,
@@ -40,6 +41,7 @@ ENGINE_FIELDS = (
     *(
         "tokenizer",
         "served_model_name",
+        "quantization",
         "generation_config",
         "seed",
         "max_model_len",
@@ -140,6 +142,12 @@ def _model_options() -> list[Callable[[Command], Command]]:
             default="auto",
             show_default=True,
             help="float32, bfloat16 or float16 (also half, fp16, bf16, float, fp32); auto: as in the checkpoint.",
+        ),
+        flag(
+            MODEL,
+            "--quantization",
+            type=click.Choice(QUANTIZATIONS),
+            help="Round weights while they are loaded: half the memory of bfloat16. [default: as in the checkpoint]",
         ),
         flag(MODEL, "--max-model-len", type=int, help="Longest context in tokens. [default: the model's]"),
         flag(

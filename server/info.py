@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from novainfer import ModelNotFound, RequestNotFound
+from novainfer.fsm.mode import Mode
 from novainfer.server.errors import NotMoving
 from novainfer.server.exchange import SCOPE_KEY, Exchange
 from novainfer.server.generation import ADMISSION_TURNS
@@ -38,11 +39,16 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 class Health(msgspec.Struct, kw_only=True):
-    """The answer of the health probes when all is well; `state` is what the engine does."""
+    """The answer of the health probes when all is well; `state` is what the engine does.
+
+    `rung` is that of the ladder, and `mode` the kernels and the precision that steps are computed with there.
+    """
 
     status: str = "ok"
     model: str
     state: str
+    rung: str
+    mode: Mode
 
 
 class Alive(msgspec.Struct, kw_only=True):
@@ -94,7 +100,8 @@ async def health(service: Service, request: Request) -> Response:
     found = engine.health()
     if not found.is_ready:
         raise NotMoving(f"The engine stands still: {found.reason}")
-    return json_response(Health(model=engine.model_info.name, state=found.state))
+    stats = engine.statistics()
+    return json_response(Health(model=engine.model_info.name, state=found.state, rung=stats.rung, mode=stats.mode))
 
 
 async def live(service: Service, request: Request) -> Response:

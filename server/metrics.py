@@ -189,6 +189,8 @@ def _progress(service: Service) -> Iterator[Metric]:
     yield _counter("nova_worker_restarts", "Workers that were lost and replaced", stats.worker_losses, {})
     rungs = {rung: float(rung == stats.rung) for rung in stats.rungs}
     yield _by("nova_ladder_rung", "1 for the rung of the ladder that the engine works on", "rung", rungs)
+    mode = {"kernels": stats.mode.kernels, "precision": stats.mode.precision}
+    yield _gauge("nova_mode", "1 for the kernels and the precision that steps are computed with", 1.0, mode)
 
 
 def _admission(service: Service) -> Iterator[Metric]:

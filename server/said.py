@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from novainfer.fsm.mode import CHECKPOINT
 from novainfer.server.engine import ModelInfo, ServedEngine, Statistics
 
 GIB = 1 << 30
@@ -24,10 +25,12 @@ def about(engine: ServedEngine) -> str:
         if folder is not None
         else "writes no file by itself: it has no folder"
     )
+    precision = info.modes[0].precision
+    quantized = f", weights in {precision}," if precision != CHECKPOINT else ""
     threads = f", {info.num_threads} threads" if info.num_threads else ""
     return "\n".join(
         [
-            f"  model     {info.dtype} on {info.device}{threads}; kernels: {_kernels(info)}{worker}",
+            f"  model     {info.dtype}{quantized} on {info.device}{threads}; kernels: {_kernels(info)}{worker}",
             f"  memory    {weights} weights, {cache} KV: "
             f"{info.num_kv_blocks} blocks of {info.block_size}, {tokens} tokens",
             f"  limits    {info.max_model_len} tokens of context; {info.max_num_seqs} requests at once, "

@@ -8,9 +8,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from novainfer.fsm.mode import INT8
 from novainfer.kernels.cpu.linear import PackedLinear, padded
 from novainfer.kernels.cpu.memory import huge_zeros
-from novainfer.kernels.cpu.native import DTYPE_CODES, LinearDesc, library, num_threads
+from novainfer.kernels.cpu.native import library, num_threads
 from novainfer.kernels.int8 import PART_ROWS, put_in_parts
 
 __all__ = ["NativeInt8Linear"]
@@ -20,6 +21,7 @@ class NativeInt8Linear(PackedLinear):
     """int8 rows times fp32 scales; activations as they are, bf16 or fp32, accumulated in fp32 in one fixed order."""
 
     name: ClassVar[str] = "native-int8"
+    precision: ClassVar[str] = INT8
 
     @classmethod
     def empty(
@@ -27,7 +29,7 @@ class NativeInt8Linear(PackedLinear):
     ) -> Self:
         """Room for a weight [out_features, in_features]; `put` fills it."""
         lib = library()
-        desc = LinearDesc(None, None, out_features, in_features, DTYPE_CODES[dtype], 1)
+        desc = cls.describe(out_features, in_features, dtype)
         packed = huge_zeros(lib.nova_linear_bytes(ctypes.byref(desc)))
         scale = torch.zeros(lib.nova_linear_columns(ctypes.byref(desc)), dtype=torch.float32)
         return cls(desc, packed, padded(desc, bias), scale, dtype)
@@ -39,8 +41,8 @@ class NativeInt8Linear(PackedLinear):
         if rows.dtype != self.dtype or rows.shape[1] != self.in_features:
             raise ValueError(f"rows must be {self.in_features} {self.dtype}, not {rows.shape[1]} {rows.dtype}")
         lib = library()
-        before = LinearDesc(None, None, first, self.in_features, self.desc.dtype, 1)
-        part = LinearDesc(None, None, len(rows), self.in_features, self.desc.dtype, 1)
+        before = self.describe(first, self.in_features, self.dtype)
+        part = self.describe(len(rows), self.in_features, self.dtype)
         lib.nova_linear_quantise(
             ctypes.byref(part),
             rows.contiguous().data_ptr(),

@@ -231,7 +231,7 @@ void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::typ
 template <class T>
 void gather_any(const LinearDesc& d, const int64_t* ids, long count, void* out, int threads) {
   using E = typename T::type;
-  if (d.is_int8)
+  if (d.format == INT8_ROWS)
     gather<T, int8_t>(d, ids, count, (E*)out, threads,
                       [&](int8_t x, int64_t row) { return from_float<T>((float)x * d.scale[row]); });
   else
@@ -242,9 +242,9 @@ void gather_any(const LinearDesc& d, const int64_t* ids, long count, void* out, 
 
 void linear(Team& team, const LinearDesc& d, const LinearCall& call) {
   if (d.dtype == 0)
-    d.is_int8 ? Product<Bf16, Bytes<Bf16>>{d, call}.run(team) : Product<Bf16, Whole>{d, call}.run(team);
+    d.format == INT8_ROWS ? Product<Bf16, Bytes<Bf16>>{d, call}.run(team) : Product<Bf16, Whole>{d, call}.run(team);
   else
-    d.is_int8 ? Product<Fp32, Bytes<Fp32>>{d, call}.run(team) : Product<Fp32, Whole>{d, call}.run(team);
+    d.format == INT8_ROWS ? Product<Fp32, Bytes<Fp32>>{d, call}.run(team) : Product<Fp32, Whole>{d, call}.run(team);
 }
 
 }  // namespace nova

@@ -8,8 +8,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from novainfer.fsm.mode import CHECKPOINT
 from novainfer.kernels.cpu.memory import huge_zeros
-from novainfer.kernels.cpu.native import DTYPE_CODES, LinearDesc, library, num_threads
+from novainfer.kernels.cpu.native import DTYPE_CODES, FORMAT_CODES, LinearDesc, library, num_threads
 
 __all__ = ["NativeLinear", "PackedLinear", "padded", "threads_for"]
 
@@ -29,11 +30,12 @@ def threads_for(rows: int, weight_bytes: int, flops: int) -> int:
 class PackedLinear:
     """Packed weights and their bias, in memory that `desc` describes to the library, and what is computed on them.
 
-    `weight` uint8 [bytes], filled by whoever makes it; `bias` fp32 and, of int8 weights, `scale` fp32, both of
+    `weight` uint8 [bytes], filled by its subclass; `bias` fp32 and, of quantised weights, `scale` fp32, both of
     `num_columns(desc)`: whole panels, as what is computed behind the last row is not stored, but it is read.
     """
 
     name: ClassVar[str]
+    precision: ClassVar[str]
     row_invariant: ClassVar[bool] = True
     gathers_rows: ClassVar[bool] = True
 
@@ -68,6 +70,31 @@ class PackedLinear:
             return "the weight is empty"
         return None
 
+    @classmethod
+    def describe(cls, out_features: int, in_features: int, dtype: torch.dtype) -> LinearDesc:
+        """A weight [out_features, in_features] of this precision, without its memory."""
+        return LinearDesc(None, None, out_features, in_features, DTYPE_CODES[dtype], FORMAT_CODES[cls.precision])
+
+    @classmethod
+    def shared_layout(cls) -> str:
+        """Of this very library: the sources and the instruction sets it was compiled from."""
+        return f"{cls.name} {library()._name}"
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The packed weight, the scale of quantised ones, and the padded bias."""
+        return [tensor for tensor in (self.weight, self.scale, self._padded_bias) if tensor is not None]
+
+    @classmethod
+    def over(cls, out_features: int, in_features: int, dtype: torch.dtype, tensors: list[Tensor]) -> Self:
+        """On what another one has packed."""
+        desc = cls.describe(out_features, in_features, dtype)
+        weight, *vectors = tensors or [torch.empty(0)]
+        if weight.nbytes != library().nova_linear_bytes(ctypes.byref(desc)):
+            raise ValueError(f"this memory is not a packed weight [{out_features}, {in_features}]")
+        scale = vectors.pop(0) if cls.precision != CHECKPOINT else None
+        return cls(desc, weight, vectors[0] if vectors else None, scale, dtype)
+
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] -> [M, N], same dtype. Rows of `x` may lie apart, elements of a row may not."""
         rows, columns = x.shape
@@ -96,34 +123,16 @@ class NativeLinear(PackedLinear):
     """
 
     name: ClassVar[str] = "native"
+    precision: ClassVar[str] = CHECKPOINT
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:
         """Take weight [N, K] and bias [N] into the packed layout; neither is referred to afterwards."""
         lib = library()
-        desc = LinearDesc(None, None, *weight.shape, DTYPE_CODES[weight.dtype])
+        desc = cls.describe(weight.shape[0], weight.shape[1], weight.dtype)
         packed = huge_zeros(lib.nova_linear_bytes(ctypes.byref(desc)))
         lib.nova_linear_pack(ctypes.byref(desc), weight.contiguous().data_ptr(), packed.data_ptr(), num_threads())
         return cls(desc, packed, padded(desc, bias), None, weight.dtype)
-
-    @classmethod
-    def shared_layout(cls) -> str:
-        """Of this very library: the sources and the instruction sets it was compiled from."""
-        return f"{cls.name} {library()._name}"
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The packed weight and the padded bias."""
-        return [self.weight] if self._padded_bias is None else [self.weight, self._padded_bias]
-
-    @classmethod
-    def over(cls, out_features: int, in_features: int, dtype: torch.dtype, tensors: list[Tensor]) -> Self:
-        """On what another one has packed."""
-        weight, bias = (*tensors, None)[:2]
-        desc = LinearDesc(None, None, out_features, in_features, DTYPE_CODES[dtype])
-        if weight is None or weight.nbytes != library().nova_linear_bytes(ctypes.byref(desc)):
-            raise ValueError(f"this memory is not a packed weight [{out_features}, {in_features}]")
-        return cls(desc, weight, bias, None, dtype)
 
 
 def padded(desc: LinearDesc, x: Tensor | None) -> Tensor | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from novainfer.fsm.mode import CHECKPOINT, INT8
 from novainfer.kernels.cpu.build import best_library
 from novainfer.kernels.forward import Layer
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPE_CODES",
+    "FORMAT_CODES",
     "CacheDesc",
     "LayerDesc",
     "LinearDesc",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 DTYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
+FORMAT_CODES = {CHECKPOINT: 0, INT8: 1}  # `WeightFormat` in linear.h, by the precision of a linear
 
 _I = ctypes.c_int
 _L = ctypes.c_int64
@@ -45,7 +48,7 @@ class LinearDesc(ctypes.Structure):
         ("n", _L),
         ("k", _L),
         ("dtype", ctypes.c_int32),
-        ("is_int8", ctypes.c_int32),
+        ("format", ctypes.c_int32),
         ("scale", _P),
     )
 
@@ -177,7 +180,7 @@ def implementations() -> list[tuple[Operation, type]]:
 
     return [
         ("linear", NativeLinear),
-        ("linear_int8", NativeInt8Linear),
+        ("linear", NativeInt8Linear),
         ("attention", NativeAttention),
         ("ops", NativeRowOps),
         ("forward", NativeForward),

@@ -25,7 +25,7 @@ def spec(name: str = "fake", **arguments: Any) -> FactorySpec:
     return FactorySpec(f"{__name__}:{name}", arguments)
 
 
-def model(name: str, native: Literal["0", "1"] = "0") -> ModelSpec:
+def model(name: str, native: Literal["0", "1"] = "0", quantization: str | None = None) -> ModelSpec:
     """A model of that name, on torch's kernels unless told otherwise."""
     return ModelSpec(
         ModelSettings(
@@ -41,6 +41,7 @@ def model(name: str, native: Literal["0", "1"] = "0") -> ModelSpec:
             num_kv_blocks=None,
             num_threads=None,
             native=native,
+            quantization=quantization,
             batch_invariant=False,
         )
     )

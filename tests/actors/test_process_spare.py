@@ -56,14 +56,17 @@ async def test_it_takes_over_with_everything_done() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shares memory by memfd")
-async def test_it_shares_the_weights_that_the_worker_has_packed() -> None:
-    async with linked(model("demo", native="1"), warm_spare=True) as line:
+@pytest.mark.parametrize("quantization", [None, "int8"])
+async def test_it_shares_the_weights_that_the_worker_has_packed(quantization: str | None) -> None:
+    async with linked(model("demo", native="1", quantization=quantization), warm_spare=True) as line:
         first = (await line.up())[1].value
         await eventually(lambda: is_ready(line))
         await kill(line)
         second = (await line.up(1))[1].value
         assert (first["weights"], second["weights"]) in {("packed", "mapped"), ("own", "own")}
-        assert first["weights"] == "packed" or first["kernels"]["linear"] != "native"
+        assert first["weights"] == "packed" or not first["kernels"]["linear"].startswith("native")
+        assert first["modes"] == second["modes"]
+        assert {mode["precision"] for mode in second["modes"]} == {quantization or "checkpoint"}
         assert (await line.step(1)).token_ids
 
 

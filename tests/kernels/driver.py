@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from novainfer.fsm.mode import INT8
 from novainfer.fsm.step import SeqParams, StepPlan
-from novainfer.kernels.choice import build_registry
 from novainfer.kernels.linear import MkldnnLinear
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.registry import Registry
 from novainfer.kernels.runner import ModelRunner
 from novainfer.kernels.sampler import Sampled
+from novainfer.kernels.selection import build_registry
 
 __all__ = ["BACKENDS", "Driver", "Sequence", "make_runner", "seated"]
 
@@ -49,10 +50,9 @@ def backend_registry(backend: str) -> Registry:
         for name in (backend, "torch", "reference", "op-by-op"):
             if name in names:
                 chosen.register(operation, names[name])
-    int8 = {kernel.name: kernel for kernel in everything.implementations("linear_int8")}
-    for name in ("native-int8", "torch-int8") if backend == "native" else ("torch-int8",):
-        if name in int8:
-            chosen.register("linear_int8", int8[name])
+    for kernel in everything.implementations("linear", INT8):
+        if kernel.name == "torch-int8" or (kernel.name == "native-int8" and backend == "native"):
+            chosen.register("linear", kernel)
     for attention in everything.implementations("attention"):
         if backend == "native" and attention.name == "torch-native-layout":
             chosen.register("attention", attention)
@@ -70,7 +70,9 @@ def make_runner(folder: Path, backend: str = "torch", num_blocks: int = 64, **op
         }
         skip_without(backend, runner.info.dtype)
         used = {op: offered[op][0] for op in offered}
-        if backend == "mkldnn" and read_config(folder).tensor("head") is None:
+        if options.get("quantization") is not None:
+            used["linear"] = registry.implementations("linear", options["quantization"])[0].name
+        elif backend == "mkldnn" and read_config(folder).tensor("head") is None:
             used["linear"] = "torch+mkldnn"  # the head's rows are the embeddings, and oneDNN gives no rows back
         # Otherwise a kernel failed its self-test, and the test would be one of its substitute.
         assert runner.info.kernels == used, f"{backend} kernels were not used: {runner.info.kernels}"

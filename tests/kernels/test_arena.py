@@ -17,10 +17,10 @@ from driver import CPU, Driver, make_runner
 
 from novainfer.fsm.mode import PLAIN, Mode
 from novainfer.kernels.arena import Arena
-from novainfer.kernels.choice import build_registry
 from novainfer.kernels.loader import WeightReader
 from novainfer.kernels.make_checkpoint import make_checkpoint
 from novainfer.kernels.runner import ModelRunner
+from novainfer.kernels.selection import build_registry
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no memfd")
 

@@ -17,10 +17,10 @@ from driver import CPU, Driver, make_runner
 from novainfer.fsm.mode import FAST, INT8, PLAIN, Mode
 from novainfer.fsm.step import SeqParams
 from novainfer.kernels import loader, modes
-from novainfer.kernels.choice import build_registry
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.make_checkpoint import make_checkpoint
 from novainfer.kernels.runner import ModelRunner
+from novainfer.kernels.selection import build_registry
 
 SHAPE = Shape("switched", 4, 2, 24, 96, 160, num_layers=3)
 UNTIED = Shape("switched-untied", 6, 2, 16, 80, 200, tied=False)

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from novainfer.kernels import choice
+from novainfer.fsm.mode import CHECKPOINT, PRECISIONS
+from novainfer.kernels import selection
 from novainfer.kernels.attention import TorchAttention
-from novainfer.kernels.choice import KernelChoice, build_registry
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
 from novainfer.kernels.linear import MkldnnLinear, TorchLinear
+from novainfer.kernels.precision import precision_of
 from novainfer.kernels.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
 from novainfer.kernels.registry import AttentionShape, Registry
 from novainfer.kernels.row_ops import TorchRowOps
+from novainfer.kernels.selection import Selection, build_registry
 from novainfer.kernels.selftest import check_attention, check_linear, check_row_ops
 
 CPU = torch.device("cpu")
@@ -116,8 +118,11 @@ class HalfTurnOps(TorchRowOps):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_registered_kernel_passes_its_own_self_test(dtype: torch.dtype) -> None:
     registry = build_registry(CPU)
-    for linear in registry.implementations("linear"):
-        assert check_linear(linear, dtype, CPU) is None, linear
+    for precision in PRECISIONS:
+        linears = registry.implementations("linear", precision)
+        assert len(linears) >= 2
+        for linear in linears:
+            assert precision_of(precision).check(linear, dtype, CPU) is None, linear
     for ops in registry.implementations("ops"):
         assert check_row_ops(ops, dtype, CPU) is None, ops
     for attention in registry.implementations("attention"):
@@ -143,11 +148,11 @@ def test_self_tests_find_what_is_wrong() -> None:
     assert "qk_norm is off by" in (check_row_ops(OneNormOps, torch.float32, CPU) or "")
 
 
-def kernels(*linears: Any, **options: Any) -> KernelChoice:
+def kernels(*linears: Any, **options: Any) -> Selection:
     registry = Registry(**options)
     for linear in linears:
         registry.register("linear", linear)
-    return KernelChoice(registry, torch.float32, CPU)
+    return Selection(registry, torch.float32, CPU)
 
 
 def test_a_kernel_that_fails_its_self_test_is_skipped_with_one_log_line(
@@ -183,7 +188,7 @@ def test_without_native_kernels_torch_is_taken_with_one_log_line(
         raise KernelUnavailableError("there is no C++ compiler")
 
     monkeypatch.setattr("novainfer.kernels.cpu.native.implementations", unavailable)
-    monkeypatch.delenv(choice.NATIVE_VARIABLE, raising=False)
+    monkeypatch.delenv(selection.NATIVE_VARIABLE, raising=False)
     with caplog.at_level(logging.WARNING):
         registry = build_registry(CPU)
     assert [r.getMessage() for r in caplog.records] == [
@@ -193,7 +198,7 @@ def test_without_native_kernels_torch_is_taken_with_one_log_line(
     assert registry.implementations("ops") == (TorchRowOps, ReferenceRowOps)
     with pytest.raises(LoadError, match="native CPU kernels are required, but cannot be used"):
         build_registry(CPU, native="require")
-    monkeypatch.setenv(choice.NATIVE_VARIABLE, "require")
+    monkeypatch.setenv(selection.NATIVE_VARIABLE, "require")
     with pytest.raises(LoadError, match="there is no C\\+\\+ compiler"):
         build_registry(CPU)
     assert build_registry(CPU, native="0").implementations("linear")[0] is MkldnnLinear
@@ -204,6 +209,6 @@ def test_without_native_kernels_torch_is_taken_with_one_log_line(
 def test_rows_come_back_from_every_packed_weight(size: tuple[int, int], dtype: torch.dtype) -> None:
     weight = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
     ids = torch.cat((torch.arange(min(300, size[0])), torch.tensor([size[0] - 1])))
-    for linear in build_registry(CPU).implementations("linear"):
+    for linear in build_registry(CPU).implementations("linear", CHECKPOINT):
         if linear.refuses(*size, dtype, CPU) is None:
             assert torch.equal(linear.pack(weight.clone(), None).rows(ids), weight[ids]), linear

@@ -23,6 +23,7 @@ from novainfer import (
 )
 from novainfer.actors.admission import AdmissionStatistics
 from novainfer.actors.feed import Feed
+from novainfer.fsm.mode import INT8, Mode
 from novainfer.inspection import (
     ActorRecord,
     HealthRecord,
@@ -46,6 +47,7 @@ class FakeModelInfo(msgspec.Struct, frozen=True):
     block_size: int = 16
     max_num_seqs: int = 8
     num_threads: int = 2
+    modes: tuple[Mode, ...] = (Mode(), Mode(precision=INT8))
     dtype: str = "float32"
     device: str = "cpu"
     kernels: dict[str, str] = msgspec.field(
@@ -74,6 +76,7 @@ class FakeStatistics(msgspec.Struct, frozen=True, kw_only=True):
     worker_losses: int = 0
     rung: str = "FULL"
     rungs: tuple[str, ...] = ("FULL", "SMALLER_BATCH", "INT8")
+    mode: Mode = Mode()
     phases: PhaseTotals = PhaseTotals()
     admission: AdmissionStatistics = AdmissionStatistics(rejected_total={"overflow": 2}, cancelled_total={"queue": 3})
 

@@ -90,7 +90,7 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         *("--warm-spare", "--step-timeout", "8", "--heartbeat-timeout", "2.5"),
         *("--max-restarts", "7", "--restart-window", "30", "--ladder-quiet-s", "6", "--swap-space-gib", "0.5"),
         *("--stall-keep-s", "3", "--stall-timeout", "40", "--max-num-overflow-reqs", "11", "--no-recorder"),
-        *("--recorder-dir", str(tmp_path / "recordings")),
+        *("--recorder-dir", str(tmp_path / "recordings"), "--quantization", "int8"),
     )
     assert config == EngineConfig(
         model="org/model",
@@ -98,6 +98,7 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         served_model_name="nova",
         device="cuda",
         dtype="float16",
+        quantization="int8",
         seed=3,
         max_model_len=99,
         max_num_seqs=4,
@@ -206,6 +207,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--kv-cache-capacity-mode", "fixed"], "--num-kv-blocks"),
     (["--kv-cache-capacity-mode", "huge"], "--kv-cache-capacity-mode"),
     (["--dtype", "int3"], "--dtype"),
+    (["--quantization", "int4"], "'--quantization': 'int4' is not 'int8'"),
     (["--device", "tpu"], "--device"),
     (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
     (["--max-body-bytes", "0"], "--max-body-bytes"),

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from novainfer.kernels.choice import build_registry
 from novainfer.kernels.cpu import build, native
 from novainfer.kernels.cpu import levels as cpu_levels
 from novainfer.kernels.cpu.levels import ISA_VARIABLE, LEVELS, levels
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
+from novainfer.kernels.selection import build_registry
 
 SOURCE = '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n'
 CPU = torch.device("cpu")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from novainfer.kernels.choice import KernelChoice, build_registry
 from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.forward import NativeForward
 from novainfer.kernels.cpu.int8 import NativeInt8Linear
@@ -18,6 +17,7 @@ from novainfer.kernels.cpu.ops import NativeRowOps
 from novainfer.kernels.forward import DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
 from novainfer.kernels.linear import TorchLinear
 from novainfer.kernels.registry import AttentionShape, Registry
+from novainfer.kernels.selection import Selection, build_registry
 from novainfer.kernels.selftest import check_forward
 from novainfer.kernels.step import StepTensors
 
@@ -165,13 +165,13 @@ def test_a_forward_that_gives_anything_else_is_skipped(broken: type[NativeForwar
     registry = Registry()
     for forward in (broken, OpByOpForward):
         registry.register("forward", forward)
-    assert KernelChoice(registry, torch.float32, CPU).forward(kind) is OpByOpForward
+    assert Selection(registry, torch.float32, CPU).forward(kind) is OpByOpForward
 
 
 def test_one_part_that_is_not_native_is_enough_to_go_by_parts() -> None:
     parts = make_parts(DIMS[2], torch.float32)
     registry = build_registry(CPU)
-    assert KernelChoice(registry, torch.float32, CPU).forward(parts.kind) is NativeForward
+    assert Selection(registry, torch.float32, CPU).forward(parts.kind) is NativeForward
     parts.layers[0].o = TorchLinear.pack(torch.zeros(64, 64), None)
     assert NativeForward.refuses(parts.kind) == "a layer's o is torch"
-    assert KernelChoice(registry, torch.float32, CPU).forward(parts.kind) is OpByOpForward
+    assert Selection(registry, torch.float32, CPU).forward(parts.kind) is OpByOpForward

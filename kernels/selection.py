@@ -9,23 +9,17 @@ from typing import Any
 
 import torch
 
+from novainfer.fsm.mode import CHECKPOINT, PRECISIONS
 from novainfer.kernels.attention import TorchAttention
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
 from novainfer.kernels.forward import DecoderKind, OpByOpForward
-from novainfer.kernels.int8 import ReferenceInt8Linear, TorchInt8Linear
-from novainfer.kernels.linear import MkldnnLinear, TorchLinear
-from novainfer.kernels.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
+from novainfer.kernels.precision import Precision, precision_of
+from novainfer.kernels.reference import ReferenceAttention, ReferenceRowOps
 from novainfer.kernels.registry import AttentionShape, Operation, Registry
 from novainfer.kernels.row_ops import TorchRowOps
-from novainfer.kernels.selftest import (
-    check_attention,
-    check_forward,
-    check_int8_linear,
-    check_linear,
-    check_row_ops,
-)
+from novainfer.kernels.selftest import check_attention, check_forward, check_row_ops
 
-__all__ = ["KernelChoice", "build_registry"]
+__all__ = ["Selection", "build_registry"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +41,9 @@ def build_registry(device: torch.device, *, native: str | None = None, batch_inv
         natives = _native_implementations(required=mode == "require")
     for operation, implementation in natives:
         registry.register(operation, implementation)
-    for linear in (MkldnnLinear, TorchLinear, ReferenceLinear):
-        registry.register("linear", linear)
-    for int8_linear in (TorchInt8Linear, ReferenceInt8Linear):
-        registry.register("linear_int8", int8_linear)
+    for name in PRECISIONS:
+        for linear in precision_of(name).linears:
+            registry.register("linear", linear)
     registry.register("attention", TorchAttention)
     if natives:  # not one to begin with, but one that goes on with the cache of the native kernels
         from novainfer.kernels.cpu.plain_attention import NativeLayoutAttention
@@ -78,16 +71,16 @@ def _native_implementations(*, required: bool) -> list[tuple[Operation, type[Any
 
 
 @dataclass(slots=True)
-class KernelChoice:
+class Selection:
     """Answers "which class for this operation", each proved by its self-test first, and remembers what it gave.
 
-    `int8` asks for linears with int8 weights; `layout` for attention over a KV cache that lies in this layout.
+    Linears keep weights in `precision`; `layout` asks for attention over a KV cache that lies in this layout.
     """
 
     registry: Registry
     dtype: torch.dtype
     device: torch.device
-    int8: bool = False
+    precision: Precision = field(default_factory=lambda: precision_of(CHECKPOINT))
     layout: str | None = None
     names: dict[str, str] = field(default_factory=dict)  # operation -> names in use, for people
     row_invariant: bool = True  # whether all kernels given so far are
@@ -101,14 +94,14 @@ class KernelChoice:
             reason: str | None = kernel.refuses(out_features, in_features, self.dtype, self.device)
             return reason
 
-        check = check_int8_linear if self.int8 else check_linear
         return self._take(
             "linear",
             self.registry.select(
-                "linear_int8" if self.int8 else "linear",
+                "linear",
                 refuses,
-                lambda kernel: check(kernel, self.dtype, self.device),
+                lambda kernel: self.precision.check(kernel, self.dtype, self.device),
                 (self.dtype, self.device),
+                self.precision.name,
             ),
         )
 
