@@ -123,7 +123,36 @@ LADDER_MUTANTS = [
         "if self._is_settling:",
         "if True:",
     ),
+    Mutant(
+        "memory that is short leads back to the kernels that failed",
+        Ladder,
+        "_below",
+        "getattr(mode, other) == getattr(self.mode, other) and ",
+        "",
+    ),
+    Mutant(
+        "memory that is short makes kernels plainer",
+        Ladder,
+        "_below",
+        "if event is Pressure else",
+        "if event is not Pressure else",
+    ),
+    Mutant(
+        "the way up leads to the best mode that there could be",
+        Ladder,
+        "_up",
+        "self._go(self.exact_mode,",
+        "self._go(Mode(),",
+        seeds=1000,
+    ),
     # ---- what answers are called
+    Mutant(
+        "an engine that was started quantised calls its answers degraded",
+        Scheduler,
+        "_commit",
+        "if flight.mode != self.trouble.ladder.exact_mode:",
+        "if flight.mode != Mode():",
+    ),
     Mutant(
         "everything is called degraded while the engine is",
         Scheduler,
