@@ -58,24 +58,30 @@ class FakeDevice:
         """Nothing to warm."""
 
     def run(self, plan: StepPlan) -> StepDone:
-        """One successor for each sampled row, and one more for each draft that is one."""
+        """One successor for each sampled row, and one more for each draft that is one; drafts are right."""
         if self._on_step is not None:
             self._on_step(plan)
         if self._step_s:
             time.sleep(self._step_s)
         ends, ids = list(accumulate(plan.query_lens)), plan.input_ids
-        if not plan.num_drafts:
+        if not plan.num_drafts and not plan.num_drafts_wanted:
             return StepDone(plan.step_id, plan.epoch, [self._next(ids[ends[seq] - 1]) for seq in plan.sample_seqs])
+        none = [0] * len(plan.sample_seqs)
         tokens: list[int] = []
         num_tokens: list[int] = []
-        for seq, num_drafts in zip(plan.sample_seqs, plan.num_drafts, strict=True):
+        drafts: list[list[int]] = []
+        rows = zip(plan.sample_seqs, plan.num_drafts or none, plan.num_drafts_wanted or none, strict=True)
+        for seq, num_drafts, num_wanted in rows:
             before = len(tokens)
             for at in range(ends[seq] - 1 - num_drafts, ends[seq]):
                 tokens.append(self._next(ids[at]))
                 if at + 1 == ends[seq] or tokens[-1] != ids[at + 1]:
                     break
             num_tokens.append(len(tokens) - before)
-        return StepDone(plan.step_id, plan.epoch, tokens, num_tokens=num_tokens)
+            drafts.append([])
+            for _ in range(num_wanted):
+                drafts[-1].append(self._next(drafts[-1][-1] if drafts[-1] else tokens[-1]))
+        return StepDone(plan.step_id, plan.epoch, tokens, num_tokens=num_tokens, draft_token_ids=drafts)
 
     def switch(self, mode: Mode) -> None:
         """It computes the same in every mode."""

@@ -184,7 +184,8 @@ class Recording:
         passed_us, self._last_us = now_us - self._last_us, now_us
         counts = counts_of(event.logprobs) if event.logprobs else None
         fields = (event.step_id, event.epoch, event.token_ids, counts, event.took_s, event.num_tokens)
-        body = _encode((passed_us, codes.lane, *fields))
+        drafts = event.draft_token_ids, event.draft_error
+        body = _encode((passed_us, codes.lane, *fields, *drafts))
         log += (STEP << 32 | len(body)).to_bytes(5, "big") + body
 
     def timer(self, codes: Codes, event: Any) -> None:

@@ -268,11 +268,11 @@ class _Run:
         elif tag == RAISED:
             self._take_raised(*_decode(body))
         elif tag == STEP:
-            passed_us, lane, step_id, epoch, token_ids, counts, took_s, num_tokens = _decode(body)
+            passed_us, lane, step_id, epoch, token_ids, counts, took_s, *more = _decode(body)
             self._now_us += passed_us
             self.found.steps += 1
             self.found.tokens += len(token_ids)
-            done = StepDone(step_id, epoch, token_ids, step_logprobs(counts or ()), took_s, num_tokens)
+            done = StepDone(step_id, epoch, token_ids, step_logprobs(counts or ()), took_s, *more)
             self._put(self.image.lanes[lane][0], done)
         else:
             passed_us, lane, packed = _decode(body)

@@ -22,10 +22,10 @@ class SeqParams(msgspec.Struct, kw_only=True):
 
     Names are those of `SamplingParams`, values are final: `temperature` of 0 is greedy; `top_k` of 0, `top_p` of 1 and
     `min_p` of 0 switch those filters off, penalties of 1 (repetition) and 0 (presence, frequency) likewise.
-    `token_ids` are all tokens so far, of which the first `num_prompt_tokens` are prompt; None unless
-    `needs_history`. The tokens in `stop_token_ids` are banned while the sampled token's absolute position is below
-    `min_position`. `logprobs=k` asks for the sampled token's log probability and the k most likely tokens (k may
-    be 0).
+    `token_ids` are all tokens so far, of which the first `num_prompt_tokens` are prompt; they must be given where
+    `needs_history`, and where a draft model is to propose drafts. The tokens in `stop_token_ids` are banned while the
+    sampled token's absolute position is below `min_position`. `logprobs=k` asks for the sampled token's log probability
+    and the k most likely tokens (k may be 0).
     """
 
     slot: int
@@ -77,6 +77,7 @@ class StepPlan(msgspec.Struct):
     sample_seqs: list[int] = []  # [num_samples] the sequences that are sampled
     admissions: list[SeqParams] = []
     num_drafts: list[int] = []  # [num_samples] drafts at the end of each; empty: none has any
+    num_drafts_wanted: list[int] = []  # [num_samples] that the device's own draft model may propose; empty: none
     swap_out_blocks: list[int] = []
     swap_out_hosts: list[int] = []
     swap_in_hosts: list[int] = []
@@ -101,3 +102,7 @@ class StepDone(msgspec.Struct, frozen=True):
     logprobs: list[Logprobs | None] = []
     took_s: float = 0.0
     num_tokens: list[int] = []  # [num_samples]
+    draft_token_ids: list[
+        list[int]
+    ] = []  # [num_samples] what the draft model proposes behind them, where that is asked
+    draft_error: str | None = None  # why it proposes nothing; the step itself went well

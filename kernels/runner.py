@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.modes import Modes, selections_by_mode
 from novainfer.kernels.precision import quantization_of
+from novainfer.kernels.proposer import Proposer, load_proposer
 from novainfer.kernels.registry import AttentionBackend, Registry
 from novainfer.kernels.sampler import Sampled, Sampler
 from novainfer.kernels.selection import Selection, build_registry
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 # Rows whose logits exist at once: bounds their memory (64 rows of 152k tokens: 20 MB in bf16 and 39 MB in fp32),
 # and a matrix product of 64 rows is already bound by arithmetic.
 LOGIT_ROWS_MAX = 64
+DRAFT_FAILURES_MAX = 3  # after as many without a success between them a draft model is of no use any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class ModelRunner:
         info: ModelInfo,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        proposer: Proposer | None = None,
     ) -> None:
         self.info = info
         self.num_blocks = 0
@@ -96,6 +100,8 @@ class ModelRunner:
             device=kernels.device,
         )
         self._sampler = Sampler(info.vocab_size, max_num_seqs, info.max_model_len, kernels.device)
+        self._proposer = proposer
+        self._draft_failures = 0  # since the draft model did well
 
     @classmethod
     def load(
@@ -115,6 +121,8 @@ class ModelRunner:
         weights_fd: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         registry: Registry | None = None,
+        draft_dir: Path | None = None,
+        num_speculative_tokens: int = 0,
     ) -> ModelRunner:
         """Read, check and pack a Hugging Face folder; raises `LoadError` with one clear sentence.
 
@@ -123,7 +131,8 @@ class ModelRunner:
         "require" (default: the environment's NOVAINFER_NATIVE, else "1"). `on_progress(tensors read, tensors in all)`
         is called on the way. `weights_fd` is a memfd that processes share (kernels/arena.py): the weights are packed
         into it or found there, and `info.weights` says what happened; a runner with shared weights offers no lower
-        precision, which would give no memory back.
+        precision, which would give no memory back. The model in `draft_dir` proposes up to `num_speculative_tokens`
+        drafts where a step wants them; it must have this one's tokenizer.
         """
         torch_device = _device(device)
         use_threads(num_threads)
@@ -174,7 +183,21 @@ class ModelRunner:
             info.dtype,
             info.kernels,
         )
-        return cls(decoder, kernels, modes, info, max_num_seqs, max_num_batched_tokens)
+        proposer = None
+        if draft_dir is not None:
+            proposer = load_proposer(
+                Path(draft_dir),
+                Path(model_dir),
+                registry=registry,
+                dtype=dtype,
+                device=torch_device,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=context,
+                block_size=block_size,
+                num_speculative_tokens=num_speculative_tokens,
+            )
+        return cls(decoder, kernels, modes, info, max_num_seqs, max_num_batched_tokens, proposer)
 
     def fit(
         self,
@@ -194,22 +217,24 @@ class ModelRunner:
         `swap_space_bytes` of the host's memory hold blocks that are swapped out: `num_host_blocks` says how many.
         `again`: a cache of this size was in use a moment ago, and free memory may be short for that very reason.
         """
-        info = self.info
+        info, proposer = self.info, self._proposer
+        bytes_per_block = info.kv_bytes_per_block + (proposer.bytes_per_block if proposer else 0)
+        scratch_bytes = proposer.scratch_bytes if proposer else 0
         if mode == "fixed":
             if num_blocks is None:
                 raise LoadError('the KV cache capacity mode "fixed" needs a number of blocks')
             limit = wanted = num_blocks
             where = f"{num_blocks} KV blocks"
-            needed, free = num_blocks * info.kv_bytes_per_block, free_bytes(self._kernels.device)
+            needed, free = num_blocks * bytes_per_block, free_bytes(self._kernels.device) - scratch_bytes
             is_lazy = again and self._kernels.device.type == "cpu"  # pages count when they are written
             if needed > free and not is_lazy:
                 raise LoadError(
                     f"{num_blocks} KV blocks need {needed / GIB:.2f} GiB, but only {free / GIB:.2f} GiB are free: at "
-                    f"most {free // info.kv_bytes_per_block} blocks fit"
+                    f"most {free // bytes_per_block} blocks fit"
                 )
         else:
             budget = int(free_bytes(self._kernels.device) * memory_utilization)
-            limit = budget // info.kv_bytes_per_block
+            limit = max(budget - scratch_bytes, 0) // bytes_per_block
             where = f"{budget / GIB:.2f} GiB ({memory_utilization:g} of the free memory)"
             wanted = min(limit, self._max_num_seqs * self._max_blocks)
         if limit < self._max_blocks:
@@ -228,8 +253,10 @@ class ModelRunner:
             size = wanted * info.kv_bytes_per_block
             raise LoadError(f"{wanted} KV blocks ({size / GIB:.2f} GiB) cannot be allocated: {error}") from None
         self._modes.attach(cache)
+        if proposer is not None:
+            proposer.fit(wanted, info.max_model_len)
         self.num_blocks = self._buffers.num_blocks = wanted
-        on_device = wanted * info.kv_bytes_per_block if self._kernels.device.type == "cpu" else 0
+        on_device = wanted * bytes_per_block + scratch_bytes if self._kernels.device.type == "cpu" else 0
         self._fit_host_pool(cache, swap_space_bytes, free_bytes(torch.device("cpu")) - on_device)
         return wanted
 
@@ -284,11 +311,27 @@ class ModelRunner:
             if hidden is None:
                 return StepDone(plan.step_id, plan.epoch)
             at = sampled_positions(plan)
-            sampled = self._sample(hidden, at)
-        if not plan.num_drafts:
-            return StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs)
-        kept, counts = accept(sampled, at.drafts, plan.num_drafts)
-        return StepDone(plan.step_id, plan.epoch, kept.token_ids, kept.logprobs, num_tokens=counts)
+            sampled, counts = self._sample(hidden, at), list[int]()
+            if plan.num_drafts:
+                sampled, counts = accept(sampled, at.drafts, plan.num_drafts)
+            done = StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs, num_tokens=counts)
+            return done if self._proposer is None else self._propose(self._proposer, plan, done)
+
+    def _propose(self, proposer: Proposer, plan: StepPlan, done: StepDone) -> StepDone:
+        """`done` with drafts, or with the reason for none: the tokens are there, whatever becomes of guesses."""
+        try:
+            drafts = proposer.propose(plan, done, self._buffers.block_table)
+        except Exception as error:
+            self._draft_failures += 1
+            message = f"{type(error).__name__}: {error}"
+            if self._draft_failures == DRAFT_FAILURES_MAX:
+                proposer.close()
+                self._proposer = None
+                message += f"; {DRAFT_FAILURES_MAX} times one after the other, and the draft model is given up"
+            logger.warning("the draft model proposes nothing: %s", message)
+            return msgspec.structs.replace(done, draft_error=message)
+        self._draft_failures = 0
+        return msgspec.structs.replace(done, draft_token_ids=drafts) if any(drafts) else done
 
     def _forward(self, plan: StepPlan) -> Tensor | None:
         """All but the sampling: hidden states [num_samples, hidden_size], or None when nothing is sampled."""
@@ -301,8 +344,13 @@ class ModelRunner:
             self._sampler.admit(params)
         if not plan.slots:
             self._buffers.update_table(plan)
+            if self._proposer is not None:
+                self._proposer.follow(plan, self._buffers.written[:0])
             return None
-        return self._decoder.forward(self._buffers.fill(plan))
+        step = self._buffers.fill(plan)
+        if self._proposer is not None:
+            self._proposer.follow(plan, self._buffers.written)
+        return self._decoder.forward(step)
 
     def _sample(self, hidden: Tensor, at: Positions) -> Sampled:
         if len(at.slots) <= LOGIT_ROWS_MAX:
@@ -318,6 +366,9 @@ class ModelRunner:
         """Let weights and cache go; the runner cannot be used afterwards."""
         self._decoder.detach()
         self._decoder.layers.clear()
+        if self._proposer is not None:
+            self._proposer.close()
+            self._proposer = None
         self._host_pool = None
         del self._decoder, self._modes, self._sampler, self._buffers, self._kernels
 

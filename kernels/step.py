@@ -81,6 +81,7 @@ class StepBuffers:
         self._ints32: Ints32 = self._host32.numpy()
         self._table_tensor = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
         self.block_table: Ints32 = self._table_tensor.numpy()
+        self.written: Ints64 = self._ints64[:0]  # the slot mapping of the last step, on the host
         self._arange: Ints64 = np.arange(max_num_batched_tokens, dtype=np.int64)
 
     def update_table(self, plan: StepPlan) -> None:
@@ -149,6 +150,7 @@ class StepBuffers:
         blocks = self.block_table[token_slots, positions // self.block_size]
         np.multiply(blocks, self.block_size, out=slots, casting="unsafe")
         slots += positions % self.block_size
+        self.written = slots
         all_rows = num_samples == num_tokens and plan.sample_seqs == list(range(num_seqs))
         if not all_rows:
             ends = starts[1:][plan.sample_seqs]

@@ -12,6 +12,13 @@ def test_drafts_are_taken_while_they_are_what_follows() -> None:
     done = FakeDevice().run(plan)
     assert done.token_ids == [66, 67, 68, 81, 82]
     assert done.num_tokens == [3, 2]
+    assert done.draft_token_ids == [[], []]
+
+
+def test_the_drafts_that_it_proposes_are_right() -> None:
+    plan = StepPlan([0, 1], [1, 1], [9, 5], [65, 80], sample_seqs=[0, 1], num_drafts_wanted=[2, 0])
+    done = FakeDevice().run(plan)
+    assert (done.token_ids, done.draft_token_ids) == ([66, 81], [[67, 68], []])
 
 
 def test_without_drafts_each_row_gets_one_token() -> None:

@@ -61,6 +61,8 @@ PLAN = StepPlan(
         ),
         SeqParams(slot=1, seed=-(2**63)),
     ],
+    num_drafts=[1, 0],
+    num_drafts_wanted=[0, 3],
     swap_out_blocks=[1],
     swap_out_hosts=[2],
     mode=LEAN,
@@ -81,6 +83,7 @@ FROM = [
     JobDone("Load", {"modes": ["full"], "n": 1}, 3),
     JobFailed("Fit", "too small", 3),
     StepDone(1, 3, [5], [(-0.5, [1, 2], [-0.5, float("-inf")]), None]),
+    StepDone(1, 3, [5, 6, 7], num_tokens=[2, 1], draft_token_ids=[[8], []], draft_error="no"),
     StepFailed(1, 3, Fault.OOM, "short", launched=False),
 ]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from novainfer.fsm.mode import INT8
-from novainfer.fsm.step import SeqParams, StepPlan
+from novainfer.fsm.step import SeqParams, StepDone, StepPlan
 from novainfer.kernels.linear import MkldnnLinear
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.registry import Registry
@@ -117,7 +117,9 @@ def seated(slot: int, params: SeqParams, token_ids: Items[int] | None = None) ->
 class Driver:
     """Blocks are handed out in a scrambled order, so that no test passes because blocks happen to be in order."""
 
-    def __init__(self, runner: ModelRunner, seed: int = 0, capture: bool = False) -> None:
+    def __init__(self, runner: ModelRunner, seed: int = 0, capture: bool = False, num_drafts: int = 0) -> None:
+        """`num_drafts` are wanted of the runner's draft model for each sampled row of each step."""
+        self.num_drafts = num_drafts
         self.runner = runner
         self.block_size = runner.info.block_size
         self.free = list(range(runner.num_blocks))
@@ -163,7 +165,7 @@ class Driver:
                 sampled.append(sequence)
             self._add_row(plan, sequence, sequence.tokens[:end])
             sequence.num_computed = end
-        result = self.last = self.runner.execute(plan)
+        result = self._run(plan)
         for sequence, token_id in zip(sampled, result.token_ids, strict=True):
             sequence.tokens.append(token_id)
         return result.token_ids
@@ -173,7 +175,7 @@ class Driver:
         plan = StepPlan(sample_seqs=list(range(len(sequences))), num_drafts=[len(guesses) for guesses in drafts])
         for sequence, guesses in zip(sequences, drafts, strict=True):
             self._add_row(plan, sequence, sequence.tokens + guesses)
-        result = self.last = self.runner.execute(plan)
+        result = self._run(plan)
         at = 0
         for sequence, count in zip(sequences, result.num_tokens, strict=True):
             sequence.tokens += result.token_ids[at : at + count]
@@ -181,10 +183,15 @@ class Driver:
             at += count
         return result.num_tokens
 
+    def _run(self, plan: StepPlan) -> StepDone:
+        plan.num_drafts_wanted = [self.num_drafts for _ in plan.sample_seqs] if self.num_drafts else []
+        self.last = self.runner.execute(plan)
+        return self.last
+
     def _add_row(self, plan: StepPlan, sequence: Sequence, tokens: list[int]) -> None:
         self._grow(sequence, len(tokens))
         if not sequence.admitted:
-            history = list(sequence.tokens) if sequence.sampling.needs_history else None
+            history = list(sequence.tokens) if sequence.sampling.needs_history or self.num_drafts else None
             plan.admissions.append(seated(sequence.slot, sequence.sampling, history))
             sequence.admitted = True
         for index in range(sequence.num_sent_blocks, len(sequence.blocks)):
