@@ -102,16 +102,17 @@ __attribute__((noinline)) void value_tile(const typename T::type* p, const TileG
   int common = g.count;  // behind them: groups that all rows see as far as they are filled
   while (common > lead && g.position[common - 1] + g.tokens[common - 1] > seen[0]) common--;
   const vi low = set1i(0xffffu), high = set1i(0xffff0000u);
-  auto row_by_row = [&](int i) __attribute__((always_inline)) {
+  // Only in a group of the first `lead` may a row's window begin.
+  auto row_by_row = [&](int i, auto leads) __attribute__((always_inline)) {
     for (int r = 0; r < MR; r++) {
       const uint32_t* value = g.values[i] + column;
       const typename T::type* pr = p + i * GROUP + r * TILE_LANES;
-      const int from = std::max(0, begin[r] - g.position[i]);
+      const int from = leads ? std::max(0, begin[r] - g.position[i]) : 0;
       const int tokens = std::max(0, std::min(g.tokens[i], seen[r] - g.position[i]));
-      if (tokens <= from) continue;
+      if (leads && tokens <= from) continue;
       const int full = tokens / T::E;
       int u = from / T::E;
-      if (from % T::E) {
+      if (leads && from % T::E) {
         for (int v = 0; v < NC; v++)
           acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + u * T::E), andi(loadi(value + u * width + v * VL), high));
         u++;
@@ -124,7 +125,7 @@ __attribute__((noinline)) void value_tile(const typename T::type* p, const TileG
           acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + full * T::E), andi(loadi(value + full * width + v * VL), low));
     }
   };
-  for (int i = 0; i < lead; i++) row_by_row(i);  // where windows begin
+  for (int i = 0; i < lead; i++) row_by_row(i, std::true_type());  // where windows begin
   for (int i = lead; i < common; i++) {
     const uint32_t* value = g.values[i] + column;
     const typename T::type* pr = p + i * GROUP;
@@ -151,7 +152,7 @@ __attribute__((noinline)) void value_tile(const typename T::type* p, const TileG
       }
     }
   }
-  for (int i = common; i < g.count; i++) row_by_row(i);  // the diagonal
+  for (int i = common; i < g.count; i++) row_by_row(i, std::false_type());  // the diagonal
 #pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 16
@@ -302,38 +303,37 @@ struct Attention {
     int whole = lead;  // behind them: up to here groups that this row sees entirely
     while (whole < g.count && g.tokens[whole] == GROUP && g.position[whole] + GROUP <= seen) whole++;
     // Vector v of group i where the row sees it, `other` elsewhere.
-    auto visible = [&](int i, int v, vf x, vf other) {
-      const int behind = std::min(g.tokens[i], seen - g.position[i]) - v * VL;
-      x = select(first_lanes(behind), x, other);
-      return i < lead ? select(first_lanes(begin - g.position[i] - v * VL), other, x) : x;
+    auto visible = [&](int i, int v, vf x, vf other, auto leads) {
+      x = select(first_lanes(std::min(g.tokens[i], seen - g.position[i]) - v * VL), x, other);
+      return leads ? select(first_lanes(begin - g.position[i] - v * VL), other, x) : x;
     };
 
     vf most = minus_inf;
-    auto take_maximum = [&](int i) {
+    auto take_maximum = [&](int i, auto leads) {
       for (int v = 0; v < GROUP_VECTORS; v++)
-        most = vmax(visible(i, v, loadf(scores + i * GROUP + v * VL), minus_inf), most);
+        most = vmax(visible(i, v, loadf(scores + i * GROUP + v * VL), minus_inf, leads), most);
     };
-    for (int i = 0; i < lead; i++) take_maximum(i);
+    for (int i = 0; i < lead; i++) take_maximum(i, std::true_type());
     for (int v = lead * GROUP_VECTORS; v < whole * GROUP_VECTORS; v++) most = vmax(loadf(scores + v * VL), most);
-    for (int i = whole; i < g.count; i++) take_maximum(i);
+    for (int i = whole; i < g.count; i++) take_maximum(i, std::false_type());
     const float max = hmax(most) * (call.scale * LOG2E);
     const vf minus_max = set1(-max);
     vf sum = zero();
-    auto soften_group = [&](int i) {
+    auto soften_group = [&](int i, auto leads) {
       for (int v = 0; v < GROUP_VECTORS; v++) {
         const vf e = exp2v<T::E == 2>(fma(loadf(scores + i * GROUP + v * VL), scale, minus_max));
-        const vf kept = visible(i, v, e, zero());
+        const vf kept = visible(i, v, e, zero(), leads);
         sum = add(sum, kept);
         T::store(p + i * GROUP + v * VL, kept);
       }
     };
-    for (int i = 0; i < lead; i++) soften_group(i);
+    for (int i = 0; i < lead; i++) soften_group(i, std::true_type());
     for (int v = lead * GROUP_VECTORS; v < whole * GROUP_VECTORS; v++) {
       const vf e = exp2v<T::E == 2>(fma(loadf(scores + v * VL), scale, minus_max));
       sum = add(sum, e);
       T::store(p + v * VL, e);
     }
-    for (int i = whole; i < g.count; i++) soften_group(i);
+    for (int i = whole; i < g.count; i++) soften_group(i, std::false_type());
     s.tile_max[r] = max;
     s.tile_sum[r] = hsum(sum);
   }
