@@ -140,6 +140,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     swap_space_gib: float = 0.0
     generation_config: Literal["auto", "none"] = "auto"
     quantization: str | None = None
+    draft: ModelLocation | None = None  # the model that proposes drafts
+    num_speculative_tokens: int = 0
 
 
 class ModelDevice:
@@ -170,6 +172,8 @@ class ModelDevice:
             device=s.device,
             dtype=s.dtype,
             quantization=s.quantization,
+            draft_dir=s.draft.path() if s.draft is not None else None,
+            num_speculative_tokens=s.num_speculative_tokens,
             max_num_seqs=s.max_num_seqs,
             max_num_batched_tokens=s.max_num_batched_tokens,
             max_model_len=s.max_model_len,

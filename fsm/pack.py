@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from novainfer.fsm.events import Output
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.outputs import Delta, TokenLogprob
 from novainfer.fsm.params import LOGPROBS_MAX
 from novainfer.fsm.step import StepDone
@@ -92,7 +93,7 @@ class _Writer:
     def __init__(self, kinds: Kinds, known: Mapping[str, Any], *, has_big: bool = False) -> None:
         self._kinds = kinds
         self._known = {id(thing): name for name, thing in known.items()}
-        self._seen: dict[int, int] = {}
+        self._seen: dict[int | Mode, int] = {}
         self._has_big = has_big
 
     def plain(self, thing: Any) -> Any:
@@ -105,14 +106,15 @@ class _Writer:
             return [_KNOWN, name]
         if isinstance(thing, Enum):
             return [_ENUM, self._kinds.place(kind, ()), thing.name]
-        at = self._seen.get(id(thing))
+        key = thing if kind is Mode else id(thing)  # a mode is a value: whether two are one object says nothing
+        at = self._seen.get(key)
         if at is not None:
             return [_SEEN, at]
         if (kind is tuple or kind is frozenset) and set(map(type, thing)) <= _ATOMS:
             # Python keeps some of these once, such as (), so that whether two are one object says nothing.
             items = self._list(thing if kind is tuple else _sorted(thing))
             return [_PLAIN_TUPLE if kind is tuple else _PLAIN_SET, items]
-        self._seen[id(thing)] = len(self._seen)
+        self._seen[key] = len(self._seen)
         if kind is list:
             return self._list(thing)
         if kind is tuple:

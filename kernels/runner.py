@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from novainfer.fsm.mode import Mode
-from novainfer.fsm.step import StepDone, StepPlan
+from novainfer.fsm.step import SeqParams, StepDone, StepPlan
 from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.header import tensor_shapes
@@ -284,6 +284,12 @@ class ModelRunner:
         self.execute(StepPlan([0], [length], [length], [0] * length, [0], [0], [0], [0]))
         if self.info.max_model_len > length:
             self.execute(StepPlan([0], [1], [length + 1], [0], [0], [length // self.info.block_size], [0], [0]))
+        if self._proposer is not None:
+            plan = StepPlan([0], [length], [length], [0] * length, [0], [0], [0], [0])
+            plan.admissions = [SeqParams(slot=0, token_ids=plan.input_ids)]
+            plan.num_drafts_wanted = [self._proposer.num_speculative_tokens]
+            if (error := self.execute(plan).draft_error) is not None:
+                raise LoadError(f"the draft model proposes nothing: {error}")
 
     @property
     def mode(self) -> Mode:

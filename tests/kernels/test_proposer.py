@@ -12,6 +12,7 @@ from driver import Driver, Sequence, backend_registry, make_runner
 
 from novainfer.fsm.step import SeqParams, StepPlan
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.proposer import Proposer
 from novainfer.kernels.runner import DRAFT_FAILURES_MAX, ModelRunner
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)
@@ -216,3 +217,14 @@ def test_its_cache_counts_among_what_fits(folder: Path, smaller: Path, monkeypat
     with pytest.raises(LoadError, match="at most 6 blocks fit"):
         runner.fit(mode="fixed", num_blocks=7)
     assert runner.fit(mode="fixed", num_blocks=6) == 6
+
+
+def test_a_draft_model_that_cannot_compute_is_told_before_the_first_request(
+    folder: Path, smaller: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(proposer: Proposer, plan: StepPlan) -> list[int]:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Proposer, "_compute", fail)
+    with pytest.raises(LoadError, match="the draft model proposes nothing: RuntimeError: planted"):
+        drafting(folder, smaller)
