@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -12,6 +12,12 @@ from novainfer.actors.location import DEMO_MODEL
 from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.mode import QUANTIZATIONS
 from novainfer.fsm.params import DURATION_S_MAX, check_types
+from novainfer.setting import says
+
+# The sections of `--help` that settings of an engine stand in.
+MODEL = "Model"
+MEMORY, BATCHING, QUEUE, READERS = "KV memory", "Batching and kernels", "Queue", "Slow readers"
+WORKER, RECORDER = "Worker and recovery", "Flight recorder"
 
 DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 
@@ -44,64 +50,107 @@ AT_LEAST_S = {
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an engine is built; without arguments it serves the demo model on the CPU.
 
-    `model` is a Hugging Face directory, a hub id, or "demo". `max_model_len` (tokens) defaults to the model's own.
-    With `generation_config` "auto" requests that say nothing else are sampled as the model's own folder wants it.
-    A step computes at most `max_num_batched_tokens` tokens of at most `max_num_seqs` requests; a prompt is
-    prefilled in chunks of `prefill_chunk_tokens`. The KV cache holds `num_kv_blocks` blocks of `block_size` tokens
-    when `kv_cache_capacity_mode` is "fixed"; "auto" takes what `max_num_seqs` requests can use, within
-    `kv_cache_memory_utilization` of the free memory (`gpu_memory_utilization` is another name for it). `dtype` may be
-    "half", "float", "fp16", "bf16" or "fp32", too. `quantization` "int8" rounds weights while they are loaded.
-    Admission: at most `max_num_queued_reqs` requests of `max_num_queued_tokens` tokens wait; beyond them,
-    `max_num_overflow_reqs` that asked to wait may.
+    Each field is annotated with the sentence that `--help`, docs/reference.md and the schema of `--config` show of it.
 
-    `worker` "process" gives the device a process of its own, which is brought up again when it is lost; with
-    `warm_spare` a second one stands by, loaded. It is lost when it has ended, when it was silent for
-    `heartbeat_timeout_s` seconds, or when a step took more than `step_timeout_s`; after `max_restarts` losses within
-    `restart_window_s` seconds without a step between them, the engine gives up. A thread is never restarted.
-    A degraded mode is left after `ladder_quiet_s` seconds without trouble.
-
-    KV blocks of paused and preempted requests are swapped to a pool of `swap_space_gib` GiB of host memory (0: none).
-    A request whose reader is slow keeps its KV for `stall_keep_s` seconds and ends after `stall_timeout_s`. `recorder`
-    keeps the last messages of every actor; when something goes wrong they are written to a file in `recorder_dir`, for
-    `novainfer replay` (None: nothing is written unless `Engine.dump_recorder` asks for it).
+    A worker in a process is lost when it has ended, when it was silent for `heartbeat_timeout_s`, or when a step took
+    more than `step_timeout_s`; after `max_restarts` losses within `restart_window_s` without a step between them, the
+    engine gives up. A worker in a thread is never restarted.
     """
 
-    model: str | Path = DEMO_MODEL
-    tokenizer: str | Path | None = None
-    served_model_name: str | None = None
-    device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "half", "fp16", "bf16", "float", "fp32"] = "auto"
-    quantization: str | None = None
-    generation_config: Literal["auto", "none"] = "auto"
-    seed: int | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    prefill_chunk_tokens: int = 512
-    block_size: int = 16
-    enable_prefix_caching: bool = True
-    kv_cache_capacity_mode: Literal["auto", "fixed"] = "auto"
-    kv_cache_memory_utilization: float = 0.6
-    gpu_memory_utilization: float | None = None
-    num_kv_blocks: int | None = None
-    max_num_queued_reqs: int = 1024
-    max_num_queued_tokens: int = 1_048_576
-    num_threads: int | None = None
-    native: Literal["0", "1", "require"] | None = None
-    batch_invariant: bool = False
-    worker: Literal["thread", "process"] = "thread"
-    warm_spare: bool = False
-    step_timeout_s: float = 60.0
-    heartbeat_timeout_s: float = 5.0
-    max_restarts: int = 5
-    restart_window_s: float = 60.0
-    ladder_quiet_s: float = 60.0
-    swap_space_gib: float = 0.0
-    stall_keep_s: float = 10.0
-    stall_timeout_s: float = 300.0
-    max_num_overflow_reqs: int = 1024
-    recorder: bool = True
-    recorder_dir: str | Path | None = None
+    model: Annotated[str | Path, says(MODEL, "A folder, or a name on the Hugging Face hub.")] = DEMO_MODEL
+    tokenizer: Annotated[str | Path | None, says(MODEL, "The tokenizer's folder or hub name.", unset="the model's")] = (
+        None
+    )
+    served_model_name: Annotated[
+        str | None, says(MODEL, "The name that clients use.", unset="as the model was given")
+    ] = None
+    device: Annotated[Literal["cpu", "cuda"], says(MODEL, "Where the model runs.")] = "cpu"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "half", "fp16", "bf16", "float", "fp32"],
+        says(MODEL, "float32, bfloat16 or float16 (also half, fp16, bf16, float, fp32); auto: as in the checkpoint."),
+    ] = "auto"
+    quantization: Annotated[
+        str | None,
+        says(
+            MODEL,
+            "The precision that weights are rounded to while they are loaded; int8 takes half the memory of bfloat16.",
+            unset="as in the checkpoint",
+            choices=QUANTIZATIONS,
+        ),
+    ] = None
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        says(MODEL, "auto: requests that say nothing else are sampled as generation_config.json wants it."),
+    ] = "auto"
+    seed: Annotated[int | None, says(MODEL, "Seeds of requests that bring none begin here.", unset="by chance")] = None
+    max_model_len: Annotated[int | None, says(MODEL, "Longest context in tokens.", unset="the model's")] = None
+    max_num_seqs: Annotated[int, says(BATCHING, "Most requests in a step.")] = 256
+    max_num_batched_tokens: Annotated[int, says(BATCHING, "Most tokens in a step.")] = 2048
+    prefill_chunk_tokens: Annotated[int, says(BATCHING, "Most tokens of one prompt in a step.")] = 512
+    block_size: Annotated[int, says(MEMORY, "Tokens in a KV block.")] = 16
+    enable_prefix_caching: Annotated[
+        bool, says(MEMORY, "Keep the KV of finished requests for prompts that begin alike.")
+    ] = True
+    kv_cache_capacity_mode: Annotated[
+        Literal["auto", "fixed"], says(MEMORY, "auto: by the free memory; fixed: by the number of blocks.")
+    ] = "auto"
+    kv_cache_memory_utilization: Annotated[
+        float, says(MEMORY, "Largest share of the free memory that the KV cache may take.")
+    ] = 0.6
+    gpu_memory_utilization: Annotated[
+        float | None,
+        says(MEMORY, "vLLM's name for `kv_cache_memory_utilization`, under which it is read back.", flag=""),
+    ] = None
+    num_kv_blocks: Annotated[int | None, says(MEMORY, "Blocks of the KV cache; only with the capacity mode fixed.")] = (
+        None
+    )
+    max_num_queued_reqs: Annotated[int, says(QUEUE, "Requests that may wait; more are refused with 503.")] = 1024
+    max_num_queued_tokens: Annotated[int, says(QUEUE, "Prompt tokens that may wait; more are refused with 503.")] = (
+        1_048_576
+    )
+    num_threads: Annotated[int | None, says(BATCHING, "CPU threads of the kernels.", unset="by cores and quota")] = None
+    native: Annotated[
+        Literal["0", "1", "require"] | None,
+        says(BATCHING, "C++ kernels: 0 never, 1 where they can be had, require: or no start.", unset="1"),
+    ] = None
+    batch_invariant: Annotated[bool, says(BATCHING, "Only kernels that compute a row alike in every batch.")] = False
+    worker: Annotated[
+        Literal["thread", "process"], says(WORKER, "Where the device lives; a process is restarted when it is lost.")
+    ] = "thread"
+    warm_spare: Annotated[bool, says(WORKER, "Keep a second worker loaded, to take over at once.")] = False
+    step_timeout_s: Annotated[
+        float,
+        says(WORKER, "Seconds after which a step counts as hung, and its worker as lost.", flag="--step-timeout"),
+    ] = 60.0
+    heartbeat_timeout_s: Annotated[
+        float, says(WORKER, "Seconds of silence after which a worker counts as lost.", flag="--heartbeat-timeout")
+    ] = 5.0
+    max_restarts: Annotated[
+        int, says(WORKER, "Losses without a step between them, within the restart window, before the engine gives up.")
+    ] = 5
+    restart_window_s: Annotated[
+        float, says(WORKER, "Seconds in which losses are counted.", flag="--restart-window")
+    ] = 60.0
+    ladder_quiet_s: Annotated[float, says(WORKER, "Seconds without trouble before a degraded mode is left again.")] = (
+        60.0
+    )
+    swap_space_gib: Annotated[
+        float, says(MEMORY, "Host memory in GiB for the KV of paused and preempted requests; 0: none.")
+    ] = 0.0
+    stall_keep_s: Annotated[
+        float, says(READERS, "Seconds that a slow reader's request keeps its KV on the device.")
+    ] = 10.0
+    stall_timeout_s: Annotated[
+        float, says(READERS, "Seconds after which a slow reader's request is ended.", flag="--stall-timeout")
+    ] = 300.0
+    max_num_overflow_reqs: Annotated[int, says(QUEUE, "Requests beyond the queue that may wait if they asked to.")] = (
+        1024
+    )
+    recorder: Annotated[bool, says(RECORDER, "Keep the last minutes, to be written when something goes wrong.")] = True
+    recorder_dir: Annotated[
+        str | Path | None,
+        says(RECORDER, "Folder of the recordings, which hold prompts.", unset="for serve the user's state folder"),
+    ] = None
 
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str):

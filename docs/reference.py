@@ -9,18 +9,19 @@ is what the record itself says when it is given something else.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-import click
 import msgspec
 
 from novainfer import EngineConfig, InvalidParameter, SamplingParams
-from novainfer.server.cli_serve import serve
+from novainfer.setting import Setting, schema_of, settings_of
 
 PAGE = Path(__file__).resolve().parent / "reference.md"
+SCHEMA = PAGE.with_name("config.schema.json")
 WRONG: tuple[Any, ...] = (
     -1e30,
     1e30,
@@ -60,9 +61,6 @@ SAMPLING = {
     "timeout_s": "Deadline in seconds for the whole request, its time in the queue included.",
     "max_queue_s": "Seconds that the request waits for room in a full queue; None: it is refused at once.",
 }
-ENGINE = {  # those without a flag of their own
-    "gpu_memory_utilization": "vLLM's name for `kv_cache_memory_utilization`, under which it is read back.",
-}
 # Other fields that a value needs to be tried alone.
 NEEDED: dict[str, dict[str, Any]] = {
     "num_kv_blocks": {"kv_cache_capacity_mode": "fixed"},
@@ -95,7 +93,10 @@ def page() -> str:
             "",
             "| field | type | default | may be | what it does |",
             "| --- | --- | --- | --- | --- |",
-            *(_row(EngineConfig, field, _engine(field.name)) for field in msgspec.structs.fields(EngineConfig)),
+            *(
+                _row(EngineConfig, field, _engine(setting))
+                for field, setting in zip(msgspec.structs.fields(EngineConfig), settings_of(EngineConfig), strict=True)
+            ),
             "",
         ]
     )
@@ -138,17 +139,19 @@ def _bounds(record: Any, name: str) -> str:
     return "; ".join(said)
 
 
-def _engine(name: str) -> str:
-    if name in ENGINE:
-        return ENGINE[name]
-    (flag,) = [
-        one for one in serve.params if isinstance(one, click.Option) and one.name in (name, name.removesuffix("_s"))
-    ]
-    assert flag.help is not None
-    return f"{flag.help.split(' [')[0]} `{max(flag.opts, key=len) if name != 'model' else '--model'}`"
+def _engine(setting: Setting) -> str:
+    unset = f" None: {setting.unset}." if setting.unset else ""
+    flag = f" `{setting.flag}`" if setting.flag else ""
+    return f"{setting.text}{unset}{flag}"
+
+
+def schema() -> str:
+    """What a file for `--config` may hold of the engine's settings."""
+    return json.dumps(schema_of(EngineConfig, "novainfer --config: settings of the engine"), indent=2) + "\n"
 
 
 if __name__ == "__main__":
     if "--check" in sys.argv:
-        sys.exit(page() != PAGE.read_text(encoding="utf-8"))
+        sys.exit(any(made() != path.read_text(encoding="utf-8") for path, made in ((PAGE, page), (SCHEMA, schema))))
     PAGE.write_text(page(), encoding="utf-8")
+    SCHEMA.write_text(schema(), encoding="utf-8")

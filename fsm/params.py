@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -182,7 +181,8 @@ def check_types(record: msgspec.Struct) -> None:
 
 def _choices(kind: type[msgspec.Struct], name: str) -> str:
     (declared,) = [field.type for field in msgspec.structs.fields(kind) if field.name == name]
-    literals = [one for one in (declared, *get_args(declared)) if get_origin(one) is Literal]
+    kinds = [declared, *get_args(declared)]  # an annotated type is the first argument of its annotation
+    literals = [one for kind in kinds for one in (kind, *get_args(kind)) if get_origin(one) is Literal]
     return ", ".join(str(choice) for literal in literals for choice in get_args(literal))
 
 
@@ -192,7 +192,7 @@ def _twin_of(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
 
     msgspec knows no paths: a field that may hold one is left to `kind` itself.
     """
-    fields = [(f.name, Any if Path in get_args(f.type) else f.type) for f in msgspec.structs.fields(kind)]
+    fields = [(f.name, Any if "Path" in str(f.type) else f.type) for f in msgspec.structs.fields(kind)]
     return msgspec.defstruct(f"{kind.__name__}Types", fields)
 
 

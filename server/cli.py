@@ -17,6 +17,7 @@ import click
 
 from novainfer import EngineConfig, InvalidParameter, ModelLoadError, NovaInferError, __version__
 from novainfer.server.settings import ServerSettings
+from novainfer.setting import settings_of
 
 EXIT_USAGE = 2
 EXIT_FAILURE = 1
@@ -104,7 +105,7 @@ def as_flags(error: NovaInferError) -> str:
 
 def flag_of(field: str) -> str:
     """The flag that sets this field."""
-    return "--" + _FLAGS.get(field, field).replace("_", "-")
+    return _FLAGS.get(field) or f"--{field.replace('_', '-')}"
 
 
 _ARGUMENTS = ("model",)  # has five flags and an argument: its messages say "model" themselves
@@ -113,15 +114,11 @@ _SETTINGS = frozenset((*EngineConfig.__struct_fields__, *ServerSettings.__struct
 _SETTING = re.compile(
     r"(?<![\w./-])(?:" + "|".join(name for name in sorted(_SETTINGS) if "_" in name) + r")(?![\w./-])"
 )
-_FLAGS = {  # settings with a unit in their name
-    "sse_keep_alive_interval_s": "sse_keep_alive_interval",
-    "shutdown_timeout_s": "shutdown_timeout",
-    "step_timeout_s": "step_timeout",
-    "heartbeat_timeout_s": "heartbeat_timeout",
-    "restart_window_s": "restart_window",
-    "stall_timeout_s": "stall_timeout",
-    "body_bytes": "max_body_bytes",
-}
+_FLAGS = {  # where they are not the field's name
+    "sse_keep_alive_interval_s": "--sse-keep-alive-interval",
+    "shutdown_timeout_s": "--shutdown-timeout",
+    "body_bytes": "--max-body-bytes",
+} | {setting.name: setting.flag for setting in settings_of(EngineConfig) if setting.flag}
 
 if __name__ == "__main__":
     sys.exit(main())

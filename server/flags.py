@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
-from novainfer import EngineConfig
+from novainfer.config import BATCHING, MEMORY, MODEL, QUEUE, READERS, RECORDER, WORKER
+from novainfer.setting import Setting
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-MODEL = "Model"
-MEMORY, BATCHING, QUEUE, READERS = "KV memory", "Batching and kernels", "Queue", "Slow readers"
-WORKER, RECORDER = "Worker and recovery", "Flight recorder"
 GENERAL = "General"  # also of click's own, such as --help
 _LATE = (MEMORY, BATCHING, QUEUE, READERS, WORKER, RECORDER, GENERAL)  # after what only one command has
-_DEFAULTS = dict(zip(EngineConfig.__struct_fields__, EngineConfig.__struct_defaults__, strict=True))
 
 
 class Flag(click.Option):
-    """An option that belongs to a `group` of its command's help.
+    """An option that belongs to a `group` of its command's help."""
 
-    With `field`, its default is that of `EngineConfig`, and shown where it is a value.
-    """
-
-    def __init__(self, *args: Any, group: str = GENERAL, field: str | None = None, **kwargs: Any) -> None:
-        default = _DEFAULTS[field] if field is not None else None
-        if default is not None:
-            shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
-            kwargs["help"] = f"{kwargs['help']} [default: {shown}]"
+    def __init__(self, *args: Any, group: str = GENERAL, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
 
@@ -37,6 +27,24 @@ class Flag(click.Option):
 def flag(group: str, *names: str, **how: Any) -> Callable[[Command], Command]:
     """A decorator that gives a command this flag, in this group of its help."""
     return click.option(*names, cls=Flag, group=group, **how)
+
+
+def flag_of_setting(setting: Setting, *names: str, **how: Any) -> Callable[[Command], Command]:
+    """The flag of an engine's setting; `names` are other ones for it, and `how` is what it has beside its type."""
+    default, kind = setting.default, setting.kind
+    shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
+    shown = setting.unset if default is None else shown
+    name = setting.flag
+    if default is True:
+        name = f"{name}/--no-{name.removeprefix('--')}"
+    elif default is False:
+        how["is_flag"] = True
+    elif setting.choices:
+        how.setdefault("type", click.Choice(setting.choices))
+    else:
+        how.setdefault("type", next((one for one in (int, float) if one is kind or one in get_args(kind)), str))
+    how.setdefault("help", f"{setting.text} [default: {shown}]" if shown != "" else setting.text)
+    return flag(setting.group, name, *names, setting.name, default=None, **how)
 
 
 class Grouped(click.Command):

@@ -1,6 +1,7 @@
 """The command line: flags, the configuration file, and one sentence for what is wrong."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from novainfer.server.cli import COMMANDS, as_flags, main
 from novainfer.server.flags import Flag
 from novainfer.server.recorder import default_folder
 from novainfer.server.settings import ServerSettings
+from novainfer.setting import settings_of
 from tests.server.fakes import FakeEngine
 
 
@@ -371,6 +373,20 @@ def test_each_flag_has_a_group_and_one_sentence_and_says_its_default(name: str) 
         default = defaults.get(str(flag.name), defaults.get(f"{flag.name}_s"))
         if default is not None and not isinstance(default, bool) and flag.name not in ("worker", "dtype", "device"):
             assert f"[default: {default}]" in flag.help, flag.name
+
+
+def test_the_schema_of_a_file_of_flags_has_every_setting_and_nothing_that_is_no_flag() -> None:
+    schema = json.loads((Path(__file__).parents[2] / "docs" / "config.schema.json").read_text(encoding="utf-8"))
+    flags = {opt.removeprefix("--") for param in cli_serve.serve.params for opt in param.opts}
+    assert set(schema["properties"]) <= flags
+    own = {setting.flag.removeprefix("--") for setting in settings_of(EngineConfig) if setting.flag}
+    assert set(schema["properties"]) == own
+    assert len(own) == len(EngineConfig.__struct_fields__) - 1  # vLLM's second name for a setting is no flag of its own
+    assert schema["properties"]["step-timeout"] == {
+        "description": "Seconds after which a step counts as hung, and its worker as lost.",
+        "type": "number",
+        "default": 60.0,
+    }
 
 
 def test_help_has_a_section_for_each_group(capsys: pytest.CaptureFixture[str]) -> None:
