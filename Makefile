@@ -51,6 +51,7 @@ check: format lint types imports test  ## what CI runs
 
 format: setup
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.cpp kernels/cpu/*.h
 
 lint: setup
 	$(BIN)/ruff check .

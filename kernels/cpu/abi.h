@@ -1,5 +1,5 @@
-// What surrounds every call into the library: exceptions leave it as numbers, because nothing may be thrown across the C
-// ABI, and numbers too small to be normal count as zero inside it.
+// What surrounds every call into the library: exceptions leave it as numbers, because nothing may be thrown across the
+// C ABI, and numbers too small to be normal count as zero inside it.
 #pragma once
 
 #include <immintrin.h>

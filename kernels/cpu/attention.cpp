@@ -22,11 +22,11 @@
 namespace nova {
 namespace {
 
-constexpr int ROWS = VL == 16 ? 6 : 3;          // rows of a register tile
-constexpr int VECTORS = 4;                      // vectors of a register tile
-constexpr int GROUP_VECTORS = GROUP / VL;       // vectors that hold a group's 16 lanes
-constexpr int WIDE = VECTORS / GROUP_VECTORS;   // groups of a register tile
-constexpr int ROWS_TARGET = 48;                 // query rows computed over one reading of the context
+constexpr int ROWS = VL == 16 ? 6 : 3;         // rows of a register tile
+constexpr int VECTORS = 4;                     // vectors of a register tile
+constexpr int GROUP_VECTORS = GROUP / VL;      // vectors that hold a group's 16 lanes
+constexpr int WIDE = VECTORS / GROUP_VECTORS;  // groups of a register tile
+constexpr int ROWS_TARGET = 48;                // query rows computed over one reading of the context
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
 // The groups of one KV tile: where they lie, which positions they hold.
@@ -61,7 +61,8 @@ inline void prefetch(const uint32_t* from, long units) {
 
 // scores[r][group * 16 + lane] = query row r . key, for MR rows and NG groups.
 template <class T, int MR, int NG>
-__attribute__((noinline)) void score_tile(const uint32_t* q, long q_stride, const uint32_t* const* keys, long units, float* scores) {
+__attribute__((noinline)) void score_tile(const uint32_t* q, long q_stride, const uint32_t* const* keys, long units,
+                                          float* scores) {
   constexpr int NVEC = NG * GROUP_VECTORS;
   vf acc[MR][NVEC];
 #pragma GCC unroll 16
@@ -86,12 +87,13 @@ __attribute__((noinline)) void score_tile(const uint32_t* q, long q_stride, cons
 }
 
 // out[r][column] = sum over the tile's tokens of p[r][token] * value[token][column], for MR rows and NC vectors of
-// columns; merged into what is there as `out * keep[r] + sum * take[r]` when `keep` is given. Row r sees the tokens from
-// position begin[r] to before seen[r], which ascend with r; all others are not multiplied, not even by their probability
-// of zero: they may be infinite or NaN.
+// columns; merged into what is there as `out * keep[r] + sum * take[r]` when `keep` is given. Row r sees the tokens
+// from position begin[r] to before seen[r], which ascend with r; all others are not multiplied, not even by their
+// probability of zero: they may be infinite or NaN.
 template <class T, int MR, int NC>
-__attribute__((noinline)) void value_tile(const typename T::type* p, const TileGroups& g, long column, long width, float* out,
-                const float* keep, const float* take, const int* begin, const int* seen) {
+__attribute__((noinline)) void value_tile(const typename T::type* p, const TileGroups& g, long column, long width,
+                                          float* out, const float* keep, const float* take, const int* begin,
+                                          const int* seen) {
   vf acc[MR][NC];
 #pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
@@ -122,7 +124,8 @@ __attribute__((noinline)) void value_tile(const typename T::type* p, const TileG
           acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + u * T::E), loadi(value + u * width + v * VL));
       if (tokens % T::E)
         for (int v = 0; v < NC; v++)
-          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + full * T::E), andi(loadi(value + full * width + v * VL), low));
+          acc[r][v] =
+              T::dp(acc[r][v], broadcast_unit(pr + full * T::E), andi(loadi(value + full * width + v * VL), low));
     }
   };
   for (int i = 0; i < lead; i++) row_by_row(i, std::true_type());  // where windows begin
@@ -147,8 +150,7 @@ __attribute__((noinline)) void value_tile(const typename T::type* p, const TileG
       for (int v = 0; v < NC; v++) {
         const vi b = andi(loadi(value + full * width + v * VL), low);
 #pragma GCC unroll 16
-        for (int r = 0; r < MR; r++)
-          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + r * TILE_LANES + full * T::E), b);
+        for (int r = 0; r < MR; r++) acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + r * TILE_LANES + full * T::E), b);
       }
     }
   }
@@ -172,9 +174,15 @@ void over_rows(int rows, F&& f) {
       case 1: f(std::integral_constant<int, 1>(), a); break;
       case 2: f(std::integral_constant<int, 2>(), a); break;
       case 3: f(std::integral_constant<int, 3>(), a); break;
-      case 4: if constexpr (ROWS > 3) f(std::integral_constant<int, 4>(), a); break;
-      case 5: if constexpr (ROWS > 3) f(std::integral_constant<int, 5>(), a); break;
-      case 6: if constexpr (ROWS > 3) f(std::integral_constant<int, 6>(), a); break;
+      case 4:
+        if constexpr (ROWS > 3) f(std::integral_constant<int, 4>(), a);
+        break;
+      case 5:
+        if constexpr (ROWS > 3) f(std::integral_constant<int, 5>(), a);
+        break;
+      case 6:
+        if constexpr (ROWS > 3) f(std::integral_constant<int, 6>(), a);
+        break;
     }
   }
 }
@@ -182,13 +190,13 @@ void over_rows(int rows, F&& f) {
 // One thread's working memory for a group of query rows.
 template <class T>
 struct Scratch {
-  std::vector<uint32_t> query;             // [rows][key_units]
+  std::vector<uint32_t> query;  // [rows][key_units]
   std::vector<float> scores = std::vector<float>(ROWS * TILE_LANES);
   std::vector<typename T::type> p = std::vector<typename T::type>(ROWS * TILE_LANES);
-  std::vector<float> acc;                  // [rows][width]
-  std::vector<float> max, sum;             // [rows], merged so far
-  std::vector<float> tile_max, tile_sum;   // [rows]
-  std::vector<float> keep, take;           // [rows]
+  std::vector<float> acc;                 // [rows][width]
+  std::vector<float> max, sum;            // [rows], merged so far
+  std::vector<float> tile_max, tile_sum;  // [rows]
+  std::vector<float> keep, take;          // [rows]
 
   // May run out of memory half way, so each is asked, and none shrinks.
   void fit(size_t rows, size_t key_units, size_t width) {
@@ -247,8 +255,8 @@ struct Attention {
   void load_queries(const AttentionPlan::Group& group) {
     for (int r = 0; r < group.count * ratio; r++) {
       const long token = batch.query_start[group.seq] + group.first + r / ratio;
-      const E* from = (const E*)call.query + token * call.query_stride +
-                      (group.head * ratio + r % ratio) * (long)cache.head_dim;
+      const E* from =
+          (const E*)call.query + token * call.query_stride + (group.head * ratio + r % ratio) * (long)cache.head_dim;
       E* to = (E*)&s.query[r * key_units];
       std::memcpy(to, from, cache.head_dim * sizeof(E));
       if (cache.head_dim % T::E) to[cache.head_dim] = 0;
@@ -419,8 +427,7 @@ void write(const CacheDesc& cache, int layer, int64_t slot, const typename T::ty
 
 }  // namespace
 
-AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int threads, int64_t window)
-    : window(window) {
+AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int threads, int64_t window) : window(window) {
   const int ratio = cache.num_heads / cache.num_kv_heads;
   const int tokens_max = std::max(1, ROWS_TARGET / ratio);
   double total = 0;
@@ -496,9 +503,9 @@ int nova_cache_write(const CacheDesc* cache, int layer, const void* key, int64_t
   });
 }
 
-int nova_attend(const CacheDesc* cache, int layer, const void* query, int64_t query_stride,
-                const int32_t* block_tables, int64_t table_stride, const int32_t* query_start,
-                const int32_t* context_lens, int64_t num_seqs, float scale, int64_t window, void* out, int threads) {
+int nova_attend(const CacheDesc* cache, int layer, const void* query, int64_t query_stride, const int32_t* block_tables,
+                int64_t table_stride, const int32_t* query_start, const int32_t* context_lens, int64_t num_seqs,
+                float scale, int64_t window, void* out, int threads) {
   return guarded([&] {
     const Batch batch{block_tables, table_stride, query_start, context_lens, num_seqs};
     Team team(threads);

@@ -23,10 +23,10 @@ struct CacheDesc {
 
   int elements() const { return dtype == 0 ? 2 : 1; }
   // All sizes in 32-bit units.
-  long key_units() const { return ceil_div(head_dim, elements()); }                    // of one token
-  long value_width() const { return ceil_div(head_dim, GROUP) * GROUP; }               // columns of one token pair
-  long key_group() const { return key_units() * GROUP; }                               // keys of a group
-  long value_group() const { return GROUP / elements() * value_width(); }              // values of a group
+  long key_units() const { return ceil_div(head_dim, elements()); }        // of one token
+  long value_width() const { return ceil_div(head_dim, GROUP) * GROUP; }   // columns of one token pair
+  long key_group() const { return key_units() * GROUP; }                   // keys of a group
+  long value_group() const { return GROUP / elements() * value_width(); }  // values of a group
   long groups_per_block() const { return ceil_div(block_size, GROUP); }
   long head_units() const { return groups_per_block() * (key_group() + value_group()); }
   long block_units() const { return head_units() * num_kv_heads; }
@@ -70,17 +70,17 @@ class AttentionPlan {
 
   int64_t window;  // tokens that a row sees, itself among them; 0: its whole context
   std::vector<Group> groups;
-  std::vector<Item> items;  // the most expensive first
-  int rows_max = 0;         // query rows (tokens x heads of the kv head) of the largest group
+  std::vector<Item> items;                      // the most expensive first
+  int rows_max = 0;                             // query rows (tokens x heads of the kv head) of the largest group
   std::vector<float> partials;                  // of divided groups, by tile: see Partial in attention.cpp
   std::unique_ptr<std::atomic<int>[]> pending;  // items not done yet, by group; reset by the last
 };
 
 struct AttentionCall {
   int layer;
-  const void* query;      // [T, num_heads, head_dim]
-  int64_t query_stride;   // elements between tokens
-  void* out;              // [T, num_heads * head_dim]
+  const void* query;     // [T, num_heads, head_dim]
+  int64_t query_stride;  // elements between tokens
+  void* out;             // [T, num_heads * head_dim]
   float scale;
 };
 

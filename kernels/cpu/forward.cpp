@@ -1,8 +1,9 @@
 // All layers of a pre-norm decoder in one call.
 //
 // With one call for each operation a decode step of 24 layers pays 200 calls and holds the GIL between them; here the
-// helpers stay awake from loop to loop, and the event loop beside it has the interpreter for the whole step. Every part is the one that stands alone too (linear.cpp, attention.cpp,
-// ops.h), rounded at the same places: the hidden states have the same bits either way.
+// helpers stay awake from loop to loop, and the event loop beside it has the interpreter for the whole step. Every part
+// is the one that stands alone too (linear.cpp, attention.cpp, ops.h), rounded at the same places: the hidden states
+// have the same bits either way.
 #include <algorithm>
 #include <memory>
 
@@ -110,9 +111,9 @@ struct Forward {
       norm(team, residual, layer.post_norm, x, m);
       if (gated) {
         linear(team, *layer.gate_up, {x, hidden, m, inner_.get(), nullptr, true});
-        } else {
+      } else {
         linear(team, *layer.gate_up, {x, hidden, m, gate_up_.get()});
-          team.rows(m, [&](long row) {
+        team.rows(m, [&](long row) {
           silu_mul_row<T>(&gate_up_[row * 2 * intermediate], &inner_[row * intermediate], intermediate);
         });
       }

@@ -139,7 +139,7 @@ struct Product {
       x = (const char*)padded.data();
       stride_bytes = units * 4;
     }
-    constexpr long STEP = NV * W::VECTOR;            // bytes of one step along K
+    constexpr long STEP = NV * W::VECTOR;             // bytes of one step along K
     constexpr int LINES = STEP < 64 ? 1 : STEP / 64;  // cache lines of it
     const long half_bytes = units * STEP, panel_bytes = half_bytes * (call.gated ? 2 : 1);
     const bool stream = m <= MR_MAX;
@@ -187,8 +187,7 @@ void pack(const LinearDesc& d, const typename T::type* weight, typename T::type*
     for (int lane = 0; lane < PANEL; lane++) {
       const long row = panel * PANEL + lane;
       const typename T::type* from = weight + row * d.k;
-      for (long k = 0; k < units * E; k++)
-        to[(k / E * PANEL + lane) * E + k % E] = row < d.n && k < d.k ? from[k] : 0;
+      for (long k = 0; k < units * E; k++) to[(k / E * PANEL + lane) * E + k % E] = row < d.n && k < d.k ? from[k] : 0;
     }
   });
 }
@@ -254,9 +253,7 @@ using namespace nova;
 extern "C" {
 
 // Bytes of the packed weight; floats of the bias, padded to whole panels.
-int64_t nova_linear_bytes(const LinearDesc* d) {
-  return ceil_div(d->n, PANEL) * PANEL * d->units() * d->step_bytes();
-}
+int64_t nova_linear_bytes(const LinearDesc* d) { return ceil_div(d->n, PANEL) * PANEL * d->units() * d->step_bytes(); }
 
 int64_t nova_linear_columns(const LinearDesc* d) { return ceil_div(d->n, PANEL) * PANEL; }
 

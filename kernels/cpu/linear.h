@@ -22,7 +22,7 @@ struct LinearDesc {
   const float* scale;  // [num_panels * PANEL]: what rows are multiplied by, or null
 
   int elements() const { return dtype == 0 ? 2 : 1; }
-  long units() const { return ceil_div(k, elements()); }              // of one row
+  long units() const { return ceil_div(k, elements()); }                    // of one row
   long step_bytes() const { return format == INT8_ROWS ? elements() : 4; }  // of one unit
 };
 

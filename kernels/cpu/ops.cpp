@@ -11,9 +11,8 @@ namespace {
 template <class T>
 void rms_norm(const void* x, long x_stride, const void* weight, float eps, void* out, long m, long k, int threads) {
   using E = typename T::type;
-  Team(threads).rows(m, [&](long row) {
-    rms_norm_row<T>((const E*)x + row * x_stride, (const E*)weight, eps, (E*)out + row * k, k);
-  });
+  Team(threads).rows(
+      m, [&](long row) { rms_norm_row<T>((const E*)x + row * x_stride, (const E*)weight, eps, (E*)out + row * k, k); });
 }
 
 template <class T>
@@ -30,9 +29,8 @@ void add_rms_norm(const void* x, void* residual, const void* weight, float eps, 
 template <class T>
 void silu_mul(const void* gate_up, void* out, long m, long width, int threads) {
   using E = typename T::type;
-  Team(threads).rows(m, [&](long row) {
-    silu_mul_row<T>((const E*)gate_up + row * 2 * width, (E*)out + row * width, width);
-  });
+  Team(threads).rows(
+      m, [&](long row) { silu_mul_row<T>((const E*)gate_up + row * 2 * width, (E*)out + row * width, width); });
 }
 
 template <class T>
@@ -48,9 +46,8 @@ template <class T>
 void rope(void* qkv, long stride, const float* cos_sin, const int64_t* positions, int heads, int head_dim, long m,
           int threads) {
   using E = typename T::type;
-  Team(threads).rows(m, [&](long row) {
-    rope_row<T>((E*)qkv + row * stride, cos_sin + positions[row] * head_dim, heads, head_dim);
-  });
+  Team(threads).rows(
+      m, [&](long row) { rope_row<T>((E*)qkv + row * stride, cos_sin + positions[row] * head_dim, heads, head_dim); });
 }
 
 }  // namespace

@@ -6,7 +6,8 @@
 
 using namespace nova;
 
-// Reads every cache line once (up to 255 bytes at the end are left out), in the pieces and with the prefetches that the linears use; gives their xor.
+// Reads every cache line once (up to 255 bytes at the end are left out), in the pieces and with the prefetches that the
+// linears use; gives their xor.
 extern "C" uint64_t nova_read(const void* data, int64_t bytes, int threads) {
   constexpr long piece = 256 << 10;
   constexpr long ahead = 8 << 10;

@@ -17,8 +17,8 @@
 #include <mutex>
 #include <new>
 
-// These have newer versions since their move into libc.so, which do the same: by the old ones, a library that was linked
-// on a new system runs on an old one.
+// These have newer versions since their move into libc.so, which do the same: by the old ones, a library that was
+// linked on a new system runs on an old one.
 #if defined(__GLIBC__) && defined(__x86_64__)
 __asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
 __asm__(".symver pthread_mutex_trylock, pthread_mutex_trylock@GLIBC_2.2.5");
@@ -73,7 +73,7 @@ struct Pool {
   alignas(64) std::atomic<uint64_t> ticket{0};  // loop number (high half) and items not begun (low half)
   alignas(64) std::atomic<uint32_t> done{0};    // items ended
   std::atomic<uint32_t> caller_sleeps{0};
-  std::atomic<bool> failed{false};  // one of the items
+  std::atomic<bool> failed{false};             // one of the items
   alignas(64) std::atomic<uint32_t> calls{0};  // futex of the sleeping helpers
   std::atomic<int> sleepers{0};
   std::atomic<int> wanted{0};  // helpers of this number and above stay out
