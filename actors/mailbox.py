@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from novainfer.fsm.health import Sighting
-from novainfer.fsm.machine import After, Effect, Machine, Send
+from novainfer.fsm.machine import After, Drop, Effect, Machine, Send
 
 if TYPE_CHECKING:
     from novainfer.actors.recorder import Recorder
@@ -64,8 +64,8 @@ class Actor:
         self._is_awake = False
         self._is_dead = False
         self._is_frozen = False
-        self._timers: dict[asyncio.TimerHandle, Any] = {}  # and their events
-        self._timers_of: dict[int, list[asyncio.TimerHandle]] = {}  # by stream, where they belong to one
+        self._timers: dict[Any, asyncio.TimerHandle] = {}  # by the events that they bring
+        self._timers_of: dict[int, list[Any]] = {}  # those events by stream, where they belong to one
         self._recorder: Recorder | None = None
         self._write_told: Callable[[Codes, Any], None]  # while there are codes
         self._append: Callable[[int], None]
@@ -86,7 +86,7 @@ class Actor:
         self._is_dead = True
         self._data.clear()
         self._control.clear()
-        for timer in self._timers:
+        for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
         self._timers_of.clear()
@@ -103,7 +103,7 @@ class Actor:
 
     def waiting(self) -> tuple[list[Any], list[Any], list[Any]]:
         """The messages on the data lane and on the control lane, and the events of the timers that are set."""
-        return list(self._data), list(self._control), list(self._timers.values())
+        return list(self._data), list(self._control), list(self._timers)
 
     def tell(self, event: Any, urgent: bool = False) -> bool:
         """Put `event` into the mailbox; False when it is full (or its actor is dead), and the sender must decide."""
@@ -189,6 +189,8 @@ class Actor:
                 self._route(effect.to, effect.event, effect.urgent)
             elif type(effect) is After:
                 self._set_timer(effect)
+            elif type(effect) is Drop:
+                self._drop_timer(effect.event)
             else:
                 self._start(effect.job)  # type: ignore[union-attr]
 
@@ -209,6 +211,8 @@ class Actor:
         try:
             for lane, count, codes in lanes:
                 for _ in range(count):
+                    if not lane:  # a timer that had run out was dropped
+                        break
                     self._take(lane.popleft(), codes)
                     if self._is_dead:
                         return
@@ -221,22 +225,29 @@ class Actor:
 
     def _set_timer(self, effect: After) -> None:
         assert self._loop is not None
-
-        def fire() -> None:
-            codes = self._codes[1]
-            if codes is not None and not self._is_dead:
-                self._recorder.timer(codes, effect.event)  # type: ignore[union-attr]
-            self._timers.pop(timer, None)
-            self.tell(effect.event, urgent=True)
-
-        timer = self._loop.call_later(effect.delay_s, fire)
-        self._timers[timer] = effect.event
-        stream_id = getattr(effect.event, "stream_id", None)
+        event = effect.event
+        self._drop_timer(event)
+        self._timers[event] = self._loop.call_later(effect.delay_s, self._fire, event)
+        stream_id = getattr(event, "stream_id", None)
         if stream_id is not None:
-            self._timers_of.setdefault(stream_id, []).append(timer)
+            self._timers_of.setdefault(stream_id, []).append(event)
+
+    def _fire(self, event: Any) -> None:
+        codes = self._codes[1]
+        if codes is not None and not self._is_dead:
+            self._recorder.timer(codes, event)  # type: ignore[union-attr]
+        del self._timers[event]
+        self.tell(event, urgent=True)
+
+    def _drop_timer(self, event: Any) -> None:
+        timer = self._timers.pop(event, None)
+        if timer is not None:
+            timer.cancel()
+        elif event in self._control:  # it has run out, and waits
+            self._control.remove(event)
 
     def drop_timers(self, stream_id: int) -> None:
         """The stream is gone: deadlines of ten minutes must not be kept for each request of the last ten minutes."""
-        for timer in self._timers_of.pop(stream_id, ()):
-            timer.cancel()
-            self._timers.pop(timer, None)
+        for event in self._timers_of.pop(stream_id, ()):
+            if (timer := self._timers.pop(event, None)) is not None:
+                timer.cancel()

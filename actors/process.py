@@ -39,7 +39,7 @@ from novainfer.fsm.events import (
     Stop,
 )
 from novainfer.fsm.health import Sighting, Silence
-from novainfer.fsm.machine import After, Effect, Send, Start
+from novainfer.fsm.machine import After, Drop, Effect, Send, Start
 from novainfer.fsm.process import Answered, Ask, Ended, Finish, Process, Started, StartFailed, Tell
 from novainfer.fsm.roster import (
     CLOSE_S,
@@ -100,7 +100,7 @@ class ProcessLink:
         self._serials: dict[Child, int] = {}
         self._probed = -1  # the process that was asked for a sign of life
         self._finding: asyncio.Task[None] | None = None  # the model's folder
-        self._timers: set[asyncio.TimerHandle] = set()
+        self._timers: dict[type, asyncio.TimerHandle] = {}  # by the kind of event that they bring
         self._weights_fd: int | None = None  # what the worker has packed, the spare finds
         self._stopped = anyio.Event()
         self._changed = anyio.Event()  # a process was reaped
@@ -226,13 +226,16 @@ class ProcessLink:
             else:
                 self._deliver(event)
         elif isinstance(effect, After):
-            self._timers.add(loop.call_later(effect.delay_s, self._fire, effect.event))
+            self._timers[type(effect.event)] = loop.call_later(effect.delay_s, self._fire, effect.event)
+        elif isinstance(effect, Drop):
+            self._timers.pop(type(effect.event)).cancel()
         else:
             self._do(effect)
 
     def _fire(self, event: Any) -> None:
+        del self._timers[type(event)]
         if isinstance(event, ProbeOver):
-            event = ProbeOver(event.serial, asyncio.get_running_loop().time())
+            event = ProbeOver(asyncio.get_running_loop().time())
         self._take(event)
 
     def _do(self, effect: Start) -> None:
@@ -333,7 +336,7 @@ class ProcessLink:
         if self._seen:
             pids = ", ".join(str(seen.child.pid) for seen in self._seen.values())
             logger.error("processes that do not end, though they were killed: %s", pids)
-        for timer in self._timers:
+        for timer in self._timers.values():
             timer.cancel()
         if self._weights_fd is not None:
             os.close(self._weights_fd)

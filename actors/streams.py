@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.events import End, Finished, Output, Outputs, Read, StallOver, Stop
-from novainfer.fsm.machine import After, Effect, Send
+from novainfer.fsm.machine import After, Drop, Effect, Send
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.recording import read_code
 from novainfer.fsm.stream import STALL_TIMEOUT_S, Stream, StreamState
@@ -108,9 +108,11 @@ class Streams:
         route: Callable[[str, Any, bool], None],
         gone: Callable[[Stream], None] = lambda stream: None,
         *,
+        died: Callable[[Exception], None] = lambda error: None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         self._route = route
+        self._died = died  # hears of an exception that no caller would hear of
         self._stall_timeout_s = stall_timeout_s
         self._timers: dict[int, tuple[asyncio.TimerHandle, StallOver]] = {}
         self.cancelled_total: Counter[str] = Counter()  # choices ended before their time, by cause
@@ -119,6 +121,7 @@ class Streams:
         self._streams: dict[int, tuple[Stream, StreamHandle]] = {}
         self._recorder: Recorder | None = None
         self._codes: Codes | None = None
+        self._direct: Codes | None = None  # of what comes from no mailbox: timers
         self._took: Callable[[list[Output]], None]  # while there are codes
 
     def __len__(self) -> int:
@@ -151,9 +154,10 @@ class Streams:
     def record(self, recorder: Recorder | None) -> None:
         """Write all that the streams take, and every read, to `recorder` from now on; None: no more."""
         self._recorder = recorder
-        self._codes = None
+        self._codes = self._direct = None
         if recorder is not None and recorder.recording is not None:
             self._codes = recorder.lane("streams", False)
+            self._direct = recorder.lane("streams", None)
             self._took = recorder.recording.took
         for _, handle in self._streams.values():
             handle._log = recorder.log if recorder is not None else None
@@ -163,8 +167,11 @@ class Streams:
         return {stream_id: stream for stream_id, (stream, _) in self._streams.items()}
 
     def take(self, event: Any) -> None:
-        """Outputs of a step, a stall that has lasted too long, or the stop of everything."""
-        recorder, codes = self._recorder, self._codes
+        """Outputs of a step, or the stop of everything."""
+        self._take_recorded(event, self._codes)
+
+    def _take_recorded(self, event: Any, codes: Codes | None) -> None:
+        recorder = self._recorder
         if recorder is None or codes is None:
             self._take(event)
             return
@@ -183,8 +190,7 @@ class Streams:
     def _take(self, event: Any) -> None:
         if isinstance(event, Stop):
             for stream, handle in list(self._streams.values()):
-                stream.handle(event)
-                self._stop_timer(stream.stream_id)
+                self._perform(stream, stream.handle(event))
                 handle.wake()
             return
         streams = self._streams
@@ -215,8 +221,8 @@ class Streams:
                 self._route(effect.to, effect.event, effect.urgent)
             elif type(effect) is After:
                 self._set_timer(stream.stream_id, effect)
-        if stream.state is not StreamState.STALLED:
-            self._stop_timer(stream.stream_id)
+            elif type(effect) is Drop:
+                self._stop_timer(stream.stream_id)
 
     def _set_timer(self, stream_id: int, effect: After) -> None:
         self.stalls_total += stream_id not in self._timers
@@ -230,10 +236,15 @@ class Streams:
             found[0].cancel()
 
     def _fire(self, event: StallOver) -> None:
+        """Taken at once, before what waits for the streams: so there is no time in which its stall could end."""
         del self._timers[event.stream_id]
-        if self._recorder is not None and self._codes is not None:
-            self._recorder.timer(self._codes, event)
-        self._route("streams", event, False)
+        codes = self._direct
+        if self._recorder is not None and codes is not None:
+            self._recorder.called(codes, event)
+        try:
+            self._take_recorded(event, codes)
+        except Exception as error:
+            self._died(error)
 
     def timers(self) -> list[StallOver]:
         """The events of the timers that are set."""

@@ -111,7 +111,12 @@ class System:
         self._engine = Engine()
         self._scheduler: Scheduler | None = None
         self._worker = Worker(restarts)
-        self._streams = Streams(self._route, gone=self._forgotten, stall_timeout_s=patience.stall_timeout_s)
+        self._streams = Streams(
+            self._route,
+            gone=self._forgotten,
+            died=partial(self._died, "streams"),
+            stall_timeout_s=patience.stall_timeout_s,
+        )
         self._actors = {
             "gate": self._make_actor("gate", self._gate),
             "engine": self._make_actor("engine", self._engine),

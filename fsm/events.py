@@ -350,10 +350,9 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class StallOver(msgspec.Struct, frozen=True):
-    """Timer of a stream: its reader has taken nothing for too long, if `serial` is still that of the stall."""
+    """Timer of a stream: its reader has taken nothing for too long."""
 
     stream_id: int
-    serial: int
 
 
 # ---- anybody -> incidents ------------------------------------------------------------------------------------------
@@ -475,22 +474,17 @@ class Overdue(msgspec.Struct, frozen=True):
 
 
 class Restart(msgspec.Struct, frozen=True):
-    """Timer: bring up the worker of this epoch."""
-
-    epoch: int
+    """Timer: bring up the next worker."""
 
 
 # ---- timers of the scheduler ----------------------------------------------------------------------------------------
 
 
 class Quiet(msgspec.Struct, frozen=True):
-    """Timer: if nothing has gone wrong since it was set, climb one rung; `serial` tells an older timer apart."""
-
-    serial: int
+    """Timer: nothing has gone wrong since it was set: climb one rung."""
 
 
 class KeepOver(msgspec.Struct, frozen=True):
     """Timer: this request has been paused for as long as it may keep its KV on the device."""
 
     request_id: int
-    serial: int

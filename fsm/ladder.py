@@ -135,7 +135,6 @@ class Ladder(Machine):
         self._backoff = 1  # quiet times until the next way up
         self._is_held = False  # where the way up leads
         self._is_settling = False  # it is up again, and not for a quiet time yet
-        self._serial = 0  # of the last trouble: a timer set before it says nothing
         self.mode = self.device_mode = self.exact_mode
 
     @property
@@ -203,16 +202,14 @@ class Ladder(Machine):
         self._set_timer()
         return self.state
 
-    def _up(self, event: Quiet) -> Rung:
-        if event.serial != self._serial:
-            return self.state
+    def _up(self, _: Quiet) -> Rung:
         self._is_settling = True
         rung = self._go(self.exact_mode, "nothing went wrong for a while")
         self._set_timer()
         return rung
 
-    def _settle(self, event: Quiet) -> Rung:
-        if event.serial == self._serial and self._is_settling:
+    def _settle(self, _: Quiet) -> Rung:
+        if self._is_settling:
             self._is_settling = False
             self._backoff = 1
         return self.state
@@ -249,5 +246,4 @@ class Ladder(Machine):
         return "+".join(words).upper()
 
     def _set_timer(self) -> None:
-        self._serial += 1
-        self._after(self._quiet_s * self._backoff, Quiet(self._serial))
+        self._after(self._quiet_s * self._backoff, Quiet())

@@ -7,7 +7,11 @@ cannot happen raises `IllegalEvent`, and the machine is unchanged. Where a state
 come, the row has a guard, and the next row of the pair is for those that it refuses.
 
     state × event ──row──▶ action ──▶ next state
-                             └──────▶ effects: Send(to, event) · Start(job) · After(delay_s, event)
+                             └──────▶ effects: Send(to, event) · Start(job) · After(delay_s, event) · Drop(event)
+
+A timer is known by its event: set again, it begins anew, and what was dropped does not come, even if it had run out and
+waited in the mailbox. So a machine never hears of an old timer, and needs no number to tell it from a new one. Where
+the table gives an event to some states by `timer`, the core drops it when they are left.
 """
 
 from __future__ import annotations
@@ -36,13 +40,19 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class After(msgspec.Struct, frozen=True):
-    """Effect: `event` comes back to this machine after `delay_s` seconds; a late one is dropped by state."""
+    """Effect: `event` comes back to this machine after `delay_s` seconds, instead of when it was to come before."""
 
     delay_s: float
     event: Any
 
 
-Effect: TypeAlias = Send | Start | After
+class Drop(msgspec.Struct, frozen=True):
+    """Effect: the timer for `event` is stopped; if it has run out, and `event` waits, it is taken away."""
+
+    event: Any
+
+
+Effect: TypeAlias = Send | Start | After | Drop
 
 
 class IllegalEvent(Exception):
@@ -73,6 +83,7 @@ class Row(msgspec.Struct, frozen=True):
     impossible: bool = False
     only: type[Guard] | None = None
     otherwise: Row | None = None
+    is_timer: bool = False  # the event is that of a timer, which ends with the states that have such a row
     renews: bool = False  # the state is entered anew, even from itself: its dwell begins again
     of: str = ""  # which of the events, where a guard tells them apart
 
@@ -112,12 +123,21 @@ def never(states: StrEnum | Iterable[StrEnum], event: type, why: str) -> Rows:
     return {(s, event): Row("", frozenset(), why, impossible=True) for s in _each(states)}
 
 
+def timer(states: StrEnum | Iterable[StrEnum], event: type, action: str, *follows: StrEnum) -> Rows:
+    """Rows: in any of `states`, a timer that belongs to them runs out; `table` adds that it cannot in any other."""
+    return {(s, event): Row(action, frozenset(follows), is_timer=True) for s in _each(states)}
+
+
 def table(states: type[StrEnum], events: Iterable[type], *parts: Rows) -> Table:
     """Join rows to a table and check, at import, that it is total and that no pair has two rows without a guard."""
     found: dict[tuple[StrEnum, type], list[Row]] = {}
     for part in parts:
         for key, row in part.items():
             found.setdefault(key, []).append(row)
+    for event in dict.fromkeys(event for (_, event), chain in found.items() if chain[0].is_timer):
+        its = [state for state in states if (state, event) in found]
+        elsewhere = never((s for s in states if s not in its), event, f"the timer ends with {', '.join(its)}")
+        found.update({key: [row] for key, row in elsewhere.items()})
     rows: Rows = {key: _chain(*key, chain) for key, chain in found.items()}
     wanted = {(state, event) for state in states for event in events}
     if missing := wanted - rows.keys():
@@ -176,13 +196,14 @@ class Machine:
 
     TABLE: ClassVar[Table]
     DWELLS: ClassVar[Mapping[Any, Dwell]]
-    __slots__ = ("_effects", "num_renewals", "observer", "state")
+    __slots__ = ("_effects", "_timer", "num_renewals", "observer", "state")
     state: StrEnum
 
     def __init__(self, state: StrEnum) -> None:
         self.state = state
         self.observer: Observer | None = None
         self.num_renewals = 0
+        self._timer: Any = None  # the event of the timer that ends with this state
         self._effects: list[Effect] = []
 
     def handle(self, event: Any) -> list[Effect]:
@@ -201,11 +222,13 @@ class Machine:
             observer.takes(self, event, row)
         if not row.action:
             return []
-        self._effects = []
+        timer, self._effects = self._timer, []
         follows = getattr(self, row.action)(event)
         assert follows in row.follows, f"{type(self).__name__}.{row.action}: {state} -> {follows} is not in the table"
         if follows is state and row.renews:
             self.num_renewals += 1
+        if timer is not None and (follows is not state or type(event) is type(timer)):
+            self._end_timer(timer, event)
         self.state = follows
         if observer is not None:
             observer.took(self, state, event)
@@ -223,4 +246,21 @@ class Machine:
         self._effects.append(Start(job))
 
     def _after(self, delay_s: float, event: Any) -> None:
+        """Set a timer that outlasts this state."""
         self._effects.append(After(delay_s, event))
+
+    def _until_left(self, delay_s: float, event: Any) -> None:
+        """Set the timer of the state that follows: it ends when that is left."""
+        self._timer = event
+        # A copy: snapshots tell one object from two, and what comes from outside is never the object that was set.
+        self._effects.append(After(delay_s, msgspec.structs.replace(event)))
+
+    def _drop(self, event: Any) -> None:
+        self._effects.append(Drop(event))
+
+    def _end_timer(self, timer: Any, event: Any) -> None:
+        """`timer` was set before `event` came: it has run out with it, or its state is left."""
+        if self._timer is timer:
+            self._timer = None
+        if type(event) is not type(timer) and self._timer != timer:
+            self._drop(timer)

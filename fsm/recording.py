@@ -38,6 +38,7 @@ CODES_FIRST = 16
 CODES_PREFIX = 240  # above it, a code has a second byte
 CODES_MAX = CODES_PREFIX - CODES_FIRST + (256 - CODES_PREFIX) * 256
 STREAMS = "streams"  # the actor that holds the streams; what it takes is taken by each stream
+TIMERS = "timer"  # where the simulator says that a timer's event comes from
 _encode = msgspec.msgpack.Encoder().encode
 
 

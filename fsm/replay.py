@@ -20,7 +20,7 @@ import msgspec
 
 from novainfer.fsm.compare import first_difference, short
 from novainfer.fsm.events import Incident, Outputs, Read, Run, Stop
-from novainfer.fsm.machine import After, Effect, Machine, Send
+from novainfer.fsm.machine import After, Drop, Effect, Machine, Send
 from novainfer.fsm.pack import Kinds, step_logprobs, unpack
 from novainfer.fsm.recording import (
     ADDED,
@@ -34,6 +34,7 @@ from novainfer.fsm.recording import (
     STEP,
     STREAMS,
     TIMER,
+    TIMERS,
     Image,
     Parts,
     hash_of_plan,
@@ -157,7 +158,7 @@ class _Run:
         self._machines: dict[str, Machine] = {}
         self._streams: dict[int, Stream] = {}
         self._lanes: defaultdict[str, deque[Any]] = defaultdict(deque)
-        self._timers: list[tuple[str, Any]] = []
+        self._timers: dict[tuple[str, Any], None] = {}
         self._dead: set[str] = set()
         self._direct: Any = None  # what an actor is about to be handed directly
         self._plans: deque[Run] = deque()
@@ -236,13 +237,13 @@ class _Run:
         self._streams = dict(streams)
         for name, events in lanes:
             self._lanes[name].extend(events)
-        self._timers = list(timers)
+        self._timers = dict.fromkeys(timers)
         self.found.streams = len(self._streams)
 
     def _compare(self, snapshot: bytes) -> None:
         """Everything must be as it was: a dead actor's messages are gone."""
         kinds = Kinds(self.image.kinds)
-        now = pack_parts(Parts(self._machines, self._lanes, self._streams, self._timers), kinds, self.known)
+        now = pack_parts(Parts(self._machines, self._lanes, self._streams, list(self._timers)), kinds, self.known)
         if now != snapshot:
             was = unpack(snapshot, self.image.kinds, self.known)
             there = unpack(now, kinds.names, self.known)
@@ -347,7 +348,7 @@ class _Run:
         for other, owner in self.image.lanes:
             if owner == actor:
                 self._lanes[other].clear()
-        self._timers = [timer for timer in self._timers if timer[0] != actor]
+        self._timers = {timer: None for timer in self._timers if timer[0] != actor}
 
     def _read(self, stream_id: int) -> None:
         stream = self._streams.get(stream_id)
@@ -396,8 +397,11 @@ class _Run:
                     text = f"{self.seconds:.6f} s  {incident.kind}: {incident.message}; {incident.action}"
                     self.found.incidents.append(text)
             elif type(effect) is After:
+                self._drop_timer(source, effect.event)
                 if source != STREAMS:
-                    self._timers.append((source, effect.event))
+                    self._timers[source, effect.event] = None
+            elif type(effect) is Drop:
+                self._drop_timer(source, effect.event)
             elif type(effect.job) is Run:  # type: ignore[union-attr]
                 self._plans.append(effect.job)  # type: ignore[union-attr]
 
@@ -405,10 +409,18 @@ class _Run:
         if actor not in self._dead:
             self._lanes[lane].append(event)
 
+    def _drop_timer(self, actor: str, event: Any) -> None:
+        """It is stopped; or it has run out, and its event is taken from where it waits."""
+        lane = self._lanes[lane_name(self.image.layout, TIMERS, actor, True)]
+        if (actor, event) in self._timers:
+            del self._timers[actor, event]
+        elif event in lane:
+            lane.remove(event)
+
     def _stop_timer(self, actor: str, event: Any) -> None:
         try:
-            self._timers.remove((actor, event))
-        except ValueError:
+            del self._timers[actor, event]
+        except KeyError:
             if actor == "gate" and event.stream_id not in self._streams:  # no snapshot holds it
                 return
             raise _Differs(f"a timer of {actor} ran out that nobody has set: {event}") from None

@@ -169,7 +169,6 @@ class Request(Machine):
         "max_len",
         "num_cached",
         "num_computed",
-        "num_pauses",
         "num_planned",
         "num_preemptions",
         "num_prompt",
@@ -214,7 +213,6 @@ class Request(Machine):
         self.waits_for: bytes | None = None  # the name it waits for another request to compute
         self.work = self.num_prompt  # tokens to compute before its next one, when it was last looked at in the queue
         self.num_preemptions = 0
-        self.num_pauses = 0
         self.paused_as = -1  # its last pause, counted among those of all requests
         # Since its last token: failed steps in which it stood alone, and steps with it that died with their worker.
         self.failures = self.losses = 0
@@ -315,7 +313,6 @@ class Request(Machine):
         return S.WAITING
 
     def _pause(self, _: PauseRequest) -> RequestState:
-        self.num_pauses += 1
         return S.PAUSED
 
     def _resume(self, _: ResumeRequest) -> RequestState:

@@ -40,7 +40,7 @@ from novainfer.fsm.events import (
     Stop,
     Warm,
 )
-from novainfer.fsm.machine import Guard, Machine, Send, Table, ignore, never, on, stay, table
+from novainfer.fsm.machine import Guard, Machine, Send, Table, ignore, never, on, stay, table, timer
 from novainfer.fsm.process import (
     SPARE_EPOCH,
     Adopt,
@@ -100,7 +100,6 @@ class Alive(msgspec.Struct, frozen=True):
 class ProbeOver(msgspec.Struct, frozen=True):
     """Timer: so long has the spare said nothing."""
 
-    serial: int
     at_s: float = 0.0
 
 
@@ -121,9 +120,7 @@ class SpareOverdue(msgspec.Struct, frozen=True):
 
 
 class HoldOver(msgspec.Struct, frozen=True):
-    """Timer: so long has this process waited for memory, which may never be free."""
-
-    serial: int
+    """Timer: so long has the worker's process waited for memory, which may never be free."""
 
 
 class CloseOver(msgspec.Struct, frozen=True):
@@ -239,11 +236,7 @@ class Roster(Machine):
             "it has shown that before, or it is too late",
         ),
         never((S.NEW, S.FINDING), Alive, "there is no spare before the worker"),
-        on(S.PROBING, ProbeOver, "_probe_over", S.SINGLE, S.PROBING),
-        ignore(
-            (S.SINGLE, S.HOLDING, S.PAIR, S.SPARED, S.EMPTY, *DOWN), ProbeOver, "it has shown its life, or it was lost"
-        ),
-        never((S.NEW, S.FINDING), ProbeOver, "there is no spare before the worker"),
+        timer(S.PROBING, ProbeOver, "_probe_over", S.SINGLE),
         on(S.PAIR, Dying, "_dying", S.PAIR, S.SPARED, only=OfWorker),
         on(S.PAIR, Dying, "_spare_dying", S.SINGLE, only=OfSpare),
         on(S.SPARED, Dying, "_spare_dying", S.EMPTY, only=OfSpare),
@@ -268,11 +261,8 @@ class Roster(Machine):
         never((S.NEW, S.FINDING), SpareOverdue, "there is no spare before the worker"),
         on((S.NEW, *UP, S.CLOSING), Stop, "_stop", S.STOPPED),
         ignore(S.STOPPED, Stop, "stopping twice is stopping once"),
-        on(S.HOLDING, HoldOver, "_hold_over", S.SINGLE, S.HOLDING),
-        ignore((S.SINGLE, S.PAIR, S.SPARED, S.PROBING, S.EMPTY, *DOWN), HoldOver, "the memory was free before"),
-        never((S.NEW, S.FINDING), HoldOver, "nothing was ended yet"),
-        stay(S.STOPPED, CloseOver, "_close_over"),
-        never((S.NEW, *UP, S.CLOSING), CloseOver, "the timer is set when all are to end"),
+        timer(S.HOLDING, HoldOver, "_hold_over", S.SINGLE),
+        timer(S.STOPPED, CloseOver, "_close_over", S.STOPPED),
     )
     DWELLS: ClassVar[Mapping[Any, Dwell]] = {
         **dict.fromkeys(S, any_time("its processes and the worker have deadlines of their own")),
@@ -317,7 +307,7 @@ class Roster(Machine):
         assert self.spare is not None
         self._epoch = event.epoch
         self._start(Probe(self.spare.serial))
-        self._after(PROBE_S, ProbeOver(self.spare.serial))
+        self._until_left(PROBE_S, ProbeOver())
         return S.PROBING
 
     def _end(self, process: Process, why: str) -> None:
@@ -341,7 +331,7 @@ class Roster(Machine):
         assert worker is not None
         if isinstance(event.job, Fit) and self.ending and not self._kv_is_lazy:
             self._held = event
-            self._after(MEMORY_S, HoldOver(worker.serial))
+            self._until_left(MEMORY_S, HoldOver())
             return S.HOLDING
         return self._pass_and_note(event)
 
@@ -357,9 +347,8 @@ class Roster(Machine):
         self._forget(event)
         return S.HOLDING if self.ending else self._go_on()
 
-    def _hold_over(self, event: HoldOver) -> RosterState:
-        assert self.worker is not None
-        return self._go_on() if event.serial == self.worker.serial else S.HOLDING
+    def _hold_over(self, _: HoldOver) -> RosterState:
+        return self._go_on()
 
     def _pass_and_note(self, event: Ask | Answered) -> StrEnum:
         """The worker's process takes `event`; what it answers may let a spare be started."""
@@ -576,9 +565,7 @@ class Roster(Machine):
         return self._take_another()
 
     def _probe_over(self, event: ProbeOver) -> StrEnum:
-        assert self.spare is not None
-        is_it = event.serial == self.spare.serial
-        return self._drop_spare("it was silent when it was needed", event.at_s) if is_it else self.state
+        return self._drop_spare("it was silent when it was needed", event.at_s)
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -590,7 +577,7 @@ class Roster(Machine):
         is_closing = closing is not None and closing.state is ProcessState.CLOSING
         self.worker, self.spare = closing if is_closing else None, None
         if is_closing:
-            self._after(CLOSE_S, CloseOver())
+            self._until_left(CLOSE_S, CloseOver())
         return S.STOPPED
 
     def _close_over(self, _: CloseOver) -> RosterState:

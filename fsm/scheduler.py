@@ -296,17 +296,19 @@ class Scheduler(Machine):
 
     def _pause(self, event: PauseRequest) -> StrEnum:
         if (request := self.requests.get(event.request_id)) is not None:
-            num_pauses = request.num_pauses
+            was_paused = request.state is RequestState.PAUSED
             request.handle(event)
-            if request.num_pauses > num_pauses:
+            if request.state is RequestState.PAUSED and not was_paused:
                 request.paused_as = self._pauses
                 self._pauses += 1
-                self._after(self._stall_keep_s, KeepOver(request.request_id, request.num_pauses))
+                self._after(self._stall_keep_s, KeepOver(request.request_id))
         return self.state
 
     def _resume(self, event: ResumeRequest) -> StrEnum:
         self._work_seen += 1
         if (request := self.requests.get(event.request_id)) is not None:
+            if request.state is RequestState.PAUSED:
+                self._drop(KeepOver(request.request_id))
             request.handle(event)
             self.planner.overstayed.discard(request.request_id)  # its next pause has a time of its own
             if request.request_id in self.planner.parked:
@@ -316,8 +318,9 @@ class Scheduler(Machine):
     def _keep_over(self, event: KeepOver) -> StrEnum:
         """A reader has been away for long: what it keeps on the device is given to others."""
         request = self.planner.running.get(event.request_id)
-        if request is None or request.state is not RequestState.PAUSED or request.num_pauses != event.serial:
+        if request is None:  # it was parked before, for want of room
             return self.state
+        assert request.state is RequestState.PAUSED, "the timer is dropped when a pause ends"
         if request.is_in_flight:
             self.planner.overstayed.add(request.request_id)
         else:
@@ -342,6 +345,8 @@ class Scheduler(Machine):
 
     def _end(self, request: Request, state: RequestState, end: End) -> Output:
         """End `request`; what it owns goes back now, or with its step if that is on the device."""
+        if request.state is RequestState.PAUSED:
+            self._drop(KeepOver(request.request_id))
         request.handle(Finish(state))
         self._finished[state] += 1
         self.requests.pop(request.request_id, None)

@@ -30,7 +30,7 @@ from novainfer.fsm.events import (
     StallOver,
     Stop,
 )
-from novainfer.fsm.machine import Machine, Table, ignore, on, table
+from novainfer.fsm.machine import Machine, Table, ignore, on, table, timer
 from novainfer.fsm.outputs import Delta
 
 # Unread tokens. At 50 tokens/s the high mark is ten seconds behind. A token takes about 50 bytes, one with 20 top
@@ -68,9 +68,7 @@ class Stream(Machine):
         on(S.OPEN, Read, "_read", S.OPEN),
         on(S.STALLED, Read, "_read", S.OPEN, S.STALLED),
         on(S.CLOSED, Read, "_read_rest", S.CLOSED),
-        on(S.STALLED, StallOver, "_stall_over", S.STALLED, S.CLOSED),
-        ignore(S.OPEN, StallOver, "the reader has come back"),
-        ignore(S.CLOSED, StallOver, "it has ended already"),
+        timer(S.STALLED, StallOver, "_stall_over", S.CLOSED),
         on((S.OPEN, S.STALLED), Stop, "_stop", S.CLOSED),
         ignore(S.CLOSED, Stop, "it has ended already"),
     )
@@ -88,7 +86,6 @@ class Stream(Machine):
         "_seeds",
         "_stall_high",
         "_stall_low",
-        "_stall_serial",
         "_stall_timeout_s",
         "_unread",
         "_weights",
@@ -111,7 +108,6 @@ class Stream(Machine):
         self._stall_high = stall_high
         self._stall_low = stall_low
         self._stall_timeout_s = stall_timeout_s
-        self._stall_serial = 0  # of the timer that counts
         self.stream_id = stream_id
         self.name = name
         self._num_open = num_choices
@@ -200,12 +196,9 @@ class Stream(Machine):
         return S.OPEN
 
     def _set_timer(self) -> None:
-        self._stall_serial += 1
-        self._after(self._stall_timeout_s, StallOver(self.stream_id, self._stall_serial))
+        self._until_left(self._stall_timeout_s, StallOver(self.stream_id))
 
-    def _stall_over(self, event: StallOver) -> StreamState:
-        if event.serial != self._stall_serial:  # it has read since
-            return S.STALLED
+    def _stall_over(self, _: StallOver) -> StreamState:
         message = f"the reader of this stream took nothing for {self._stall_timeout_s:g} seconds"
         self._end = End(error=message, code="stalled")
         self._send("gate", Cancel(self.stream_id, Cause.STALLED), urgent=True)

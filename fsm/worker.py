@@ -55,7 +55,7 @@ from novainfer.fsm.events import (
     WorkerReady,
 )
 from novainfer.fsm.guards import OfEpoch, OfJob, OfStep
-from novainfer.fsm.machine import Guard, Machine, Table, ignore, never, on, table
+from novainfer.fsm.machine import Guard, Machine, Table, ignore, never, on, table, timer
 from novainfer.fsm.mode import Mode
 from novainfer.fsm.step import StepDone, StepPlan
 
@@ -159,9 +159,7 @@ class Worker(Machine):
         on((*COMING_UP, *UP), Overdue, "_overdue", S.RESTARTING, S.FAILED, only=OfEpoch),
         ignore(S.RESTARTING, Overdue, "it is being replaced already"),
         ignore(DOWN, Overdue, "nobody waits for it"),
-        on(S.RESTARTING, Restart, "_restart", S.LOADING),
-        never((*COMING_UP, *UP, S.FAILED), Restart, "the timer is set once for each loss, and ends RESTARTING"),
-        ignore(S.STOPPED, Restart, "it was stopped before the timer fired"),
+        timer(S.RESTARTING, Restart, "_restart", S.LOADING),
         on((*COMING_UP, *UP, S.RESTARTING, S.FAILED), Stop, "_stop", S.STOPPED),
         ignore(S.STOPPED, Stop, "stopping twice is stopping once"),
     )
@@ -340,7 +338,7 @@ class Worker(Machine):
         action = f"restart {len(self._losses)} of at most {policy.max_restarts}"
         self._send("incidents", Incident(kind=fault, message=message, action=action, epoch=lost))
         nth = len(self._losses)
-        self._after(0.0 if nth == 1 else min(BACKOFF_S * 2 ** (nth - 2), BACKOFF_S_MAX), Restart(self.epoch))
+        self._until_left(0.0 if nth == 1 else min(BACKOFF_S * 2 ** (nth - 2), BACKOFF_S_MAX), Restart())
         return S.RESTARTING
 
     def _give_up(self, fault: Fault, message: str) -> WorkerState:

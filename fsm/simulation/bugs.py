@@ -399,11 +399,11 @@ MUTANTS = [
     Mutant("a failed step is not reported", Trouble, "_tell", 'effects.append(Send("incidents", incident))', "pass"),
     # ---- readers, and the gate
     Mutant(
-        "an old timer ends a reader that has come back",
+        "a reader that has read, and not enough, has the rest of the old time",
         Stream,
-        "_stall_over",
-        "if event.serial != self._stall_serial:",
-        "if False:",
+        "_read",
+        "self._set_timer()",
+        "pass",
     ),
     Mutant(
         "work goes on for a reader that stays away",

@@ -313,9 +313,9 @@ class Checks:
         """`request` was told to pause: whether that is a new pause, its state and its number say."""
         if request is not None and request.state is RequestState.PAUSED:
             known = self._paused.get(request.request_id)
-            if known is None or known[0] != request.num_pauses:
+            if known is None or known[0] != request.paused_as:
                 self._paused.pop(request.request_id, None)
-                self._paused[request.request_id] = request.num_pauses, request.stream_id
+                self._paused[request.request_id] = request.paused_as, request.stream_id
 
     def _plan(self, flight: Flight | None) -> None:
         """A step was planned, or nothing was."""
@@ -436,7 +436,10 @@ class Checks:
     def timer(self, event: Any) -> None:
         """A timer has run out."""
         world = self.world
-        if isinstance(event, Cancel):
+        if isinstance(event, KeepOver):
+            if event.request_id not in world.scheduler.requests:
+                raise Violation(f"request {event.request_id} has ended, and the timer of its pause has not")
+        elif isinstance(event, Cancel):
             world.counts["timeout"] += 1
             world.clients[event.stream_id].causes.add(event.cause)
         elif isinstance(event, QueueOver):

@@ -10,7 +10,7 @@ from novainfer.fsm.machine import Machine
 from novainfer.fsm.process import Answered, Ended
 from novainfer.fsm.roster import Dying, OfWorker, Roster, SpareOverdue
 from novainfer.fsm.simulation.mutants import Mutant, unguarded
-from novainfer.fsm.worker import OfSpawn
+from novainfer.fsm.worker import OfSpawn, Worker
 
 CORE_MUTANTS = [
     Mutant(
@@ -38,4 +38,10 @@ CORE_MUTANTS = [
         "self.num_renewals += 1",
         "pass",
     ),
+    Mutant("a timer outlives its state", Machine, "_end_timer", "self._drop(timer)", "pass"),
+    Mutant(
+        "a timer that has ended is dropped once more", Machine, "_end_timer", "if self._timer is timer:", "if False:"
+    ),
+    Mutant("no timer is known to end with a state", Machine, "_until_left", "self._timer = event", "pass"),
+    Mutant("the pause between two workers ends after the stop", Worker, "_lose", "self._until_left(", "self._after("),
 ]

@@ -49,15 +49,8 @@ DEADLINE_MUTANTS = [
         "a stall may last for twice as long as it may",
         Stream,
         "_set_timer",
-        "self._after(self._stall_timeout_s,",
-        "self._after(2 * self._stall_timeout_s,",
-    ),
-    Mutant(
-        "only the first stall of a stream has a timer that counts",
-        Stream,
-        "_stall_over",
-        "if event.serial != self._stall_serial:",
-        "if event.serial != 1:",
+        "self._until_left(self._stall_timeout_s,",
+        "self._until_left(2 * self._stall_timeout_s,",
     ),
     Mutant(
         "what a paused request keeps is kept for ten times as long",
@@ -67,12 +60,18 @@ DEADLINE_MUTANTS = [
         "self._after(10 * self._stall_keep_s,",
     ),
     Mutant(
-        "the timer of an older pause takes the slot",
+        "the timer of a pause outlives it",
         Scheduler,
-        "_keep_over",
-        "or request.num_pauses != event.serial",
-        "or request.num_pauses < event.serial",
-        seeds=1000,
+        "_resume",
+        "self._drop(KeepOver(request.request_id))",
+        "pass",
+    ),
+    Mutant(
+        "a request that ends in a pause leaves its timer",
+        Scheduler,
+        "_end",
+        "self._drop(KeepOver(request.request_id))",
+        "pass",
     ),
     # ---- containers
     Mutant(

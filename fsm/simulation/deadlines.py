@@ -49,7 +49,7 @@ class Deadlines:
         self._due: list[tuple[float, int, Cause]] = []
         self._readers: dict[int, Reader] = {}
         self._live: dict[int, Reader] = {}  # of streams that had not ended when they were looked at last
-        self._paused: dict[int, tuple[Request, float, int]] = {}  # since when, and its how manieth pause that is
+        self._paused: dict[int, tuple[Request, float, int]] = {}  # since when, and which pause that is
         self._early: set[tuple[int, int]] = set()  # pauses whose timer ran out before its time
         self._keeps = False  # the request whose timer has run out has a slot, and more time
         self.is_early = False  # the timer that runs out now does so before its time
@@ -100,7 +100,7 @@ class Deadlines:
         """A timer has run out."""
         if self.is_early:
             if isinstance(event, KeepOver):
-                self._early.add((event.request_id, event.serial))
+                self._early.add((event.request_id, self._paused[event.request_id][2]))
             return
         world = self._world
         if isinstance(event, Cancel | QueueOver):
@@ -121,8 +121,8 @@ class Deadlines:
         if request is None or request.state is not RequestState.PAUSED:
             return
         known = self._paused.get(request.request_id)
-        if known is None or known[2] != request.num_pauses:
-            self._paused[request.request_id] = request, self._world.now_s, request.num_pauses
+        if known is None or known[2] != request.paused_as:
+            self._paused[request.request_id] = request, self._world.now_s, request.paused_as
 
     def keep_over(self, event: KeepOver) -> None:
         """The scheduler is about to hear that a request was paused for long."""
@@ -130,7 +130,7 @@ class Deadlines:
         has_time = since_s + self._world.shape.stall_keep_s > self._world.now_s + EPSILON_S
         self._keeps = (
             request is not None
-            and (request.state, request.num_pauses) == (RequestState.PAUSED, serial)
+            and (request.state, request.paused_as) == (RequestState.PAUSED, serial)
             and (request.slot >= 0 and has_time and (event.request_id, serial) not in self._early)
         )
 
@@ -172,7 +172,7 @@ class Deadlines:
         flight = world.scheduler.flight
         for request_id, (request, since_s, serial) in list(self._paused.items()):
             is_due = since_s + keep_s + EPSILON_S <= now_s
-            if request.state is not RequestState.PAUSED or request.num_pauses != serial:
+            if request.state is not RequestState.PAUSED or request.paused_as != serial:
                 del self._paused[request_id]
             elif is_due and (request.kv.blocks or request.slot >= 0):
                 is_in_flight = flight is not None and any(row[0] is request for row in flight.rows)

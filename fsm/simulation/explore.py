@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 
 import msgspec
-from msgspec.structs import astuple
 
 from novainfer.fsm.events import Cause, Departed, Fault, JobDone, Run, Settled
 from novainfer.fsm.params import SamplingParams
@@ -180,7 +179,7 @@ def _of_processes(processes: Processes, budget: dict[str, int], *, is_at_rest: b
     if budget.get("give_up") and processes.world.is_stopped:
         found.append(("give_up",))
     if is_at_rest or budget.get("fire_early"):
-        found += [("roster_timer", type(event).__name__, *astuple(event)[:1]) for event in processes.timers]
+        found += [("roster_timer", type(event).__name__) for event in processes.timers]
     return found
 
 

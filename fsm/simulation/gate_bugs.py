@@ -136,11 +136,11 @@ GATE_MUTANTS = [
         "cancel all cancels also who comes later", Engine, "_cancelled_before", "self._cancelled_all = None", "pass"
     ),
     Mutant(
-        "the timer of an older stall counts",
+        "a stall has no timer that ends with it",
         Stream,
-        "_stall_over",
-        "if event.serial != self._stall_serial:",
-        "if False:",
+        "_set_timer",
+        "self._until_left(",
+        "self._after(",
     ),
     Mutant(
         "who stalled for too long keeps its requests",

@@ -113,8 +113,8 @@ LADDER_MUTANTS = [
         "the ladder stays down after a quiet time",
         Ladder,
         "_up",
-        "if event.serial != self._serial:",
-        "if True:",
+        'rung = self._go(self.exact_mode, "nothing went wrong for a while")',
+        "rung = self.state",
     ),
     Mutant(
         "each quiet time is twice the last one",

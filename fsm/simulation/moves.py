@@ -125,13 +125,11 @@ def _has_roster_timer(world: World, kind: str, *_: Any) -> bool:
     return world.processes is not None and any(type(event).__name__ == kind for event in world.processes.timers)
 
 
-def _roster_timer(world: World, kind: str, serial: int | None = None) -> None:
-    """A timer of the roster runs out: the first of its kind, or that of a process."""
+def _roster_timer(world: World, kind: str, *_: Any) -> None:
+    """A timer of the roster runs out."""
     assert world.processes is not None
-    for event in list(world.processes.timers):
-        if type(event).__name__ == kind and serial in (None, getattr(event, "serial", None)):
-            world.processes.fire(event)
-            return
+    event = next(event for event in world.processes.timers if type(event).__name__ == kind)
+    world.processes.fire(event)
 
 
 MOVES: dict[str, tuple[Callable[..., None], Callable[..., bool]]] = {

@@ -10,7 +10,6 @@ import re
 from typing import Any
 
 import msgspec
-from msgspec.structs import astuple
 
 from novainfer.fsm.events import Cause, Fault
 from novainfer.fsm.params import SamplingParams
@@ -167,7 +166,7 @@ def _finish(world: World) -> None:
             make(world, ("fire_timer", next(iter(world.timers))))
         elif world.processes is not None and world.processes.timers:
             event = world.processes.timers[0]
-            make(world, ("roster_timer", type(event).__name__, *astuple(event)[:1]))
+            make(world, ("roster_timer", type(event).__name__))
         elif world.late:
             make(world, ("come_late", 0))
         elif world.is_draining and not world.is_stopped:

@@ -28,7 +28,7 @@ from novainfer.fsm.events import (
     Switch,
     Warm,
 )
-from novainfer.fsm.machine import After, Effect, Send
+from novainfer.fsm.machine import After, Drop, Effect, Send
 from novainfer.fsm.process import Answered, Ask, Ended, Finish, Process, ProcessState, Started, StartFailed, Tell
 from novainfer.fsm.roster import (
     DOWN,
@@ -164,8 +164,12 @@ class Processes:
                 raise Violation(f"memory that is to be free is waited for {effect.delay_s} s only")
             if isinstance(effect.event, ProbeOver) and effect.delay_s < LIFE_S:
                 raise Violation(f"a spare has {effect.delay_s} s only to show that it lives")
+            if effect.event in self.timers:
+                raise Violation(f"the timer {effect.event} is set twice")
             self.timers.append(effect.event)
             self._wake("roster_timer", effect.delay_s, effect.event)
+        elif isinstance(effect, Drop):
+            self.timers.remove(effect.event)
         else:
             self._do(effect.job)
 
@@ -298,9 +302,9 @@ class Processes:
         """A timer of the roster runs out."""
         self.timers.remove(event)
         if isinstance(event, HoldOver):
-            self._waited_for = event.serial
+            self._waited_for = self._current
         now_s = self.world.now_s
-        self.handle(ProbeOver(event.serial, now_s) if isinstance(event, ProbeOver) else event)
+        self.handle(ProbeOver(now_s) if isinstance(event, ProbeOver) else event)
 
     def give_up(self) -> None:
         """The link is to end, and the worker's process does not answer."""
@@ -407,7 +411,7 @@ class Processes:
                 raise Violation(f"process {serial} lives, and nobody knows of it")
         if roster.state == "HOLDING" and not self._kept():
             raise Violation("the worker waits for memory, and all of it is free")
-        if roster.state == "HOLDING" and HoldOver(self._current) not in self.timers:
+        if roster.state == "HOLDING" and HoldOver() not in self.timers:
             raise Violation("the worker waits for memory, and may do so for ever")
         if roster.spare is not None and not self.world.shape.warm_spare:
             raise Violation("there is a spare, and none was wanted")
@@ -421,12 +425,7 @@ class Processes:
         roster = self.roster
         is_gone = spare is not None and roster.spare is not spare and roster.worker is not spare
         is_lost = is_gone and not isinstance(event, Stop | Kill)
-        if (
-            is_lost
-            and isinstance(event, ProbeOver | SpareOverdue)
-            and spare is not None
-            and event.serial != spare.serial
-        ):
+        if is_lost and isinstance(event, SpareOverdue) and spare is not None and event.serial != spare.serial:
             raise Violation(f"{event}: process {spare.serial} is lost, which has all its time")
         if is_lost and not isinstance(event, StartFailed):
             self._spare_deaths.append(self.world.now_s)

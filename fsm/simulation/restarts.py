@@ -91,7 +91,7 @@ class Restarts:
             if delays_s != [_pause_s(num_recent)]:
                 raise Violation(f"loss {num_recent} in a row is answered after {delays_s} s")
             was_told = any(isinstance(e, WorkerLost) and e.epoch == self._epoch for e in sent)
-            if timers != [Restart(worker.epoch)] or was_told is not (self._state in UP):
+            if timers != [Restart()] or was_told is not (self._state in UP):
                 raise Violation(f"{event} in {self._state}: the timers are {timers}, the engine was told: {was_told}")
 
     def _is_loss(self, event: Any) -> bool:

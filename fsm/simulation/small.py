@@ -309,7 +309,7 @@ SMALL_WORLDS = [
         budget={"stop": 1, "fire_early": 1},
         prelude=(
             *(("overdue",), ("go", 20)),
-            *(("fire_timer", ("worker", "Restart", 1)), ("deliver", ("timer", "worker", True))),
+            *(("fire_timer", ("worker", "Restart")), ("deliver", ("timer", "worker", True))),
         ),
     ),
     SmallWorld(
@@ -320,7 +320,7 @@ SMALL_WORLDS = [
         prelude=(
             *(("spare_overdue",), ("reap", 1), ("spare_job", 2)),
             *(("overdue",), ("deliver", ("watchdog", "worker", False)), ("reap", 0)),
-            *(("fire_early", ("worker", "Restart", 1)), ("deliver", ("timer", "worker", True))),
+            *(("fire_early", ("worker", "Restart")), ("deliver", ("timer", "worker", True))),
         ),
     ),
     SmallWorld(

@@ -12,8 +12,6 @@ import random
 from hashlib import blake2b
 from typing import Any
 
-import msgspec
-
 from novainfer.fsm.events import Cause, Close, Fault, Fit, JobDone, Load, Reclaim, Run, Spawn, Switch, Warm
 from novainfer.fsm.health import PERIOD_S
 from novainfer.fsm.roster import Find, Open
@@ -114,6 +112,8 @@ class Seed:
         self._now_s = 0.0  # of the last move on the path
         self._rates = self.mix.rates
         self._is_healed = False
+        self._num_timers = 0
+        self._last_set: dict[Any, int] = {}  # timers, and which setting was their last
         self._job = 0  # number of the job that the device does
         self._is_hung = False
         self._reading: set[int] = set()  # streams whose reader is on its way
@@ -248,11 +248,17 @@ class Seed:
     # ---- time ----------------------------------------------------------------------------------------------------
 
     def timer_set(self, timer: Timer, delay_s: float) -> None:
-        """It fires when it is due, unless it has fired early."""
-        self._after(delay_s, self._fire, timer)
+        """It fires when it is due, unless it has fired early, was dropped, or was set again."""
+        self._after(delay_s, self._fire, timer, self._set(timer))
 
-    def _fire(self, timer: Timer) -> None:
-        if timer in self.world.timers:
+    def _set(self, timer: Any) -> int:
+        """How often a timer was set up to now: the last one counts."""
+        self._num_timers += 1
+        self._last_set[timer] = self._num_timers
+        return self._num_timers
+
+    def _fire(self, timer: Timer, number: int) -> None:
+        if timer in self.world.timers and self._last_set[timer] == number:
             self._make("fire_timer", timer)
 
     # ---- the device ----------------------------------------------------------------------------------------------
@@ -447,14 +453,18 @@ class Seed:
             self._stop_in = ""
             self._after(0.0, self._stop_there)
         if kind == "roster_timer":
-            (event,) = args
-            self._after(delay_s, self._process_move, kind, type(event).__name__, *msgspec.structs.astuple(event)[:1])
+            name = type(args[0]).__name__
+            self._after(delay_s, self._fire_rosters, name, self._set(name))
             return
         delay_s = delay_s * self.rng.random() * 5 + self.mix.hop_s
         if kind == "reap" and self._rates["hang"] and self.rng.random() < KEPT_ODDS:
             self.world.counts["a process that does not end"] += 1
             delay_s = self.rng.uniform(*KEPT_S)
         self._after(delay_s, self._process_move, kind, *args)
+
+    def _fire_rosters(self, name: str, number: int) -> None:
+        if self._last_set[name] == number:
+            self._process_move("roster_timer", name)
 
     def _process_move(self, kind: str, *args: Any) -> None:
         if not is_possible(self.world, (kind, *args)):

@@ -23,12 +23,12 @@ LADDER = [
         "if self._is_settling:",
         "if not self._is_settling:",
     ),
-    Mutant(  # it climbs into a mode that has just failed
-        "a timer set before the last trouble leads up",
+    Mutant(
+        "trouble does not begin the quiet time anew",
         Ladder,
-        "_up",
-        "if event.serial != self._serial:",
-        "if event.serial > self._serial:",
+        "_bear",
+        "self._set_timer()",
+        "pass",
     ),
     Mutant(  # every second failed canary costs a switch that is known to fail
         "a rung that the device cannot switch to is tried again",
@@ -268,8 +268,8 @@ TURNS = [
         "a stalled stream that asks again counts as paused anew",
         Scheduler,
         "_pause",
-        "if request.num_pauses > num_pauses:",
-        "if request.num_pauses >= num_pauses and request.num_pauses:",
+        "if request.state is RequestState.PAUSED and not was_paused:",
+        "if request.state is RequestState.PAUSED:",
     ),
 ]
 
@@ -297,12 +297,12 @@ PROCESSES = [
         "at_s - deaths[0] < SPARE_WINDOW_S",
         "at_s - deaths[-1] < SPARE_WINDOW_S",
     ),
-    Mutant(  # two losses in a second, and the second takes a whole start though a spare stood by
+    Mutant(
         "the timer of an older probe ends the next spare",
         Roster,
-        "_probe_over",
-        "is_it = event.serial == self.spare.serial",
-        "is_it = event.serial <= self.spare.serial",
+        "_probe",
+        "self._until_left(",
+        "self._after(",
     ),
     Mutant(  # under load a lost spare is never replaced
         "a spare is replaced only while the worker has nothing to do",

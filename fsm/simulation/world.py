@@ -41,10 +41,11 @@ from novainfer.fsm.events import (
     Switch,
 )
 from novainfer.fsm.gate import Gate
-from novainfer.fsm.machine import After, Effect, Machine, Observer, Row, Send, Start
+from novainfer.fsm.machine import After, Drop, Effect, Machine, Observer, Row, Send, Start
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
+from novainfer.fsm.recording import TIMERS
 from novainfer.fsm.request import Preempt, Request
 from novainfer.fsm.roster import Find, Open
 from novainfer.fsm.scheduler import Scheduler
@@ -69,6 +70,10 @@ FROM_WORKER: Link = ("worker", "engine", False)
 LARGE_SEQS = 256  # in worlds with more slots
 CLOSE_LOOK = 16  # one event of so many is looked at closely
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def _timer(source: str, event: Any) -> Timer:
+    return (source, type(event).__name__, *msgspec.structs.astuple(event))
 
 
 class Driver(Protocol):
@@ -225,6 +230,8 @@ class World:
                     check_mailbox(self, effect.to, effect.urgent)  # type: ignore[union-attr]
             elif kind is Start:
                 self._start(effect.job)  # type: ignore[union-attr]
+            elif kind is Drop:
+                self._drop_timer(source, effect.event)  # type: ignore[union-attr]
             else:
                 assert isinstance(effect, After)
                 self._set_timer(source, effect)
@@ -261,13 +268,24 @@ class World:
 
     def _set_timer(self, source: str, effect: After) -> None:
         event = effect.event
-        timer: Timer = (source, type(event).__name__, *msgspec.structs.astuple(event))
-        if timer in self.timers:
-            raise Violation(f"the timer {timer} is set twice")
+        self._drop_timer(source, event)
+        timer = _timer(source, event)
         self.timers[timer] = event
         self.checks.timer_set(event)
         if self._driver is not None:
             self._driver.timer_set(timer, effect.delay_s)
+
+    def _drop_timer(self, source: str, event: Any) -> None:
+        """A timer is stopped; one that has run out is taken from where its event waits."""
+        if self.timers.pop(_timer(source, event), None) is not None:
+            return
+        link: Link = (TIMERS, source, True)
+        queue = self.links.get(link)
+        if queue and event in queue:
+            queue.remove(event)
+            self.counts["a timer that had run out, and was dropped"] += 1
+            if not queue:
+                self.busy.remove(link)
 
     def _start(self, job: Any) -> None:
         if self.processes is not None:
@@ -441,7 +459,7 @@ class World:
         self.checks.timer(event)
         if self.audit is not None:
             self.audit.deadlines.fired(event)
-        self.tell("timer", timer[0], event, urgent=True)
+        self.tell(TIMERS, timer[0], event, urgent=True)
 
     # ---- clients -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 import msgspec
+import pytest
 
 from novainfer.actors.mailbox import TURN_MESSAGES, Actor
 from novainfer.fsm.machine import Effect, Machine, Table, on, table
@@ -49,6 +50,9 @@ class Listener(Machine):
 
     def after(self, delay_s: float, word: str) -> None:
         self._after(delay_s, Say(word))
+
+    def drop(self, word: str) -> None:
+        self._drop(Say(word))
 
 
 class World:
@@ -253,7 +257,7 @@ async def test_closing_an_actor_cancels_its_timers() -> None:
     world.actor.open(asyncio.get_running_loop())
     world.say("go")
     await a_turn()
-    (timer,) = world.actor._timers
+    (timer,) = world.actor._timers.values()
     world.actor.close()
     assert timer.cancelled()  # else the loop would hold the actor for an hour
 
@@ -273,7 +277,7 @@ async def test_statistics_tell_state_depth_and_how_long_it_has_been_so() -> None
 
 def test_effects_of_a_machine_are_known_to_the_shell() -> None:
     kinds = {kind.__name__ for kind in Effect.__args__}
-    assert kinds == {"Send", "Start", "After"}
+    assert kinds == {"Send", "Start", "After", "Drop"}
 
 
 class Again(msgspec.Struct, frozen=True):
@@ -309,3 +313,68 @@ async def test_a_state_that_is_renewed_has_its_whole_time_again() -> None:
     assert before is not None
     assert after is not None
     assert (before.since_s, after.since_s) == (10.0, 20.0)
+
+
+def ringing(world: World) -> None:
+    """Its machine rings at once after "go", not at all after "hush", and "later" an hour later."""
+    machine = world.machine
+
+    def on_word(word: str) -> None:
+        if word == "hush":
+            machine.drop("ring")
+        elif word in ("go", "later"):
+            machine.after(0.0 if word == "go" else 3600.0, "ring")
+
+    machine.on_word = on_word
+    world.actor.open(asyncio.get_running_loop())
+
+
+async def let_run_out(world: World) -> None:
+    """The timer runs out, and its event waits: the actor has no turn."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert world.actor.waiting() == ([], [Say("ring")], [])
+
+
+@pytest.mark.parametrize("word", ["hush", "later"])
+async def test_a_timer_that_is_dropped_or_set_anew_does_not_ring_when_it_was_due(word: str) -> None:
+    world = World()
+    ringing(world)
+    world.actor.handle(Say("go"))
+    world.actor.handle(Say(word))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert world.machine.heard == ["go", word]
+    assert world.actor.waiting() == ([], [], [Say("ring")] if word == "later" else [])
+    world.actor.close()
+
+
+@pytest.mark.parametrize("word", ["hush", "later"])
+async def test_what_a_dropped_timer_has_brought_already_is_taken_away(word: str) -> None:
+    world = World()
+    ringing(world)
+    world.actor.freeze()
+    world.actor.handle(Say("go"))
+    await let_run_out(world)
+    world.actor.handle(Say(word))
+    world.actor.thaw()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert world.machine.heard == ["go", word]
+    world.actor.close()
+
+
+async def test_a_timer_may_be_dropped_in_the_turn_that_would_have_taken_it() -> None:
+    world = World()
+    ringing(world)
+    world.actor.freeze()
+    world.actor.tell(Say("hush"), urgent=True)
+    world.actor.handle(Say("go"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert world.actor.waiting() == ([], [Say("hush"), Say("ring")], [])
+    world.actor.thaw()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert world.machine.heard == ["go", "hush"]
+    assert not world.deaths

@@ -191,7 +191,7 @@ async def test_a_stall_that_lasts_ends_the_stream_once_and_its_reader_finds_ever
 async def test_the_timer_of_a_stall_dies_with_it(desk: Desk, way: str) -> None:
     handle = open_stream(desk)
     stall(desk)
-    assert desk.streams.timers() == [StallOver(1, 1)]
+    assert desk.streams.timers() == [StallOver(1)]
     if way == "read":
         await handle.read()
     elif way == "leave":

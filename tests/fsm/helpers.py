@@ -22,7 +22,7 @@ from novainfer.fsm.events import (
     Submit,
     WorkerLost,
 )
-from novainfer.fsm.machine import After, Send
+from novainfer.fsm.machine import After, Drop, Send
 from novainfer.fsm.mode import Mode
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.planner import Limits
@@ -60,10 +60,12 @@ class Bench:
         self.tell(self.configuration)
 
     def tell(self, event: Any) -> None:
-        """One event; its outputs are kept, and so is the plan it brings."""
+        """One event; its outputs are kept, and so is the plan it brings. A timer that is told has run out."""
+        self.timers = [timer for timer in self.timers if timer.event != event]
         for effect in self.scheduler.handle(event):
-            if isinstance(effect, After):
-                self.timers.append(effect)
+            if isinstance(effect, After | Drop):
+                self.timers = [timer for timer in self.timers if timer.event != effect.event]
+                self.timers += [effect] if isinstance(effect, After) else []
                 continue
             assert isinstance(effect, Send)
             if isinstance(effect.event, Incident):

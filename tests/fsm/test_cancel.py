@@ -53,7 +53,7 @@ def paused_in_flight() -> Scene:
 
 def parked() -> Scene:
     scene = paused()
-    scene.bench.tell(KeepOver(scene.victim, 1))
+    scene.bench.tell(KeepOver(scene.victim))
     return scene
 
 

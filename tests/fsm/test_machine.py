@@ -6,6 +6,7 @@ import pytest
 
 from novainfer.fsm.machine import (
     After,
+    Drop,
     Guard,
     IllegalEvent,
     Machine,
@@ -20,6 +21,7 @@ from novainfer.fsm.machine import (
     on,
     stay,
     table,
+    timer,
 )
 
 
@@ -255,3 +257,53 @@ def test_an_observer_hears_what_is_ignored_and_nothing_of_what_cannot_come():
     with pytest.raises(IllegalEvent):
         lamp.handle(Smash())
     assert notes.taken == []
+
+
+class Over(msgspec.Struct, frozen=True):
+    pass
+
+
+class Boil(Machine):
+    """Hot for three seconds after the last push."""
+
+    TABLE: ClassVar[Table] = table(
+        S,
+        (Push, Look, Over),
+        on(S, Push, "_push", S.ON),
+        on(S, Look, "_look", S.OFF),
+        timer(S.ON, Over, "_over", S.OFF),
+    )
+
+    def __init__(self) -> None:
+        super().__init__(S.OFF)
+
+    def _push(self, _: Push) -> S:
+        self._until_left(3.0, Over())
+        return S.ON
+
+    def _look(self, _: Look) -> S:
+        return S.OFF
+
+    def _over(self, _: Over) -> S:
+        return S.OFF
+
+
+def test_a_timer_ends_with_its_state_and_is_dropped_once():
+    boil = Boil()
+    assert boil.handle(Push()) == [After(3.0, Over())]
+    assert boil.handle(Push()) == [After(3.0, Over())]  # set anew: the one before is gone by that
+    assert boil.handle(Look()) == [Drop(Over())]
+    assert boil.handle(Look()) == []
+
+
+def test_a_timer_that_has_run_out_is_not_dropped():
+    boil = Boil()
+    boil.handle(Push())
+    assert boil.handle(Over()) == []
+    assert boil.state is S.OFF
+    assert boil.handle(Push()) == [After(3.0, Over())]
+
+
+def test_a_timer_cannot_run_out_where_it_does_not_belong():
+    with pytest.raises(IllegalEvent, match="Boil in OFF: Over cannot come: the timer ends with ON"):
+        Boil().handle(Over())

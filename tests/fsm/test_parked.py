@@ -63,7 +63,7 @@ def test_what_is_parked_by_its_timer_counts_too():
     bench = Bench(max_num_seqs=SLOTS)
     for _ in range(10):
         request_id = pause_one(bench)
-        bench.tell(KeepOver(request_id, 1))
+        bench.tell(KeepOver(request_id))
         assert len(bench.scheduler.planner.parked) <= PARKED_PER_SLOT * SLOTS
 
 
@@ -99,7 +99,7 @@ def test_a_pause_is_not_over_because_an_older_one_lasted_too_long():
     request_id = pause_one(bench, pause=False)
     bench.submit([5], max_tokens=40)
     bench.tell(PauseRequest(request_id))  # its step is on the device
-    bench.tell(KeepOver(request_id, 1))
+    bench.tell(KeepOver(request_id))
     bench.tell(ResumeRequest(request_id))
     bench.tell(PauseRequest(request_id))
     bench.step()
@@ -123,7 +123,7 @@ def test_a_paused_request_that_has_overstayed_is_parked_after_its_step_whatever_
         bench.submit([token], max_tokens=40)
     bench.step()
     bench.tell(PauseRequest(paused))  # its step is on the device
-    bench.tell(KeepOver(paused, 1))
+    bench.tell(KeepOver(paused))
     assert bench.request(paused).kv.blocks
     if outcome == "fails":
         bench.fail()  # only a part of its requests is tried next
@@ -140,7 +140,7 @@ def test_a_paused_request_that_has_overstayed_is_parked_before_a_canary():
     bench.fail()
     assert bench.rows() == {request_id: 1}  # it is tried once more
     bench.tell(PauseRequest(request_id))
-    bench.tell(KeepOver(request_id, 1))
+    bench.tell(KeepOver(request_id))
     bench.fail()
     assert bench.scheduler.trouble.trial is not None
     assert bench.plan is not None

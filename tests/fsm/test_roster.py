@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from novainfer.fsm.events import DeviceLost, Fit, JobDone, Kill, Load, Spawn
-from novainfer.fsm.machine import After, Send, Start
+from novainfer.fsm.machine import After, Drop, Send, Start
 from novainfer.fsm.process import Answered, Ask, Ended, Started, Tell
 from novainfer.fsm.roster import MEMORY_S, Found, HoldOver, Roster, RosterState
 
@@ -32,18 +32,18 @@ def _told(effects: list[Any]) -> list[Any]:
 
 def test_a_cache_waits_until_the_process_before_is_gone() -> None:
     roster = _restarted(kv_is_lazy=False)
-    assert _effects(roster, Ask(FIT)) == [After(MEMORY_S, HoldOver(1))]
+    assert _effects(roster, Ask(FIT)) == [After(MEMORY_S, HoldOver())]
     assert roster.state is RosterState.HOLDING
-    assert _told(_effects(roster, Ended(0, "it was killed", 3.0))) == [FIT]
+    effects = _effects(roster, Ended(0, "it was killed", 3.0))
+    assert _told(effects) == [FIT]
+    assert effects[-1] == Drop(HoldOver())
     assert roster.state is RosterState.SINGLE
-    assert _effects(roster, HoldOver(1)) == []
 
 
 def test_a_process_that_does_not_end_is_waited_for_a_while() -> None:
     roster = _restarted(kv_is_lazy=False)
     _effects(roster, Ask(FIT))
-    assert _effects(roster, HoldOver(0)) == []
-    assert _told(_effects(roster, HoldOver(1))) == [FIT]
+    assert _told(_effects(roster, HoldOver())) == [FIT]
     assert _effects(roster, Ended(0, "it was killed", 300.0)) == []
 
 
@@ -54,13 +54,14 @@ def test_a_cache_that_takes_memory_when_it_is_written_waits_for_nothing() -> Non
 def test_a_process_that_dies_while_its_cache_waits_is_lost() -> None:
     roster = _restarted(kv_is_lazy=False)
     _effects(roster, Ask(FIT))
-    (lost,) = _effects(roster, Ended(1, "it was killed", 3.0))
+    lost, dropped = _effects(roster, Ended(1, "it was killed", 3.0))
+    assert dropped == Drop(HoldOver())
     assert lost == Send("worker", DeviceLost(1, "it was killed", 3.0))
     assert roster.state is RosterState.EMPTY
 
 
 def test_a_process_that_is_ended_while_its_cache_waits_is_gone_with_it() -> None:
     roster = _restarted(kv_is_lazy=False)
-    _effects(roster, Ask(FIT), Kill(1))
+    assert _effects(roster, Ask(FIT), Kill(1))[-1] == Drop(HoldOver())
     assert roster.state is RosterState.EMPTY
-    assert _effects(roster, Ended(0, "it was killed", 3.0), HoldOver(1)) == []
+    assert _effects(roster, Ended(0, "it was killed", 3.0)) == []

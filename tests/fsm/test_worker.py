@@ -25,7 +25,7 @@ from novainfer.fsm.events import (
     WorkerLost,
     WorkerReady,
 )
-from novainfer.fsm.machine import After, Effect, Send, Start
+from novainfer.fsm.machine import After, Drop, Effect, Send, Start
 from novainfer.fsm.mode import Mode
 from novainfer.fsm.simulation.shape import BEST, LEAN, SAFE
 from novainfer.fsm.step import StepDone, StepPlan
@@ -163,7 +163,7 @@ def replaceable() -> Worker:
 
 def restart(worker: Worker) -> list[Effect]:
     """The timer fires and the next device comes up."""
-    worker.handle(Restart(worker.epoch))
+    worker.handle(Restart())
     return come_up(worker, worker.epoch)
 
 
@@ -183,10 +183,10 @@ def test_a_device_that_is_lost_or_silent_is_killed_and_replaced_by_the_next_epoc
     assert Start(Kill(0)) in effects
     begun = 1 if state in (WorkerState.RUNNING, WorkerState.OOM) else -1
     assert Send("engine", WorkerLost(0, fault, "killed by signal 9", begun)) in effects, "no other step was computed"
-    assert After(0.0, Restart(1)) in effects
+    assert After(0.0, Restart()) in effects
     assert kinds(effects) == [fault]
     assert replaceable.state is WorkerState.RESTARTING
-    assert replaceable.handle(Restart(1)) == [Start(Spawn(1))]
+    assert replaceable.handle(Restart()) == [Start(Spawn(1))]
     (ready,) = come_up(replaceable, 1)
     assert ready.event.epoch == 1
     assert replaceable.handle(Launch(plan(2, epoch=1))) == [Start(Run(plan(2, epoch=1)))]
@@ -194,7 +194,7 @@ def test_a_device_that_is_lost_or_silent_is_killed_and_replaced_by_the_next_epoc
 
 def test_the_cache_of_the_next_device_must_be_as_large_as_that_of_the_last(replaceable):
     replaceable.handle(DeviceLost(0, "gone", 1.0))
-    replaceable.handle(Restart(1))
+    replaceable.handle(Restart())
     replaceable.handle(JobDone("Spawn", None, 1))
     assert replaceable.handle(JobDone("Load", LOADED, 1)) == [Start(Fit(1, 8))]
 
@@ -206,7 +206,7 @@ def test_what_an_older_device_still_says_is_dropped(replaceable):
     late += [DeviceLost(0, "gone", 1.0), Overdue(0, "silent", 1.0), Launch(plan(1))]
     for event in late:
         assert replaceable.handle(event) == []
-    replaceable.handle(Restart(1))
+    replaceable.handle(Restart())
     for event in late:
         assert replaceable.handle(event) == []
     assert replaceable.state is WorkerState.LOADING
@@ -248,7 +248,7 @@ def test_a_job_that_fails_counts_for_when_it_failed(replaceable, gap_s):
     for number in range(1, 3 * PLAN.max_restarts):
         if replaceable.state is WorkerState.FAILED:
             break
-        replaceable.handle(Restart(number))
+        replaceable.handle(Restart())
         replaceable.handle(JobFailed("Spawn", "no more processes", number, number * gap_s))
     is_too_often = gap_s * PLAN.max_restarts < PLAN.window_s
     assert replaceable.state is (WorkerState.FAILED if is_too_often else WorkerState.RESTARTING)
@@ -256,9 +256,9 @@ def test_a_job_that_fails_counts_for_when_it_failed(replaceable, gap_s):
 
 def test_a_job_that_fails_while_it_comes_up_again_is_a_loss_too_and_the_engine_hears_of_the_first_only(replaceable):
     replaceable.handle(DeviceLost(0, "gone", 1.0))
-    replaceable.handle(Restart(1))
+    replaceable.handle(Restart())
     effects = replaceable.handle(JobFailed("Spawn", "no more processes", 1))
-    assert After(BACKOFF_S, Restart(2)) in effects
+    assert After(BACKOFF_S, Restart()) in effects
     assert not [e for e in effects if isinstance(e, Send) and e.to == "engine"]
     assert replaceable.state is WorkerState.RESTARTING
 
@@ -268,7 +268,7 @@ def test_a_spare_that_cannot_come_up_is_replaced_by_a_new_process_and_is_no_loss
     for number in range(3 * PLAN.max_restarts):  # more often than the budget would bear
         epoch = replaceable.epoch
         replaceable.handle(DeviceLost(epoch, "gone", 100.0 * number))
-        replaceable.handle(Restart(epoch + 1))
+        replaceable.handle(Restart())
         replaceable.handle(JobDone("Spawn", {"spare": True}, epoch + 1))
         for done in ["Load", "Fit", "Warm"][: ["Load", "Fit", "Warm"].index(job)]:
             replaceable.handle(JobDone(done, {**LOADED, "num_blocks": 8}, epoch + 1))
@@ -284,7 +284,7 @@ def test_a_spare_that_cannot_come_up_is_replaced_by_a_new_process_and_is_no_loss
 
 def test_a_new_process_that_fails_after_the_spare_has_is_a_loss(replaceable):
     replaceable.handle(DeviceLost(0, "gone", 1.0))
-    replaceable.handle(Restart(1))
+    replaceable.handle(Restart())
     replaceable.handle(JobDone("Spawn", {"spare": True}, 1))
     replaceable.handle(JobFailed("Load", "no", 1, 1.0))
     assert kinds(replaceable.handle(JobFailed("Spawn", "no", 2, 1.0))) == ["exception"]
@@ -307,8 +307,7 @@ def test_a_device_that_cannot_be_replaced_fails_the_worker_when_it_is_overdue(wo
 
 def test_a_stop_ends_the_restart(replaceable):
     replaceable.handle(DeviceLost(0, "gone", 1.0))
-    assert replaceable.handle(Stop()) == [Start(Close(1))]
-    assert replaceable.handle(Restart(1)) == []
+    assert replaceable.handle(Stop()) == [Start(Close(1)), Drop(Restart())]
 
 
 # ---- modes -----------------------------------------------------------------------------------------------------------
