@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgspec
@@ -14,51 +13,98 @@ from starlette.types import ASGIApp
 from novainfer.server import info, inspection, recorder
 from novainfer.server.chat import create_chat_completion
 from novainfer.server.completions import create_completion
+from novainfer.server.errors import one_of
 from novainfer.server.events import stream_events
 from novainfer.server.guard import Guard
-from novainfer.server.openapi import build_openapi
+from novainfer.server.inspection import REQUEST_STATES
+from novainfer.server.openapi import Endpoint, build_openapi
+from novainfer.server.protocol import ChatCompletionRequest, CompletionRequest
+from novainfer.server.replies import ChatCompletion, Completion
 from novainfer.server.service import Service
 
-Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
+GENERATION = (400, 401, 404, 408, 413, 415, 429, 500, 503)  # how a request for tokens may be refused
+ANSWERS = ("application/json", "text/event-stream")  # whole, or streamed
+STATE = {"state": f"only those in this state: {one_of(REQUEST_STATES)}", "limit": "at most so many"}
 
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/chat/completions", create_chat_completion),
-    ("POST", "/v1/completions", create_completion),
-    ("GET", "/v1/models", info.list_models),
-    ("GET", "/v1/models/{model:path}", info.get_model),
-    ("POST", "/v1/requests/{request_id:path}/cancel", info.cancel_request),
-    ("GET", "/v1/requests", inspection.list_requests),
-    ("GET", "/v1/requests/{request_id:path}", inspection.get_request),
-    ("GET", "/v1/actors", inspection.list_actors),
-    ("GET", "/v1/kv", inspection.get_kv),
-    ("GET", "/v1/machines", inspection.list_machines),
-    ("GET", "/v1/steps", inspection.list_steps),
-    ("GET", "/v1/errors", inspection.list_errors),
-    ("GET", "/v1/events", stream_events),
-    ("POST", "/v1/faults", inspection.inject_fault),
-    ("POST", "/v1/recorder/dump", recorder.dump_recorder),
-    ("GET", "/health", info.health),
-    ("GET", "/healthz", info.health),
-    ("GET", "/readyz", info.health),
-    ("GET", "/ping", info.health),
-    ("POST", "/ping", info.health),
-    ("GET", "/livez", info.live),
-    ("GET", "/metrics", info.metrics),
-    ("GET", "/version", info.version),
+_ready = partial(
+    Endpoint,
+    handler=info.health,
+    summary="Ready for requests?",
+    answer=info.Health,
+    errors=(503,),
+    is_public=True,
 )
+
+ROUTES: tuple[Endpoint, ...] = (
+    Endpoint(
+        *("POST", "/v1/chat/completions", create_chat_completion, "Answer a conversation", ChatCompletion),
+        body=ChatCompletionRequest, errors=GENERATION, media_types=ANSWERS,
+    ),
+    Endpoint(
+        *("POST", "/v1/completions", create_completion, "Continue one prompt or several", Completion),
+        body=CompletionRequest, errors=GENERATION, media_types=ANSWERS,
+    ),
+    Endpoint("GET", "/v1/models", info.list_models, "List the models", info.ModelList),
+    Endpoint("GET", "/v1/models/{model:path}", info.get_model, "One model", info.Model, errors=(401, 404, 503)),
+    Endpoint(
+        *("POST", "/v1/requests/{request_id:path}/cancel", info.cancel_request, "Cancel a request", info.Cancelled),
+        errors=(401, 404, 503),
+    ),
+    Endpoint(
+        *("GET", "/v1/requests", inspection.list_requests, "Where each request is, and why it waits"),
+        inspection.RequestList, errors=(400, 401, 503), query=STATE,
+    ),
+    Endpoint(
+        *("GET", "/v1/requests/{request_id:path}", inspection.get_request, "One request", inspection.RequestDetail),
+        errors=(401, 404, 503),
+    ),
+    Endpoint("GET", "/v1/actors", inspection.list_actors, "What each actor does", inspection.ActorList),
+    Endpoint("GET", "/v1/kv", inspection.get_kv, "KV blocks by the state of their owner", inspection.Kv),
+    Endpoint(
+        *("GET", "/v1/machines", inspection.list_machines, "The tables that decide", inspection.MachineList),
+        errors=(401,),
+    ),
+    Endpoint(
+        *("GET", "/v1/steps", inspection.list_steps, "The last steps by phase", inspection.StepList),
+        errors=(400, 401, 503), query={"last": "how many, at most 1024"},
+    ),
+    Endpoint(
+        *("GET", "/v1/errors", inspection.list_errors, "What went wrong, and what was done about it"),
+        inspection.ErrorList,
+    ),
+    Endpoint(
+        *("GET", "/v1/events", stream_events, "Transitions and incidents as they happen", None),
+        errors=(400, 401, 503), media_types=("text/event-stream",), query={"types": "some of actor,request,incident"},
+    ),
+    Endpoint(
+        *("POST", "/v1/faults", inspection.inject_fault, "Let something fail, for a drill", inspection.Injected),
+        body=inspection.Fault, errors=(400, 401, 403, 503),
+    ),
+    Endpoint(
+        *("POST", "/v1/recorder/dump", recorder.dump_recorder, "Write the flight recorder's file", recorder.Dumped),
+        errors=(401, 403, 503),
+    ),
+    *(_ready("GET", path) for path in ("/health", "/healthz", "/readyz", "/ping")),
+    _ready("POST", "/ping"),
+    Endpoint("GET", "/livez", info.live, "Does everything move?", info.Alive, errors=(503,), is_public=True),
+    Endpoint(
+        *("GET", "/metrics", info.metrics, "Prometheus metrics", None), errors=(401,), media_types=("text/plain",),
+    ),
+    Endpoint("GET", "/version", info.version, "Version", info.Version),
+)  # fmt: skip
 
 
 def create_app(service: Service) -> ASGIApp:
     """The app that serves `service`; it neither starts nor stops the engine."""
-    document = msgspec.json.encode(build_openapi(service.version))
+    document = msgspec.json.encode(build_openapi(service.version, ROUTES))
 
     async def openapi(service: Service, request: Request) -> Response:
         return Response(document, media_type="application/json")
 
     labels: dict[object, str] = {}
     routes = []
-    for method, path, handler in (*ROUTES, ("GET", "/openapi.json", openapi)):
-        endpoint = partial(handler, service)
-        labels[endpoint] = path.replace(":path", "")
-        routes.append(Route(path, endpoint, methods=[method], name=path))
+    for endpoint in (*ROUTES, Endpoint("GET", "/openapi.json", openapi, "This document", None)):
+        handler = partial(endpoint.handler, service)
+        labels[handler] = endpoint.name
+        routes.append(Route(endpoint.path, handler, methods=[endpoint.method], name=endpoint.path))
     return Guard(Router(routes, redirect_slashes=False), service, labels)

@@ -317,7 +317,7 @@ async def test_times_are_told_to_the_microsecond(held: Held, serve: Serve) -> No
 
 async def test_every_route_is_described(client: httpx.AsyncClient) -> None:
     paths = (await client.get("/openapi.json")).json()["paths"]
-    served = {(path.replace(":path}", "}"), method.lower()) for method, path, _ in ROUTES}
+    served = {(endpoint.path.replace(":path}", "}"), endpoint.method.lower()) for endpoint in ROUTES}
     described = {(path, method) for path, methods in paths.items() for method in methods}
     assert served <= described
 
