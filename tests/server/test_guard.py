@@ -89,7 +89,13 @@ async def test_nothing_is_served_while_the_model_loads(serve: Serve) -> None:
         assert (await client.get("/metrics")).status_code == 200
         engine.start_gate.set()
         await server.ready.wait()
-        assert (await client.get("/health")).json() == {"status": "ok", "model": "fake", "state": "IDLE"}
+        assert (await client.get("/health")).json() == {
+            "status": "ok",
+            "model": "fake",
+            "state": "IDLE",
+            "rung": "FULL",
+            "mode": {"kernels": "fast", "precision": "checkpoint"},
+        }
 
 
 async def test_models_are_listed(client: httpx.AsyncClient) -> None:
