@@ -26,6 +26,15 @@
 namespace nova {
 namespace {
 
+// How the elements of a weight are kept: `FORMAT_CODES` in native.py.
+enum WeightFormat : int32_t {
+  AS_DTYPE = 0,   // in the dtype of the activations
+  INT8_ROWS = 1,  // int8 times a scale of its row; units of as many bytes as the dtype has elements in 32 bits
+};
+
+// Bytes of one unit.
+long step_bytes(const LinearDesc& d) { return d.format == INT8_ROWS ? d.elements() : 4; }
+
 // How a vector of VL units lies in memory: as it is, or as bytes.
 struct Whole {
   static constexpr long VECTOR = VL * 4;  // bytes
@@ -253,7 +262,7 @@ using namespace nova;
 extern "C" {
 
 // Bytes of the packed weight; floats of the bias, padded to whole panels.
-int64_t nova_linear_bytes(const LinearDesc* d) { return ceil_div(d->n, PANEL) * PANEL * d->units() * d->step_bytes(); }
+int64_t nova_linear_bytes(const LinearDesc* d) { return ceil_div(d->n, PANEL) * PANEL * d->units() * step_bytes(*d); }
 
 int64_t nova_linear_columns(const LinearDesc* d) { return ceil_div(d->n, PANEL) * PANEL; }
 

@@ -6,24 +6,17 @@
 
 namespace nova {
 
-// How the elements of a weight are kept: `FORMAT_CODES` in native.py.
-enum WeightFormat : int32_t {
-  AS_DTYPE = 0,   // in the dtype of the activations
-  INT8_ROWS = 1,  // int8 times a scale of its row; units of as many bytes as the dtype has elements in 32 bits
-};
-
 // Mirrors `LinearDesc` in native.py.
 struct LinearDesc {
   const void* weight;  // packed units [panel][ceil(K / E)][PANEL]
   const float* bias;   // [num_panels * PANEL], or null
   int64_t n, k;        // rows and columns of the weight as given
   int32_t dtype;       // of activations: 0 bf16, 1 fp32
-  WeightFormat format;
+  int32_t format;      // of the weight: a `WeightFormat` of linear.cpp
   const float* scale;  // [num_panels * PANEL]: what rows are multiplied by, or null
 
   int elements() const { return dtype == 0 ? 2 : 1; }
-  long units() const { return ceil_div(k, elements()); }                    // of one row
-  long step_bytes() const { return format == INT8_ROWS ? elements() : 4; }  // of one unit
+  long units() const { return ceil_div(k, elements()); }  // of one row
 };
 
 constexpr int NV = 2;                      // vectors in a panel

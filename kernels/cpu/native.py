@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 DTYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
-FORMAT_CODES = {CHECKPOINT: 0, INT8: 1}  # `WeightFormat` in linear.h, by the precision of a linear
+FORMAT_CODES = {CHECKPOINT: 0, INT8: 1}  # `WeightFormat` in linear.cpp, by the precision of a linear
 
 _I = ctypes.c_int
 _L = ctypes.c_int64
