@@ -47,8 +47,8 @@ class Device(Protocol):
     def fit(self, num_blocks: int | None = None) -> dict[str, Any]:
         """Allocate the KV cache, of `num_blocks` if that is given; gives `num_blocks` and `num_host_blocks`."""
 
-    def warm(self) -> None:
-        """Run the kernels once, so that the first request finds them ready."""
+    def warm(self) -> dict[str, Any] | None:
+        """Run the kernels once, so that the first request finds them ready; may give `step_costs`."""
 
     def run(self, plan: StepPlan) -> StepDone:
         """Compute one step; raises MemoryError when memory was short, anything else when it failed."""
@@ -139,6 +139,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool
     swap_space_gib: float = 0.0
     generation_config: Literal["auto", "none"] = "auto"
+    measures_step_costs: bool = False
     quantization: str | None = None
     draft: ModelLocation | None = None  # the model that proposes drafts
     num_speculative_tokens: int = 0
@@ -214,9 +215,10 @@ class ModelDevice:
         )
         return {"num_blocks": num_blocks, "num_host_blocks": self._model.num_host_blocks}
 
-    def warm(self) -> None:
-        """A small prefill and a decode step."""
+    def warm(self) -> dict[str, Any]:
+        """A small prefill and a decode step; and what steps cost by their tokens, if that was asked for."""
         self._model.warm()
+        return {"step_costs": self._model.measure_step_costs()} if self._settings.measures_step_costs else {}
 
     def run(self, plan: StepPlan) -> StepDone:
         """One step; the allocators' out-of-memory errors become MemoryError."""

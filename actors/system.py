@@ -61,6 +61,7 @@ from novainfer.fsm.gate import Gate, GateState
 from novainfer.fsm.params import NUM_CHOICES_MAX, SamplingParams
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.scheduler import PARKED_PER_SLOT, Scheduler, SchedulerStatistics
+from novainfer.fsm.speculation import Speculation
 from novainfer.fsm.step import StepDone
 from novainfer.fsm.stream import STALL_TIMEOUT_S, Stream
 from novainfer.fsm.text import Vocabulary
@@ -96,12 +97,14 @@ class System:
         max_queue: tuple[int, ...],
         restarts: RestartPolicy | None = None,
         patience: Patience | None = None,
+        speculation: Speculation | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._patience = patience = patience or Patience()
         self.recorder = recorder or Recorder(is_enabled=False)
         self._undelivered: deque[Any] = deque()  # on its way to the streams
         self._limits = limits
+        self._speculation = speculation
         # Admission bounds what is in flight, so a full mailbox is a bug: every choice of every stream let in may send
         # its Submit and its cancel in one turn: those queued, those that run, and those parked, some more of which
         # there may be until the next step.
@@ -262,6 +265,7 @@ class System:
             stall_keep_s=patience.stall_keep_s,
             ladder_quiet_s=patience.ladder_quiet_s,
             step_timeout_s=patience.step_timeout_s,
+            speculation=self._speculation,
         )
         self._actors["scheduler"] = self._make_actor("scheduler", self._scheduler)
         self.inspector.watch(self._scheduler)

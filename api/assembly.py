@@ -17,6 +17,8 @@ from novainfer.actors.tokenizer import Tokenizer, load_for_caller, load_tokenize
 from novainfer.config import EngineConfig
 from novainfer.fsm.errors import InvalidParameter, ModelLoadError
 from novainfer.fsm.planner import Limits
+from novainfer.fsm.speculation import Speculation
+from novainfer.fsm.speculative import SpeculativeConfig
 from novainfer.fsm.worker import RestartPolicy
 
 
@@ -45,6 +47,7 @@ def make_system(
         limits=limits,
         max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens, config.max_num_overflow_reqs),
         recorder=_recorder(config),
+        speculation=_speculation(config),
         patience=Patience(**{name: getattr(config, name) for name in Patience.__struct_fields__}),
         restarts=RestartPolicy(config.max_restarts, config.restart_window_s) if is_process else RestartPolicy(),
     )
@@ -67,6 +70,7 @@ def check_before_start(config: EngineConfig, *, has_model: bool, has_tokenizer: 
     if has_tokenizer and config.tokenizer is not None:
         ModelLocation(config.tokenizer, "tokenizer").check()
     _recorder(config).check_folder()
+    _speculation(config)
 
 
 def _load_tokenizer(location: ModelLocation, is_asked_for: bool) -> Tokenizer:
@@ -106,9 +110,15 @@ def model_spec(config: EngineConfig) -> ModelSpec:
         batch_invariant=config.batch_invariant,
         swap_space_gib=config.swap_space_gib,
         generation_config=config.generation_config,
+        measures_step_costs=config.speculative_config is not None,
         quantization=config.quantization,
     )
     return ModelSpec(settings)
+
+
+def _speculation(config: EngineConfig) -> Speculation | None:
+    wanted = config.speculative_config
+    return Speculation.of(wanted) if isinstance(wanted, SpeculativeConfig) else None
 
 
 def _recorder(config: EngineConfig) -> Recorder:

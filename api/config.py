@@ -12,6 +12,7 @@ from novainfer.actors.location import DEMO_MODEL
 from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.mode import QUANTIZATIONS
 from novainfer.fsm.params import DURATION_S_MAX, check_types
+from novainfer.fsm.speculative import SpeculativeConfig
 from novainfer.setting import says
 
 # The sections of `--help` that settings of an engine stand in.
@@ -146,6 +147,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_overflow_reqs: Annotated[int, says(QUEUE, "Requests beyond the queue that may wait if they asked to.")] = (
         1024
     )
+    speculative_config: Annotated[
+        SpeculativeConfig | str | None,
+        says(
+            BATCHING,
+            "Steps verify guesses of the next tokens where that is faster: a JSON object as vLLM spells it, such as "
+            '{"method": "ngram", "num_speculative_tokens": 5}; answers are the same.',
+        ),
+    ] = None
     recorder: Annotated[bool, says(RECORDER, "Keep the last minutes, to be written when something goes wrong.")] = True
     recorder_dir: Annotated[
         str | Path | None,
@@ -155,6 +164,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str):
             msgspec.structs.force_setattr(self, "dtype", DTYPES.get(self.dtype, self.dtype))
+        if self.speculative_config is not None:  # an object will do as well
+            config = SpeculativeConfig.of(self.speculative_config)
+            msgspec.structs.force_setattr(self, "speculative_config", config)
         check_types(self)
         if self.quantization not in (None, *QUANTIZATIONS):
             offered = ", ".join(map(repr, QUANTIZATIONS))

@@ -51,6 +51,7 @@ from novainfer.fsm.events import Cause, Chat, End, Finished
 from novainfer.fsm.mode import Mode
 from novainfer.fsm.outputs import Delta
 from novainfer.fsm.params import SamplingParams, is_unicode
+from novainfer.fsm.speculation import SpeculationStatistics
 from novainfer.fsm.stream import StreamState
 from novainfer.home import Home
 from novainfer.prompt import PromptLike, to_prompt
@@ -120,6 +121,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     rungs: tuple[str, ...] = ()
     mode: Mode = Mode()
     phases: PhaseTotals = PhaseTotals()
+    speculation: SpeculationStatistics | None = None
 
 
 class Engine:
@@ -361,6 +363,7 @@ class Engine:
             rungs=found.rungs,
             mode=found.mode,
             phases=self._system.steps.totals(),
+            speculation=found.speculation,
         )
 
     # `owner` is as in `generate`: only what concerns its requests is told; None: everything.

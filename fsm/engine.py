@@ -240,6 +240,7 @@ class Engine(Machine):
             event.epoch,
             event.num_host_blocks,
             event.modes,
+            event.step_costs,
         )
         self._send("scheduler", configure)
 

@@ -162,7 +162,7 @@ class Configure(msgspec.Struct, frozen=True):
     """The worker is warm: this is how much it holds. It comes again, with a higher epoch, when a worker was replaced.
 
     `num_host_blocks` is the room for swapped blocks; `modes` are what `StepPlan.mode` may say, best first:
-    the worker comes up in the first.
+    the worker comes up in the first. `step_costs` are (tokens, milliseconds) of steps, where they were measured.
     """
 
     num_blocks: int
@@ -172,6 +172,7 @@ class Configure(msgspec.Struct, frozen=True):
     epoch: int = 0
     num_host_blocks: int = 0
     modes: tuple[Mode, ...] = (Mode(),)
+    step_costs: list[tuple[int, float]] = []
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True):
@@ -318,6 +319,7 @@ class WorkerReady(msgspec.Struct, frozen=True):
     facts: dict[str, Any] = {}
     num_host_blocks: int = 0
     modes: tuple[Mode, ...] = (Mode(),)
+    step_costs: list[tuple[int, float]] = []
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
@@ -441,7 +443,7 @@ class Kill(msgspec.Struct, frozen=True):
 
 
 class JobDone(msgspec.Struct, frozen=True):
-    """The job of this name ended; `value` is what it found (a dict of numbers, for Load and Fit)."""
+    """The job of this name ended; `value` is what it found (a dict, for Load, Fit and Warm)."""
 
     job: str
     value: Any = None

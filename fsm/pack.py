@@ -34,6 +34,7 @@ DEPTH_MAX = 200  # lists within lists; machines nest about ten deep
 # What no machine decides by, or what cannot be data: left out, and this when it is read back.
 LEFT_OUT: dict[str, dict[str, Callable[[], Any]]] = {
     "Machine": {"_effects": list, "num_renewals": int, "observer": lambda: None},
+    "Request": {"draft_state": lambda: None},  # an index of its tokens, which is made again
 }
 # Log probabilities would be most of what a step brings, and machines only count them: their numbers are written.
 COUNTED = "logprobs"

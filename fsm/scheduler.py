@@ -49,7 +49,7 @@ from novainfer.fsm.mode import Mode
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.planner import Limits, Planner
 from novainfer.fsm.request import ENDED, PREFILLED, Finish, Request, RequestState
-from novainfer.fsm.speculation import Speculation
+from novainfer.fsm.speculation import Speculation, SpeculationStatistics
 from novainfer.fsm.step import StepDone, StepPlan
 from novainfer.fsm.text import Vocabulary
 from novainfer.fsm.trouble import Doomed, Trial, Trouble
@@ -108,6 +108,7 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     num_host_blocks_free: int = 0
     rung: str = Rung.FULL
+    speculation: SpeculationStatistics | None = None  # where the engine speculates
     rungs: tuple[str, ...] = tuple(EXACT)  # all that it may be, best first
     mode: Mode = Mode()  # that the next step asks for
 
@@ -216,6 +217,7 @@ class Scheduler(Machine):
             rung=self.trouble.ladder.rung,
             rungs=self.trouble.ladder.rungs,
             mode=self.trouble.ladder.mode,
+            speculation=self._speculation.statistics() if self._speculation is not None else None,
         )
 
     # ---- requests come and go ------------------------------------------------------------------------------------
@@ -228,6 +230,7 @@ class Scheduler(Machine):
         )
         self._nest(self.trouble.ladder)
         self._epoch = event.epoch
+        self._measured(event)
         self._eos_token_ids = event.eos_token_ids
         self._max_len = min(event.max_model_len, self.planner.cache.num_tokens_max)
         return S.EMPTY
@@ -236,9 +239,14 @@ class Scheduler(Machine):
         planner = self.planner
         assert event.num_blocks == planner.cache.statistics().num_blocks, "Fit is asked for as many blocks as before"
         self._epoch = event.epoch
+        self._measured(event)
         self.trouble.climb(Switched(event.modes[0]), self._effects)
         planner.recover()
         return S.EMPTY
+
+    def _measured(self, event: Configure) -> None:
+        if self._speculation is not None:
+            self._speculation.measured(event.step_costs)
 
     def _submit(self, event: Submit) -> StrEnum:
         self._last_submitted = event.request_id
@@ -454,8 +462,12 @@ class Scheduler(Machine):
             if state is prefill:
                 request.handle(PREFILLED)
             outputs.append(self._append(request, token_id, logprobs[at] if logprobs else None))
-        if flight.drafts:
-            self._note_drafts(flight, outcome)
+        if self._speculation is not None:
+            if flight.samples and not flight.num_prompt_tokens:
+                num_tokens = sum(count for _, count, _ in flight.rows)
+                self._speculation.took(outcome.took_s, num_tokens, len(flight.rows), len(outcome.token_ids))
+            if flight.drafts:
+                self._note_drafts(flight, outcome)
         self.planner.settle(flight)
         self.trouble.step_done(flight, outcome.took_s, self.requests, self._effects)
         return outputs

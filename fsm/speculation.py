@@ -8,17 +8,23 @@ measured, and by how often drafts of this request were right lately.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 import msgspec
 
+from novainfer.fsm.errors import InvalidParameter
+from novainfer.fsm.lookup import PromptLookup
 from novainfer.fsm.request import Request
+from novainfer.fsm.speculative import PARAM, SpeculativeConfig
 
-FORGET = 0.9  # of what is known of a request's drafts, what counts still after one more
-TRIALS_BEFORE = 2.0  # a request that is new is taken for one of whose drafts half were right: so many of them
+FORGET = 0.97  # of what is known of drafts, what counts still after one more
+TRIALS_BEFORE = 2.0  # what is known of all requests counts as so many drafts of one that is new
+LOOK_EVERY = 32  # steps of about as many requests, one of which is tried the other way: with drafts, or without
+WEIGHT = 0.25  # of the latest step in what steps of its kind bring
+CORRECT = 0.1  # of the difference between what a step took and what it was thought to, by which that is corrected
 PROBE_EVERY = 32  # tokens after which one draft is verified though it seems not to pay: the text may repeat by now
 
 
@@ -27,6 +33,20 @@ class Proposer(Protocol):
 
     def propose(self, request: Request, count: int) -> list[int]:
         """Up to `count` tokens that may follow those of `request`."""
+
+
+class Lookup:
+    """Drafts from the request's own text: what followed its last tokens when they stood in it before."""
+
+    def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
+        self._min, self._max = prompt_lookup_min, prompt_lookup_max
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        """`count` tokens, or none where nothing has stood there before."""
+        index: PromptLookup | None = request.draft_state
+        if index is None:
+            index = request.draft_state = PromptLookup(self._min, self._max)
+        return index.propose(request.token_ids, count)
 
 
 class SpeculationStatistics(msgspec.Struct, frozen=True):
@@ -39,27 +59,61 @@ class SpeculationStatistics(msgspec.Struct, frozen=True):
 
 
 class Cost:
-    """Milliseconds of a step by its tokens: straight lines through what was measured, never falling."""
+    """Milliseconds of a step by its tokens: straight lines through what was measured, corrected by what steps take."""
 
     def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
         """`measured` are (tokens, milliseconds), by tokens; nothing of it: a step costs the same whatever it holds."""
         self._tokens = [tokens for tokens, _ in measured]
-        self._ms: list[float] = []
-        for _, ms in measured:
-            self._ms.append(max(ms, self._ms[-1] if self._ms else 0.0))
+        self._ms = [ms for _, ms in measured]
 
     def of(self, num_tokens: int) -> float:
         """What a step of so many tokens takes."""
         tokens, ms = self._tokens, self._ms
         if not tokens:
             return 1.0
-        if num_tokens <= tokens[0]:
-            return ms[0]
-        at = min(bisect_right(tokens, num_tokens), len(tokens) - 1)
+        at = self._place(num_tokens)
         if at == 0:
-            return ms[0] * num_tokens / tokens[0]
+            return ms[0]
         slope = (ms[at] - ms[at - 1]) / (tokens[at] - tokens[at - 1])
         return ms[at - 1] + slope * (num_tokens - tokens[at - 1])
+
+    def took(self, num_tokens: int, ms: float) -> None:
+        """A step of so many tokens took so long."""
+        if not self._tokens or num_tokens > self._tokens[-1] or ms <= 0:
+            return
+        at = self._place(num_tokens)
+        share = CORRECT * (ms / self.of(num_tokens) - 1)
+        for place in {at, at if self._tokens[at] == num_tokens else max(at - 1, 0)}:
+            self._ms[place] *= 1 + min(share, 1.0)
+        for place in range(1, len(self._ms)):  # more tokens never take less time
+            self._ms[place] = max(self._ms[place], self._ms[place - 1])
+
+    def _place(self, num_tokens: int) -> int:
+        """Which of the measured sizes is the first that is no smaller; the last one for all beyond."""
+        return min(bisect_left(self._tokens, num_tokens), len(self._tokens) - 1)
+
+
+class Yield(msgspec.Struct):
+    """Milliseconds a token of steps with about as many requests, plain ones and those with drafts; 0: none was seen."""
+
+    plain: float = 0.0
+    drafted: float = 0.0
+    num_steps: int = 0
+
+    def may_draft(self) -> bool:
+        """Whether the next step should have drafts: as what was faster lately, but now and then as the other."""
+        self.num_steps += 1
+        is_look = self.num_steps % LOOK_EVERY == 0
+        if not self.plain:
+            return is_look
+        return is_look if self.drafted >= self.plain else not is_look
+
+    def took(self, ms_per_token: float, *, has_drafts: bool) -> None:
+        """A step took so long."""
+        if has_drafts:
+            self.drafted += (ms_per_token - self.drafted) * (WEIGHT if self.drafted else 1.0)
+        else:
+            self.plain += (ms_per_token - self.plain) * (WEIGHT if self.plain else 1.0)
 
 
 class Speculation:
@@ -71,8 +125,23 @@ class Speculation:
         self.proposer = proposer
         self.num_tokens_max = num_speculative_tokens
         self._cost = Cost(costs)
+        self._yields: dict[int, Yield] = {}  # by the number of requests, to powers of two
+        self._hits, self._trials = 1.0, 2.0  # of all requests, the latest count most
         self._drafts = self._drafted = 0
         self._accepted = [0] * num_speculative_tokens
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig) -> Speculation:
+        """What `config` asks for; raises `InvalidParameter` for a method that is not offered."""
+        if config.method != "ngram" or config.prompt_lookup_min is None or config.prompt_lookup_max is None:
+            raise InvalidParameter(f'{PARAM}: method "{config.method}" is not offered yet, only "ngram"', param=PARAM)
+        lookup = Lookup(config.prompt_lookup_min, config.prompt_lookup_max)
+        return cls(lookup, config.num_speculative_tokens)
+
+    def measured(self, costs: Sequence[tuple[int, float]]) -> None:
+        """A worker is warm, and has measured what its steps cost; nothing when it has not."""
+        if costs:
+            self._cost = Cost(costs)
 
     def statistics(self) -> SpeculationStatistics:
         """An immutable record of the moment."""
@@ -84,13 +153,16 @@ class Speculation:
         The next one is verified where it is most likely to be right, as long as that brings more tokens a second.
         """
         found: list[list[int]] = [[] for _ in rows]
+        known = self._yields.get(len(rows).bit_length())
+        if known is not None and not known.may_draft():
+            return found
         cost, tokens = self._cost.of(num_tokens), float(len(rows))
         more = self._cost.of(num_tokens + 1)
         if most <= 0 or cost <= (more - cost) * tokens:  # not even one that is right for sure would pay
             return found
         offers: list[tuple[float, int, list[int]]] = []  # less the chance of the next draft, its row, what is proposed
         for at, request in enumerate(rows):
-            chance = acceptance(request)
+            chance = self._chance(request)
             pays = chance * cost > (more - cost) * tokens
             is_probe = not pays and len(request.token_ids) - request.drafted_at >= PROBE_EVERY
             count = min(self.num_tokens_max, request.max_len - len(request.token_ids) - 1)
@@ -110,7 +182,7 @@ class Speculation:
             found[at].append(proposed[len(found[at])])
             tokens, num_tokens, most = tokens - gain, num_tokens + 1, most - 1
             if len(found[at]) < len(proposed):
-                heappush(offers, (gain * acceptance(rows[at]), at, proposed))
+                heappush(offers, (gain * self._chance(rows[at]), at, proposed))
         return found
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
@@ -124,8 +196,18 @@ class Speculation:
         request.draft_trials = request.draft_trials * keep + num_trials
         request.draft_hits = request.draft_hits * keep + num_accepted
         request.drafted_at = len(request.token_ids)
+        self._trials = self._trials * keep + num_trials
+        self._hits = self._hits * keep + num_accepted
 
+    def took(self, took_s: float, num_tokens: int, num_rows: int, num_sampled: int) -> None:
+        """A step without a prompt has ended well; it held and gave so many tokens. 0 s: its time is not known."""
+        if not took_s:
+            return
+        self._cost.took(num_tokens, 1e3 * took_s)
+        found = self._yields.setdefault(num_rows.bit_length(), Yield())
+        found.took(1e3 * took_s / num_sampled, has_drafts=num_tokens > num_rows)
 
-def acceptance(request: Request) -> float:
-    """How likely the next draft of `request` is right, as far as those before it tell."""
-    return (request.draft_hits + TRIALS_BEFORE / 2) / (request.draft_trials + TRIALS_BEFORE)
+    def _chance(self, request: Request) -> float:
+        """How likely the next draft of `request` is right, as far as those before it tell, or those of all."""
+        before = TRIALS_BEFORE * self._hits / self._trials
+        return (request.draft_hits + before) / (request.draft_trials + TRIALS_BEFORE)

@@ -224,9 +224,10 @@ class Worker(Machine):
         self._ask(Warm(self.epoch))
         return S.WARMING
 
-    def _warmed(self, _: JobDone) -> WorkerState:
+    def _warmed(self, event: JobDone) -> WorkerState:
         self._was_ready = True
         found = self._found
+        found.update(event.value or {})
         ready = WorkerReady(
             epoch=self.epoch,
             num_blocks=found["num_blocks"],
@@ -236,6 +237,7 @@ class Worker(Machine):
             facts=found,
             num_host_blocks=found.get("num_host_blocks", 0),
             modes=self._modes,
+            step_costs=[(int(tokens), float(ms)) for tokens, ms in found.get("step_costs", ())],
         )
         self._send("engine", ready)
         return S.READY

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 # and a matrix product of 64 rows is already bound by arithmetic.
 LOGIT_ROWS_MAX = 64
 DRAFT_FAILURES_MAX = 3  # after as many without a success between them a draft model is of no use any more
+
+COST_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of the steps whose time is measured
+COST_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +294,33 @@ class ModelRunner:
             plan.num_drafts_wanted = [self._proposer.num_speculative_tokens]
             if (error := self.execute(plan).draft_error) is not None:
                 raise LoadError(f"the draft model proposes nothing: {error}")
+
+    def measure_step_costs(self) -> list[tuple[int, float]]:
+        """Milliseconds of a step by its tokens, all of which are sampled: the fastest of a few tries of each."""
+        info = self.info
+        longest = min(self._buffers.max_num_batched_tokens, info.max_model_len, self.num_blocks * info.block_size)
+        costs: list[tuple[int, float]] = []
+        for num_tokens in (n for n in COST_TOKENS if n <= longest):
+            blocks = list(range(-(-num_tokens // info.block_size)))
+            plan = StepPlan(
+                slots=[0],
+                query_lens=[num_tokens],
+                context_lens=[num_tokens],
+                input_ids=[0] * num_tokens,
+                table_slots=[0] * len(blocks),
+                table_indexes=blocks,
+                table_blocks=blocks,
+                sample_seqs=[0],
+                num_drafts=[num_tokens - 1],
+                admissions=[SeqParams(slot=0)],
+            )
+            tries_s = []
+            for _ in range(COST_TRIES):
+                began_s = time.perf_counter()
+                self.execute(plan)
+                tries_s.append(time.perf_counter() - began_s)
+            costs.append((num_tokens, 1e3 * min(tries_s)))
+        return costs
 
     @property
     def mode(self) -> Mode:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from novainfer import Delta, SamplingParams
 from novainfer.fsm.mode import Mode
+from novainfer.fsm.speculation import SpeculationStatistics
 from novainfer.inspection import (
     ActorRecord,
     HealthRecord,
@@ -115,6 +116,8 @@ class Statistics(Protocol):
     def rungs(self) -> tuple[str, ...]: ...
     @property
     def mode(self) -> Mode: ...
+    @property
+    def speculation(self) -> SpeculationStatistics | None: ...
     @property
     def phases(self) -> PhaseTotals: ...
     @property

@@ -154,6 +154,16 @@ def _engine(service: Service) -> Iterator[Metric]:
     for reason, count in sorted(stats.requests_finished.items()):
         finished.add_metric([*labels.values(), VLLM_REASONS.get(reason, reason)], count)
     yield finished
+    if (drafts := stats.speculation) is not None:
+        spec = "vllm:spec_decode_num"
+        yield _counter(f"{spec}_drafts", "Rows of steps that verified drafts", drafts.num_drafts_total, labels)
+        yield _counter(f"{spec}_draft_tokens", "Drafts verified", drafts.num_draft_tokens_total, labels)
+        yield _counter(f"{spec}_accepted_tokens", "Drafts that were right", drafts.num_accepted_tokens_total, labels)
+        name, text = f"{spec}_accepted_tokens_per_pos", "Drafts that were right, by their place in the row"
+        positions = CounterMetricFamily(name, text, labels=[*labels, "position"])
+        for position, count in enumerate(drafts.accepted_per_position):
+            positions.add_metric([*labels.values(), str(position)], count)
+        yield positions
     yield _counter("nova_steps", "Steps", stats.steps, {})
     yield _by("nova_request_state", "Live choices by state", "state", stats.request_states)
     if (kv := engine.kv()) is not None:

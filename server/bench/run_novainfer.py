@@ -26,6 +26,7 @@ class NovaInfer:
 
     name = "novainfer"
     version = __version__
+    token_ids: list[list[int]]
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self._runner = asyncio.Runner(loop_factory=loop_factory())
@@ -57,16 +58,30 @@ class NovaInfer:
         found = read_packed_weights()
         return None if found is None else found[0] / found[1]
 
+    def counters(self) -> dict[str, float]:
+        """Steps, and drafts where there are any."""
+        found = self._engine.statistics()
+        counts: dict[str, float] = {"steps": found.steps}
+        if (drafts := found.speculation) is not None:
+            counts["num_draft_tokens"] = drafts.num_draft_tokens_total
+            counts["num_accepted_tokens"] = drafts.num_accepted_tokens_total
+        return counts
+
     async def _answer_all(self, prompts: list[list[int]], params: SamplingParams) -> list[Timeline]:
         started = time.perf_counter()
-        return await asyncio.gather(*(self._answer_one(prompt, params, started) for prompt in prompts))
+        self.token_ids = [[] for _ in prompts]
+        answers = zip(prompts, self.token_ids, strict=True)
+        return await asyncio.gather(*(self._answer_one(*answer, params, started) for answer in answers))
 
-    async def _answer_one(self, prompt: list[int], params: SamplingParams, started: float) -> Timeline:
+    async def _answer_one(
+        self, prompt: list[int], token_ids: list[int], params: SamplingParams, started: float
+    ) -> Timeline:
         line = Timeline(num_prompt_tokens=len(prompt), times_s=[], counts=[])
         async for delta in self._engine.generate(prompt, params):
             if delta.token_ids:
                 line.times_s.append(time.perf_counter() - started)
                 line.counts.append(len(delta.token_ids))
+                token_ids += delta.token_ids
         return line
 
     def memory(self) -> Memory:

@@ -63,6 +63,7 @@ class Task(msgspec.Struct, kw_only=True):
     one_by_one: bool = False
     sampling: dict[str, Any] = {}
     num_reads: int = 0
+    keeps_tokens: bool = False  # the result holds the tokens of the answers
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -73,12 +74,15 @@ class Result(msgspec.Struct, kw_only=True):
     timelines: list[Timeline]
     memory: Memory
     read_bytes_per_s: list[float] = []
+    counters: dict[str, float] = {}  # what the system has counted during the task
+    token_ids: list[list[int]] = []
 
 
 class System(Protocol):
     """What a child runs; `answer` gives one timeline a prompt.
 
-    It may have `answer_sampled(prompts, max_tokens, sampling)`, and `read_weights()`: bytes a second, or None.
+    It may have `answer_sampled(prompts, max_tokens, sampling)`, `read_weights()`: bytes a second, or None;
+    `counters()`, which only grow; and `token_ids`, the answers to the last task.
     """
 
     name: str
@@ -133,13 +137,17 @@ def serve(make: Callable[[], System], *, import_s: float) -> None:
         task = msgspec.json.decode(line, type=Task)
         groups = [[prompt] for prompt in task.prompts] if task.one_by_one else [task.prompts]
         _forget_peak()
+        counted = _counters(system)
         reads = _readings(system, task.num_reads)
         started, cpu = time.perf_counter(), time.process_time()
         timelines = [line for group in groups for line in _answer(system, group, task)]
         wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
         reads += _readings(system, task.num_reads)
         memory = system.memory()
-        tell(Result(wall_s=wall_s, cpu_s=cpu_s, timelines=timelines, memory=memory, read_bytes_per_s=reads))
+        result = Result(wall_s=wall_s, cpu_s=cpu_s, timelines=timelines, memory=memory, read_bytes_per_s=reads)
+        result.counters = {name: count - counted.get(name, 0) for name, count in _counters(system).items()}
+        result.token_ids = getattr(system, "token_ids", []) if task.keeps_tokens else []
+        tell(result)
 
 
 def _answer(system: Any, prompts: list[list[int]], task: Task) -> list[Timeline]:
@@ -149,6 +157,11 @@ def _answer(system: Any, prompts: list[list[int]], task: Task) -> list[Timeline]
         else system.answer(prompts, task.max_tokens)
     )
     return timelines
+
+
+def _counters(system: Any) -> dict[str, float]:
+    found: dict[str, float] = getattr(system, "counters", dict)()
+    return found
 
 
 def _readings(system: Any, count: int) -> list[float]:

@@ -24,6 +24,7 @@ from novainfer import (
 from novainfer.actors.admission import AdmissionStatistics
 from novainfer.actors.feed import Feed
 from novainfer.fsm.mode import INT8, Mode
+from novainfer.fsm.speculation import SpeculationStatistics
 from novainfer.inspection import (
     ActorRecord,
     HealthRecord,
@@ -69,6 +70,7 @@ class FakeStatistics(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_queries: int = 10
     prefix_cache_hits: int = 5
     preemptions: int = 0
+    speculation: SpeculationStatistics | None = None
     steps: int = 0
     requests_finished: dict[str, int] = {}
     request_states: dict[str, int] = {}

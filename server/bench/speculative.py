@@ -1,0 +1,126 @@
+"""What verifying guesses brings: an engine that speculates in turns with one that does not, on the same requests.
+
+The checkpoint's weights are random, so what the text is like is decided by how it is sampled: greedy out of a few
+tokens it repeats itself, as edited text, JSON and code repeat their beginnings; by chance out of as few, every guess
+has been there before and nearly all are wrong; by chance out of all tokens, there is nothing to guess. Both engines
+must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from novainfer.server.bench.machine import describe
+from novainfer.server.bench.report import table
+from novainfer.server.bench.statistic import ratios, spread
+from novainfer.server.bench.worker import Child, Result, Task
+from novainfer.server.bench.workload import Workload
+
+FEW = list(range(100, 116))  # token ids
+WORKLOADS: Mapping[str, dict[str, Any]] = {
+    "text that repeats": {"temperature": 0.0, "allowed_token_ids": FEW},
+    "guesses that are wrong": {"temperature": 1.0, "seed": 0, "allowed_token_ids": FEW},
+    "nothing to guess": {"temperature": 1.0, "seed": 0},
+}
+PROMPT_LEN, MAX_TOKENS = 64, 96
+
+
+def run(
+    plain: Sequence[str],
+    speculating: Sequence[str],
+    *,
+    batches: Sequence[int],
+    repeat: int = 3,
+    max_tokens: int = MAX_TOKENS,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[dict[str, Any], str]:
+    """The report and its table; the two commands start the same system without and with speculation."""
+    found: list[dict[str, Any]] = []
+    with Child(plain) as first, Child(speculating) as second:
+        facts = second.ready.facts
+        for child in (first, second):
+            child.run(_task(facts, 1, -1, {"temperature": 0.0}, max_tokens))  # code paths are warm
+        for name, sampling in WORKLOADS.items():
+            for batch in batches:
+                runs: list[tuple[Result, Result]] = []
+                for repetition in range(repeat):
+                    task = _task(facts, batch, repetition, sampling, max_tokens)
+                    if repetition % 2:
+                        other = second.run(task)
+                        runs.append((first.run(task), other))
+                    else:
+                        runs.append((first.run(task), second.run(task)))
+                    progress(f"{name}, {batch}: {_rate(runs[-1][0]):.1f} and {_rate(runs[-1][1]):.1f} tok/s")
+                found.append(_summary(name, batch, sampling, runs))
+    report: dict[str, Any] = {
+        "benchmark": "speculative",
+        "machine": describe(),
+        "repeat": repeat,
+        "prompt_len": PROMPT_LEN,
+        "max_tokens": max_tokens,
+        "system": facts,
+        "runs": found,
+    }
+    rows = [
+        (
+            run["workload"],
+            str(run["batch"]),
+            f"{run['plain_tokens_per_s']:.1f}",
+            f"{run['tokens_per_s']:.1f}",
+            f"{run['ratio']:.2f} ({run['ratio_spread'][0]:.2f}-{run['ratio_spread'][1]:.2f})",
+            f"{run['drafts_per_token']:.2f}",
+            "" if run["acceptance"] is None else f"{run['acceptance']:.2f}",
+            "yes" if run["is_equal"] else "NO",
+        )
+        for run in found
+    ]
+    head = ("", "requests", "plain tok/s", "tok/s", "ratio", "drafts a token", "accepted", "same tokens")
+    title = f"Speculation on {report['machine']['cpu']}, {repeat} interleaved repetitions, medians (from-to)"
+    return report, table(title, head, rows)
+
+
+def _task(facts: Mapping[str, Any], batch: int, seed: int, sampling: dict[str, Any], max_tokens: int) -> Task:
+    title = f"{batch} requests, {PROMPT_LEN} in, {max_tokens} out"
+    work = Workload(name="spec", title=title, num_requests=batch, prompt_len=PROMPT_LEN, max_tokens=max_tokens)
+    if "allowed_token_ids" in sampling:
+        prompts = [[FEW[t % len(FEW)] for t in prompt] for prompt in work.prompts(facts["vocab_size"], seed)]
+    else:
+        prompts = work.prompts(facts["vocab_size"], seed)
+    return Task(prompts=prompts, max_tokens=max_tokens, sampling=sampling, keeps_tokens=True)
+
+
+def _rate(result: Result) -> float:
+    """Tokens a second from when all requests have their first one."""
+    begin = max(line.times_s[0] for line in result.timelines)
+    last = max(line.times_s[-1] for line in result.timelines)
+    count = sum(c for line in result.timelines for t, c in zip(line.times_s, line.counts, strict=True) if t > begin)
+    return count / (last - begin) if last > begin else float("nan")
+
+
+def _summary(
+    name: str, batch: int, sampling: Mapping[str, Any], runs: Sequence[tuple[Result, Result]]
+) -> dict[str, Any]:
+    plain, with_drafts = [_rate(a) for a, _ in runs], [_rate(b) for _, b in runs]
+    drafted = sum(b.counters["num_draft_tokens"] for _, b in runs)
+    accepted = sum(b.counters["num_accepted_tokens"] for _, b in runs)
+    ratio = ratios(with_drafts, plain)
+    num_tokens = sum(line.num_output_tokens for _, b in runs for line in b.timelines)
+    return {
+        "workload": name,
+        "batch": batch,
+        "sampling": dict(sampling),
+        "plain_tokens_per_s": statistics.median(plain),
+        "tokens_per_s": statistics.median(with_drafts),
+        "ratio": statistics.median(ratio),
+        "ratio_spread": spread(ratio),
+        "num_draft_tokens": drafted,
+        "num_accepted_tokens": accepted,
+        "drafts_per_token": drafted / num_tokens,
+        "acceptance": accepted / drafted if drafted else None,
+        "is_equal": all(a.token_ids == b.token_ids for a, b in runs),
+        "runs": [msgspec.to_builtins([a, b]) for a, b in zip(plain, with_drafts, strict=True)],
+    }
