@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.engine import Engine
-from novainfer.fsm.events import EncodeFailed
 from novainfer.fsm.guards import OfEpoch
-from novainfer.fsm.ladder import Ladder, SwitchFailed
 from novainfer.fsm.machine import Machine
 from novainfer.fsm.process import Answered, Ended
-from novainfer.fsm.roster import Dying, OfWorker, Roster, SpareOverdue
+from novainfer.fsm.roster import Dying, OfWorker, Roster
 from novainfer.fsm.simulation.mutants import Mutant, unguarded
 from novainfer.fsm.worker import OfSpawn, Worker
 
@@ -25,12 +22,9 @@ CORE_MUTANTS = [
         "event.serial <= machine.worker.serial",
     ),
     Mutant("Spawn is done whatever job is", OfSpawn, "holds", 'bool(event.job == "Spawn")', "True"),
-    unguarded("a prompt that cannot be tokenised ends a stream that was cancelled", Engine, EncodeFailed),
-    unguarded("a switch that failed for an older rung leaves this one", Ladder, SwitchFailed),
     unguarded("the end of a process that was ended is the worker's end", Roster, Ended),
     unguarded("the death of a process that was ended is the worker's death", Roster, Dying),
     unguarded("what a process says that was ended is the worker's answer", Roster, Answered),
-    unguarded("an alarm about a spare that was ended is about the next one", Roster, SpareOverdue),
     Mutant(
         "a state that is entered from itself does not have its time anew",
         Machine,

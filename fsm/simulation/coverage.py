@@ -15,6 +15,11 @@ RowId = tuple[str, str, str]  # machine, state, event (and which of them, where 
 ARGUED: dict[RowId, str] = {
     ("Gate", "STARTING", "Cancel"): "nobody has a stream yet; a program that embeds the engine may try all the same",
     (
+        "Ladder",
+        "DEGRADED",
+        "SwitchFailed any other",
+    ): "while a step is on the device the ladder goes up only; a shell may repeat an answer all the same",
+    (
         "Process",
         "DYING",
         "Answered",
