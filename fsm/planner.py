@@ -1,9 +1,8 @@
 """The queue, the running requests and what they own; who has to go when memory or slots are short.
 
-The next step is drafted by `Draft`; here it is made room for, and taken back when it fails. A prefix that a request
-has promised to compute has its name in `producers`, so that nobody computes it twice.
+`StepBuilder` puts the next step together; here it is made room for, committed, or taken back when it fails.
 
-Who is preempted leaves its KV on the host, if there is room: the next step copies it out before anything is computed,
+What is preempted leaves its KV on the host, if there is room: the next step copies it out before anything is computed,
 and the one that takes it in again copies it back. Paused requests are preempted first, also for want of slots.
 """
 
@@ -14,8 +13,8 @@ from collections.abc import Collection
 
 import msgspec
 
+from novainfer.fsm.batching import Flight, StepBuilder, arrival, runnable
 from novainfer.fsm.block_cache import BlockCache
-from novainfer.fsm.draft import Draft, Flight, arrival, runnable
 from novainfer.fsm.kv import KVCache
 from novainfer.fsm.mode import Mode
 from novainfer.fsm.request import FETCHED, LOSE, PREEMPT, RECOVER, UNADMIT, Request, RequestState
@@ -134,15 +133,15 @@ class Planner:
             if only is None:
                 self._make_slots()
             self._make_room(only)
-            draft = Draft(self, step_id, epoch, chunk, only)
-            draft.add_decodes()
-            draft.add_prefills()
+            builder = StepBuilder(self, step_id, epoch, chunk, only)
+            builder.add_decodes()
+            builder.add_prefills()
             if self.speculation is not None and only is None:
-                draft.add_drafts(self.speculation)
-            draft.close()
-            if draft.flight.rows or draft.flight.fetched:
-                return draft.plan, draft.flight
-            if draft.is_cut:  # nothing else is to be done than to look on
+                builder.add_drafts(self.speculation)
+            builder.close()
+            if builder.flight.rows or builder.flight.fetched:
+                return builder.plan, builder.flight
+            if builder.is_cut:  # nothing else is to be done than to look on
                 continue
             # Nothing fits. If somebody wants to run, take the blocks of whoever loses least, and try again.
             wants_to_run = [r for r in (*self.running.values(), *self.waiting) if runnable(r, only)]
@@ -158,10 +157,10 @@ class Planner:
         num_tokens = min(num_tokens, self.cache.num_tokens_free)
         if not self.free_slots or not num_tokens:
             return None
-        draft = Draft(self, step_id, epoch, num_tokens, None)
-        draft.add_canary(self.free_slots[-1], num_tokens)
-        draft.close()
-        return draft.plan, draft.flight
+        builder = StepBuilder(self, step_id, epoch, num_tokens, None)
+        builder.add_canary(self.free_slots[-1], num_tokens)
+        builder.close()
+        return builder.plan, builder.flight
 
     def dismiss(self, canary: Flight) -> None:
         """A canary went well: its blocks are free again."""

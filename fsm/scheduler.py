@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from novainfer.fsm.batching import Flight
 from novainfer.fsm.blocks import PoolStatistics
-from novainfer.fsm.draft import Flight
 from novainfer.fsm.dwell import COMES_UP, COMES_UP_AGAIN, Dwell, any_time
 from novainfer.fsm.events import (
     Batch,

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from novainfer.fsm.allowance import PATIENCE, Sizes
-from novainfer.fsm.draft import Flight
+from novainfer.fsm.batching import Flight
 from novainfer.fsm.events import Fault, Incident, Quiet, StepFailed, WorkerLost
 from novainfer.fsm.ladder import Broken, Freed, Held, Ladder, Pressure, Steady, Switched, SwitchFailed
 from novainfer.fsm.machine import Effect, Send

@@ -26,7 +26,7 @@ from novainfer.fsm.simulation.shape import mode_against
 from novainfer.fsm.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
-    from novainfer.fsm.draft import Flight
+    from novainfer.fsm.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 LOSSES_MIN = 2  # of workers under a request, before it is suspected

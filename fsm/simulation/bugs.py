@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.batching import StepBuilder
 from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.blocks import BlockPool
-from novainfer.fsm.draft import Draft
 from novainfer.fsm.engine import Engine
 from novainfer.fsm.events import Batch, DeviceLost, Encoded, Launch, Overdue, StepFailed
 from novainfer.fsm.gate import Gate
@@ -113,7 +113,7 @@ MUTANTS = [
     ),
     Mutant(
         "a request is computed while its reader is slow",
-        Draft,
+        StepBuilder,
         "add_decodes",
         "if request.state is not decode or",
         "if request.state not in (decode, RequestState.PAUSED) or",
@@ -128,7 +128,7 @@ MUTANTS = [
     ),
     Mutant(
         "a small request overtakes one that does not fit yet",
-        Draft,
+        StepBuilder,
         "_admissible",
         "break",
         "continue",
@@ -239,7 +239,7 @@ MUTANTS = [
     Mutant("what was fetched stays on the host", Planner, "commit", "cache.drop_copy(request)", "pass"),
     Mutant(
         "a fetch counts a token that the host does not have",
-        Draft,
+        StepBuilder,
         "_fetch",
         "request.num_planned = request.kv.num_swapped",
         "request.num_planned = request.kv.num_swapped + 1",
@@ -466,11 +466,13 @@ MUTANTS = [
     ),
     Mutant(
         "SGLang #26265: prompts are admitted beyond what the pool holds",
-        Draft,
+        StepBuilder,
         "_admissible",
         "if needed + self._headroom(request) > room and (planner.running or found):",
         "if False:",
-        more=(Edit(Draft, "_try_to_admit", "if needed > self.cache.room - self.reserved and (", "if False and ("),),
+        more=(
+            Edit(StepBuilder, "_try_to_admit", "if needed > self.cache.room - self.reserved and (", "if False and ("),
+        ),
     ),
     Mutant(
         "llama.cpp #16467: who waits cannot be cancelled",

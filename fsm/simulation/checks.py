@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from novainfer.fsm.batching import Flight
 from novainfer.fsm.blocks import Journal
-from novainfer.fsm.draft import Flight
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.events import (
     Arrive,

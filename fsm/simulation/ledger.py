@@ -20,7 +20,7 @@ from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
-    from novainfer.fsm.draft import Flight
+    from novainfer.fsm.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 CANARY = -1  # whose blocks and slot belong to no request

@@ -25,7 +25,7 @@ from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.prefixes import COMPUTING, Prefixes
 
 if TYPE_CHECKING:
-    from novainfer.fsm.draft import Flight
+    from novainfer.fsm.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 QUEUED = (RequestState.WAITING, RequestState.PREEMPTED)

@@ -17,7 +17,7 @@ from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
-    from novainfer.fsm.draft import Flight
+    from novainfer.fsm.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 COMPUTING = (RequestState.PREFILL, RequestState.WAITING_FOR_REMOTE_KVS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.batching import StepBuilder
 from novainfer.fsm.block_cache import BlockCache
-from novainfer.fsm.draft import Draft
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.mutants import Mutant
@@ -11,14 +11,14 @@ from novainfer.fsm.simulation.mutants import Mutant
 QUEUE_MUTANTS = [
     Mutant(
         "most work goes first",
-        Draft,
+        StepBuilder,
         "add_prefills",
         "key=lambda r: (r.work, r.request_id))",
         "key=lambda r: (-r.work, r.request_id))",
     ),
     Mutant(
         "a request that does not fit beside what the step has admitted is overtaken",
-        Draft,
+        StepBuilder,
         "_try_to_admit",
         "self.barrier = request.request_id",
         "pass",

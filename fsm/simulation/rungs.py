@@ -27,7 +27,7 @@ from novainfer.fsm.simulation.shape import mode_against
 from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
-    from novainfer.fsm.draft import Flight
+    from novainfer.fsm.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 QUIET_TIMES_MAX = 16  # in one

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.batching import StepBuilder
 from novainfer.fsm.block_cache import BlockCache
-from novainfer.fsm.draft import Draft
 from novainfer.fsm.request import Request
 from novainfer.fsm.simulation.mutants import Mutant
 
@@ -48,7 +48,7 @@ SAMPLING_MUTANTS = [
     ),
     Mutant(
         "who is fetched samples as the slot's last owner did",
-        Draft,
+        StepBuilder,
         "_fetch",
         "self.plan.admissions.append(request.sampling_spec())",
         "pass",

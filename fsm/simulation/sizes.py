@@ -27,7 +27,7 @@ from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
-    from novainfer.fsm.draft import Flight
+    from novainfer.fsm.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 FIRST_TRY = 64  # good steps

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.batching import StepBuilder
 from novainfer.fsm.block_cache import BlockCache
-from novainfer.fsm.draft import Draft
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.mutants import Mutant
@@ -63,14 +63,14 @@ SPECULATION_MUTANTS = [
     ),
     Mutant(
         "guesses are not counted into the budget of a step",
-        Draft,
+        StepBuilder,
         "add_drafts",
         "most = self.planner.limits.max_num_batched_tokens - num_tokens",
         "most = self.planner.limits.max_num_batched_tokens",
     ),
     Mutant(
         "guesses take the room that prompts were promised",
-        Draft,
+        StepBuilder,
         "add_drafts",
         "spare = cache.room - self.reserved - len(self.planner.running)",
         "spare = cache.room",
@@ -78,28 +78,28 @@ SPECULATION_MUTANTS = [
     ),
     Mutant(
         "guesses are computed without room for them",
-        Draft,
+        StepBuilder,
         "add_drafts",
         "del drafts[request.kv.capacity - end :]",
         "pass",
     ),
     Mutant(
         "what is planned of guesses is not undone",
-        Draft,
+        StepBuilder,
         "add_drafts",
         "flight.rows[at] = request, 1 + len(drafts), end - 1",
         "flight.rows[at] = request, 1 + len(drafts), end",
     ),
     Mutant(
         "guesses lie where the context is thought to end",
-        Draft,
+        StepBuilder,
         "add_drafts",
         "plan.context_lens[at] += len(drafts)",
         "pass",
     ),
     Mutant(
         "the guesses of one request are given to the next",
-        Draft,
+        StepBuilder,
         "add_drafts",
         "input_ids += drafts",
         "input_ids[-1:] = [*drafts, input_ids[-1]]",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.batching import StepBuilder
 from novainfer.fsm.block_cache import BlockCache
-from novainfer.fsm.draft import Draft
 from novainfer.fsm.planner import Planner
 from novainfer.fsm.simulation.mutants import Mutant
 
@@ -12,18 +12,23 @@ _KEY = "key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, -r.re
 TURN_MUTANTS = [
     Mutant(
         "prompts are computed by age alone",
-        Draft,
+        StepBuilder,
         "add_prefills",
         "half = -(-self.left // 2)",
         "half = self.left",
         seeds=1000,
     ),
     Mutant(
-        "prompts are computed by work alone", Draft, "add_prefills", "half = -(-self.left // 2)", "half = 0", seeds=1000
+        "prompts are computed by work alone",
+        StepBuilder,
+        "add_prefills",
+        "half = -(-self.left // 2)",
+        "half = 0",
+        seeds=1000,
     ),
     Mutant(
         "an admission leaves half of the pool free",
-        Draft,
+        StepBuilder,
         "_headroom",
         "(len(self.planner.running) // 2 + 2)",
         "self.planner.pool.num_blocks // 2",
@@ -37,7 +42,7 @@ TURN_MUTANTS = [
     ),
     Mutant(
         "what was waited for is not forgotten",
-        Draft,
+        StepBuilder,
         "_look",
         "request.waits_for = None",
         "if request.waits_for is not None: return hits",

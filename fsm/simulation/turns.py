@@ -22,7 +22,7 @@ from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
-    from novainfer.fsm.draft import Flight
+    from novainfer.fsm.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 HEADROOM = 2  # blocks, and one more for every

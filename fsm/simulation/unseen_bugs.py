@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.batching import StepBuilder
 from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.blocks import BlockPool
-from novainfer.fsm.draft import Draft
 from novainfer.fsm.engine import Engine
 from novainfer.fsm.gate import Gate, _Room
 from novainfer.fsm.planner import Planner
@@ -67,7 +67,7 @@ BLOCKS = (
     # In a long queue every 33rd request is never looked at in turn: its work is not judged again while it is there.
     Mutant(
         "a look in turn leaves out one request",
-        Draft,
+        StepBuilder,
         "_whom_to_look_at",
         "in_turn = waiting[max(after, LOOKS) :][:LOOKS]",
         "in_turn = waiting[max(after, LOOKS) + 1 :][:LOOKS]",
@@ -75,7 +75,7 @@ BLOCKS = (
     # A request is admitted where there is no slot: the scheduler dies.
     Mutant(
         "blocks that were kept are given back as slots",
-        Draft,
+        StepBuilder,
         "_keep",
         "self.kept_slots -= kept[1]",
         "self.kept_slots -= kept[0]",
@@ -83,7 +83,7 @@ BLOCKS = (
     # What decodes is preempted a few steps after each admission.
     Mutant(
         "an admission that was never preempted leaves no headroom",
-        Draft,
+        StepBuilder,
         "_headroom",
         "<< min(request.num_preemptions, 2)",
         "* min(request.num_preemptions, 2)",
@@ -252,7 +252,7 @@ LIVENESS = (
     # Running requests lose their blocks for a group that waits for one of them.
     Mutant(
         "a group that is tried apart waits for a prefix of another",
-        Draft,
+        StepBuilder,
         "_is_worth_waiting_for",
         "return False",
         "return True",

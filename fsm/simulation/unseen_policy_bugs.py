@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from novainfer.fsm.allowance import Allowance, Sizes
+from novainfer.fsm.batching import StepBuilder
 from novainfer.fsm.block_cache import BlockCache
-from novainfer.fsm.draft import Draft
 from novainfer.fsm.events import JobFailed
 from novainfer.fsm.health import Watch
 from novainfer.fsm.ladder import Ladder
@@ -203,42 +203,42 @@ BLAME = [
 TURNS = [
     Mutant(  # once two requests were preempted, all need four times the room to be admitted
         "the headroom grows with everybody's preemptions",
-        Draft,
+        StepBuilder,
         "_headroom",
         "min(request.num_preemptions, 2)",
         "min(self.planner.num_preemptions, 2)",
     ),
     Mutant(  # a long prompt that is nearly done goes before a short one
         "work shrinks while a prompt is computed",
-        Draft,
+        StepBuilder,
         "add_prefills",
         "key=lambda r: (r.work, r.request_id))",
         "key=lambda r: (self._to_compute(r), r.request_id))",
     ),
     Mutant(  # a short request has its first token when a long one has computed their common beginning
         "a short request waits for the prefix of a long one, and not the other way round",
-        Draft,
+        StepBuilder,
         "_is_worth_waiting_for",
         "producer.work <= 2 * work",
         "work <= 2 * producer.work",
     ),
     Mutant(  # a request of which nearly all is cached waits for a long one
         "what is cached counts as work when a prefix is waited for",
-        Draft,
+        StepBuilder,
         "_look",
         "work = len(request.token_ids) - prefix.num_tokens",
         "work = len(request.token_ids)",
     ),
     Mutant(  # the oldest waiting one takes the last block, and is preempted in the next step
         "the oldest request needs no headroom, whoever runs",
-        Draft,
+        StepBuilder,
         "_try_to_admit",
         "(self.had_running or request is not self.oldest)",
         "(self.had_running and request is not self.oldest)",
     ),
     Mutant(  # behind hundreds a request with little work is found after minutes
         "the look in turn goes on by one request a step",
-        Draft,
+        StepBuilder,
         "_whom_to_look_at",
         "planner.looked_at = in_turn[-1].request_id",
         "planner.looked_at = in_turn[0].request_id",

@@ -7,7 +7,7 @@ line is gone.
 from __future__ import annotations
 
 from novainfer.fsm.allowance import Allowance, Sizes
-from novainfer.fsm.draft import Draft
+from novainfer.fsm.batching import StepBuilder
 from novainfer.fsm.drain import DrainRate
 from novainfer.fsm.health import Watch
 from novainfer.fsm.ladder import Ladder
@@ -73,14 +73,14 @@ SIZES = [
 TURNS = [
     Mutant(  # it is preempted again and again
         "what was preempted often needs no more room than what was once",
-        Draft,
+        StepBuilder,
         "_headroom",
         "min(request.num_preemptions, 2)",
         "min(request.num_preemptions, 1)",
     ),
     Mutant(  # a short prompt behind many long ones waits for all of them
         "looks in turn do not begin anew",
-        Draft,
+        StepBuilder,
         "_whom_to_look_at",
         "if len(in_turn) == LOOKS else -1",
         "if len(in_turn) == LOOKS else planner.looked_at",
@@ -95,7 +95,7 @@ TURNS = [
     ),
     Mutant(  # a short prompt waits for a long one that begins alike
         "a prefix is waited for that costs four times as much",
-        Draft,
+        StepBuilder,
         "_is_worth_waiting_for",
         "producer.work <= 2 * work",
         "producer.work <= 4 * work",

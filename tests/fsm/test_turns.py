@@ -8,8 +8,8 @@ import pytest
 
 import novainfer.fsm.block_cache
 import novainfer.fsm.planner
+from novainfer.fsm.batching import ADMISSIONS, ADMITTED_BLOCKS, LOOK_UNITS, LOOKS
 from novainfer.fsm.block_cache import HASH_UNITS
-from novainfer.fsm.draft import ADMISSIONS, ADMITTED_BLOCKS, LOOK_UNITS, LOOKS
 from novainfer.fsm.events import CancelRequest, Cause, WorkerLost
 from tests.fsm.helpers import Bench
 

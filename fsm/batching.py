@@ -63,7 +63,7 @@ class Flight(msgspec.Struct, gc=False):
     canary: list[int] = []  # the blocks that a canary is computed in: such a step computes nothing of any request
 
 
-class Draft:
+class StepBuilder:
     """One step being planned."""
 
     def __init__(self, planner: Planner, step_id: int, epoch: int, chunk: int, only: Collection[int] | None) -> None:
