@@ -138,6 +138,7 @@ class Planner:
             builder.add_prefills()
             if self.speculation is not None and only is None:
                 builder.add_drafts(self.speculation)
+                builder.plan.num_drafts_wanted = self.speculation.wanted(builder.flight.samples)
             builder.close()
             if builder.flight.rows or builder.flight.fetched:
                 return builder.plan, builder.flight

@@ -161,6 +161,7 @@ class Request(Machine):
         "draft_state",
         "draft_trials",
         "drafted_at",
+        "drafts",
         "failures",
         "is_degraded",
         "is_first_output",
@@ -180,6 +181,7 @@ class Request(Machine):
         "slot",
         "stop_ids",
         "stream_id",
+        "tells_tokens",
         "text",
         "token_ids",
         "waits_for",
@@ -220,6 +222,8 @@ class Request(Machine):
         self.draft_hits = self.draft_trials = 0.0
         self.drafted_at = self.num_prompt  # its tokens when a step last verified a guess
         self.draft_state: Any = None  # the proposer's
+        self.drafts: list[int] = []  # what the device's draft model has proposed behind its tokens
+        self.tells_tokens = False  # whether the device must know them: for its draft model
         self.queued_as = S.WAITING  # the state it was admitted from
         self.is_first_output = True
         self.is_degraded = False  # some of it was computed in another mode than the exact one
@@ -267,7 +271,7 @@ class Request(Machine):
             banned_token_ids=params.banned_token_ids,
             logprobs=params.logprobs,
         )
-        if spec.needs_history:
+        if spec.needs_history or self.tells_tokens:
             spec.token_ids = list(self.token_ids)
         return spec
 

@@ -255,6 +255,7 @@ class Scheduler(Machine):
         if event.params.max_tokens is not None:
             max_len = min(max_len, len(event.token_ids) + event.params.max_tokens)
         request = self._nest(Request(event, self._vocabulary, self._eos_token_ids, max_len))
+        request.tells_tokens = self._speculation is not None and self._speculation.is_on_device
         cause = self._tombstones.pop(event.request_id, None)
         if cause is not None:
             end = End(cause=cause)
@@ -468,6 +469,9 @@ class Scheduler(Machine):
                 self._speculation.took(outcome.took_s, num_tokens, len(flight.rows), len(outcome.token_ids))
             if flight.drafts:
                 self._note_drafts(flight, outcome)
+            self._speculation.proposed(flight.samples, outcome.draft_token_ids)
+        if outcome.draft_error is not None:
+            self._report_draft_model(outcome, outcome.draft_error)
         self.planner.settle(flight)
         self.trouble.step_done(flight, outcome.took_s, self.requests, self._effects)
         return outputs
@@ -483,6 +487,16 @@ class Scheduler(Machine):
             speculation.verified(request, num_drafts, count - 1)
             if not request.ended:
                 self.planner.drop_drafts(request)
+
+    def _report_draft_model(self, outcome: StepDone, error: str) -> None:
+        incident = Incident(
+            kind="draft_model",
+            message=f"the draft model has failed: {error}",
+            action="the step's tokens are kept, and the next one verifies no guesses",
+            step_id=outcome.step_id,
+            epoch=outcome.epoch,
+        )
+        self._send("incidents", incident)
 
     def _end_not_a_number(self, request: Request, outcome: StepDone) -> Output:
         """A fault of this request: the step was good for all others, and what it has computed is of no use to them."""

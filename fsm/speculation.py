@@ -49,6 +49,14 @@ class Lookup:
         return index.propose(request.token_ids, count)
 
 
+class DraftModel:
+    """Drafts by a second model on the device, which proposes them with a step's tokens, for the next step."""
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        """What was proposed when the last token of `request` was sampled."""
+        return request.drafts[:count]
+
+
 class SpeculationStatistics(msgspec.Struct, frozen=True):
     """Counts that only grow: rows with drafts, tokens drafted, and tokens of those that were right."""
 
@@ -184,6 +192,35 @@ class Speculation:
             if len(found[at]) < len(proposed):
                 heappush(offers, (gain * self._chance(rows[at]), at, proposed))
         return found
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the device proposes: then it must be told all tokens of a request, and what is wanted."""
+        return isinstance(self.proposer, DraftModel)
+
+    def wanted(self, rows: Sequence[Request]) -> list[int]:
+        """How many drafts the device's model should propose for each of `rows` behind this step; empty: none."""
+        if not self.is_on_device or not rows:
+            return []
+        cost, num_rows = self._cost.of(len(rows)), len(rows)
+        price = (self._cost.of(num_rows + 1) - cost) * num_rows
+        found = []
+        for request in rows:
+            chance = each = self._chance(request)
+            count, most = 0, min(self.num_tokens_max, request.max_len - len(request.token_ids) - 2)
+            while count < most and chance * cost > price:
+                count += 1
+                chance *= each
+            if not count and most > 0 and len(request.token_ids) + 1 - request.drafted_at >= PROBE_EVERY:
+                count = 1
+            found.append(count)
+        return found if any(found) else []
+
+    def proposed(self, rows: Sequence[Request], drafts: Sequence[list[int]]) -> None:
+        """What the device's model has proposed behind a step of `rows`; `drafts` is empty when it was nothing."""
+        if self.is_on_device:
+            for request, found in zip(rows, drafts or [[]] * len(rows), strict=True):
+                request.drafts = found
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """A step has verified `num_drafts` drafts of `request`; the first `num_accepted` were right."""

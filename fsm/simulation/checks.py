@@ -66,6 +66,9 @@ _MOVES_BLOCKS = frozenset([MakeBatch, CancelRequest, WorkerLost, KeepOver, Confi
 FAILED_ALONE_MIN = 2  # the first failure of a request alone may have been another program's
 _TOLD = frozenset([Cancel, CancelAll, Pause])  # what the engine passes on to requests
 
+# Kinds of incidents that tell of no failed step.
+UNBLAMED = frozenset(["draft_model", "ladder", "not_a_number", "stall"])
+
 
 class Checks:
     """The checks of one world; they keep what they must remember."""
@@ -270,11 +273,15 @@ class Checks:
         for incident in incidents:
             if incident.kind == "stall":
                 self._ended_for_room(incident)
-        faults = [incident for incident in incidents if incident.kind not in ("ladder", "not_a_number", "stall")]
+        faults = [incident for incident in incidents if incident.kind not in UNBLAMED]
         told = sorted(i for incident in incidents if incident.kind == "not_a_number" for i in incident.stream_ids)
         if told != sorted(self._not_a_number.values()):
             raise Violation(f"{self._not_a_number} gave no number, and {told} were reported")
         outcome = event.outcome if isinstance(event, MakeBatch) else event
+        of_drafts = [incident.message for incident in incidents if incident.kind == "draft_model"]
+        error = outcome.draft_error if isinstance(outcome, StepDone) else None
+        if of_drafts != ([] if error is None else [f"the draft model has failed: {error}"]):
+            raise Violation(f"the draft model's error was {error}, and {of_drafts} were reported")
         if failed is not None and isinstance(outcome, StepDone):  # a canary without a number has failed
             outcome = StepFailed(outcome.step_id, outcome.epoch, Fault.EXCEPTION, "no number")
         if isinstance(outcome, StepDone) and self._on_trial is not None:  # a canary went well, and told who it was

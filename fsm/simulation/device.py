@@ -35,6 +35,8 @@ NOT_A_NUMBER = b"\xff\xff\xff\x7f"  # nor so large as this, which is kept for a 
 # Prompt tokens that a device cannot compute, each time it tries: what becomes of the step.
 POISON_LOST, POISON_EXCEPTION, POISON_OOM, POISON_HANG = POISONS = (251, 252, 253, 254)
 
+DRAFTS_FAIL_EVERY = 32  # steps of a draft model
+
 NAN_TOKEN = 250  # the step goes well, but nothing can be sampled from a context that holds this one
 
 
@@ -90,6 +92,20 @@ class Sampler:
         return number % VOCAB_SIZE
 
 
+def guesses(sampler: Sampler, token_ids: Sequence[int], count: int, wrong_of_16: int) -> list[int]:
+    """Between none and `count` tokens that `sampler` is going to pick behind `token_ids`, some of them wrong."""
+    position, context, history = len(token_ids), fold(token_ids), bytearray(token_ids)
+    dice = crc32(b"%d %d" % (sampler.params.seed, position))
+    drafts: list[int] = []
+    for at in range(dice % (count + 1)):
+        token = sampler.token(context, position + at, history)
+        history.append(token)
+        context = fold([token], context)
+        is_wrong = crc32(b"%d %d" % (dice, at)) % 16 < wrong_of_16
+        drafts.append((token + 1) % VOCAB_SIZE if is_wrong else token)
+    return drafts
+
+
 def expected_logprob(token_id: int, num_top: int) -> Logprobs:
     """What the device says of `token_id` and the `num_top` it competed with."""
     return -token_id / 8, [(token_id + i) % VOCAB_SIZE for i in range(num_top)], [-i / 4 for i in range(num_top)]
@@ -107,6 +123,7 @@ class ScriptedDevice:
         num_host_blocks: int = 0,
         epoch: int = 0,
         mode: Mode = BEST,
+        wrong_drafts_of_16: int = 0,
     ) -> None:
         self.block_size = block_size
         self.epoch = epoch
@@ -120,7 +137,8 @@ class ScriptedDevice:
         self._host = [bytearray(GARBAGE * block_size) for _ in range(num_host_blocks)]
         self._tables: list[dict[int, int]] = [{} for _ in range(num_slots)]
         self._samplers: list[Sampler | None] = [None] * num_slots
-        self._histories: list[bytearray] = [bytearray() for _ in range(num_slots)]  # where penalties need them
+        self._histories: list[bytearray] = [bytearray() for _ in range(num_slots)]  # where they were given
+        self._wrong_drafts_of_16 = wrong_drafts_of_16
 
     def run(self, plan: StepPlan, took_s: float = 0.0) -> StepDone:
         """Compute one step, and say that it took `took_s`."""
@@ -144,7 +162,22 @@ class ScriptedDevice:
             num_tokens.append(count + 1)
             self.degraded.append(self._is_degraded(slot, first + count))
         counts = num_tokens if plan.num_drafts else []
-        return StepDone(plan.step_id, plan.epoch, tokens, logprobs if any(logprobs) else [], took_s, counts)
+        drafts, error = self._propose(plan) if plan.num_drafts_wanted else ([], None)
+        return StepDone(
+            plan.step_id, plan.epoch, tokens, logprobs if any(logprobs) else [], took_s, counts, drafts, error
+        )
+
+    def _propose(self, plan: StepPlan) -> tuple[list[list[int]], str | None]:
+        """The drafts of a draft model, which fails now and then."""
+        if crc32(b"%d" % plan.step_id) % DRAFTS_FAIL_EVERY == 0:
+            return [], "a scripted error"
+        drafts = []
+        for seq, wanted in zip(plan.sample_seqs, plan.num_drafts_wanted, strict=True):
+            sampler, history = self._samplers[plan.slots[seq]], self._histories[plan.slots[seq]]
+            assert sampler is not None
+            assert not wanted or history, f"step {plan.step_id} wants drafts behind tokens that were never told"
+            drafts.append(guesses(sampler, history, wanted, self._wrong_drafts_of_16))
+        return drafts, None
 
     def _sample(self, step_id: int, sampler: Sampler, slot: int, position: int) -> int:
         cells, history = self._read(slot, position), self._histories[slot]
@@ -152,8 +185,8 @@ class ScriptedDevice:
         if NOT_A_NUMBER in cells:
             return NO_TOKEN
         token = sampler.token(crc32(cells), position, history)
-        if sampler.params.needs_history:
-            history[position : position + 1] = bytes([token])  # again, when a step is computed again
+        if sampler.params.token_ids is not None:
+            history[position:] = bytes([token])  # again, when a step is computed again
         return token
 
     def spoil(self, plan: StepPlan) -> None:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from zlib import crc32
 
 import msgspec
 
 from novainfer.fsm.request import Request
-from novainfer.fsm.simulation.device import VOCAB_SIZE, Sampler, fold
+from novainfer.fsm.simulation.device import Sampler, guesses
 from novainfer.fsm.simulation.oracle import device_params
 from novainfer.fsm.simulation.shape import Shape
-from novainfer.fsm.speculation import Speculation
+from novainfer.fsm.speculation import DraftModel, Speculation
 
 SPECULATING_EVERY = 4  # one seed of so many guesses
 # Milliseconds of a step by its tokens: one that speculation pays in always, seldom, and by how many run.
@@ -30,21 +29,9 @@ class Guesses:
 
     def propose(self, request: Request, count: int) -> list[int]:
         """Between none and `count` tokens."""
-        token_ids = list(request.token_ids)
-        position = len(token_ids)
-        dice = crc32(b"%d %d" % (request.seed, position))
-        sampler = Sampler(
-            device_params(token_ids[: request.num_prompt], request.params, request.seed, set(request.stop_ids))
-        )
-        history, context = bytearray(token_ids), fold(token_ids)
-        drafts: list[int] = []
-        for at in range(dice % (count + 1)):
-            token = sampler.token(context, position + at, history)
-            history.append(token)
-            context = fold([token], context)
-            is_wrong = crc32(b"%d %d" % (dice, at)) % 16 < self._wrong_of_16
-            drafts.append((token + 1) % VOCAB_SIZE if is_wrong else token)
-        return drafts
+        prompt = request.token_ids[: request.num_prompt]
+        sampler = Sampler(device_params(prompt, request.params, request.seed, set(request.stop_ids)))
+        return guesses(sampler, request.token_ids, count, self._wrong_of_16)
 
 
 def speculating(seed: int, shape: Shape) -> Shape:
@@ -57,6 +44,7 @@ def speculating(seed: int, shape: Shape) -> Shape:
         num_speculative_tokens=own.choice([1, 2, 3, 5]),
         wrong_drafts_of_16=own.choice([0, 2, 8, 15]),
         step_costs=own.choice([0, 0, 1, 2]),
+        drafts_on_device=own.random() < 0.5,
     )
 
 
@@ -65,4 +53,5 @@ def speculation_of(shape: Shape) -> Speculation | None:
     if not shape.num_speculative_tokens:
         return None
     costs: Sequence[tuple[int, float]] = COSTS[shape.step_costs]
-    return Speculation(Guesses(shape.wrong_drafts_of_16), shape.num_speculative_tokens, costs)
+    proposer = DraftModel() if shape.drafts_on_device else Guesses(shape.wrong_drafts_of_16)
+    return Speculation(proposer, shape.num_speculative_tokens, costs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from novainfer.fsm.events import Arrive, Outputs, Run, StallOver, Stop
 from novainfer.fsm.machine import Effect, Machine, Send, Start
 from novainfer.fsm.recording import (
@@ -34,6 +36,8 @@ class RecordedWorld(World):
     def __init__(
         self, shape: Shape, trace: Callable[[bytes], None] | None = None, driver: Driver | None = None
     ) -> None:
+        if shape.num_speculative_tokens:  # what a draft model has proposed is data; guesses of a world's own are not
+            shape = msgspec.structs.replace(shape, drafts_on_device=True)
         self.recording: Recording | None = None
         self._lane: Link | None = None  # the link of the message being delivered; None: it came directly
         self._taking: tuple[Codes, Machine, Any] | None = None

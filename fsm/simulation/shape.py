@@ -46,6 +46,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     shows_death: bool = True  # a process shows that it dies before its memory is free
     num_speculative_tokens: int = 0
     wrong_drafts_of_16: int = 0
+    drafts_on_device: bool = False
     step_costs: int = 0  # which of `drafts.COSTS`
 
     @property

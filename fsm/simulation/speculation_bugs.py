@@ -5,6 +5,7 @@ from __future__ import annotations
 from novainfer.fsm.batching import StepBuilder
 from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.planner import Planner
+from novainfer.fsm.request import Request
 from novainfer.fsm.scheduler import Scheduler
 from novainfer.fsm.simulation.mutants import Mutant
 from novainfer.fsm.speculation import Speculation
@@ -131,5 +132,26 @@ SPECULATION_MUTANTS = [
         "_commit",
         "if state in finished:",
         "if state in finished and request is not was:",
+    ),
+    Mutant(
+        "the device's draft model is told no tokens of a request without penalties",
+        Request,
+        "sampling_spec",
+        "if spec.needs_history or self.tells_tokens:",
+        "if spec.needs_history:",
+    ),
+    Mutant(
+        "a draft model that fails goes unseen",
+        Scheduler,
+        "_commit",
+        "if outcome.draft_error is not None:",
+        "if False:",
+    ),
+    Mutant(
+        "a row of prompt counts where the device's drafts are handed out",
+        Planner,
+        "plan",
+        "self.speculation.wanted(builder.flight.samples)",
+        "self.speculation.wanted([row[0] for row in builder.flight.rows])",
     ),
 ]

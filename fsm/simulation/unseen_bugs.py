@@ -96,8 +96,8 @@ SAMPLING = (
         "a frequency penalty below zero is none",
         Request,
         "sampling_spec",
-        "if spec.needs_history:",
-        "if spec.repetition_penalty != 1.0 or spec.presence_penalty != 0.0 or spec.frequency_penalty > 0.0:",
+        "if spec.needs_history or",
+        "if spec.repetition_penalty != 1.0 or spec.presence_penalty != 0.0 or spec.frequency_penalty > 0.0 or",
     ),
     # With the highest seed and n=2 the second choice has a seed that no device takes, and that cannot be sent again.
     Mutant(

@@ -186,6 +186,7 @@ class World:
             num_host_blocks=shape.num_host_blocks,
             epoch=epoch,
             mode=shape.modes[0],
+            wrong_drafts_of_16=shape.wrong_drafts_of_16,
         )
 
     @property
