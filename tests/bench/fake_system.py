@@ -15,6 +15,7 @@ class FakeSystem:
         if "fail" in sys.argv:
             raise RuntimeError("this peer is not installed")
         self.facts: dict[str, Any] = {"vocab_size": 512}
+        self.token_ids = [[1, 2, 3 if "other" in sys.argv else 4]]
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> list[Timeline]:
         assert all(prompts), "a prompt of 0 tokens"
@@ -27,6 +28,11 @@ class FakeSystem:
         for line in lines:
             line.times_s = [at * (2 if sampling["temperature"] else 1) for at in line.times_s]
         return lines
+
+    def counters(self) -> dict[str, float]:
+        """Asked before and after a task: two drafts of each, of which one and a half were right."""
+        self.tasks = getattr(self, "tasks", 0) + 1
+        return {"num_draft_tokens": 2 * self.tasks, "num_accepted_tokens": 1.5 * self.tasks}
 
     def read_weights(self) -> float | None:
         """Twice as fast each time."""

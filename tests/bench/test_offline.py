@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from novainfer import SamplingParams
-from novainfer.server.bench import offline, sampling
+from novainfer.server.bench import offline, sampling, speculative
 from novainfer.server.bench.ideal import Roof
 from novainfer.server.bench.worker import Child, ChildError, Task
 from novainfer.server.bench.workload import PREFIX, WORKLOADS, scaled
@@ -130,3 +130,21 @@ def test_sampling_is_set_beside_greedy_within_each_repetition() -> None:
 def test_the_ways_to_sample_are_ones_that_requests_may_ask_for() -> None:
     for way in sampling.WAYS.values():
         SamplingParams(**way)
+
+
+def test_speculation_is_set_beside_plain_decoding_within_each_repetition() -> None:
+    report, text = speculative.run(command(1.0), command(0.5), batches=[1, 4], repeat=2, max_tokens=8)
+    assert [(run["workload"], run["batch"]) for run in report["runs"]] == [
+        (name, batch) for name in speculative.WORKLOADS for batch in (1, 4)
+    ]
+    for run in report["runs"]:
+        assert run["ratio"] == pytest.approx(2.0)
+        assert run["acceptance"] == pytest.approx(0.75)
+        assert run["is_equal"]
+    assert "same tokens" in text
+
+
+def test_speculation_that_changes_an_answer_is_told() -> None:
+    report, text = speculative.run(command(1.0), command(0.5, "other"), batches=[1], repeat=1, max_tokens=8)
+    assert not any(run["is_equal"] for run in report["runs"])
+    assert "NO" in text
