@@ -215,7 +215,7 @@ class BlockCache:
     # ---- how the step ends ---------------------------------------------------------------------------------------
 
     def commit(self, journal: Journal) -> None:
-        """The step ran to its end: what its rows have computed is committed row by row."""
+        """The step ran to its end: what was expected of it can be found for good, and rows are committed one by one."""
         self.pool.commit(journal)
 
     def commit_row(self, request: Request, end: int) -> None:
@@ -247,9 +247,11 @@ class BlockCache:
         for request_id in reversed(journal.admitted):
             self._break_promises(request_id)
         for name, request_id in reversed(journal.fulfilled):
-            if request_id not in journal.admitted:
+            if (
+                promises := self._promises.get(request_id)
+            ) is not None:  # else it has left, or was admitted by this step
                 self.producers[name] = request_id
-                self._promises[request_id].add(name)
+                promises.add(name)
         for table in journal.admitted.values():
             if launched and table.num_swapped:  # what cannot be fetched is computed again
                 self._drop(table)

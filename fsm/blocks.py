@@ -178,9 +178,9 @@ class BlockPool:
     # ---- how a step ends -----------------------------------------------------------------------------------------
 
     def commit(self, journal: Journal) -> None:
-        """The step of `journal` ended well: what its blocks hold is named now, one by one."""
+        """The step of `journal` ended well: its blocks hold what they were expected to."""
         for name in journal.expected:
-            del self._expected[name]
+            self.name(self._expected.pop(name), name)
 
     def name(self, block: int, name: bytes) -> None:
         """The owned `block` holds the prefix `name`; ignored where another does."""
@@ -206,7 +206,8 @@ class BlockPool:
         A launched step may have written into its blocks: those that had been evicted for it stay nameless.
         """
         assert self.journal is None, "close the journal before it is undone"
-        self.commit(journal)
+        for name in journal.expected:
+            del self._expected[name]
         revived = False
         overwritten: list[int] = []
         for did, block, name in reversed(journal.entries):

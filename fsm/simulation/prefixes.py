@@ -1,9 +1,9 @@
 """What the prefix cache holds, by an account of its own: from what steps hold and how they end.
 
 A prefix is all tokens up to a block's end. A step that fills a block with a prefix that no other block has makes it
-findable; so does one that fetches it from the host. It is lost when the block is given to something else, when its
-tokens gave no number, when the step that computed it fails, with the worker, and when steps compute in another mode.
-What was computed in several modes is never findable.
+findable, as it is planned or as it ends; so does one that fetches it from the host. It is lost when the block is given
+to something else, when its tokens gave no number, when the step that computed it fails, with the worker, and when steps
+compute in another mode. What was computed in several modes is never findable.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Prefixes:
         self._mixed: set[int] = set()  # requests with blocks of several modes
         self._named: list[int] = []  # prefixes that the step on the device makes findable
         self._evicted: list[tuple[int, int]] = []  # prefixes and blocks that it took, in order
+        self._filled: list[tuple[Request, int, int, list[int]]] = []  # from which token to which, in which blocks
+        self._spoilt: set[int] = set()  # requests whose tokens gave no number
         self._touched: set[int] = set()  # prefixes that it makes findable, or would, and those that it takes
         self._promised: dict[int, tuple[int, int]] = {}  # prefix: the request that computes it, and since which step
         self._admitted: dict[int, int] = {}  # in which step, by request
@@ -90,6 +92,7 @@ class Prefixes:
             if event.outcome.token_ids[end - 1] < 0 and not request.ended:
                 for block in request.kv.blocks:
                     self._take(block)
+                self._spoilt.add(request.request_id)
 
     def returned(self, event: Any) -> None:
         """The step that was on the device has ended so; what follows is planned in the mode of the planner."""
@@ -103,7 +106,12 @@ class Prefixes:
             for prefix, block in () if event.outcome.launched else reversed(self._evicted):
                 if prefix not in self._block_of:
                     self._block_of[prefix], self._prefix_of[block] = block, prefix
-        self._named, self._evicted = [], []
+        elif event.outcome is not None:  # the prefix that another block held may be this step's by now
+            for request, start, end, blocks in self._filled:
+                if not self.is_mixed(request) and request.request_id not in self._spoilt:
+                    self._fill_blocks(request, start, end, blocks)
+        self._named, self._evicted, self._filled = [], [], []
+        self._spoilt.clear()
         assert self._world.audit is not None
         for kept in self._world.audit.verified.kept:  # what was guessed, and is known now
             if not self.is_mixed(kept.request):
@@ -126,12 +134,15 @@ class Prefixes:
         for request, count, start in flight.rows:
             for block in request.kv.blocks[-(-start // size) :]:
                 self._evict(block)
-            self._fill(request, start, start + count - flight.drafts.get(request.request_id, 0))
+            end = start + count - flight.drafts.get(request.request_id, 0)
+            self._fill(request, start, end)
+            self._filled.append((request, start, end, list(request.kv.blocks)))
         by_rows, self._touched = self._touched, set()
         for request in flight.fetched:  # when, among the rows, is not known
             for block in request.kv.blocks:
                 self._evict(block)
             self._fill(request, 0, request.num_planned)
+            self._filled.insert(0, (request, 0, request.num_planned, list(request.kv.blocks)))
         self.is_doubtful |= not by_rows.isdisjoint(self._touched)
         for block in flight.canary:
             self._evict(block)
