@@ -113,17 +113,18 @@ class StepBuilder:
         for request in self.planner.running.values():
             if request.state is not decode or (only is not None and request.request_id not in only):
                 continue
-            at = request.num_planned
-            if at == request.kv.capacity and not cache.reserve(request, at + 1):
+            at, kv = request.num_planned, request.kv
+            end = at + 1
+            if at == kv.capacity and not cache.reserve(request, end):
                 continue
             rows.append((request, 1, at))
             samples.append(request)
             slots.append(request.slot)
-            context_lens.append(at + 1)
+            context_lens.append(end)
             input_ids.append(request.token_ids[at])
-            request.num_planned = at + 1
-            if at + 1 >= request.kv.commits_at:
-                cache.expect(request, at, at + 1)
+            request.num_planned = end
+            if end >= kv.commits_at:
+                cache.expect(request, at, end)
         plan.query_lens = [1] * len(rows)
         plan.sample_seqs = list(range(len(rows)))
         self.num_decodes = len(rows)

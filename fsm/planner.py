@@ -178,12 +178,11 @@ class Planner:
             if not request.ended:
                 request.handle(FETCHED)
                 cache.drop_copy(request)
-        drafts = flight.drafts
-        for request, count, start in flight.rows:
-            end = start + count
-            if drafts:
-                end -= drafts.get(request.request_id, 0)  # they are committed one by one, as far as they are right
-            request.num_computed = end
+        rows, drafts = flight.rows, flight.drafts
+        if drafts:  # they are committed one by one, as far as they are right
+            rows = [(request, count - drafts.get(request.request_id, 0), start) for request, count, start in rows]
+        for request, count, start in rows:
+            request.num_computed = end = start + count
             if end >= request.kv.commits_at:
                 cache.commit_row(request, end)
 

@@ -449,20 +449,24 @@ class Scheduler(Machine):
                 request.is_degraded = True
         prefill, finished = RequestState.PREFILL, ENDED
         outputs: list[Output] = []
-        was: Request | None = None
+        num_generated = 0
+        drafts, was = flight.drafts, None
         for at, (request, token_id) in enumerate(zip(samples, outcome.token_ids, strict=True)):
             state = request.state
             if state in finished:  # before the step returned, or by an earlier one of its tokens
                 continue
-            if request is was:
-                self.planner.commit_draft(request)
-            was = request
+            if drafts:
+                if request is was:
+                    self.planner.commit_draft(request)
+                was = request
             if token_id < 0:
                 outputs.append(self._end_not_a_number(request, outcome))
                 continue
             if state is prefill:
                 request.handle(PREFILLED)
             outputs.append(self._append(request, token_id, logprobs[at] if logprobs else None))
+            num_generated += 1
+        self._generated += num_generated
         if self._speculation is not None:
             if flight.samples and not flight.num_prompt_tokens:
                 num_tokens = sum(count for _, count, _ in flight.rows)
@@ -517,7 +521,6 @@ class Scheduler(Machine):
         token_ids = request.token_ids
         token_ids.append(token_id)
         request.losses = request.failures = 0
-        self._generated += 1
         num_generated = len(token_ids) - request.num_prompt
         output = Output(
             request.request_id, request.stream_id, request.choice, [token_id], "", is_degraded=request.is_degraded
