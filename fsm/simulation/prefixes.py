@@ -38,7 +38,7 @@ class Prefixes:
         self._named: list[int] = []  # prefixes that the step on the device makes findable
         self._evicted: list[tuple[int, int]] = []  # prefixes and blocks that it took, in order
         self._filled: list[tuple[Request, int, int, list[int]]] = []  # from which token to which, in which blocks
-        self._spoilt: set[int] = set()  # requests whose tokens gave no number
+        self._spoilt: list[int] = []  # blocks of requests whose tokens gave no number
         self._touched: set[int] = set()  # prefixes that it makes findable, or would, and those that it takes
         self._promised: dict[int, tuple[int, int]] = {}  # prefix: the request that computes it, and since which step
         self._admitted: dict[int, int] = {}  # in which step, by request
@@ -90,9 +90,7 @@ class Prefixes:
         ends = accumulate(event.outcome.num_tokens or [1] * len(flight.samples))
         for request, end in zip(flight.samples, ends, strict=False):
             if event.outcome.token_ids[end - 1] < 0 and not request.ended:
-                for block in request.kv.blocks:
-                    self._take(block)
-                self._spoilt.add(request.request_id)
+                self._spoilt += request.kv.blocks
 
     def returned(self, event: Any) -> None:
         """The step that was on the device has ended so; what follows is planned in the mode of the planner."""
@@ -108,8 +106,10 @@ class Prefixes:
                     self._block_of[prefix], self._prefix_of[block] = block, prefix
         elif event.outcome is not None:  # the prefix that another block held may be this step's by now
             for request, start, end, blocks in self._filled:
-                if not self.is_mixed(request) and request.request_id not in self._spoilt:
+                if not self.is_mixed(request):
                     self._fill_blocks(request, start, end, blocks)
+            for block in self._spoilt:
+                self._take(block)
         self._named, self._evicted, self._filled = [], [], []
         self._spoilt.clear()
         assert self._world.audit is not None
@@ -132,9 +132,9 @@ class Prefixes:
         admitted = {request.request_id for request in flight.admitted} - fetched
         self._mixed -= admitted
         for request, count, start in flight.rows:
-            for block in request.kv.blocks[-(-start // size) :]:
-                self._evict(block)
             end = start + count - flight.drafts.get(request.request_id, 0)
+            for block in request.kv.blocks[-(-start // size) : -(-end // size)]:
+                self._evict(block)
             self._fill(request, start, end)
             self._filled.append((request, start, end, list(request.kv.blocks)))
         by_rows, self._touched = self._touched, set()
@@ -144,6 +144,10 @@ class Prefixes:
             self._fill(request, 0, request.num_planned)
             self._filled.insert(0, (request, 0, request.num_planned, list(request.kv.blocks)))
         self.is_doubtful |= not by_rows.isdisjoint(self._touched)
+        for request, count, start in flight.rows:  # drafts come last
+            if num_drafts := flight.drafts.get(request.request_id, 0):
+                for block in request.kv.blocks[-(-(start + count - num_drafts) // size) :]:
+                    self._evict(block)
         for block in flight.canary:
             self._evict(block)
         for request in flight.admitted:
