@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 from novainfer.fsm.errors import ModelLoadError
+from novainfer.fsm.speculative import PARAM
 
 DEMO_MODEL = "demo"  # the model that ships with NovaInfer
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json")
@@ -14,7 +15,7 @@ VOCABULARY_FILES = ("tokenizer.json", "vocab.json")
 class ModelLocation:
     """What a user calls a model: "demo", a directory, or a hub id. `path` may be asked from any thread.
 
-    `setting` is what errors blame: "model", or "tokenizer".
+    `setting` is what errors blame: "model", "tokenizer", or "speculative_config" for the model that drafts.
     """
 
     def __init__(self, name: str | Path, setting: str = "model") -> None:
@@ -54,7 +55,8 @@ class ModelLocation:
         try:
             check_weights(path)
         except LoadError as error:
-            raise ModelLoadError(str(error), param="model") from None
+            said = f"{PARAM}: {error}" if self._setting == PARAM else str(error)
+            raise ModelLoadError(said, param=self._setting) from None
 
     def _find(self) -> Path:
         if self.name == DEMO_MODEL:
@@ -65,7 +67,9 @@ class ModelLocation:
         from novainfer.kernels.hub import resolve_model
 
         try:
-            return resolve_model(self.name, self._setting)
+            return resolve_model(
+                self.name, "the model of speculative_config" if self._setting == PARAM else self._setting
+            )
         except LoadError as error:
             raise ModelLoadError(str(error), param=self._setting) from error
 

@@ -22,8 +22,10 @@ class ModelSpec(msgspec.Struct, frozen=True, tag="model"):
     settings: ModelSettings
 
     def prepare(self) -> None:
-        """Find the model's folder, once for all processes: a hub may be asked for it, which takes its time."""
+        """Find the models' folders, once for all processes: a hub may be asked for them, which takes its time."""
         self.settings.location.path()
+        if self.settings.draft is not None:
+            self.settings.draft.path()
 
     def make(self, on_progress: Progress | None = None, weights_fd: int | None = None) -> Device:
         """A new device; `weights_fd` is a memfd in which processes share their packed weights."""

@@ -18,7 +18,7 @@ from novainfer.config import EngineConfig
 from novainfer.fsm.errors import InvalidParameter, ModelLoadError
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.speculation import Speculation
-from novainfer.fsm.speculative import SpeculativeConfig
+from novainfer.fsm.speculative import PARAM, SpeculativeConfig
 from novainfer.fsm.worker import RestartPolicy
 
 
@@ -67,10 +67,11 @@ def check_before_start(config: EngineConfig, *, has_model: bool, has_tokenizer: 
     """
     if has_model:
         ModelLocation(config.model).check()
+        if (draft := _draft(config)) is not None:
+            draft.check()
     if has_tokenizer and config.tokenizer is not None:
         ModelLocation(config.tokenizer, "tokenizer").check()
     _recorder(config).check_folder()
-    _speculation(config)
 
 
 def _load_tokenizer(location: ModelLocation, is_asked_for: bool) -> Tokenizer:
@@ -93,7 +94,8 @@ def _link(config: EngineConfig, device: Device | DeviceSpec, on_progress: Progre
 
 
 def model_spec(config: EngineConfig) -> ModelSpec:
-    """What makes the device that runs the configured model."""
+    """What makes the device that runs the configured model, and the one that drafts for it."""
+    speculative = _speculative(config)
     settings = ModelSettings(
         location=ModelLocation(config.model),
         device=config.device,
@@ -110,15 +112,32 @@ def model_spec(config: EngineConfig) -> ModelSpec:
         batch_invariant=config.batch_invariant,
         swap_space_gib=config.swap_space_gib,
         generation_config=config.generation_config,
-        measures_step_costs=config.speculative_config is not None,
+        measures_step_costs=speculative is not None,
         quantization=config.quantization,
+        draft=_draft(config),
+        num_speculative_tokens=speculative.num_speculative_tokens if speculative is not None else 0,
     )
     return ModelSpec(settings)
 
 
 def _speculation(config: EngineConfig) -> Speculation | None:
+    wanted = _speculative(config)
+    return Speculation.of(wanted) if wanted is not None else None
+
+
+def _speculative(config: EngineConfig) -> SpeculativeConfig | None:
+    """As `EngineConfig` has read it, if it was given as text."""
     wanted = config.speculative_config
-    return Speculation.of(wanted) if isinstance(wanted, SpeculativeConfig) else None
+    return wanted if isinstance(wanted, SpeculativeConfig) else None
+
+
+def _draft(config: EngineConfig) -> ModelLocation | None:
+    """Where the model lies that proposes drafts, if one is to."""
+    wanted = _speculative(config)
+    if wanted is None or wanted.method != "draft_model":
+        return None
+    assert wanted.model is not None, "set where it is made"
+    return ModelLocation(wanted.model, PARAM)
 
 
 def _recorder(config: EngineConfig) -> Recorder:

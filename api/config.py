@@ -152,7 +152,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         says(
             BATCHING,
             "Steps verify guesses of the next tokens where that is faster: a JSON object as vLLM spells it, such as "
-            '{"method": "ngram", "num_speculative_tokens": 5}; answers are the same.',
+            '{"method": "ngram", "num_speculative_tokens": 5}, or {"method": "draft_model", "model": "FOLDER", '
+            '"num_speculative_tokens": 3} for a smaller model with the same tokenizer; answers are the same.',
         ),
     ] = None
     recorder: Annotated[bool, says(RECORDER, "Keep the last minutes, to be written when something goes wrong.")] = True

@@ -60,6 +60,7 @@ class Flight(msgspec.Struct, gc=False):
     mode: Mode = Mode()  # what the device has to compute in
     num_prompt_tokens: int = 0  # of all that the step computes
     drafts: dict[int, int] = {}  # guessed tokens that the step verifies, by the ids of their requests
+    num_passes: int = 0  # of the device's draft model, for the next step's
     canary: list[int] = []  # the blocks that a canary is computed in: such a step computes nothing of any request
 
 

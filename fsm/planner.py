@@ -139,6 +139,7 @@ class Planner:
             if self.speculation is not None and only is None:
                 builder.add_drafts(self.speculation)
                 builder.plan.num_drafts_wanted = self.speculation.wanted(builder.flight.samples)
+                builder.flight.num_passes = max(builder.plan.num_drafts_wanted, default=0)
             builder.close()
             if builder.flight.rows or builder.flight.fetched:
                 return builder.plan, builder.flight

@@ -470,7 +470,8 @@ class Scheduler(Machine):
         if self._speculation is not None:
             if flight.samples and not flight.num_prompt_tokens:
                 num_tokens = sum(count for _, count, _ in flight.rows)
-                self._speculation.took(outcome.took_s, num_tokens, len(flight.rows), len(outcome.token_ids))
+                num_sampled, num_passes = len(outcome.token_ids), flight.num_passes
+                self._speculation.took(outcome.took_s, num_tokens, len(flight.rows), num_sampled, num_passes)
             if flight.drafts:
                 self._note_drafts(flight, outcome)
             self._speculation.proposed(flight.samples, outcome.draft_token_ids)

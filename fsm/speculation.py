@@ -15,10 +15,9 @@ from typing import Protocol
 
 import msgspec
 
-from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.lookup import PromptLookup
 from novainfer.fsm.request import Request
-from novainfer.fsm.speculative import PARAM, SpeculativeConfig
+from novainfer.fsm.speculative import SpeculativeConfig
 
 FORGET = 0.97  # of what is known of drafts, what counts still after one more
 TRIALS_BEFORE = 2.0  # what is known of all requests counts as so many drafts of one that is new
@@ -74,6 +73,11 @@ class Cost:
         self._tokens = [tokens for tokens, _ in measured]
         self._ms = [ms for _, ms in measured]
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether it is of milliseconds at all."""
+        return bool(self._tokens)
+
     def of(self, num_tokens: int) -> float:
         """What a step of so many tokens takes."""
         tokens, ms = self._tokens, self._ms
@@ -102,19 +106,27 @@ class Cost:
 
 
 class Yield(msgspec.Struct):
-    """Milliseconds a token of steps with about as many requests, plain ones and those with drafts; 0: none was seen."""
+    """Milliseconds a token of steps with about as many requests, plain ones and those with drafts; 0: none was seen.
+
+    Steps are counted as they are planned, and nothing else is changed by asking: a draft model is asked in one step for
+    the drafts of the next.
+    """
 
     plain: float = 0.0
     drafted: float = 0.0
     num_steps: int = 0
+    pass_ms: float = 0.0  # what one pass of the device's draft model takes
 
-    def may_draft(self) -> bool:
-        """Whether the next step should have drafts: as what was faster lately, but now and then as the other."""
-        self.num_steps += 1
-        is_look = self.num_steps % LOOK_EVERY == 0
+    def may_draft(self, ahead: int, num_looks: int) -> bool:
+        """Whether the step so many `ahead` of the last should have drafts: as what was faster, or as `num_looks` do."""
+        is_look = (self.num_steps + ahead + num_looks - 1) % LOOK_EVERY < num_looks
         if not self.plain:
             return is_look
         return is_look if self.drafted >= self.plain else not is_look
+
+    def took_passes(self, ms: float) -> None:
+        """A pass of the draft model took so long."""
+        self.pass_ms += (ms - self.pass_ms) * (WEIGHT if self.pass_ms else 1.0)
 
     def took(self, ms_per_token: float, *, has_drafts: bool) -> None:
         """A step took so long."""
@@ -140,11 +152,13 @@ class Speculation:
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> Speculation:
-        """What `config` asks for; raises `InvalidParameter` for a method that is not offered."""
-        if config.method != "ngram" or config.prompt_lookup_min is None or config.prompt_lookup_max is None:
-            raise InvalidParameter(f'{PARAM}: method "{config.method}" is not offered yet, only "ngram"', param=PARAM)
-        lookup = Lookup(config.prompt_lookup_min, config.prompt_lookup_max)
-        return cls(lookup, config.num_speculative_tokens)
+        """What `config` asks for."""
+        proposer: Proposer = DraftModel()
+        if config.method == "ngram":
+            proposer = Lookup(
+                config.prompt_lookup_min or 1, config.prompt_lookup_max or 1
+            )  # both were set as it was read
+        return cls(proposer, config.num_speculative_tokens)
 
     def measured(self, costs: Sequence[tuple[int, float]]) -> None:
         """A worker is warm, and has measured what its steps cost; nothing when it has not."""
@@ -162,8 +176,10 @@ class Speculation:
         """
         found: list[list[int]] = [[] for _ in rows]
         known = self._yields.get(len(rows).bit_length())
-        if known is not None and not known.may_draft():
-            return found
+        if known is not None:
+            known.num_steps += 1
+            if not known.may_draft(0, self._num_looks):
+                return found
         cost, tokens = self._cost.of(num_tokens), float(len(rows))
         more = self._cost.of(num_tokens + 1)
         if most <= 0 or cost <= (more - cost) * tokens:  # not even one that is right for sure would pay
@@ -199,22 +215,43 @@ class Speculation:
         return isinstance(self.proposer, DraftModel)
 
     def wanted(self, rows: Sequence[Request]) -> list[int]:
-        """How many drafts the device's model should propose for each of `rows` behind this step; empty: none."""
+        """How many drafts the device's model should propose for each of `rows` behind this step; empty: none.
+
+        None where the next step is to be a plain one. Each further draft is one more pass of the draft model for all
+        rows that want it: it must bring more tokens a second than that pass and verifying take.
+        """
         if not self.is_on_device or not rows:
             return []
-        cost, num_rows = self._cost.of(len(rows)), len(rows)
-        price = (self._cost.of(num_rows + 1) - cost) * num_rows
-        found = []
-        for request in rows:
-            chance = each = self._chance(request)
-            count, most = 0, min(self.num_tokens_max, request.max_len - len(request.token_ids) - 2)
-            while count < most and chance * cost > price:
-                count += 1
-                chance *= each
-            if not count and most > 0 and len(request.token_ids) + 1 - request.drafted_at >= PROBE_EVERY:
-                count = 1
-            found.append(count)
+        known = self._yields.get(len(rows).bit_length())
+        if known is not None and not known.may_draft(1, self._num_looks):
+            return []
+        cost, tokens = self._cost.of(len(rows)), float(len(rows))
+        price = self._cost.of(len(rows) + 1) - cost
+        rooms = [min(self.num_tokens_max, r.max_len - len(r.token_ids) - 2) for r in rows]
+        chances = [self._chance(request) for request in rows]
+        pays = [at for at, chance in enumerate(chances) if chance * cost > price * len(rows)]
+        found = [0] * len(rows)
+        for count in range(1, self.num_tokens_max + 1):
+            pays = [at for at in pays if rooms[at] >= count and chances[at] ** count * cost > price * len(rows)]
+            gain = sum(chances[at] ** count for at in pays)
+            more = (known.pass_ms if known is not None else 0.0) + price * len(pays)
+            if gain * cost <= more * tokens:
+                break
+            for at in pays:
+                found[at] = count
+            cost, tokens = cost + more, tokens + gain
+        for at, request in enumerate(rows):
+            if not found[at] and rooms[at] > 0 and len(request.token_ids) + 1 - request.drafted_at >= PROBE_EVERY:
+                found[at] = 1
         return found if any(found) else []
+
+    @property
+    def _num_looks(self) -> int:
+        """Steps that are tried the other way, one behind the other: of two, one both proposes and verifies, or neither.
+
+        What a draft model takes for a step is part of the step before, so single ones would be measured without it.
+        """
+        return 2 if self.is_on_device else 1
 
     def proposed(self, rows: Sequence[Request], drafts: Sequence[list[int]]) -> None:
         """What the device's model has proposed behind a step of `rows`; `drafts` is empty when it was nothing."""
@@ -236,13 +273,22 @@ class Speculation:
         self._trials = self._trials * keep + num_trials
         self._hits = self._hits * keep + num_accepted
 
-    def took(self, took_s: float, num_tokens: int, num_rows: int, num_sampled: int) -> None:
-        """A step without a prompt has ended well; it held and gave so many tokens. 0 s: its time is not known."""
+    def took(self, took_s: float, num_tokens: int, num_rows: int, num_sampled: int, num_passes: int = 0) -> None:
+        """A step without a prompt has ended well; it held and gave so many tokens. 0 s: its time is not known.
+
+        `num_passes` of the draft model are in its time, and say nothing of what the target's tokens cost.
+        """
         if not took_s:
             return
-        self._cost.took(num_tokens, 1e3 * took_s)
+        ms, has_drafts = 1e3 * took_s, num_tokens > num_rows
         found = self._yields.setdefault(num_rows.bit_length(), Yield())
-        found.took(1e3 * took_s / num_sampled, has_drafts=num_tokens > num_rows)
+        if not num_passes:
+            self._cost.took(num_tokens, ms)
+        if self.is_on_device and has_drafts != (num_passes > 0):
+            return  # the first or the last of its kind: it has half of what drafts cost
+        if num_passes and self._cost.is_measured:
+            found.took_passes(max(ms - self._cost.of(num_tokens), 0.0) / num_passes)
+        found.took(ms / num_sampled, has_drafts=has_drafts)
 
     def _chance(self, request: Request) -> float:
         """How likely the next draft of `request` is right, as far as those before it tell, or those of all."""

@@ -24,7 +24,7 @@ def is_hub_id(name: str | Path) -> bool:
 def resolve_model(name: str | Path, what: str = "model") -> Path:
     """The folder of a model; an id such as "Qwen/Qwen2.5-0.5B-Instruct" is fetched (or found in the hub's cache).
 
-    `what` is what errors call it: "model" or "tokenizer".
+    `what` is what errors call it: "tokenizer", or some words for a model.
 
     Raises `LoadError` with one sentence when there is no such folder and the hub does not give one.
     """
@@ -32,7 +32,7 @@ def resolve_model(name: str | Path, what: str = "model") -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        file = "config.json" if what == "model" else "tokenizer.json"
+        file = "tokenizer.json" if what == "tokenizer" else "config.json"
         raise LoadError(f"{what} {name} is a file; the folder that holds {file} is needed")
     if not is_hub_id(name):
         raise LoadError(f"{what} {name} is neither a folder here nor a hub id of the form organisation/name")

@@ -164,6 +164,7 @@ def offline(
 @_repeat(3)
 @click.option("--batches", default="1,4,16", show_default=True, help="Numbers of requests at once.")
 @click.option("--num-speculative-tokens", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--draft-model", metavar="FOLDER", help="Drafts of this model, or hub id, instead of prompt lookup.")
 @click.option("--max-tokens", type=click.IntRange(2), default=96, show_default=True, help="Tokens of each answer.")
 @click.option("--option", "options", multiple=True, metavar="FIELD=VALUE", help="A field of EngineConfig.")
 @_json
@@ -173,16 +174,21 @@ def speculative(
     repeat: int,
     batches: str,
     num_speculative_tokens: int,
+    draft_model: str | None,
     max_tokens: int,
     options: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Prompt lookup beside plain decoding: text that repeats, guesses that are wrong, and nothing to guess."""
+    """Guesses beside plain decoding: text that repeats, guesses that are wrong, and nothing to guess."""
     from novainfer.server.bench import offline
     from novainfer.server.bench import speculative as run
 
     folder, fields = str(model or machine.find_checkpoint(like)), _fields(options)
-    config = {"method": "ngram", "num_speculative_tokens": num_speculative_tokens, "prompt_lookup_min": 2}
+    config: dict[str, Any] = {"num_speculative_tokens": num_speculative_tokens}
+    if draft_model is None:
+        config |= {"method": "ngram", "prompt_lookup_min": 2}
+    else:
+        config |= {"method": "draft_model", "model": draft_model}
     commands = offline.ours(folder, fields), offline.ours(folder, {"speculative_config": config, **fields})
     measure = lambda: run.run(  # noqa: E731
         *commands, batches=_numbers(batches), repeat=repeat, max_tokens=max_tokens, progress=_progress

@@ -63,6 +63,7 @@ def run(
         "prompt_len": PROMPT_LEN,
         "max_tokens": max_tokens,
         "system": facts,
+        "speculating": list(speculating),
         "runs": found,
     }
     rows = [

@@ -1,10 +1,15 @@
 """Answers with speculation are those without: tokens, log probabilities, text and how they end."""
 
 import asyncio
+import os
+import shutil
+import signal
 
 import pytest
+import torch
 
-from novainfer import Engine, EngineConfig, InvalidParameter, SamplingParams
+from novainfer import Engine, EngineConfig, InvalidParameter, ModelLoadError, SamplingParams
+from novainfer.kernels.demo import model_path
 
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 PROMPT = "one two three one two three one two three one two"
@@ -66,4 +71,123 @@ async def test_json_text_is_as_good_as_an_object():
 def test_a_config_that_is_wrong_is_told_with_its_field(wrong, says):
     with pytest.raises(InvalidParameter, match=says) as told:
         EngineConfig(speculative_config=wrong)
+    assert told.value.param == "speculative_config"
+
+
+# ---- a draft model -------------------------------------------------------------------------------------------------
+
+
+def random_model(folder, vocab_size):
+    """A model whose drafts are all but always wrong, with the demo model's tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=1279,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_path() / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory):
+    return str(random_model(tmp_path_factory.mktemp("wrong"), 1280))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return asyncio.run(answers())
+
+
+def drafting(model):
+    return {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("whose", ["its own", "another's"])
+async def test_answers_are_the_same_with_a_draft_model(plain, wrong, whose, worker):
+    """The demo model drafts for itself, or a random one for it."""
+    config = drafting("demo" if whose == "its own" else wrong)
+    guessed, after = await answers(speculative_config=config, worker=worker)
+    assert guessed == plain[0]
+    said = after.speculation
+    assert said.num_draft_tokens_total > 0
+    if whose == "its own":
+        assert said.num_accepted_tokens_total > 0
+    else:
+        assert said.num_accepted_tokens_total < 0.2 * said.num_draft_tokens_total
+    assert after.generation_tokens_total == plain[1].generation_tokens_total
+
+
+async def test_all_drafts_of_a_greedy_model_for_itself_are_right():
+    async with Engine(EngineConfig(max_num_seqs=4, seed=0, speculative_config=drafting("demo"))) as engine:
+        for _ in range(3):
+            async for _ in engine.generate(PROMPT, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)):
+                pass
+        said = engine.statistics().speculation
+    assert said.num_accepted_tokens_total == said.num_draft_tokens_total > 0
+
+
+@pytest.mark.parametrize("warm_spare", [False, True])
+async def test_a_worker_that_dies_comes_back_with_its_draft_model(plain, warm_spare):
+    fields = {"speculative_config": drafting("demo"), "worker": "process", "warm_spare": warm_spare}
+    async with Engine(EngineConfig(max_num_seqs=16, seed=0, **fields)) as engine:
+        params, found, first = ASKED[0], [], engine._system._link.pid
+        async for delta in engine.generate(PROMPT, params):
+            if not found:
+                os.kill(first, signal.SIGKILL)
+            found += delta.token_ids
+        assert engine._system._link.pid not in (0, first)
+        before = engine.statistics().speculation.num_accepted_tokens_total
+        async for _ in engine.generate(PROMPT + " three", params):
+            pass
+        after = engine.statistics().speculation.num_accepted_tokens_total
+    assert found == plain[0][0][0]["tokens"]
+    assert after > before
+
+
+async def test_an_error_of_the_draft_model_ends_no_request(plain, monkeypatch):
+    config = EngineConfig(max_num_seqs=16, seed=0, speculative_config=drafting("demo"))
+    async with Engine(config) as engine:
+
+        def fail(*_):
+            raise RuntimeError("the draft model is out of order")
+
+        monkeypatch.setattr("novainfer.kernels.proposer.Proposer.propose", fail)
+        found = [delta async for delta in engine.generate(PROMPT, ASKED[0])]
+        incidents = [incident for incident in engine.errors() if incident.kind == "draft_model"]
+    assert [token for delta in found for token in delta.token_ids] == plain[0][0][0]["tokens"]
+    assert found[-1].finish_reason == "length"
+    assert incidents
+    assert "the draft model is out of order" in incidents[0].message
+
+
+async def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path):
+    folder = random_model(tmp_path, 1300)
+    engine = Engine(EngineConfig(speculative_config=drafting(str(folder))))
+    with pytest.raises(ModelLoadError, match=r"a vocabulary of 1300 tokens.* one of 1280.*the same tokenizer"):
+        await engine.start()
+
+
+@pytest.mark.parametrize("what", ["nowhere", "a file", "no weights"])
+async def test_a_draft_model_that_is_not_there_is_told_before_anything_starts(tmp_path, what):
+    name, says = str(tmp_path), "speculative_config: .*model.safetensors"
+    if what == "nowhere":
+        name, says = "just-a-word", "speculative_config just-a-word is neither a folder here nor a hub id"
+    elif what == "a file":
+        name, says = str(model_path() / "config.json"), r"speculative_config .* is a file; .* config\.json is needed"
+    else:
+        shutil.copy(model_path() / "config.json", tmp_path / "config.json")
+    with pytest.raises(ModelLoadError, match=says) as told:
+        await Engine(EngineConfig(speculative_config=drafting(name))).start()
     assert told.value.param == "speculative_config"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from novainfer.fsm.events import Submit
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import Request
 from novainfer.fsm.simulation.oracle import VOCABULARY
-from novainfer.fsm.speculation import PROBE_EVERY, DraftModel, Speculation
+from novainfer.fsm.speculation import LOOK_EVERY, PROBE_EVERY, DraftModel, Speculation
 
 COSTS = ((1, 1.0), (2, 1.3), (3, 1.9), (64, 90.0))  # a second token is cheap, a third costs half a step
 
@@ -52,3 +54,58 @@ def test_the_device_is_told_all_tokens_where_its_model_proposes() -> None:
     assert one.sampling_spec().token_ids is None
     one.tells_tokens = True
     assert one.sampling_spec().token_ids == [5] * 4
+
+
+PLAIN_MS, TOKEN_MS = 10.0, 1.0  # of a target's step, and of each draft in it
+FLAT = ((1, PLAIN_MS), (64, PLAIN_MS + 63 * TOKEN_MS))
+
+
+def decode(
+    num_steps: int, pass_ms: float, right: int, costs: tuple[tuple[int, float], ...] = FLAT
+) -> list[tuple[int, int]]:
+    """What each step verifies and what it asks for, where passes take so long and so many drafts of a row are right."""
+    speculation, one = Speculation(DraftModel(), 3, costs), request(max_len=10_000)
+    found = []
+    for _ in range(num_steps):
+        (drafts,) = speculation.drafts([one], 1, 60)
+        (wanted,) = speculation.wanted([one]) or [0]
+        kept = min(right, len(drafts))
+        ms = PLAIN_MS + TOKEN_MS * len(drafts) + pass_ms * wanted
+        speculation.took(ms / 1e3, 1 + len(drafts), 1, 1 + kept, wanted)
+        one.token_ids += [6] * (1 + kept)
+        if drafts:
+            speculation.verified(one, len(drafts), kept)
+        speculation.proposed([one], [[7] * wanted])
+        found.append((len(drafts), wanted))
+    return found
+
+
+def test_a_draft_model_that_pays_is_asked_in_nearly_all_steps() -> None:
+    found = decode(10 * LOOK_EVERY, pass_ms=1.0, right=3)
+    assert sum(wanted == 3 for _, wanted in found[LOOK_EVERY:]) >= 8 * LOOK_EVERY
+
+
+def test_a_draft_model_as_slow_as_the_target_is_asked_now_and_then_only() -> None:
+    """Its passes are counted, though it is always right; in plain steps nothing is computed for drafts."""
+    for right, costs in ((3, FLAT), (0, FLAT), (3, ()), (0, ())):  # (): no costs were measured, the yield alone decides
+        found = decode(10 * LOOK_EVERY, pass_ms=PLAIN_MS * 1.5, right=right, costs=costs)
+        assert 1 <= sum(wanted > 0 for _, wanted in found[8:]) <= 10 * 3
+
+
+def test_what_is_asked_for_is_verified() -> None:
+    """The step that asks and the next one decide alike, but for the few where what was faster has changed between."""
+    for pass_ms, right in ((1.0, 3), (1.0, 0), (15.0, 3)):
+        found = decode(10 * LOOK_EVERY, pass_ms, right)
+        lost = sum(wanted > 0 and not drafts for (_, wanted), (drafts, _) in pairwise(found))
+        assert lost <= 8
+
+
+def test_asking_changes_nothing() -> None:
+    speculation, one = Speculation(DraftModel(), 3, FLAT), request()
+    speculation.took(0.01, 1, 1, 1)
+    found = []
+    for _ in range(2 * LOOK_EVERY):
+        speculation.drafts([one], 1, 60)
+        found.append([speculation.wanted([one]) for _ in range(3)])
+    assert all(a == b == c for a, b, c in found)
+    assert {bool(each[0]) for each in found} == {True, False}

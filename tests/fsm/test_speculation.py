@@ -1,6 +1,5 @@
 import pytest
 
-from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.events import Submit
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import Request
@@ -122,6 +121,6 @@ def test_lookup_goes_on_as_the_text_did():
     assert Lookup(2, 4).propose(one, 3) == [7, 8, 9]
 
 
-def test_a_method_that_is_not_offered_is_named():
-    with pytest.raises(InvalidParameter, match="draft_model"):
-        Speculation.of(SpeculativeConfig(method="draft_model", model="tiny", num_speculative_tokens=2))
+def test_the_proposer_is_that_of_the_method():
+    assert isinstance(Speculation.of(SpeculativeConfig(num_speculative_tokens=2)).proposer, Lookup)
+    assert Speculation.of(SpeculativeConfig(method="draft_model", model="tiny", num_speculative_tokens=2)).is_on_device
