@@ -85,9 +85,9 @@ class FaultyDevice:
         """As the device does."""
         return self.device.fit(num_blocks)
 
-    def warm(self) -> None:
+    def warm(self) -> dict[str, Any] | None:
         """As the device does."""
-        self.device.warm()
+        return self.device.warm()
 
     def switch(self, mode: Mode) -> None:
         """As the device does."""

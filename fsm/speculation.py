@@ -72,6 +72,8 @@ class Cost:
         """`measured` are (tokens, milliseconds), by tokens; nothing of it: a step costs the same whatever it holds."""
         self._tokens = [tokens for tokens, _ in measured]
         self._ms = [ms for _, ms in measured]
+        for place in reversed(range(len(measured) - 1)):  # fewer tokens never take more time: that was the machine
+            self._ms[place] = min(self._ms[place], self._ms[place + 1])
 
     @property
     def is_measured(self) -> bool:
@@ -126,14 +128,19 @@ class Yield(msgspec.Struct):
 
     def took_passes(self, ms: float) -> None:
         """A pass of the draft model took so long."""
-        self.pass_ms += (ms - self.pass_ms) * (WEIGHT if self.pass_ms else 1.0)
+        self.pass_ms = _latest(self.pass_ms, ms)
 
     def took(self, ms_per_token: float, *, has_drafts: bool) -> None:
         """A step took so long."""
         if has_drafts:
-            self.drafted += (ms_per_token - self.drafted) * (WEIGHT if self.drafted else 1.0)
+            self.drafted = _latest(self.drafted, ms_per_token)
         else:
-            self.plain += (ms_per_token - self.plain) * (WEIGHT if self.plain else 1.0)
+            self.plain = _latest(self.plain, ms_per_token)
+
+
+def _latest(before: float, found: float) -> float:
+    """An average in which the latest counts most; but one that took much longer (the machine was busy) as twice it."""
+    return before + (min(found, 2 * before) - before) * WEIGHT if before else found
 
 
 class Speculation:

@@ -189,9 +189,15 @@ def speculative(
         config |= {"method": "ngram", "prompt_lookup_min": 2}
     else:
         config |= {"method": "draft_model", "model": draft_model}
+    workloads = run.WORKLOADS if draft_model is None else run.WITH_A_DRAFT_MODEL
     commands = offline.ours(folder, fields), offline.ours(folder, {"speculative_config": config, **fields})
     measure = lambda: run.run(  # noqa: E731
-        *commands, batches=_numbers(batches), repeat=repeat, max_tokens=max_tokens, progress=_progress
+        *commands,
+        batches=_numbers(batches),
+        repeat=repeat,
+        max_tokens=max_tokens,
+        workloads=workloads,
+        progress=_progress,
     )
     emit(*_told(measure), as_json)
 

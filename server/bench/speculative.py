@@ -26,6 +26,11 @@ WORKLOADS: Mapping[str, dict[str, Any]] = {
     "guesses that are wrong": {"temperature": 1.0, "seed": 0, "allowed_token_ids": FEW},
     "nothing to guess": {"temperature": 1.0, "seed": 0},
 }
+WITH_A_DRAFT_MODEL: Mapping[str, dict[str, Any]] = {  # it knows nothing of what a request allows
+    "greedy": {"temperature": 0.0},
+    "temperature 1": {"temperature": 1.0, "seed": 0},
+    "guesses that are wrong": WORKLOADS["guesses that are wrong"],
+}
 PROMPT_LEN, MAX_TOKENS = 64, 96
 
 
@@ -36,6 +41,7 @@ def run(
     batches: Sequence[int],
     repeat: int = 3,
     max_tokens: int = MAX_TOKENS,
+    workloads: Mapping[str, dict[str, Any]] = WORKLOADS,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], str]:
     """The report and its table; the two commands start the same system without and with speculation."""
@@ -44,7 +50,7 @@ def run(
         facts = second.ready.facts
         for child in (first, second):
             child.run(_task(facts, 1, -1, {"temperature": 0.0}, max_tokens))  # code paths are warm
-        for name, sampling in WORKLOADS.items():
+        for name, sampling in workloads.items():
             for batch in batches:
                 runs: list[tuple[Result, Result]] = []
                 for repetition in range(repeat):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from novainfer import Engine, EngineConfig, InvalidParameter, ModelLoadError, SamplingParams
+from novainfer.fsm.speculation import Speculation, Yield
 from novainfer.kernels.demo import model_path
 
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -25,6 +26,13 @@ ASKED = [
     SamplingParams(max_tokens=60, temperature=0.0, stop=["e t", "wo th"]),  # vLLM #47616: completed within a run
     SamplingParams(max_tokens=60, temperature=0.9, seed=14, n=3),
 ]
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Whatever steps take on this machine: drafts are thought to cost nothing, and are in all steps."""
+    monkeypatch.setattr(Speculation, "measured", lambda self, costs: None)
+    monkeypatch.setattr(Yield, "may_draft", lambda self, ahead, num_looks: True)
 
 
 async def answers(**fields):
@@ -44,6 +52,14 @@ async def answers(**fields):
         return found, engine.statistics()
 
 
+@pytest.mark.parametrize("worker", ["thread", "process"])
+async def test_what_steps_cost_reaches_the_one_who_decides(worker):
+    config = {"method": "ngram", "num_speculative_tokens": 2}
+    async with Engine(EngineConfig(max_model_len=64, speculative_config=config, worker=worker)) as engine:
+        assert engine._system._speculation._cost.is_measured
+
+
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("worker", ["thread", "process"])
 async def test_answers_are_the_same(worker):
     plain, before = await answers()
@@ -113,6 +129,12 @@ def drafting(model):
     return {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
 
 
+async def test_answers_are_the_same_whatever_pays(plain):
+    """Steps with drafts and without take turns, as they were measured here."""
+    assert (await answers(speculative_config=drafting("demo")))[0] == plain[0]
+
+
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("worker", ["thread", "process"])
 @pytest.mark.parametrize("whose", ["its own", "another's"])
 async def test_answers_are_the_same_with_a_draft_model(plain, wrong, whose, worker):
@@ -129,6 +151,7 @@ async def test_answers_are_the_same_with_a_draft_model(plain, wrong, whose, work
     assert after.generation_tokens_total == plain[1].generation_tokens_total
 
 
+@pytest.mark.usefixtures("eager")
 async def test_all_drafts_of_a_greedy_model_for_itself_are_right():
     async with Engine(EngineConfig(max_num_seqs=4, seed=0, speculative_config=drafting("demo"))) as engine:
         for _ in range(3):
@@ -138,6 +161,7 @@ async def test_all_drafts_of_a_greedy_model_for_itself_are_right():
     assert said.num_accepted_tokens_total == said.num_draft_tokens_total > 0
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("warm_spare", [False, True])
 async def test_a_worker_that_dies_comes_back_with_its_draft_model(plain, warm_spare):
     fields = {"speculative_config": drafting("demo"), "worker": "process", "warm_spare": warm_spare}
@@ -156,6 +180,7 @@ async def test_a_worker_that_dies_comes_back_with_its_draft_model(plain, warm_sp
     assert after > before
 
 
+@pytest.mark.usefixtures("eager")
 async def test_an_error_of_the_draft_model_ends_no_request(plain, monkeypatch):
     config = EngineConfig(max_num_seqs=16, seed=0, speculative_config=drafting("demo"))
     async with Engine(config) as engine:

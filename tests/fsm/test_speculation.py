@@ -4,7 +4,7 @@ from novainfer.fsm.events import Submit
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import Request
 from novainfer.fsm.simulation.oracle import VOCABULARY
-from novainfer.fsm.speculation import LOOK_EVERY, PROBE_EVERY, Cost, Lookup, Speculation
+from novainfer.fsm.speculation import LOOK_EVERY, PROBE_EVERY, Cost, Lookup, Speculation, Yield
 from novainfer.fsm.speculative import SpeculativeConfig
 
 FLAT = [(1, 10.0), (64, 11.0)]  # a draft costs next to nothing
@@ -124,3 +124,14 @@ def test_lookup_goes_on_as_the_text_did():
 def test_the_proposer_is_that_of_the_method():
     assert isinstance(Speculation.of(SpeculativeConfig(num_speculative_tokens=2)).proposer, Lookup)
     assert Speculation.of(SpeculativeConfig(method="draft_model", model="tiny", num_speculative_tokens=2)).is_on_device
+
+
+def test_measurements_of_a_busy_machine_never_say_that_more_tokens_cost_less():
+    cost = Cost([(1, 30.0), (2, 10.0), (4, 12.0)])
+    assert [cost.of(n) for n in (1, 2, 4)] == [10.0, 10.0, 12.0]
+
+
+def test_one_slow_step_does_not_turn_a_decision():
+    found = Yield(plain=1.0, drafted=2.0)
+    found.took(200.0, has_drafts=False)
+    assert found.plain == 1.25
