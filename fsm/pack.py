@@ -94,7 +94,7 @@ class _Writer:
     def __init__(self, kinds: Kinds, known: Mapping[str, Any], *, has_big: bool = False) -> None:
         self._kinds = kinds
         self._known = {id(thing): name for name, thing in known.items()}
-        self._seen: dict[int | Mode, int] = {}
+        self._seen: dict[int | Mode | tuple[Mode, ...], int] = {}
         self._has_big = has_big
 
     def plain(self, thing: Any) -> Any:
@@ -107,7 +107,8 @@ class _Writer:
             return [_KNOWN, name]
         if isinstance(thing, Enum):
             return [_ENUM, self._kinds.place(kind, ()), thing.name]
-        key = thing if kind is Mode else id(thing)  # a mode is a value: whether two are one object says nothing
+        # A mode is a value, and so is a list of them: whether two are one object says nothing.
+        key = thing if kind is Mode or (kind is tuple and set(map(type, thing)) == {Mode}) else id(thing)
         at = self._seen.get(key)
         if at is not None:
             return [_SEEN, at]

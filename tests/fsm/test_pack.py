@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from novainfer.fsm.events import Arrive, Cancel, Cause, Chat, Output
+from novainfer.fsm.mode import Mode
 from novainfer.fsm.outputs import TokenLogprob
 from novainfer.fsm.pack import Kinds, PackError, pack, unpack
 from novainfer.fsm.params import SamplingParams
@@ -60,6 +61,13 @@ def test_one_object_in_two_places_is_one_object_again() -> None:
     found = there_and_back({"a": shared, "b": (shared, shared)})
     found["a"].append(3)
     assert found["b"][0] is found["b"][1] is found["a"]
+
+
+def test_equal_lists_of_modes_give_equal_bytes_whether_they_are_one_object_or_two() -> None:
+    one, other = (Mode(), Mode("plain")), (Mode(), Mode("plain"))
+    assert one is not other
+    assert pack([one, one], Kinds()) == pack([one, other], Kinds())
+    assert unpack(pack([one, other], kinds := Kinds()), kinds.names) == [one, other]
 
 
 def test_equal_sets_give_equal_bytes_whatever_their_order() -> None:

@@ -174,7 +174,8 @@ async def test_curl_streams(serve: Serve, flags: tuple[str, ...]) -> None:
     out, err = await curl(*flags, "-w", "%{http_version}", f"{server.url}/health")
     # --http2 asks for an upgrade, which is ignored: a proxy that passes it on would open a way past its own rules
     version = "2" if flags == ("--http2-prior-knowledge",) else "1.1"
-    assert out == '{"status":"ok","model":"fake","state":"IDLE"}' + version, err
+    mode = '{"kernels":"fast","precision":"checkpoint"}'
+    assert out == f'{{"status":"ok","model":"fake","state":"IDLE","rung":"FULL","mode":{mode}}}' + version, err
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
