@@ -24,6 +24,7 @@ TRIALS_BEFORE = 2.0  # what is known of all requests counts as so many drafts of
 LOOK_EVERY = 32  # steps of about as many requests, one of which is tried the other way: with drafts, or without
 WEIGHT = 0.25  # of the latest step in what steps of its kind bring
 CORRECT = 0.1  # of the difference between what a step took and what it was thought to, by which that is corrected
+OTHERS = 0.75  # of that for steps of other sizes
 PROBE_EVERY = 32  # tokens after which one draft is verified though it seems not to pay: the text may repeat by now
 
 
@@ -96,9 +97,10 @@ class Cost:
         if not self._tokens or num_tokens > self._tokens[-1] or ms <= 0:
             return
         at = self._place(num_tokens)
-        share = CORRECT * (ms / self.of(num_tokens) - 1)
-        for place in {at, at if self._tokens[at] == num_tokens else max(at - 1, 0)}:
-            self._ms[place] *= 1 + min(share, 1.0)
+        share = min(CORRECT * (ms / self.of(num_tokens) - 1), 1.0)
+        near = {at, at if self._tokens[at] == num_tokens else max(at - 1, 0)}
+        for place in range(len(self._ms)):  # others nearly as much: the machine may be slower or faster than it was
+            self._ms[place] *= 1 + (share if place in near else OTHERS * share)
         for place in range(1, len(self._ms)):  # more tokens never take less time
             self._ms[place] = max(self._ms[place], self._ms[place - 1])
 
@@ -185,11 +187,9 @@ class Speculation:
         known = self._yields.get(len(rows).bit_length())
         if known is not None:
             known.num_steps += 1
-            if not known.may_draft(0, self._num_looks):
-                return found
         cost, tokens = self._cost.of(num_tokens), float(len(rows))
         more = self._cost.of(num_tokens + 1)
-        if most <= 0 or cost <= (more - cost) * tokens:  # not even one that is right for sure would pay
+        if most <= 0 or not self._may_pay(known, num_tokens, len(rows), ahead=0):
             return found
         offers: list[tuple[float, int, list[int]]] = []  # less the chance of the next draft, its row, what is proposed
         for at, request in enumerate(rows):
@@ -230,7 +230,7 @@ class Speculation:
         if not self.is_on_device or not rows:
             return []
         known = self._yields.get(len(rows).bit_length())
-        if known is not None and not known.may_draft(1, self._num_looks):
+        if not self._may_pay(known, len(rows), len(rows), ahead=1):
             return []
         cost, tokens = self._cost.of(len(rows)), float(len(rows))
         price = self._cost.of(len(rows) + 1) - cost
@@ -251,6 +251,20 @@ class Speculation:
             if not found[at] and rooms[at] > 0 and len(request.token_ids) + 1 - request.drafted_at >= PROBE_EVERY:
                 found[at] = 1
         return found if any(found) else []
+
+    def _may_pay(self, known: Yield | None, num_tokens: int, num_rows: int, ahead: int) -> bool:
+        """Whether a step may hold drafts: a draft model is asked for no others.
+
+        Not one that is to be plain, nor one in which not even a draft that is right for sure pays; but what was
+        measured may be wrong, so one in many may.
+        """
+        if known is None:
+            return True
+        if not known.may_draft(ahead, self._num_looks):
+            return False
+        cost = self._cost.of(num_tokens)
+        is_sure = cost > (self._cost.of(num_tokens + 1) - cost) * num_rows
+        return is_sure or (known.num_steps + ahead) % LOOK_EVERY == 0
 
     @property
     def _num_looks(self) -> int:

@@ -109,3 +109,22 @@ def test_asking_changes_nothing() -> None:
         found.append([speculation.wanted([one]) for _ in range(3)])
     assert all(a == b == c for a, b, c in found)
     assert {bool(each[0]) for each in found} == {True, False}
+
+
+def test_nothing_is_asked_for_where_no_draft_would_be_verified() -> None:
+    """Sixteen rows, each of which waits for the drafts of all others: they ask for a try now and then."""
+    speculation, rows = (
+        Speculation(DraftModel(), 3, ((1, 1.0), (64, 64.0))),
+        [request(i, max_len=10_000) for i in range(16)],
+    )
+    asked = 0
+    for _ in range(5 * LOOK_EVERY):
+        speculation.drafts(rows, 16, 60)
+        wanted = speculation.wanted(rows)
+        asked += any(wanted)
+        speculation.took(0.016, 16, 16, 16, max(wanted, default=0))
+        speculation.took(0.016, 16, 16, 16)
+        speculation.proposed(rows, [[7] * count for count in wanted])
+        for one in rows:
+            one.token_ids.append(6)
+    assert asked <= 10
