@@ -42,8 +42,10 @@ def test_the_lifetimes_of_worlds_of_the_usual_size_are_real_ones_in_a_time_that_
 
 @pytest.mark.slow
 def test_the_sample_takes_nearly_every_row_of_every_table(sample):
-    missing = [row for c in coverage.coverage(sample.rows) for row in c.missing if row not in coverage.ARGUED]
-    assert len(missing) <= 75, missing  # the rarest ones need more seeds, or small worlds: see test_rows
+    parts = coverage.coverage(sample.rows)
+    missing = [row for c in parts for row in c.missing if row not in coverage.ARGUED]
+    # The rarest ones, many of them for stale answers, need more seeds, or small worlds: see test_rows.
+    assert len(missing) <= sum(c.total for c in parts) / 6, missing
 
 
 def test_a_seed_gives_the_same_trace_whatever_the_hash_seed_of_the_process():
