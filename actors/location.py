@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from novainfer.fsm.errors import ModelLoadError
-from novainfer.fsm.speculative import PARAM
+from novainfer.fsm.speculative_config import PARAM
 
 DEMO_MODEL = "demo"  # the model that ships with NovaInfer
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json")

@@ -18,7 +18,7 @@ from novainfer.config import EngineConfig
 from novainfer.fsm.errors import InvalidParameter, ModelLoadError
 from novainfer.fsm.planner import Limits
 from novainfer.fsm.speculation import Speculation
-from novainfer.fsm.speculative import PARAM, SpeculativeConfig
+from novainfer.fsm.speculative_config import PARAM, SpeculativeConfig
 from novainfer.fsm.worker import RestartPolicy
 
 

@@ -12,7 +12,7 @@ from novainfer.actors.location import DEMO_MODEL
 from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.mode import QUANTIZATIONS
 from novainfer.fsm.params import DURATION_S_MAX, check_types
-from novainfer.fsm.speculative import SpeculativeConfig
+from novainfer.fsm.speculative_config import SpeculativeConfig
 from novainfer.setting import says
 
 # The sections of `--help` that settings of an engine stand in.

@@ -82,22 +82,10 @@ class StepBuilder:
         self.had_running = bool(planner.running)
         self.served: set[int] = set()
         self.expecting: list[Request] = []  # they wait for a prefix
-        self.budget_of_look = [0]  # lookups that may still be spent
+        self.units = 0  # what may still be spent on looking
         self.num_decodes = 0
         self.is_cut = False  # a look ended for want of them
-        self.plan = StepPlan(
-            step_id=step_id,
-            epoch=epoch,
-            slots=[],
-            query_lens=[],
-            context_lens=[],
-            input_ids=[],
-            table_slots=[],
-            table_indexes=[],
-            table_blocks=[],
-            sample_seqs=[],
-            admissions=[],
-        )
+        self.plan = StepPlan(step_id=step_id, epoch=epoch)
         self.flight = Flight(step_id, self.cache.begin(self.plan))
 
     def close(self) -> None:
@@ -186,9 +174,9 @@ class StepBuilder:
             if at is not None:
                 if purses[at] <= 0:
                     continue
-                self.budget_of_look[0] = purses[at]
+                self.units = purses[at]
                 prefix = self._look(request)
-                purses[at] = self.budget_of_look[0]
+                purses[at] = self.units
                 if prefix is None:
                     continue
                 request.work = 0 if request.kv.num_swapped else len(request.token_ids) - prefix.num_tokens
@@ -224,10 +212,12 @@ class StepBuilder:
         request.waits_for = None
         if request.kv.num_swapped:
             return Prefix([])
-        prefix = self.cache.find_prefix(request, self.budget_of_look)
-        if prefix is None:
+        prefix = self.cache.find_prefix(request, self.units)
+        self.units -= prefix.num_units
+        if prefix.is_cut:
             self.is_cut = True
-        elif prefix.awaited is not None:
+            return None
+        if prefix.awaited is not None:
             work = len(request.token_ids) - prefix.num_tokens
             if self._is_worth_waiting_for(prefix.producer_id, work):
                 request.waits_for = prefix.awaited
@@ -250,7 +240,7 @@ class StepBuilder:
         self.kept_slots -= kept[1]
         if request is None or request.slot >= 0:
             return 0, 0
-        self.budget_of_look[0] = LOOK_UNITS
+        self.units = LOOK_UNITS
         kept = self._needed(request, self._look(request) or Prefix([])), 1
         self.reserved += kept[0]
         self.kept_slots += 1
@@ -292,7 +282,7 @@ class StepBuilder:
             return 0
         if allowance <= 0 and not is_swapped:
             return 0
-        self.budget_of_look[0] = LOOK_UNITS
+        self.units = LOOK_UNITS
         prefix = self._look(request)  # again: what was planned since can be shared, or is promised
         if prefix is None or request.waits_for is not None:
             return 0

@@ -79,11 +79,11 @@ class BlockCache:
             end -= end % size
         return end
 
-    def find_prefix(self, request: Request, budget: list[int]) -> Prefix | None:
+    def find_prefix(self, request: Request, num_units: int) -> Prefix:
         """What the cache holds of the beginning of `request`, its last token apart: its logits are the point.
 
-        `budget[0]` are the lookups it may cost; None when they have run out while names were still to be worked out:
-        the next look goes on there.
+        A block that is found takes a unit of looking, and a name that has to be worked out first `HASH_UNITS`; once
+        `num_units` have run out, no more names are worked out.
         """
         prefix = Prefix([])
         if not self._is_sharing:
@@ -91,9 +91,10 @@ class BlockCache:
         names, find, size = request.kv.names, self.pool.find, self._size
         for at in range((len(request.token_ids) - 1) // size):
             if at == len(names):
-                if budget[0] <= 0:
-                    return None
-                budget[0] -= HASH_UNITS
+                if prefix.num_units >= num_units:
+                    prefix.is_cut = True
+                    return prefix
+                prefix.num_units += HASH_UNITS
                 self._name_next(request)
             name = names[at]
             block = find(name)
@@ -103,7 +104,7 @@ class BlockCache:
                 break
             prefix.blocks.append(block)
         prefix.num_tokens = len(prefix.blocks) * size
-        budget[0] -= len(prefix.blocks) + 1
+        prefix.num_units += len(prefix.blocks) + 1
         return prefix
 
     def is_promised(self, name: bytes) -> bool:
@@ -247,9 +248,8 @@ class BlockCache:
         for request_id in reversed(journal.admitted):
             self._break_promises(request_id)
         for name, request_id in reversed(journal.fulfilled):
-            if (
-                promises := self._promises.get(request_id)
-            ) is not None:  # else it has left, or was admitted by this step
+            promises = self._promises.get(request_id)
+            if promises is not None:  # else it has left, or was admitted by this step
                 self.producers[name] = request_id
                 promises.add(name)
         for table in journal.admitted.values():

@@ -8,9 +8,7 @@ ANSWER_LIMIT_S = 5.0  # for a message between two actors of one loop, and the tu
 RECLAIM_LIMIT_S = 30.0  # collecting garbage, and giving cached memory back to the driver
 SWITCH_LIMIT_S = 300.0  # packing the weights of a large model anew
 MEMORY_LIMIT_S = 600.0  # allocating a KV cache; compiling and running every kernel once, on a machine that swaps
-LOAD_STALL_LIMIT_S = (
-    120.0  # without another tensor read: the largest one is 2.5 GB, and a slow disk gives 20 MB a second
-)
+LOAD_STALL_LIMIT_S = 120.0  # without another tensor read: the largest is 2.5 GB, and a slow disk gives 20 MB a second
 DYING_LIMIT_S = 10.0  # for a process that was killed: it takes the system 0.5 s to take back 1 GiB
 BACKOFF_LIMIT_S = 60.0  # longer than any pause between two restarts
 ENCODE_LIMIT_S = 60.0  # one batch at the tokenizer: 64 prompts of the largest body took 9 s

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 class Prefix(msgspec.Struct, gc=False):
     """What a cache holds of a request's beginning: `num_tokens` of it, in `blocks`, which only the cache reads.
 
-    `awaited` is the name of what comes next, where the request `producer_id` has promised to compute it.
+    `awaited` is the name of what comes next, where the request `producer_id` has promised to compute it. Looking has
+    taken `num_units`; `is_cut`: there were not enough to look at all of it, and the next look goes on there.
     """
 
     blocks: list[int]
     num_tokens: int = 0
     awaited: bytes | None = None
     producer_id: int = -1
+    num_units: int = 0
+    is_cut: bool = False
 
 
 class KVCache(Protocol):
@@ -62,8 +65,8 @@ class KVCache(Protocol):
     def end_of_chunk(self, request: Request, start: int, end: int) -> int:
         """Where a chunk ends that begins at token `start` and wants to reach `end`: earlier where room is short."""
 
-    def find_prefix(self, request: Request, budget: list[int]) -> Prefix | None:
-        """What the cache holds of the beginning of `request`; None when `budget[0]`, in lookups, has run out."""
+    def find_prefix(self, request: Request, num_units: int) -> Prefix:
+        """What the cache holds of the beginning of `request`, found with so many units of looking, or cut."""
 
     def is_promised(self, name: bytes) -> bool:
         """Whether a running request is still going to compute what is called so."""

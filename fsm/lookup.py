@@ -31,9 +31,12 @@ class PromptLookup:
         self._latest: dict[tuple[int, ...], int] = {}  # the last `_min` tokens before a place -> the most recent place
         self._earlier: list[int] = []  # [place] the one before it with the same tokens
 
-    def propose(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The drafts that follow `token_ids`, which begin with those of the last call; `num_tokens`, or none."""
-        self._index(token_ids)
+    def propose(self, token_ids: Sequence[int], num_tokens: int, end: int | None = None) -> list[int]:
+        """The drafts that follow `token_ids`, which begin with those of the last call; `num_tokens`, or none.
+
+        Places before `end` are looked for (None: all), and indexed first where they are not yet.
+        """
+        self._index(token_ids, len(token_ids) if end is None else end)
         least, most, size = self._min, self._max, len(token_ids)
         place = self._latest.get(tuple(token_ids[size - least :]), 0) if size >= least else 0
         best = longest = 0
@@ -56,9 +59,9 @@ class PromptLookup:
             drafts.append(drafts[-period])
         return drafts
 
-    def _index(self, token_ids: Sequence[int]) -> None:
+    def _index(self, token_ids: Sequence[int], end: int) -> None:
         earlier, latest, least = self._earlier, self._latest, self._min
-        for place in range(len(earlier), len(token_ids)):
+        for place in range(len(earlier), end):
             if place < least:
                 earlier.append(0)
                 continue

@@ -170,6 +170,7 @@ class Request(Machine):
         "max_len",
         "num_cached",
         "num_computed",
+        "num_indexed",
         "num_planned",
         "num_preemptions",
         "num_prompt",
@@ -222,6 +223,7 @@ class Request(Machine):
         self.draft_hits = self.draft_trials = 0.0
         self.drafted_at = self.num_prompt  # its tokens when a step last verified a guess
         self.draft_state: Any = None  # the proposer's
+        self.num_indexed = 0  # tokens whose places it knows: what is made again from a recording knows as many
         self.drafts: list[int] = []  # what the device's draft model has proposed behind its tokens
         self.tells_tokens = False  # whether the device must know them: for its draft model
         self.queued_as = S.WAITING  # the state it was admitted from

@@ -17,7 +17,7 @@ import msgspec
 
 from novainfer.fsm.lookup import PromptLookup
 from novainfer.fsm.request import Request
-from novainfer.fsm.speculative import SpeculativeConfig
+from novainfer.fsm.speculative_config import SpeculativeConfig
 
 FORGET = 0.97  # of what is known of drafts, what counts still after one more
 TRIALS_BEFORE = 2.0  # what is known of all requests counts as so many drafts of one that is new
@@ -25,6 +25,7 @@ LOOK_EVERY = 32  # steps of about as many requests, one of which is tried the ot
 WEIGHT = 0.25  # of the latest step in what steps of its kind bring
 CORRECT = 0.1  # of the difference between what a step took and what it was thought to, by which that is corrected
 OTHERS = 0.75  # of that for steps of other sizes
+PLACES_PER_LOOK = 1024  # tokens that one look adds to the index of a text: a quarter of a millisecond of the loop
 PROBE_EVERY = 32  # tokens after which one draft is verified though it seems not to pay: the text may repeat by now
 
 
@@ -46,7 +47,8 @@ class Lookup:
         index: PromptLookup | None = request.draft_state
         if index is None:
             index = request.draft_state = PromptLookup(self._min, self._max)
-        return index.propose(request.token_ids, count)
+        request.num_indexed = min(request.num_indexed + PLACES_PER_LOOK, len(request.token_ids))
+        return index.propose(request.token_ids, count, request.num_indexed)
 
 
 class DraftModel:
@@ -164,9 +166,9 @@ class Speculation:
         """What `config` asks for."""
         proposer: Proposer = DraftModel()
         if config.method == "ngram":
-            proposer = Lookup(
-                config.prompt_lookup_min or 1, config.prompt_lookup_max or 1
-            )  # both were set as it was read
+            assert config.prompt_lookup_min is not None, "the configuration sets both bounds of a lookup"
+            assert config.prompt_lookup_max is not None
+            proposer = Lookup(config.prompt_lookup_min, config.prompt_lookup_max)
         return cls(proposer, config.num_speculative_tokens)
 
     def measured(self, costs: Sequence[tuple[int, float]]) -> None:

@@ -102,7 +102,5 @@ class StepDone(msgspec.Struct, frozen=True):
     logprobs: list[Logprobs | None] = []
     took_s: float = 0.0
     num_tokens: list[int] = []  # [num_samples]
-    draft_token_ids: list[
-        list[int]
-    ] = []  # [num_samples] what the draft model proposes behind them, where that is asked
+    draft_token_ids: list[list[int]] = []  # [num_samples] the draft model's guesses behind them, where they are wanted
     draft_error: str | None = None  # why it proposes nothing; the step itself went well

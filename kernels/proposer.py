@@ -26,15 +26,13 @@ from novainfer.kernels.memory import is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.registry import Registry
-from novainfer.kernels.sampler import Sampler
+from novainfer.kernels.sampler import LOGIT_ROWS_MAX, Sampler
 from novainfer.kernels.selection import Selection
 from novainfer.kernels.step import StepBuffers
 
 __all__ = ["Proposer", "load_proposer"]
 
 logger = logging.getLogger(__name__)
-
-LOGIT_ROWS_MAX = 64  # as the runner's: bounds the memory of logits
 
 
 def load_proposer(
@@ -60,7 +58,8 @@ def load_proposer(
             f"the draft model in {draft_dir} has a vocabulary of {config.vocab_size} tokens, and the model it drafts "
             f"for one of {target.vocab_size}: they must have the same tokenizer"
         )
-    if _tokens_of(draft_dir) != _tokens_of(target_dir) and None not in (_tokens_of(draft_dir), _tokens_of(target_dir)):
+    own, its = _tokens_of(draft_dir), _tokens_of(target_dir)
+    if own != its and own is not None and its is not None:
         raise LoadError(
             f"the draft model in {draft_dir} and the model it drafts for must have the same tokenizer, but their "
             "tokenizer.json give tokens other ids"

@@ -31,7 +31,7 @@ from novainfer.kernels.modes import Modes, selections_by_mode
 from novainfer.kernels.precision import quantization_of
 from novainfer.kernels.proposer import Proposer, load_proposer
 from novainfer.kernels.registry import AttentionBackend, Registry
-from novainfer.kernels.sampler import Sampled, Sampler
+from novainfer.kernels.sampler import LOGIT_ROWS_MAX, Sampled, Sampler
 from novainfer.kernels.selection import Selection, build_registry
 from novainfer.kernels.sharing import Weights, load_shared
 from novainfer.kernels.step import StepBuffers
@@ -43,13 +43,11 @@ __all__ = ["ModelInfo", "ModelRunner"]
 
 logger = logging.getLogger(__name__)
 
-# Rows whose logits exist at once: bounds their memory (64 rows of 152k tokens: 20 MB in bf16 and 39 MB in fp32),
-# and a matrix product of 64 rows is already bound by arithmetic.
-LOGIT_ROWS_MAX = 64
 DRAFT_FAILURES_MAX = 3  # after as many without a success between them a draft model is of no use any more
 
 COST_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of the steps whose time is measured
 COST_TRIES = 3
+COST_LIMIT_S = 2.0  # for all of them: a worker that replaces another is waited for; larger steps cost in proportion
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +298,7 @@ class ModelRunner:
         info = self.info
         longest = min(self._buffers.max_num_batched_tokens, info.max_model_len, self.num_blocks * info.block_size)
         costs: list[tuple[int, float]] = []
+        all_began_s = time.perf_counter()
         for num_tokens in (n for n in COST_TOKENS if n <= longest):
             blocks = list(range(-(-num_tokens // info.block_size)))
             plan = StepPlan(
@@ -320,6 +319,8 @@ class ModelRunner:
                 self.execute(plan)
                 tries_s.append(time.perf_counter() - began_s)
             costs.append((num_tokens, 1e3 * min(tries_s)))
+            if time.perf_counter() - all_began_s > COST_LIMIT_S:
+                break
         return costs
 
     @property

@@ -4,8 +4,8 @@ from novainfer.fsm.events import Submit
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import Request
 from novainfer.fsm.simulation.oracle import VOCABULARY
-from novainfer.fsm.speculation import LOOK_EVERY, PROBE_EVERY, Cost, Lookup, Speculation, Yield
-from novainfer.fsm.speculative import SpeculativeConfig
+from novainfer.fsm.speculation import LOOK_EVERY, PLACES_PER_LOOK, PROBE_EVERY, Cost, Lookup, Speculation, Yield
+from novainfer.fsm.speculative_config import SpeculativeConfig
 
 FLAT = [(1, 10.0), (64, 11.0)]  # a draft costs next to nothing
 STEEP = [(1, 10.0), (64, 640.0)]  # as much as a token does
@@ -145,3 +145,15 @@ def test_costs_measured_while_the_machine_was_busy_are_forgotten():
     speculation.verified(one, 5, 5)
     drafted = sum(bool(speculation.drafts([one], 1, 100)[0]) for _ in range(3 * LOOK_EVERY))
     assert drafted > LOOK_EVERY
+
+
+def test_a_long_text_is_looked_through_a_part_at_a_time_and_from_a_recording_as_far_as_before() -> None:
+    one = request()
+    one.token_ids[:] = [5, 6, *range(100, 100 + 3 * PLACES_PER_LOOK), 5, 6]
+    lookup = Lookup(2, 4)
+    one.token_ids[2 * PLACES_PER_LOOK : 2 * PLACES_PER_LOOK + 3] = [5, 6, 7]
+    found = [lookup.propose(one, 1) for _ in range(2)]
+    assert found == [[100], [100]]  # the place at the beginning
+    one.draft_state = None  # as it is when a recording is read
+    assert lookup.propose(one, 1) == [7]  # the latest one, in the third part
+    assert one.num_indexed == 3 * PLACES_PER_LOOK

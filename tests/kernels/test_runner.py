@@ -18,7 +18,7 @@ from novainfer.kernels import threads
 from novainfer.kernels.draw_row import draw_row
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.make_checkpoint import SHAPES, make_checkpoint
-from novainfer.kernels.runner import LOGIT_ROWS_MAX, ModelRunner
+from novainfer.kernels.runner import COST_TOKENS, LOGIT_ROWS_MAX, ModelRunner
 from novainfer.kernels.uniform import uniforms
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)
@@ -266,3 +266,15 @@ def test_batch_invariant_takes_the_native_kernels_throughout(folder: Path, dtype
         pytest.skip(str(error))
     assert runner.info.row_invariant
     assert set(runner.info.kernels.values()) == {"native"}
+
+
+def test_step_costs_are_measured_by_size_until_that_took_long_enough(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(folder, max_model_len=48)
+    runner.fit(mode="auto")
+    costs = runner.measure_step_costs()
+    assert [num_tokens for num_tokens, _ in costs] == [n for n in COST_TOKENS if n <= 48]
+    assert all(ms > 0 for _, ms in costs)
+    monkeypatch.setattr("novainfer.kernels.runner.COST_LIMIT_S", 0.0)
+    assert [num_tokens for num_tokens, _ in runner.measure_step_costs()] == [1]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.speculative import SpeculativeConfig
+from novainfer.fsm.speculative_config import SpeculativeConfig
 
 
 @pytest.mark.parametrize(
