@@ -11,6 +11,7 @@ import msgspec
 
 from novainfer.fsm.mode import Mode
 
+SAMPLED = -1  # in `input_ids`: the token that the step before has given this slot, which only the device knows yet
 NO_TOKEN = -1  # what a row gets from which no token can be drawn: its logits hold a NaN, or their largest is infinite
 
 Logprobs = tuple[float, list[int], list[float]]
@@ -65,6 +66,10 @@ class StepPlan(msgspec.Struct):
     them. Then its last 1 + `num_drafts[i]` positions are sampled, one after the other: each with the random number of
     its own position, and as if the drafts before it were the sequence's tokens; up to the first whose token is not the
     draft that stands there. So the row's tokens are those that as many steps without drafts give.
+
+    A step may be handed over before the one before it has ended: that is the step `after`, and if it did not end well on
+    this device, this one is not begun (`launched=False`). Only such a step holds `SAMPLED` among its `input_ids`: the
+    device puts the token there that its slot was given last (any token, if that was `NO_TOKEN`).
     """
 
     slots: list[int] = []  # [num_seqs] the persistent row of each sequence
@@ -85,6 +90,7 @@ class StepPlan(msgspec.Struct):
     mode: Mode = Mode()
     step_id: int = 0
     epoch: int = 0
+    after: int = 0  # the step that must have ended well just before this one is begun; 0: any
 
 
 class StepDone(msgspec.Struct, frozen=True):
