@@ -9,11 +9,13 @@ from novainfer.fsm.errors import ModelLoadError
 from novainfer.fsm.speculative_config import PARAM
 
 DEMO_MODEL = "demo"  # the model that ships with NovaInfer
+DEMO_DRAFT = "demo-draft"  # and the one that drafts for it
+SHIPPED = (DEMO_MODEL, DEMO_DRAFT)
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json")
 
 
 class ModelLocation:
-    """What a user calls a model: "demo", a directory, or a hub id. `path` may be asked from any thread.
+    """What a user calls a model: "demo", "demo-draft", a directory, or a hub id. `path` may be asked from any thread.
 
     `setting` is what errors blame: "model", "tokenizer", or "speculative_config" for the model that drafts.
     """
@@ -46,7 +48,7 @@ class ModelLocation:
         from novainfer.kernels.header import check_weights
         from novainfer.kernels.hub import is_hub_id
 
-        if self.name == DEMO_MODEL or is_hub_id(self.name):
+        if self.name in SHIPPED or is_hub_id(self.name):
             return
         path = self.path()
         if self._setting == "tokenizer":
@@ -59,10 +61,10 @@ class ModelLocation:
             raise ModelLoadError(said, param=self._setting) from None
 
     def _find(self) -> Path:
-        if self.name == DEMO_MODEL:
-            from novainfer.kernels.demo import model_path
+        if self.name in SHIPPED:
+            from novainfer.kernels.demo import draft_path, model_path
 
-            return model_path()
+            return model_path() if self.name == DEMO_MODEL else draft_path()
         from novainfer.kernels.errors import LoadError
         from novainfer.kernels.hub import resolve_model
 

@@ -153,7 +153,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             BATCHING,
             "Steps verify guesses of the next tokens where that is faster: a JSON object as vLLM spells it, such as "
             '{"method": "ngram", "num_speculative_tokens": 5}, or {"method": "draft_model", "model": "FOLDER", '
-            '"num_speculative_tokens": 3} for a smaller model with the same tokenizer; answers are the same.',
+            '"num_speculative_tokens": 3} for a smaller model with the same tokenizer ("demo-draft" is the demo '
+            "model's own); answers are the same.",
         ),
     ] = None
     recorder: Annotated[bool, says(RECORDER, "Keep the last minutes, to be written when something goes wrong.")] = True

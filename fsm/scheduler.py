@@ -470,11 +470,10 @@ class Scheduler(Machine):
         if self._speculation is not None:
             if flight.samples and not flight.num_prompt_tokens:
                 num_tokens = sum(count for _, count, _ in flight.rows)
-                num_sampled, num_passes = len(outcome.token_ids), flight.num_passes
-                self._speculation.took(outcome.took_s, num_tokens, len(flight.rows), num_sampled, num_passes)
+                self._speculation.took(outcome, num_tokens, len(flight.rows), flight.num_passes)
             if flight.drafts:
                 self._note_drafts(flight, outcome)
-            self._speculation.proposed(flight.samples, outcome.draft_token_ids)
+            self._speculation.proposed(flight.samples, outcome)
         if outcome.draft_error is not None:
             self._report_draft_model(outcome, outcome.draft_error)
         self.planner.settle(flight)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nlargest
+from math import ceil
 from typing import Protocol
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 from novainfer.fsm.lookup import PromptLookup
 from novainfer.fsm.request import Request
 from novainfer.fsm.speculative_config import SpeculativeConfig
+from novainfer.fsm.step import StepDone
 
 FORGET = 0.97  # of what is known of drafts, what counts still after one more
 TRIALS_BEFORE = 2.0  # what is known of all requests counts as so many drafts of one that is new
@@ -27,6 +29,8 @@ CORRECT = 0.1  # of the difference between what a step took and what it was thou
 OTHERS = 0.75  # of that for steps of other sizes
 PLACES_PER_LOOK = 1024  # tokens that one look adds to the index of a text: a quarter of a millisecond of the loop
 PROBE_EVERY = 32  # tokens after which one draft is verified though it seems not to pay: the text may repeat by now
+PROBE_SHARE = 0.01  # of the time of steps, which such drafts may cost
+ERRORS_MAX = 3  # of a worker's draft model, one after the other: then it is asked for nothing any more
 
 
 class Proposer(Protocol):
@@ -114,8 +118,9 @@ class Cost:
 class Yield(msgspec.Struct):
     """Milliseconds a token of steps with about as many requests, plain ones and those with drafts; 0: none was seen.
 
-    Steps are counted as they are planned, and nothing else is changed by asking: a draft model is asked in one step for
-    the drafts of the next.
+    What a draft model takes counts for the step that verifies, though it is part of the step before. Steps are counted
+    as they are planned, and nothing else is changed by asking: a draft model is asked in one step for the drafts of the
+    next.
     """
 
     plain: float = 0.0
@@ -123,12 +128,14 @@ class Yield(msgspec.Struct):
     num_steps: int = 0
     pass_ms: float = 0.0  # what one pass of the device's draft model takes
 
-    def may_draft(self, ahead: int, num_looks: int) -> bool:
-        """Whether the step so many `ahead` of the last should have drafts: as what was faster, or as `num_looks` do."""
-        is_look = (self.num_steps + ahead + num_looks - 1) % LOOK_EVERY < num_looks
-        if not self.plain:
-            return is_look
-        return is_look if self.drafted >= self.plain else not is_look
+    def is_look(self, ahead: int) -> bool:
+        """Whether the step so many `ahead` of the last is tried the other way."""
+        return (self.num_steps + ahead) % LOOK_EVERY == 0
+
+    def may_draft(self, ahead: int) -> bool:
+        """Whether the step so many `ahead` of the last should have drafts: as what was faster, or to look."""
+        is_faster = self.drafted < self.plain if self.plain else not self.drafted
+        return is_faster != self.is_look(ahead)
 
     def took_passes(self, ms: float) -> None:
         """A pass of the draft model took so long."""
@@ -158,6 +165,9 @@ class Speculation:
         self._cost = Cost(costs)
         self._yields: dict[int, Yield] = {}  # by the number of requests, to powers of two
         self._hits, self._trials = 1.0, 2.0  # of all requests, the latest count most
+        self._drafting_ms = 0.0  # what the device's model took for the drafts that the next step verifies
+        self._has_probes = False  # whether the step verifies drafts that seem not to pay: it says nothing of others
+        self._errors = 0  # of the device's model, since it did well
         self._drafts = self._drafted = 0
         self._accepted = [0] * num_speculative_tokens
 
@@ -173,6 +183,7 @@ class Speculation:
 
     def measured(self, costs: Sequence[tuple[int, float]]) -> None:
         """A worker is warm, and has measured what its steps cost; nothing when it has not."""
+        self._errors = 0
         if costs:
             self._cost = Cost(costs)
 
@@ -186,26 +197,28 @@ class Speculation:
         The next one is verified where it is most likely to be right, as long as that brings more tokens a second.
         """
         found: list[list[int]] = [[] for _ in rows]
-        known = self._yields.get(len(rows).bit_length())
-        if known is not None:
-            known.num_steps += 1
-        cost, tokens = self._cost.of(num_tokens), float(len(rows))
-        more = self._cost.of(num_tokens + 1)
-        if most <= 0 or not self._may_pay(known, num_tokens, len(rows), ahead=0):
+        known = self._yields.setdefault(len(rows).bit_length(), Yield())
+        known.num_steps += 1
+        self._has_probes = False
+        may_pay = self._may_pay(known, num_tokens, len(rows), ahead=0)
+        probes = self._probes(known, rows, ahead=0)
+        if most <= 0 or not (may_pay or probes):
             return found
+        cost, tokens = self._cost.of(num_tokens), float(len(rows))
+        price = self._cost.of(num_tokens + 1) - cost
         offers: list[tuple[float, int, list[int]]] = []  # less the chance of the next draft, its row, what is proposed
         for at, request in enumerate(rows):
             chance = self._chance(request)
-            pays = chance * cost > (more - cost) * tokens
-            is_probe = not pays and len(request.token_ids) - request.drafted_at >= PROBE_EVERY
+            pays = may_pay and chance * cost > price * tokens
             count = min(self.num_tokens_max, request.max_len - len(request.token_ids) - 1)
-            if count <= 0 or not (pays or is_probe):
+            if count <= 0 or not (pays or at in probes):
                 continue
-            proposed = self.proposer.propose(request, 1 if is_probe else count)
-            if is_probe and proposed:
-                found[at], num_tokens, most = proposed, num_tokens + 1, most - 1
-            elif proposed:
+            proposed = self.proposer.propose(request, count if pays else 1)
+            if proposed and pays:
                 offers.append((-chance, at, proposed))
+            elif proposed:
+                self._has_probes = True
+                found[at], num_tokens, most = proposed, num_tokens + 1, most - 1
         heapify(offers)
         while offers and most > 0:
             gain, at, proposed = heappop(offers)
@@ -229,57 +242,69 @@ class Speculation:
         None where the next step is to be a plain one. Each further draft is one more pass of the draft model for all
         rows that want it: it must bring more tokens a second than that pass and verifying take.
         """
-        if not self.is_on_device or not rows:
+        if not self.is_on_device or not rows or self._errors >= ERRORS_MAX:
             return []
-        known = self._yields.get(len(rows).bit_length())
-        if not self._may_pay(known, len(rows), len(rows), ahead=1):
+        known = self._yields.get(len(rows).bit_length()) or Yield()
+        may_pay = self._may_pay(known, len(rows), len(rows), ahead=1)
+        probes = self._probes(known, rows, ahead=1)
+        if not (may_pay or probes):
             return []
         cost, tokens = self._cost.of(len(rows)), float(len(rows))
         price = self._cost.of(len(rows) + 1) - cost
         rooms = [min(self.num_tokens_max, r.max_len - len(r.token_ids) - 2) for r in rows]
         chances = [self._chance(request) for request in rows]
-        pays = [at for at, chance in enumerate(chances) if chance * cost > price * len(rows)]
+        pays = [at for at, chance in enumerate(chances) if may_pay and chance * cost > price * len(rows)]
         found = [0] * len(rows)
         for count in range(1, self.num_tokens_max + 1):
             pays = [at for at in pays if rooms[at] >= count and chances[at] ** count * cost > price * len(rows)]
             gain = sum(chances[at] ** count for at in pays)
-            more = (known.pass_ms if known is not None else 0.0) + price * len(pays)
+            more = known.pass_ms + price * len(pays)
             if gain * cost <= more * tokens:
                 break
             for at in pays:
                 found[at] = count
             cost, tokens = cost + more, tokens + gain
-        for at, request in enumerate(rows):
-            if not found[at] and rooms[at] > 0 and len(request.token_ids) + 1 - request.drafted_at >= PROBE_EVERY:
+        for at in probes:
+            if not found[at] and rooms[at] > 0:
                 found[at] = 1
         return found if any(found) else []
 
-    def _may_pay(self, known: Yield | None, num_tokens: int, num_rows: int, ahead: int) -> bool:
+    def _probes(self, known: Yield, rows: Sequence[Request], ahead: int) -> set[int]:
+        """Which of `rows` may try one draft in this step, or the next one, though it seems not to pay.
+
+        Those without one for so many tokens, longest first: in one step of many, so that they share the draft model's
+        pass, and as many, as seldom, as may cost `PROBE_SHARE` of the time.
+        """
+        turn, phase = divmod(known.num_steps + ahead, LOOK_EVERY)
+        if phase != LOOK_EVERY // 2:
+            return set()
+        cost = self._cost.of(len(rows))
+        price, budget = self._cost.of(len(rows) + 1) - cost, PROBE_SHARE * LOOK_EVERY * cost
+        if turn % max(ceil((known.pass_ms + price) / budget), 1):
+            return set()
+        most = max(int((budget - known.pass_ms) / price), 1) if price > 0 else len(rows)
+        ages = [(len(request.token_ids) + ahead - request.drafted_at, at) for at, request in enumerate(rows)]
+        return {at for age, at in nlargest(most, ages) if age >= PROBE_EVERY}
+
+    def _may_pay(self, known: Yield, num_tokens: int, num_rows: int, ahead: int) -> bool:
         """Whether a step may hold drafts: a draft model is asked for no others.
 
         Not one that is to be plain, nor one in which not even a draft that is right for sure pays; but what was
         measured may be wrong, so one in many may.
         """
-        if known is None:
-            return True
-        if not known.may_draft(ahead, self._num_looks):
+        if not known.may_draft(ahead):
             return False
         cost = self._cost.of(num_tokens)
-        is_sure = cost > (self._cost.of(num_tokens + 1) - cost) * num_rows
-        return is_sure or (known.num_steps + ahead) % LOOK_EVERY == 0
+        return cost > (self._cost.of(num_tokens + 1) - cost) * num_rows or known.is_look(ahead)
 
-    @property
-    def _num_looks(self) -> int:
-        """Steps that are tried the other way, one behind the other: of two, one both proposes and verifies, or neither.
-
-        What a draft model takes for a step is part of the step before, so single ones would be measured without it.
-        """
-        return 2 if self.is_on_device else 1
-
-    def proposed(self, rows: Sequence[Request], drafts: Sequence[list[int]]) -> None:
-        """What the device's model has proposed behind a step of `rows`; `drafts` is empty when it was nothing."""
+    def proposed(self, rows: Sequence[Request], outcome: StepDone) -> None:
+        """What the device's model has proposed behind a step of `rows`, or that it has failed."""
         if self.is_on_device:
-            for request, found in zip(rows, drafts or [[]] * len(rows), strict=True):
+            if outcome.draft_error is not None:
+                self._errors += 1
+            elif outcome.draft_token_ids:
+                self._errors = 0
+            for request, found in zip(rows, outcome.draft_token_ids or [[]] * len(rows), strict=True):
                 request.drafts = found
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
@@ -296,22 +321,22 @@ class Speculation:
         self._trials = self._trials * keep + num_trials
         self._hits = self._hits * keep + num_accepted
 
-    def took(self, took_s: float, num_tokens: int, num_rows: int, num_sampled: int, num_passes: int = 0) -> None:
-        """A step without a prompt has ended well; it held and gave so many tokens. 0 s: its time is not known.
+    def took(self, outcome: StepDone, num_tokens: int, num_rows: int, num_passes: int = 0) -> None:
+        """A step of so many rows without a prompt, and tokens, has ended well, and asked for passes of a draft model.
 
-        `num_passes` of the draft model are in its time, and say nothing of what the target's tokens cost.
+        What those took is known, and says nothing of what the target's tokens cost.
         """
-        if not took_s:
+        drafting_ms, self._drafting_ms = self._drafting_ms, 1e3 * outcome.draft_s
+        if not outcome.took_s:
             return
-        ms, has_drafts = 1e3 * took_s, num_tokens > num_rows
+        ms = 1e3 * (outcome.took_s - outcome.draft_s)
+        self._cost.took(num_tokens, ms)
         found = self._yields.setdefault(num_rows.bit_length(), Yield())
-        if not num_passes:
-            self._cost.took(num_tokens, ms)
-        if self.is_on_device and has_drafts != (num_passes > 0):
-            return  # the first or the last of its kind: it has half of what drafts cost
         if num_passes and self._cost.is_measured:
-            found.took_passes(max(ms - self._cost.of(num_tokens), 0.0) / num_passes)
-        found.took(ms / num_sampled, has_drafts=has_drafts)
+            found.took_passes(1e3 * outcome.draft_s / num_passes)
+        if not self._has_probes:
+            has_drafts = num_tokens > num_rows or drafting_ms > 0
+            found.took((ms + drafting_ms) / len(outcome.token_ids), has_drafts=has_drafts)
 
     def _chance(self, request: Request) -> float:
         """How likely the next draft of `request` is right, as far as those before it tell, or those of all."""

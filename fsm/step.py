@@ -67,9 +67,9 @@ class StepPlan(msgspec.Struct):
     its own position, and as if the drafts before it were the sequence's tokens; up to the first whose token is not the
     draft that stands there. So the row's tokens are those that as many steps without drafts give.
 
-    A step may be handed over before the one before it has ended: that is the step `after`, and if it did not end well on
-    this device, this one is not begun (`launched=False`). Only such a step holds `SAMPLED` among its `input_ids`: the
-    device puts the token there that its slot was given last (any token, if that was `NO_TOKEN`).
+    A step may be handed over before the one before it has ended: that is the step `after`, and if it did not end well
+    on this device, this one is not begun (`launched=False`). Only such a step holds `SAMPLED` among its `input_ids`:
+    the device puts the token there that its slot was given last (any token, if that was `NO_TOKEN`).
     """
 
     slots: list[int] = []  # [num_seqs] the persistent row of each sequence
@@ -110,3 +110,4 @@ class StepDone(msgspec.Struct, frozen=True):
     num_tokens: list[int] = []  # [num_samples]
     draft_token_ids: list[list[int]] = []  # [num_samples] the draft model's guesses behind them, where they are wanted
     draft_error: str | None = None  # why it proposes nothing; the step itself went well
+    draft_s: float = 0.0  # seconds of `took_s` that the draft model took

@@ -44,6 +44,7 @@ __all__ = ["ModelInfo", "ModelRunner"]
 logger = logging.getLogger(__name__)
 
 DRAFT_FAILURES_MAX = 3  # after as many without a success between them a draft model is of no use any more
+GIVEN_UP = "there is no draft model any more"
 
 COST_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of the steps whose time is measured
 COST_TRIES = 3
@@ -353,10 +354,13 @@ class ModelRunner:
             if plan.num_drafts:
                 sampled, counts = accept(sampled, at.drafts, plan.num_drafts)
             done = StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs, num_tokens=counts)
-            return done if self._proposer is None else self._propose(self._proposer, plan, done)
+            if self._proposer is not None:
+                return self._propose(self._proposer, plan, done)
+            return msgspec.structs.replace(done, draft_error=GIVEN_UP) if plan.num_drafts_wanted else done
 
     def _propose(self, proposer: Proposer, plan: StepPlan, done: StepDone) -> StepDone:
         """`done` with drafts, or with the reason for none: the tokens are there, whatever becomes of guesses."""
+        began_s = time.perf_counter()
         try:
             drafts = proposer.propose(plan, done, self._buffers.block_table)
         except Exception as error:
@@ -367,9 +371,12 @@ class ModelRunner:
                 self._proposer = None
                 message += f"; {DRAFT_FAILURES_MAX} times one after the other, and the draft model is given up"
             logger.warning("the draft model proposes nothing: %s", message)
-            return msgspec.structs.replace(done, draft_error=message)
+            return msgspec.structs.replace(done, draft_error=message, draft_s=time.perf_counter() - began_s)
         self._draft_failures = 0
-        return msgspec.structs.replace(done, draft_token_ids=drafts) if any(drafts) else done
+        if not plan.num_drafts_wanted:
+            return done
+        found = drafts if any(drafts) else []
+        return msgspec.structs.replace(done, draft_token_ids=found, draft_s=time.perf_counter() - began_s)
 
     def _forward(self, plan: StepPlan) -> Tensor | None:
         """All but the sampling: hidden states [num_samples, hidden_size], or None when nothing is sampled."""

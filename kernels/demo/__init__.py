@@ -1,15 +1,21 @@
-"""The demo model: a small Qwen2 checkpoint of our own, and the scripts that made it.
+"""The demo model and its draft: two small Qwen2 checkpoints of our own, and the scripts that made them.
 
-`model/` beside this file holds the checkpoint that `novainfer serve` loads when it is given no model.
+`model/` beside this file holds the checkpoint that `novainfer serve` loads when it is given no model, and `draft/` a
+smaller one that guesses what it will say.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["model_path"]
+__all__ = ["draft_path", "model_path"]
 
 
 def model_path() -> Path:
     """The folder of the shipped checkpoint: config, weights, tokenizer and generation defaults."""
     return Path(__file__).resolve().parent / "model"  # resolved: an editable install links to here
+
+
+def draft_path() -> Path:
+    """The folder of the draft model that was distilled from the shipped checkpoint, with the same tokenizer."""
+    return Path(__file__).resolve().parent / "draft"

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from novainfer.actors.location import DEMO_MODEL, ModelLocation
+from novainfer.actors.location import DEMO_DRAFT, DEMO_MODEL, ModelLocation
 from novainfer.fsm.errors import ModelLoadError
 from novainfer.kernels import hub
 from novainfer.kernels.errors import LoadError
 
 
-def test_the_demo_model_lies_in_the_package() -> None:
-    assert (ModelLocation(DEMO_MODEL).path() / "config.json").is_file()
+def test_the_demo_model_and_its_draft_lie_in_the_package() -> None:
+    paths = [ModelLocation(name).path() for name in (DEMO_MODEL, DEMO_DRAFT)]
+    assert all((path / "config.json").is_file() for path in paths)
+    assert paths[0] != paths[1]
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:

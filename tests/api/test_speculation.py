@@ -32,7 +32,7 @@ ASKED = [
 def eager(monkeypatch):
     """Whatever steps take on this machine: drafts are thought to cost nothing, and are in all steps."""
     monkeypatch.setattr(Speculation, "measured", lambda self, costs: None)
-    monkeypatch.setattr(Yield, "may_draft", lambda self, ahead, num_looks: True)
+    monkeypatch.setattr(Yield, "may_draft", lambda self, ahead: True)
 
 
 async def answers(**fields):
@@ -149,6 +149,30 @@ async def test_answers_are_the_same_with_a_draft_model(plain, wrong, whose, work
     else:
         assert said.num_accepted_tokens_total < 0.2 * said.num_draft_tokens_total
     assert after.generation_tokens_total == plain[1].generation_tokens_total
+
+
+QUESTIONS = [
+    *("What is 37 + 58?", "What is 9 times 7?", "What is the capital of Norway?", "Spell apple", "Count from 7 to 19"),
+    *("Which is larger, 42 or 17?", "JSON with name Anna, age 12 and pet cat", "Who are you?", "What can you do?"),
+]
+
+
+@pytest.mark.usefixtures("eager")
+async def test_most_drafts_of_the_demo_models_own_draft_are_right():
+    """Each is of the demo model's kinds of questions; of a draft that reads something else, hardly any would be."""
+    found = []
+    for config in (None, drafting("demo-draft")):
+        async with Engine(EngineConfig(max_num_seqs=4, seed=0, speculative_config=config)) as engine:
+            texts = []
+            for temperature in (0.0, 1.0):
+                params = SamplingParams(max_tokens=64, temperature=temperature, seed=3, logprobs=1)
+                for question in QUESTIONS:
+                    deltas = [d async for d in engine.generate([{"role": "user", "content": question}], params)]
+                    texts.append([(t, p) for d in deltas for t, p in zip(d.token_ids, d.logprobs or (), strict=True)])
+            found.append((texts, engine.statistics().speculation))
+    (plain, _), (drafted, said) = found
+    assert drafted == plain
+    assert said.num_accepted_tokens_total > 0.7 * said.num_draft_tokens_total > 0
 
 
 @pytest.mark.usefixtures("eager")

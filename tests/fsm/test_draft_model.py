@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
 from novainfer.fsm.events import Submit
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import Request
 from novainfer.fsm.simulation.oracle import VOCABULARY
-from novainfer.fsm.speculation import LOOK_EVERY, PROBE_EVERY, DraftModel, Speculation
+from novainfer.fsm.speculation import ERRORS_MAX, LOOK_EVERY, PROBE_EVERY, DraftModel, Speculation
+from novainfer.fsm.step import StepDone
 
 COSTS = ((1, 1.0), (2, 1.3), (3, 1.9), (64, 90.0))  # a second token is cheap, a third costs half a step
 
@@ -17,6 +20,19 @@ def request(request_id: int = 0, num_prompt: int = 4, max_len: int = 64) -> Requ
     params = SamplingParams(max_tokens=None, repetition_penalty=1.0)
     submit = Submit(request_id=request_id, stream_id=0, choice=0, token_ids=[5] * num_prompt, params=params, seed=1)
     return Request(submit, VOCABULARY, [0], max_len)
+
+
+def done(took_s: float, num_sampled: int, draft_s: float = 0.0, drafts: list[list[int]] | None = None) -> StepDone:
+    return StepDone(1, 1, [5] * num_sampled, took_s=took_s, draft_s=draft_s, draft_token_ids=drafts or [])
+
+
+def asked(speculation: Speculation, rows: list[Request]) -> list[list[int]]:
+    """What is asked for in as many steps as there is one among them that tries what seems not to pay."""
+    found = []
+    for _ in range(LOOK_EVERY):
+        speculation.drafts(rows, len(rows), 60)
+        found.append(speculation.wanted(rows))
+    return [wanted for wanted in found if wanted]
 
 
 def test_as_many_are_wanted_as_are_likely_to_pay() -> None:
@@ -30,8 +46,8 @@ def test_as_many_are_wanted_as_are_likely_to_pay() -> None:
         speculation.verified(one, 3, 0)
     assert speculation.wanted([one]) == []
     one.token_ids += [6] * PROBE_EVERY
-    assert speculation.wanted([one]) == [1]
-    assert speculation.wanted([one, request(1)]) == [1, 0]  # what a third token costs, two rows wait for
+    assert asked(speculation, [one]) == [[1]]
+    assert asked(speculation, [one, request(1)]) == [[1, 0]]  # what a third token costs, two rows wait for
     assert speculation.wanted([]) == []
 
 
@@ -42,10 +58,10 @@ def test_none_is_wanted_behind_the_end_of_a_context() -> None:
 
 def test_what_was_proposed_is_there_for_one_step() -> None:
     speculation, rows = Speculation(DraftModel(), 5), [request(0), request(1)]
-    speculation.proposed(rows, [[7, 8], []])
+    speculation.proposed(rows, done(0, 2, drafts=[[7, 8], []]))
     assert speculation.drafts(rows, 2, 60) == [[7, 8], []]
     assert speculation.drafts(rows, 2, 1) == [[7], []]
-    speculation.proposed(rows, [])
+    speculation.proposed(rows, done(0, 2))
     assert speculation.drafts(rows, 2, 60) == [[], []]
 
 
@@ -70,12 +86,14 @@ def decode(
         (drafts,) = speculation.drafts([one], 1, 60)
         (wanted,) = speculation.wanted([one]) or [0]
         kept = min(right, len(drafts))
-        ms = PLAIN_MS + TOKEN_MS * len(drafts) + pass_ms * wanted
-        speculation.took(ms / 1e3, 1 + len(drafts), 1, 1 + kept, wanted)
+        draft_s = pass_ms * wanted / 1e3
+        took_s = (PLAIN_MS + TOKEN_MS * len(drafts)) / 1e3 + draft_s
+        outcome = done(took_s, 1 + kept, draft_s, [[7] * wanted])
+        speculation.took(outcome, 1 + len(drafts), 1, wanted)
         one.token_ids += [6] * (1 + kept)
         if drafts:
             speculation.verified(one, len(drafts), kept)
-        speculation.proposed([one], [[7] * wanted])
+        speculation.proposed([one], outcome)
         found.append((len(drafts), wanted))
     return found
 
@@ -102,7 +120,7 @@ def test_what_is_asked_for_is_verified() -> None:
 
 def test_asking_changes_nothing() -> None:
     speculation, one = Speculation(DraftModel(), 3, FLAT), request()
-    speculation.took(0.01, 1, 1, 1)
+    speculation.took(done(0.01, 1), 1, 1)
     found = []
     for _ in range(2 * LOOK_EVERY):
         speculation.drafts([one], 1, 60)
@@ -122,9 +140,40 @@ def test_nothing_is_asked_for_where_no_draft_would_be_verified() -> None:
         speculation.drafts(rows, 16, 60)
         wanted = speculation.wanted(rows)
         asked += any(wanted)
-        speculation.took(0.016, 16, 16, 16, max(wanted, default=0))
-        speculation.took(0.016, 16, 16, 16)
-        speculation.proposed(rows, [[7] * count for count in wanted])
+        speculation.took(done(0.016, 16), 16, 16, max(wanted, default=0))
+        speculation.proposed(rows, done(0.016, 16, drafts=[[7] * count for count in wanted]))
         for one in rows:
             one.token_ids.append(6)
     assert asked <= 10
+
+
+def test_a_draft_model_that_fails_again_and_again_is_asked_for_nothing_until_there_is_another() -> None:
+    speculation, one = Speculation(DraftModel(), 3, FLAT), request()
+    failed = StepDone(1, 1, [5], draft_error="no memory")
+    for outcome in [failed] * (ERRORS_MAX - 1) + [done(0, 1, drafts=[[7]])] + [failed] * (ERRORS_MAX - 1):
+        speculation.proposed([one], outcome)
+    assert speculation.wanted([one])
+    speculation.proposed([one], failed)
+    assert asked(speculation, [one]) == []
+    speculation.proposed([one], done(0, 1))  # nothing was asked for, and nothing went wrong
+    assert speculation.wanted([one]) == []
+    speculation.measured(())
+    assert speculation.wanted([one])
+
+
+def test_what_passes_take_is_no_cost_of_the_targets_tokens_and_counts_for_the_step_that_verifies() -> None:
+    speculation, one = Speculation(DraftModel(), 3, ((1, 10.0), (4, 10.0))), request(max_len=10_000)
+    for _ in range(50):
+        speculation.took(done(0.030, 1, draft_s=0.020), 1, 1, 1)
+        speculation.took(done(0.010, 2), 2, 1)
+    known = speculation._yields[1]
+    assert (known.plain, known.drafted, known.pass_ms) == pytest.approx((10.0, 15.0, 20.0))
+    assert speculation._cost.of(1) == pytest.approx(10.0)
+    assert speculation.wanted([one]) == []
+
+
+def test_probes_cost_a_hundredth_of_the_time_however_slow_the_draft_model_is() -> None:
+    for pass_ms in (1.0, 3.0, 10.0, 30.0):
+        found = decode(100 * LOOK_EVERY, pass_ms, right=0)[3 * LOOK_EVERY :]
+        spent_ms = sum(TOKEN_MS * num_drafts + pass_ms * wanted for num_drafts, wanted in found)
+        assert 0 < spent_ms <= 0.02 * PLAIN_MS * len(found)

@@ -13,7 +13,7 @@ from driver import Driver, Sequence, backend_registry, make_runner
 from novainfer.fsm.step import SeqParams, StepPlan
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.proposer import Proposer
-from novainfer.kernels.runner import DRAFT_FAILURES_MAX, ModelRunner
+from novainfer.kernels.runner import DRAFT_FAILURES_MAX, GIVEN_UP, ModelRunner
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)
 SMALLER = Shape("smaller", 2, 1, 16, 32, 160, num_layers=1, eos_token_id=3)
@@ -174,7 +174,7 @@ def test_an_error_of_the_draft_model_costs_drafts_and_no_tokens(
         driver.step(first)
     assert "given up" in (driver.last.draft_error or "")
     driver.step(first)
-    assert (driver.last.draft_error, driver.last.draft_token_ids) == (None, [])
+    assert (driver.last.draft_error, driver.last.draft_token_ids) == (GIVEN_UP, [])
     driver.step(first)
     driver.step(first)
     assert first.tokens[len(PROMPT) :] == expected

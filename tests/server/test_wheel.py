@@ -77,6 +77,7 @@ def test_the_wheel_serves_with_native_kernels_and_without_a_compiler(
     where = run(python, "-c", "import novainfer; print(novainfer.__file__)", env=elsewhere, cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(novainfer.parent.parent), "it is the wheel that runs"
     command = [str(novainfer), "serve", "--port", "0", "--native", "require"]
+    command += ["--speculative-config", '{"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 4}']
     with subprocess.Popen(command, env=elsewhere, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from functools import cache
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from novainfer.kernels.demo import corpus, model_path
+from novainfer.kernels.demo import corpus, draft_path, model_path
 from novainfer.kernels.demo.evaluate import answer, evaluate, load
 from novainfer.kernels.demo.train import SCHEDULE, rate_factor
 from novainfer.kernels.demo.vocabulary import CONTEXT
@@ -52,6 +53,15 @@ def test_the_checkpoint_is_complete_and_small_enough_to_ship() -> None:
         "tokenizer_config.json",
     }
     assert sum(files.values()) <= _BYTES_MAX
+
+
+def test_the_draft_has_a_ninth_of_the_parameters_and_the_same_tokenizer() -> None:
+    with safe_open(draft_path() / "model.safetensors", framework="pt") as weights:
+        sizes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118  it is no dict
+    assert sum(math.prod(size) for size in sizes) == 338_720
+    assert sum(path.stat().st_size for path in draft_path().iterdir()) <= 1_000_000
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (draft_path() / name).read_bytes() == (model_path() / name).read_bytes()
 
 
 def test_the_config_is_a_qwen2_with_grouped_queries_served_in_fp32() -> None:
