@@ -353,6 +353,7 @@ class ModelRunner:
             sampled, counts = self._sample(hidden, at), list[int]()
             if plan.num_drafts:
                 sampled, counts = accept(sampled, at.drafts, plan.num_drafts)
+            self._buffers.keep(plan, sampled.token_ids, counts)
             done = StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs, num_tokens=counts)
             if self._proposer is not None:
                 return self._propose(self._proposer, plan, done)

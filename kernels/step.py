@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from novainfer.fsm.step import StepPlan
+from novainfer.fsm.step import SAMPLED, StepPlan
 
 __all__ = ["StepBuffers", "StepTensors", "must_lie_in"]
 
@@ -83,6 +83,9 @@ class StepBuffers:
         self.block_table: Ints32 = self._table_tensor.numpy()
         self.written: Ints64 = self._ints64[:0]  # the slot mapping of the last step, on the host
         self._arange: Ints64 = np.arange(max_num_batched_tokens, dtype=np.int64)
+        # Of each slot: the token that it was given last, and where that stands; nowhere before the first one.
+        self._last_tokens: Ints64 = np.zeros(max_num_seqs, dtype=np.int64)
+        self._last_positions: Ints64 = np.full(max_num_seqs, -1, dtype=np.int64)
 
     def update_table(self, plan: StepPlan) -> None:
         """Apply the block-table updates; raises ValueError for a place or a block that is not there."""
@@ -92,6 +95,33 @@ class StepBuffers:
             must_lie_in("table_indexes", plan.table_indexes, num_indexes)
             must_lie_in("table_blocks", plan.table_blocks, self.num_blocks)
             self.block_table[plan.table_slots, plan.table_indexes] = plan.table_blocks
+
+    def keep(self, plan: StepPlan, token_ids: Sequence[int], num_tokens: Sequence[int]) -> None:
+        """The step has ended well, and given these tokens; a step handed over meanwhile may say `SAMPLED` for the last.
+
+        As in `StepDone`: `num_tokens` [num_samples] of `token_ids` are each row's, one where that is empty.
+        """
+        slots = [plan.slots[seq] for seq in plan.sample_seqs]
+        positions: Ints64 = np.array([plan.context_lens[seq] for seq in plan.sample_seqs], dtype=np.int64)
+        tokens: Ints64 = np.array(token_ids, dtype=np.int64)
+        if num_tokens:
+            counts = np.array(num_tokens, dtype=np.int64)
+            positions += counts - 1 - np.array(plan.num_drafts, dtype=np.int64)
+            tokens = tokens[counts.cumsum() - 1]
+        self._last_tokens[slots] = tokens
+        self._last_positions[slots] = positions
+
+    def _put_sampled(self, ids: Ints64, slots: Ints64, positions: Ints64) -> None:
+        """Put the token that its slot was given last in the place of each `SAMPLED` of the step [num_tokens]."""
+        at = np.flatnonzero(ids == SAMPLED)
+        slots = slots[at]
+        wrong = np.flatnonzero(self._last_positions[slots] != positions[at])
+        if len(wrong):
+            raise ValueError(
+                f"a step wants the token that slot {slots[wrong[0]]} was given at position {positions[at[wrong[0]]]}, "
+                f"but its last one stands at {self._last_positions[slots[wrong[0]]]}"
+            )
+        ids[at] = np.maximum(self._last_tokens[slots], 0)  # NO_TOKEN is none that can be computed with
 
     def _check(self, plan: StepPlan) -> None:
         """Kernels read what these numbers point to without asking: a wrong one must not get that far."""
@@ -110,7 +140,7 @@ class StepBuffers:
         must_lie_in("context_lens", plan.context_lens, self.max_model_len + 1, first=1)
         if any(map(gt, plan.query_lens, plan.context_lens)):
             raise ValueError("a sequence of a step has more query tokens than context")
-        must_lie_in("input_ids", plan.input_ids, self.vocab_size)
+        must_lie_in("input_ids", plan.input_ids, self.vocab_size, first=SAMPLED if plan.after else 0)
         must_lie_in("sample_seqs", plan.sample_seqs, num_seqs)
         if plan.num_drafts:
             if len(plan.num_drafts) != len(plan.sample_seqs):
@@ -147,6 +177,8 @@ class StepBuffers:
             first_positions = contexts - query_lens - starts[:-1]
             np.add(self._arange[:num_tokens], np.repeat(first_positions, query_lens), out=positions)
             token_slots = np.repeat(seq_slots, query_lens)
+        if plan.after:
+            self._put_sampled(ids, token_slots, positions)
         blocks = self.block_table[token_slots, positions // self.block_size]
         np.multiply(blocks, self.block_size, out=slots, casting="unsafe")
         slots += positions % self.block_size

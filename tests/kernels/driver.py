@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from novainfer.fsm.mode import INT8
-from novainfer.fsm.step import SeqParams, StepDone, StepPlan
+from novainfer.fsm.step import SAMPLED, SeqParams, StepDone, StepPlan
 from novainfer.kernels.linear import MkldnnLinear
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.registry import Registry
@@ -117,9 +117,18 @@ def seated(slot: int, params: SeqParams, token_ids: Items[int] | None = None) ->
 class Driver:
     """Blocks are handed out in a scrambled order, so that no test passes because blocks happen to be in order."""
 
-    def __init__(self, runner: ModelRunner, seed: int = 0, capture: bool = False, num_drafts: int = 0) -> None:
-        """`num_drafts` are wanted of the runner's draft model for each sampled row of each step."""
+    def __init__(
+        self, runner: ModelRunner, seed: int = 0, capture: bool = False, num_drafts: int = 0, ahead: bool = False
+    ) -> None:
+        """`num_drafts` are wanted of the runner's draft model for each sampled row of each step.
+
+        `ahead`: plans are those that would be made before the step before has ended: what it samples is not in them.
+        """
         self.num_drafts = num_drafts
+        self.ahead = ahead
+        self.num_hidden = 0  # tokens that plans did not tell
+        self._step_id = 0
+        self._sampled: list[Sequence] = []  # in the step before
         self.runner = runner
         self.block_size = runner.info.block_size
         self.free = list(range(runner.num_blocks))
@@ -163,8 +172,13 @@ class Driver:
             if end == len(sequence.tokens):
                 plan.sample_seqs.append(len(plan.slots))
                 sampled.append(sequence)
-            self._add_row(plan, sequence, sequence.tokens[:end])
+            is_hidden = self.ahead and end == len(sequence.tokens) and any(sequence is other for other in self._sampled)
+            self._add_row(
+                plan, sequence, [*sequence.tokens[: end - 1], SAMPLED if is_hidden else sequence.tokens[end - 1]]
+            )
+            self.num_hidden += is_hidden
             sequence.num_computed = end
+        self._sampled = sampled
         result = self._run(plan)
         for sequence, token_id in zip(sampled, result.token_ids, strict=True):
             sequence.tokens.append(token_id)
@@ -185,6 +199,8 @@ class Driver:
 
     def _run(self, plan: StepPlan) -> StepDone:
         plan.num_drafts_wanted = [self.num_drafts for _ in plan.sample_seqs] if self.num_drafts else []
+        self._step_id += 1
+        plan.step_id, plan.after = self._step_id, self._step_id - 1 if self.ahead else 0
         self.last = self.runner.execute(plan)
         return self.last
 
