@@ -37,9 +37,9 @@ from novainfer.actors.wire import (
 
 logger = logging.getLogger(__name__)
 
-# What may wait for a process that does not read: one job is under way at a time, and a process that leaves two of the
-# largest unread is not going to.
-UNSENT_BYTES_MAX = 2 * FRAME_BYTES_MAX
+# What may wait for a process that does not read: two steps are under way at most, and a process that leaves three of
+# the largest jobs unread is not going to.
+UNSENT_BYTES_MAX = 3 * FRAME_BYTES_MAX
 REAP_POLL_S = 0.005  # where the system has no pidfd
 SERVER_MODULE = "novainfer.actors.device_server"
 EXITS = {

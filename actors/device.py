@@ -66,15 +66,41 @@ class Device(Protocol):
         """False when nothing can be computed any more, whatever is asked: only a new process helps then."""
 
 
-def do_job(device: Device, job: Any) -> Any:
-    """The device's work: one job, and the event that says how it went."""
-    if type(job) is Run:
-        return _run(device, job.plan)
-    name = type(job).__name__
-    try:
-        return JobDone(name, _OTHER_JOBS[type(job)](device, job), job.epoch)
-    except Exception as error:
-        return JobFailed(name, sentence_of(error), job.epoch)
+class Jobs:
+    """The device's work, one job after the other; the thread that calls `do` is the device's."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._last_step = 0  # its id, if it has ended well; 0 where none has
+
+    def do(self, job: Any) -> Any:
+        """One job, and the event that says how it went; a step is begun if the one that it follows has ended well."""
+        if type(job) is Run:
+            answer = self._run(job.plan)
+            self._last_step = job.plan.step_id if type(answer) is StepDone else 0
+            return answer
+        name = type(job).__name__
+        try:
+            return JobDone(name, _OTHER_JOBS[type(job)](self._device, job), job.epoch)
+        except Exception as error:
+            return JobFailed(name, sentence_of(error), job.epoch)
+
+    def forget(self) -> None:
+        """The last step has not ended well after all: whoever asked for it was told that it failed."""
+        self._last_step = 0
+
+    def _run(self, plan: StepPlan) -> StepDone | StepFailed:
+        if plan.after not in (0, self._last_step):
+            why = f"step {plan.after}, which it follows, did not end well just before it"
+            return StepFailed(plan.step_id, plan.epoch, Fault.EXCEPTION, why, launched=False)
+        began_s = time.monotonic()
+        try:
+            done = self._device.run(plan)
+            return msgspec.structs.replace(done, took_s=time.monotonic() - began_s)
+        except MemoryError as error:
+            return StepFailed(plan.step_id, plan.epoch, Fault.OOM, sentence_of(error))
+        except Exception as error:
+            return StepFailed(plan.step_id, plan.epoch, Fault.EXCEPTION, sentence_of(error))
 
 
 _OTHER_JOBS: dict[type, Callable[[Device, Any], Any]] = {
@@ -86,17 +112,6 @@ _OTHER_JOBS: dict[type, Callable[[Device, Any], Any]] = {
     Reclaim: lambda device, job: device.reclaim(),
     Close: lambda device, job: device.close(),
 }
-
-
-def _run(device: Device, plan: StepPlan) -> StepDone | StepFailed:
-    began_s = time.monotonic()
-    try:
-        done = device.run(plan)
-        return msgspec.structs.replace(done, took_s=time.monotonic() - began_s)
-    except MemoryError as error:
-        return StepFailed(plan.step_id, plan.epoch, Fault.OOM, sentence_of(error))
-    except Exception as error:
-        return StepFailed(plan.step_id, plan.epoch, Fault.EXCEPTION, sentence_of(error))
 
 
 def sentence_of(error: BaseException) -> str:

@@ -3,6 +3,10 @@
 The main thread takes one job after the other from the socket, does it on the device, and answers. Another one says ten
 times a second that the process lives, and ends it when the other end of the socket is gone: nobody would ever ask for
 anything again. Neither needs the other, so a long step is no silence, and a step that hangs keeps nothing alive.
+
+What comes while a step is computed is read by that other thread: the next step is there, decoded, when the one before
+it ends. It is woken for that only: the main thread says when by changing what the epoll that it waits on looks for.
+A thread that reads everything would cost each step that waits for no other one 70 us, two wakes more.
 """
 
 from __future__ import annotations
@@ -16,11 +20,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
+from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from novainfer.actors.device import do_job
+from novainfer.actors.device import Jobs
 from novainfer.actors.faulty import FaultyDevice, Injection
 from novainfer.actors.wire import (
     EXIT_LINK,
@@ -38,11 +44,13 @@ from novainfer.actors.wire import (
     Ping,
     Progress,
     UnsendableError,
+    Unsent,
 )
 from novainfer.fsm.events import Close, Fault, JobFailed, Run, StepFailed
 from novainfer.fsm.process import SPARE_EPOCH
 
 BEAT_S = 0.1
+SHORT_S = 0.01  # after which what found no memory is tried again
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # <sys/prctl.h>
 CLONE_FILES = 0x400  # <sched.h>
 OOM_SCORE_ADJ = "500"  # when the machine's memory is short: this process comes back, the one with the clients would not
@@ -54,25 +62,31 @@ class DeviceServer:
     def __init__(self, sock: socket.socket, life_fd: int) -> None:
         self._sock = sock
         self._life_fd = life_fd
-        self._beats = threading.Event()
+        self._lives = threading.Event()
         self._is_life_apart = False
+        self._watched = select.epoll() if hasattr(select, "epoll") else None
+        if self._watched is not None:
+            self._watched.register(sock, 0)  # nothing but its end
+        self._listening = threading.Lock()  # held by the one that reads
+        self._reader = FrameReader(TO_DEVICE)
+        self._unread = b""  # received, and not with the reader yet
+        self._heard: deque[tuple[int, Any]] = deque()  # read while a step was computed
         self._writer = FrameWriter()
         self._lock = threading.Lock()
         self._epoch = SPARE_EPOCH  # of the job under way
         self._device: FaultyDevice | None = None
+        self._jobs: Jobs | None = None
 
     def serve(self) -> None:
         """Do jobs until the device is closed, the link ends, or the device is of no more use."""
-        threading.Thread(target=self._beat, name="novainfer-beat", daemon=True).start()
-        self._beats.wait()
+        threading.Thread(target=self._live, name="novainfer-beat", daemon=True).start()
+        self._lives.wait()
         if self._is_life_apart:
             os.close(self._life_fd)
-        reader = FrameReader(TO_DEVICE)
         try:
-            while data := self._sock.recv(RECV_BYTES):
-                for epoch, message in reader.feed(data):
-                    self._epoch = epoch
-                    self._take(message)
+            while True:
+                self._epoch, message = self._next()
+                self._take(message)
         except LinkError as error:
             print(f"novainfer: the engine sent {error}", file=sys.stderr)
             _exit(EXIT_LINK)
@@ -83,7 +97,6 @@ class DeviceServer:
         ):  # a device may even leave the interpreter, whose own end would stop the other thread first
             traceback.print_exc()
             _exit(1)
-        _exit(EXIT_ORPHANED)
 
     def say(self, message: Any) -> None:
         """Send; waits while the engine does not read, and ends the process when it is gone."""
@@ -99,18 +112,25 @@ class DeviceServer:
             if message.weights_fd is not None:
                 os.set_inheritable(message.weights_fd, False)
             self._device = FaultyDevice(message.spec.make(self._on_progress, message.weights_fd))
+            self._jobs = Jobs(self._device)
             return
         if type(message) is Ping:
             self.say(Beat())
             return
         assert self._device is not None, "a device's process is told first what it is to be"
+        assert self._jobs is not None
         if type(message) is Injection:
             self._device.arm(message)
             return
-        answer = do_job(self._device, message)
+        if type(message) is Unsent:
+            self._jobs.forget()
+            self.say(message.failed)
+            return
+        answer = self._step(message) if type(message) is Run else self._jobs.do(message)
         try:
             self.say(answer)
         except UnsendableError as error:
+            self._jobs.forget()
             answer = _failure(message, str(error))
             self.say(answer)
         if type(message) is Close:
@@ -121,16 +141,75 @@ class DeviceServer:
     def _on_progress(self, num_done: int, num_all: int) -> None:
         self.say(Progress(num_done, num_all))
 
-    def _beat(self) -> None:
+    # ---- listening -----------------------------------------------------------------------------------------------
+
+    def _next(self) -> tuple[int, Any]:
+        """The next message, and its epoch."""
+        with self._listening:
+            while (frame := self._heard.popleft() if self._heard else self._reader.next()) is None:
+                self._receive()
+            return frame
+
+    def _receive(self, flags: int = 0) -> None:
+        """Give the reader what has come; what raises MemoryError on the way is there the next time."""
+        self._unread = self._unread or self._sock.recv(RECV_BYTES, flags)
+        if not self._unread:
+            _exit(EXIT_ORPHANED)
+        self._reader.take(self._unread)
+        self._unread = b""
+
+    def _step(self, run: Run) -> Any:
+        """Let the other thread read while this one computes."""
+        assert self._jobs is not None
+        if self._watched is None:
+            return self._jobs.do(run)
+        self._watched.modify(self._sock, select.EPOLLIN)
+        try:
+            return self._jobs.do(run)
+        finally:
+            self._watched.modify(self._sock, 0)
+
+    def _read_ahead(self) -> None:
+        """What cannot be read, or finds no memory, is tried again by the main thread when its step has ended."""
+        if not self._listening.acquire(blocking=False):
+            return
+        try:
+            self._receive(socket.MSG_DONTWAIT)
+            while (frame := self._reader.next()) is not None:
+                self._heard.append(frame)
+        except (BlockingIOError, LinkError):
+            pass
+        except MemoryError:
+            time.sleep(SHORT_S)
+        finally:
+            self._listening.release()
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
         # Where the system lets it, this thread alone holds the pipe whose end says that the process dies (child.py).
         self._is_life_apart = _unshare_files()
-        self._beats.set()
-        gone = select.poll()
-        gone.register(self._sock, 0)  # nothing but its end
-        while not gone.poll(BEAT_S * 1000):
+        self._lives.set()
+        while True:
             with suppress(MemoryError):  # the main thread's trouble, and no reason to fall silent
                 self.say(Beat())
-        _exit(EXIT_ORPHANED)
+            beat_s = time.monotonic() + BEAT_S
+            while (left_s := beat_s - time.monotonic()) > 0:
+                if self._watch(left_s):
+                    self._read_ahead()
+
+    def _watch(self, left_s: float) -> bool:
+        """Wait for so long; True when there is something to be read. Ends the process when nobody talks to it."""
+        if self._watched is None:
+            gone = select.poll()
+            gone.register(self._sock, 0)
+            if gone.poll(left_s * 1000):
+                _exit(EXIT_ORPHANED)
+            return False
+        what = self._watched.poll(left_s)
+        if what and what[0][1] & ~select.EPOLLIN:
+            _exit(EXIT_ORPHANED)
+        return bool(what)
 
 
 def _failure(job: Any, why: str) -> StepFailed | JobFailed:

@@ -13,7 +13,7 @@ from typing import Any
 
 from novainfer.fsm.events import Chat
 from novainfer.fsm.mode import Mode
-from novainfer.fsm.step import StepDone, StepPlan
+from novainfer.fsm.step import NO_TOKEN, SAMPLED, StepDone, StepPlan
 from novainfer.fsm.text import Vocabulary
 
 EOS = 256  # after the 256 byte tokens
@@ -44,6 +44,7 @@ class FakeDevice:
         self._next = next_token
         self._on_step = on_step
         self._step_s = step_s
+        self._last: dict[int, int] = {}  # the token that each slot was given last
         self.is_closed = False
 
     def load(self) -> dict[str, Any]:
@@ -63,9 +64,12 @@ class FakeDevice:
             self._on_step(plan)
         if self._step_s:
             time.sleep(self._step_s)
-        ends, ids = list(accumulate(plan.query_lens)), plan.input_ids
+        ends = list(accumulate(plan.query_lens))
+        ids = self._with_sampled(plan, ends) if plan.after else plan.input_ids
         if not plan.num_drafts and not plan.num_drafts_wanted:
-            return StepDone(plan.step_id, plan.epoch, [self._next(ids[ends[seq] - 1]) for seq in plan.sample_seqs])
+            one_each = [self._next(ids[ends[seq] - 1]) for seq in plan.sample_seqs]
+            self._last.update(zip([plan.slots[seq] for seq in plan.sample_seqs], one_each, strict=True))
+            return StepDone(plan.step_id, plan.epoch, one_each)
         none = [0] * len(plan.sample_seqs)
         tokens: list[int] = []
         num_tokens: list[int] = []
@@ -79,9 +83,19 @@ class FakeDevice:
                     break
             num_tokens.append(len(tokens) - before)
             drafts.append([])
+            self._last[plan.slots[seq]] = tokens[-1]
             for _ in range(num_wanted):
                 drafts[-1].append(self._next(drafts[-1][-1] if drafts[-1] else tokens[-1]))
         return StepDone(plan.step_id, plan.epoch, tokens, num_tokens=num_tokens, draft_token_ids=drafts)
+
+    def _with_sampled(self, plan: StepPlan, ends: list[int]) -> list[int]:
+        """The input, with the token that its slot was given last for each `SAMPLED`, which only ends a row."""
+        ids = list(plan.input_ids)
+        for slot, end in zip(plan.slots, ends, strict=True):
+            if ids[end - 1] == SAMPLED:
+                token_id = self._last[slot]
+                ids[end - 1] = 0 if token_id == NO_TOKEN else token_id
+        return ids
 
     def switch(self, mode: Mode) -> None:
         """It computes the same in every mode."""

@@ -11,10 +11,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Protocol
 
-from novainfer.actors.device import Device, do_job
+from novainfer.actors.device import Device, Jobs
 from novainfer.actors.faulty import PROCESS_ONLY, FaultyDevice, injection
 from novainfer.actors.thread import JobThread
 from novainfer.fsm.errors import InvalidParameter
@@ -73,7 +72,7 @@ class ThreadLink:
     def __init__(self, device: Device, deliver: Deliver, *, patience_s: float = 60.0) -> None:
         self._patience_s = patience_s
         self._device = FaultyDevice(device)
-        self._thread = JobThread("novainfer-device", partial(do_job, self._device), deliver)
+        self._thread = JobThread("novainfer-device", Jobs(self._device).do, deliver)
         self._giving_up: asyncio.TimerHandle | None = None
 
     @property

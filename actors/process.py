@@ -24,7 +24,7 @@ from novainfer.actors.faulty import injection
 from novainfer.actors.link import Deliver
 from novainfer.actors.spec import DeviceSpec
 from novainfer.actors.watchdog import ENDING, SPARE
-from novainfer.actors.wire import Beat, Hello, LogLine, Ping, Progress, UnsendableError
+from novainfer.actors.wire import Beat, Hello, LogLine, Ping, Progress, UnsendableError, Unsent
 from novainfer.fsm.dwell import DYING_LIMIT_S
 from novainfer.fsm.errors import InvalidParameter
 from novainfer.fsm.events import (
@@ -261,16 +261,17 @@ class ProcessLink:
 
     def _tell(self, tell: Tell) -> None:
         """What cannot be sent has failed, and the process goes on: a step is tried again in halves, and found out."""
-        job = tell.job
+        job, child = tell.job, self._seen[tell.serial].child
         try:
-            self._seen[tell.serial].child.send(tell.epoch, job)
+            child.send(tell.epoch, job)
         except UnsendableError as error:
-            failed: StepFailed | JobFailed
-            if isinstance(job, Run):
-                failed = StepFailed(job.plan.step_id, job.plan.epoch, Fault.EXCEPTION, str(error), launched=False)
-            else:
-                failed = JobFailed(type(job).__name__, str(error), tell.epoch)
-            self._take(Answered(tell.serial, tell.epoch, failed, asyncio.get_running_loop().time()))
+            if isinstance(job, Run):  # the step before may be under way, and its answer comes first
+                plan = job.plan
+                failed = StepFailed(plan.step_id, plan.epoch, Fault.EXCEPTION, str(error), launched=False)
+                child.send(tell.epoch, Unsent(failed))
+                return
+            answer = JobFailed(type(job).__name__, str(error), tell.epoch)
+            self._take(Answered(tell.serial, tell.epoch, answer, asyncio.get_running_loop().time()))
 
     def _open(self, serial: int) -> None:
         loop = asyncio.get_running_loop()

@@ -72,6 +72,12 @@ class Ping(msgspec.Struct, frozen=True):
     """Say something: a spare is asked so before it takes over, and answers with a Beat."""
 
 
+class Unsent(msgspec.Struct, frozen=True):
+    """A step that no frame can carry: `failed` is its answer, which comes back in its turn, behind those before it."""
+
+    failed: StepFailed
+
+
 class Progress(msgspec.Struct, frozen=True):
     """So many tensors of all have been read."""
 
@@ -91,7 +97,7 @@ def _names(*kinds: type) -> dict[str, type]:
     return {kind.__name__: kind for kind in kinds}
 
 
-TO_DEVICE = _names(Hello, Ping, Load, Fit, Warm, Run, Switch, Reclaim, Close, Injection)
+TO_DEVICE = _names(Hello, Ping, Load, Fit, Warm, Run, Unsent, Switch, Reclaim, Close, Injection)
 FROM_DEVICE = _names(Beat, Progress, LogLine, JobDone, JobFailed, StepDone, StepFailed)
 
 
@@ -128,24 +134,34 @@ class FrameReader:
 
     def feed(self, data: bytes) -> Iterator[tuple[int, Any]]:
         """(epoch, message) of each frame that is complete with `data`; raises `LinkError` at the first that is none."""
+        self.take(data)
+        while (frame := self.next()) is not None:
+            yield frame
+
+    def take(self, data: bytes) -> None:
+        """Keep `data` for `next`: all of it, or nothing when that raises MemoryError."""
         self._buffer += data
-        while len(self._buffer) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._buffer)
-            if length > FRAME_BYTES_MAX:
-                raise LinkError(f"a frame of {length} bytes")
-            end = LENGTH.size + length
-            if len(self._buffer) < end:
-                return
-            body = bytes(memoryview(self._buffer)[LENGTH.size : end])
-            del self._buffer[:end]
-            yield self._decode(body)
+
+    def next(self) -> tuple[int, Any] | None:
+        """The next frame, once it is complete; after a MemoryError it is the next one still. Raises `LinkError`."""
+        if len(self._buffer) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack_from(self._buffer)
+        if length > FRAME_BYTES_MAX:
+            raise LinkError(f"a frame of {length} bytes")
+        end = LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        frame = self._decode(bytes(memoryview(self._buffer)[LENGTH.size : end]))
+        self._seq += 1
+        del self._buffer[:end]
+        return frame
 
     def _decode(self, body: bytes) -> tuple[int, Any]:
         try:
             epoch, seq, name, raw = self._header.decode(body)
             if seq != self._seq:
                 raise LinkError(f"frame {seq} came where frame {self._seq} was due")
-            self._seq += 1
             decoder = self._bodies.get(name)
             if decoder is None:
                 raise LinkError(f"a message {name!r}, which nobody knows here")

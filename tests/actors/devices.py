@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from novainfer.actors.device import ModelSettings
 from novainfer.actors.fake import FakeDevice, successor
 from novainfer.actors.location import ModelLocation
 from novainfer.actors.spec import FactorySpec, ModelSpec
-from novainfer.fsm.step import StepDone, StepPlan
+from novainfer.fsm.step import NO_TOKEN, StepDone, StepPlan
 
 
 def spec(name: str = "fake", **arguments: Any) -> FactorySpec:
@@ -121,6 +121,22 @@ def gated(at: list[str], mark: str, gate: str) -> Scripted:
             threading.Event().wait(0.005)
 
     return Scripted(at, act)
+
+
+def stepping(folder: str, fails: Sequence[int] = (), nothing: int = -2, kind: str = "RuntimeError") -> FakeDevice:
+    """Each step makes a file of its id in `folder`, and waits while there is a file "hold-" and that id.
+
+    Steps in `fails` raise then; after the token `nothing` there is no token.
+    """
+
+    def step(plan: StepPlan) -> None:
+        (Path(folder) / str(plan.step_id)).touch()
+        while (Path(folder) / f"hold-{plan.step_id}").exists():
+            threading.Event().wait(0.002)
+        if plan.step_id in fails:
+            raise {"RuntimeError": RuntimeError, "MemoryError": MemoryError}[kind]("a fault of its own")
+
+    return FakeDevice(on_step=step, next_token=lambda token: NO_TOKEN if token == nothing else successor(token))
 
 
 def unusable() -> FakeDevice:

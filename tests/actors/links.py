@@ -21,12 +21,15 @@ from tests.actors.devices import spec
 from tests.actors.helpers import WAIT_S, eventually
 
 
-def plan(epoch: int = 0, *, step_id: int = 1, token: int = 65, slots: tuple[int, ...] = (0,)) -> StepPlan:
+def plan(
+    epoch: int = 0, *, step_id: int = 1, token: int = 65, slots: tuple[int, ...] = (0,), after: int = 0
+) -> StepPlan:
     """A step in which each slot decodes one token."""
     count = len(slots)
     return StepPlan(
         step_id=step_id,
         epoch=epoch,
+        after=after,
         slots=list(slots),
         query_lens=[1] * count,
         context_lens=[1] * count,

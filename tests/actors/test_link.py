@@ -12,8 +12,8 @@ import pytest
 from novainfer.actors import link as module
 from novainfer.actors.fake import FakeDevice
 from novainfer.actors.link import ThreadLink
-from novainfer.fsm.events import Close, JobDone, Kill, Load, Run, Spawn, StepFailed
-from novainfer.fsm.step import StepDone
+from novainfer.fsm.events import Close, Fault, JobDone, Kill, Load, Run, Spawn, StepFailed
+from novainfer.fsm.step import SAMPLED, StepDone
 from tests.actors.helpers import WAIT_S
 from tests.actors.links import plan
 
@@ -55,6 +55,41 @@ async def test_a_fault_is_injected_into_the_next_step() -> None:
     await link.run()
     await asyncio.sleep(0)
     assert [type(event) for event in events] == [StepFailed, StepDone]
+
+
+async def test_two_steps_are_put_and_the_second_is_begun_only_after_the_first() -> None:
+    events: list[Any] = []
+    device = Stuck()
+    link = ThreadLink(device, events.append)
+    life = asyncio.create_task(link.run())
+    link.put(Run(plan(step_id=1)))
+    link.put(Run(plan(step_id=2, after=1, token=SAMPLED)))
+    link.put(Run(plan(step_id=4, after=3, token=SAMPLED)))
+    assert await asyncio.to_thread(device.started.wait, WAIT_S)
+    assert events == []
+    device.finish.set()
+    link.stop()
+    await life
+    await asyncio.sleep(0)
+    assert [(event.step_id, type(event)) for event in events] == [(1, StepDone), (2, StepDone), (4, StepFailed)]
+    assert [event.token_ids for event in events[:2]] == [[66], [67]]
+    assert not events[2].launched
+
+
+@pytest.mark.parametrize("kind", ["oom", "exception"])
+async def test_what_follows_on_a_step_with_an_injected_fault_is_not_begun(kind: str) -> None:
+    events: list[Any] = []
+    link = ThreadLink(FakeDevice(), events.append)
+    link.inject(kind)
+    for job in (Run(plan(step_id=1)), Run(plan(step_id=2, after=1, token=SAMPLED)), Run(plan(step_id=3))):
+        link.put(job)
+    link.stop()
+    await link.run()
+    await asyncio.sleep(0)
+    first, second, third = events
+    assert (first.fault, first.launched, second.launched) == (Fault(kind), True, False)
+    assert second.message == "step 1, which it follows, did not end well just before it"
+    assert third.token_ids == [66]
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
