@@ -77,6 +77,22 @@ def control(
 
 
 @bench.command()
+@_repeat(5)
+@click.option("--steps", type=click.IntRange(10), default=300, show_default=True, help="Steps measured each time.")
+@click.option("--requests", type=click.IntRange(1), default=256, show_default=True, help="Running requests.")
+@click.option("--device-ms", type=click.FloatRange(0), default=10.0, show_default=True, help="Time that a step takes.")
+@click.option("--worker", type=click.Choice(["thread", "process"]), default="process", show_default=True)
+@_json
+def idle(
+    repeat: int, steps: int, requests: int, device_ms: float, worker: Literal["thread", "process"], as_json: bool
+) -> None:
+    """What share of its time the device waits for the next step, over a device that only sleeps."""
+    from novainfer.server.bench import idle as run
+
+    emit(*run.run(requests, steps, repeat, device_ms, worker), as_json)
+
+
+@bench.command()
 @_repeat(7)
 @click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Steps measured each time.")
 @click.option("--batches", default="1,32,256", show_default=True, help="Numbers of running requests.")

@@ -100,19 +100,31 @@ async def run_once(
     batch: int, steps: int, device_s: float, worker: Literal["thread", "process"], *, recorder: bool = True
 ) -> dict[str, float]:
     """Microseconds a step with `batch` requests decoding, each with a task that reads it."""
+    device = FactorySpec("novainfer.testing:FakeDevice", {**sizes(batch, steps), "step_s": device_s})
+    (cpu_s, wall_s), (cpu_end_s, wall_end_s) = await decode(device, batch, steps, worker=worker, recorder=recorder)
+    return {
+        "loop_us_per_step": (cpu_end_s - cpu_s) / steps * 1e6,
+        "wall_us_per_step": (wall_end_s - wall_s) / steps * 1e6,
+    }
+
+
+def sizes(batch: int, steps: int) -> dict[str, int]:
+    """A cache in which `batch` requests decode in `steps` steps, beside those in which they come and go."""
+    length = PROMPT_LEN + steps + 2 * WARM_STEPS
+    return {"num_blocks": batch * (-(-length // BLOCK_SIZE) + 1), "max_model_len": length}
+
+
+async def decode(device: FactorySpec, batch: int, steps: int, **options: Any) -> list[tuple[float, float]]:
+    """(CPU seconds of the loop's thread, wall seconds) before and after `steps` steps that hold `batch` requests."""
     max_tokens = steps + 2 * WARM_STEPS
-    blocks = -(-(PROMPT_LEN + max_tokens) // BLOCK_SIZE) + 1
-    sizes = {"num_blocks": batch * blocks, "max_model_len": PROMPT_LEN + max_tokens}
-    device = FactorySpec("novainfer.testing:FakeDevice", {**sizes, "step_s": device_s})
     config = EngineConfig(
         max_num_seqs=batch,
         max_num_batched_tokens=max(2048, batch),
         max_num_queued_reqs=batch,
         block_size=BLOCK_SIZE,
-        worker=worker,
-        recorder=recorder,
+        **options,
     )
-    marks: list[tuple[float, float]] = []  # CPU seconds of the loop's thread, wall seconds
+    marks: list[tuple[float, float]] = []
     async with Engine(config, device=device, tokenizer=ByteTokenizer()) as engine:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         chance = random.Random(batch)
@@ -127,8 +139,4 @@ async def run_once(
         when = (WARM_STEPS, WARM_STEPS + steps)
         # The last one to come is the last one to be prefilled: from its first token on, every request decodes.
         await asyncio.gather(*(read(when if at == batch - 1 else ()) for at in range(batch)))
-    (cpu_s, wall_s), (cpu_end_s, wall_end_s) = marks
-    return {
-        "loop_us_per_step": (cpu_end_s - cpu_s) / steps * 1e6,
-        "wall_us_per_step": (wall_end_s - wall_s) / steps * 1e6,
-    }
+    return marks

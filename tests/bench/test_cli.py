@@ -49,6 +49,17 @@ def test_control_over_a_device_in_a_process() -> None:
     assert found["batches"]["2"]["wall_us_per_step"] > 0
 
 
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_idle_notes_every_step_that_holds_all_requests(worker: str) -> None:
+    options = ("--repeat", "1", "--steps", "20", "--requests", "3", "--device-ms", "2", "--worker", worker, "--json")
+    found = last_json(call("idle", *options))
+    assert found["worker"] == worker
+    assert found["steps"] >= 20
+    assert found["step_ms"] >= 2
+    assert 0 < found["idle_share"] < 1
+    assert found["idle_us"] <= found["idle_us_p99"]
+
+
 def test_without_json_there_is_the_table_alone() -> None:
     result = call("control", "--repeat", "1", "--steps", "5", "--batches", "1,2")
     assert result.exit_code == 0

@@ -13,6 +13,7 @@ from novainfer.kernels.make_checkpoint import SHAPES
 from novainfer.kernels.models.family import parse_config
 from novainfer.kernels.models.registry import FAMILIES
 from novainfer.server.bench.ideal import Geometry, Roof, decode_step_s, ideal_s, prefill_s
+from novainfer.server.bench.idle import idle_between
 from novainfer.server.bench.report import Target, number, rounded, table, targets_json
 from novainfer.server.bench.statistic import (
     Timeline,
@@ -54,6 +55,14 @@ def test_tokens_that_come_together_share_the_gap_before_them() -> None:
     lines = [line([1.0, 1.5, 2.1], [1, 1, 3]), line([2.0])]
     assert first_tokens_s(lines) == [1.0, 2.0]
     assert intervals_s(lines) == pytest.approx([0.5, 0.2, 0.2, 0.2])
+
+
+def test_a_device_is_idle_between_neighbours_that_hold_all_requests() -> None:
+    noted = [(1, 0.0, 1.0), (2, 2.0, 3.0), (2, 3.25, 4.25), (2, 4.5, 6.5), (1, 8.0, 9.0), (2, 9.5, 10.0)]
+    found = idle_between(noted, 2)
+    assert found == {
+        "steps": 2, "step_ms": 1000.0, "idle_us": 250e3, "idle_us_p99": 250e3, "idle_share": pytest.approx(0.5 / 2.5)
+    }  # fmt: skip
 
 
 def test_a_failed_request_counts_as_an_error_and_nothing_else() -> None:
