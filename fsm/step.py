@@ -68,7 +68,6 @@ class StepPlan(msgspec.Struct):
     draft that stands there. So the row's tokens are those that as many steps without drafts give.
 
     A step may be handed over before the one before it has ended: that is the step `after`, and if it did not end well
-    A step may be handed over before the one before it has ended: that is the step `after`, and if it did not end well
     just before on this device, this one is not begun (`launched=False`), and changes nothing. Only such a step holds
     `SAMPLED` among its `input_ids`: the device puts the token there that its slot was given last, which must stand at
     that very position (any token, if it was `NO_TOKEN`).
