@@ -48,6 +48,7 @@ from novainfer.fsm.events import (
     Incident,
     JobDone,
     JobFailed,
+    Launch,
     MakeBatch,
     Prompt,
     Rejected,
@@ -367,6 +368,7 @@ class System:
             # Not a mailbox but a call, once per step; after the turn of the worker, so that the device starts first.
             assert self._loop is not None
             self._undelivered.append(event)
+            self.steps.handed_on()
             self._loop.call_soon(self._deliver)
         elif to == "tokenizer":
             self._encoding.put(event)
@@ -379,7 +381,9 @@ class System:
             self.incidents.take(event, is_logged=is_up or event.kind != "gave_up")  # a failed start is told by `start`
         else:
             if type(event) is MakeBatch:
-                self.steps.asked()
+                self.steps.asked(event.outcome)
+            elif type(event) is Launch:
+                self.steps.planned(event.plan)
             elif type(event) is Departed:
                 self._admission.note_departed(event)
                 self._encoding.forget(event.stream_ids)  # credits come back, so nothing of theirs may wait

@@ -13,18 +13,23 @@ class World:
 
     def __init__(self, limit: int = 10) -> None:
         self.now_s = 100.0
+        self.outcome: StepDone | None = None  # that the scheduler is told when it is asked again
         self.log = StepLog(limit=limit, clock=lambda: self.now_s)
 
     def wait(self, us: float) -> None:
         self.now_s += us / 1e6
 
     def step(self, step_id: int, *, schedule_us: float = 0, device_us: float | None = 0, epoch: int = 0) -> None:
-        self.log.asked()
+        self.log.asked(self.outcome)
+        self.outcome = None
         self.wait(schedule_us)
+        self.log.planned(plan(step_id, epoch))
+        self.log.handed_on()
         self.log.launched(plan(step_id, epoch))
         if device_us is not None:
             self.wait(device_us)
-            self.log.returned(StepDone(step_id, epoch, [7, 8]))
+            self.outcome = StepDone(step_id, epoch, [7, 8])
+            self.log.returned(self.outcome)
 
 
 def plan(step_id: int, epoch: int = 0) -> StepPlan:
@@ -49,8 +54,10 @@ def plan(step_id: int, epoch: int = 0) -> StepPlan:
 def test_a_step_has_its_phases_and_its_sizes() -> None:
     world = World()
     world.step(1, schedule_us=150, device_us=2000)
-    world.log.delivered(30e-6)
-    (found,) = world.log.records(5, is_running=False)
+    world.step(2)
+    for seconds in (10e-6, 30e-6):
+        world.log.delivered(seconds)
+    found, _ = world.log.records(5, is_running=False)
     assert (found.schedule_us, found.device_us, found.outputs_us) == (150.0, 2000.0, 30.0)
     assert (found.num_requests, found.num_tokens, found.num_samples) == (3, 7, 2)
     assert (found.num_swapped_out, found.num_swapped_in, found.mode, found.outcome) == (1, 0, SAFE, "done")
@@ -59,11 +66,51 @@ def test_a_step_has_its_phases_and_its_sizes() -> None:
 def test_outputs_belong_to_the_step_that_was_committed_while_the_next_one_runs() -> None:
     world = World()
     world.step(1)
+    world.log.delivered(5e-6)
     world.step(2, device_us=None)
     world.log.delivered(30e-6)
     one, two = world.log.records(5, is_running=True)
     assert (one.outputs_us, two.outputs_us) == (30.0, None)
     assert (two.outcome, two.device_us) == ("running", None)
+
+
+def test_two_steps_in_flight_share_the_time_of_the_device_and_each_has_its_own_outputs() -> None:
+    """Planned while the one before runs, sent when that has been asked for which follows, answered early."""
+    world = World()
+    log, done = world.log, [StepDone(i, 0, [7, 8]) for i in range(4)]
+
+    def plan_and_launch(step_id: int, schedule_us: float, outcome: StepDone | None) -> None:
+        log.asked(outcome)
+        world.wait(schedule_us)
+        log.planned(plan(step_id))
+        log.handed_on()
+
+    plan_and_launch(1, 100, None)
+    log.launched(plan(1))
+    plan_and_launch(2, 40, None)
+    log.asked()  # for the third one, before the worker has its turn
+    log.launched(plan(2))
+    world.wait(60)
+    log.returned(done[1])
+    for seconds in (1e-6, 2e-6):
+        log.delivered(seconds)
+    assert [r.outcome for r in log.records(5, is_running=True)] == ["done", "running"]
+    plan_and_launch(3, 10, done[1])
+    log.launched(plan(3))
+    world.wait(290)
+    assert [r.outcome for r in log.records(2, is_running=True)] == ["running", "running"]
+    assert [r.outcome for r in log.records(5, is_running=False)] == ["done", "lost", "lost"]
+    log.returned(done[2])
+    log.delivered(3e-6)
+    plan_and_launch(4, 5, done[2])
+    log.launched(plan(4))
+    log.delivered(4e-6)
+    found = log.records(5, is_running=True)
+    assert [r.schedule_us for r in found] == [100.0, 40.0, 10.0, 5.0]
+    assert [r.device_us for r in found] == [100.0, 300.0, None, None]
+    assert [r.outputs_us for r in found] == [3.0, 4.0, None, None]
+    assert [r.outcome for r in found] == ["done", "done", "running", "running"]
+    assert round(1e6 * log.totals().device[0]) == 400
 
 
 def test_a_failed_step_says_how() -> None:
