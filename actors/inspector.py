@@ -284,8 +284,8 @@ class Inspector(Observer):
         """Every request that may own blocks."""
         assert self._scheduler is not None
         yield from self._scheduler.planner.running.values()
-        if self._scheduler.flight is not None:
-            yield from self._scheduler.flight.departed
+        for flight in self._scheduler.flights:
+            yield from flight.departed
 
     def _positions(self) -> dict[int, int]:
         planner = self._planner

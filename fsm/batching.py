@@ -33,7 +33,7 @@ from novainfer.fsm.blocks import Journal
 from novainfer.fsm.kv import Prefix
 from novainfer.fsm.mode import Mode
 from novainfer.fsm.request import ADMIT, FETCH, Request, RequestState
-from novainfer.fsm.step import SeqParams, StepPlan
+from novainfer.fsm.step import SAMPLED, SeqParams, StepPlan
 
 if TYPE_CHECKING:
     from novainfer.fsm.planner import Planner
@@ -63,12 +63,26 @@ class Flight(msgspec.Struct, gc=False):
     num_passes: int = 0  # of the device's draft model, for the next step's
     canary: list[int] = []  # the blocks that a canary is computed in: such a step computes nothing of any request
 
+    def holds(self, request: Request) -> bool:
+        """Whether the step computes something of `request`, or copies it back."""
+        return any(row[0] is request for row in self.rows) or any(other is request for other in self.fetched)
+
 
 class StepBuilder:
-    """One step being planned."""
+    """One step being planned; `is_ahead`: behind one in flight, whose tokens are not known yet."""
 
-    def __init__(self, planner: Planner, step_id: int, epoch: int, chunk: int, only: Collection[int] | None) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        step_id: int,
+        epoch: int,
+        chunk: int,
+        only: Collection[int] | None,
+        *,
+        is_ahead: bool = False,
+    ) -> None:
         limits = planner.limits
+        self.is_ahead = is_ahead
         self.planner = planner
         self.cache = planner.cache
         self.only = only
@@ -79,7 +93,7 @@ class StepBuilder:
         self.barrier: float = inf  # the id of the oldest request that did not fit: nothing younger is admitted
         self.oldest: Request | None = None  # of those that the first half goes to
         self.kept_slots = 0
-        self.had_running = bool(planner.running)
+        self.had_running = is_ahead or bool(planner.running)  # else the oldest one has everything to itself
         self.served: set[int] = set()
         self.expecting: list[Request] = []  # they wait for a prefix
         self.units = 0  # what may still be spent on looking
@@ -98,21 +112,26 @@ class StepBuilder:
         plan, flight, cache, only = self.plan, self.flight, self.cache, self.only
         rows, samples = flight.rows, flight.samples
         slots, context_lens, input_ids = plan.slots, plan.context_lens, plan.input_ids
-        decode = RequestState.DECODE
+        decode, is_ahead = RequestState.DECODE, self.is_ahead
         for request in self.planner.running.values():
-            if request.state is not decode or (only is not None and request.request_id not in only):
+            if request.state is not decode and not (is_ahead and request.is_prefill_planned):
+                continue
+            if only is not None and request.request_id not in only:
                 continue
             at, kv = request.num_planned, request.kv
-            end = at + 1
+            token_ids, end = request.token_ids, at + 1
+            is_known = at < len(token_ids)
+            if not is_known and end >= request.max_len:  # the step in flight gives it its last token
+                continue
             if at == kv.capacity and not cache.reserve(request, end):
                 continue
             rows.append((request, 1, at))
             samples.append(request)
             slots.append(request.slot)
             context_lens.append(end)
-            input_ids.append(request.token_ids[at])
+            input_ids.append(token_ids[at] if is_known else SAMPLED)
             request.num_planned = end
-            if end >= kv.commits_at:
+            if end >= kv.commits_at and is_known:
                 cache.expect(request, at, end)
         plan.query_lens = [1] * len(rows)
         plan.sample_seqs = list(range(len(rows)))
@@ -125,7 +144,11 @@ class StepBuilder:
         self.left = min(self.chunk, self.budget)
         if self.left <= 0:
             return
-        prefilling = [r for r in planner.running.values() if r.state is RequestState.PREFILL and allowed(r, self.only)]
+        prefilling = [
+            r
+            for r in planner.running.values()
+            if r.state is RequestState.PREFILL and r.num_remaining > 0 and allowed(r, self.only)
+        ]
         if not prefilling and not planner.waiting:
             return
         self.reserved = sum(self.cache.room_for(r, len(r.token_ids)) for r in prefilling)
@@ -186,7 +209,7 @@ class StepBuilder:
                 needed = self._needed(request, prefix)
             elif request.waits_for is not None:
                 continue
-            if needed + self._headroom(request) > room and (planner.running or found):
+            if needed + self._headroom(request) > room and (self.had_running or found):
                 break
             if at is not None:
                 found.append(request)

@@ -222,13 +222,14 @@ class BlockCache:
     def commit_row(self, request: Request, end: int) -> None:
         """The first `end` tokens of `request` are computed: name the blocks that they fill.
 
-        It has something to do when `end` is `request.kv.commits_at` or more.
+        It has something to do when `end` is `request.kv.commits_at` or more. What a step has computed of a token that
+        never came (its row was planned ahead) is not counted.
         """
         size, table = self._size, request.kv
         if table.is_mixed:
             table.commits_at = NEVER
             return
-        num_full = end // size
+        num_full = min(end, len(request.token_ids)) // size
         names = self._names(request, num_full)
         for at in range(table.commits_at // size - 1, num_full):
             self.pool.name(table.blocks[at], names[at])
@@ -288,6 +289,10 @@ class BlockCache:
         self.pool.release(reversed(table.blocks))
         table.blocks.clear()
         table.capacity, table.commits_at = 0, NEVER
+        self._break_promises(request.request_id)
+
+    def abandon(self, request: Request) -> None:
+        """`request` has ended in a step that is in flight: what it has promised is for others to compute."""
         self._break_promises(request.request_id)
 
     def drop_copy(self, request: Request) -> None:

@@ -1,15 +1,20 @@
 """The engine is the hub: it drives the step cycle, and knows which requests each stream stands for.
 
-    STARTING ──WorkerReady──▶ IDLE ──work arrives──▶ SCHEDULING ──Batch──▶ WAITING_WORKER
-                               ▲ ◀──Batch without a plan──┘ ▲                 │      │
-                               │                            └────StepDone─────┘      │ StepFailed
-                               └──Batch without a plan── ROLLBACK ◀──────────────────┘
-                                                            └──Batch: a smaller step──▶ WAITING_WORKER
-    IDLE, SCHEDULING, WAITING_WORKER, ROLLBACK ──WorkerLost──▶ RECOVERING ──WorkerReady──▶ SCHEDULING
+                               |  nothing is asked   |  the scheduler is asked for a step
+    ---------------------------+---------------------+------------------------------------
+    nothing is at the worker   |  IDLE               |  SCHEDULING; ROLLBACK, after a step that failed
+    one step is, or two are    |  WAITING_WORKER     |  AHEAD
 
-SCHEDULING and ROLLBACK both wait for the scheduler's Batch; the second says that a step was lost. In RECOVERING the
-worker is gone and another one comes up: streams stay open, and requests may come and go. One step is four
-messages, whatever its size: MakeBatch, Batch, Launch, StepDone. A plan is launched before the outputs of the step
+    STARTING ──WorkerReady──▶ IDLE ──work arrives──▶ SCHEDULING ──Batch──▶ WAITING_WORKER ──StepDone──▶ SCHEDULING
+    SCHEDULING ──Batch, which another may follow──▶ AHEAD ──Batch──▶ WAITING_WORKER ──StepDone──▶ AHEAD
+    WAITING_WORKER, AHEAD ──StepFailed──▶ ROLLBACK ──Batch: a smaller step──▶ WAITING_WORKER, AHEAD
+    all of these ──WorkerLost──▶ RECOVERING ──WorkerReady──▶ SCHEDULING
+
+How a step has ended is told to the scheduler with the question for the next one, when it has answered the one before.
+With a step that fails, the one behind it is of no use: the worker begins none whose predecessor did not end well.
+
+In RECOVERING the worker is gone and another one comes up: streams stay open, and requests may come and go. One step is
+four messages, whatever its size: MakeBatch, Batch, Launch, StepDone. A plan is launched before the outputs of the step
 before it are handed on, so that the device never waits for readers. Any state goes to STOPPED.
 """
 
@@ -71,6 +76,7 @@ class EngineState(StrEnum):
     STARTING = "STARTING"
     IDLE = "IDLE"
     SCHEDULING = "SCHEDULING"
+    AHEAD = "AHEAD"
     WAITING_WORKER = "WAITING_WORKER"
     ROLLBACK = "ROLLBACK"
     RECOVERING = "RECOVERING"
@@ -78,7 +84,8 @@ class EngineState(StrEnum):
 
 
 S = EngineState
-STEPPING = (S.SCHEDULING, S.WAITING_WORKER, S.ROLLBACK)
+STEPPING = (S.SCHEDULING, S.AHEAD, S.WAITING_WORKER, S.ROLLBACK)
+AFTER_BATCH = (S.IDLE, S.WAITING_WORKER, S.AHEAD)
 BUSY = (*STEPPING, S.RECOVERING)
 CYCLE = (S.IDLE, *BUSY)
 SEED_MASK = 2**64 - 1  # the seed of a stream is that of its first choice, and they count on from there, as vLLM's do
@@ -153,21 +160,24 @@ class Engine(Machine):
         stay(BUSY, Resume, "_resume"),
         never(S.STARTING, Resume, CLOSED_GATE),
         ignore(S.STOPPED, Resume, "its stream has ended"),
-        on(S.SCHEDULING, Batch, "_batch", S.WAITING_WORKER, S.SCHEDULING, S.IDLE, only=OfEpoch, renews=True),
-        on(S.ROLLBACK, Batch, "_batch", S.WAITING_WORKER, S.SCHEDULING, S.IDLE, only=OfEpoch),
+        on(S.SCHEDULING, Batch, "_batch", *AFTER_BATCH, S.SCHEDULING, only=OfEpoch, renews=True),
+        on(S.AHEAD, Batch, "_batch", S.WAITING_WORKER, only=OfEpoch),
+        on(S.ROLLBACK, Batch, "_batch", *AFTER_BATCH, S.SCHEDULING, S.ROLLBACK, only=OfEpoch, renews=True),
         stay((S.SCHEDULING, S.RECOVERING), Batch, "_stale_batch"),
-        never(S.ROLLBACK, Batch, "what was planned for a worker that is lost comes before any step of the next one"),
+        never((S.AHEAD, S.ROLLBACK), Batch, "a plan for a worker that is lost comes before any step of the next one"),
         never((S.STARTING, S.IDLE, S.WAITING_WORKER), Batch, "the scheduler answers MakeBatch, once"),
         ignore(S.STOPPED, Batch, "its streams have ended"),
         stay(CYCLE, Outputs, "_outputs"),
         never(S.STARTING, Outputs, CLOSED_GATE),
         ignore(S.STOPPED, Outputs, "its streams have ended"),
-        on(S.WAITING_WORKER, StepDone, "_step_done", S.SCHEDULING, only=OfStep),
+        on(S.WAITING_WORKER, StepDone, "_step_done", S.SCHEDULING, S.AHEAD, only=OfStep),
+        on(S.AHEAD, StepDone, "_done_early", S.SCHEDULING, only=OfStep),
         ignore((S.IDLE, S.SCHEDULING, S.ROLLBACK), StepDone, "it came twice"),
         ignore(S.RECOVERING, StepDone, "it came twice: the step was settled before its worker was lost"),
         never(S.STARTING, StepDone, CLOSED_GATE),
         ignore(S.STOPPED, StepDone, "its streams have ended"),
         on(S.WAITING_WORKER, StepFailed, "_step_failed", S.ROLLBACK, only=OfStep),
+        on(S.AHEAD, StepFailed, "_failed_early", S.ROLLBACK, only=OfStep),
         ignore((S.IDLE, S.SCHEDULING, S.ROLLBACK), StepFailed, "it came twice"),
         ignore(S.RECOVERING, StepFailed, "it came twice: the step was settled before its worker was lost"),
         never(S.STARTING, StepFailed, CLOSED_GATE),
@@ -179,6 +189,7 @@ class Engine(Machine):
         S.STARTING: COMES_UP,
         S.IDLE: any_time("it waits for clients"),
         S.SCHEDULING: Dwell(ANSWER_LIMIT_S, "the scheduler answers within a turn"),
+        S.AHEAD: Dwell(ANSWER_LIMIT_S, "the scheduler answers within a turn"),
         S.WAITING_WORKER: Dwell(
             SWITCH_LIMIT_S + RECLAIM_LIMIT_S + ANSWER_LIMIT_S, "a switch, a step and a reclaim at the worker", True
         ),
@@ -200,7 +211,8 @@ class Engine(Machine):
         self._cancelled_all: tuple[Cause, int] | None = None
         self._next_request_id = 0
         self._work_sent = 0  # Submit and Resume messages sent to the scheduler
-        self.step: tuple[int, int] = (-1, -1)  # (step_id, epoch) of the step at the worker
+        self.steps: list[tuple[int, int]] = []  # (step_id, epoch) of those at the worker, oldest first
+        self._outcome: StepDone | StepFailed | None = None  # of the oldest step, until the scheduler can be told
         self.epoch = 0  # of the worker that is up, or was last
 
     @property
@@ -212,6 +224,11 @@ class Engine(Machine):
     def live_streams(self) -> list[int]:
         """Streams whose requests are with the scheduler."""
         return list(self._live)
+
+    @property
+    def step(self) -> tuple[int, int]:
+        """(step_id, epoch) of the step whose outcome is next."""
+        return self.steps[0] if self.steps else (-1, -1)
 
     def is_encoding(self, stream_id: int) -> bool:
         """True while the stream's prompt is at the tokenizer."""
@@ -246,7 +263,8 @@ class Engine(Machine):
 
     def _lost(self, event: WorkerLost) -> EngineState:
         self._send("scheduler", event)
-        self.step = (-1, -1)
+        self.steps.clear()
+        self._outcome = None
         return S.RECOVERING
 
     def _worker_failed(self, event: WorkerFailed) -> EngineState:
@@ -260,6 +278,8 @@ class Engine(Machine):
         self._encoding.clear()
         self._live.clear()
         self._tombstones.clear()
+        self.steps.clear()
+        self._outcome = None
         return S.STOPPED
 
     def _too_late(self, event: Arrive) -> EngineState:
@@ -364,11 +384,17 @@ class Engine(Machine):
         return self.state
 
     def _batch(self, event: Batch) -> EngineState:
-        if event.plan is not None:
-            self.step = (event.plan.step_id, event.plan.epoch)
+        outcome, self._outcome = self._outcome, None
+        if event.plan is not None and not isinstance(outcome, StepFailed):
+            self.steps.append((event.plan.step_id, event.plan.epoch))
             self._send("worker", Launch(event.plan))
         self._hand_on(event)
-        if event.plan is not None:
+        if outcome is not None:
+            return self._ask(outcome)
+        if event.may_follow:
+            self._send("scheduler", MakeBatch())
+            return S.AHEAD
+        if self.steps:
             return S.WAITING_WORKER
         if event.work_seen != self._work_sent:  # more came while the scheduler planned
             self._send("scheduler", MakeBatch())
@@ -413,10 +439,28 @@ class Engine(Machine):
         if over:
             self._send("gate", Departed(over))
 
+    def _ask(self, outcome: StepDone | StepFailed) -> EngineState:
+        """Tell the scheduler how the oldest step has ended, and ask for one behind those at the worker."""
+        self._send("scheduler", MakeBatch(outcome))
+        if isinstance(outcome, StepFailed):
+            return S.ROLLBACK
+        return S.AHEAD if self.steps else S.SCHEDULING
+
     def _step_done(self, event: StepDone) -> EngineState:
-        self._send("scheduler", MakeBatch(event))
+        del self.steps[0]
+        return self._ask(event)
+
+    def _done_early(self, event: StepDone) -> EngineState:
+        """The scheduler still plans what follows this step: it is told when it has."""
+        del self.steps[0]
+        self._outcome = event
         return S.SCHEDULING
 
     def _step_failed(self, event: StepFailed) -> EngineState:
-        self._send("scheduler", MakeBatch(event))
+        self.steps.clear()
+        return self._ask(event)
+
+    def _failed_early(self, event: StepFailed) -> EngineState:
+        self.steps.clear()
+        self._outcome = event
         return S.ROLLBACK

@@ -259,7 +259,7 @@ class Output(msgspec.Struct, gc=False):
 
 
 class MakeBatch(msgspec.Struct, frozen=True):
-    """Commit or roll back the step that `outcome` belongs to, if any, and plan the next one."""
+    """Commit or roll back the oldest step in flight, if that has ended with this `outcome`, and plan the next one."""
 
     outcome: StepDone | StepFailed | None = None
 
@@ -268,7 +268,7 @@ class Batch(msgspec.Struct, frozen=True):
     """The scheduler's answer to MakeBatch: the next step (None: nothing to do), and what the last one brought.
 
     `work_seen` counts the Submit, Resume and Cancel messages seen before planning: if the engine has sent more since,
-    an empty plan is not the last word.
+    an empty plan is not the last word. `may_follow`: another step may be planned behind this one before it has ended.
     """
 
     plan: StepPlan | None
@@ -276,6 +276,7 @@ class Batch(msgspec.Struct, frozen=True):
     started: list[int]
     work_seen: int
     epoch: int = 0
+    may_follow: bool = False
 
 
 class Outputs(msgspec.Struct, frozen=True):

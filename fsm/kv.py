@@ -119,6 +119,9 @@ class KVCache(Protocol):
     def release(self, request: Request) -> None:
         """Take back the room and the promises of `request`; its copy on the host stays."""
 
+    def abandon(self, request: Request) -> None:
+        """`request` has ended in a step that is in flight: it keeps its room until then, and computes nothing more."""
+
     def drop_copy(self, request: Request) -> None:
         """Take back what `request` has on the host."""
 

@@ -150,6 +150,20 @@ class Planner:
             if not wants_to_run or not self._preempt_one(keep=min(wants_to_run, key=arrival)):
                 return None
 
+    def plan_ahead(self, step_id: int, epoch: int, chunk: int) -> tuple[StepPlan, Flight] | None:
+        """A step behind those in flight, or None if nothing can run, or if room has to be made first.
+
+        No request is preempted for it: the steps in flight use what it has.
+        """
+        self._park_overstayed()
+        if self.overstayed or self._is_crowded or self._short_of_room(None) is not None:
+            return None
+        builder = StepBuilder(self, step_id, epoch, chunk, None, is_ahead=True)
+        builder.add_decodes()
+        builder.add_prefills()
+        builder.close()
+        return (builder.plan, builder.flight) if builder.flight.rows or builder.flight.fetched else None
+
     def plan_canary(self, step_id: int, epoch: int, num_tokens: int) -> tuple[StepPlan, Flight] | None:
         """A step over `num_tokens` tokens of nobody's, in a free slot and free blocks; None if there are none.
 
@@ -220,12 +234,23 @@ class Planner:
             self.cache.drop_copy(request)
 
     def _park_overstayed(self) -> None:
-        """Requests whose reader was away for too long while their step was on the device give up what they keep."""
+        """Requests whose reader was away for too long while a step held them give up what they keep, once none does."""
         for request_id in sorted(self.overstayed):
             request = self.running.get(request_id)
             if request is not None and request.state is RequestState.PAUSED:
+                if request.is_in_flight:
+                    continue
                 self.preempt(request)
-        self.overstayed.clear()
+            self.overstayed.remove(request_id)
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether requests have to leave their slots for others."""
+        if self.max_running < len(self.running):
+            return True
+        if not self.waiting or (self.free_slots and len(self.running) < self.max_running):
+            return False
+        return any(r.state is RequestState.PAUSED for r in self.running.values())
 
     def _make_slots(self) -> None:
         """Park as many paused requests as there are others in want of a slot."""
@@ -241,19 +266,24 @@ class Planner:
 
     def _make_room(self, only: Collection[int] | None) -> None:
         """Preempt until every decoding request, and the oldest one, can have the block that it needs next."""
+        while (oldest := self._short_of_room(only)) is not None and self._preempt_one(keep=oldest):
+            pass
+
+    def _short_of_room(self, only: Collection[int] | None) -> Request | None:
+        """The oldest of those that can run, if not all of them can have the block that they need next."""
         cache = self.cache
         if cache.room >= len(self.running):
-            return
-        while True:
-            able = [r for r in self.running.values() if runnable(r, only)]
-            if not able:
-                return
-            oldest = min(able, key=arrival)
-            needed = sum(
-                cache.room_for(r, r.num_planned + 1) for r in able if r is oldest or r.state is RequestState.DECODE
-            )
-            if needed <= cache.room or not self._preempt_one(keep=oldest):
-                return
+            return None
+        able = [r for r in self.running.values() if runnable(r, only)]
+        if not able:
+            return None
+        oldest = min(able, key=arrival)
+        needed = sum(
+            cache.room_for(r, r.num_planned + 1)
+            for r in able
+            if r is oldest or r.state is RequestState.DECODE or r.is_prefill_planned
+        )
+        return None if needed <= cache.room else oldest
 
     def _preempt_one(self, keep: Request) -> bool:
         """Take the blocks of the request that loses least; paused ones first, the oldest (`keep`) never."""

@@ -5,8 +5,9 @@
                   BUSY, AHEAD ──the answer to Warm──▶ READY
                                any of these ──End──▶ DYING ──Ended──▶ GONE
 
-The worker waits for the answer to each of its jobs before it asks for the next. A spare does what the worker would ask
-for ahead of it: its answers are kept until they are asked for, and the job that is under way then is not begun again.
+The worker waits for the answer to each of its jobs before it asks for the next, steps apart: the process has two of
+them at a time, and answers them in order. A spare does what the worker would ask for ahead of it: its answers are kept
+until they are asked for, and the job that is under way then is not begun again.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class OfAsk(Guard):
-    """The answer is to the job under way, or to the step."""
+    """The answer is to the job under way, or to the step: the first of those that were asked."""
 
     name = "of what was asked"
     why = "nothing of the kind was asked, or it came twice"
@@ -139,7 +140,7 @@ class OfAsk(Guard):
         answer = event.answer
         is_job = isinstance(answer, JobDone | JobFailed)
         job, step_id = (answer.job, -1) if is_job else (Run.__name__, answer.step_id)
-        return bool(machine.asked == (job, event.epoch, step_id))
+        return bool(machine.asked and machine.asked[0] == (job, event.epoch, step_id))
 
 
 class Process(Machine):
@@ -157,14 +158,15 @@ class Process(Machine):
         on(S.IDLE, Ask, "_ask", S.BUSY, S.IDLE),
         on(S.READY, Ask, "_ask", S.RUNNING, S.READY),
         on(S.AHEAD, Ask, "_ask_ahead", S.BUSY, S.AHEAD),
-        never((S.BUSY, S.RUNNING), Ask, "the worker waits for the job before"),
+        stay(S.RUNNING, Ask, "_ask_behind"),
+        never(S.BUSY, Ask, "the worker waits for the job before"),
         never(S.STARTING, Ask, "the worker hears first that it has started"),
         never((S.CLOSING, *OVER), Ask, "it is not the worker's any more"),
         on(S.IDLE, GoAhead, "_go_ahead", S.AHEAD),
         never((S.AHEAD, S.BUSY, *WARM, S.STARTING, *OVER), GoAhead, "only a spare with nothing to do goes ahead"),
         on(S.AHEAD, Answered, "_got_ahead", S.IDLE, S.READY, only=OfAsk),
         on(S.BUSY, Answered, "_answered", S.IDLE, S.READY, only=OfAsk),
-        on(S.RUNNING, Answered, "_answered", S.READY, only=OfAsk),
+        on(S.RUNNING, Answered, "_answered", S.READY, S.RUNNING, only=OfAsk),
         stay(S.CLOSING, Answered, "_closed", only=OfAsk),
         ignore((S.IDLE, S.READY), Answered, "nothing was asked, or it came twice"),
         ignore(S.DYING, Answered, "it is not heard any more"),
@@ -197,7 +199,7 @@ class Process(Machine):
         self.serial = serial
         self.epoch = epoch
         self.pid = 0
-        self.asked: tuple[str, int, int] | None = None  # the job under way, the epoch it was asked in, and which step
+        self.asked: list[tuple[str, int, int]] = []  # jobs under way: of which kind, asked in which epoch, which step
         self.ahead: dict[str, JobDone] = {}  # answers that nobody has asked for yet
 
     @property
@@ -213,7 +215,7 @@ class Process(Machine):
     @property
     def job(self) -> str:
         """The job under way; empty when there is none."""
-        return self.asked[0] if self.asked else ""
+        return self.asked[0][0] if self.asked else ""
 
     def _started(self, event: Started) -> ProcessState:
         self.pid = event.pid
@@ -223,7 +225,7 @@ class Process(Machine):
         return S.GONE
 
     def _tell(self, job: Any) -> None:
-        self.asked = type(job).__name__, self.epoch, job.plan.step_id if type(job) is Run else -1
+        self.asked.append((type(job).__name__, self.epoch, job.plan.step_id if type(job) is Run else -1))
         self._start(Tell(self.serial, self.epoch, job))
 
     def _take_ahead(self, job: Any) -> bool:
@@ -240,10 +242,15 @@ class Process(Machine):
         self._tell(event.job)
         return S.BUSY if self.state is S.IDLE else S.RUNNING
 
+    def _ask_behind(self, event: Ask) -> ProcessState:
+        self._tell(event.job)
+        return S.RUNNING
+
     def _ask_ahead(self, event: Ask) -> ProcessState:
         if self._take_ahead(event.job):
             return S.AHEAD
         if self.job != type(event.job).__name__:
+            self.asked.clear()
             self._tell(event.job)  # after the one under way, whose answer nobody needs then
         return S.BUSY
 
@@ -252,24 +259,26 @@ class Process(Machine):
         return S.AHEAD
 
     def _got_ahead(self, event: Answered) -> ProcessState:
-        job, self.asked = self.job, None
+        job = self.asked.pop(0)[0]
         if not isinstance(event.answer, JobDone):
             return S.IDLE
         self.ahead[job] = event.answer
         return S.READY if job == "Warm" else S.IDLE
 
     def _answered(self, event: Answered) -> StrEnum:
-        job, self.asked = self.job, None
+        job = self.asked.pop(0)[0]
         answer = event.answer
         if isinstance(answer, JobDone | JobFailed):  # it may have been asked before the worker of this epoch was
             answer = msgspec.structs.replace(answer, epoch=self.epoch)
         self._send("worker", answer)
-        if self.state is S.RUNNING or (job == "Warm" and isinstance(answer, JobDone)):
+        if self.state is S.RUNNING:
+            return S.RUNNING if self.asked else S.READY
+        if job == "Warm" and isinstance(answer, JobDone):
             return S.READY
         return S.IDLE
 
     def _closed(self, event: Answered) -> ProcessState:
-        self.asked = None
+        self.asked.clear()
         self._send("worker", event.answer)
         return S.CLOSING
 
@@ -278,6 +287,7 @@ class Process(Machine):
         return self.state
 
     def _shut(self, event: Shut) -> ProcessState:
+        self.asked.clear()  # what runs is finished first, and its answer is of no use any more
         self._tell(event.job)
         return S.CLOSING
 

@@ -243,6 +243,11 @@ class Request(Machine):
         return self.num_planned > self.num_computed
 
     @property
+    def is_prefill_planned(self) -> bool:
+        """True while the step that computes the end of its prompt is in flight: the next one may decode it."""
+        return self.state is S.PREFILL and self.num_planned >= len(self.token_ids)
+
+    @property
     def num_remaining(self) -> int:
         """Tokens still to be planned before the next one can be sampled."""
         return len(self.token_ids) - self.num_planned

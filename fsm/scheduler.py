@@ -1,15 +1,19 @@
 """The scheduler: owns the requests and the KV accounting, plans steps, and commits or takes back what they did.
 
-    STARTING ──Configure──▶ EMPTY ──MakeBatch: something to run──▶ FULL
-                              ▲ ◀──MakeBatch(outcome): nothing more ──┘ ↺ MakeBatch(outcome): the next step
-    EMPTY, FULL ──WorkerLost──▶ RECOVERING ──Configure──▶ EMPTY
+    STARTING ──Configure──▶ EMPTY ──MakeBatch: something to run──▶ PARTIAL ──MakeBatch: and behind it──▶ FULL
+                              ▲ ◀──MakeBatch(outcome): nothing more ──┘ ◀──MakeBatch(outcome): nothing more──┘ ↺
+    EMPTY, PARTIAL, FULL ──WorkerLost──▶ RECOVERING ──Configure──▶ EMPTY
 
-EMPTY and FULL say how many steps are on the device: none, or as many as may be (one; two and PARTIAL come with
-overlapped steps on CUDA). Every end of a request is decided here, before the next step is planned: end-of-sequence
-and stop tokens, stop strings (text is assembled here, from token bytes), length, cancels, failures.
+EMPTY, PARTIAL and FULL say how many steps are in flight: none, some, or as many as may be (`max_in_flight`: one, which
+knows no PARTIAL, or two). Every end of a request is decided here, as soon as the step is known that brings it:
+end-of-sequence and stop tokens, stop strings (text is assembled here, from token bytes), length, cancels, failures.
 
-A failed step is taken back; what is tried then is for `Trouble` to say. When the worker is lost, all that it held is
-computed again, from each request's own tokens.
+A step that is planned while another one is in flight is planned *ahead*: its rows go on from tokens that only the
+device knows yet (`SAMPLED`), and a request that turns out to have ended is computed once for nothing. Nothing is
+decided ahead that could not be undone: no request is preempted, and neither mode nor suspects are tried.
+
+A failed step is taken back, and the one that was planned behind it before it; what is tried then is for `Trouble` to
+say. When the worker is lost, all that it held is computed again, from each request's own tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from novainfer.fsm.events import (
     WorkerLost,
 )
 from novainfer.fsm.ladder import EXACT, Rung, Switched
-from novainfer.fsm.machine import Machine, Table, never, on, stay, table
+from novainfer.fsm.machine import Guard, Machine, Table, never, on, stay, table
 from novainfer.fsm.mode import Mode
 from novainfer.fsm.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.planner import Limits, Planner
@@ -59,16 +63,17 @@ NO_NUMBERS = "the model's output for tokens of no request is not a number either
 
 
 class SchedulerState(StrEnum):
-    """How many steps are on the device."""
+    """How many steps are in flight."""
 
     STARTING = "STARTING"
     EMPTY = "EMPTY"
+    PARTIAL = "PARTIAL"
     FULL = "FULL"
     RECOVERING = "RECOVERING"
 
 
 S = SchedulerState
-UP = (S.EMPTY, S.FULL)
+UP = (S.EMPTY, S.PARTIAL, S.FULL)
 KNOWS_REQUESTS = (*UP, S.RECOVERING)
 CLOSED_GATE = "the gate opens when the worker is warm"
 
@@ -113,6 +118,18 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode = Mode()  # that the next step asks for
 
 
+class WithOutcome(Guard):
+    """The oldest step in flight has ended; else the engine asks for one behind it."""
+
+    name = "with an outcome"
+    why = "it is for the engine to say how a step has ended"
+
+    @staticmethod
+    def holds(machine: Any, event: Any) -> bool:
+        """As `Guard.holds`."""
+        return event.outcome is not None
+
+
 class Scheduler(Machine):
     """See the module; `vocabulary` gives the bytes of each token."""
 
@@ -136,8 +153,10 @@ class Scheduler(Machine):
         stay(S, CancelRequest, "_cancel"),  # in STARTING: on the control lane it overtakes Configure and its Submit
         stay(KNOWS_REQUESTS, PauseRequest, "_pause"),
         stay(KNOWS_REQUESTS, ResumeRequest, "_resume"),
-        on(S.EMPTY, MakeBatch, "_first", S.EMPTY, S.FULL),
-        on(S.FULL, MakeBatch, "_next", S.EMPTY, S.FULL),
+        on(S.EMPTY, MakeBatch, "_first", *UP),
+        on(S.PARTIAL, MakeBatch, "_next", S.EMPTY, S.PARTIAL, only=WithOutcome),
+        on(S.PARTIAL, MakeBatch, "_ahead", S.PARTIAL, S.FULL),
+        on(S.FULL, MakeBatch, "_next", *UP),
         never(S.RECOVERING, MakeBatch, "the engine waits for the next worker"),
         on(UP, WorkerLost, "_lost", S.RECOVERING),
         never(S.RECOVERING, WorkerLost, "a worker that is lost while it comes up was never said to be ready"),
@@ -154,6 +173,7 @@ class Scheduler(Machine):
     DWELLS: ClassVar[Mapping[Any, Dwell]] = {
         S.STARTING: COMES_UP,
         S.EMPTY: any_time("nothing is to be run"),
+        S.PARTIAL: any_time("steps follow each other; the engine's states say how long each may take"),
         S.FULL: any_time("steps follow each other; the engine's states say how long each may take"),
         S.RECOVERING: COMES_UP_AGAIN,
     }
@@ -167,8 +187,11 @@ class Scheduler(Machine):
         ladder_quiet_s: float = 60.0,
         step_timeout_s: float = 60.0,
         speculation: Speculation | None = None,
+        max_in_flight: int = 1,
     ) -> None:
         super().__init__(S.STARTING)
+        assert max_in_flight == 1 or speculation is None, "what to guess next depends on the tokens of the step before"
+        self._max_in_flight = max_in_flight
         self._speculation = speculation
         self._stall_keep_s = stall_keep_s
         self._ladder_quiet_s = ladder_quiet_s
@@ -186,7 +209,7 @@ class Scheduler(Machine):
         self._work_seen = 0
         self._pauses = 0
         self._hurried: set[int] = set()  # streams whose first token has a deadline, and has not come
-        self.flight: Flight | None = None
+        self.flights: list[Flight] = []  # oldest first
         self._step_id = 0
         self._steps = self._failures = self._prompt_tokens = self._generated = self._losses = 0
         self._queried = self._hit = 0
@@ -219,6 +242,16 @@ class Scheduler(Machine):
             mode=self.trouble.ladder.mode,
             speculation=self._speculation.statistics() if self._speculation is not None else None,
         )
+
+    @property
+    def oldest_flight(self) -> Flight | None:
+        """The step whose outcome is next."""
+        return self.flights[0] if self.flights else None
+
+    @property
+    def newest_flight(self) -> Flight | None:
+        """The step that was planned last."""
+        return self.flights[-1] if self.flights else None
 
     # ---- requests come and go ------------------------------------------------------------------------------------
 
@@ -363,9 +396,10 @@ class Scheduler(Machine):
             self.trouble.none_left(self._effects)
         if request.stream_id in self._hurried and not self._siblings(request):
             self._hurried.discard(request.stream_id)
-        if self.flight is not None and request.is_in_flight:
+        if self.flights and request.is_in_flight:
             del self.planner.running[request.request_id]
-            self.flight.departed.append(request)
+            self.planner.cache.abandon(request)
+            next(flight for flight in reversed(self.flights) if flight.holds(request)).departed.append(request)
         else:
             self.planner.remove(request)
         return Output(request.request_id, request.stream_id, request.choice, [], "", end=end)
@@ -373,15 +407,16 @@ class Scheduler(Machine):
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _first(self, event: MakeBatch) -> SchedulerState:
-        assert event.outcome is None, "no step is on the device"
+        assert event.outcome is None, "no step is in flight"
+        return self._plan([])
+
+    def _ahead(self, _: MakeBatch) -> SchedulerState:
         return self._plan([])
 
     def _next(self, event: MakeBatch) -> SchedulerState:
-        flight, outcome = self.flight, event.outcome
-        assert flight is not None
+        flight, outcome = self.flights.pop(0), event.outcome
         assert outcome is not None
-        assert outcome.step_id == flight.step_id, "the engine answers for the step that is on the device"
-        self.flight = None
+        assert outcome.step_id == flight.step_id, "the engine answers for the oldest step in flight"
         if flight.canary:
             return self._plan(self._end_canary(flight, outcome))
         if isinstance(outcome, StepDone):
@@ -389,8 +424,27 @@ class Scheduler(Machine):
         return self._plan(self._roll_back(flight, outcome))
 
     def _plan(self, outputs: list[Output]) -> SchedulerState:
-        planned, trouble = None, self.trouble
         outputs += self._end_longest_paused()
+        planned = self._try_ahead() if self.flights else self._try_all(outputs)
+        if planned is None:
+            assert self.flights or not self.planner.waiting, "a waiting request was neither planned nor made room for"
+            self._send("engine", Batch(None, outputs, [], self._work_seen, self._epoch))
+            return self._filled()
+        plan, flight = planned
+        self.flights.append(flight)
+        plan.mode = flight.mode = self.planner.mode
+        started = [r.stream_id for r in flight.admitted if r.is_first_output]
+        may_follow = self._may_plan_ahead()
+        self._send("engine", Batch(plan, outputs, started, self._work_seen, self._epoch, may_follow))
+        return self._filled()
+
+    def _filled(self) -> SchedulerState:
+        num_flights = len(self.flights)
+        return S.EMPTY if not num_flights else S.FULL if num_flights == self._max_in_flight else S.PARTIAL
+
+    def _try_all(self, outputs: list[Output]) -> tuple[StepPlan, Flight] | None:
+        """The next step, when none is in flight; what ends for it goes to `outputs`."""
+        planned, trouble = None, self.trouble
         if trouble.ladder.mode != self.planner.mode:
             self.planner.change_mode(trouble.ladder.mode)
         if trouble.trial is not None:
@@ -401,16 +455,22 @@ class Scheduler(Machine):
             planned = self._try_plan(group)
             if planned is None:
                 trouble.skip_group()
-        planned = planned or self._try_plan(None)
-        if planned is None:
-            assert not self.planner.waiting, "a waiting request was neither planned nor made room for"
-            self._send("engine", Batch(None, outputs, [], self._work_seen, self._epoch))
-            return S.EMPTY
-        plan, self.flight = planned
-        plan.mode = self.flight.mode = trouble.ladder.mode
-        started = [r.stream_id for r in self.flight.admitted if r.is_first_output]
-        self._send("engine", Batch(plan, outputs, started, self._work_seen, self._epoch))
-        return S.FULL
+        return planned or self._try_plan(None)
+
+    def _may_plan_ahead(self) -> bool:
+        """Whether another step may follow those in flight before one of them has ended."""
+        if len(self.flights) >= self._max_in_flight or self.flights[-1].canary:
+            return False
+        return not self.trouble.is_searching and self.trouble.ladder.mode == self.planner.mode
+
+    def _try_ahead(self) -> tuple[StepPlan, Flight] | None:
+        if not self._may_plan_ahead():
+            return None
+        self._step_id += 1
+        planned = self.planner.plan_ahead(self._step_id, self._epoch, self.trouble.chunk)
+        if planned is not None:
+            planned[0].after = self.flights[-1].step_id
+        return planned
 
     def _try_plan(self, only: list[int] | None) -> tuple[StepPlan, Flight] | None:
         self._step_id += 1
@@ -565,21 +625,31 @@ class Scheduler(Machine):
 
     def _roll_back(self, flight: Flight, outcome: StepFailed) -> list[Output]:
         self._failures += 1
+        self._discard_behind(flight)
         self.planner.rollback(flight, launched=outcome.launched)
         return self._end_doomed(self.trouble.step_failed(flight, outcome, self._effects))
 
     def _lost(self, event: WorkerLost) -> SchedulerState:
         self._losses += 1
-        flight, self.flight = self.flight, None
-        if flight is not None:
-            was_launched = flight.step_id == event.step_id
-            self.planner.rollback(flight, launched=was_launched)
-            if was_launched:  # else nothing of it was computed, and no request is to blame
-                self._failures += 1
-                if outputs := self._end_doomed(self.trouble.worker_lost(flight, event, self._effects)):
-                    self._send("engine", Outputs(outputs))
+        lost = next((flight for flight in self.flights if flight.step_id == event.step_id), None)
+        if self.flights:
+            first = self.flights.pop(0)
+            self._discard_behind(first, event.step_id)
+            self.planner.rollback(first, launched=first is lost)
+        if lost is not None:  # else nothing of any was computed, and no request is to blame
+            self._failures += 1
+            if outputs := self._end_doomed(self.trouble.worker_lost(lost, event, self._effects)):
+                self._send("engine", Outputs(outputs))
         self.planner.lose()
         return S.RECOVERING
+
+    def _discard_behind(self, first: Flight, launched_id: int = -1) -> None:
+        """Take back what was planned behind `first`, latest first; what departed leaves with `first`, which is next."""
+        while self.flights:
+            flight = self.flights.pop()
+            first.departed += flight.departed
+            flight.departed = []
+            self.planner.rollback(flight, launched=flight.step_id == launched_id)
 
     def _end_doomed(self, doomed: Doomed) -> list[Output]:
         state = RequestState.FINISHED_ERROR
@@ -611,9 +681,9 @@ class Scheduler(Machine):
     def check(self) -> None:
         """Assert that every block and slot has exactly the owners it should have; for tests, slow."""
         planner = self.planner
-        departed = self.flight.departed if self.flight else []
+        departed = [request for flight in self.flights for request in flight.departed]
         owners = [*self.requests.values(), *departed]
-        canary = self.flight.canary if self.flight else []
+        canary = [block for flight in self.flights for block in flight.canary]
         planner.cache.check(owners, canary)
         slots = sorted([*planner.free_slots, *(r.slot for r in owners if r.slot >= 0)])
         assert slots == list(range(self._limits.max_num_seqs)), "a slot has two owners, or none"
@@ -629,8 +699,5 @@ class Scheduler(Machine):
             if not is_running:
                 assert not request.kv.capacity, f"waiting request {request.request_id} owns blocks"
                 assert request.slot < 0, f"waiting request {request.request_id} owns a slot"
-            is_held = self.flight is not None and any(r is request for r, _, _ in self.flight.rows)
-            is_fetched = self.flight is not None and request in self.flight.fetched
-            assert request.is_in_flight == (is_held or is_fetched), (
-                f"request {request.request_id} is in no step, or in one"
-            )
+            is_held = any(flight.holds(request) for flight in self.flights)
+            assert request.is_in_flight == is_held, f"request {request.request_id} is in no step, or in one"

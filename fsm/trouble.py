@@ -95,6 +95,11 @@ class Trouble:
                 return group[:most]
         return []
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether the next steps are to find out what it was that failed: each waits for the one before."""
+        return self.trial is not None or bool(self.suspects)
+
     def skip_group(self) -> None:
         """That group cannot run now, and will not be tried alone."""
         self.suspects.popleft()

@@ -55,7 +55,7 @@ from novainfer.fsm.events import (
     WorkerReady,
 )
 from novainfer.fsm.guards import OfEpoch, OfJob, OfStep
-from novainfer.fsm.machine import Guard, Machine, Table, ignore, never, on, table, timer
+from novainfer.fsm.machine import Guard, Machine, Table, ignore, never, on, stay, table, timer
 from novainfer.fsm.mode import Mode
 from novainfer.fsm.step import StepDone, StepPlan
 
@@ -100,15 +100,16 @@ class OfSpawn(Guard):
 
 
 class OfPlan(Guard):
-    """The plan was made for this worker."""
+    """The plan was made for this worker, and the step that it follows has not failed."""
 
-    name = "of this epoch"
-    why = "it was planned for a worker that is lost"
+    name = "that can be begun"
+    why = "it was planned for a worker that is lost, or behind a step that has failed"
 
     @staticmethod
     def holds(machine: Any, event: Any) -> bool:
         """As `Guard.holds`."""
-        return bool(event.plan.epoch == machine.epoch)
+        plan = event.plan
+        return bool(plan.epoch == machine.epoch and plan.after in (0, machine.last_step_id))
 
 
 class RestartPolicy(msgspec.Struct, frozen=True):
@@ -144,10 +145,13 @@ class Worker(Machine):
         ignore((S.READY, S.RUNNING, S.RESTARTING), JobFailed, LATE),
         ignore(DOWN, JobFailed, "nobody waits for it"),
         on(S.READY, Launch, "_launch", S.RUNNING, S.SWITCHING, S.READY, only=OfPlan),
-        never((S.RUNNING, S.SWITCHING, S.OOM), Launch, "the engine waits for the step before"),
+        stay(S.RUNNING, Launch, "_launch_behind", only=OfPlan),
+        stay(S.SWITCHING, Launch, "_wait_behind", only=OfPlan),
+        never((S.RUNNING, S.SWITCHING), Launch, "the engine waits for the steps before"),
+        ignore(S.OOM, Launch, "it was planned behind the step that has failed"),
         ignore((*COMING_UP, S.RESTARTING), Launch, "it was sent before the engine had heard that the worker is lost"),
         ignore(DOWN, Launch, "it was sent before the engine had heard, or after it was stopped"),
-        on(S.RUNNING, StepDone, "_step_done", S.READY, only=OfStep),
+        on(S.RUNNING, StepDone, "_step_done", S.READY, S.RUNNING, only=OfStep, renews=True),
         on(S.RUNNING, StepFailed, "_step_failed", S.READY, S.OOM, only=OfStep),
         ignore((S.READY, S.SWITCHING, S.OOM, *DOWN), StepDone, LATE),
         ignore((S.READY, S.SWITCHING, S.OOM, *DOWN), StepFailed, LATE),
@@ -184,13 +188,18 @@ class Worker(Machine):
         self._fatal: dict[Mode, int] = {}  # how often it was lost in the switch to a mode, since one that went well
         self._found: dict[str, Any] = {}  # what Load and Fit found out about the model
         self.asked = ("", 0)  # the job under way, and the epoch that it was asked in
-        self.step = (-1, -1)  # the number and the epoch of the step at the device
+        self.last_step_id = -1  # of the plans that were taken; -1 after a failure
         self._stood_by = False  # the device was a spare's
         self._was_ready = False
         self._modes: tuple[Mode, ...] = ()  # of the device, best first: it comes up in the first
         self._mode = Mode()
-        self._plan: StepPlan | None = None  # the step at the device, or the one that waits for the switch
+        self._plans: list[StepPlan] = []  # of the steps at the device, or that wait for the switch, oldest first
         self._failure: StepFailed | None = None
+
+    @property
+    def step(self) -> tuple[int, int]:
+        """The number and the epoch of the step whose outcome is next."""
+        return (self._plans[0].step_id, self._plans[0].epoch) if self._plans else (-1, -1)
 
     # ---- coming up -----------------------------------------------------------------------------------------------
 
@@ -245,37 +254,60 @@ class Worker(Machine):
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _launch(self, event: Launch) -> WorkerState:
-        plan = self._plan = event.plan
-        self.step = (plan.step_id, plan.epoch)
+        plan = event.plan
         if plan.mode != self._mode:
             if (num_lost := self._fatal.get(plan.mode, 0)) >= SWITCH_LOSSES_MAX:
                 why = f"{num_lost} workers were lost while they were switched to {plan.mode}"
                 self._send("engine", StepFailed(plan.step_id, plan.epoch, Fault.SWITCH, why, launched=False))
+                self.last_step_id = -1
                 return S.READY
+            self._take(plan)
             self._ask(Switch(plan.mode, self.epoch))
             return S.SWITCHING
+        self._take(plan)
         self._start(Run(plan))
         return S.RUNNING
 
+    def _take(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+        self.last_step_id = plan.step_id
+
+    def _launch_behind(self, event: Launch) -> WorkerState:
+        assert event.plan.mode == self._mode, "modes are changed when nothing is in flight"
+        self._take(event.plan)
+        self._start(Run(event.plan))
+        return S.RUNNING
+
+    def _wait_behind(self, event: Launch) -> WorkerState:
+        self._take(event.plan)
+        return S.SWITCHING
+
     def _switched(self, _: JobDone) -> WorkerState:
-        plan = self._plan
-        assert plan is not None
-        self._mode = plan.mode
-        self._fatal.pop(plan.mode, None)
-        self._start(Run(plan))
+        self._mode = self._plans[0].mode
+        self._fatal.pop(self._mode, None)
+        for plan in self._plans:
+            self._start(Run(plan))
         return S.RUNNING
 
     def _switch_failed(self, event: JobFailed) -> WorkerState:
         failed = StepFailed(*self.step, Fault.SWITCH, event.message, launched=False)
+        self._drop_plans()
         self._send("engine", failed)
         return S.READY
 
+    def _drop_plans(self) -> None:
+        """The first has failed, and the device begins none that was planned behind it."""
+        self._plans.clear()
+        self.last_step_id = -1
+
     def _step_done(self, event: StepDone) -> WorkerState:
         self._losses.clear()
+        del self._plans[0]
         self._send("engine", event)
-        return S.READY
+        return S.RUNNING if self._plans else S.READY
 
     def _step_failed(self, event: StepFailed) -> WorkerState:
+        self._drop_plans()
         if event.fault is Fault.OOM:
             self._failure = event
             self._ask(Reclaim(self.epoch))
@@ -322,10 +354,12 @@ class Worker(Machine):
         self._losses = [loss_s for loss_s in self._losses if loss_s > at_s - policy.window_s] + [at_s]
         was_up = self.state in UP
         lost, step_id = self.epoch, -1
-        if self._plan is not None and self.state in (S.RUNNING, S.OOM):
-            step_id = self._plan.step_id
-        if self._plan is not None and self.state is S.SWITCHING and self._plan.mode != self._modes[0]:
-            mode = self._plan.mode  # to the first mode it need not be switched again: it comes up in it
+        if self.state is S.RUNNING:
+            step_id = self._plans[0].step_id
+        elif self._failure is not None:
+            step_id = self._failure.step_id
+        if self.state is S.SWITCHING and self._plans[0].mode != self._modes[0]:
+            mode = self._plans[0].mode  # to the first mode it need not be switched again: it comes up in it
             self._fatal[mode] = self._fatal.get(mode, 0) + 1
         if not self._was_ready:  # it never came up: whoever starts it should hear that at once
             return self._give_up(fault, message)
@@ -333,7 +367,8 @@ class Worker(Machine):
             times = f" {len(self._losses)} times in a row" if policy.max_restarts else ""
             return self._give_up(fault, f"the worker was lost{times}: {message}")
         self.epoch += 1
-        self._plan = self._failure = None
+        self._drop_plans()
+        self._failure = None
         self._stood_by = False
         if was_up:
             self._send("engine", WorkerLost(lost, fault, message, step_id))

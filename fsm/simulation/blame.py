@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.events import Batch, Fault, MakeBatch, Output, Outputs, StepFailed, WorkerLost
 from novainfer.fsm.machine import Effect, Send
-from novainfer.fsm.request import RequestState
+from novainfer.fsm.request import Request, RequestState
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.shape import mode_against
 from novainfer.fsm.step import StepDone, StepPlan
@@ -55,12 +55,14 @@ class Blame:
 
     def before(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
-        flight = self._world.scheduler.flight
+        scheduler = self._world.scheduler
+        flight = scheduler.oldest_flight
+        if isinstance(event, WorkerLost):
+            flight = next((flight for flight in scheduler.flights if flight.step_id == event.step_id), None)
         if flight is None or not _held(flight)[0]:  # a canary concerns no request
             return
         if isinstance(event, WorkerLost):
-            if flight.step_id == event.step_id:
-                self._lost(flight)
+            self._lost(flight)
         elif isinstance(event, MakeBatch) and isinstance(event.outcome, StepFailed):
             if event.outcome.fault is not Fault.SWITCH:
                 self._failed(flight, event.outcome)
@@ -76,7 +78,7 @@ class Blame:
                 for output in effect.event.outputs:
                     self._output(output)
         if isinstance(event, MakeBatch):
-            self._planned(self._world.scheduler.flight)
+            self._planned(self._world.planned)
 
     def _failed(self, flight: Flight, outcome: StepFailed) -> None:
         held, live = _held(flight)
@@ -128,7 +130,7 @@ class Blame:
     def _check_canary(self, plan: StepPlan | None) -> None:
         """A canary comes after each second failure, where there is a rung, and is as large as the step that failed."""
         world = self._world
-        flight, trial = world.scheduler.flight, world.scheduler.trouble.trial
+        flight, trial = world.planned, world.scheduler.trouble.trial
         for request_id, count in self._failures.items():
             if count >= ENDS_AFTER and self._is_live(request_id):
                 raise Violation(f"request {request_id} has failed alone {count} times, and goes on")
@@ -165,7 +167,7 @@ class Blame:
         if self._groups or flight is None:
             return
         for request in self._world.scheduler.requests.values():
-            if request.state is RequestState.DECODE and request.request_id not in held:
+            if request.state is RequestState.DECODE and request.request_id not in held and not ends_in_flight(request):
                 raise Violation(f"request {request.request_id} decodes, is not suspected, and is not in the step")
 
     # ---- details -------------------------------------------------------------------------------------------------
@@ -201,6 +203,12 @@ class Blame:
     def _can_run(self, request_id: int) -> bool:
         request = self._world.scheduler.requests.get(request_id)
         return request is not None and request.state is not RequestState.PAUSED
+
+
+def ends_in_flight(request: Request) -> bool:
+    """Whether the step in flight gives `request` the last token that it may have."""
+    length = len(request.token_ids)
+    return request.is_in_flight and request.num_planned == length and length + 1 >= request.max_len
 
 
 def _held(flight: Flight) -> tuple[set[int], list[int]]:

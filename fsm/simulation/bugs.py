@@ -73,7 +73,7 @@ MUTANTS = [
         "a cancel frees blocks of the step on the device",
         Scheduler,
         "_end",
-        "if self.flight is not None and request.is_in_flight:",
+        "if self.flights and request.is_in_flight:",
         "if False:",
     ),
     Mutant(
@@ -90,7 +90,7 @@ MUTANTS = [
         "a block is named before it is full",
         BlockCache,
         "commit_row",
-        "num_full = end // size",
+        "num_full = min(end, len(request.token_ids)) // size",
         "num_full = min(-(-end // size), len(request.token_ids) // size)",
     ),
     Mutant(
@@ -115,13 +115,13 @@ MUTANTS = [
         "a request is computed while its reader is slow",
         StepBuilder,
         "add_decodes",
-        "if request.state is not decode or",
-        "if request.state not in (decode, RequestState.PAUSED) or",
+        "if request.state is not decode and",
+        "if request.state not in (decode, RequestState.PAUSED) and",
     ),
     Mutant(
         "the oldest request gets no block while it prefills",
         Planner,
-        "_make_room",
+        "_short_of_room",
         "if r is oldest or r.state",
         "if r.state",
         seeds=4000,
@@ -468,7 +468,7 @@ MUTANTS = [
         "SGLang #26265: prompts are admitted beyond what the pool holds",
         StepBuilder,
         "_admissible",
-        "if needed + self._headroom(request) > room and (planner.running or found):",
+        "if needed + self._headroom(request) > room and (self.had_running or found):",
         "if False:",
         more=(
             Edit(StepBuilder, "_try_to_admit", "if needed > self.cache.room - self.reserved and (", "if False and ("),

@@ -51,6 +51,7 @@ from novainfer.fsm.events import (
 from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.request import ENDED, Request, RequestState
 from novainfer.fsm.scheduler import SchedulerState
+from novainfer.fsm.simulation.blame import ends_in_flight
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.restarts import Restarts
 from novainfer.fsm.simulation.turns import ADMISSIONS_MAX, WAITING_MAX
@@ -117,16 +118,20 @@ class Checks:
             self._leaving = self.world.scheduler.requests.get(event.request_id)
         scheduler = self.world.scheduler
         self._rung = scheduler.trouble.ladder.rung
-        self._on_trial = None if scheduler.flight is None or not scheduler.flight.canary else self._last_alone
-        if isinstance(event, WorkerLost) and scheduler.flight is not None:
-            self._note_failure(scheduler.flight)
+        flight = scheduler.oldest_flight
+        self._on_trial = None if flight is None or not flight.canary else self._last_alone
+        if isinstance(event, WorkerLost) and scheduler.flights:
+            lost = (flight for flight in scheduler.flights if flight.step_id == event.step_id)
+            self._note_failure(next(lost, scheduler.flights[0]))
         if not isinstance(event, MakeBatch):
             return
         self._watch_planning()
-        if isinstance(event.outcome, StepDone) and scheduler.flight is not None:
-            if scheduler.flight.canary and event.outcome.token_ids[0] < 0:
-                self._note_failure(scheduler.flight)
-            self._sampled = scheduler.flight.samples
+        if isinstance(event.outcome, StepDone) and flight is not None:
+            if flight.canary and event.outcome.token_ids[0] < 0:
+                self._note_failure(flight)
+            if len(scheduler.flights) > 1:  # what is committed now is not taken back with the step behind it
+                self._before = None
+            self._sampled = flight.samples
             last = _last_tokens(event.outcome) if self._sampled else []  # a canary's token is nobody's
             sampled = zip(self._sampled, last, strict=True)
             self._not_a_number = {r.request_id: r.stream_id for r, token_id in sampled if token_id < 0 and not r.ended}
@@ -134,7 +139,6 @@ class Checks:
         running = [r for r in scheduler.planner.running.values() if r.state in ADMITTED]
         is_free = not scheduler.trouble.suspects and not isinstance(event.outcome, StepFailed)
         self._oldest = min(running, key=lambda r: r.request_id) if running and is_free else None
-        flight = scheduler.flight
         if isinstance(event.outcome, StepFailed) and flight is not None:
             self._note_failure(flight)
             self._watch_rollback(event.outcome, exact=self._quiet)
@@ -146,7 +150,8 @@ class Checks:
         begin = pool.open
 
         def watched(journal: Journal) -> None:
-            self._before = world.scheduler.fingerprint() if world.looks_closely else None
+            if not world.scheduler.flights:
+                self._before = world.scheduler.fingerprint() if world.looks_closely else None
             begin(journal)
 
         pool.open = watched  # type: ignore[method-assign]
@@ -166,6 +171,10 @@ class Checks:
 
         def watched(flight: Flight, *, launched: bool) -> None:
             rollback(flight, launched=launched)
+            if flight.step_id > outcome.step_id:  # it was planned behind the one that failed
+                if launched:
+                    raise Violation(f"step {flight.step_id} was never begun, and is taken back as if it had been")
+                return
             del planner.rollback
             if launched is not outcome.launched:
                 raise Violation(f"step {flight.step_id} was taken back as launched={launched}")
@@ -189,18 +198,19 @@ class Checks:
         planner = scheduler.planner
         if isinstance(event, MakeBatch):
             del self.world.cache.pool.open
-            self._quiet = True
+            if self.world.planned is not None and len(scheduler.flights) == 1:  # else the savepoint is an older one
+                self._quiet = True
             if "rollback" in planner.__dict__:
                 raise Violation("a step failed and was not taken back")
             if self._oldest is not None and self._oldest.state is RequestState.PREEMPTED:
                 raise Violation(f"request {self._oldest.request_id} is the oldest, and was preempted")
             self._oldest = None
-            self._plan(scheduler.flight)
+            self._plan(self.world.planned)
             pool, spoilt, self._spoilt = self.world.cache.pool, self._spoilt, []
             if found := [block for block in spoilt if not pool._refs[block] and pool._name[block]]:
                 raise Violation(f"blocks {found} gave no number, and can be found by others")
             self.at_once[len(scheduler.requests)] += 1
-            admitted = scheduler.flight.admitted if scheduler.flight else []
+            admitted = [request for flight in scheduler.flights for request in flight.admitted]
             for request in self._sampled:
                 if request.state is RequestState.PREFILL and request not in admitted:
                     raise Violation(f"request {request.request_id} has its first token, and is in PREFILL")
@@ -329,10 +339,10 @@ class Checks:
         world = self.world
         scheduler = world.scheduler
         planner, shape = scheduler.planner, world.shape
+        rows = [row for flight in scheduler.flights for row in flight.rows]
+        self._step_blocks = [block for request, _, _ in rows for block in request.kv.blocks]
         if flight is None:
-            self._step_blocks = []
             return
-        self._step_blocks = [block for request, _, _ in flight.rows for block in request.kv.blocks]
         planned = {request.request_id for request, _, _ in flight.rows}
         if planned & self._cancelled:
             raise Violation(f"step {flight.step_id} computes {planned & self._cancelled}, which were cancelled")
@@ -343,12 +353,17 @@ class Checks:
                 raise Violation(
                     f"request {request.request_id} is {request.state}, and step {flight.step_id} computes it"
                 )
+        for request, count, start in flight.rows:
+            if start + count - flight.drafts.get(request.request_id, 0) >= request.max_len:
+                raise Violation(f"step {flight.step_id} computes the last token of request {request.request_id}")
         num_tokens = sum(count for _, count, _ in flight.rows)
         if num_tokens > max(shape.max_num_batched_tokens, len(planned)) or len(planned) > shape.max_num_seqs:
             raise Violation(f"step {flight.step_id} has {num_tokens} tokens of {len(planned)} requests")
         if not scheduler.trouble.suspects:
             self._nobody_overtakes(flight)
-        may_run = [i for i, request in planner.running.items() if request.state in COMPUTED]
+        may_run = [
+            i for i, r in planner.running.items() if r.state in COMPUTED and (i in planned or not ends_in_flight(r))
+        ]
         if not scheduler.trouble.suspects and may_run and min(may_run) not in planned:
             raise Violation(f"request {min(may_run)} is the oldest, and step {flight.step_id} leaves it out")
 

@@ -161,23 +161,21 @@ class Deadlines:
                 del self._live[stream_id]
                 continue
             if since_s is not None and reader.most is None:
-                # What a step brings, of each choice that was not decoding and is told when it does, and the next step.
+                # What a step brings, of each choice that was not decoding and is told when it does, and the next steps.
                 params = world.clients[stream_id].arrive.params
+                shape, num_tokens = world.shape, 1 + world.shape.num_speculative_tokens
                 weight = 1 + (params.logprobs or 0) // TOP_LOGPROBS_PER_TOKEN
-                reader.most = reader.unread + 2 * params.n * weight * (1 + world.shape.num_speculative_tokens)
+                reader.most = reader.unread + (1 + shape.max_in_flight) * params.n * weight * num_tokens
             elif since_s is not None and reader.most is not None and reader.unread > reader.most:
                 raise Violation(f"stream {stream_id} is stalled, and has {reader.unread} unread tokens")
             if since_s is not None and since_s + timeout_s + EPSILON_S <= now_s:
                 raise Violation(f"stream {stream_id} is stalled for {now_s - since_s:g} s, and goes on")
-        flight = world.scheduler.flight
         for request_id, (request, since_s, serial) in list(self._paused.items()):
             is_due = since_s + keep_s + EPSILON_S <= now_s
             if request.state is not RequestState.PAUSED or request.paused_as != serial:
                 del self._paused[request_id]
-            elif is_due and (request.kv.blocks or request.slot >= 0):
-                is_in_flight = flight is not None and any(row[0] is request for row in flight.rows)
-                if not is_in_flight:
-                    raise Violation(f"request {request_id} is paused for {now_s - since_s:g} s, and keeps its blocks")
+            elif is_due and (request.kv.blocks or request.slot >= 0) and not request.is_in_flight:
+                raise Violation(f"request {request_id} is paused for {now_s - since_s:g} s, and keeps its blocks")
 
     def _has_ended(self, stream_id: int) -> bool:
         world = self._world

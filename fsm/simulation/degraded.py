@@ -17,6 +17,8 @@ from novainfer.fsm.step import StepDone, StepPlan
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World
 
+STEPS_MAX = 2  # that have been computed, and whose outcomes are on their way
+
 
 class Degraded:
     """The account of one world."""
@@ -29,12 +31,13 @@ class Degraded:
 
     def computed(self, plan: StepPlan, device: ScriptedDevice) -> None:
         """The device has done a step well."""
-        self._steps.clear()  # an answer of an older step is no outcome any more
+        for step in list(self._steps)[: 1 - STEPS_MAX]:  # an answer of an older one is no outcome any more
+            del self._steps[step]
         self._steps[plan.step_id, plan.epoch] = device.degraded
 
     def before(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
-        flight = self._world.scheduler.flight
+        flight = self._world.scheduler.oldest_flight
         if not isinstance(event, MakeBatch) or not isinstance(event.outcome, StepDone) or flight is None:
             return
         marks = self._steps.get((event.outcome.step_id, event.outcome.epoch), ())

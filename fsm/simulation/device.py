@@ -22,7 +22,7 @@ from zlib import crc32
 
 from novainfer.fsm.mode import Mode
 from novainfer.fsm.simulation.shape import BEST
-from novainfer.fsm.step import NO_TOKEN, Logprobs, SeqParams, StepDone, StepPlan
+from novainfer.fsm.step import NO_TOKEN, SAMPLED, Logprobs, SeqParams, StepDone, StepPlan
 
 VOCAB_SIZE = 64
 EOS = 0
@@ -138,11 +138,15 @@ class ScriptedDevice:
         self._tables: list[dict[int, int]] = [{} for _ in range(num_slots)]
         self._samplers: list[Sampler | None] = [None] * num_slots
         self._histories: list[bytearray] = [bytearray() for _ in range(num_slots)]  # where they were given
+        self._last_tokens = [0] * num_slots  # what each slot was given last
         self._wrong_drafts_of_16 = wrong_drafts_of_16
+        self.last_step_id = -1  # the step that has just ended well; -1: none has, or the last one failed
 
     def run(self, plan: StepPlan, took_s: float = 0.0) -> StepDone:
         """Compute one step, and say that it took `took_s`."""
+        assert self.begins(plan), f"step {plan.step_id} follows {plan.after}, and {self.last_step_id} came before it"
         self._write(plan, spoil=False)
+        self.last_step_id = plan.step_id
         tokens: list[int] = []
         logprobs: list[Logprobs | None] = []
         num_tokens: list[int] = []
@@ -159,6 +163,7 @@ class ScriptedDevice:
                 logprobs.append(None if num_top is None or token < 0 else expected_logprob(token, num_top))
                 if token != draft:
                     break
+            self._last_tokens[slot] = max(token, 0)
             num_tokens.append(count + 1)
             self.degraded.append(self._is_degraded(slot, first + count))
         counts = num_tokens if plan.num_drafts else []
@@ -166,6 +171,10 @@ class ScriptedDevice:
         draft_s = took_s / 4 if plan.num_drafts_wanted else 0.0
         known = logprobs if any(logprobs) else []
         return StepDone(plan.step_id, plan.epoch, tokens, known, took_s, counts, drafts, error, draft_s)
+
+    def begins(self, plan: StepPlan) -> bool:
+        """Whether the step that `plan` was planned behind has just ended well, if there is such a step."""
+        return plan.after in (0, self.last_step_id)
 
     def _propose(self, plan: StepPlan) -> tuple[list[list[int]], str | None]:
         """The drafts of a draft model, which fails now and then."""
@@ -191,6 +200,7 @@ class ScriptedDevice:
 
     def spoil(self, plan: StepPlan) -> None:
         """Fail in the middle of a step: its blocks hold garbage where it would have written."""
+        self.last_step_id = -1
         self._write(plan, spoil=True)
 
     def poison(self, plan: StepPlan) -> int | None:
@@ -212,7 +222,8 @@ class ScriptedDevice:
             table, start = self._tables[slot], end - count
             context = 0 if spoil else crc32(self._read(slot, start))
             for position in range(start, end):
-                found = GARBAGE if spoil else cell(context, ids[at])
+                token_id = ids[at] if ids[at] != SAMPLED else self._last_tokens[slot]
+                found = GARBAGE if spoil else cell(context, token_id)
                 offset = position % size * CELL
                 kv[table[position // size]][offset : offset + CELL] = found
                 if not was_exact:

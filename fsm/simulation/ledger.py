@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from novainfer.fsm.events import Batch, CancelRequest, Configure, KeepOver, MakeBatch, Outputs, WorkerLost
 from novainfer.fsm.machine import Effect, Send
 from novainfer.fsm.simulation.oracle import Violation
@@ -27,6 +29,14 @@ CANARY = -1  # whose blocks and slot belong to no request
 MOVING = (MakeBatch, CancelRequest, WorkerLost, KeepOver, Configure)
 
 
+class Held(msgspec.Struct):
+    """A step on the device."""
+
+    admitted: list[int]  # requests
+    before: dict[int, int]  # blocks that each request in it had before it
+    departed: list[int] = []  # have ended, and return with the step
+
+
 class Ledger:
     """The account of one world."""
 
@@ -36,9 +46,7 @@ class Ledger:
         self._tables: dict[int, list[int]] = {}  # blocks, by request
         self._owners: dict[int, set[int]] = {}  # requests, by block
         self._tokens: dict[int, list[int]] = {}  # of requests that have blocks: a list that only grows
-        self._before: dict[int, int] = {}  # blocks that each request in the step had before it
-        self._admitted: list[int] = []  # in the step on the device
-        self._departed: list[int] = []  # have ended, and return with the step
+        self._steps: list[Held] = []  # oldest first
         self._preempted: list[int] = []  # while the event was handled
 
     # ---- what happens --------------------------------------------------------------------------------------------
@@ -50,51 +58,59 @@ class Ledger:
     def after(self, event: Any, effects: Sequence[Effect]) -> None:
         """The scheduler has handled `event`."""
         if isinstance(event, WorkerLost):
-            self._returned(is_good=False)
+            self._failed()
             for request_id in list(self._tables):
                 self._free(request_id)
         elif isinstance(event, MakeBatch) and event.outcome is not None:
-            self._returned(is_good=isinstance(event.outcome, StepDone))
+            if isinstance(event.outcome, StepDone):
+                self._returned()
+            else:
+                self._failed()
         sent = [effect.event for effect in effects if isinstance(effect, Send)]
         for message in sent:
             for output in message.outputs if isinstance(message, Batch | Outputs) else ():
                 if output.end is not None and output.request_id in self._tables:
                     self._ended(output.request_id)
         for request_id in self._preempted:
-            if request_id in self._before:
+            if any(request_id in step.before for step in self._steps):
                 raise Violation(f"request {request_id} loses its blocks while they are on the device")
             self._free(request_id)
         self._preempted.clear()
-        flight = self._world.scheduler.flight
         for message in sent:
             if isinstance(message, Batch) and message.plan is not None:
-                assert flight is not None
-                self._planned(message.plan, flight)
+                assert self._world.planned is not None
+                self._planned(message.plan, self._world.planned)
         if isinstance(event, MOVING) and self._world.looks_closely:
             self._compare()
 
-    def _returned(self, *, is_good: bool) -> None:
-        """The step is no longer on the device."""
-        if not is_good:
-            for request_id, num_blocks in self._before.items():
-                for block in self._tables[request_id][num_blocks:]:
-                    self._owners[block].remove(request_id)
-                del self._tables[request_id][num_blocks:]
-        assert self._world.audit is not None
-        for kept in self._world.audit.verified.kept if is_good else ():
-            table = self._tables[kept.request.request_id]
-            num_blocks = -(-kept.count // self._world.shape.block_size)
-            for block in table[num_blocks:]:
-                self._owners[block].remove(kept.request.request_id)
-            del table[num_blocks:]
-        gone = [*self._departed, *([] if is_good else self._admitted), CANARY]
-        for request_id in gone:
+    def _failed(self) -> None:
+        """Of the steps on the device nothing has come, the oldest one included."""
+        for step in reversed(self._steps):
+            for request_id, num_blocks in step.before.items():
+                self._cut(request_id, num_blocks)
+        gone = [request_id for step in self._steps for request_id in (*step.departed, *step.admitted)]
+        for request_id in (*gone, CANARY):
             self._free(request_id)
-        self._before, self._admitted, self._departed = {}, [], []
+        self._steps.clear()
+
+    def _returned(self) -> None:
+        """The oldest step is no longer on the device, and went well."""
+        assert self._world.audit is not None
+        for kept in self._world.audit.verified.kept:
+            self._cut(kept.request.request_id, -(-kept.count // self._world.shape.block_size))
+        for request_id in (*self._steps.pop(0).departed, CANARY):
+            self._free(request_id)
+
+    def _cut(self, request_id: int, num_blocks: int) -> None:
+        """It gives back all blocks but the first ones."""
+        for block in self._tables[request_id][num_blocks:]:
+            self._owners[block].remove(request_id)
+        del self._tables[request_id][num_blocks:]
 
     def _ended(self, request_id: int) -> None:
-        if request_id in self._before:
-            self._departed.append(request_id)
+        step = next((step for step in reversed(self._steps) if request_id in step.before), None)
+        if step is not None:
+            step.departed.append(request_id)
         else:
             self._free(request_id)
 
@@ -111,10 +127,10 @@ class Ledger:
         """The device is about to get `plan`; which request a slot is for is said by the flight."""
         step = f"step {plan.step_id}"
         requests = {request.request_id: request for request in flight.admitted}
-        self._admitted = list(requests) if not flight.canary else [CANARY]
-        if len(plan.admissions) != len(self._admitted):
-            raise Violation(f"{step} admits {self._admitted}, and fills {len(plan.admissions)} slots")
-        for spec, request_id in zip(plan.admissions, self._admitted, strict=True):
+        admitted = list(requests) if not flight.canary else [CANARY]
+        if len(plan.admissions) != len(admitted):
+            raise Violation(f"{step} admits {admitted}, and fills {len(plan.admissions)} slots")
+        for spec, request_id in zip(plan.admissions, admitted, strict=True):
             if spec.slot in self._slots or request_id in self._tables:
                 raise Violation(f"{step} gives slot {spec.slot} to {request_id}: {self._slots}, {list(self._tables)}")
             self._slots[spec.slot] = request_id
@@ -125,7 +141,7 @@ class Ledger:
         if not flight.canary and held != [request.request_id for request, _, _ in flight.rows]:
             raise Violation(f"{step} computes {held} in their slots, and means others")
         touched = [self._slots[slot] for slot in (*plan.slots, *plan.table_slots)]
-        self._before = {i: len(self._tables[i]) for i in (*self._admitted, *touched)}
+        self._steps.append(Held(admitted, {i: len(self._tables[i]) for i in (*admitted, *touched)}))
         given: set[int] = set()
         for slot, index, block in zip(plan.table_slots, plan.table_indexes, plan.table_blocks, strict=True):
             self._give(step, self._slots[slot], index, block)
@@ -168,7 +184,7 @@ class Ledger:
     def _compare(self) -> None:
         scheduler = self._world.scheduler
         planner = scheduler.planner
-        departed = scheduler.flight.departed if scheduler.flight is not None else []
+        departed = [request for flight in scheduler.flights for request in flight.departed]
         known = {request.request_id: request for request in (*scheduler.requests.values(), *departed)}
         for request_id, table in self._tables.items():
             if request_id != CANARY and (request_id not in known or known[request_id].kv.blocks != table):

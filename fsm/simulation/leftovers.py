@@ -97,7 +97,7 @@ def _kept(owner: Any) -> frozenset[str]:
 
 def check_known(world: World) -> None:
     """Nothing holds a request that has ended, while nobody is being computed."""
-    for machine in world.machines.values() if world.scheduler.flight is None else ():
+    for machine in world.machines.values() if not world.scheduler.flights else ():
         for owner, name, value in walk(machine):
             for part in _parts(value):
                 if isinstance(part, Request) and part.state in ENDED:

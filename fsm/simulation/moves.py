@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from novainfer.fsm.events import Fault, JobDone, Run
+from novainfer.fsm.events import Fault, JobDone, JobFailed, Run
 from novainfer.fsm.simulation import faults, process
 from novainfer.fsm.simulation.device import POISON_HANG, POISON_LOST, POISON_OOM
 from novainfer.fsm.simulation.world import TO_WORKER, Link, World
@@ -88,7 +88,8 @@ def _has_step(world: World, *_: Any) -> bool:
 
 
 def _has_canary(world: World) -> bool:
-    return _has_step(world) and world.scheduler.flight is not None and bool(world.scheduler.flight.canary)
+    flight = world.scheduler.oldest_flight
+    return _has_step(world) and flight is not None and bool(flight.canary)
 
 
 def _has_other_job(world: World) -> bool:
@@ -100,7 +101,11 @@ def _has_answer_to_job(world: World) -> bool:
 
 
 def _has_late(world: World, at: int) -> bool:
-    return at < len(world.late)
+    if at >= len(world.late):
+        return False
+    link, event = world.late[at]  # what contradicts an answer comes behind it
+    answers = [e for e in world.links.get(link, ()) if isinstance(e, JobDone) and isinstance(event, JobFailed)]
+    return all((answer.job, answer.epoch) != (event.job, event.epoch) for answer in answers)
 
 
 def _of_processes(name: str) -> Callable[..., None]:

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from novainfer.fsm.events import MakeBatch
 from novainfer.fsm.request import Request, RequestState
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.prefixes import COMPUTING, Prefixes
+from novainfer.fsm.simulation.turns import is_decode
 
 if TYPE_CHECKING:
     from novainfer.fsm.batching import Flight
@@ -72,7 +72,7 @@ class Order:
         world, prefixes = self._world, self._prefixes
         if world.is_large:
             return
-        flight = world.scheduler.flight if isinstance(event, MakeBatch) else None
+        flight = world.planned
         has_cache = world.shape.enable_prefix_caching
         if has_cache:
             prefixes.returned(event)
@@ -163,9 +163,11 @@ class Order:
         scheduler, size = self._world.scheduler, self._world.shape.block_size
         waiting = [r for r in scheduler.planner.waiting if r.request_id in held]
         was_judged = self._note_waits(waiting, works, len(scheduler.planner.waiting) + len(admitted))
-        num_decodes = sum(request.state is RequestState.DECODE for request, _, _ in flight.rows)
+        num_decodes = sum(is_decode(request, start) for request, _, start in flight.rows)
         rows = [
-            (r.request_id, count, works[r.request_id].least) for r, count, _ in flight.rows if r.request_id in works
+            (r.request_id, count, works[r.request_id].least)
+            for r, count, start in flight.rows
+            if r.request_id in works and not is_decode(r, start)
         ]
         limits = scheduler.trouble.limits
         tokens = min(scheduler.trouble.chunk, limits.max_num_batched_tokens - num_decodes)
@@ -177,7 +179,7 @@ class Order:
         for request in (*running, *waiting):
             request_id = request.request_id
             work = works[request_id]
-            if not request.num_remaining or tokens <= 0 or (request_id in held and work.most > work.least):
+            if request.num_remaining <= 0 or tokens <= 0 or (request_id in held and work.most > work.least):
                 continue
             if request.slot < 0 and (not was_judged(request) or self._may_wait(request, works, held, starts)):
                 continue

@@ -90,7 +90,7 @@ class Paces:
 
     def before(self) -> None:
         """The scheduler is about to hear of a step."""
-        flight = self._world.scheduler.flight
+        flight = self._world.scheduler.oldest_flight
         self._limits = self._now()
         self._held = (len(flight.rows), flight.num_prompt_tokens) if flight is not None else (0, 0)
 
@@ -125,7 +125,7 @@ class Paces:
 
     def _check_less(self, took_s: float) -> None:
         """What follows a step that was too slow holds less."""
-        flight, (num_rows, num_tokens) = self._world.scheduler.flight, self._held
+        flight, (num_rows, num_tokens) = self._world.planned, self._held
         self._world.counts["steps too slow"] += 1
         if flight is None or (num_rows == 1 and num_tokens <= self._world.shape.block_size):
             return

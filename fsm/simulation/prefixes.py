@@ -11,6 +11,8 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from novainfer.fsm.events import MakeBatch, StepFailed, WorkerLost
 from novainfer.fsm.request import Request, RequestState
 from novainfer.fsm.simulation.oracle import Violation
@@ -21,6 +23,14 @@ if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World
 
 COMPUTING = (RequestState.PREFILL, RequestState.WAITING_FOR_REMOTE_KVS)
+
+
+class Step(msgspec.Struct):
+    """A step on the device."""
+
+    named: list[int] = []  # prefixes that it makes findable
+    evicted: list[tuple[int, int]] = []  # prefixes and blocks that it took, in order
+    filled: list[tuple[Request, int, int, list[int]]] = []  # from which token to which, in which blocks
 
 
 class Prefixes:
@@ -35,9 +45,7 @@ class Prefixes:
         self._prefix_of: dict[int, int] = {}  # by block
         self._mode = world.shape.modes[0]
         self._mixed: set[int] = set()  # requests with blocks of several modes
-        self._named: list[int] = []  # prefixes that the step on the device makes findable
-        self._evicted: list[tuple[int, int]] = []  # prefixes and blocks that it took, in order
-        self._filled: list[tuple[Request, int, int, list[int]]] = []  # from which token to which, in which blocks
+        self._steps: list[Step] = []  # oldest first
         self._spoilt: list[int] = []  # blocks of requests whose tokens gave no number
         self._touched: set[int] = set()  # prefixes that it makes findable, or would, and those that it takes
         self._promised: dict[int, tuple[int, int]] = {}  # prefix: the request that computes it, and since which step
@@ -73,8 +81,8 @@ class Prefixes:
         return request if is_at_it and self._admitted[request_id] == step else None
 
     def is_evicted(self, prefix: int) -> bool:
-        """Whether the step on the device has taken its block for something else."""
-        return any(prefix == evicted for evicted, _ in self._evicted)
+        """Whether the step that was planned last has taken its block for something else."""
+        return any(prefix == evicted for evicted, _ in self._steps[-1].evicted)
 
     def is_mixed(self, request: Request) -> bool:
         """Whether what it has computed is not for others."""
@@ -84,7 +92,7 @@ class Prefixes:
 
     def before(self, event: Any) -> None:
         """The scheduler is about to handle `event`: what gave no number is lost with it."""
-        flight = self._world.scheduler.flight
+        flight = self._world.scheduler.oldest_flight
         if not isinstance(event, MakeBatch) or not isinstance(event.outcome, StepDone) or flight is None:
             return
         ends = accumulate(event.outcome.num_tokens or [1] * len(flight.samples))
@@ -93,30 +101,32 @@ class Prefixes:
                 self._spoilt += request.kv.blocks
 
     def returned(self, event: Any) -> None:
-        """The step that was on the device has ended so; what follows is planned in the mode of the planner."""
+        """The oldest step on the device has ended so; what follows is planned in the mode of the planner."""
         if not isinstance(event, MakeBatch | WorkerLost):
             return
         if isinstance(event, WorkerLost):
             self._forget()
+            self._steps.clear()
         elif isinstance(event.outcome, StepFailed):
-            for prefix in self._named:
-                del self._prefix_of[self._block_of.pop(prefix)]
-            for prefix, block in () if event.outcome.launched else reversed(self._evicted):
-                if prefix not in self._block_of:
-                    self._block_of[prefix], self._prefix_of[block] = block, prefix
+            while self._steps:
+                step = self._steps.pop()
+                was_launched = not self._steps and event.outcome.launched
+                for prefix in step.named:
+                    del self._prefix_of[self._block_of.pop(prefix)]
+                for prefix, block in () if was_launched else reversed(step.evicted):
+                    if prefix not in self._block_of:
+                        self._block_of[prefix], self._prefix_of[block] = block, prefix
         elif event.outcome is not None:  # the prefix that another block held may be this step's by now
-            for request, start, end, blocks in self._filled:
+            for request, start, end, blocks in self._steps.pop(0).filled:
                 if not self.is_mixed(request):
                     self._fill_blocks(request, start, end, blocks)
             for block in self._spoilt:
                 self._take(block)
-        self._named, self._evicted, self._filled = [], [], []
         self._spoilt.clear()
         assert self._world.audit is not None
         for kept in self._world.audit.verified.kept:  # what was guessed, and is known now
             if not self.is_mixed(kept.request):
                 self._fill_blocks(kept.request, kept.start + 1, kept.count, kept.blocks)
-        self._named = []
         mode = self._world.scheduler.planner.mode
         if mode != self._mode:
             self._mode = mode
@@ -126,6 +136,8 @@ class Prefixes:
     def planned(self, flight: Flight) -> None:
         """The device is about to compute this step."""
         size = self._size
+        step = Step()
+        self._steps.append(step)
         self._num_steps += 1
         self._touched = set()
         fetched = {request.request_id for request in flight.fetched}
@@ -136,13 +148,13 @@ class Prefixes:
             for block in request.kv.blocks[-(-start // size) : -(-end // size)]:
                 self._evict(block)
             self._fill(request, start, end)
-            self._filled.append((request, start, end, list(request.kv.blocks)))
+            step.filled.append((request, start, end, list(request.kv.blocks)))
         by_rows, self._touched = self._touched, set()
         for request in flight.fetched:  # when, among the rows, is not known
             for block in request.kv.blocks:
                 self._evict(block)
             self._fill(request, 0, request.num_planned)
-            self._filled.insert(0, (request, 0, request.num_planned, list(request.kv.blocks)))
+            step.filled.insert(0, (request, 0, request.num_planned, list(request.kv.blocks)))
         self.is_doubtful |= not by_rows.isdisjoint(self._touched)
         for request, count, start in flight.rows:  # drafts come last
             if num_drafts := flight.drafts.get(request.request_id, 0):
@@ -178,9 +190,11 @@ class Prefixes:
     def _fill(self, request: Request, start: int, end: int) -> None:
         """A step writes its tokens from `start` to `end`, which are known."""
         if not self.is_mixed(request):
-            self._fill_blocks(request, start, end, request.kv.blocks)
+            self._fill_blocks(request, start, end, request.kv.blocks, self._steps[-1].named)
 
-    def _fill_blocks(self, request: Request, start: int, end: int, blocks: list[int]) -> None:
+    def _fill_blocks(
+        self, request: Request, start: int, end: int, blocks: list[int], named: list[int] | None = None
+    ) -> None:
         size = self._size
         if start // size == end // size:
             return
@@ -192,7 +206,8 @@ class Prefixes:
             if prefix in self._block_of or block in self._prefix_of:
                 continue
             self._block_of[prefix], self._prefix_of[block] = block, prefix
-            self._named.append(prefix)
+            if named is not None:
+                named.append(prefix)
 
     def _last(self, request: Request) -> int:
         prefixes, size = self.of(request), self._size
@@ -209,7 +224,7 @@ class Prefixes:
         """It is given to something else."""
         if (prefix := self._take(block)) is not None:
             self._touched.add(prefix)
-            self._evicted.append((prefix, block))
+            self._steps[-1].evicted.append((prefix, block))
 
     def _take(self, block: int) -> int | None:
         prefix = self._prefix_of.pop(block, None)

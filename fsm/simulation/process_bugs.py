@@ -77,8 +77,8 @@ PROCESS_MUTANTS = [
         "an answer to the step before is one to this step",
         OfAsk,
         "holds",
-        "machine.asked == (job, event.epoch, step_id)",
-        "machine.asked is not None and machine.asked[:2] == (job, event.epoch)",
+        "machine.asked[0] == (job, event.epoch, step_id)",
+        "machine.asked[0][:2] == (job, event.epoch)",
     ),
     Mutant(
         "what a spare did ahead is answered in the epoch that it was done in",

@@ -72,7 +72,7 @@ class Restarts:
                 raise Violation(f"{event}: a spare failed, and the worker is {worker.state} in epoch {worker.epoch}")
             return
         if not self._is_loss(event):
-            if isinstance(event, StepDone) and self._state is S.RUNNING and worker.state is S.READY:
+            if isinstance(event, StepDone) and any(isinstance(e, Send) and e.event is event for e in effects):
                 self._losses.clear()
             if worker.epoch != self._epoch or num_incidents:
                 raise Violation(f"{event} in {self._state}: the worker's epoch is {worker.epoch}, and nothing is lost")

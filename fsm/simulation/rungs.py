@@ -59,7 +59,7 @@ class Rungs:
         """The scheduler is about to handle `event`."""
         scheduler = self._world.scheduler
         self._mode = self._asked
-        self._flight = scheduler.flight if isinstance(event, MakeBatch | WorkerLost) else None
+        self._flight = scheduler.oldest_flight if isinstance(event, MakeBatch | WorkerLost) else None
 
     def after(self, event: Any) -> None:
         """The scheduler has handled it."""
@@ -191,7 +191,7 @@ class Rungs:
 
     def _check_asked(self) -> None:
         scheduler = self._world.scheduler
-        flight, limit = scheduler.flight, scheduler.planner.max_running
+        flight, limit = scheduler.newest_flight, scheduler.planner.max_running
         if flight is not None and flight.mode in self._left_out:
             raise Violation(f"step {flight.step_id} asks for {flight.mode}, which the device could not switch to")
         if limit < self._world.shape.max_num_seqs and scheduler.trouble.ladder.state is Rung.FULL:

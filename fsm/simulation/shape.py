@@ -48,6 +48,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     wrong_drafts_of_16: int = 0
     drafts_on_device: bool = False
     step_costs: int = 0  # which of `drafts.COSTS`
+    max_in_flight: int = 1  # steps
 
     @property
     def context_len(self) -> int:

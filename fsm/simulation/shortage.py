@@ -146,7 +146,7 @@ class Scarcity:
 
     def before(self) -> None:
         """The scheduler is about to hear of a step."""
-        flight, trouble = self._world.scheduler.flight, self._world.scheduler.trouble
+        flight, trouble = self._world.scheduler.oldest_flight, self._world.scheduler.trouble
         self._limits = trouble.planner.max_running, trouble.chunk
         self._held = (len(flight.rows), flight.num_prompt_tokens) if flight is not None else (0, 0)
 

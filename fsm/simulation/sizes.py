@@ -102,7 +102,7 @@ class Sizes:
 
     def before(self) -> None:
         """The scheduler is about to handle an event."""
-        self._flight = flight = self._world.scheduler.flight
+        self._flight = flight = self._world.scheduler.oldest_flight
         held = [*(row[0] for row in flight.rows), *flight.fetched] if flight is not None else []
         self._num_live = sum(not request.ended for request in held)
         self._before = self._now()

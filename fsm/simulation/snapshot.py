@@ -288,8 +288,7 @@ def _object(thing: Any) -> tuple[Any, ...]:
     if kind is BlockPool:  # of the times of release only the order matters
         found.append(tuple(sorted(range(thing.num_blocks), key=thing._released_at.__getitem__)))
     elif isinstance(thing, Scheduler):
-        flight = thing.flight
-        known = [*thing.requests.values(), *(flight.departed if flight else ())]
+        known = [*thing.requests.values(), *(request for flight in thing.flights for request in flight.departed)]
         found.append(tuple(_object(request) for request in known))
     return tuple(found)
 

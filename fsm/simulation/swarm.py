@@ -20,7 +20,7 @@ from novainfer.fsm.simulation.broken import NO_NUMBER, Broken, Relapse
 from novainfer.fsm.simulation.clock import Clock
 from novainfer.fsm.simulation.crashes import PLAGUES, draw_crashes
 from novainfer.fsm.simulation.device import POISON_HANG
-from novainfer.fsm.simulation.drafts import speculating
+from novainfer.fsm.simulation.drafts import going_ahead, speculating
 from novainfer.fsm.simulation.health import DEADLINE_S, Hang, Observer, Rounds
 from novainfer.fsm.simulation.kin import Kin
 from novainfer.fsm.simulation.mix import PER_EVENT, Mix
@@ -105,7 +105,7 @@ class Seed:
             self.mix.burst, self.mix.burst_gap_s = self._relapse.burst, self._relapse.burst_gap_s
             self.mix.rates = dict.fromkeys(self.mix.rates, 0.0)
             self.mix.come_up_fails, self.mix.is_brisk = False, True
-        self.mix.shape = speculating(seed, self.mix.shape)
+        self.mix.shape = going_ahead(seed, speculating(seed, self.mix.shape))
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()
         self.path: list[Move] | None = [] if keeps_path else None
@@ -388,8 +388,7 @@ class Seed:
         if device is not None and (poison := device.poison(job.plan)) is not None:
             return "hang" if poison == POISON_HANG else ""
         if not self._is_healed and self._broken.is_there:
-            flight = self.world.scheduler.flight
-            is_canary = flight is not None and flight.step_id == job.plan.step_id and bool(flight.canary)
+            is_canary = any(f.canary for f in self.world.scheduler.flights if f.step_id == job.plan.step_id)
             if fault := self._broken.fault_of(job.plan, self.world.now_s, is_canary=is_canary):
                 return fault
         if device is not None and device.mode == self.mix.shape.modes[0] and not self._is_healed:
@@ -413,7 +412,7 @@ class Seed:
 
     def _spoil_sport(self) -> None:
         """Some, all, or all but one of the clients in the step that will fail go away before it does."""
-        rng, flight = self.rng, self.world.scheduler.flight
+        rng, flight = self.rng, self.world.scheduler.oldest_flight
         stream_ids = sorted({request.stream_id for request, _, _ in flight.rows}) if flight is not None else []
         leaving = rng.sample(stream_ids, rng.choice([1, len(stream_ids) - 1, len(stream_ids)]) if stream_ids else 0)
         for stream_id in leaving:
@@ -585,7 +584,11 @@ class Seed:
 
     def _come_late(self) -> None:
         if self.world.late:
-            self._make("come_late", self.rng.randrange(len(self.world.late)))
+            move = "come_late", self.rng.randrange(len(self.world.late))
+            if is_possible(self.world, move):
+                self._make(*move)
+            else:
+                self._after(self.mix.lateness_s, self._come_late)
 
     def _do_early(self) -> None:
         if timers := list(self.world.timers):

@@ -78,9 +78,9 @@ TURN_MUTANTS = [
     Mutant(
         "somebody is preempted while there are blocks",
         Planner,
-        "_make_room",
-        "if needed <= cache.room or",
-        "if needed < cache.room // 2 or",
+        "_short_of_room",
+        "return None if needed <= cache.room else oldest",
+        "return None if needed < cache.room // 2 else oldest",
     ),
     Mutant(
         "paused requests keep their slots for those that wait",

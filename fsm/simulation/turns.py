@@ -98,7 +98,10 @@ class Turns:
 
     def after(self, event: Any, *, is_restricted: bool) -> None:
         """The scheduler has handled it."""
-        flight = self._world.scheduler.flight
+        flight = self._world.planned
+        if flight is None and self._world.scheduler.flights and isinstance(event, MakeBatch):
+            self._victims.clear()  # nothing is planned behind a step that is in flight: there will be another question
+            return
         is_good = isinstance(event, MakeBatch) and (event.outcome is None or isinstance(event.outcome, StepDone))
         if isinstance(event, MakeBatch) and flight is not None and not is_restricted:
             self._check_idle_hands(flight)
@@ -122,8 +125,8 @@ class Turns:
         num_admitted = len(flight.admitted)
         if num_admitted >= ADMISSIONS_MAX or num_admitted + len(planner.waiting) > WAITING_MAX:
             return
-        num_decodes = sum(request.state is RequestState.DECODE for request, _, _ in flight.rows)
-        num_prompt = sum(count for request, count, _ in flight.rows if request.state is RequestState.PREFILL)
+        num_decodes = sum(is_decode(request, start) for request, _, start in flight.rows)
+        num_prompt = sum(count for request, count, start in flight.rows if not is_decode(request, start))
         if (
             min(scheduler.trouble.chunk, scheduler.trouble.limits.max_num_batched_tokens - num_decodes) - num_prompt
             <= 2 * size
@@ -180,7 +183,9 @@ class Turns:
         """Blocks that those in prefill will still need."""
         requests, size = self._world.scheduler.planner.running.values(), self._world.shape.block_size
         return sum(
-            _blocks(request, size) - len(request.kv.blocks) for request in requests if request.state in COMPUTING
+            max(_blocks(request, size) - len(request.kv.blocks), 0)
+            for request in requests
+            if request.state in COMPUTING
         )
 
     def _check_slots(self, flight: Flight) -> None:
@@ -294,7 +299,7 @@ class Turns:
             by_work = sum(most for most, least in works.values() if least <= 2 * work)
             self._claims[request_id] = Claim(work, by_age, by_work)
         samples = {request.request_id for request in flight.samples}
-        num_decodes = sum(request.state is RequestState.DECODE for request, _, _ in flight.rows)
+        num_decodes = sum(is_decode(request, start) for request, _, start in flight.rows)
         tokens = min(shape.prefill_chunk_tokens, shape.max_num_batched_tokens - num_decodes)
         share = max(tokens // 2 - shape.block_size, 1)
         live = {request.request_id: request for request in queue}
@@ -320,6 +325,11 @@ class Turns:
         needed = sum(_blocks(request, size) + 1 - len(request.kv.blocks) for request in queue)
         headroom = HEADROOM + (len(planner.running) + len(queue)) // RUNNING_PER_BLOCK + 1
         return needed + 4 * headroom <= self._world.cache.pool.num_available
+
+
+def is_decode(request: Request, start: int) -> bool:
+    """Whether a row that was just planned decodes: it has had its prompt, or has it with the step before."""
+    return request.state is RequestState.DECODE or start >= len(request.token_ids)
 
 
 def _blocks(request: Request, size: int) -> int:

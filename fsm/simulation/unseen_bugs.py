@@ -270,16 +270,16 @@ LIVENESS = (
         "prompts at the tokenizer are lost with the worker",
         Engine,
         "_lost",
-        "self.step = (-1, -1)",
-        "self._step = (-1, -1); self._encoding.clear()",
+        "self.steps.clear()",
+        "self.steps.clear(); self._encoding.clear()",
     ),
     # Requests that were in no step of the dead worker are suspected, and after two such plans tried apart.
     Mutant(
         "a plan that was not launched is lost with the worker",
         Scheduler,
         "_lost",
-        "was_launched = flight.step_id == event.step_id",
-        "was_launched = flight.step_id >= event.step_id",
+        "if flight.step_id == event.step_id",
+        "if flight.step_id >= event.step_id",
     ),
 )
 

@@ -195,8 +195,8 @@ BLAME = [
         "a plan that was thrown away counts as lost with the worker",
         Scheduler,
         "_lost",
-        "was_launched = flight.step_id == event.step_id",
-        "was_launched = flight.step_id >= event.step_id",
+        "if flight.step_id == event.step_id",
+        "if flight.step_id >= event.step_id",
     ),
 ]
 
@@ -260,7 +260,7 @@ TURNS = [
     Mutant(  # an answer pauses for a step though a block could be had
         "one decoding request too many is believed to have its block",
         Planner,
-        "_make_room",
+        "_short_of_room",
         "if cache.room >= len(self.running):",
         "if cache.room >= len(self.running) - 1:",
     ),

@@ -42,7 +42,7 @@ class Verified:
     def before(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
         self.kept = []
-        flight = self._world.scheduler.flight
+        flight = self._world.scheduler.oldest_flight
         outcome = event.outcome if isinstance(event, MakeBatch) else None
         if flight is None or not isinstance(outcome, StepDone) or not self._drafts:
             return
@@ -77,14 +77,14 @@ class Verified:
                 )
             if request.num_planned == request.num_computed and len(request.kv.blocks) != num_blocks:
                 raise Violation(f"request {request.request_id} keeps room for guesses that were wrong")
-        if isinstance(event, MakeBatch) or self._world.scheduler.flight is None:
+        if isinstance(event, MakeBatch) or not self._world.scheduler.flights:
             self._drafts = {}
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.event, Batch) and effect.event.plan is not None:
                 self._planned(effect.event.plan)
 
     def _planned(self, plan: StepPlan) -> None:
-        flight, shape = self._world.scheduler.flight, self._world.shape
+        flight, shape = self._world.planned, self._world.shape
         assert flight is not None
         at = 0
         ends = []

@@ -13,10 +13,12 @@ from typing import Any, Protocol
 
 import msgspec
 
+from novainfer.fsm.batching import Flight
 from novainfer.fsm.block_cache import BlockCache
 from novainfer.fsm.engine import Engine
 from novainfer.fsm.events import (
     Arrive,
+    Batch,
     Begin,
     CancelAll,
     Cause,
@@ -27,6 +29,7 @@ from novainfer.fsm.events import (
     Encode,
     Encoded,
     End,
+    Fault,
     Finished,
     Fit,
     JobDone,
@@ -37,6 +40,7 @@ from novainfer.fsm.events import (
     Run,
     Spawn,
     StallOver,
+    StepFailed,
     Stop,
     Switch,
 )
@@ -143,6 +147,7 @@ class World:
             stall_keep_s=shape.stall_keep_s,
             ladder_quiet_s=shape.ladder_quiet_s,
             speculation=speculation_of(shape),
+            max_in_flight=shape.max_in_flight,
         )
         self.worker = Worker(RestartPolicy(max_restarts=shape.max_restarts, window_s=shape.restart_window_s))
         self.now_s = 0.0
@@ -175,6 +180,7 @@ class World:
             machine.observer = self.watcher
         if shape.processes:
             self.processes, self.device = Processes(self), None
+        self.planned: Flight | None = None  # by what the scheduler has just handled
         self.perform("shell", [Send("worker", Begin())])
 
     def _new_device(self, epoch: int) -> ScriptedDevice:
@@ -303,6 +309,13 @@ class World:
             self._begin_job()
 
     def _begin_job(self) -> None:
+        device, job = self.device, self.jobs[0] if self.jobs else None
+        if device is not None and isinstance(job, Run) and not device.begins(job.plan):
+            del self.jobs[0]
+            self.counts["steps behind one that failed"] += 1
+            why = f"it follows step {job.plan.after}, which failed"
+            self.answer(StepFailed(job.plan.step_id, job.plan.epoch, Fault.EXCEPTION, why, launched=False))
+            return
         if self.jobs and self._driver is not None:
             self._driver.job_begun(self.jobs[0])
 
@@ -329,6 +342,8 @@ class World:
             if self.audit is not None:
                 self.audit.before_scheduler(event)
             effects = self.handle("scheduler", self.scheduler, event)
+            plans = [e.event.plan for e in effects if isinstance(e, Send) and isinstance(e.event, Batch)]
+            self.planned = self.scheduler.newest_flight if any(plan is not None for plan in plans) else None
             self.checks.after_scheduler(event, effects)
             if self.audit is not None:
                 self.audit.scheduled(event, effects)
@@ -423,6 +438,8 @@ class World:
 
     def answer(self, event: Any) -> None:
         """The device says `event`, and goes on with its next job."""
+        if isinstance(event, StepFailed) and self.device is not None:
+            self.device.last_step_id = -1
         if self.processes is not None:
             self.processes.answered(event)
         else:

@@ -173,7 +173,7 @@ async def all_blocks_back(system: System) -> None:
     """Wait until no request owns a block any more, and check that none was lost."""
     scheduler = system._scheduler
     assert scheduler is not None
-    await eventually(lambda: scheduler.statistics().blocks.num_owned == 0 and scheduler.flight is None)
+    await eventually(lambda: scheduler.statistics().blocks.num_owned == 0 and not scheduler.flights)
     blocks = scheduler.statistics().blocks
     assert blocks.num_free + blocks.num_cached == blocks.num_blocks
     scheduler.check()

@@ -84,7 +84,7 @@ async def test_a_slow_reader_pauses_and_others_never_notice() -> None:
         await eventually(lambda: slow.state == "STALLED")
         scheduler = system._scheduler
         assert scheduler is not None
-        await eventually(lambda: scheduler.statistics().num_paused == 1 and scheduler.flight is None)
+        await eventually(lambda: scheduler.statistics().num_paused == 1 and not scheduler.flights)
         paused_at = scheduler.statistics().generation_tokens_total
         others = await asyncio.gather(*(answer(system, [70 + i], params(50)) for i in range(5)))
         assert [f.token_ids for f in others] == [expected([70 + i], 50) for i in range(5)]

@@ -154,7 +154,7 @@ class Bench:
 
     def rows(self) -> dict[int, int]:
         """The step on the device: tokens by request id."""
-        flight = self.scheduler.flight
+        flight = self.scheduler.newest_flight
         return {request.request_id: count for request, count, _ in flight.rows} if flight else {}
 
     def request(self, request_id: int) -> Request:

@@ -101,7 +101,7 @@ def test_a_step_that_was_never_launched_is_taken_back_exactly():
     bench.step()  # one decodes, one is in the middle of its prompt, one is new
     assert len(bench.rows()) == 3
     (before,) = taken
-    flight = bench.scheduler.flight
+    flight = bench.scheduler.oldest_flight
     assert bench.scheduler.fingerprint() != before
     planner.rollback(flight, launched=False)
     assert bench.scheduler.fingerprint() == before

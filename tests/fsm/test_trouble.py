@@ -20,7 +20,7 @@ def rung(bench):
 
 
 def is_canary(bench):
-    return bench.scheduler.flight is not None and bool(bench.scheduler.flight.canary)
+    return any(flight.canary for flight in bench.scheduler.flights)
 
 
 def right(prompt, max_tokens):

@@ -34,9 +34,8 @@ from novainfer.fsm.worker import BACKOFF_S, RestartPolicy, Worker, WorkerState
 LOADED = {"max_model_len": 64, "vocab_size": 100, "eos_token_ids": [0]}
 
 
-def plan(step_id: int, epoch: int = 0, mode: Mode = BEST) -> StepPlan:
-    empty = {name: [] for name in StepPlan.__struct_fields__ if name not in ("step_id", "epoch", "mode")}
-    return StepPlan(step_id=step_id, epoch=epoch, mode=mode, **empty)
+def plan(step_id: int, epoch: int = 0, mode: Mode = BEST, after: int = 0) -> StepPlan:
+    return StepPlan(step_id=step_id, epoch=epoch, mode=mode, after=after)
 
 
 def come_up(worker: Worker, epoch: int = 0) -> list[Effect]:
