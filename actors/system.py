@@ -99,6 +99,7 @@ class System:
         restarts: RestartPolicy | None = None,
         patience: Patience | None = None,
         speculation: Speculation | None = None,
+        max_in_flight: int = 1,
         recorder: Recorder | None = None,
     ) -> None:
         self._patience = patience = patience or Patience()
@@ -106,6 +107,7 @@ class System:
         self._undelivered: deque[Any] = deque()  # on its way to the streams
         self._limits = limits
         self._speculation = speculation
+        self._max_in_flight = max_in_flight
         # Admission bounds what is in flight, so a full mailbox is a bug: every choice of every stream let in may send
         # its Submit and its cancel in one turn: those queued, those that run, and those parked, some more of which
         # there may be until the next step.
@@ -267,6 +269,7 @@ class System:
             ladder_quiet_s=patience.ladder_quiet_s,
             step_timeout_s=patience.step_timeout_s,
             speculation=self._speculation,
+            max_in_flight=self._max_in_flight,
         )
         self._actors["scheduler"] = self._make_actor("scheduler", self._scheduler)
         self.inspector.watch(self._scheduler)

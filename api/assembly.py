@@ -48,6 +48,7 @@ def make_system(
         max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens, config.max_num_overflow_reqs),
         recorder=_recorder(config),
         speculation=_speculation(config),
+        max_in_flight=2 if config.plans_ahead else 1,
         patience=Patience(**{name: getattr(config, name) for name in Patience.__struct_fields__}),
         restarts=RestartPolicy(config.max_restarts, config.restart_window_s) if is_process else RestartPolicy(),
     )

@@ -157,6 +157,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "model's own); answers are the same.",
         ),
     ] = None
+    async_scheduling: Annotated[
+        bool | None,
+        says(
+            BATCHING,
+            "Plan a step while the one before it is computed, so that the device does not wait; never together with "
+            "speculation.",
+            unset="on where the worker is a process or the device is cuda",
+        ),
+    ] = None
     recorder: Annotated[bool, says(RECORDER, "Keep the last minutes, to be written when something goes wrong.")] = True
     recorder_dir: Annotated[
         str | Path | None,
@@ -210,6 +219,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in (*AT_LEAST_S, "stall_keep_s"):
             if (value := getattr(self, name)) > DURATION_S_MAX:
                 raise InvalidParameter(f"{name} must be at most {DURATION_S_MAX:.0f} seconds, not {value}", param=name)
+        if self.async_scheduling and self.speculative_config is not None:
+            raise InvalidParameter(
+                "async_scheduling must be off, or left out, where there is a speculative_config: what to guess next "
+                "depends on the tokens of the step before",
+                param="async_scheduling",
+            )
         if self.warm_spare and self.worker != "process":
             raise InvalidParameter('warm_spare needs worker "process"', param="warm_spare")
         if not 0 < self.kv_cache_memory_utilization <= 1:
@@ -228,6 +243,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"({self.max_num_seqs}), so that every running request can decode in one step",
                 param="max_num_batched_tokens",
             )
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether a step is planned while the one before it is computed: `async_scheduling`, or what None leads to."""
+        if self.async_scheduling is not None:
+            return self.async_scheduling
+        return self.speculative_config is None and (self.worker == "process" or self.device == "cuda")
 
     def _take_vllms_name(self, share: float) -> None:
         """`gpu_memory_utilization` was given: it is read back under its own name."""

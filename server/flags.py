@@ -35,7 +35,7 @@ def flag_of_setting(setting: Setting, *names: str, **how: Any) -> Callable[[Comm
     shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
     shown = setting.unset if default is None else shown
     name = setting.flag
-    if default is True:
+    if default is True or (default is None and bool in get_args(kind)):
         name = f"{name}/--no-{name.removeprefix('--')}"
     elif default is False:
         how["is_flag"] = True

@@ -82,14 +82,22 @@ def control(
 @click.option("--requests", type=click.IntRange(1), default=256, show_default=True, help="Running requests.")
 @click.option("--device-ms", type=click.FloatRange(0), default=10.0, show_default=True, help="Time that a step takes.")
 @click.option("--worker", type=click.Choice(["thread", "process"]), default="process", show_default=True)
+@click.option("--async-scheduling/--no-async-scheduling", default=None, help="Only so. [default: both, in turns]")
 @_json
 def idle(
-    repeat: int, steps: int, requests: int, device_ms: float, worker: Literal["thread", "process"], as_json: bool
+    repeat: int,
+    steps: int,
+    requests: int,
+    device_ms: float,
+    worker: Literal["thread", "process"],
+    async_scheduling: bool | None,
+    as_json: bool,
 ) -> None:
     """What share of its time the device waits for the next step, over a device that only sleeps."""
     from novainfer.server.bench import idle as run
 
-    emit(*run.run(requests, steps, repeat, device_ms, worker), as_json)
+    ways = (False, True) if async_scheduling is None else (async_scheduling,)
+    emit(*run.run(requests, steps, repeat, device_ms, worker, ways), as_json)
 
 
 @bench.command()

@@ -54,10 +54,13 @@ def test_idle_notes_every_step_that_holds_all_requests(worker: str) -> None:
     options = ("--repeat", "1", "--steps", "20", "--requests", "3", "--device-ms", "2", "--worker", worker, "--json")
     found = last_json(call("idle", *options))
     assert found["worker"] == worker
-    assert found["steps"] >= 20
-    assert found["step_ms"] >= 2
-    assert 0 < found["idle_share"] < 1
-    assert found["idle_us"] <= found["idle_us_p99"]
+    assert len(found["ways"]) == 2
+    for row in found["ways"].values():
+        assert row["steps"] >= 20
+        assert row["step_ms"] >= 2
+        assert 0 < row["idle_share"] < 1
+        assert row["idle_us"] <= row["idle_us_p99"]
+    assert list(last_json(call("idle", *options, "--no-async-scheduling"))["ways"]) == [*found["ways"]][:1]
 
 
 def test_without_json_there_is_the_table_alone() -> None:
