@@ -271,16 +271,17 @@ class BlockPool:
 
     def check(self, owned: Iterable[int]) -> None:
         """Assert that references match `owned` (each block once per owner) and that every block is in one place."""
-        counts = [0] * self.num_blocks
+        counts, owned = [0] * self.num_blocks, list(owned)
         for block in owned:
             counts[block] += 1
         assert counts == self._refs, f"references {self._refs} do not match the owners {counts}"
-        places = [*self._free, *self._cached, *(b for b, refs in enumerate(self._refs) if refs)]
+        places = [*self._free, *self._cached, *set(owned)]
         assert sorted(places) == list(range(self.num_blocks)), "a block is in no place, or in two"
-        named = {block: name for block, name in enumerate(self._name) if name}
-        assert self._index == {name: block for block, name in named.items()}, "a name that finds another block, or none"
-        assert self._cached.keys() <= named.keys(), "a cached block nobody can find"
-        assert named.keys().isdisjoint(self._free), "a free block has a name"
+        names, named = self._name, set(self._index.values())
+        assert all(names[block] == name for name, block in self._index.items()), "a name that finds another block"
+        assert len(named) == len(names) - names.count(b""), "a block's name that finds none"
+        assert self._cached.keys() <= named, "a cached block nobody can find"
+        assert named.isdisjoint(self._free), "a free block has a name"
 
 
 class HostPool:

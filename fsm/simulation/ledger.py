@@ -201,7 +201,7 @@ class Ledger:
                 f"slots {sorted(taken)} were given, and {sorted(planner.free_slots)} are thought to be free"
             )
         pool = self._world.cache.pool
-        available = sorted([*pool._free, *pool._cached])
-        if available != [block for block in range(pool.num_blocks) if not self._owners.get(block)]:
-            owned = sorted(block for block, owners in self._owners.items() if owners)
-            raise Violation(f"blocks {owned} were given, and {available} are thought to be free")
+        available = [*pool._free, *pool._cached]
+        owned = [block for block, owners in self._owners.items() if owners]
+        if sorted([*available, *owned]) != list(range(pool.num_blocks)):
+            raise Violation(f"blocks {sorted(owned)} were given, and {sorted(available)} are thought to be free")
