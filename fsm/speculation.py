@@ -25,6 +25,7 @@ FORGET = 0.97  # of what is known of drafts, what counts still after one more
 TRIALS_BEFORE = 2.0  # what is known of all requests counts as so many drafts of one that is new
 LOOK_EVERY = 32  # steps of about as many requests, one of which is tried the other way: with drafts, or without
 WEIGHT = 0.25  # of the latest step in what steps of its kind bring
+SLOW = 1.5  # of the average, as which a step counts that took longer
 CORRECT = 0.1  # of the difference between what a step took and what it was thought to, by which that is corrected
 OTHERS = 0.75  # of that for steps of other sizes
 PLACES_PER_LOOK = 1024  # tokens that one look adds to the index of a text: a quarter of a millisecond of the loop
@@ -115,18 +116,40 @@ class Cost:
         return min(bisect_left(self._tokens, num_tokens), len(self._tokens) - 1)
 
 
+class Pace(msgspec.Struct):
+    """Averages of one kind of steps, in which the latest count most: what they took, and how many tokens they gave."""
+
+    ms: float = 0.0
+    tokens: float = 0.0
+
+    @property
+    def ms_per_token(self) -> float:
+        """0 while none was seen."""
+        return self.ms / self.tokens if self.tokens else 0.0
+
+    def took(self, ms: float, num_tokens: int) -> None:
+        """A step took so long and gave so many."""
+        self.tokens += (num_tokens - self.tokens) * (WEIGHT if self.tokens else 1)
+        self.ms = _latest(self.ms, ms)
+
+
 class Yield(msgspec.Struct):
-    """Milliseconds a token of steps with about as many requests, plain ones and those with drafts; 0: none was seen.
+    """What steps with about as many requests bring, plain ones and those with drafts.
 
     What a draft model takes counts for the step that verifies, though it is part of the step before. Steps are counted
     as they are planned, and nothing else is changed by asking: a draft model is asked in one step for the drafts of the
     next.
     """
 
-    plain: float = 0.0
-    drafted: float = 0.0
+    plain: Pace
+    drafted: Pace
     num_steps: int = 0
     pass_ms: float = 0.0  # what one pass of the device's draft model takes
+
+    @classmethod
+    def none(cls) -> Yield:
+        """No step was seen."""
+        return cls(Pace(), Pace())
 
     def is_look(self, ahead: int) -> bool:
         """Whether the step so many `ahead` of the last is tried the other way."""
@@ -134,24 +157,18 @@ class Yield(msgspec.Struct):
 
     def may_draft(self, ahead: int) -> bool:
         """Whether the step so many `ahead` of the last should have drafts: as what was faster, or to look."""
-        is_faster = self.drafted < self.plain if self.plain else not self.drafted
+        plain, drafted = self.plain.ms_per_token, self.drafted.ms_per_token
+        is_faster = drafted < plain if plain else not drafted
         return is_faster != self.is_look(ahead)
 
     def took_passes(self, ms: float) -> None:
         """A pass of the draft model took so long."""
         self.pass_ms = _latest(self.pass_ms, ms)
 
-    def took(self, ms_per_token: float, *, has_drafts: bool) -> None:
-        """A step took so long."""
-        if has_drafts:
-            self.drafted = _latest(self.drafted, ms_per_token)
-        else:
-            self.plain = _latest(self.plain, ms_per_token)
-
 
 def _latest(before: float, found: float) -> float:
-    """An average in which the latest counts most; but one that took much longer (the machine was busy) as twice it."""
-    return before + (min(found, 2 * before) - before) * WEIGHT if before else found
+    """An average in which the latest counts most; but what took much longer (on a busy machine) as `SLOW` of it."""
+    return before + (min(found, SLOW * before) - before) * WEIGHT if before else found
 
 
 class Speculation:
@@ -197,7 +214,7 @@ class Speculation:
         The next one is verified where it is most likely to be right, as long as that brings more tokens a second.
         """
         found: list[list[int]] = [[] for _ in rows]
-        known = self._yields.setdefault(len(rows).bit_length(), Yield())
+        known = self._yields.setdefault(len(rows).bit_length(), Yield.none())
         known.num_steps += 1
         self._has_probes = False
         may_pay = self._may_pay(known, num_tokens, len(rows), ahead=0)
@@ -244,7 +261,7 @@ class Speculation:
         """
         if not self.is_on_device or not rows or self._errors >= ERRORS_MAX:
             return []
-        known = self._yields.get(len(rows).bit_length()) or Yield()
+        known = self._yields.get(len(rows).bit_length()) or Yield.none()
         may_pay = self._may_pay(known, len(rows), len(rows), ahead=1)
         probes = self._probes(known, rows, ahead=1)
         if not (may_pay or probes):
@@ -331,12 +348,12 @@ class Speculation:
             return
         ms = 1e3 * (outcome.took_s - outcome.draft_s)
         self._cost.took(num_tokens, ms)
-        found = self._yields.setdefault(num_rows.bit_length(), Yield())
+        found = self._yields.setdefault(num_rows.bit_length(), Yield.none())
         if num_passes and self._cost.is_measured:
             found.took_passes(1e3 * outcome.draft_s / num_passes)
         if not self._has_probes:
             has_drafts = num_tokens > num_rows or drafting_ms > 0
-            found.took((ms + drafting_ms) / len(outcome.token_ids), has_drafts=has_drafts)
+            (found.drafted if has_drafts else found.plain).took(ms + drafting_ms, len(outcome.token_ids))
 
     def _chance(self, request: Request) -> float:
         """How likely the next draft of `request` is right, as far as those before it tell, or those of all."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from novainfer.kernels.config import ModelConfig
+from novainfer.kernels.demo import model_path
 from novainfer.kernels.header import tensor_shapes
 from novainfer.kernels.models.family import ModelFamily
 from novainfer.kernels.models.qwen2 import QWEN2
@@ -26,6 +29,7 @@ from novainfer.kernels.models.registry import read_config
 __all__ = ["SHAPES", "make_checkpoint"]
 
 STD = 0.02  # initializer_range of Qwen2
+DEEP_DEMO = "demo-48-layers"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Qwen2's own pattern (tokenizer.json of Qwen2.5): contractions, words, single digits, punctuation, white space.
 SPLIT = (
@@ -75,17 +79,39 @@ SHAPES: dict[str, dict[str, Any]] = {
 def make_checkpoint(like: str, out_dir: Path, *, seed: int = 0) -> Path:
     """Write config, bf16 weights and a byte-level tokenizer of the named shape to `out_dir`; gives `out_dir`.
 
-    Raises ValueError, naming the known shapes, when `like` is none of them.
+    Raises ValueError, naming the known shapes, when `like` is none of them. `DEEP_DEMO` is no shape: it speaks.
     """
-    if like not in SHAPES:
-        raise ValueError(f"there is no shape {like!r}; known shapes: {', '.join(SHAPES)}")
+    if like not in (*SHAPES, DEEP_DEMO):
+        raise ValueError(f"there is no shape {like!r}; known shapes: {', '.join((*SHAPES, DEEP_DEMO))}")
     out_dir.mkdir(parents=True, exist_ok=True)
+    if like == DEEP_DEMO:
+        return _deepen(model_path(), out_dir)
     values = _config(like)
     _write_json(out_dir / "config.json", values)
     _write_json(out_dir / "generation_config.json", {"eos_token_id": values["eos_token_id"], "do_sample": False})
     config = read_config(out_dir)
     _write_weights(out_dir / "model.safetensors", config, seed)
     _write_tokenizer(out_dir, config.vocab_size)
+    return out_dir
+
+
+def _deepen(source: Path, out_dir: Path) -> Path:
+    """The model in `source` with layers behind its own that add nothing: it says the same, and takes eight times as
+    long, as a model does for which a draft is worth its while.
+    """
+    config = json.loads((source / "config.json").read_text())
+    last, num_layers = config["num_hidden_layers"] - 1, 8 * config["num_hidden_layers"]
+    tensors = load_file(source / "model.safetensors")
+    prefix = f"model.layers.{last}."
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+        for layer in range(last + 1, num_layers):
+            copy = torch.zeros_like(tensors[name]) if adds else tensors[name].clone()
+            tensors[name.replace(prefix, f"model.layers.{layer}.")] = copy
+    save_file(tensors, out_dir / "model.safetensors", metadata={"format": "pt"})
+    _write_json(out_dir / "config.json", config | {"num_hidden_layers": num_layers, "max_window_layers": num_layers})
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(source / name, out_dir / name)
     return out_dir
 
 
@@ -181,7 +207,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 def main() -> None:
     """`python -m novainfer.kernels.make_checkpoint SHAPE FOLDER`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("like", choices=sorted(SHAPES))
+    parser.add_argument("like", choices=sorted((*SHAPES, DEEP_DEMO)))
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -188,7 +188,11 @@ def offline(
 @_repeat(3)
 @click.option("--batches", default="1,4,16", show_default=True, help="Numbers of requests at once.")
 @click.option("--num-speculative-tokens", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--draft-model", metavar="FOLDER", help="Drafts of this model, or hub id, instead of prompt lookup.")
+@click.option(
+    "--draft-model",
+    metavar="FOLDER",
+    help='Drafts of this model, or hub id, instead of prompt lookup; "demo-draft" asks the demo model questions.',
+)
 @click.option("--max-tokens", type=click.IntRange(2), default=96, show_default=True, help="Tokens of each answer.")
 @click.option("--option", "options", multiple=True, metavar="FIELD=VALUE", help="A field of EngineConfig.")
 @_json
@@ -207,13 +211,16 @@ def speculative(
     from novainfer.server.bench import offline
     from novainfer.server.bench import speculative as run
 
-    folder, fields = str(model or machine.find_checkpoint(like)), _fields(options)
+    is_demo = draft_model == "demo-draft"
+    folder = str(model or ("demo" if is_demo else machine.find_checkpoint(like)))
+    fields = _fields(options)
     config: dict[str, Any] = {"num_speculative_tokens": num_speculative_tokens}
     if draft_model is None:
         config |= {"method": "ngram", "prompt_lookup_min": 2}
     else:
         config |= {"method": "draft_model", "model": draft_model}
-    workloads = run.WORKLOADS if draft_model is None else run.WITH_A_DRAFT_MODEL
+    drafted = run.QUESTIONS if is_demo else run.WITH_A_DRAFT_MODEL
+    workloads = run.WORKLOADS if draft_model is None else drafted
     commands = offline.ours(folder, fields), offline.ours(folder, {"speculative_config": config, **fields})
     measure = lambda: run.run(  # noqa: E731
         *commands,

@@ -146,7 +146,7 @@ class _Turns:
         """The time to the first token of a prompt, and of one that shares its long beginning, one after the other."""
         for pair in range(PREFIX_PAIRS):
             prompts = workload.prompts(self._vocab_size, repetition * PREFIX_PAIRS + pair)
-            result = self._children[OURS].run(Task(prompts=prompts, max_tokens=workload.max_tokens, one_by_one=True))
+            result = self._children[OURS].run(Task(prompts=prompts, max_tokens=workload.max_tokens, at_once=1))
             first, second = (1e3 * line.times_s[0] for line in result.timelines)
             self.prefix_ms.append((first, second))
 

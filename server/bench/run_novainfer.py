@@ -42,13 +42,13 @@ class NovaInfer:
             "kernels": info.kernels,
         }
 
-    def answer(self, prompts: list[list[int]], max_tokens: int) -> list[Timeline]:
+    def answer(self, prompts: list[list[Any]], max_tokens: int) -> list[Timeline]:
         """All at once, greedy, EOS ignored."""
         return self.answer_sampled(prompts, max_tokens, {"temperature": 0.0})
 
-    def answer_sampled(self, prompts: list[list[int]], max_tokens: int, sampling: dict[str, Any]) -> list[Timeline]:
-        """All at once, sampled in this way, EOS ignored."""
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
+    def answer_sampled(self, prompts: list[list[Any]], max_tokens: int, sampling: dict[str, Any]) -> list[Timeline]:
+        """All at once, sampled in this way, EOS ignored unless `sampling` says otherwise."""
+        params = SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **sampling})
         return self._runner.run(self._answer_all(prompts, params))
 
     def read_weights(self) -> float | None:
@@ -67,20 +67,21 @@ class NovaInfer:
             counts["num_accepted_tokens"] = drafts.num_accepted_tokens_total
         return counts
 
-    async def _answer_all(self, prompts: list[list[int]], params: SamplingParams) -> list[Timeline]:
+    async def _answer_all(self, prompts: list[list[Any]], params: SamplingParams) -> list[Timeline]:
         started = time.perf_counter()
         self.token_ids = [[] for _ in prompts]
         answers = zip(prompts, self.token_ids, strict=True)
         return await asyncio.gather(*(self._answer_one(*answer, params, started) for answer in answers))
 
     async def _answer_one(
-        self, prompt: list[int], token_ids: list[int], params: SamplingParams, started: float
+        self, prompt: list[Any], token_ids: list[int], params: SamplingParams, started: float
     ) -> Timeline:
         line = Timeline(num_prompt_tokens=len(prompt), times_s=[], counts=[])
         async for delta in self._engine.generate(prompt, params):
             if delta.token_ids:
                 line.times_s.append(time.perf_counter() - started)
                 line.counts.append(len(delta.token_ids))
+                line.num_prompt_tokens = delta.num_prompt_tokens
                 token_ids += delta.token_ids
         return line
 

@@ -52,15 +52,15 @@ class Ready(msgspec.Struct, kw_only=True):
 
 
 class Task(msgspec.Struct, kw_only=True):
-    """Answer `prompts` (token ids), each with exactly `max_tokens` tokens, all at once or one after the other.
+    """Answer `prompts` (token ids, or messages), `at_once` of them at a time (0: all), with `max_tokens` tokens each.
 
     `sampling` are fields of SamplingParams, for systems that know them (default: greedy). The model's weights are read
     `num_reads` times before and after, by systems that can, to see how fast the machine is just then.
     """
 
-    prompts: list[list[int]]
+    prompts: list[list[Any]]
     max_tokens: int
-    one_by_one: bool = False
+    at_once: int = 0
     sampling: dict[str, Any] = {}
     num_reads: int = 0
     keeps_tokens: bool = False  # the result holds the tokens of the answers
@@ -82,7 +82,7 @@ class System(Protocol):
     """What a child runs; `answer` gives one timeline a prompt.
 
     It may have `answer_sampled(prompts, max_tokens, sampling)`, `read_weights()`: bytes a second, or None;
-    `counters()`, which only grow; and `token_ids`, the answers to the last task.
+    `counters()`, which only grow; and `token_ids`, the answers that it gave last.
     """
 
     name: str
@@ -135,22 +135,27 @@ def serve(make: Callable[[], System], *, import_s: float) -> None:
     )
     for line in sys.stdin.buffer:
         task = msgspec.json.decode(line, type=Task)
-        groups = [[prompt] for prompt in task.prompts] if task.one_by_one else [task.prompts]
+        size = task.at_once or len(task.prompts)
+        groups = [task.prompts[at : at + size] for at in range(0, len(task.prompts), size)]
         _forget_peak()
         counted = _counters(system)
         reads = _readings(system, task.num_reads)
         started, cpu = time.perf_counter(), time.process_time()
-        timelines = [line for group in groups for line in _answer(system, group, task)]
+        timelines: list[Timeline] = []
+        token_ids: list[list[int]] = []
+        for group in groups:
+            timelines += _answer(system, group, task)
+            token_ids += getattr(system, "token_ids", []) if task.keeps_tokens else []
         wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
         reads += _readings(system, task.num_reads)
         memory = system.memory()
         result = Result(wall_s=wall_s, cpu_s=cpu_s, timelines=timelines, memory=memory, read_bytes_per_s=reads)
         result.counters = {name: count - counted.get(name, 0) for name, count in _counters(system).items()}
-        result.token_ids = getattr(system, "token_ids", []) if task.keeps_tokens else []
+        result.token_ids = token_ids
         tell(result)
 
 
-def _answer(system: Any, prompts: list[list[int]], task: Task) -> list[Timeline]:
+def _answer(system: Any, prompts: list[list[Any]], task: Task) -> list[Timeline]:
     timelines: list[Timeline] = (
         system.answer_sampled(prompts, task.max_tokens, task.sampling)
         if task.sampling

@@ -85,7 +85,7 @@ def test_a_child_that_dies_tells_its_last_words() -> None:
 def test_one_by_one_is_one_call_a_prompt() -> None:
     with Child(command(0.5)) as child:
         together = child.run(Task(prompts=[[1], [2]], max_tokens=3))
-        apart = child.run(Task(prompts=[[1], [2]], max_tokens=3, one_by_one=True))
+        apart = child.run(Task(prompts=[[1], [2]], max_tokens=3, at_once=1))
     assert [line.num_prompt_tokens for line in together.timelines] == [2, 2], "the fake tells its batch's size"
     assert [line.num_prompt_tokens for line in apart.timelines] == [1, 1]
 

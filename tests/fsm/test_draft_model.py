@@ -167,7 +167,7 @@ def test_what_passes_take_is_no_cost_of_the_targets_tokens_and_counts_for_the_st
         speculation.took(done(0.030, 1, draft_s=0.020), 1, 1, 1)
         speculation.took(done(0.010, 2), 2, 1)
     known = speculation._yields[1]
-    assert (known.plain, known.drafted, known.pass_ms) == pytest.approx((10.0, 15.0, 20.0))
+    assert (known.plain.ms_per_token, known.drafted.ms_per_token, known.pass_ms) == pytest.approx((10.0, 15.0, 20.0))
     assert speculation._cost.of(1) == pytest.approx(10.0)
     assert speculation.wanted([one]) == []
 

@@ -4,7 +4,7 @@ from novainfer.fsm.events import Submit
 from novainfer.fsm.params import SamplingParams
 from novainfer.fsm.request import Request
 from novainfer.fsm.simulation.oracle import VOCABULARY
-from novainfer.fsm.speculation import LOOK_EVERY, PLACES_PER_LOOK, PROBE_EVERY, Cost, Lookup, Speculation, Yield
+from novainfer.fsm.speculation import LOOK_EVERY, PLACES_PER_LOOK, PROBE_EVERY, Cost, Lookup, Pace, Speculation
 from novainfer.fsm.speculative_config import SpeculativeConfig
 from novainfer.fsm.step import StepDone
 
@@ -137,9 +137,17 @@ def test_measurements_of_a_busy_machine_never_say_that_more_tokens_cost_less():
 
 
 def test_one_slow_step_does_not_turn_a_decision():
-    found = Yield(plain=1.0, drafted=2.0)
-    found.took(200.0, has_drafts=False)
-    assert found.plain == 1.25
+    found = Pace()
+    for ms in (1.0, 200.0):
+        found.took(ms, 1)
+    assert 1.0 < found.ms_per_token < 1.2
+
+
+def test_what_steps_bring_is_their_time_by_their_tokens_not_the_average_of_what_each_brings():
+    found = Pace()
+    for at in range(100):
+        found.took(10.0, 1 + 4 * (at % 2))
+    assert found.ms_per_token == pytest.approx(10.0 / 3, rel=0.2)  # 6 is what the average step takes for a token
 
 
 def test_costs_measured_while_the_machine_was_busy_are_forgotten():

@@ -1,0 +1,104 @@
+"""Speculation in a time of its own: as fast as plain decoding where guesses are wrong, and faster where they are right.
+
+Steps take what a table says, and guesses are right by chance; nothing is measured, and no clock is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from novainfer.fsm.events import Submit
+from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.request import Request
+from novainfer.fsm.simulation.oracle import VOCABULARY
+from novainfer.fsm.speculation import DraftModel, Speculation
+from novainfer.fsm.step import StepDone
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+# Milliseconds of a step by its tokens: about those of Qwen2.5-0.5B on two cores, of memory alone, and of arithmetic.
+MACHINES: dict[str, Callable[[int], float]] = {
+    "two cores": lambda n: 20 + 0.35 * (n - 1) + 0.6 * max(0, n - 8),
+    "memory-bound": lambda n: 20 + 0.1 * n,
+    "compute-bound": lambda n: 10 + 4.0 * (n - 1),
+}
+NUM_PROMPT, NUM_OUTPUT, ROUNDS = 64, 96, 4
+
+
+class Guesses:
+    def propose(self, request: Request, count: int) -> list[int]:
+        return [7] * count
+
+
+def request(request_id: int) -> Request:
+    params = SamplingParams(max_tokens=None)
+    submit = Submit(request_id=request_id, stream_id=0, choice=0, token_ids=[5] * NUM_PROMPT, params=params, seed=1)
+    return Request(submit, VOCABULARY, [0], NUM_PROMPT + NUM_OUTPUT)
+
+
+def decode(
+    speculation: Speculation, ms_of: Callable[[int], float], batch: int, right: float, pass_ms: float, chance: Random
+) -> float:
+    """How many times as fast as plain decoding so many requests at a time are: one that ends makes room for another."""
+    rows, spent_ms, num_tokens = [request(at) for at in range(batch)], 0.0, 0
+    while num_tokens < ROUNDS * NUM_OUTPUT * batch:
+        found = speculation.drafts(rows, batch, 2048)
+        wanted = speculation.wanted(rows)
+        size, num_passes = batch + sum(map(len, found)), max(wanted, default=0)
+        step_ms, draft_ms = ms_of(size), pass_ms * num_passes
+        kept = [next((at for at in range(len(drafts)) if chance.random() >= right), len(drafts)) for drafts in found]
+        outcome = StepDone(
+            1,
+            1,
+            [5] * (batch + sum(kept)),
+            took_s=(step_ms + draft_ms) / 1e3,
+            draft_s=draft_ms / 1e3,
+            draft_token_ids=[[7] * count for count in wanted],
+        )
+        speculation.took(outcome, size, batch, num_passes)
+        for row, drafts, count in zip(rows, found, kept, strict=True):
+            row.token_ids += [5] * (1 + count)
+            if drafts:
+                speculation.verified(row, len(drafts), count)
+        speculation.proposed(rows, outcome)
+        rows = [row if len(row.token_ids) < row.max_len else request(row.request_id) for row in rows]
+        spent_ms += step_ms + draft_ms
+        num_tokens += len(outcome.token_ids)
+    return num_tokens / batch * ms_of(batch) / spent_ms
+
+
+@pytest.mark.parametrize("pass_ms", [0.0, 1.0, 4.0, 10.0], ids="passes of {} ms".format)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_it_is_never_slower_by_more_than_3_percent_whatever_share_of_guesses_is_right(
+    machine: str, pass_ms: float
+) -> None:
+    """After a text that all guesses were right of: what is known misleads."""
+    ms_of = MACHINES[machine]
+    for batch in (1, 4, 16, 64):
+        for right in (0.0, 0.3, 0.6):
+            proposer = DraftModel() if pass_ms else Guesses()
+            speculation = Speculation(proposer, 4, [(size, ms_of(size)) for size in SIZES])
+            chance = Random(batch)
+            decode(speculation, ms_of, batch, 0.9, pass_ms, chance)
+            found = decode(speculation, ms_of, batch, right, pass_ms, chance)
+            assert found >= 0.97, (batch, right)
+
+
+def test_it_is_faster_where_guesses_are_right() -> None:
+    for machine, batch, pass_ms, least in (
+        *(("two cores", 1, 0.0, 3.2), ("two cores", 4, 0.0, 2.2), ("two cores", 16, 0.0, 1.2)),
+        *(("two cores", 1, 1.0, 2.7), ("memory-bound", 16, 1.0, 2.4), ("memory-bound", 64, 4.0, 1.4)),
+    ):
+        ms_of = MACHINES[machine]
+        proposer = DraftModel() if pass_ms else Guesses()
+        speculation = Speculation(proposer, 4, [(size, ms_of(size)) for size in SIZES])
+        assert decode(speculation, ms_of, batch, 0.9, pass_ms, Random(1)) >= least, (machine, batch, pass_ms)
+
+
+def test_it_is_faster_where_most_guesses_are_right_though_half_of_the_steps_give_one_token() -> None:
+    """What steps bring is their tokens by their time: by the average of what each brings it would not pay."""
+    ms_of = MACHINES["two cores"]
+    speculation = Speculation(DraftModel(), 4, [(size, ms_of(size)) for size in SIZES])
+    assert decode(speculation, ms_of, 1, 0.6, 1.0, Random(1)) >= 1.4
