@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # The strict editable install links file by file (so that mypy and editors see the folders as one package): a new or
 # removed file needs the links made again, which takes a second. `.venv/.files` changes when the list does.
-FILES := $(shell find api fsm kernels actors server -type f ! -path '*/__pycache__/*' ! -path '*/prebuilt/*' 2>/dev/null | LC_ALL=C sort)
+FILES := $(shell find api fsm kernels actors server bench -type f ! -path '*/__pycache__/*' ! -path '*/prebuilt/*' 2>/dev/null | LC_ALL=C sort)
 ifneq ($(FILES),$(shell cat .venv/.files 2>/dev/null))
 .PHONY: $(LINKS)
 endif

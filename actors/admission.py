@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from novainfer.actors.encoding import size_of
-from novainfer.actors.streams import StreamHandle, Streams
-from novainfer.fsm.drain import DrainRate
-from novainfer.fsm.errors import EngineClosed, EngineDraining, EngineOverloaded, NovaInferError
-from novainfer.fsm.events import Arrive, Cancel, CancelAll, Cause, Chat, Departed, Prompt, Rejected
-from novainfer.fsm.gate import Gate
-from novainfer.fsm.params import SamplingParams
+from novainfer.actors.core.streams import StreamHandle, Streams
+from novainfer.actors.tokenizer.threads import size_of
+from novainfer.fsm.client.drain import DrainRate
+from novainfer.fsm.client.gate import Gate
+from novainfer.fsm.messages.errors import EngineClosed, EngineDraining, EngineOverloaded, NovaInferError
+from novainfer.fsm.messages.events import Arrive, Cancel, CancelAll, Cause, Chat, Departed, Prompt, Rejected
+from novainfer.fsm.messages.params import SamplingParams
 
 BYTES_PER_TOKEN = 3  # what admission reserves for text before it is tokenised: Qwen2's English average is about 4
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from novainfer.config import EngineConfig
     from novainfer.engine import Engine, EngineStatistics, ModelInfo
-    from novainfer.fsm.errors import (
+    from novainfer.fsm.messages.errors import (
         CallerError,
         ContextLengthExceeded,
         DeviceError,
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
         UnsupportedParameter,
         WrongLoop,
     )
-    from novainfer.fsm.events import Chat
-    from novainfer.fsm.outputs import Delta, FinishReason, TokenLogprob
-    from novainfer.fsm.params import SamplingParams
+    from novainfer.fsm.messages.events import Chat
+    from novainfer.fsm.messages.outputs import Delta, FinishReason, TokenLogprob
+    from novainfer.fsm.messages.params import SamplingParams
     from novainfer.llm import LLM, CompletionOutput, RequestOutput
 
 _HOMES = {
     "novainfer.config": ("EngineConfig",),
     "novainfer.engine": ("Engine", "EngineStatistics", "ModelInfo"),
-    "novainfer.fsm.errors": (
+    "novainfer.fsm.messages.errors": (
         "CallerError",
         "ContextLengthExceeded",
         "DeviceError",
@@ -70,9 +70,9 @@ _HOMES = {
         "UnsupportedParameter",
         "WrongLoop",
     ),
-    "novainfer.fsm.events": ("Chat",),
-    "novainfer.fsm.outputs": ("Delta", "FinishReason", "TokenLogprob"),
-    "novainfer.fsm.params": ("SamplingParams",),
+    "novainfer.fsm.messages.events": ("Chat",),
+    "novainfer.fsm.messages.outputs": ("Delta", "FinishReason", "TokenLogprob"),
+    "novainfer.fsm.messages.params": ("SamplingParams",),
     "novainfer.llm": ("LLM", "CompletionOutput", "RequestOutput"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from types import UnionType
 from typing import Any
 
-from novainfer.fsm.errors import InvalidParameter
+from novainfer.fsm.messages.errors import InvalidParameter
 
 
 def must_be(name: str, value: object, kind: type | UnionType, what: str) -> None:

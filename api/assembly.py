@@ -6,29 +6,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from novainfer.actors.device import Device, ModelSettings
-from novainfer.actors.link import MakeLink, ThreadLink
-from novainfer.actors.location import ModelLocation
-from novainfer.actors.process import ProcessLink
-from novainfer.actors.recorder import Recorder
-from novainfer.actors.spec import DeviceSpec, ModelSpec, Progress
-from novainfer.actors.system import Patience, System
-from novainfer.actors.tokenizer import Tokenizer, load_for_caller, load_tokenizer
+from novainfer.actors.device.device import Device, ModelSettings
+from novainfer.actors.device.link import MakeLink, ThreadLink
+from novainfer.actors.device.location import ModelLocation
+from novainfer.actors.device.process import ProcessLink
+from novainfer.actors.device.spec import DeviceSpec, ModelSpec, Progress
+from novainfer.actors.inspection.recorder import Recorder
+from novainfer.actors.runtime import Runtime, Timeouts
+from novainfer.actors.tokenizer.tokenizer import Tokenizer, load_for_caller, load_tokenizer
 from novainfer.config import EngineConfig
-from novainfer.fsm.errors import InvalidParameter, ModelLoadError
-from novainfer.fsm.planner import Limits
-from novainfer.fsm.speculation import Speculation
-from novainfer.fsm.speculative_config import PARAM, SpeculativeConfig
-from novainfer.fsm.worker import RestartPolicy
+from novainfer.fsm.device.worker import RestartPolicy
+from novainfer.fsm.messages.errors import InvalidParameter, ModelLoadError
+from novainfer.fsm.schedule.planner import Limits
+from novainfer.fsm.schedule.speculation import Speculation
+from novainfer.fsm.schedule.speculative_config import PARAM, SpeculativeConfig
 
 
-def make_system(
+def make_runtime(
     config: EngineConfig,
     *,
     device: Device | DeviceSpec | None,
     tokenizer: Tokenizer | None,
     on_progress: Progress | None,
-) -> System:
+) -> Runtime:
     """The actors of one engine; `device` and `tokenizer` replace the model's own."""
     is_process = config.worker == "process"
     location = ModelLocation(config.model)
@@ -41,7 +41,7 @@ def make_system(
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    return System(
+    return Runtime(
         make_link=_link(config, device or model_spec(config), on_progress),
         load_tokenizer=lambda: tokenizer or _load_tokenizer(tokenizer_location, is_asked_for),
         limits=limits,
@@ -49,7 +49,7 @@ def make_system(
         recorder=_recorder(config),
         speculation=_speculation(config),
         max_in_flight=2 if config.plans_ahead else 1,
-        patience=Patience(**{name: getattr(config, name) for name in Patience.__struct_fields__}),
+        timeouts=Timeouts(**{name: getattr(config, name) for name in Timeouts.__struct_fields__}),
         restarts=RestartPolicy(config.max_restarts, config.restart_window_s) if is_process else RestartPolicy(),
     )
 

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from novainfer.actors.location import DEMO_MODEL
-from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.mode import QUANTIZATIONS
-from novainfer.fsm.params import DURATION_S_MAX, check_types
-from novainfer.fsm.speculative_config import SpeculativeConfig
+from novainfer.actors.device.location import DEMO_MODEL
+from novainfer.fsm.messages.errors import InvalidParameter
+from novainfer.fsm.messages.mode import QUANTIZATIONS
+from novainfer.fsm.messages.params import DURATION_S_MAX, check_types
+from novainfer.fsm.schedule.speculative_config import SpeculativeConfig
 from novainfer.setting import says
 
 # The sections of `--help` that settings of an engine stand in.

@@ -22,18 +22,19 @@ from typing import Any, Self
 import msgspec
 
 from novainfer.actors.admission import AdmissionStatistics
-from novainfer.actors.device import Device
-from novainfer.actors.feed import FEED_EVENTS_MAX, Subscription
-from novainfer.actors.incidents import IncidentRecord
-from novainfer.actors.records import ActorRecord, HealthRecord, KvRecord, RequestRecord
-from novainfer.actors.spec import DeviceSpec, Progress
-from novainfer.actors.steps import PhaseTotals, StepRecord
-from novainfer.actors.streams import StreamHandle
-from novainfer.actors.tokenizer import Tokenizer
+from novainfer.actors.core.streams import StreamHandle
+from novainfer.actors.device.device import Device
+from novainfer.actors.device.spec import DeviceSpec, Progress
+from novainfer.actors.inspection.feed import FEED_EVENTS_MAX, Subscription
+from novainfer.actors.inspection.incidents import IncidentRecord
+from novainfer.actors.inspection.records import ActorRecord, HealthRecord, KvRecord, RequestRecord
+from novainfer.actors.inspection.steps import PhaseTotals, StepRecord
+from novainfer.actors.tokenizer.tokenizer import Tokenizer
 from novainfer.arguments import must_be, must_be_seconds, must_have
-from novainfer.assembly import callers_tokenizer, check_before_start, make_system
+from novainfer.assembly import callers_tokenizer, check_before_start, make_runtime
 from novainfer.config import EngineConfig
-from novainfer.fsm.errors import (
+from novainfer.fsm.client.stream import StreamState
+from novainfer.fsm.messages.errors import (
     ContextLengthExceeded,
     EngineClosed,
     EngineDead,
@@ -47,12 +48,11 @@ from novainfer.fsm.errors import (
     RequestTimeout,
     StepFailedError,
 )
-from novainfer.fsm.events import Cause, Chat, End, Finished
-from novainfer.fsm.mode import Mode
-from novainfer.fsm.outputs import Delta
-from novainfer.fsm.params import SamplingParams, is_unicode
-from novainfer.fsm.speculation import SpeculationStatistics
-from novainfer.fsm.stream import StreamState
+from novainfer.fsm.messages.events import Cause, Chat, End, Finished
+from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.outputs import Delta
+from novainfer.fsm.messages.params import SamplingParams, is_unicode
+from novainfer.fsm.schedule.speculation import SpeculationStatistics
 from novainfer.home import Home
 from novainfer.prompt import PromptLike, to_prompt
 from novainfer.room import check_room
@@ -150,7 +150,7 @@ class Engine:
         self._home = Home()
         self._tokenizer = tokenizer
         self._loads = {"has_model": device is None, "has_tokenizer": tokenizer is None}
-        self._system = make_system(config, device=device, tokenizer=tokenizer, on_progress=on_progress)
+        self._runtime = make_runtime(config, device=device, tokenizer=tokenizer, on_progress=on_progress)
         self._random = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._handles: dict[str, StreamHandle] = {}
         self._info: ModelInfo | None = None
@@ -169,7 +169,7 @@ class Engine:
         self._home.enter()
         self._is_started = True
         check_before_start(self.config, **self._loads)
-        ready = await self._system.start()
+        ready = await self._runtime.start()
         self._info = ModelInfo(
             name=self.config.served_model_name or str(self.config.model),
             max_model_len=min(ready.max_model_len, ready.num_blocks * self.config.block_size),
@@ -193,16 +193,16 @@ class Engine:
 
         After the loop has ended there is nothing left to close.
         """
-        if self._home.has_ended and self._system.has_ended:
+        if self._home.has_ended and self._runtime.has_ended:
             return
         self._home.check()
-        await self._system.aclose()
+        await self._runtime.aclose()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests; those here may finish for `timeout_s` seconds, then the rest end with an error."""
         must_be_seconds("timeout_s", timeout_s)
         self._home.check()
-        await self._system.drain(timeout_s)
+        await self._runtime.drain(timeout_s)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -267,7 +267,7 @@ class Engine:
         name = request_id or secrets.token_hex(8)
         if name in self._handles:
             name = f"{name}-{secrets.token_hex(4)}"
-        handle = self._handles[name] = self._system.add(name, wanted, params, seed & SEED_MASK, owner)
+        handle = self._handles[name] = self._runtime.add(name, wanted, params, seed & SEED_MASK, owner)
         if isinstance(wanted, Chat):
             handle.prompt_field = "messages"
         return name
@@ -301,20 +301,20 @@ class Engine:
         handle = self._handles.get(request_id)
         if handle is None:
             return False
-        self._system.cancel(handle.stream_id, Cause.CLIENT)
+        self._runtime.cancel(handle.stream_id, Cause.CLIENT)
         return True
 
     def is_overflowed(self, request_id: str) -> bool:
         """True while the request waits for room in the queue, because it set `max_queue_s` and the queue was full."""
         handle = self._handles.get(request_id)
-        return handle is not None and self._system.is_overflowed(handle.stream_id)
+        return handle is not None and self._runtime.is_overflowed(handle.stream_id)
 
     # ---- looking in ----------------------------------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
         """True while requests are taken."""
-        return self._info is not None and self._system.is_ready
+        return self._info is not None and self._runtime.is_ready
 
     @property
     def model_info(self) -> ModelInfo:
@@ -331,15 +331,15 @@ class Engine:
 
     def statistics(self) -> EngineStatistics:
         """An immutable record of the moment, at any time."""
-        state = str(self._system.engine_state)
-        found = self._system.scheduler_statistics()
+        state = str(self._runtime.engine_state)
+        found = self._runtime.scheduler_statistics()
         if found is None:
-            return EngineStatistics(state=state, incidents=dict(self._system.incidents.counts))
-        admission = self._system.admission_statistics()
+            return EngineStatistics(state=state, incidents=dict(self._runtime.incidents.counts))
+        admission = self._runtime.admission_statistics()
         return EngineStatistics(
             state=state,
             num_running=found.num_running,
-            num_waiting=max(found.num_waiting, self._system.num_queued) + admission.num_overflow,
+            num_waiting=max(found.num_waiting, self._runtime.num_queued) + admission.num_overflow,
             num_paused=found.num_paused,
             kv_blocks_total=found.blocks.num_blocks,
             kv_blocks_free=found.blocks.num_free,
@@ -354,15 +354,15 @@ class Engine:
             step_failures=found.step_failures_total,
             requests_finished={str(state): count for state, count in found.finished_total.items()},
             admission=admission,
-            request_states=dict(self._system.inspector.counts()),
-            incidents=dict(self._system.incidents.counts),
+            request_states=dict(self._runtime.inspector.counts()),
+            incidents=dict(self._runtime.incidents.counts),
             worker_losses=found.worker_losses_total,
             swapped_out_blocks=found.swapped_out_blocks_total,
             swapped_in_blocks=found.swapped_in_blocks_total,
             rung=found.rung,
             rungs=found.rungs,
             mode=found.mode,
-            phases=self._system.steps.totals(),
+            phases=self._runtime.steps.totals(),
             speculation=found.speculation,
         )
 
@@ -370,41 +370,41 @@ class Engine:
 
     def requests(self, owner: str | None = None, ids: Collection[str] | None = None) -> list[RequestRecord]:
         """Those that live, by arrival, then the newest 1024 that ended: where each is, since when, and why it waits."""
-        return self._system.inspector.requests(owner, ids)
+        return self._runtime.inspector.requests(owner, ids)
 
     def actors(self) -> list[ActorRecord]:
         """What each actor does and since when, how many messages wait for it, and the process it lives in."""
-        return self._system.overview.actors()
+        return self._runtime.overview.actors()
 
     def kv(self) -> KvRecord | None:
         """KV blocks by the state of their owners; None before the KV cache is there."""
-        return self._system.inspector.kv()
+        return self._runtime.inspector.kv()
 
     def steps(self, last: int = 100) -> list[StepRecord]:
         """The newest steps, at most 1024, the newest last: what was in each, and how long its phases took."""
-        return self._system.last_steps(last)
+        return self._runtime.last_steps(last)
 
     def errors(self, owner: str | None = None) -> list[IncidentRecord]:
         """What went wrong lately and what was done about it, the newest last; at most 1000."""
-        return self._system.incidents.records(owner)
+        return self._runtime.incidents.records(owner)
 
     def events(self, owner: str | None = None, *, limit: int = FEED_EVENTS_MAX) -> Subscription:
         """Transitions and incidents from now on, in batches; a listener more than `limit` behind loses the oldest.
 
         Use it in `with`: while there is a listener, each transition costs a few microseconds.
         """
-        return self._system.inspector.subscribe(owner, limit=limit)
+        return self._runtime.inspector.subscribe(owner, limit=limit)
 
     def health(self) -> HealthRecord:
         """Whether everything moves, and whether a request sent now would be taken."""
-        return self._system.health()
+        return self._runtime.health()
 
     def inject(self, kind: str, **how: Any) -> None:
         """Let something fail, for a drill: the device ("oom", "exception", "stall", …) or an actor ("freeze_actor").
 
         Raises `InvalidParameter`, naming the field, when that cannot be done.
         """
-        self._system.inject(kind, **how)
+        self._runtime.inject(kind, **how)
 
     async def dump_recorder(self, path: str | Path | None = None) -> Path:
         """Write the flight recorder's last minutes to `path`, or to a new file in `recorder_dir`; returns where it is.
@@ -414,7 +414,7 @@ class Engine:
         if path is not None:
             must_be("path", path, str | Path, "a path")
         self._home.check()
-        return await self._system.recorder.dump(Path(path) if path is not None else None)
+        return await self._runtime.recorder.dump(Path(path) if path is not None else None)
 
     async def get_tokenizer(self) -> Any:
         """The model's tokenizer as transformers has it (another object than the engine's own), or the one given here.
@@ -442,14 +442,14 @@ class Engine:
         if isinstance(found, End):
             if found.param == "prompt" and handle is not None:
                 found = msgspec.structs.replace(found, param=handle.prompt_field)
-            raise error_of(found, self._system.retry_after_s())
+            raise error_of(found, self._runtime.retry_after_s())
         return None
 
     def _leave(self, request_id: str) -> None:
         """The reader goes: the rest will not be read."""
         handle = self._handles.pop(request_id, None)
         if handle is not None and not handle.is_over:
-            self._system.abandon(handle.stream_id)
+            self._runtime.abandon(handle.stream_id)
 
 
 def _check_name(name: str, value: Any) -> None:

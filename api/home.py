@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from novainfer.fsm.errors import EngineClosed, WrongLoop
+from novainfer.fsm.messages.errors import EngineClosed, WrongLoop
 
 
 class Home:

@@ -18,15 +18,15 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from novainfer.actors.location import DEMO_MODEL
+from novainfer.actors.device.location import DEMO_MODEL
 from novainfer.arguments import must_be
 from novainfer.assembly import callers_tokenizer
 from novainfer.config import AT_MOST, EngineConfig
 from novainfer.engine import Engine
-from novainfer.fsm.errors import EngineClosed, InvalidParameter, NovaInferError
-from novainfer.fsm.events import Chat
-from novainfer.fsm.outputs import FinishReason, TokenLogprob
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.messages.errors import EngineClosed, InvalidParameter, NovaInferError
+from novainfer.fsm.messages.events import Chat
+from novainfer.fsm.messages.outputs import FinishReason, TokenLogprob
+from novainfer.fsm.messages.params import SamplingParams
 from novainfer.progress import Bar, LoadingBar
 from novainfer.prompt import PromptLike
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.events import Chat, Prompt
-from novainfer.fsm.params import is_unicode, shown
+from novainfer.fsm.messages.errors import InvalidParameter
+from novainfer.fsm.messages.events import Chat, Prompt
+from novainfer.fsm.messages.params import is_unicode, shown
 
 # What apply_chat_template takes itself: as template variables they would change what is rendered, or by what.
 RESERVED_KWARGS = frozenset(

@@ -7,11 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 from novainfer.actors.admission import estimate_tokens
-from novainfer.actors.wire import UNENCODABLE
+from novainfer.actors.device.wire import UNENCODABLE
 from novainfer.config import EngineConfig
-from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.events import Chat
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.messages.errors import InvalidParameter
+from novainfer.fsm.messages.events import Chat
+from novainfer.fsm.messages.params import SamplingParams
 from novainfer.prompt import PromptLike
 
 

@@ -10,13 +10,13 @@ process makes its device there: `FactorySpec("package.module:function", {"argume
 a device, and without running anything that the file says.
 """
 
-from novainfer.actors.device import Device
-from novainfer.actors.fake import EOS, ByteTokenizer, FakeDevice, successor
-from novainfer.actors.spec import FactorySpec
-from novainfer.actors.tokenizer import Tokenizer
-from novainfer.fsm.dumpfile import decode_dump
-from novainfer.fsm.replay import DamagedRecording, Replayed, replay
-from novainfer.fsm.step import StepPlan
+from novainfer.actors.device.device import Device
+from novainfer.actors.device.fake import EOS, ByteTokenizer, FakeDevice, successor
+from novainfer.actors.device.spec import FactorySpec
+from novainfer.actors.tokenizer.tokenizer import Tokenizer
+from novainfer.fsm.messages.step import StepPlan
+from novainfer.fsm.recording.dumpfile import decode_dump
+from novainfer.fsm.recording.replay import DamagedRecording, Replayed, replay
 
 __all__ = [
     "EOS",

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 
-from novainfer.fsm.machine import Machine, Row, each_row
+from novainfer.fsm.core.machine import Machine, Row, each_row
 from novainfer.fsm.machines import MACHINES, states
 
 HEAD = """# The machines
@@ -33,9 +33,9 @@ def _section(machine: type[Machine]) -> str:
     assert module is not None
     assert module.__doc__ is not None
     summary = module.__doc__.splitlines()[0]
-    name = module.__name__.rsplit(".", 1)[1]
+    name = module.__name__.partition(".")[2].replace(".", "/")
     picture = f"```mermaid\n{diagram(machine)}```"
-    return f"\n## {machine.__name__}\n\n`fsm/{name}.py`. {summary}\n\n{picture}\n\n{_rows(machine)}"
+    return f"\n## {machine.__name__}\n\n`{name}.py`. {summary}\n\n{picture}\n\n{_rows(machine)}"
 
 
 def diagram(machine: type[Machine]) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from novainfer.fsm.dwell import (
+from novainfer.fsm.core.dwell import (
     ANSWER_LIMIT_S,
     COMES_UP,
     COMES_UP_AGAIN,
@@ -34,7 +34,9 @@ from novainfer.fsm.dwell import (
     Dwell,
     any_time,
 )
-from novainfer.fsm.events import (
+from novainfer.fsm.core.guards import OfEpoch, OfStep
+from novainfer.fsm.core.machine import Guard, Machine, Table, ignore, never, on, stay, table
+from novainfer.fsm.messages.events import (
     Arrive,
     Batch,
     Cancel,
@@ -65,9 +67,7 @@ from novainfer.fsm.events import (
     WorkerReady,
     ended_early,
 )
-from novainfer.fsm.guards import OfEpoch, OfStep
-from novainfer.fsm.machine import Guard, Machine, Table, ignore, never, on, stay, table
-from novainfer.fsm.step import StepDone
+from novainfer.fsm.messages.step import StepDone
 
 
 class EngineState(StrEnum):

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from novainfer.fsm.dwell import ENCODE_LIMIT_S, Dwell, any_time
+from novainfer.fsm.core.dwell import ENCODE_LIMIT_S, Dwell, any_time
 from novainfer.fsm.machines import MACHINES, states
 
 PERIOD_S = 0.25  # between two looks: a quarter of the second in which a frozen actor must be reported

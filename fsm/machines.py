@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from novainfer.fsm.client.gate import Gate
+from novainfer.fsm.client.stream import Stream
+from novainfer.fsm.core.machine import Machine
+from novainfer.fsm.device.process import Process
+from novainfer.fsm.device.roster import Roster
+from novainfer.fsm.device.worker import Worker
 from novainfer.fsm.engine import Engine
-from novainfer.fsm.gate import Gate
-from novainfer.fsm.ladder import Ladder
-from novainfer.fsm.machine import Machine
-from novainfer.fsm.process import Process
-from novainfer.fsm.request import Request
-from novainfer.fsm.roster import Roster
-from novainfer.fsm.scheduler import Scheduler
-from novainfer.fsm.stream import Stream
-from novainfer.fsm.worker import Worker
+from novainfer.fsm.schedule.ladder import Ladder
+from novainfer.fsm.schedule.request import Request
+from novainfer.fsm.schedule.scheduler import Scheduler
 
 MACHINES: tuple[type[Machine], ...] = (Gate, Engine, Scheduler, Request, Worker, Roster, Process, Ladder, Stream)
 

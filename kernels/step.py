@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from novainfer.fsm.step import SAMPLED, StepPlan
+from novainfer.fsm.messages.step import SAMPLED, StepPlan
 
 __all__ = ["StepBuffers", "StepTensors", "must_lie_in"]
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from novainfer.server.cli import main
+from novainfer.server.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["serve", *sys.argv[1:]]))

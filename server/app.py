@@ -10,16 +10,16 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from novainfer.server import info, inspection, recorder
-from novainfer.server.chat import create_chat_completion
-from novainfer.server.completions import create_completion
-from novainfer.server.errors import one_of
-from novainfer.server.events import stream_events
 from novainfer.server.guard import Guard
-from novainfer.server.inspection import REQUEST_STATES
-from novainfer.server.openapi import Endpoint, build_openapi
-from novainfer.server.protocol import ChatCompletionRequest, CompletionRequest
-from novainfer.server.replies import ChatCompletion, Completion
+from novainfer.server.http.errors import one_of
+from novainfer.server.openai.chat import create_chat_completion
+from novainfer.server.openai.completions import create_completion
+from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest
+from novainfer.server.openai.replies import ChatCompletion, Completion
+from novainfer.server.operate import info, inspection, recorder
+from novainfer.server.operate.events import stream_events
+from novainfer.server.operate.inspection import REQUEST_STATES
+from novainfer.server.operate.openapi import Endpoint, build_openapi
 from novainfer.server.service import Service
 
 GENERATION = (400, 401, 404, 408, 413, 415, 429, 500, 503)  # how a request for tokens may be refused

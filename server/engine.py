@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from novainfer import Delta, SamplingParams
-from novainfer.fsm.mode import Mode
-from novainfer.fsm.speculation import SpeculationStatistics
+from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.schedule.speculation import SpeculationStatistics
 from novainfer.inspection import (
     ActorRecord,
     HealthRecord,

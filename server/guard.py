@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from novainfer import NovaInferError
-from novainfer.server.errors import (
+from novainfer.server.http.errors import (
     MethodNotAllowed,
     PathNotFound,
     error_body,
@@ -25,8 +25,8 @@ from novainfer.server.errors import (
     error_status,
     log_if_ours,
 )
-from novainfer.server.exchange import ADMITTED_KEY, SCOPE_KEY, Admitted, ClientGone, Exchange
-from novainfer.server.limits import check_content_type, read_body
+from novainfer.server.http.exchange import ADMITTED_KEY, SCOPE_KEY, Admitted, ClientGone, Exchange
+from novainfer.server.http.limits import check_content_type, read_body
 from novainfer.server.service import Service
 
 access_log = logging.getLogger("novainfer.access")

@@ -24,22 +24,23 @@ from pathlib import Path
 import hypercorn.asyncio
 
 from novainfer import EngineDead
-from novainfer.server import connection, garbage, http1, http2
 from novainfer.server.app import create_app
 from novainfer.server.engine import ServedEngine
-from novainfer.server.listen import (
+from novainfer.server.http import connection, http1, http2
+from novainfer.server.http.listen import (
     FLUSH_TIMEOUT_S,
     bind,
     check_certificate,
     hypercorn_config,
     raise_descriptor_limit,
 )
+from novainfer.server.http.tls import write_self_signed
 from novainfer.server.loop import loop_factory
-from novainfer.server.recorder import dump_on_signal
-from novainfer.server.said import Throughput, about
+from novainfer.server.operate import garbage
+from novainfer.server.operate.recorder import dump_on_signal
+from novainfer.server.operate.said import Throughput, about
 from novainfer.server.service import Service
 from novainfer.server.settings import ServerSettings
-from novainfer.server.tls import write_self_signed
 
 log = logging.getLogger("novainfer.server")
 

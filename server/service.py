@@ -7,14 +7,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 from novainfer import EngineClosed, EngineDraining, ModelNotFound
 from novainfer.inspection import Subscription
-from novainfer.server.access import Keys
-from novainfer.server.clients import Clients, Unread
+from novainfer.server.directory import RequestDirectory
 from novainfer.server.engine import ServedEngine
-from novainfer.server.errors import ModelLoading
-from novainfer.server.live import LiveRequests
+from novainfer.server.http.access import Keys
+from novainfer.server.http.clients import Clients, Unread
+from novainfer.server.http.errors import ModelLoading
+from novainfer.server.http.turns import BodyTurns
 from novainfer.server.metrics import Metrics
 from novainfer.server.settings import ServerSettings
-from novainfer.server.turns import BodyTurns
 
 
 def package_version() -> str:
@@ -33,7 +33,7 @@ class Service:
         self.settings = settings
         self.keys = Keys(settings.api_keys, settings.admin_key)
         self.metrics = Metrics()
-        self.live = LiveRequests()
+        self.live = RequestDirectory()
         self.clients = Clients(settings)
         self.turns = BodyTurns()
         self.connections: Collection[object] = ()  # those that are open

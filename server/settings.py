@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from novainfer import InvalidParameter
-from novainfer.fsm.params import DURATION_S_MAX
+from novainfer.fsm.messages.params import DURATION_S_MAX
 
 BODY_BYTES_MIN = 1_000_000  # a long chat history; grows with the model's context (`body_bytes_max`)
 HTTP2_STREAMS_MAX = 2**31 - 1  # a connection has no more stream ids

@@ -14,11 +14,21 @@ from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import Arrive, Cancel, CancelAll, Departed, Output, QueueOver, Read, Settled, StallOver
-from novainfer.fsm.gate import GateState
-from novainfer.fsm.machine import After, Effect, Send
+from novainfer.fsm.client.gate import GateState
+from novainfer.fsm.client.stream import StreamState
+from novainfer.fsm.core.machine import After, Effect, Send
+from novainfer.fsm.messages.events import (
+    Arrive,
+    Cancel,
+    CancelAll,
+    Departed,
+    Output,
+    QueueOver,
+    Read,
+    Settled,
+    StallOver,
+)
 from novainfer.fsm.simulation.oracle import Violation
-from novainfer.fsm.stream import StreamState
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World

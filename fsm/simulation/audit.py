@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import KeepOver, PauseRequest
-from novainfer.fsm.machine import Effect
-from novainfer.fsm.request import Request
+from novainfer.fsm.core.machine import Effect
+from novainfer.fsm.messages.events import KeepOver, PauseRequest
+from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.simulation.blame import Blame
 from novainfer.fsm.simulation.counts import Counts
 from novainfer.fsm.simulation.deadlines import Deadlines

@@ -18,15 +18,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import Batch, Fault, MakeBatch, Output, Outputs, StepFailed, WorkerLost
-from novainfer.fsm.machine import Effect, Send
-from novainfer.fsm.request import Request, RequestState
+from novainfer.fsm.core.machine import Effect, Send
+from novainfer.fsm.messages.events import Batch, Fault, MakeBatch, Output, Outputs, StepFailed, WorkerLost
+from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.shape import mode_against
-from novainfer.fsm.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
-    from novainfer.fsm.batching import Flight
+    from novainfer.fsm.schedule.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 LOSSES_MIN = 2  # of workers under a request, before it is suspected
@@ -130,7 +130,7 @@ class Blame:
     def _check_canary(self, plan: StepPlan | None) -> None:
         """A canary comes after each second failure, where there is a rung, and is as large as the step that failed."""
         world = self._world
-        flight, trial = world.planned, world.scheduler.trouble.trial
+        flight, trial = world.planned, world.scheduler.recovery.trial
         for request_id, count in self._failures.items():
             if count >= ENDS_AFTER and self._is_live(request_id):
                 raise Violation(f"request {request_id} has failed alone {count} times, and goes on")
@@ -139,7 +139,7 @@ class Blame:
         count, (fault, num_tokens) = self._failures[trial.request_id], self._last_alone[trial.request_id]
         if count % 2 or not count or fault is Fault.LOST:
             raise Violation(f"a canary is computed for request {trial.request_id} after {count} failures, by {fault}")
-        now = world.scheduler.trouble.ladder.mode
+        now = world.scheduler.recovery.ladder.mode
         if (mode := mode_against(fault, now)) == now or mode not in world.shape.modes:
             raise Violation(f"a canary is computed for {fault}, and there is no rung for that")
         pool = world.cache.pool

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.schedule.recovery import FailurePolicy
+from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.mutants import Mutant
-from novainfer.fsm.trouble import Trouble
 
 BLAME_MUTANTS = [
     Mutant(
@@ -23,7 +23,7 @@ BLAME_MUTANTS = [
     ),
     Mutant(
         "who shared a failed step is blamed when the others have left",
-        Trouble,
+        FailurePolicy,
         "step_failed",
         "if not is_alone(flight):",
         "if False:",
@@ -31,56 +31,56 @@ BLAME_MUTANTS = [
     ),
     Mutant(
         "a failed step is tried again as it was",
-        Trouble,
+        FailurePolicy,
         "_bisect",
         "half = (len(ids) + 1) // 2",
         "half = len(ids)",
     ),
     Mutant(
         "only the first half of a failed step is tried apart",
-        Trouble,
+        FailurePolicy,
         "_bisect",
         "self.suspects += [ids[:half], ids[half:]]",
         "self.suspects += [ids[:half]]",
     ),
     Mutant(
         "a new failure forgets those who were suspected",
-        Trouble,
+        FailurePolicy,
         "_bisect",
         "self.suspects += [ids[:half], ids[half:]]",
         "self.suspects = deque([ids[:half], ids[half:]])",
     ),
     Mutant(
         "one lost worker is reason enough",
-        Trouble,
+        FailurePolicy,
         "worker_lost",
         "if request.losses >= LOSSES_SUSPECT]",
         "if request.losses >= 1]",
     ),
     Mutant(
         "who failed alone is tried once more among the others",
-        Trouble,
+        FailurePolicy,
         "_blame",
         "self.suspects.appendleft([request.request_id])",
         "pass",
     ),
     Mutant(  # what fails every other step convicts a request: its tries fall on the bad ones, the canary on a good one
         "the second try of who failed alone comes after those of others",
-        Trouble,
+        FailurePolicy,
         "_blame",
         "self.suspects.appendleft([request.request_id])",
         "self.suspects.append([request.request_id])",
     ),
     Mutant(
         "who is on trial is computed among the others when the canary has failed",
-        Trouble,
+        FailurePolicy,
         "_blame",
         "self.suspects.append([request.request_id])",
         "pass",
     ),
     Mutant(
         "a group that ran well is tried apart again",
-        Trouble,
+        FailurePolicy,
         "step_done",
         "self.suspects.popleft()",
         "self.suspects.rotate(-1)",

@@ -12,10 +12,10 @@ import random
 
 import msgspec
 
-from novainfer.fsm.events import Fault
-from novainfer.fsm.mode import INT8, Mode
+from novainfer.fsm.messages.events import Fault
+from novainfer.fsm.messages.mode import INT8, Mode
+from novainfer.fsm.messages.step import StepPlan
 from novainfer.fsm.simulation.shape import ALL_MODES, BEST, LEAN, SAFE, Shape, mode_against
-from novainfer.fsm.step import StepPlan
 
 SHARE = 0.2  # of all seeds
 NO_NUMBER = "no number"  # what becomes of a canary

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.batching import StepBuilder
-from novainfer.fsm.block_cache import BlockCache
-from novainfer.fsm.blocks import BlockPool
+from novainfer.fsm.client.gate import Gate
+from novainfer.fsm.client.stream import Stream
+from novainfer.fsm.core.guards import OfJob, OfStep
+from novainfer.fsm.device.worker import Worker
 from novainfer.fsm.engine import Engine
-from novainfer.fsm.events import Batch, DeviceLost, Encoded, Launch, Overdue, StepFailed
-from novainfer.fsm.gate import Gate
-from novainfer.fsm.guards import OfJob, OfStep
-from novainfer.fsm.planner import Planner
-from novainfer.fsm.request import Request
-from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.kv.block_cache import BlockCache
+from novainfer.fsm.kv.blocks import BlockPool
+from novainfer.fsm.messages.events import Batch, DeviceLost, Encoded, Launch, Overdue, StepFailed
+from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.batching import StepBuilder
+from novainfer.fsm.schedule.planner import Planner
+from novainfer.fsm.schedule.recovery import FailurePolicy
+from novainfer.fsm.schedule.request import Request
+from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.blame_bugs import BLAME_MUTANTS
 from novainfer.fsm.simulation.core_bugs import CORE_MUTANTS
 from novainfer.fsm.simulation.deadline_bugs import DEADLINE_MUTANTS
@@ -27,11 +31,7 @@ from novainfer.fsm.simulation.turn_bugs import TURN_MUTANTS
 from novainfer.fsm.simulation.unseen_bugs import UNSEEN_MUTANTS
 from novainfer.fsm.simulation.unseen_policy_bugs import UNSEEN_POLICY_MUTANTS
 from novainfer.fsm.simulation.unseen_third_bugs import UNSEEN_THIRD_MUTANTS
-from novainfer.fsm.step import StepDone
-from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import TextAssembler
-from novainfer.fsm.trouble import Trouble
-from novainfer.fsm.worker import Worker
 
 MUTANTS = [
     # ---- taking a step back
@@ -171,7 +171,11 @@ MUTANTS = [
     Mutant("a stop does not reach the streams", Engine, "_stop", 'self._send("streams", event)', "pass"),
     # ---- who is told what
     Mutant(
-        "everybody in a failed step is blamed", Trouble, "step_failed", "if len(members) > 1:", "if len(members) > 99:"
+        "everybody in a failed step is blamed",
+        FailurePolicy,
+        "step_failed",
+        "if len(members) > 1:",
+        "if len(members) > 99:",
     ),
     Mutant("credits stay with the cancelled", Engine, "_settle", 'self._send("gate", Departed(over))', "pass"),
     Mutant("part of a stop string is sent", TextAssembler, "_release", "keep = self._overlap(held)", "keep = 0"),
@@ -386,17 +390,25 @@ MUTANTS = [
         "pass",
     ),
     # ---- who is to blame
-    Mutant("a prompt that kills every worker is tried for ever", Trouble, "worker_lost", "request.losses += 1", "pass"),
+    Mutant(
+        "a prompt that kills every worker is tried for ever",
+        FailurePolicy,
+        "worker_lost",
+        "request.losses += 1",
+        "pass",
+    ),
     Mutant(
         "the first chunk of a prompt clears it of suspicion",
-        Trouble,
+        FailurePolicy,
         "step_done",
         "requests[i].losses >= LOSSES_SUSPECT",
         "False",
         seeds=1000,
     ),
-    Mutant("a request that fails alone is tried for ever", Trouble, "_blame", "request.failures += 1", "pass"),
-    Mutant("a failed step is not reported", Trouble, "_tell", 'effects.append(Send("incidents", incident))', "pass"),
+    Mutant("a request that fails alone is tried for ever", FailurePolicy, "_blame", "request.failures += 1", "pass"),
+    Mutant(
+        "a failed step is not reported", FailurePolicy, "_tell", 'effects.append(Send("incidents", incident))', "pass"
+    ),
     # ---- readers, and the gate
     Mutant(
         "a reader that has read, and not enough, has the rest of the old time",

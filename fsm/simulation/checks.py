@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.batching import Flight
-from novainfer.fsm.blocks import Journal
+from novainfer.fsm.core.machine import Effect, Send
+from novainfer.fsm.device.worker import WorkerState
 from novainfer.fsm.engine import EngineState
-from novainfer.fsm.events import (
+from novainfer.fsm.kv.blocks import Journal
+from novainfer.fsm.messages.events import (
     Arrive,
     Batch,
     Cancel,
@@ -48,15 +49,14 @@ from novainfer.fsm.events import (
     Submit,
     WorkerLost,
 )
-from novainfer.fsm.machine import Effect, Send
-from novainfer.fsm.request import ENDED, Request, RequestState
-from novainfer.fsm.scheduler import SchedulerState
+from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.batching import Flight
+from novainfer.fsm.schedule.request import ENDED, Request, RequestState
+from novainfer.fsm.schedule.scheduler import SchedulerState
 from novainfer.fsm.simulation.blame import ends_in_flight
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.restarts import Restarts
 from novainfer.fsm.simulation.turns import ADMISSIONS_MAX, WAITING_MAX
-from novainfer.fsm.step import StepDone
-from novainfer.fsm.worker import WorkerState
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World
@@ -117,7 +117,7 @@ class Checks:
             self._cancelled.add(event.request_id)
             self._leaving = self.world.scheduler.requests.get(event.request_id)
         scheduler = self.world.scheduler
-        self._rung = scheduler.trouble.ladder.rung
+        self._rung = scheduler.recovery.ladder.rung
         flight = scheduler.oldest_flight
         self._on_trial = None if flight is None or not flight.canary else self._last_alone
         if isinstance(event, WorkerLost) and scheduler.flights:
@@ -137,7 +137,7 @@ class Checks:
             self._not_a_number = {r.request_id: r.stream_id for r, token_id in sampled if token_id < 0 and not r.ended}
             self._spoilt = [b for r in self._sampled if r.request_id in self._not_a_number for b in r.kv.blocks]
         running = [r for r in scheduler.planner.running.values() if r.state in ADMITTED]
-        is_free = not scheduler.trouble.suspects and not isinstance(event.outcome, StepFailed)
+        is_free = not scheduler.recovery.suspects and not isinstance(event.outcome, StepFailed)
         self._oldest = min(running, key=lambda r: r.request_id) if running and is_free else None
         if isinstance(event.outcome, StepFailed) and flight is not None:
             self._note_failure(flight)
@@ -277,7 +277,7 @@ class Checks:
         """What went wrong was reported, and nothing else."""
         incidents = [e.event for e in effects if isinstance(e, Send) and e.to == "incidents"]
         failed, self._failed = self._failed, None
-        rung = self.world.scheduler.trouble.ladder.rung
+        rung = self.world.scheduler.recovery.ladder.rung
         if (rung != self._rung) is not any(incident.kind == "ladder" for incident in incidents):
             raise Violation(f"the ladder went from {self._rung} to {rung}, and was reported so: {incidents}")
         for incident in incidents:
@@ -359,12 +359,12 @@ class Checks:
         num_tokens = sum(count for _, count, _ in flight.rows)
         if num_tokens > max(shape.max_num_batched_tokens, len(planned)) or len(planned) > shape.max_num_seqs:
             raise Violation(f"step {flight.step_id} has {num_tokens} tokens of {len(planned)} requests")
-        if not scheduler.trouble.suspects:
+        if not scheduler.recovery.suspects:
             self._nobody_overtakes(flight)
         may_run = [
             i for i, r in planner.running.items() if r.state in COMPUTED and (i in planned or not ends_in_flight(r))
         ]
-        if not scheduler.trouble.suspects and may_run and min(may_run) not in planned:
+        if not scheduler.recovery.suspects and may_run and min(may_run) not in planned:
             raise Violation(f"request {min(may_run)} is the oldest, and step {flight.step_id} leaves it out")
 
     def before(self, to: str, event: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.events import Arrive, Cause, End, Finished, Rejected
-from novainfer.fsm.outputs import Delta
+from novainfer.fsm.messages.events import Arrive, Cause, End, Finished, Rejected
+from novainfer.fsm.messages.outputs import Delta
 from novainfer.fsm.simulation.device import expected_logprob
 from novainfer.fsm.simulation.oracle import TOKEN_BYTES, Expected, Violation, expected_run, is_refused
 

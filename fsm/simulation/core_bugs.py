@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.guards import OfEpoch
-from novainfer.fsm.machine import Machine
-from novainfer.fsm.process import Answered, Ended
-from novainfer.fsm.roster import Dying, OfWorker, Roster
+from novainfer.fsm.core.guards import OfEpoch
+from novainfer.fsm.core.machine import Machine
+from novainfer.fsm.device.process import Answered, Ended
+from novainfer.fsm.device.roster import Dying, OfWorker, Roster
+from novainfer.fsm.device.worker import OfSpawn, Worker
 from novainfer.fsm.simulation.mutants import Mutant, unguarded
-from novainfer.fsm.worker import OfSpawn, Worker
 
 CORE_MUTANTS = [
     Mutant(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from novainfer.fsm.events import Output
+from novainfer.fsm.client.stream import StreamState
+from novainfer.fsm.messages.events import Output
 from novainfer.fsm.simulation.oracle import Violation
-from novainfer.fsm.stream import StreamState
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World

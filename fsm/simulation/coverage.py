@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from novainfer.fsm.machine import Row, each_row
+from novainfer.fsm.core.machine import Row, each_row
 from novainfer.fsm.machines import MACHINES
 
 RowId = tuple[str, str, str]  # machine, state, event (and which of them, where a guard tells them apart)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.client.gate import Gate
+from novainfer.fsm.client.stream import Stream
 from novainfer.fsm.engine import Engine
-from novainfer.fsm.gate import Gate
-from novainfer.fsm.planner import Planner
-from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.schedule.planner import Planner
+from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.mutants import Mutant
-from novainfer.fsm.stream import Stream
 
 DEADLINE_MUTANTS = [
     Mutant(

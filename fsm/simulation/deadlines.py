@@ -14,11 +14,11 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import Cancel, Cause, End, KeepOver, Output, QueueOver, StallOver
-from novainfer.fsm.outputs import Delta
-from novainfer.fsm.request import Request, RequestState
+from novainfer.fsm.client.stream import StreamState
+from novainfer.fsm.messages.events import Cancel, Cause, End, KeepOver, Output, QueueOver, StallOver
+from novainfer.fsm.messages.outputs import Delta
+from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.simulation.oracle import Violation
-from novainfer.fsm.stream import StreamState
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World

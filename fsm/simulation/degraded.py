@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import MakeBatch, Output
+from novainfer.fsm.messages.events import MakeBatch, Output
+from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.simulation.device import ScriptedDevice
 from novainfer.fsm.simulation.oracle import Violation
-from novainfer.fsm.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World

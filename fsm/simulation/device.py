@@ -20,9 +20,9 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, repeat
 from zlib import crc32
 
-from novainfer.fsm.mode import Mode
+from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, Logprobs, SeqParams, StepDone, StepPlan
 from novainfer.fsm.simulation.shape import BEST
-from novainfer.fsm.step import NO_TOKEN, SAMPLED, Logprobs, SeqParams, StepDone, StepPlan
 
 VOCAB_SIZE = 64
 EOS = 0

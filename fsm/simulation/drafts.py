@@ -10,11 +10,11 @@ from random import Random
 
 import msgspec
 
-from novainfer.fsm.request import Request
+from novainfer.fsm.schedule.request import Request
+from novainfer.fsm.schedule.speculation import DraftModel, Speculation
 from novainfer.fsm.simulation.device import Sampler, guesses
 from novainfer.fsm.simulation.oracle import device_params
 from novainfer.fsm.simulation.shape import Shape
-from novainfer.fsm.speculation import DraftModel, Speculation
 
 SPECULATING_EVERY = 4  # one seed of so many guesses
 # Milliseconds of a step by its tokens: one that speculation pays in always, seldom, and by how many run.

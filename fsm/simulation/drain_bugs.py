@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.drain import DrainRate
+from novainfer.fsm.client.drain import DrainRate
 from novainfer.fsm.simulation.mutants import Mutant
 
 DRAIN_MUTANTS = [

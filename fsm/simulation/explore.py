@@ -12,8 +12,8 @@ from collections import deque
 
 import msgspec
 
-from novainfer.fsm.events import Cause, Departed, Fault, JobDone, Run, Settled
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.messages.events import Cause, Departed, Fault, JobDone, Run, Settled
+from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.simulation import faults
 from novainfer.fsm.simulation.moves import Move, describe, make, next_moves
 from novainfer.fsm.simulation.process import Processes

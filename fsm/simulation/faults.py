@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from novainfer.fsm.events import (
+from novainfer.fsm.device.roster import Find, Open
+from novainfer.fsm.messages.events import (
     Cancel,
     CancelAll,
     Cause,
@@ -18,9 +19,8 @@ from novainfer.fsm.events import (
     StepFailed,
     Stop,
 )
-from novainfer.fsm.roster import Find, Open
+from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.simulation.world import FROM_WORKER, TO_WORKER
-from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import Link, Timer, World

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.client.gate import Gate, _Room
+from novainfer.fsm.client.stream import Stream
 from novainfer.fsm.engine import Engine
-from novainfer.fsm.gate import Gate, _Room
-from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.mutants import Mutant
-from novainfer.fsm.stream import Stream
 
 GATE_MUTANTS = [
     Mutant(

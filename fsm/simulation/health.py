@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from novainfer.fsm.events import Fit, Load, MakeBatch, Reclaim, Run, Switch, Warm
+from novainfer.fsm.core.machine import Effect, Send
 from novainfer.fsm.health import PERIOD_S, Sighting, Silence, Watch
-from novainfer.fsm.machine import Effect, Send
+from novainfer.fsm.messages.events import Fit, Load, MakeBatch, Reclaim, Run, Switch, Warm
 from novainfer.fsm.simulation.oracle import Violation
 
 if TYPE_CHECKING:

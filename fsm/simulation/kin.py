@@ -10,7 +10,7 @@ import random
 
 import msgspec
 
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.simulation.shape import Shape
 
 TOKENS = range(1, 200)

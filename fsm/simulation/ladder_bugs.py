@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.allowance import Allowance, Sizes
-from novainfer.fsm.ladder import Ladder
-from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.schedule.allowance import Allowance, Sizes
+from novainfer.fsm.schedule.ladder import Ladder
+from novainfer.fsm.schedule.recovery import FailurePolicy
+from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.mutants import Mutant
-from novainfer.fsm.trouble import Trouble
 
 LADDER_MUTANTS = [
     # ---- how large steps are
@@ -75,21 +75,21 @@ LADDER_MUTANTS = [
     ),
     Mutant(
         "how many requests may run is not passed on",
-        Trouble,
+        FailurePolicy,
         "_note_sizes",
         "self.planner.max_running = self.sizes.requests.limit",
         "pass",
     ),
     Mutant(
         "steps of several requests without memory are never made smaller",
-        Trouble,
+        FailurePolicy,
         "step_failed",
         "self.sizes.was_too_much(num_rows, num_tokens)",
         "pass",
     ),
     Mutant(
         "a request alone without memory is not tried with fewer tokens",
-        Trouble,
+        FailurePolicy,
         "step_failed",
         "elif is_short and self._shrink(flight, 2, outcome, effects):",
         "elif False:",
@@ -97,14 +97,14 @@ LADDER_MUTANTS = [
     # ---- what moves the ladder, and back
     Mutant(
         "a request that fails alone leads down the ladder, without a canary",
-        Trouble,
+        FailurePolicy,
         "_blame",
         "self.trial = Trial(request.request_id, what, max(num_tokens, 1))",
         "self.climb(_trouble_of(what)(what.message), effects)",
     ),
     Mutant(
         "a canary without memory leads to plain kernels",
-        Trouble,
+        FailurePolicy,
         "canary_failed",
         "self.climb(_trouble_of(outcome)(outcome.message), effects)",
         "self.climb(Broken(outcome.message), effects)",
@@ -150,7 +150,7 @@ LADDER_MUTANTS = [
         "an engine that was started quantised calls its answers degraded",
         Scheduler,
         "_commit",
-        "if flight.mode != self.trouble.ladder.exact_mode:",
+        "if flight.mode != self.recovery.ladder.exact_mode:",
         "if flight.mode != Mode():",
     ),
     Mutant(
@@ -158,6 +158,6 @@ LADDER_MUTANTS = [
         Scheduler,
         "_append",
         "is_degraded=request.is_degraded",
-        "is_degraded=not self.trouble.ladder.is_exact",
+        "is_degraded=not self.recovery.ladder.is_exact",
     ),
 ]

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from novainfer.fsm.events import Batch, CancelRequest, Configure, KeepOver, MakeBatch, Outputs, WorkerLost
-from novainfer.fsm.machine import Effect, Send
+from novainfer.fsm.core.machine import Effect, Send
+from novainfer.fsm.messages.events import Batch, CancelRequest, Configure, KeepOver, MakeBatch, Outputs, WorkerLost
+from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.simulation.oracle import Violation
-from novainfer.fsm.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
-    from novainfer.fsm.batching import Flight
+    from novainfer.fsm.schedule.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 CANARY = -1  # whose blocks and slot belong to no request

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from novainfer.fsm.engine import EngineState
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.request import ENDED, Request
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import StepPlan
+from novainfer.fsm.schedule.request import ENDED, Request
 from novainfer.fsm.simulation.oracle import Violation
-from novainfer.fsm.step import StepPlan
 from novainfer.fsm.text import Vocabulary
 
 if TYPE_CHECKING:
@@ -131,5 +131,5 @@ def check_empty(world: World) -> None:
         ):
             if sorted(free) != list(range(total)):
                 raise Violation(f"everybody has left, and not every {what} is free, once: {sorted(free)} of {total}")
-        if world.scheduler.trouble.ladder.state == "FULL" and planner.max_running != shape.max_num_seqs:
+        if world.scheduler.recovery.ladder.state == "FULL" and planner.max_running != shape.max_num_seqs:
             raise Violation(f"the engine is at its full size, and takes {planner.max_running} requests a step")

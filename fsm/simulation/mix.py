@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.simulation.crashes import Plague, crashing_shape
 from novainfer.fsm.simulation.device import NAN_TOKEN, POISONS, VOCAB_SIZE
 from novainfer.fsm.simulation.kin import Kin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from novainfer.fsm.events import Fault, JobDone, JobFailed, Run
+from novainfer.fsm.messages.events import Fault, JobDone, JobFailed, Run
 from novainfer.fsm.simulation import faults, process
 from novainfer.fsm.simulation.device import POISON_HANG, POISON_LOST, POISON_OOM
 from novainfer.fsm.simulation.world import TO_WORKER, Link, World

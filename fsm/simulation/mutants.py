@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from novainfer.fsm.machine import Machine, Row, Rows
+from novainfer.fsm.core.machine import Machine, Row, Rows
 from novainfer.fsm.simulation.explore import explore
 from novainfer.fsm.simulation.report import run_seeds
 from novainfer.fsm.simulation.small import SMALL_WORLDS

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from novainfer.fsm.outputs import FinishReason
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.messages.outputs import FinishReason
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import SeqParams
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, Sampler, fold
-from novainfer.fsm.step import SeqParams
 from novainfer.fsm.text import Vocabulary
 
 # Letters that meet in stop strings, characters cut in two and three, a stray continuation byte, and two specials.

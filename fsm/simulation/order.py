@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from novainfer.fsm.request import Request, RequestState
+from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.prefixes import COMPUTING, Prefixes
 from novainfer.fsm.simulation.turns import is_decode
 
 if TYPE_CHECKING:
-    from novainfer.fsm.batching import Flight
+    from novainfer.fsm.schedule.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 QUEUED = (RequestState.WAITING, RequestState.PREEMPTED)
@@ -169,8 +169,8 @@ class Order:
             for r, count, start in flight.rows
             if r.request_id in works and not is_decode(r, start)
         ]
-        limits = scheduler.trouble.limits
-        tokens = min(scheduler.trouble.chunk, limits.max_num_batched_tokens - num_decodes)
+        limits = scheduler.recovery.limits
+        tokens = min(scheduler.recovery.chunk, limits.max_num_batched_tokens - num_decodes)
         unused = tokens - sum(count for _, count, _ in rows)
         # What this step has planned may be shared within it: a request that was looked at before has asked for more.
         spared = sum(works[i].most - works[i].least for i in admitted)

@@ -1,6 +1,6 @@
 """Steps that take their time by what they hold, by tokens or by requests: from the start, or for a while.
 
-What the allowance promises of time (`fsm/allowance.py`) is looked at after each step of such a world:
+What the allowance promises of time (`fsm/schedule/allowance.py`) is looked at after each step of such a world:
 
     a step that took more than a quarter of its deadline    is followed by one with fewer tokens, or fewer requests
     what steps may hold grows                               to no more than would take an eighth, by the time of the
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from novainfer.fsm.events import MakeBatch, StepFailed, WorkerLost
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.messages.events import MakeBatch, StepFailed, WorkerLost
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.simulation.shortage import TOO_SLOW_S, Phase, Shortage
-from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World
@@ -95,8 +95,8 @@ class Paces:
         self._held = (len(flight.rows), flight.num_prompt_tokens) if flight is not None else (0, 0)
 
     def _now(self) -> tuple[int, int]:
-        trouble = self._world.scheduler.trouble
-        return trouble.planner.max_running, trouble.chunk
+        recovery = self._world.scheduler.recovery
+        return recovery.planner.max_running, recovery.chunk
 
     def after(self, event: Any) -> None:
         """The scheduler has heard of it, and planned the next one."""

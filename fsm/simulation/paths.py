@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from novainfer.fsm.events import Cause, Fault
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.messages.events import Cause, Fault
+from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.simulation.moves import Move, describe, is_possible, make, next_moves
 from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.simulation.swarm import Seed

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from novainfer.fsm.events import MakeBatch, StepFailed, WorkerLost
-from novainfer.fsm.request import Request, RequestState
+from novainfer.fsm.messages.events import MakeBatch, StepFailed, WorkerLost
+from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.simulation.oracle import Violation
-from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
-    from novainfer.fsm.batching import Flight
+    from novainfer.fsm.schedule.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 COMPUTING = (RequestState.PREFILL, RequestState.WAITING_FOR_REMOTE_KVS)

@@ -13,24 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from novainfer.fsm.events import (
-    Close,
-    DeviceLost,
-    Fit,
-    Incident,
-    JobDone,
-    JobFailed,
-    Kill,
-    Load,
-    Run,
-    Spawn,
-    Stop,
-    Switch,
-    Warm,
-)
-from novainfer.fsm.machine import After, Drop, Effect, Send
-from novainfer.fsm.process import Answered, Ask, Ended, Finish, Process, ProcessState, Started, StartFailed, Tell
-from novainfer.fsm.roster import (
+from novainfer.fsm.core.machine import After, Drop, Effect, Send
+from novainfer.fsm.device.process import Answered, Ask, Ended, Finish, Process, ProcessState, Started, StartFailed, Tell
+from novainfer.fsm.device.roster import (
     DOWN,
     SPARE_DEATHS_MAX,
     SPARE_WINDOW_S,
@@ -46,6 +31,21 @@ from novainfer.fsm.roster import (
     ProbeOver,
     Roster,
     SpareOverdue,
+)
+from novainfer.fsm.messages.events import (
+    Close,
+    DeviceLost,
+    Fit,
+    Incident,
+    JobDone,
+    JobFailed,
+    Kill,
+    Load,
+    Run,
+    Spawn,
+    Stop,
+    Switch,
+    Warm,
 )
 from novainfer.fsm.simulation.oracle import Violation
 

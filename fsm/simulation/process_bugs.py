@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.device.process import OfAsk, Process
+from novainfer.fsm.device.roster import Alive, Roster
+from novainfer.fsm.device.worker import Worker
 from novainfer.fsm.health import Watch
-from novainfer.fsm.process import OfAsk, Process
-from novainfer.fsm.roster import Alive, Roster
 from novainfer.fsm.simulation.mutants import Mutant, unguarded
-from novainfer.fsm.worker import Worker
 
 PROCESS_MUTANTS = [
     # ---- the restart budget

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.batching import StepBuilder
-from novainfer.fsm.block_cache import BlockCache
-from novainfer.fsm.planner import Planner
-from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.kv.block_cache import BlockCache
+from novainfer.fsm.schedule.batching import StepBuilder
+from novainfer.fsm.schedule.planner import Planner
+from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.mutants import Mutant
 
 QUEUE_MUTANTS = [

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from novainfer.fsm.events import Arrive, Outputs, Run, StallOver, Stop
-from novainfer.fsm.machine import Effect, Machine, Send, Start
-from novainfer.fsm.recording import (
+from novainfer.fsm.core.machine import Effect, Machine, Send, Start
+from novainfer.fsm.messages.events import Arrive, Outputs, Run, StallOver, Stop
+from novainfer.fsm.recording.log import (
     RING_BYTES,
     SEGMENT_BYTES,
     STREAMS,
@@ -20,7 +20,7 @@ from novainfer.fsm.recording import (
     Recording,
     lane_name,
 )
-from novainfer.fsm.recording import read_code as code_of_read
+from novainfer.fsm.recording.log import read_code as code_of_read
 from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.simulation.world import Driver, Link, World
 

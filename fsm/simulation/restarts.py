@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
-from novainfer.fsm.events import (
+from novainfer.fsm.core.machine import After, Effect, Send, Start
+from novainfer.fsm.device.worker import Worker, WorkerState
+from novainfer.fsm.messages.events import (
     DeviceLost,
     Fit,
     JobDone,
@@ -19,11 +21,9 @@ from novainfer.fsm.events import (
     WorkerLost,
     WorkerReady,
 )
-from novainfer.fsm.machine import After, Effect, Send, Start
+from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.shape import Shape
-from novainfer.fsm.step import StepDone
-from novainfer.fsm.worker import Worker, WorkerState
 
 S = WorkerState
 COMING_UP = (S.LOADING, S.FITTING, S.WARMING)

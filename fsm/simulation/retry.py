@@ -1,7 +1,7 @@
 """When a client that is refused is told to come again, by an account of its own: from who comes to the queue and goes.
 
-The words are those of `fsm/drain.py` and docs/server.md: the seconds until all who wait now will have left the queue,
-at the rate at which they leave now.
+The words are those of `fsm/client/drain.py` and docs/server.md: the seconds until all who wait now will have left the
+queue, at the rate at which they leave now.
 
     always              between 0.1 and 60 s, and 1 s where nothing left the queue in the last minute
     one busy time       no less is said than those that left since the queue began to fill took, for as many as wait
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from novainfer.fsm.drain import DrainRate
-from novainfer.fsm.events import Departed
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.client.drain import DrainRate
+from novainfer.fsm.messages.events import Departed
+from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.shape import Shape
 

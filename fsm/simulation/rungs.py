@@ -17,17 +17,17 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import Configure, Fault, MakeBatch, Output, Quiet, StepFailed, WorkerLost
-from novainfer.fsm.ladder import Rung
-from novainfer.fsm.mode import Mode
-from novainfer.fsm.outputs import Delta
-from novainfer.fsm.scheduler import SchedulerState as S
+from novainfer.fsm.messages.events import Configure, Fault, MakeBatch, Output, Quiet, StepFailed, WorkerLost
+from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.outputs import Delta
+from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.ladder import Rung
+from novainfer.fsm.schedule.scheduler import SchedulerState as S
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.shape import mode_against
-from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
-    from novainfer.fsm.batching import Flight
+    from novainfer.fsm.schedule.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 QUIET_TIMES_MAX = 16  # in one
@@ -113,7 +113,7 @@ class Rungs:
     def _asked(self) -> Mode:
         """The mode that the next step asks of the device."""
         scheduler = self._world.scheduler
-        return self._exact if scheduler.state is S.STARTING else scheduler.trouble.ladder.mode
+        return self._exact if scheduler.state is S.STARTING else scheduler.recovery.ladder.mode
 
     # ---- details -------------------------------------------------------------------------------------------------
 
@@ -194,5 +194,5 @@ class Rungs:
         flight, limit = scheduler.newest_flight, scheduler.planner.max_running
         if flight is not None and flight.mode in self._left_out:
             raise Violation(f"step {flight.step_id} asks for {flight.mode}, which the device could not switch to")
-        if limit < self._world.shape.max_num_seqs and scheduler.trouble.ladder.state is Rung.FULL:
+        if limit < self._world.shape.max_num_seqs and scheduler.recovery.ladder.state is Rung.FULL:
             raise Violation(f"{limit} requests may run, and the engine says that it is FULL")

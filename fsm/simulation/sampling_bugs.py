@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.batching import StepBuilder
-from novainfer.fsm.block_cache import BlockCache
-from novainfer.fsm.request import Request
+from novainfer.fsm.kv.block_cache import BlockCache
+from novainfer.fsm.schedule.batching import StepBuilder
+from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.simulation.mutants import Mutant
 
 SAMPLING_MUTANTS = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from novainfer.fsm.events import Fault
-from novainfer.fsm.mode import INT8, PLAIN, Mode
+from novainfer.fsm.messages.events import Fault
+from novainfer.fsm.messages.mode import INT8, PLAIN, Mode
 
 BEST = Mode()
 LEAN = Mode(precision=INT8)  # needs less memory

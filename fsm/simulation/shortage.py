@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from novainfer.fsm.events import Batch, MakeBatch, Outputs, StepFailed, WorkerLost
-from novainfer.fsm.machine import Effect, Send
+from novainfer.fsm.core.machine import Effect, Send
+from novainfer.fsm.messages.events import Batch, MakeBatch, Outputs, StepFailed, WorkerLost
+from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.simulation.oracle import Violation
-from novainfer.fsm.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,8 +146,8 @@ class Scarcity:
 
     def before(self) -> None:
         """The scheduler is about to hear of a step."""
-        flight, trouble = self._world.scheduler.oldest_flight, self._world.scheduler.trouble
-        self._limits = trouble.planner.max_running, trouble.chunk
+        flight, recovery = self._world.scheduler.oldest_flight, self._world.scheduler.recovery
+        self._limits = recovery.planner.max_running, recovery.chunk
         self._held = (len(flight.rows), flight.num_prompt_tokens) if flight is not None else (0, 0)
 
     def _good(self) -> None:
@@ -156,8 +156,8 @@ class Scarcity:
         if phase.room or phase.token_s or phase.row_s:
             self._needing, self._idle, self._was_full = [0, 0], [0, 0], [False, False]
             return
-        trouble = world.scheduler.trouble
-        limits = trouble.planner.max_running, trouble.chunk
+        recovery = world.scheduler.recovery
+        limits = recovery.planner.max_running, recovery.chunk
         for at, (held, limit, full) in enumerate(zip(self._held, limits, self._sizes, strict=True)):
             is_needed = 2 * held > self._limits[at]
             self._needing[at] += is_needed

@@ -20,14 +20,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import Batch, Fault, MakeBatch, Outputs, StepFailed, WorkerLost
-from novainfer.fsm.ladder import Rung
-from novainfer.fsm.machine import Effect, Send
+from novainfer.fsm.core.machine import Effect, Send
+from novainfer.fsm.messages.events import Batch, Fault, MakeBatch, Outputs, StepFailed, WorkerLost
+from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.ladder import Rung
 from novainfer.fsm.simulation.oracle import Violation
-from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
-    from novainfer.fsm.batching import Flight
+    from novainfer.fsm.schedule.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 FIRST_TRY = 64  # good steps
@@ -120,7 +120,7 @@ class Sizes:
         for limit, was, now, num in moves:
             limit.moved(was, now, num, is_good=is_good, is_blamed=is_blamed)
         is_short = any(limit.is_short for limit in self._limits)
-        if self._world.scheduler.trouble.ladder.state is Rung.SMALLER_BATCH and not is_short:
+        if self._world.scheduler.recovery.ladder.state is Rung.SMALLER_BATCH and not is_short:
             raise Violation("steps may hold what they might before, and the engine says SMALLER_BATCH")
 
     def _check_chance(self, outcome: Any, held: tuple[int, int], *, is_blamed: bool) -> None:
@@ -142,7 +142,7 @@ class Sizes:
 
     def _now(self) -> tuple[int, int]:
         scheduler = self._world.scheduler
-        return scheduler.planner.max_running, scheduler.trouble.chunk
+        return scheduler.planner.max_running, scheduler.recovery.chunk
 
 
 def _has_no_number(outcome: Any) -> bool:

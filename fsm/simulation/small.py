@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from novainfer.fsm.events import Fault
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.messages.events import Fault
+from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.simulation.explore import SmallWorld
 from novainfer.fsm.simulation.shape import ALL_MODES, BEST, LEAN, Shape
 

@@ -14,25 +14,25 @@ from typing import Any
 
 import msgspec
 
-from novainfer.fsm.blocks import BlockPool
+from novainfer.fsm.client.gate import GateState
+from novainfer.fsm.client.stream import StreamState
+from novainfer.fsm.core.machine import Machine
+from novainfer.fsm.device.process import ProcessState
+from novainfer.fsm.device.roster import RosterState
+from novainfer.fsm.device.worker import WorkerState
 from novainfer.fsm.engine import EngineState
-from novainfer.fsm.events import Arrive
-from novainfer.fsm.gate import GateState
-from novainfer.fsm.ladder import Rung
-from novainfer.fsm.machine import Machine
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.planner import Limits
-from novainfer.fsm.process import ProcessState
-from novainfer.fsm.request import Request, RequestState
-from novainfer.fsm.roster import RosterState
-from novainfer.fsm.scheduler import Scheduler, SchedulerState
+from novainfer.fsm.kv.blocks import BlockPool
+from novainfer.fsm.messages.events import Arrive
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.schedule.ladder import Rung
+from novainfer.fsm.schedule.planner import Limits
+from novainfer.fsm.schedule.request import Request, RequestState
+from novainfer.fsm.schedule.scheduler import Scheduler, SchedulerState
 from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.process import Processes
 from novainfer.fsm.simulation.shape import Shape
 from novainfer.fsm.simulation.world import Watcher, World
-from novainfer.fsm.stream import StreamState
 from novainfer.fsm.text import Vocabulary
-from novainfer.fsm.worker import WorkerState
 
 # What no decision depends on: counters for people, caches of what follows from the rest, and constants. All else is
 # part of the fingerprint, so a new attribute makes more states, and never a state overlooked.
@@ -59,7 +59,7 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Stream": frozenset(["_stall_high", "_stall_low", "name"]),
     "Submit": frozenset(["params", "seed", "token_ids"]),
     "TextAssembler": frozenset(["_longest_stop", "_plain", "_show_special", "_stops", "_vocabulary", "include_stop"]),
-    "Trouble": frozenset(["limits", "planner"]),
+    "FailurePolicy": frozenset(["limits", "planner"]),
     "Worker": frozenset(["_found", "_modes", "_policy"]),
     "_Room": frozenset(["_max_reqs", "_max_tokens"]),
 }

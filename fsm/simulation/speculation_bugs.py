@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.batching import StepBuilder
-from novainfer.fsm.block_cache import BlockCache
-from novainfer.fsm.planner import Planner
-from novainfer.fsm.request import Request
-from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.kv.block_cache import BlockCache
+from novainfer.fsm.schedule.batching import StepBuilder
+from novainfer.fsm.schedule.planner import Planner
+from novainfer.fsm.schedule.request import Request
+from novainfer.fsm.schedule.scheduler import Scheduler
+from novainfer.fsm.schedule.speculation import Speculation
 from novainfer.fsm.simulation.mutants import Mutant
-from novainfer.fsm.speculation import Speculation
 
 SPECULATION_MUTANTS = [
     Mutant("a right guess is not counted as computed", Planner, "commit_draft", "request.num_computed += 1", "pass"),

@@ -12,9 +12,9 @@ import random
 from hashlib import blake2b
 from typing import Any
 
-from novainfer.fsm.events import Cause, Close, Fault, Fit, JobDone, Load, Reclaim, Run, Spawn, Switch, Warm
+from novainfer.fsm.device.roster import Find, Open
 from novainfer.fsm.health import PERIOD_S
-from novainfer.fsm.roster import Find, Open
+from novainfer.fsm.messages.events import Cause, Close, Fault, Fit, JobDone, Load, Reclaim, Run, Spawn, Switch, Warm
 from novainfer.fsm.simulation import faults
 from novainfer.fsm.simulation.broken import NO_NUMBER, Broken, Relapse
 from novainfer.fsm.simulation.clock import Clock

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.batching import StepBuilder
-from novainfer.fsm.block_cache import BlockCache
-from novainfer.fsm.planner import Planner
+from novainfer.fsm.kv.block_cache import BlockCache
+from novainfer.fsm.schedule.batching import StepBuilder
+from novainfer.fsm.schedule.planner import Planner
 from novainfer.fsm.simulation.mutants import Mutant
 
 _KEY = "key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, -r.request_id)"

@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.events import MakeBatch, WorkerLost
-from novainfer.fsm.request import Request, RequestState
+from novainfer.fsm.messages.events import MakeBatch, WorkerLost
+from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.simulation.oracle import Violation
-from novainfer.fsm.step import StepDone
 
 if TYPE_CHECKING:
-    from novainfer.fsm.batching import Flight
+    from novainfer.fsm.schedule.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 HEADROOM = 2  # blocks, and one more for every
@@ -128,7 +128,7 @@ class Turns:
         num_decodes = sum(is_decode(request, start) for request, _, start in flight.rows)
         num_prompt = sum(count for request, count, start in flight.rows if not is_decode(request, start))
         if (
-            min(scheduler.trouble.chunk, scheduler.trouble.limits.max_num_batched_tokens - num_decodes) - num_prompt
+            min(scheduler.recovery.chunk, scheduler.recovery.limits.max_num_batched_tokens - num_decodes) - num_prompt
             <= 2 * size
         ):
             return
@@ -260,7 +260,7 @@ class Turns:
         scheduler, shape = self._world.scheduler, self._world.shape
         planner, is_step = scheduler.planner, isinstance(event, MakeBatch)
         is_broken = isinstance(event, WorkerLost) or (is_step and flight is None)
-        is_short = scheduler.trouble.chunk < shape.prefill_chunk_tokens or planner.max_running < shape.max_num_seqs
+        is_short = scheduler.recovery.chunk < shape.prefill_chunk_tokens or planner.max_running < shape.max_num_seqs
         if self._num_preempted or is_broken or is_short:
             self._num_preempted = 0
             self._claims.clear()

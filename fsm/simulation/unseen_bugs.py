@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.batching import StepBuilder
-from novainfer.fsm.block_cache import BlockCache
-from novainfer.fsm.blocks import BlockPool
+from novainfer.fsm.client.gate import Gate, _Room
+from novainfer.fsm.client.stream import Stream
 from novainfer.fsm.engine import Engine
-from novainfer.fsm.gate import Gate, _Room
-from novainfer.fsm.planner import Planner
-from novainfer.fsm.request import Request
-from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.kv.block_cache import BlockCache
+from novainfer.fsm.kv.blocks import BlockPool
+from novainfer.fsm.schedule.batching import StepBuilder
+from novainfer.fsm.schedule.planner import Planner
+from novainfer.fsm.schedule.request import Request
+from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.mutants import Mutant
-from novainfer.fsm.stream import Stream
 from novainfer.fsm.text import TextAssembler
 
 BLOCKS = (

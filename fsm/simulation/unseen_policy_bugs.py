@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.allowance import Allowance, Sizes
-from novainfer.fsm.batching import StepBuilder
-from novainfer.fsm.block_cache import BlockCache
-from novainfer.fsm.events import JobFailed
+from novainfer.fsm.device.roster import Roster
+from novainfer.fsm.device.worker import Worker
 from novainfer.fsm.health import Watch
-from novainfer.fsm.ladder import Ladder
-from novainfer.fsm.planner import Planner
-from novainfer.fsm.roster import Roster
-from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.kv.block_cache import BlockCache
+from novainfer.fsm.messages.events import JobFailed
+from novainfer.fsm.schedule.allowance import Allowance, Sizes
+from novainfer.fsm.schedule.batching import StepBuilder
+from novainfer.fsm.schedule.ladder import Ladder
+from novainfer.fsm.schedule.planner import Planner
+from novainfer.fsm.schedule.recovery import FailurePolicy
+from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.mutants import Mutant, unguarded
-from novainfer.fsm.trouble import Trouble
-from novainfer.fsm.worker import Worker
 
 LADDER = [
     Mutant(  # the engine flaps between INT8 and the mode it was started in once a minute, for hours
@@ -46,14 +46,14 @@ LADDER = [
     ),
     Mutant(  # answers stay those of INT8 as long as there is load
         "a quiet time with good steps does not count",
-        Trouble,
+        FailurePolicy,
         "quiet",
         "if requests and not self._good_steps and not self.ladder.is_exact:",
         "if requests and self._good_steps and not self.ladder.is_exact:",
     ),
     Mutant(  # a canary that raises takes the engine to INT8, which runs on the broken kernels
         "the rung is chosen by what the request did, and not by what its canary did",
-        Trouble,
+        FailurePolicy,
         "canary_failed",
         "self.trial = None\n    self.climb(_trouble_of(outcome)(",
         "blamed, self.trial = (self.trial.outcome if self.trial else outcome), None\n"
@@ -113,14 +113,14 @@ SIZES = [
     ),
     Mutant(  # a prompt whose step holds just one block is tried for ever
         "a step of one block is believed to have been made smaller",
-        Trouble,
+        FailurePolicy,
         "_shrink",
         "did = flight.num_prompt_tokens > self.limits.block_size",
         "did = flight.num_prompt_tokens >= self.limits.block_size",
     ),
     Mutant(  # after one bad request all steps are small for minutes
         "steps stay small when the canary has convicted a request",
-        Trouble,
+        FailurePolicy,
         "convict",
         "self._excuse(effects)",
         'self._note_sizes("", effects)',
@@ -130,56 +130,56 @@ SIZES = [
 BLAME = [
     Mutant(  # a request fails six times where one canary that cannot help comes first
         "a canary is computed where only the other trouble has a rung",
-        Trouble,
+        FailurePolicy,
         "_blame",
         "self.ladder.helps(_trouble_of(what))",
         "self.ladder.helps(Broken)",
     ),
     Mutant(  # a device that fails at large steps ends innocent requests, one after the other
         "a canary holds one token",
-        Trouble,
+        FailurePolicy,
         "_blame",
         "max(num_tokens, 1)",
         "1",
     ),
     Mutant(  # a request lives on after its sixth failure
         "a seventh failure is waited for",
-        Trouble,
+        FailurePolicy,
         "_blame",
         "if request.failures >= FAILURES_MAX or",
         "if request.failures > FAILURES_MAX or",
     ),
     Mutant(  # who came a moment ago is computed apart, and waits for its first token
         "all requests of a lost step are suspected when one of them is",
-        Trouble,
+        FailurePolicy,
         "worker_lost",
         "self._bisect(suspects)",
         "self._bisect(members)",
     ),
     Mutant(  # a group that was never tried is let go, and costs all others another worker
         "a lost step takes the last group off the list, and not its own",
-        Trouble,
+        FailurePolicy,
         "worker_lost",
         "self.suspects.popleft()",
         "self.suspects.pop()",
     ),
     Mutant(  # the restart budget goes to one bad request, and the engine with it
         "a group that failed is tried again before the others have had their turn",
-        Trouble,
+        FailurePolicy,
         "_bisect",
         "self.suspects += [ids[:half], ids[half:]]",
         "self.suspects.extendleft([ids[half:], ids[:half]])",
     ),
     Mutant(  # the engine spins when the reader of a suspected request is slow
         "a group that cannot run is put off, and not off the list",
-        Trouble,
+        FailurePolicy,
         "skip_group",
         "self.suspects.popleft()",
         "self.suspects.rotate(-1)",
     ),
     Mutant(  # the step that breaks everything is tried with all requests again
         "a switch that fails clears the group of the step that waited for it",
-        Trouble,
+        FailurePolicy,
         "step_failed",
         "self.climb(SwitchFailed(flight.mode, outcome.message), effects)",
         "self.climb(SwitchFailed(flight.mode, outcome.message), effects); self.suspects and self.suspects.popleft()",

@@ -6,20 +6,20 @@ line is gone.
 
 from __future__ import annotations
 
-from novainfer.fsm.allowance import Allowance, Sizes
-from novainfer.fsm.batching import StepBuilder
-from novainfer.fsm.drain import DrainRate
+from novainfer.fsm.client.drain import DrainRate
+from novainfer.fsm.device.worker import Worker
 from novainfer.fsm.health import Watch
-from novainfer.fsm.ladder import Ladder
-from novainfer.fsm.planner import Planner
+from novainfer.fsm.schedule.allowance import Allowance, Sizes
+from novainfer.fsm.schedule.batching import StepBuilder
+from novainfer.fsm.schedule.ladder import Ladder
+from novainfer.fsm.schedule.planner import Planner
+from novainfer.fsm.schedule.recovery import FailurePolicy
 from novainfer.fsm.simulation.mutants import Mutant
-from novainfer.fsm.trouble import Trouble
-from novainfer.fsm.worker import Worker
 
 BLAME = [
     Mutant(  # a server of some weeks makes its steps smaller for each chance failure
         "steps out of memory are counted for ever",
-        Trouble,
+        FailurePolicy,
         "step_done",
         "if self._good_steps % PATIENCE == 0:",
         "if False:",
@@ -37,7 +37,7 @@ BLAME = [
 LADDER = [
     Mutant(  # answers stay those of INT8 although all is well
         "a quiet time without a good step is forgotten",
-        Trouble,
+        FailurePolicy,
         "quiet",
         "self._is_quiet_due = True",
         "pass",

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from novainfer.fsm.events import Batch, MakeBatch
-from novainfer.fsm.machine import Effect, Send
-from novainfer.fsm.request import Request
+from novainfer.fsm.core.machine import Effect, Send
+from novainfer.fsm.messages.events import Batch, MakeBatch
+from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.simulation.oracle import Violation
-from novainfer.fsm.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World

@@ -13,10 +13,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from novainfer.fsm.batching import Flight
-from novainfer.fsm.block_cache import BlockCache
+from novainfer.fsm.client.gate import Gate
+from novainfer.fsm.client.stream import Stream
+from novainfer.fsm.core.machine import After, Drop, Effect, Machine, Observer, Row, Send, Start
+from novainfer.fsm.device.roster import Find, Open
+from novainfer.fsm.device.worker import RestartPolicy, Worker
 from novainfer.fsm.engine import Engine
-from novainfer.fsm.events import (
+from novainfer.fsm.kv.block_cache import BlockCache
+from novainfer.fsm.messages.events import (
     Arrive,
     Batch,
     Begin,
@@ -44,15 +48,13 @@ from novainfer.fsm.events import (
     Stop,
     Switch,
 )
-from novainfer.fsm.gate import Gate
-from novainfer.fsm.machine import After, Drop, Effect, Machine, Observer, Row, Send, Start
-from novainfer.fsm.outputs import Delta
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.planner import Limits
-from novainfer.fsm.recording import TIMERS
-from novainfer.fsm.request import Preempt, Request
-from novainfer.fsm.roster import Find, Open
-from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.messages.outputs import Delta
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.recording.log import TIMERS
+from novainfer.fsm.schedule.batching import Flight
+from novainfer.fsm.schedule.planner import Limits
+from novainfer.fsm.schedule.request import Preempt, Request
+from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.admission import MAILBOX_FEW, check_gate, check_mailbox, check_stall
 from novainfer.fsm.simulation.audit import Audit
 from novainfer.fsm.simulation.checks import Checks
@@ -63,8 +65,6 @@ from novainfer.fsm.simulation.health import check_asked
 from novainfer.fsm.simulation.oracle import VOCABULARY, Violation
 from novainfer.fsm.simulation.process import Processes
 from novainfer.fsm.simulation.shape import Shape
-from novainfer.fsm.stream import Stream
-from novainfer.fsm.worker import RestartPolicy, Worker
 
 Link = tuple[str, str, bool]  # sender, receiver, whether it is the control lane
 Timer = tuple[Any, ...]  # the machine it belongs to, the kind of its event, and the event's fields

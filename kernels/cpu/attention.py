@@ -10,7 +10,7 @@ from torch import Tensor
 
 from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.cpu.native import DTYPE_CODES, CacheDesc, library, num_threads
-from novainfer.kernels.registry import AttentionShape
+from novainfer.kernels.ops.registry import AttentionShape
 
 __all__ = ["NativeAttention"]
 

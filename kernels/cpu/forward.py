@@ -13,7 +13,7 @@ from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.linear import PackedLinear
 from novainfer.kernels.cpu.native import LayerDesc, ModelDesc, StepDesc, library, num_threads
 from novainfer.kernels.cpu.ops import NativeRowOps
-from novainfer.kernels.forward import PRODUCTS, DecoderKind, DecoderParts, Layer
+from novainfer.kernels.ops.forward import PRODUCTS, DecoderKind, DecoderParts, Layer
 from novainfer.kernels.step import StepTensors
 
 __all__ = ["NativeForward"]

@@ -8,11 +8,11 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from novainfer.fsm.mode import INT8
+from novainfer.fsm.messages.mode import INT8
 from novainfer.kernels.cpu.linear import PackedLinear, padded
 from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.cpu.native import library, num_threads
-from novainfer.kernels.int8 import PART_ROWS, put_in_parts
+from novainfer.kernels.ops.int8 import PART_ROWS, put_in_parts
 
 __all__ = ["NativeInt8Linear"]
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from novainfer.fsm.mode import CHECKPOINT
+from novainfer.fsm.messages.mode import CHECKPOINT
 from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.cpu.native import DTYPE_CODES, FORMAT_CODES, LinearDesc, library, num_threads
 

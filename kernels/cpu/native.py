@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from novainfer.fsm.mode import CHECKPOINT, INT8
+from novainfer.fsm.messages.mode import CHECKPOINT, INT8
 from novainfer.kernels.cpu.build import best_library
-from novainfer.kernels.forward import Layer
+from novainfer.kernels.ops.forward import Layer
 
 if TYPE_CHECKING:
-    from novainfer.kernels.registry import Operation
+    from novainfer.kernels.ops.registry import Operation
 
 __all__ = [
     "DTYPE_CODES",

@@ -7,9 +7,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from novainfer.kernels.attention import TorchAttention
 from novainfer.kernels.cpu.attention import NativeAttention
-from novainfer.kernels.registry import AttentionShape
+from novainfer.kernels.ops.attention import TorchAttention
+from novainfer.kernels.ops.registry import AttentionShape
 
 __all__ = ["NativeLayoutAttention"]
 

@@ -1,4 +1,4 @@
-"""The demo model and its draft: two small Qwen2 checkpoints of our own, and the scripts that made them.
+"""The demo model and its draft: two small Qwen2 checkpoints of our own; the scripts that made them are in tools/demo.
 
 `model/` beside this file holds the checkpoint that `novainfer serve` loads when it is given no model, and `draft/` a
 smaller one that guesses what it will say.

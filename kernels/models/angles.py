@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from novainfer.kernels.config import Rope
+from novainfer.kernels.models.config import Rope
 
 __all__ = ["FREQUENCIES", "rope_table"]
 

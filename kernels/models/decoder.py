@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from novainfer.kernels.config import ModelConfig
-from novainfer.kernels.forward import DecoderParts, Forward, Layer
-from novainfer.kernels.registry import AttentionBackend, AttentionShape, Linear, RowOps
+from novainfer.kernels.models.config import ModelConfig
+from novainfer.kernels.ops.forward import DecoderParts, Forward, Layer
+from novainfer.kernels.ops.registry import AttentionBackend, AttentionShape, Linear, RowOps
 from novainfer.kernels.step import StepTensors
 
 __all__ = ["Decoder", "Embedding"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from novainfer.kernels.config import NUM_LAYERS_MAX, ConfigReader, ModelConfig, TensorSpec
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.config import NUM_LAYERS_MAX, ConfigReader, ModelConfig, TensorSpec
 from novainfer.kernels.models.rope import max_positions, read_rope
 
 __all__ = ["ATTENTION_BIAS", "DECODER", "QK_NORM", "ModelFamily", "parse_config"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from novainfer.kernels.config import TensorSpec
+from novainfer.kernels.models.config import TensorSpec
 from novainfer.kernels.models.family import ATTENTION, ATTENTION_BIAS, DECODER, QK_NORM, ModelFamily
 
 __all__ = ["QWEN3"]

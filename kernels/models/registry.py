@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from novainfer.kernels.config import ConfigReader, ModelConfig
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.folder import read_json
+from novainfer.kernels.models.config import ConfigReader, ModelConfig
 from novainfer.kernels.models.family import ModelFamily, parse_config
+from novainfer.kernels.models.folder import read_json
 from novainfer.kernels.models.qwen2 import QWEN2
 from novainfer.kernels.models.qwen3 import QWEN3
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from novainfer.kernels.config import INTEGER_MAX, ConfigReader, Rope
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.config import INTEGER_MAX, ConfigReader, Rope
 
 __all__ = ["ROPE_TYPES", "max_positions", "read_rope"]
 

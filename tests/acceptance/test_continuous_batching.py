@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from novainfer import Engine, EngineConfig
-from novainfer.actors.device import ModelDevice
-from novainfer.fsm.step import StepDone, StepPlan
+from novainfer.actors.device.device import ModelDevice
+from novainfer.fsm.messages.step import StepDone, StepPlan
 from tests.acceptance.reference import Reference, exactly, read, tokens_of
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ import socket
 import sys
 import threading
 
-from novainfer.actors.wire import Beat, FrameWriter
-from novainfer.fsm.events import JobDone, JobFailed
-from novainfer.fsm.step import StepDone
+from novainfer.actors.device.wire import Beat, FrameWriter
+from novainfer.fsm.messages.events import JobDone, JobFailed
+from novainfer.fsm.messages.step import StepDone
 
 sock = socket.socket(fileno=int(sys.argv[1]))
 how = os.environ["NOVA_BAD_SERVER"]

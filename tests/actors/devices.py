@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from novainfer.actors.device import ModelSettings
-from novainfer.actors.fake import FakeDevice, successor
-from novainfer.actors.location import ModelLocation
-from novainfer.actors.spec import FactorySpec, ModelSpec
-from novainfer.fsm.step import NO_TOKEN, StepDone, StepPlan
+from novainfer.actors.device.device import ModelSettings
+from novainfer.actors.device.fake import FakeDevice, successor
+from novainfer.actors.device.location import ModelLocation
+from novainfer.actors.device.spec import FactorySpec, ModelSpec
+from novainfer.fsm.messages.step import NO_TOKEN, StepDone, StepPlan
 
 
 def spec(name: str = "fake", **arguments: Any) -> FactorySpec:

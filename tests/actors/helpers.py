@@ -9,17 +9,17 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from novainfer.actors.device import Device
-from novainfer.actors.fake import ByteTokenizer, FakeDevice, successor
-from novainfer.actors.link import MakeLink, ThreadLink
-from novainfer.actors.streams import StreamHandle
-from novainfer.actors.system import System
-from novainfer.actors.tokenizer import Tokenizer
-from novainfer.fsm.events import Cause, End, Finished, Prompt
-from novainfer.fsm.outputs import Delta
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.planner import Limits
-from novainfer.fsm.step import StepPlan
+from novainfer.actors.core.streams import StreamHandle
+from novainfer.actors.device.device import Device
+from novainfer.actors.device.fake import ByteTokenizer, FakeDevice, successor
+from novainfer.actors.device.link import MakeLink, ThreadLink
+from novainfer.actors.runtime import Runtime
+from novainfer.actors.tokenizer.tokenizer import Tokenizer
+from novainfer.fsm.messages.events import Cause, End, Finished, Prompt
+from novainfer.fsm.messages.outputs import Delta
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import StepPlan
+from novainfer.fsm.schedule.planner import Limits
 
 WAIT_S = 60.0  # a test that waits longer has found a lost wake-up
 LIMITS = Limits(
@@ -28,7 +28,7 @@ LIMITS = Limits(
 NO_LIMIT = (1024, 1 << 20)
 
 
-def make_system(
+def make_runtime(
     device: Device | None = None,
     *,
     tokenizer: Tokenizer | None = None,
@@ -37,9 +37,9 @@ def make_system(
     max_queue: tuple[int, int] = NO_LIMIT,
     link: MakeLink | None = None,
     **more: Any,
-) -> System:
+) -> Runtime:
     """A system that is not started yet."""
-    return System(
+    return Runtime(
         make_link=link or partial(ThreadLink, device or FakeDevice()),
         load_tokenizer=load_tokenizer or (lambda: tokenizer or ByteTokenizer()),
         limits=limits,
@@ -49,18 +49,18 @@ def make_system(
 
 
 @asynccontextmanager
-async def running(device: Device | None = None, **more: Any) -> AsyncIterator[System]:
+async def running(device: Device | None = None, **more: Any) -> AsyncIterator[Runtime]:
     """A started system, closed at the end."""
-    system = make_system(device, **more)
+    runtime = make_runtime(device, **more)
     async with asyncio.timeout(WAIT_S):
-        await system.start()
+        await runtime.start()
     try:
-        yield system
+        yield runtime
     finally:
         if isinstance(valve := getattr(device, "_on_step", None), Valve):
             valve.open()  # closing waits for the step on the device
         async with asyncio.timeout(WAIT_S):
-            await system.aclose()
+            await runtime.aclose()
 
 
 class Valve:
@@ -152,14 +152,14 @@ async def read_all(handle: StreamHandle) -> Read:
     return found
 
 
-def ask(system: System, prompt: Prompt, wish: SamplingParams | None = None, seed: int = 0) -> StreamHandle:
+def ask(runtime: Runtime, prompt: Prompt, wish: SamplingParams | None = None, seed: int = 0) -> StreamHandle:
     """Add a stream."""
-    return system.add("request", prompt, wish or params(), seed)
+    return runtime.add("request", prompt, wish or params(), seed)
 
 
-async def answer(system: System, prompt: Prompt, wish: SamplingParams | None = None) -> Read:
+async def answer(runtime: Runtime, prompt: Prompt, wish: SamplingParams | None = None) -> Read:
     """Add a stream and read all of it."""
-    return await read_all(ask(system, prompt, wish))
+    return await read_all(ask(runtime, prompt, wish))
 
 
 async def eventually(condition: Callable[[], object]) -> None:
@@ -169,9 +169,9 @@ async def eventually(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
-async def all_blocks_back(system: System) -> None:
+async def all_blocks_back(runtime: Runtime) -> None:
     """Wait until no request owns a block any more, and check that none was lost."""
-    scheduler = system._scheduler
+    scheduler = runtime._scheduler
     assert scheduler is not None
     await eventually(lambda: scheduler.statistics().blocks.num_owned == 0 and not scheduler.flights)
     blocks = scheduler.statistics().blocks
@@ -179,4 +179,4 @@ async def all_blocks_back(system: System) -> None:
     scheduler.check()
 
 
-__all__ = ["Cause", "Valve", "answer", "ask", "expected", "make_system", "params", "read_all", "running"]
+__all__ = ["Cause", "Valve", "answer", "ask", "expected", "make_runtime", "params", "read_all", "running"]

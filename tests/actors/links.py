@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import psutil
 
-from novainfer.actors.child import Child
-from novainfer.actors.process import ProcessLink
-from novainfer.actors.spec import DeviceSpec
-from novainfer.fsm.events import Close, Fit, JobDone, Load, Run, Spawn, Warm
-from novainfer.fsm.process import Process
-from novainfer.fsm.step import StepDone, StepPlan
+from novainfer.actors.device.child import Child
+from novainfer.actors.device.process import ProcessLink
+from novainfer.actors.device.spec import DeviceSpec
+from novainfer.fsm.device.process import Process
+from novainfer.fsm.messages.events import Close, Fit, JobDone, Load, Run, Spawn, Warm
+from novainfer.fsm.messages.step import StepDone, StepPlan
 from tests.actors.devices import spec
 from tests.actors.helpers import WAIT_S, eventually
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from novainfer.actors.admission import estimate_tokens
-from novainfer.fsm.events import Chat
+from novainfer.fsm.messages.events import Chat
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
-from novainfer.actors.tokenizer import HFTokenizer
-from novainfer.fsm.events import Chat
+from novainfer.actors.tokenizer.tokenizer import HFTokenizer
+from novainfer.fsm.messages.events import Chat
 
 DEMO = Path(str(files("novainfer.kernels"))) / "demo" / "model"
 BEGIN, END, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
@@ -112,7 +112,7 @@ def test_no_tokenizer_brings_torch_into_the_process(folder: Path, tmp_path: Path
     merges = (" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"])
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
     code = (
-        "import sys; from pathlib import Path; from novainfer.actors.tokenizer import load_tokenizer; "
+        "import sys; from pathlib import Path; from novainfer.actors.tokenizer.tokenizer import load_tokenizer; "
         "found = [load_tokenizer(Path(path)).encode_batch(['Once upon a time'])[0] for path in sys.argv[1:]]; "
         "print(found[0][1:] == found[1] == found[2], 'torch' in sys.modules)"
     )

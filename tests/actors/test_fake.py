@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from novainfer.actors.fake import FakeDevice
-from novainfer.fsm.step import NO_TOKEN, SAMPLED, StepPlan
+from novainfer.actors.device.fake import FakeDevice
+from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, StepPlan
 
 
 def test_drafts_are_taken_while_they_are_what_follows() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from novainfer.actors import faulty
-from novainfer.actors.fake import FakeDevice
-from novainfer.actors.faulty import FaultyDevice, injection
-from novainfer.actors.link import ThreadLink
-from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.step import SeqParams
+from novainfer.actors.device import faulty
+from novainfer.actors.device.fake import FakeDevice
+from novainfer.actors.device.faulty import FaultyDevice, injection
+from novainfer.actors.device.link import ThreadLink
+from novainfer.fsm.messages.errors import InvalidParameter
+from novainfer.fsm.messages.step import SeqParams
 from tests.actors.links import plan
 
 

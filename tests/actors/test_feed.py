@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from novainfer.actors.feed import Feed, FeedEvent, LostEvent, RequestEvent, Subscription
+from novainfer.actors.inspection.feed import Feed, FeedEvent, LostEvent, RequestEvent, Subscription
 
 
 def event(number: int, owner_id: str = "r") -> RequestEvent:

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from novainfer.actors.incidents import IncidentRecord, Incidents
-from novainfer.fsm.events import Incident
+from novainfer.actors.inspection.incidents import IncidentRecord, Incidents
+from novainfer.fsm.messages.events import Incident
 from tests.actors.helpers import ask, running
 
 WHO = {1: ("chatcmpl-one", "alice"), 2: ("chatcmpl-two", "bob")}
@@ -96,9 +96,9 @@ def test_an_owner_sees_what_touched_its_requests_and_what_touched_nobodys() -> N
 
 
 async def test_a_machine_reports_by_an_effect() -> None:
-    async with running() as system:
-        handle = ask(system, "hello")
-        system._route("incidents", incident("exception", handle.stream_id), False)
-        (record,) = system.incidents.records()
+    async with running() as runtime:
+        handle = ask(runtime, "hello")
+        runtime._route("incidents", incident("exception", handle.stream_id), False)
+        (record,) = runtime.incidents.records()
         assert record.requests == ["request"]
         assert record.kind == "exception"

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from novainfer.actors import inspector as module
-from novainfer.actors.fake import ByteTokenizer, FakeDevice
-from novainfer.actors.feed import ActorEvent, RequestEvent
-from novainfer.actors.incidents import Incidents
-from novainfer.actors.inspector import HISTORY_MAX, Inspector
-from novainfer.actors.records import RequestRecord
-from novainfer.actors.streams import Streams
-from novainfer.actors.system import System
+from novainfer.actors.core.streams import Streams
+from novainfer.actors.device.fake import ByteTokenizer, FakeDevice
+from novainfer.actors.inspection import inspector as module
+from novainfer.actors.inspection.feed import ActorEvent, RequestEvent
+from novainfer.actors.inspection.incidents import Incidents
+from novainfer.actors.inspection.inspector import HISTORY_MAX, Inspector
+from novainfer.actors.inspection.records import RequestRecord
+from novainfer.actors.runtime import Runtime
+from novainfer.fsm.client.gate import Gate
 from novainfer.fsm.engine import Engine
-from novainfer.fsm.events import Cause, Chat, PauseRequest, ResumeRequest
-from novainfer.fsm.gate import Gate
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.messages.events import Cause, Chat, PauseRequest, ResumeRequest
+from novainfer.fsm.messages.params import SamplingParams
 from tests.actors.helpers import Valve, answer, ask, eventually, params, read_all, running
 from tests.fsm.helpers import Bench
 
@@ -64,8 +64,8 @@ def states(record: RequestRecord) -> list[str]:
     return [transition.state for transition in record.history]
 
 
-def only(system: System) -> RequestRecord:
-    (found,) = system.inspector.requests()
+def only(runtime: Runtime) -> RequestRecord:
+    (found,) = runtime.inspector.requests()
     return found
 
 
@@ -108,15 +108,15 @@ async def test_what_is_at_the_tokenizer_waits_for_it_and_a_prompt_that_is_no_goo
                 for prompt, ids in zip(prompts, super().encode_batch(prompts), strict=True)
             ]
 
-    async with running(tokenizer=Slow()) as system:
-        good, bad, gone = ask(system, "good"), ask(system, "bad"), ask(system, "gone")
-        await eventually(lambda: [r.reason for r in system.inspector.requests()] == ["tokenizing"] * 3)
-        assert {r.state for r in system.inspector.requests()} == {"WAITING"}
-        system.abandon(gone.stream_id)
+    async with running(tokenizer=Slow()) as runtime:
+        good, bad, gone = ask(runtime, "good"), ask(runtime, "bad"), ask(runtime, "gone")
+        await eventually(lambda: [r.reason for r in runtime.inspector.requests()] == ["tokenizing"] * 3)
+        assert {r.state for r in runtime.inspector.requests()} == {"WAITING"}
+        runtime.abandon(gone.stream_id)
         gate.set()
         await read_all(bad)
         await read_all(good)
-        found = {record.state: states(record) for record in system.inspector.requests()}
+        found = {record.state: states(record) for record in runtime.inspector.requests()}
         assert found == {
             "FINISHED_LENGTH": ["WAITING", "PREFILL", "DECODE", "FINISHED_LENGTH"],
             "FINISHED_IGNORED": ["WAITING", "FINISHED_IGNORED"],
@@ -129,33 +129,33 @@ async def test_an_end_that_nobody_has_read_yet_is_seen() -> None:
         def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
             return ["cannot be rendered"] * len(prompts)
 
-    async with running(tokenizer=Refusing()) as system:
-        handle = ask(system, "bad")
-        await eventually(lambda: only(system).state == "FINISHED_IGNORED")
-        assert only(system).reason is None
+    async with running(tokenizer=Refusing()) as runtime:
+        handle = ask(runtime, "bad")
+        await eventually(lambda: only(runtime).state == "FINISHED_IGNORED")
+        assert only(runtime).reason is None
         await read_all(handle)
-        assert states(only(system)) == ["WAITING", "FINISHED_IGNORED"]
+        assert states(only(runtime)) == ["WAITING", "FINISHED_IGNORED"]
 
 
 async def test_who_waits_for_room_in_the_queue_is_in_overflow_and_its_way_in_is_noted() -> None:
     valve = Valve()
-    async with running(FakeDevice(on_step=valve), max_queue=(1, 1000)) as system:
-        ask(system, PROMPT)
+    async with running(FakeDevice(on_step=valve), max_queue=(1, 1000)) as runtime:
+        ask(runtime, PROMPT)
         await valve.step_arrived()
-        queued = ask(system, PROMPT)
-        waiting = [ask(system, PROMPT, params(max_queue_s=60.0)) for _ in range(2)]
-        found = system.inspector.requests()
+        queued = ask(runtime, PROMPT)
+        waiting = [ask(runtime, PROMPT, params(max_queue_s=60.0)) for _ in range(2)]
+        found = runtime.inspector.requests()
         assert [(r.state, r.reason, r.position) for r in found[2:]] == [
             ("OVERFLOW", "overflow", 0),
             ("OVERFLOW", "overflow", 1),
         ]
-        assert system.inspector.counts()["OVERFLOW"] == 2
-        system.cancel(waiting[1].stream_id, Cause.CLIENT)
+        assert runtime.inspector.counts()["OVERFLOW"] == 2
+        runtime.cancel(waiting[1].stream_id, Cause.CLIENT)
         valve.open()
         await read_all(waiting[1])
         await read_all(queued)
         await read_all(waiting[0])
-        ends = sorted(states(r) for r in system.inspector.requests() if r.history[0].state == "OVERFLOW")
+        ends = sorted(states(r) for r in runtime.inspector.requests() if r.history[0].state == "OVERFLOW")
         assert ends == [
             ["OVERFLOW", "FINISHED_ABORTED"],
             ["OVERFLOW", "WAITING", "PREFILL", "DECODE", "FINISHED_LENGTH"],
@@ -164,38 +164,38 @@ async def test_who_waits_for_room_in_the_queue_is_in_overflow_and_its_way_in_is_
 
 async def test_one_whose_reader_has_left_is_there_until_it_has_ended_and_is_remembered_once() -> None:
     valve = Valve()
-    async with running(FakeDevice(on_step=valve)) as system:
-        handle = ask(system, PROMPT)
+    async with running(FakeDevice(on_step=valve)) as runtime:
+        handle = ask(runtime, PROMPT)
         await valve.step_arrived()
-        system.abandon(handle.stream_id)
-        assert only(system).state == "PREFILL"
+        runtime.abandon(handle.stream_id)
+        assert only(runtime).state == "PREFILL"
         valve.open()
-        await eventually(lambda: only(system).state == "FINISHED_ABORTED")
-        assert states(only(system)) == ["WAITING", "PREFILL", "FINISHED_ABORTED"]
+        await eventually(lambda: only(runtime).state == "FINISHED_ABORTED")
+        assert states(only(runtime)) == ["WAITING", "PREFILL", "FINISHED_ABORTED"]
 
 
 async def test_one_that_is_refused_leaves_no_trace() -> None:
     valve = Valve()
-    async with running(FakeDevice(on_step=valve), max_queue=(1, 1000)) as system:
-        ask(system, PROMPT)
+    async with running(FakeDevice(on_step=valve), max_queue=(1, 1000)) as runtime:
+        ask(runtime, PROMPT)
         await valve.step_arrived()
-        ask(system, PROMPT)
+        ask(runtime, PROMPT)
         with pytest.raises(Exception, match="full"):
-            ask(system, PROMPT)
-        assert len(system.inspector.requests()) == 2
+            ask(runtime, PROMPT)
+        assert len(runtime.inspector.requests()) == 2
         valve.open()
 
 
 async def test_choices_are_told_apart_and_the_first_one_that_lives_speaks_for_all() -> None:
     valve = Valve()
-    async with running(FakeDevice(on_step=valve)) as system:
-        handle = ask(system, PROMPT, params(4, n=2))
+    async with running(FakeDevice(on_step=valve)) as runtime:
+        handle = ask(runtime, PROMPT, params(4, n=2))
         await valve.step_arrived()
-        await eventually(lambda: len(only(system).choices) == 2)
-        assert [choice.index for choice in only(system).choices] == [0, 1]
+        await eventually(lambda: len(only(runtime).choices) == 2)
+        assert [choice.index for choice in only(runtime).choices] == [0, 1]
         valve.open()
         await read_all(handle)
-        found = only(system)
+        found = only(runtime)
         assert (found.state, found.generated_tokens) == ("FINISHED_LENGTH", 8)
         assert [choice.generated_tokens for choice in found.choices] == [4, 4]
 
@@ -342,10 +342,10 @@ def test_an_owner_sees_its_own_requests_only() -> None:
 
 
 async def test_listeners_hear_of_requests_and_actors_and_nobody_is_asked_when_nobody_listens() -> None:
-    async with running() as system:
-        actors = system._actors.values()
-        with system.inspector.subscribe(None, limit=1000) as events:
-            handle = system.add("mine", PROMPT, params(2), 0, "alice")
+    async with running() as runtime:
+        actors = runtime._actors.values()
+        with runtime.inspector.subscribe(None, limit=1000) as events:
+            handle = runtime.add("mine", PROMPT, params(2), 0, "alice")
             await read_all(handle)
             found = events.take()
         own = [e for e in found if isinstance(e, RequestEvent)]
@@ -358,17 +358,17 @@ async def test_listeners_hear_of_requests_and_actors_and_nobody_is_asked_when_no
         moves = {(e.actor, e.source, e.target) for e in found if isinstance(e, ActorEvent)}
         assert {("engine", "IDLE", "SCHEDULING"), ("worker-0", "READY", "RUNNING")} <= moves
         assert [actor.name for actor in actors if actor.machine.observer is not None] == ["scheduler"]
-        with system.inspector.subscribe("bob", limit=1000) as events:
-            await answer(system, PROMPT)
+        with runtime.inspector.subscribe("bob", limit=1000) as events:
+            await answer(runtime, PROMPT)
             assert not any(isinstance(e, RequestEvent) for e in events.take())
 
 
 async def test_a_slot_is_found_by_the_name_of_a_request_that_runs() -> None:
     valve = Valve()
-    async with running(FakeDevice(on_step=valve)) as system:
-        system.add("mine", PROMPT, params(), 0)
+    async with running(FakeDevice(on_step=valve)) as runtime:
+        runtime.add("mine", PROMPT, params(), 0)
         await valve.step_arrived()
-        assert system.inspector.slot_of("mine") == valve.plans[0].slots[0]
+        assert runtime.inspector.slot_of("mine") == valve.plans[0].slots[0]
         with pytest.raises(ValueError, match="does not run"):
-            system.inspector.slot_of("another")
+            runtime.inspector.slot_of("another")
         valve.open()

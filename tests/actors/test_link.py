@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from novainfer.actors import link as module
-from novainfer.actors.fake import FakeDevice
-from novainfer.actors.link import ThreadLink
-from novainfer.fsm.events import Close, Fault, JobDone, Kill, Load, Run, Spawn, StepFailed
-from novainfer.fsm.step import SAMPLED, StepDone
+from novainfer.actors.device import link as module
+from novainfer.actors.device.fake import FakeDevice
+from novainfer.actors.device.link import ThreadLink
+from novainfer.fsm.messages.events import Close, Fault, JobDone, Kill, Load, Run, Spawn, StepFailed
+from novainfer.fsm.messages.step import SAMPLED, StepDone
 from tests.actors.helpers import WAIT_S
 from tests.actors.links import plan
 

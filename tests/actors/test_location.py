@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from novainfer.actors.location import DEMO_DRAFT, DEMO_MODEL, ModelLocation
-from novainfer.fsm.errors import ModelLoadError
-from novainfer.kernels import hub
+from novainfer.actors.device.location import DEMO_DRAFT, DEMO_MODEL, ModelLocation
+from novainfer.fsm.messages.errors import ModelLoadError
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.weights import hub
 
 
 def test_the_demo_model_and_its_draft_lie_in_the_package() -> None:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from novainfer.actors.mailbox import TURN_MESSAGES, Actor
-from novainfer.fsm.machine import Effect, Machine, Table, on, table
+from novainfer.actors.core.mailbox import TURN_MESSAGES, Actor
+from novainfer.fsm.core.machine import Effect, Machine, Table, on, table
 
 
 class Say(msgspec.Struct, frozen=True):

@@ -8,10 +8,10 @@ import signal
 
 import pytest
 
-from novainfer.actors import child
-from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.events import DeviceLost, Kill, Run, Spawn, StepFailed
-from novainfer.fsm.step import StepDone
+from novainfer.actors.device import child
+from novainfer.fsm.messages.errors import InvalidParameter
+from novainfer.fsm.messages.events import DeviceLost, Kill, Run, Spawn, StepFailed
+from novainfer.fsm.messages.step import StepDone
 from tests.actors.helpers import eventually
 from tests.actors.links import is_gone, linked, plan
 

@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from novainfer.fsm import health, roster
-from novainfer.fsm.events import (
+from novainfer.fsm import health
+from novainfer.fsm.device import roster
+from novainfer.fsm.messages.events import (
     Close,
     DeviceLost,
     Fault,
@@ -31,8 +32,8 @@ from novainfer.fsm.events import (
     Switch,
     Warm,
 )
+from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.simulation.shape import SAFE
-from novainfer.fsm.step import StepDone
 from tests.actors.devices import model, spec
 from tests.actors.helpers import WAIT_S, eventually
 from tests.actors.links import Line, appears, is_gone, linked, plan

@@ -16,8 +16,8 @@ from tests.actors.links import appears, is_gone
 
 ENGINE = """
 import asyncio, sys
-from novainfer.actors.process import ProcessLink
-from novainfer.fsm.events import Fit, Load, Run, Spawn, Warm
+from novainfer.actors.device.process import ProcessLink
+from novainfer.fsm.messages.events import Fit, Load, Run, Spawn, Warm
 from tests.actors.devices import spec
 from tests.actors.links import plan
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from novainfer.fsm import roster
-from novainfer.fsm.events import DeviceLost, Fit, Incident, JobDone, Load, Spawn, Warm
-from novainfer.fsm.process import ProcessState
-from novainfer.fsm.roster import SPARE_DEATHS_MAX, RosterState
-from novainfer.fsm.step import StepDone
+from novainfer.fsm.device import roster
+from novainfer.fsm.device.process import ProcessState
+from novainfer.fsm.device.roster import SPARE_DEATHS_MAX, RosterState
+from novainfer.fsm.messages.events import DeviceLost, Fit, Incident, JobDone, Load, Spawn, Warm
+from novainfer.fsm.messages.step import StepDone
 from tests.actors.devices import model, spec
 from tests.actors.helpers import eventually
 from tests.actors.links import Line, appears, is_gone, linked

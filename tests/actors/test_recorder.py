@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from novainfer.actors.fake import FakeDevice
-from novainfer.actors.recorder import DUMP_INTERVAL_S, FILES_MAX, Recorder
-from novainfer.actors.system import System
-from novainfer.fsm.dumpfile import About, decode_dump
-from novainfer.fsm.errors import InvalidParameter, ModelLoadError, NovaInferError, RecorderUnavailable
-from novainfer.fsm.events import Cause, Incident, WorkerReady
-from novainfer.fsm.machine import Machine
-from novainfer.fsm.outputs import Delta
-from novainfer.fsm.planner import Limits
-from novainfer.fsm.recording import Image, Recording
-from novainfer.fsm.replay import Replayed, replay
-from novainfer.fsm.step import StepPlan
+from novainfer.actors.device.fake import FakeDevice
+from novainfer.actors.inspection.recorder import DUMP_INTERVAL_S, FILES_MAX, Recorder
+from novainfer.actors.runtime import Runtime
+from novainfer.fsm.core.machine import Machine
+from novainfer.fsm.messages.errors import InvalidParameter, ModelLoadError, NovaInferError, RecorderUnavailable
+from novainfer.fsm.messages.events import Cause, Incident, WorkerReady
+from novainfer.fsm.messages.outputs import Delta
+from novainfer.fsm.messages.step import StepPlan
+from novainfer.fsm.recording.dumpfile import About, decode_dump
+from novainfer.fsm.recording.log import Image, Recording
+from novainfer.fsm.recording.replay import Replayed, replay
+from novainfer.fsm.schedule.planner import Limits
 from tests.actors.helpers import WAIT_S, Valve, answer, ask, eventually, params, read_all, running
 
 SMALL = Limits(
@@ -50,17 +50,17 @@ def files_in(folder: Path) -> list[Path]:
 
 async def test_requests_of_every_kind_are_replayed_to_the_same_transitions() -> None:
     recorder = Recorder()
-    async with running(limits=SMALL, recorder=recorder) as system:
-        await answer(system, "hello there", params(20))
-        await answer(system, [65, 66, 67], params(9, n=3, logprobs=2, stop=["QR"]))
-        handle = ask(system, "x" * 50, params(500))
+    async with running(limits=SMALL, recorder=recorder) as runtime:
+        await answer(runtime, "hello there", params(20))
+        await answer(runtime, [65, 66, 67], params(9, n=3, logprobs=2, stop=["QR"]))
+        handle = ask(runtime, "x" * 50, params(500))
         await handle.read()
-        system.cancel(handle.stream_id, Cause.CLIENT)
+        runtime.cancel(handle.stream_id, Cause.CLIENT)
         await read_all(handle)
-        left = ask(system, "gone", params(500))
+        left = ask(runtime, "gone", params(500))
         await left.read()
-        system.abandon(left.stream_id)
-        await asyncio.gather(*(answer(system, "together", params(12, timeout_s=60.0)) for _ in range(6)))
+        runtime.abandon(left.stream_id)
+        await asyncio.gather(*(answer(runtime, "together", params(12, timeout_s=60.0)) for _ in range(6)))
         found = replay(image_of(recorder), check=True)
     assert found.is_same, found.difference
     assert found.violation is None
@@ -72,11 +72,11 @@ async def test_requests_of_every_kind_are_replayed_to_the_same_transitions() -> 
 class Client:
     """One reader with a mind of its own."""
 
-    def __init__(self, system: System, rng: random.Random, number: int) -> None:
-        self.system, self.rng, self.number = system, rng, number
+    def __init__(self, runtime: Runtime, rng: random.Random, number: int) -> None:
+        self.runtime, self.rng, self.number = runtime, rng, number
 
     async def run(self) -> None:
-        rng, system = self.rng, self.system
+        rng, runtime = self.rng, self.runtime
         for _ in range(rng.randrange(12)):
             await asyncio.sleep(0)
         wish = params(
@@ -88,17 +88,17 @@ class Client:
         )
         prompt = rng.choice(["hello", "x" * rng.randint(1, 40), [65 + self.number]])
         try:
-            handle = system.add(f"r{self.number}", prompt, wish, self.number)
+            handle = runtime.add(f"r{self.number}", prompt, wish, self.number)
         except NovaInferError:
             return
-        reads, patience = 0, rng.randint(1, 40)
+        reads, timeouts = 0, rng.randint(1, 40)
         while isinstance(await handle.read(), Delta):
             reads += 1
-            if reads == patience:
-                system.abandon(handle.stream_id)
+            if reads == timeouts:
+                runtime.abandon(handle.stream_id)
                 return
             if rng.random() < 0.05:
-                system.cancel(handle.stream_id, Cause.CLIENT)
+                runtime.cancel(handle.stream_id, Cause.CLIENT)
 
 
 async def random_run(seed: int) -> Replayed:
@@ -113,8 +113,8 @@ async def random_run(seed: int) -> Replayed:
     recorder = Recorder(segment_bytes=segment_bytes, ring_bytes=4 * segment_bytes)
     device = FakeDevice(num_blocks=rng.choice([16, 64, 512]), on_step=on_step)
     queue = (rng.choice([4, 64]), 1 << 20)
-    async with running(device, limits=SMALL, recorder=recorder, max_queue=queue) as system:
-        tasks = [asyncio.create_task(Client(system, rng, i).run()) for i in range(rng.randint(1, 16))]
+    async with running(device, limits=SMALL, recorder=recorder, max_queue=queue) as runtime:
+        tasks = [asyncio.create_task(Client(runtime, rng, i).run()) for i in range(rng.randint(1, 16))]
         if rng.random() < 0.3:
             for _ in range(rng.randrange(200)):
                 await asyncio.sleep(0)
@@ -146,9 +146,9 @@ async def test_a_thousand_random_runs_are_replayed_to_the_same_transitions() -> 
 
 async def test_a_wrapped_ring_is_bounded_and_still_replayed() -> None:
     recorder = Recorder(segment_bytes=2000, ring_bytes=10_000)
-    async with running(FakeDevice(num_blocks=64), limits=SMALL, recorder=recorder) as system:
+    async with running(FakeDevice(num_blocks=64), limits=SMALL, recorder=recorder) as runtime:
         for _ in range(30):
-            await asyncio.gather(*(answer(system, "round and round", params(30)) for _ in range(4)))
+            await asyncio.gather(*(answer(runtime, "round and round", params(30)) for _ in range(4)))
         recording = recorder.recording
         assert recording is not None
         assert recording.bytes_total > 5 * recording.num_bytes
@@ -161,8 +161,8 @@ async def test_a_wrapped_ring_is_bounded_and_still_replayed() -> None:
 @pytest.mark.parametrize("batch", [1, 32])
 async def test_a_token_takes_less_than_64_bytes_prompts_included(batch: int) -> None:
     recorder = Recorder()
-    async with running(recorder=recorder) as system:
-        await asyncio.gather(*(answer(system, f"{i}" * 16, params(200)) for i in range(batch)))
+    async with running(recorder=recorder) as runtime:
+        await asyncio.gather(*(answer(runtime, f"{i}" * 16, params(200)) for i in range(batch)))
         assert recorder.recording is not None
         per_token = len(recorder.recording.log) / (200 * batch)
     assert per_token < (64 if batch == 1 else 16)
@@ -173,10 +173,10 @@ async def test_a_token_takes_less_than_64_bytes_prompts_included(batch: int) -> 
 
 async def test_a_dump_is_a_file_that_only_its_owner_can_read(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "recordings"
-    async with running(recorder=Recorder(folder)) as system:
-        await answer(system, "a secret", params(5))
-        first = await system.recorder.dump()
-        second = await system.recorder.dump(tmp_path / "mine.novarec", reason="test")
+    async with running(recorder=Recorder(folder)) as runtime:
+        await answer(runtime, "a secret", params(5))
+        first = await runtime.recorder.dump()
+        second = await runtime.recorder.dump(tmp_path / "mine.novarec", reason="test")
     assert files_in(folder) == [first]
     assert stat.S_IMODE(first.stat().st_mode) == stat.S_IMODE(second.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -202,10 +202,10 @@ def failing(*steps: int, error: type[Exception] = ValueError) -> Callable[[StepP
 
 
 async def test_each_kind_of_fault_is_dumped_with_its_reason_once_a_minute(tmp_path: Path) -> None:
-    async with running(FakeDevice(on_step=failing(3, 5, 9)), recorder=Recorder(tmp_path)) as system:
-        await answer(system, "hello", params(20))
-        assert system.incidents.counts["exception"] >= 2
-        system._route("incidents", Incident(kind="oom", message="another kind", action="none"), False)
+    async with running(FakeDevice(on_step=failing(3, 5, 9)), recorder=Recorder(tmp_path)) as runtime:
+        await answer(runtime, "hello", params(20))
+        assert runtime.incidents.counts["exception"] >= 2
+        runtime._route("incidents", Incident(kind="oom", message="another kind", action="none"), False)
     path, other = files_in(tmp_path)
     assert other.name.endswith("-oom.novarec")
     assert path.name.endswith("-exception.novarec")
@@ -220,12 +220,12 @@ async def test_after_a_minute_the_next_fault_is_dumped_and_the_oldest_files_go(t
     clock = iter(1.8e9 + i for i in range(1000))
     recorder = Recorder(tmp_path, clock=lambda: next(clock))
     (tmp_path / "novainfer-mine.txt").write_text("not one of ours")
-    async with running(recorder=recorder) as system:
-        await answer(system, "hello", params(3))
+    async with running(recorder=recorder) as runtime:
+        await answer(runtime, "hello", params(3))
         loop = asyncio.get_running_loop()
         for number in range(FILES_MAX + 3):
             recorder._next_dump_s.clear()  # as if DUMP_INTERVAL_S had passed
-            system._route("incidents", Incident(kind="oom", message=f"number {number}", action="none"), False)
+            runtime._route("incidents", Incident(kind="oom", message=f"number {number}", action="none"), False)
             await eventually(lambda: recorder._wanted is None)
             assert recorder._next_dump_s["oom"] > loop.time() + DUMP_INTERVAL_S / 2
             await recorder.wait_written()
@@ -272,26 +272,26 @@ async def test_starts_that_fail_write_no_file(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.parametrize("kind", ["ladder", "stall"])
 async def test_what_is_no_fault_is_not_dumped(tmp_path: Path, kind: str) -> None:
-    async with running(recorder=Recorder(tmp_path)) as system:
-        system._route("incidents", Incident(kind=kind, message="as designed", action="none"), False)
+    async with running(recorder=Recorder(tmp_path)) as runtime:
+        runtime._route("incidents", Incident(kind=kind, message="as designed", action="none"), False)
     assert files_in(tmp_path) == []
 
 
 async def test_without_a_folder_nothing_is_written_that_nobody_asked_for(tmp_path: Path) -> None:
     recorder = Recorder()
-    async with running(FakeDevice(on_step=failing(3)), recorder=recorder) as system:
-        await answer(system, "hello", params(20))
+    async with running(FakeDevice(on_step=failing(3)), recorder=recorder) as runtime:
+        await answer(runtime, "hello", params(20))
         with pytest.raises(RecorderUnavailable, match="no folder"):
             await recorder.dump()
         assert (await recorder.dump(tmp_path / "asked.novarec")).exists()
 
 
 async def test_a_dump_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    async with running(recorder=Recorder()) as system:
+    async with running(recorder=Recorder()) as runtime:
         with pytest.raises(RecorderUnavailable, match="No such file or directory"):
-            await system.recorder.dump(tmp_path / "none" / "x.novarec")
+            await runtime.recorder.dump(tmp_path / "none" / "x.novarec")
         with pytest.raises(RecorderUnavailable, match="directory"):
-            await system.recorder.dump(tmp_path)
+            await runtime.recorder.dump(tmp_path)
     assert files_in(tmp_path) == []
 
 
@@ -299,8 +299,8 @@ async def test_a_folder_that_cannot_be_made_is_logged_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    async with running(FakeDevice(on_step=failing(3)), recorder=Recorder(tmp_path / "file" / "folder")) as system:
-        assert (await answer(system, "hello", params(20))).is_well
+    async with running(FakeDevice(on_step=failing(3)), recorder=Recorder(tmp_path / "file" / "folder")) as runtime:
+        assert (await answer(runtime, "hello", params(20))).is_well
     assert any("cannot write" in message for message in caplog.messages)
 
 
@@ -330,10 +330,10 @@ async def test_an_actor_that_dies_leaves_a_file_in_which_it_dies_again(
 
     monkeypatch.setattr(Machine, "handle", buggy)
     valve = Valve()
-    async with running(FakeDevice(on_step=valve), recorder=Recorder(tmp_path)) as system:
-        stream = ask(system, "hello", params(20))
+    async with running(FakeDevice(on_step=valve), recorder=Recorder(tmp_path)) as runtime:
+        stream = ask(runtime, "hello", params(20))
         await valve.step_arrived()
-        system.cancel(stream.stream_id, Cause.CLIENT)
+        runtime.cancel(stream.stream_id, Cause.CLIENT)
         assert (await read_all(stream)).end.code == "engine_dead"
     (path,) = files_in(tmp_path)
     found, about = read_file(path)
@@ -354,8 +354,8 @@ async def test_an_engine_that_gives_up_leaves_a_file(tmp_path: Path, caplog: pyt
             raise RuntimeError("the context is poisoned")
 
     device = Broken(on_step=failing(2, error=MemoryError))
-    async with running(device, recorder=Recorder(tmp_path)) as system:
-        assert (await answer(system, "hello", params(20))).end.code == "engine_dead"
+    async with running(device, recorder=Recorder(tmp_path)) as runtime:
+        assert (await answer(runtime, "hello", params(20))).end.code == "engine_dead"
     reasons = [read_file(path)[1].reason for path in files_in(tmp_path)]
     assert {"gave_up", "failed"} & set(reasons)
     found, _ = read_file(files_in(tmp_path)[-1])
@@ -366,23 +366,23 @@ async def test_an_engine_that_gives_up_leaves_a_file(tmp_path: Path, caplog: pyt
 async def test_a_recorder_that_cannot_go_on_is_off_and_the_engine_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(recorder=Recorder()) as system:
-        await answer(system, "before", params(3))
+    async with running(recorder=Recorder()) as runtime:
+        await answer(runtime, "before", params(3))
         monkeypatch.setattr(Recording, "launched", lambda self, plan: 1 / 0)
-        assert (await answer(system, "after", params(30))).is_well
-        assert not system.recorder.is_on
+        assert (await answer(runtime, "after", params(30))).is_well
+        assert not runtime.recorder.is_on
         monkeypatch.undo()
-        assert (await answer(system, "later", params(3))).is_well
+        assert (await answer(runtime, "later", params(3))).is_well
         with pytest.raises(RecorderUnavailable, match="off"):
-            await system.recorder.dump(Path("nowhere"))
+            await runtime.recorder.dump(Path("nowhere"))
     assert sum("the flight recorder is off" in message for message in caplog.messages) == 1
 
 
 async def test_without_a_recorder_nothing_is_recorded() -> None:
-    async with running() as system:
+    async with running() as runtime:
         async with asyncio.timeout(WAIT_S):
-            await answer(system, "hello", params(5))
-        assert not system.recorder.is_on
-        assert not system.recorder.log
+            await answer(runtime, "hello", params(5))
+        assert not runtime.recorder.is_on
+        assert not runtime.recorder.log
         with pytest.raises(RecorderUnavailable):
-            await system.recorder.dump(Path("nowhere"))
+            await runtime.recorder.dump(Path("nowhere"))

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from novainfer.actors.renderer import Renderer, RenderError, RendererUnavailable
-from novainfer.actors.tokenizer import HFTokenizer, TooLong
-from novainfer.fsm.events import Chat
+from novainfer.actors.tokenizer.renderer import Renderer, RenderError, RendererUnavailable
+from novainfer.actors.tokenizer.tokenizer import HFTokenizer, TooLong
+from novainfer.fsm.messages.events import Chat
 from novainfer.prompt import RESERVED_KWARGS
 
 DEMO = Path(str(files("novainfer.kernels"))) / "demo" / "model"

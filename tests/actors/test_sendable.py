@@ -15,18 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from novainfer.actors.fake import EOS, ByteTokenizer
-from novainfer.actors.process import ProcessLink
-from novainfer.actors.recorder import RESUME_S, Recorder
-from novainfer.actors.wire import TO_DEVICE, FrameReader, FrameWriter, UnsendableError
-from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.events import Arrive, Run, Submit
-from novainfer.fsm.pack import Kinds, pack, unpack
-from novainfer.fsm.params import INTEGER_MAX, STOP_CHARS_MAX, TOKEN_IDS_MAX, SamplingParams
-from novainfer.fsm.request import Request
-from novainfer.fsm.step import SeqParams, StepPlan
-from novainfer.kernels.adorn import adorn
-from novainfer.kernels.draw_row import draw_row
+from novainfer.actors.device.fake import EOS, ByteTokenizer
+from novainfer.actors.device.process import ProcessLink
+from novainfer.actors.device.wire import TO_DEVICE, FrameReader, FrameWriter, UnsendableError
+from novainfer.actors.inspection.recorder import RESUME_S, Recorder
+from novainfer.fsm.messages.errors import InvalidParameter
+from novainfer.fsm.messages.events import Arrive, Run, Submit
+from novainfer.fsm.messages.params import INTEGER_MAX, STOP_CHARS_MAX, TOKEN_IDS_MAX, SamplingParams
+from novainfer.fsm.messages.step import SeqParams, StepPlan
+from novainfer.fsm.recording.pack import Kinds, pack, unpack
+from novainfer.fsm.schedule.request import Request
+from novainfer.kernels.sampling.draw_row import draw_row
+from novainfer.kernels.sampling.logits import adorn
 from tests.actors.devices import spec
 from tests.actors.helpers import answer, ask, eventually, expected, params, read_all, running
 
@@ -187,22 +187,22 @@ def test_a_message_that_cannot_be_encoded_leaves_the_link_as_it_was() -> None:
 
 
 async def test_a_request_that_cannot_be_sent_ends_alone_and_the_process_goes_on() -> None:
-    async with running(link=partial(ProcessLink, spec())) as system:
-        neighbour = ask(system, "neighbour", params(400))
-        bad = await answer(system, "bad", unsendable(params(5)))
+    async with running(link=partial(ProcessLink, spec())) as runtime:
+        neighbour = ask(runtime, "neighbour", params(400))
+        bad = await answer(runtime, "bad", unsendable(params(5)))
         assert "cannot be sent" in (bad.end.error or "")
         assert (await read_all(neighbour)).token_ids == expected("neighbour", 400)
-        assert (await answer(system, "after", params(5))).token_ids == expected("after", 5)
-        statistics = system.scheduler_statistics()
+        assert (await answer(runtime, "after", params(5))).token_ids == expected("after", 5)
+        statistics = runtime.scheduler_statistics()
         assert statistics is not None
         assert statistics.worker_losses_total == 0
 
 
 async def test_an_answer_that_cannot_be_sent_is_a_failed_step_and_the_process_goes_on() -> None:
-    async with running(link=partial(ProcessLink, spec("beyond"))) as system:
-        assert "cannot be sent" in ((await answer(system, "no!", params(5))).end.error or "")
-        assert (await answer(system, "after", params(5))).token_ids == expected("after", 5)
-        statistics = system.scheduler_statistics()
+    async with running(link=partial(ProcessLink, spec("beyond"))) as runtime:
+        assert "cannot be sent" in ((await answer(runtime, "no!", params(5))).end.error or "")
+        assert (await answer(runtime, "after", params(5))).token_ids == expected("after", 5)
+        statistics = runtime.scheduler_statistics()
         assert statistics is not None
         assert statistics.worker_losses_total == 0
 
@@ -210,12 +210,12 @@ async def test_an_answer_that_cannot_be_sent_is_a_failed_step_and_the_process_go
 async def test_a_recorder_that_could_not_write_one_request_records_again_when_it_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("novainfer.actors.recorder.RESUME_S", RESUME_S / 1e4)
+    monkeypatch.setattr("novainfer.actors.inspection.recorder.RESUME_S", RESUME_S / 1e4)
     recorder = Recorder()
-    async with running(recorder=recorder) as system:
+    async with running(recorder=recorder) as runtime:
         bad = unsendable(params(5))
         msgspec.structs.force_setattr(bad, "stop", ["\ud800"])  # an integer alone is written as text
-        assert (await answer(system, "hello", bad)).is_well
+        assert (await answer(runtime, "hello", bad)).is_well
         await eventually(lambda: recorder.is_on)
-        assert (await answer(system, "after", params(5))).is_well
+        assert (await answer(runtime, "after", params(5))).is_well
         assert recorder.is_on

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from novainfer.actors.steps import StepLog
-from novainfer.fsm.events import Fault, StepFailed
+from novainfer.actors.inspection.steps import StepLog
+from novainfer.fsm.messages.events import Fault, StepFailed
+from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.simulation.shape import SAFE
-from novainfer.fsm.step import StepDone, StepPlan
 
 
 class World:

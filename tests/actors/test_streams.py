@@ -7,10 +7,22 @@ from typing import Any
 
 import pytest
 
-from novainfer.actors.streams import StreamHandle, Streams
-from novainfer.fsm.events import Cancel, Cause, End, Finished, Incident, Output, Outputs, Pause, Resume, StallOver, Stop
-from novainfer.fsm.outputs import Delta, FinishReason
-from novainfer.fsm.stream import STALL_TOKENS_HIGH
+from novainfer.actors.core.streams import StreamHandle, Streams
+from novainfer.fsm.client.stream import STALL_TOKENS_HIGH
+from novainfer.fsm.messages.events import (
+    Cancel,
+    Cause,
+    End,
+    Finished,
+    Incident,
+    Output,
+    Outputs,
+    Pause,
+    Resume,
+    StallOver,
+    Stop,
+)
+from novainfer.fsm.messages.outputs import Delta, FinishReason
 from tests.actors.helpers import eventually
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from novainfer.actors.thread import JobThread
+from novainfer.actors.core.thread import JobThread
 
 WAIT_S = 60.0
 

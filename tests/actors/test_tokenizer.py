@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from novainfer.actors.tokenizer import HFTokenizer, encode_jobs, load_tokenizer
+from novainfer.actors.tokenizer.tokenizer import HFTokenizer, encode_jobs, load_tokenizer
 from novainfer.engine import error_of
-from novainfer.fsm.errors import EngineOverloaded, ModelLoadError
-from novainfer.fsm.events import Chat, Encode, Encoded, EncodeFailed, End
+from novainfer.fsm.messages.errors import EngineOverloaded, ModelLoadError
+from novainfer.fsm.messages.events import Chat, Encode, Encoded, EncodeFailed, End
 from novainfer.fsm.text import TextAssembler, Vocabulary
 
 DEMO = Path(str(files("novainfer.kernels"))) / "demo" / "model"
@@ -246,7 +246,7 @@ def test_it_does_what_the_tokenizer_does_that_transformers_would_choose(tokenize
 def test_the_demo_tokenizer_needs_no_torch() -> None:
     code = (
         "import sys; from novainfer.kernels.demo import model_path; "
-        "from novainfer.actors.tokenizer import load_tokenizer; "
+        "from novainfer.actors.tokenizer.tokenizer import load_tokenizer; "
         "load_tokenizer(model_path()).vocabulary(); print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

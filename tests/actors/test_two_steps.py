@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from novainfer.actors.child import Child
-from novainfer.actors.device_server import DeviceServer
-from novainfer.actors.fake import successor
-from novainfer.actors.faulty import Injection
-from novainfer.actors.wire import FrameWriter, Hello, Ping, Unsent
-from novainfer.fsm.events import Close, Fault, Fit, JobDone, Load, Reclaim, Run, StepFailed, Warm
-from novainfer.fsm.step import SAMPLED, StepDone
+from novainfer.actors.device.child import Child
+from novainfer.actors.device.fake import successor
+from novainfer.actors.device.faulty import Injection
+from novainfer.actors.device.server import DeviceServer
+from novainfer.actors.device.wire import FrameWriter, Hello, Ping, Unsent
+from novainfer.fsm.messages.events import Close, Fault, Fit, JobDone, Load, Reclaim, Run, StepFailed, Warm
+from novainfer.fsm.messages.step import SAMPLED, StepDone
 from tests.actors.devices import spec
 from tests.actors.helpers import WAIT_S, eventually
 from tests.actors.links import appears, plan

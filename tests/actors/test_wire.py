@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from novainfer.actors import wire
-from novainfer.actors.faulty import Injection
-from novainfer.actors.spec import FactorySpec
-from novainfer.actors.wire import (
+from novainfer.actors.device import wire
+from novainfer.actors.device.faulty import Injection
+from novainfer.actors.device.spec import FactorySpec
+from novainfer.actors.device.wire import (
     FROM_DEVICE,
     TO_DEVICE,
     Beat,
@@ -24,7 +24,7 @@ from novainfer.actors.wire import (
     LogLine,
     UnsendableError,
 )
-from novainfer.fsm.events import (
+from novainfer.fsm.messages.events import (
     Close,
     Fault,
     Fit,
@@ -35,8 +35,8 @@ from novainfer.fsm.events import (
     StepFailed,
     Switch,
 )
+from novainfer.fsm.messages.step import SeqParams, StepDone, StepPlan
 from novainfer.fsm.simulation.shape import LEAN, SAFE
-from novainfer.fsm.step import SeqParams, StepDone, StepPlan
 
 PLAN = StepPlan(
     step_id=2**40,

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from novainfer import Delta, Engine, EngineConfig, SamplingParams
-from novainfer.actors.fake import ByteTokenizer, FakeDevice
+from novainfer.actors.device.fake import ByteTokenizer, FakeDevice
 from tests.actors.helpers import WAIT_S, Valve, eventually, expected
 
 CHAT = [{"role": "user", "content": "What is 2 + 3?"}]

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import pytest
 
 from novainfer import Engine, EngineConfig, InvalidParameter, SamplingParams
-from novainfer.actors.fake import ByteTokenizer, FakeDevice
-from novainfer.fsm.step import StepPlan
+from novainfer.actors.device.fake import ByteTokenizer, FakeDevice
+from novainfer.fsm.messages.step import StepPlan
 from tests.actors.devices import spec
 from tests.actors.helpers import eventually, expected
 from tests.api.helpers import Answer, ask, blocks_back, greedy
@@ -152,7 +152,7 @@ async def test_a_step_that_fails_takes_the_one_behind_it_along_and_both_are_done
         streams = asyncio.gather(*(one(at) for at in range(8)))
         for at in range(4):
             await eventually(lambda at=at: len(seen) > 400 * (at + 1))
-            engine._system.inject(fault)
+            engine._runtime.inject(fault)
         assert await streams == [expected(str(at), 300) for at in range(8)]
         assert engine.statistics().step_failures >= 4
         await blocks_back(engine)
@@ -171,7 +171,7 @@ async def test_killed_with_two_steps_in_flight_every_token_is_right(warm_spare: 
                 seen.extend(delta.token_ids)
             return found
 
-        link = engine._system._link
+        link = engine._runtime._link
         streams = asyncio.gather(*(one(at) for at in range(12)))
         kills = 4
         for at in range(kills):

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from novainfer import LLM, Engine, EngineConfig, InvalidParameter, ModelLoadError
-from novainfer.actors.device import ModelDevice
+from novainfer.actors.device.device import ModelDevice
 from tests.actors.devices import model
 from tests.api.helpers import ask, greedy
 from tests.leftovers import other_tasks

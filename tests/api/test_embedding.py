@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from novainfer import Engine, EngineConfig
-from novainfer.actors.fake import FakeDevice
+from novainfer.actors.device.fake import FakeDevice
 from tests.api.helpers import CHAT, ask, blocks_back, expected, fake_engine, greedy
 from tests.leftovers import open_files, other_tasks
 

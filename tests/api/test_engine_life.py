@@ -14,7 +14,7 @@ from novainfer import (
     EngineDraining,
     EngineOverloaded,
 )
-from novainfer.actors.fake import FakeDevice
+from novainfer.actors.device.fake import FakeDevice
 from tests.actors.helpers import Valve, expected
 from tests.api.helpers import ask, blocks_back, fake_engine, greedy
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from novainfer import Engine, EngineConfig, EngineDead, InvalidParameter, ModelLoadError, SamplingParams
-from novainfer.actors.fake import ByteTokenizer, FakeDevice
-from novainfer.actors.spec import FactorySpec
+from novainfer.actors.device.fake import ByteTokenizer, FakeDevice
+from novainfer.actors.device.spec import FactorySpec
 from tests.actors.devices import spec
 from tests.actors.helpers import WAIT_S, eventually, expected
 from tests.actors.links import is_gone
@@ -40,7 +40,7 @@ async def engine_of(device: FactorySpec | None = None, **config: Any) -> AsyncIt
 
 
 def pid_of(engine: Engine) -> int:
-    return engine._system._link.pid
+    return engine._runtime._link.pid
 
 
 async def read(engine: Engine, prompt: str, num_tokens: int, seen: list[int] | None = None) -> list[int]:
@@ -79,7 +79,7 @@ async def test_one_that_no_longer_moves_is_killed_and_replaced(fault: str) -> No
         stream = asyncio.create_task(read(engine, "moves", 1800, seen))
         await eventually(lambda: len(seen) > 100)
         pid = pid_of(engine)
-        engine._system.inject(fault)
+        engine._runtime.inject(fault)
         assert await stream == expected("moves", 1800)
         await eventually(lambda: is_gone(pid))
         losses = engine.statistics().worker_losses
@@ -91,7 +91,7 @@ async def test_one_that_no_longer_moves_is_killed_and_replaced(fault: str) -> No
 async def test_a_step_that_fails_there_is_taken_back_here(fault: str) -> None:
     async with engine_of() as engine:
         pid = pid_of(engine)
-        engine._system.inject(fault)
+        engine._runtime.inject(fault)
         assert await asyncio.gather(*(read(engine, str(at), 20) for at in range(4))) == [
             expected(str(at), 20) for at in range(4)
         ]
@@ -101,7 +101,7 @@ async def test_a_step_that_fails_there_is_taken_back_here(fault: str) -> None:
 
 async def test_a_spare_takes_over() -> None:
     async with engine_of(warm_spare=True) as engine:
-        link = engine._system._link
+        link = engine._runtime._link
         await eventually(lambda: link.roster.spare is not None and "Load" in link.roster.spare.ahead)
         spare = link.roster.spare.pid
         seen: list[int] = []

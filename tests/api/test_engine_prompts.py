@@ -13,7 +13,7 @@ from novainfer import (
     InvalidParameter,
     SamplingParams,
 )
-from novainfer.actors.fake import EOS, FakeDevice
+from novainfer.actors.device.fake import EOS, FakeDevice
 from tests.actors.helpers import expected
 from tests.api.helpers import ask, fake_engine, greedy
 

@@ -16,7 +16,7 @@ from novainfer import (
     RequestTimeout,
     StepFailedError,
 )
-from novainfer.actors.fake import FakeDevice
+from novainfer.actors.device.fake import FakeDevice
 from tests.actors.helpers import Valve, eventually, expected
 from tests.api.helpers import ask, blocks_back, fake_engine, greedy
 
@@ -51,7 +51,7 @@ async def test_polling_never_waits_and_ends_with_the_finish_reason() -> None:
         assert tokens == expected("abc", 4)
         with pytest.raises(RequestNotFound):
             engine.poll_result(name)
-        assert len(engine._system._streams) == 0
+        assert len(engine._runtime._streams) == 0
 
 
 async def test_polling_gives_every_choice_before_it_forgets() -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from novainfer import Delta, Engine, EngineOverloaded, ReaderStalled
-from novainfer.actors.fake import FakeDevice
+from novainfer.actors.device.fake import FakeDevice
 from tests.actors.helpers import Valve, eventually, expected
 from tests.api.helpers import ask, blocks_back, fake_engine, greedy
 

@@ -14,12 +14,12 @@ import pytest
 import pytest_asyncio
 
 from novainfer import Engine, EngineConfig, NovaInferError, StepFailedError
-from novainfer.actors.device import Device
+from novainfer.actors.device.device import Device
 from novainfer.assembly import model_spec
-from novainfer.fsm.ladder import Rung
-from novainfer.fsm.mode import Mode
+from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.schedule.ladder import Rung
 from novainfer.fsm.simulation.shape import BEST, LEAN
-from novainfer.fsm.step import StepDone, StepPlan
 from tests.api.helpers import ask, blocks_back, eventually, greedy
 
 pytestmark = pytest.mark.slow

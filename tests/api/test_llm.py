@@ -15,7 +15,7 @@ import pytest
 from tqdm import tqdm
 
 from novainfer import LLM, Chat, EngineClosed, EngineDraining, InvalidParameter, ModelLoadError, SamplingParams
-from novainfer.fsm.errors import ContextLengthExceeded
+from novainfer.fsm.messages.errors import ContextLengthExceeded
 from tests.api.helpers import CHAT, greedy
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from novainfer import Engine, EngineConfig, SamplingParams, StepFailedError
-from novainfer.fsm.ladder import Rung
+from novainfer.fsm.schedule.ladder import Rung
 from novainfer.kernels.demo import model_path
 from tests.api.helpers import ask, blocks_back, greedy
 

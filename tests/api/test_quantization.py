@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from novainfer import Engine, EngineConfig, InvalidParameter
-from novainfer.fsm.mode import INT8
+from novainfer.fsm.messages.mode import INT8
 from tests.api.helpers import ask, eventually, greedy
 from tests.api.test_failures import engine_with
 

@@ -9,8 +9,8 @@ from contextlib import aclosing, suppress
 import pytest
 
 from novainfer import Engine, NovaInferError, RequestCancelled, SamplingParams, StepFailedError
-from novainfer.actors.fake import FakeDevice
-from novainfer.fsm.step import StepPlan
+from novainfer.actors.device.fake import FakeDevice
+from novainfer.fsm.messages.step import StepPlan
 from tests.api.helpers import blocks_back, expected, fake_engine
 
 NUM_CLIENTS = 300
@@ -102,8 +102,8 @@ async def test_whatever_clients_and_device_do_everybody_gets_what_is_right(seed:
             client.check()
         await blocks_back(engine)
         assert engine._handles == {}
-        assert len(engine._system._streams) == 0
-        assert engine._system.num_queued == 0
+        assert len(engine._runtime._streams) == 0
+        assert engine._runtime.num_queued == 0
         found = engine.statistics()
         assert (found.num_running, found.num_waiting, found.num_paused) == (0, 0, 0)
         print(f"{found.steps} steps, {found.step_failures} failed, {found.preemptions} preemptions")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from novainfer import Engine, EngineConfig, InvalidParameter, ModelLoadError, SamplingParams
-from novainfer.fsm.speculation import Speculation, Yield
+from novainfer.fsm.schedule.speculation import Speculation, Yield
 from novainfer.kernels.demo import model_path
 
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -56,7 +56,7 @@ async def answers(**fields):
 async def test_what_steps_cost_reaches_the_one_who_decides(worker):
     config = {"method": "ngram", "num_speculative_tokens": 2}
     async with Engine(EngineConfig(max_model_len=64, speculative_config=config, worker=worker)) as engine:
-        assert engine._system._speculation._cost.is_measured
+        assert engine._runtime._speculation._cost.is_measured
 
 
 @pytest.mark.usefixtures("eager")
@@ -190,12 +190,12 @@ async def test_all_drafts_of_a_greedy_model_for_itself_are_right():
 async def test_a_worker_that_dies_comes_back_with_its_draft_model(plain, warm_spare):
     fields = {"speculative_config": drafting("demo"), "worker": "process", "warm_spare": warm_spare}
     async with Engine(EngineConfig(max_num_seqs=16, seed=0, **fields)) as engine:
-        params, found, first = ASKED[0], [], engine._system._link.pid
+        params, found, first = ASKED[0], [], engine._runtime._link.pid
         async for delta in engine.generate(PROMPT, params):
             if not found:
                 os.kill(first, signal.SIGKILL)
             found += delta.token_ids
-        assert engine._system._link.pid not in (0, first)
+        assert engine._runtime._link.pid not in (0, first)
         before = engine.statistics().speculation.num_accepted_tokens_total
         async for _ in engine.generate(PROMPT + " three", params):
             pass
@@ -212,7 +212,7 @@ async def test_an_error_of_the_draft_model_ends_no_request(plain, monkeypatch):
         def fail(*_):
             raise RuntimeError("the draft model is out of order")
 
-        monkeypatch.setattr("novainfer.kernels.proposer.Proposer.propose", fail)
+        monkeypatch.setattr("novainfer.kernels.runtime.proposer.Proposer.propose", fail)
         found = [delta async for delta in engine.generate(PROMPT, ASKED[0])]
         incidents = [incident for incident in engine.errors() if incident.kind == "draft_model"]
     assert [token for delta in found for token in delta.token_ids] == plain[0][0][0]["tokens"]

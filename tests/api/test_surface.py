@@ -95,7 +95,7 @@ def test_each_error_knows_its_status_type_and_code() -> None:
         return [kind, *(leaf for child in kind.__subclasses__() for leaf in tree(child))]
 
     # The server has leaves of its own, which are there when its tests have run in this process.
-    found = [kind for kind in tree(novainfer.NovaInferError) if kind.__module__ == "novainfer.fsm.errors"]
+    found = [kind for kind in tree(novainfer.NovaInferError) if kind.__module__ == "novainfer.fsm.messages.errors"]
     assert {kind.__name__ for kind in found} <= set(SURFACE)
     codes = [kind.code for kind in found if not set(kind.__subclasses__()) & set(found)]
     assert len(codes) == len(set(codes)), "two errors cannot be told apart"

@@ -3,8 +3,8 @@
 import sys
 from typing import Any
 
-from novainfer.server.bench.statistic import Timeline
-from novainfer.server.bench.worker import Memory, resident, serve
+from novainfer.bench.statistic import Timeline
+from novainfer.bench.worker import Memory, resident, serve
 
 
 class FakeSystem:

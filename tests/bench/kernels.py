@@ -24,12 +24,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from novainfer.kernels.attention import TorchAttention
 from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.linear import NativeLinear
 from novainfer.kernels.cpu.ops import NativeRowOps
-from novainfer.kernels.registry import AttentionShape
-from novainfer.kernels.row_ops import TorchRowOps
+from novainfer.kernels.ops.attention import TorchAttention
+from novainfer.kernels.ops.registry import AttentionShape
+from novainfer.kernels.ops.row_ops import TorchRowOps
 
 LAYERS = {  # Qwen2.5-0.5B: rows of the weight, columns
     "qkv": (1152, 896),

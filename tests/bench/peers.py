@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from novainfer.server.bench.run_transformers import Transformers
-from novainfer.server.bench.statistic import Timeline
-from novainfer.server.bench.worker import System, serve
+from novainfer.bench.run_transformers import Transformers
+from novainfer.bench.statistic import Timeline
+from novainfer.bench.worker import System, serve
 
 NUM_BLOCKS = 128  # of 256 tokens: more than any of the workloads needs
 MAX_BATCH_TOKENS = 2048  # NovaInfer's default

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from novainfer.server.bench.cli import bench
+from novainfer.bench.cli import bench
 
 
 def call(*arguments: str) -> Result:

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from novainfer import Engine, EngineConfig
-from novainfer.server.bench import serve
-from novainfer.server.bench.client import Origin, Version
-from novainfer.server.bench.load import Load, drive
-from novainfer.server.bench.statistic import Timeline
-from novainfer.server.bench.workload import Workload
+from novainfer.bench import serve
+from novainfer.bench.client import Origin, Version
+from novainfer.bench.load import Load, drive
+from novainfer.bench.statistic import Timeline
+from novainfer.bench.workload import Workload
 from novainfer.server.serve import Server
 from novainfer.server.settings import ServerSettings
 from novainfer.testing import ByteTokenizer, FakeDevice

@@ -8,14 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from novainfer.kernels.config import ConfigReader
-from novainfer.kernels.make_checkpoint import SHAPES
-from novainfer.kernels.models.family import parse_config
-from novainfer.kernels.models.registry import FAMILIES
-from novainfer.server.bench.ideal import Geometry, Roof, decode_step_s, ideal_s, prefill_s
-from novainfer.server.bench.idle import idle_between
-from novainfer.server.bench.report import Target, number, rounded, table, targets_json
-from novainfer.server.bench.statistic import (
+from novainfer.bench.ideal import Geometry, Roof, decode_step_s, ideal_s, prefill_s
+from novainfer.bench.idle import idle_between
+from novainfer.bench.make_checkpoint import SHAPES
+from novainfer.bench.report import Target, number, rounded, table, targets_json
+from novainfer.bench.statistic import (
     Timeline,
     first_tokens_s,
     intervals_s,
@@ -25,7 +22,10 @@ from novainfer.server.bench.statistic import (
     percentile,
     summary,
 )
-from novainfer.server.bench.workload import MAX_LEN, PREFIX, WORKLOADS, Workload, scaled
+from novainfer.bench.workload import MAX_LEN, PREFIX, WORKLOADS, Workload, scaled
+from novainfer.kernels.models.config import ConfigReader
+from novainfer.kernels.models.family import parse_config
+from novainfer.kernels.models.registry import FAMILIES
 
 
 def geometry(like: str, **changes: Any) -> Geometry:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from novainfer import SamplingParams
-from novainfer.server.bench import offline, sampling, speculative
-from novainfer.server.bench.ideal import Roof
-from novainfer.server.bench.worker import Child, ChildError, Task
-from novainfer.server.bench.workload import PREFIX, WORKLOADS, scaled
+from novainfer.bench import offline, sampling, speculative
+from novainfer.bench.ideal import Roof
+from novainfer.bench.worker import Child, ChildError, Task
+from novainfer.bench.workload import PREFIX, WORKLOADS, scaled
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from novainfer.fsm.events import (
+from novainfer.fsm.core.machine import After, Drop, Send
+from novainfer.fsm.messages.events import (
     Batch,
     Begun,
     CancelRequest,
@@ -22,16 +23,15 @@ from novainfer.fsm.events import (
     Submit,
     WorkerLost,
 )
-from novainfer.fsm.machine import After, Drop, Send
-from novainfer.fsm.mode import Mode
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.planner import Limits
-from novainfer.fsm.request import Request
-from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.schedule.planner import Limits
+from novainfer.fsm.schedule.request import Request
+from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
 from novainfer.fsm.simulation.oracle import VOCABULARY
 from novainfer.fsm.simulation.shape import BEST
-from novainfer.fsm.step import StepDone, StepPlan
 
 
 class Bench:

@@ -5,7 +5,7 @@ from math import log2
 
 import pytest
 
-from novainfer.fsm.allowance import PATIENCE, PATIENCE_MAX, SLOW_START, Allowance, Sizes
+from novainfer.fsm.schedule.allowance import PATIENCE, PATIENCE_MAX, SLOW_START, Allowance, Sizes
 
 FULL = 64
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from novainfer.fsm.blocks import BlockPool, Journal, block_name
+from novainfer.fsm.kv.blocks import BlockPool, Journal, block_name
 
 NAMES = [bytes([i]) * 16 for i in range(4)]
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from novainfer.fsm.events import CancelRequest, Cause, KeepOver, PauseRequest, ResumeRequest
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.request import ENDED, LIVE, RequestState
-from novainfer.fsm.scheduler import STATE_OF_CAUSE
+from novainfer.fsm.messages.events import CancelRequest, Cause, KeepOver, PauseRequest, ResumeRequest
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.schedule.request import ENDED, LIVE, RequestState
+from novainfer.fsm.schedule.scheduler import STATE_OF_CAUSE
 from novainfer.fsm.simulation.oracle import expected_run
 from tests.fsm.helpers import Bench
 

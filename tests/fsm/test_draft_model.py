@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from novainfer.fsm.events import Submit
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.request import Request
+from novainfer.fsm.messages.events import Submit
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.request import Request
+from novainfer.fsm.schedule.speculation import ERRORS_MAX, LOOK_EVERY, PROBE_EVERY, DraftModel, Speculation
 from novainfer.fsm.simulation.oracle import VOCABULARY
-from novainfer.fsm.speculation import ERRORS_MAX, LOOK_EVERY, PROBE_EVERY, DraftModel, Speculation
-from novainfer.fsm.step import StepDone
 
 COSTS = ((1, 1.0), (2, 1.3), (3, 1.9), (64, 90.0))  # a second token is cheap, a third costs half a step
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from novainfer.fsm.drain import RETRY_AFTER_S_DEFAULT, RETRY_AFTER_S_MAX, RETRY_AFTER_S_MIN, DrainRate
-from novainfer.fsm.events import Arrive, Departed, Open
-from novainfer.fsm.gate import Gate
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.client.drain import RETRY_AFTER_S_DEFAULT, RETRY_AFTER_S_MAX, RETRY_AFTER_S_MIN, DrainRate
+from novainfer.fsm.client.gate import Gate
+from novainfer.fsm.messages.events import Arrive, Departed, Open
+from novainfer.fsm.messages.params import SamplingParams
 
 
 def rate_of(departures: list[tuple[float, int, int]], now_s: float, *, filled_s: float | None = None) -> float | None:

@@ -1,7 +1,8 @@
 import pytest
 
+from novainfer.fsm.core.machine import Send
 from novainfer.fsm.engine import Engine, EngineState
-from novainfer.fsm.events import (
+from novainfer.fsm.messages.events import (
     Arrive,
     Batch,
     Cancel,
@@ -28,10 +29,9 @@ from novainfer.fsm.events import (
     WorkerFailed,
     WorkerReady,
 )
-from novainfer.fsm.machine import Send
-from novainfer.fsm.outputs import FinishReason
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.step import StepDone, StepPlan
+from novainfer.fsm.messages.outputs import FinishReason
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import StepDone, StepPlan
 
 READY = WorkerReady(0, 8, 64, 100, [0])
 PLAN = StepPlan(

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from novainfer.fsm.events import CancelRequest, Cause, Submit
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.messages.events import CancelRequest, Cause, Submit
+from novainfer.fsm.messages.params import SamplingParams
 from tests.fsm.helpers import Bench
 
 

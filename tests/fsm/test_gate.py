@@ -1,6 +1,8 @@
 import pytest
 
-from novainfer.fsm.events import (
+from novainfer.fsm.client.gate import Gate, GateState
+from novainfer.fsm.core.machine import After, Send
+from novainfer.fsm.messages.events import (
     Arrive,
     Cancel,
     CancelAll,
@@ -14,9 +16,7 @@ from novainfer.fsm.events import (
     Settled,
     Stop,
 )
-from novainfer.fsm.gate import Gate, GateState
-from novainfer.fsm.machine import After, Send
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.messages.params import SamplingParams
 
 
 def arrive(stream_id: int, num_tokens: int = 1, **params) -> Arrive:

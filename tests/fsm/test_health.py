@@ -6,9 +6,11 @@ from enum import StrEnum
 
 import pytest
 
-from novainfer.fsm.dwell import LOAD_STALL_LIMIT_S
+from novainfer.fsm.client.gate import GateState
+from novainfer.fsm.core.dwell import LOAD_STALL_LIMIT_S
+from novainfer.fsm.core.machine import Machine
+from novainfer.fsm.device.worker import WorkerState
 from novainfer.fsm.engine import EngineState
-from novainfer.fsm.gate import GateState
 from novainfer.fsm.health import (
     DWELLS,
     LOAD_SILENCE_S,
@@ -23,9 +25,7 @@ from novainfer.fsm.health import (
     Watch,
     dwell_limit_s,
 )
-from novainfer.fsm.machine import Machine
 from novainfer.fsm.machines import MACHINES, states
-from novainfer.fsm.worker import WorkerState
 
 STEP_S = 60.0
 LIMITED = [state for dwells in DWELLS.values() for state, dwell in dwells.items() if dwell.limit_s is not None]

@@ -1,9 +1,19 @@
 import pytest
 
-from novainfer.fsm.events import Incident, Quiet
-from novainfer.fsm.ladder import BACKOFF_MAX, Broken, Freed, Held, Ladder, Pressure, Rung, Switched, SwitchFailed
-from novainfer.fsm.machine import After, Send
-from novainfer.fsm.mode import INT8, PLAIN, Mode
+from novainfer.fsm.core.machine import After, Send
+from novainfer.fsm.messages.events import Incident, Quiet
+from novainfer.fsm.messages.mode import INT8, PLAIN, Mode
+from novainfer.fsm.schedule.ladder import (
+    BACKOFF_MAX,
+    Broken,
+    Freed,
+    Held,
+    Ladder,
+    Pressure,
+    Rung,
+    Switched,
+    SwitchFailed,
+)
 from novainfer.fsm.simulation.shape import ALL_MODES, BEST, LEAN, SAFE
 
 SHORT = Pressure("no memory")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from novainfer.fsm.lookup import LOOKS_MAX, PromptLookup
+from novainfer.fsm.schedule.lookup import LOOKS_MAX, PromptLookup
 
 
 def naive(tokens: list[int], num_tokens: int, least: int, most: int) -> list[int]:

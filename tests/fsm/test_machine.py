@@ -4,7 +4,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from novainfer.fsm.machine import (
+from novainfer.fsm.core.machine import (
     After,
     Drop,
     Guard,

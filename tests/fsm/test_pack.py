@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from novainfer.fsm.events import Arrive, Cancel, Cause, Chat, Output
-from novainfer.fsm.mode import Mode
-from novainfer.fsm.outputs import TokenLogprob
-from novainfer.fsm.pack import Kinds, PackError, pack, unpack
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.step import StepDone
-from novainfer.fsm.stream import Stream
+from novainfer.fsm.client.stream import Stream
+from novainfer.fsm.messages.events import Arrive, Cancel, Cause, Chat, Output
+from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.outputs import TokenLogprob
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.recording.pack import Kinds, PackError, pack, unpack
 from novainfer.fsm.text import TextAssembler, Vocabulary
 
 VOCABULARY = Vocabulary.build([b"a", b"\xc3", b"\xa9", b"<eos>"], frozenset([3]))
@@ -110,10 +110,10 @@ def test_an_object_of_another_package_cannot_be_written() -> None:
         "os:system",
         "builtins:eval",
         "subprocess:Popen",
-        "novainfer.fsm.machine:Machine.handle",
-        "novainfer.fsm.pack:import_module",
+        "novainfer.fsm.core.machine:Machine.handle",
+        "novainfer.fsm.recording.pack:import_module",
         "novainfer.fsm.simulation.mutants:Mutant",
-        "novainfer.fsm.errors:NovaInferError",
+        "novainfer.fsm.messages.errors:NovaInferError",
         "",
     ],
 )

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from novainfer.fsm.events import Batch, Configure, KeepOver, MakeBatch, PauseRequest, ResumeRequest, Submit
-from novainfer.fsm.machine import Send
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.planner import Limits
-from novainfer.fsm.request import RequestState
-from novainfer.fsm.scheduler import PARKED_PER_SLOT, Scheduler
+from novainfer.fsm.core.machine import Send
+from novainfer.fsm.messages.events import Batch, Configure, KeepOver, MakeBatch, PauseRequest, ResumeRequest, Submit
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.planner import Limits
+from novainfer.fsm.schedule.request import RequestState
+from novainfer.fsm.schedule.scheduler import PARKED_PER_SLOT, Scheduler
 from novainfer.fsm.simulation.oracle import VOCABULARY
 from novainfer.fsm.simulation.shape import BEST, SAFE
-from novainfer.fsm.step import StepDone
 from tests.fsm.helpers import Bench
 
 SLOTS = 2
@@ -142,6 +142,6 @@ def test_a_paused_request_that_has_overstayed_is_parked_before_a_canary():
     bench.tell(PauseRequest(request_id))
     bench.tell(KeepOver(request_id))
     bench.fail()
-    assert bench.scheduler.trouble.trial is not None
+    assert bench.scheduler.recovery.trial is not None
     assert bench.plan is not None
     assert not bench.request(request_id).kv.blocks

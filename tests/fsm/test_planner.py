@@ -1,5 +1,5 @@
-from novainfer.fsm.events import PauseRequest
-from novainfer.fsm.request import RequestState
+from novainfer.fsm.messages.events import PauseRequest
+from novainfer.fsm.schedule.request import RequestState
 from tests.fsm.helpers import Bench
 
 

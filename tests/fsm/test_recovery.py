@@ -2,12 +2,12 @@
 
 import pytest
 
-from novainfer.fsm.events import CancelRequest, Cause, Fault, KeepOver, PauseRequest, ResumeRequest, WorkerLost
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.request import RequestState
-from novainfer.fsm.scheduler import SchedulerState
+from novainfer.fsm.messages.events import CancelRequest, Cause, Fault, KeepOver, PauseRequest, ResumeRequest, WorkerLost
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.schedule.recovery import LOSSES_SUSPECT, TRIES_ALONE
+from novainfer.fsm.schedule.request import RequestState
+from novainfer.fsm.schedule.scheduler import SchedulerState
 from novainfer.fsm.simulation.oracle import expected_run
-from novainfer.fsm.trouble import LOSSES_SUSPECT, TRIES_ALONE
 from tests.fsm.helpers import Bench
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from novainfer.fsm.events import DeviceLost, Fit, JobDone, Kill, Load, Spawn
-from novainfer.fsm.machine import After, Drop, Send, Start
-from novainfer.fsm.process import Answered, Ask, Ended, Started, Tell
-from novainfer.fsm.roster import MEMORY_S, Found, HoldOver, Roster, RosterState
+from novainfer.fsm.core.machine import After, Drop, Send, Start
+from novainfer.fsm.device.process import Answered, Ask, Ended, Started, Tell
+from novainfer.fsm.device.roster import MEMORY_S, Found, HoldOver, Roster, RosterState
+from novainfer.fsm.messages.events import DeviceLost, Fit, JobDone, Kill, Load, Spawn
 
 FIT = Fit(1, 8)
 

@@ -1,16 +1,16 @@
 import pytest
 
-from novainfer.fsm.allowance import PATIENCE_MAX
-from novainfer.fsm.blocks import Journal
-from novainfer.fsm.events import CancelRequest, Cause, Fault, MakeBatch, PauseRequest, ResumeRequest
-from novainfer.fsm.ladder import Rung
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.request import RequestState
+from novainfer.fsm.kv.blocks import Journal
+from novainfer.fsm.messages.events import CancelRequest, Cause, Fault, MakeBatch, PauseRequest, ResumeRequest
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.allowance import PATIENCE_MAX
+from novainfer.fsm.schedule.ladder import Rung
+from novainfer.fsm.schedule.recovery import TRIES_ALONE
+from novainfer.fsm.schedule.request import RequestState
 from novainfer.fsm.simulation.device import EOS
 from novainfer.fsm.simulation.oracle import TOKEN_BYTES, expected_run
 from novainfer.fsm.simulation.shape import ALL_MODES, BEST
-from novainfer.fsm.step import StepDone
-from novainfer.fsm.trouble import TRIES_ALONE
 from tests.fsm.helpers import Bench
 
 A, B, AB = TOKEN_BYTES.index(b"a"), TOKEN_BYTES.index(b"b"), TOKEN_BYTES.index(b"ab")
@@ -255,8 +255,8 @@ def test_output_that_is_not_a_number_ends_its_request_and_harms_no_other():
     )
     assert [t for o in bench.outputs if o.request_id == two for t in o.token_ids] == [A]
     assert (size, mode, bench.plan.mode, bench.rows()) == (2, BEST, BEST, {two: 1})
-    trouble = bench.scheduler.trouble
-    assert not trouble.suspects
+    recovery = bench.scheduler.recovery
+    assert not recovery.suspects
     (incident,) = bench.incidents
     assert (incident.kind, incident.stream_ids, incident.action) == (
         "not_a_number",
@@ -278,7 +278,7 @@ def test_output_that_is_not_a_number_comes_alone_as_often_as_it_likes_and_moves_
         bench.step()
         bench.step(sampled=[-1])
         assert bench.end(one).end.error is not None
-        assert bench.scheduler.trouble.ladder.state is Rung.FULL
+        assert bench.scheduler.recovery.ladder.state is Rung.FULL
 
 
 def test_log_probabilities_come_with_the_bytes_of_the_tokens():

@@ -1,12 +1,12 @@
 import pytest
 
-from novainfer.fsm.events import Submit
-from novainfer.fsm.params import SamplingParams
-from novainfer.fsm.request import Request
+from novainfer.fsm.messages.events import Submit
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.request import Request
+from novainfer.fsm.schedule.speculation import LOOK_EVERY, PLACES_PER_LOOK, PROBE_EVERY, Cost, Lookup, Pace, Speculation
+from novainfer.fsm.schedule.speculative_config import SpeculativeConfig
 from novainfer.fsm.simulation.oracle import VOCABULARY
-from novainfer.fsm.speculation import LOOK_EVERY, PLACES_PER_LOOK, PROBE_EVERY, Cost, Lookup, Pace, Speculation
-from novainfer.fsm.speculative_config import SpeculativeConfig
-from novainfer.fsm.step import StepDone
 
 FLAT = [(1, 10.0), (64, 11.0)]  # a draft costs next to nothing
 STEEP = [(1, 10.0), (64, 640.0)]  # as much as a token does

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from novainfer.fsm.errors import InvalidParameter
-from novainfer.fsm.speculative_config import SpeculativeConfig
+from novainfer.fsm.messages.errors import InvalidParameter
+from novainfer.fsm.schedule.speculative_config import SpeculativeConfig
 
 
 @pytest.mark.parametrize(

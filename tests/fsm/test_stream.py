@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from novainfer.fsm.events import (
+from novainfer.fsm.client.stream import STALL_TOKENS_HIGH, STALL_TOKENS_LOW, Stream, StreamState
+from novainfer.fsm.core.machine import After, Drop, Send
+from novainfer.fsm.messages.events import (
     Begun,
     Cancel,
     Cause,
@@ -18,9 +20,7 @@ from novainfer.fsm.events import (
     StallOver,
     Stop,
 )
-from novainfer.fsm.machine import After, Drop, Send
-from novainfer.fsm.outputs import Delta, FinishReason, TokenLogprob
-from novainfer.fsm.stream import STALL_TOKENS_HIGH, STALL_TOKENS_LOW, Stream, StreamState
+from novainfer.fsm.messages.outputs import Delta, FinishReason, TokenLogprob
 
 WELL = End(finish_reason=FinishReason.STOP)
 

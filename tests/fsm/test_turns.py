@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-import novainfer.fsm.block_cache
-import novainfer.fsm.planner
-from novainfer.fsm.batching import ADMISSIONS, ADMITTED_BLOCKS, LOOK_UNITS, LOOKS
-from novainfer.fsm.block_cache import HASH_UNITS
-from novainfer.fsm.events import CancelRequest, Cause, WorkerLost
+import novainfer.fsm.kv.block_cache
+import novainfer.fsm.schedule.planner
+from novainfer.fsm.kv.block_cache import HASH_UNITS
+from novainfer.fsm.messages.events import CancelRequest, Cause, WorkerLost
+from novainfer.fsm.schedule.batching import ADMISSIONS, ADMITTED_BLOCKS, LOOK_UNITS, LOOKS
 from tests.fsm.helpers import Bench
 
 BLOCK = 16
@@ -30,8 +30,8 @@ class Counter:
 
 @pytest.fixture
 def hashes(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    counter = Counter(novainfer.fsm.block_cache.block_name)
-    monkeypatch.setattr(novainfer.fsm.block_cache, "block_name", counter)
+    counter = Counter(novainfer.fsm.kv.block_cache.block_name)
+    monkeypatch.setattr(novainfer.fsm.kv.block_cache, "block_name", counter)
     return counter
 
 
@@ -45,7 +45,7 @@ def large_bench(max_num_seqs: int = 256) -> Bench:
         prefill_chunk_tokens=512,
     )
     bench.scheduler.check = lambda: None  # it takes longer than everything else here
-    bench.scheduler.trouble.sizes.prompt_tokens.limit = 512  # the device is known to be fast
+    bench.scheduler.recovery.sizes.prompt_tokens.limit = 512  # the device is known to be fast
     return bench
 
 
@@ -125,8 +125,8 @@ def test_nothing_is_looked_for_from_the_beginning_of_a_long_queue(monkeypatch):
         bench.submit([1, 2, 3])
     bench.scheduler.planner.waiting = NoScans(bench.scheduler.planner.waiting)
     bench.start()
-    key = Counter(novainfer.fsm.planner.arrival)
-    monkeypatch.setattr(novainfer.fsm.planner, "arrival", key)
+    key = Counter(novainfer.fsm.schedule.planner.arrival)
+    monkeypatch.setattr(novainfer.fsm.schedule.planner, "arrival", key)
     for request_id in range(count):
         bench.tell(CancelRequest(request_id, Cause.DRAIN))
     assert not bench.scheduler.planner.waiting

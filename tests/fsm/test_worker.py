@@ -1,6 +1,8 @@
 import pytest
 
-from novainfer.fsm.events import (
+from novainfer.fsm.core.machine import After, Drop, Effect, Send, Start
+from novainfer.fsm.device.worker import BACKOFF_S, RestartPolicy, Worker, WorkerState
+from novainfer.fsm.messages.events import (
     Begin,
     Close,
     DeviceLost,
@@ -25,11 +27,9 @@ from novainfer.fsm.events import (
     WorkerLost,
     WorkerReady,
 )
-from novainfer.fsm.machine import After, Drop, Effect, Send, Start
-from novainfer.fsm.mode import Mode
+from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.simulation.shape import BEST, LEAN, SAFE
-from novainfer.fsm.step import StepDone, StepPlan
-from novainfer.fsm.worker import BACKOFF_S, RestartPolicy, Worker, WorkerState
 
 LOADED = {"max_model_len": 64, "vocab_size": 100, "eos_token_ids": [0]}
 

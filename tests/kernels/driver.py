@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from novainfer.fsm.mode import INT8
-from novainfer.fsm.step import SAMPLED, SeqParams, StepDone, StepPlan
-from novainfer.kernels.linear import MkldnnLinear
+from novainfer.fsm.messages.mode import INT8
+from novainfer.fsm.messages.step import SAMPLED, SeqParams, StepDone, StepPlan
 from novainfer.kernels.models.registry import read_config
-from novainfer.kernels.registry import Registry
-from novainfer.kernels.runner import ModelRunner
-from novainfer.kernels.sampler import Sampled
-from novainfer.kernels.selection import build_registry
+from novainfer.kernels.ops.linear import MkldnnLinear
+from novainfer.kernels.ops.registry import Registry
+from novainfer.kernels.ops.selection import build_registry
+from novainfer.kernels.runtime.runner import ModelRunner
+from novainfer.kernels.sampling.sampler import Sampled
 
 __all__ = ["BACKENDS", "Driver", "Sequence", "make_runner", "seated"]
 

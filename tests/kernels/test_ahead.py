@@ -11,8 +11,8 @@ from checkpoints import Shape, save_checkpoint
 from driver import BACKENDS, Driver, Sequence, make_runner
 from safetensors.torch import load_file, save_file
 
-from novainfer.fsm.mode import PRECISIONS, Mode
-from novainfer.fsm.step import NO_TOKEN, SAMPLED, Logprobs, SeqParams, StepDone, StepPlan
+from novainfer.fsm.messages.mode import PRECISIONS, Mode
+from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, Logprobs, SeqParams, StepDone, StepPlan
 from novainfer.kernels.step import StepBuffers
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)

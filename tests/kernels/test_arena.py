@@ -15,12 +15,12 @@ import torch
 from checkpoints import GRID, Shape, save_checkpoint
 from driver import CPU, Driver, make_runner
 
-from novainfer.fsm.mode import PLAIN, Mode
-from novainfer.kernels.arena import Arena
-from novainfer.kernels.loader import WeightReader
-from novainfer.kernels.make_checkpoint import make_checkpoint
-from novainfer.kernels.runner import ModelRunner
-from novainfer.kernels.selection import build_registry
+from novainfer.bench.make_checkpoint import make_checkpoint
+from novainfer.fsm.messages.mode import PLAIN, Mode
+from novainfer.kernels.ops.selection import build_registry
+from novainfer.kernels.runtime.runner import ModelRunner
+from novainfer.kernels.weights.arena import Arena
+from novainfer.kernels.weights.loader import WeightReader
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no memfd")
 
@@ -95,7 +95,7 @@ def run(program: str, *fds: int, arguments: tuple[str, ...] = ()) -> subprocess.
 
 OPENS = """
 import sys, torch
-from novainfer.kernels.arena import Arena
+from novainfer.kernels.weights.arena import Arena
 arena = Arena.open(int(sys.argv[1]), "a", 1 << 20)
 print("none" if arena is None else "filled" if arena.is_filled else "to be filled", flush=True)
 if arena is not None and not arena.is_filled:
@@ -241,8 +241,8 @@ def test_a_load_that_fails_leaves_the_file_to_the_next(
 SERVES = """
 import json, sys
 from pathlib import Path
-from novainfer.kernels.runner import ModelRunner
-from novainfer.fsm.step import StepPlan
+from novainfer.kernels.runtime.runner import ModelRunner
+from novainfer.fsm.messages.step import StepPlan
 
 def read(name):
     lines = Path(f"/proc/self/{name}").read_text().splitlines()

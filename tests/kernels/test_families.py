@@ -13,14 +13,14 @@ from checkpoints import Shape, greedy, load_transformers, save_checkpoint
 from driver import Driver, make_runner
 from safetensors.torch import load_file
 
-from novainfer.kernels.config import Rope
+from novainfer.bench.make_checkpoint import SHAPES
 from novainfer.kernels.cpu.native import LayerDesc
-from novainfer.kernels.forward import PRODUCTS, Layer
-from novainfer.kernels.header import tensor_shapes
-from novainfer.kernels.make_checkpoint import SHAPES
 from novainfer.kernels.models import registry
+from novainfer.kernels.models.config import Rope
 from novainfer.kernels.models.family import DECODER, ModelFamily
 from novainfer.kernels.models.registry import FAMILIES, read_config
+from novainfer.kernels.ops.forward import PRODUCTS, Layer
+from novainfer.kernels.weights.header import tensor_shapes
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)

@@ -18,12 +18,12 @@ from driver import Driver, make_runner
 from safetensors.torch import load_file, save_file
 
 from novainfer.kernels import memory
-from novainfer.kernels.checkpoint import Checkpoint
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.header import check_fit
-from novainfer.kernels.hub import resolve_model
 from novainfer.kernels.models.registry import read_config
-from novainfer.kernels.runner import ModelRunner
+from novainfer.kernels.runtime.runner import ModelRunner
+from novainfer.kernels.weights.checkpoint import Checkpoint
+from novainfer.kernels.weights.header import check_fit
+from novainfer.kernels.weights.hub import resolve_model
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, sharded=True, eos_token_id=3)
 
@@ -234,7 +234,7 @@ def test_the_dtype_is_the_checkpoints_unless_another_is_asked_for(
 
 
 def test_a_model_too_big_for_the_memory_says_how_much_it_needs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("novainfer.kernels.loader.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("novainfer.kernels.weights.loader.free_bytes", lambda device: 1000)
     message = refusal(folder)
     needed = sum(4 * tensor.numel() for tensor in _tensors(folder)) + 3 * 4 * 256 * 16
     assert f"({needed} and 1000 bytes)" in message
@@ -246,7 +246,7 @@ def test_memory_that_runs_out_while_loading_is_said_in_a_sentence(
     def no_room(shape: object, dtype: object, device: object) -> torch.Tensor:
         raise MemoryError("planted")
 
-    monkeypatch.setattr("novainfer.kernels.loader.lazy_zeros", no_room)
+    monkeypatch.setattr("novainfer.kernels.weights.loader.lazy_zeros", no_room)
     message = "the memory ran out with 0 of 26 tensors of the model read (max_model_len 256): planted"
     assert message in refusal(folder)
     monkeypatch.undo()

@@ -14,13 +14,14 @@ import torch
 from checkpoints import GRID, Shape, save_checkpoint
 from driver import CPU, Driver, make_runner
 
-from novainfer.fsm.mode import FAST, INT8, PLAIN, Mode
-from novainfer.fsm.step import SeqParams
-from novainfer.kernels import loader, modes
+from novainfer.bench.make_checkpoint import make_checkpoint
+from novainfer.fsm.messages.mode import FAST, INT8, PLAIN, Mode
+from novainfer.fsm.messages.step import SeqParams
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.make_checkpoint import make_checkpoint
-from novainfer.kernels.runner import ModelRunner
-from novainfer.kernels.selection import build_registry
+from novainfer.kernels.ops.selection import build_registry
+from novainfer.kernels.runtime import modes
+from novainfer.kernels.runtime.runner import ModelRunner
+from novainfer.kernels.weights import loader
 
 SHAPE = Shape("switched", 4, 2, 24, 96, 160, num_layers=3)
 UNTIED = Shape("switched-untied", 6, 2, 16, 80, 200, tied=False)
@@ -289,7 +290,7 @@ def test_what_the_way_down_needs_first_is_held_in_reserve(folder: Path) -> None:
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from novainfer.kernels.runner import ModelRunner
+from novainfer.kernels.runtime.runner import ModelRunner
 
 def status(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))

@@ -10,8 +10,8 @@ from checkpoints import Shape, save_checkpoint
 from driver import BACKENDS, Driver, make_runner
 from safetensors.torch import load_file, save_file
 
-from novainfer.fsm.mode import PRECISIONS, Mode
-from novainfer.fsm.step import NO_TOKEN
+from novainfer.fsm.messages.mode import PRECISIONS, Mode
+from novainfer.fsm.messages.step import NO_TOKEN
 
 POISON = 77  # a token whose embedding is NaN
 SHAPE = Shape("poisoned", 4, 2, 24, 96, 160, tied=False)

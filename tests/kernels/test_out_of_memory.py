@@ -29,9 +29,9 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 import faulthandler, resource, sys
 from pathlib import Path
 import torch
-from novainfer.fsm.step import SeqParams, StepPlan
+from novainfer.fsm.messages.step import SeqParams, StepPlan
 from novainfer.kernels.memory import is_out_of_memory, release_freed_pages
-from novainfer.kernels.runner import ModelRunner
+from novainfer.kernels.runtime.runner import ModelRunner
 
 faulthandler.enable()
 torch.set_num_threads(2)

@@ -10,10 +10,10 @@ import pytest
 from checkpoints import Shape, save_checkpoint
 from driver import Driver, Sequence, backend_registry, make_runner
 
-from novainfer.fsm.step import SeqParams, StepPlan
+from novainfer.fsm.messages.step import SeqParams, StepPlan
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.proposer import Proposer
-from novainfer.kernels.runner import DRAFT_FAILURES_MAX, GIVEN_UP, ModelRunner
+from novainfer.kernels.runtime.proposer import Proposer
+from novainfer.kernels.runtime.runner import DRAFT_FAILURES_MAX, GIVEN_UP, ModelRunner
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)
 SMALLER = Shape("smaller", 2, 1, 16, 32, 160, num_layers=1, eos_token_id=3)
@@ -213,7 +213,7 @@ def test_its_cache_counts_among_what_fits(folder: Path, smaller: Path, monkeypat
     assert proposer is not None
     both = runner.info.kv_bytes_per_block + proposer.bytes_per_block
     assert proposer.scratch_bytes == 2 * 2 * proposer.bytes_per_block
-    monkeypatch.setattr("novainfer.kernels.runner.free_bytes", lambda device: proposer.scratch_bytes + 6 * both)
+    monkeypatch.setattr("novainfer.kernels.runtime.runner.free_bytes", lambda device: proposer.scratch_bytes + 6 * both)
     with pytest.raises(LoadError, match="at most 6 blocks fit"):
         runner.fit(mode="fixed", num_blocks=7)
     assert runner.fit(mode="fixed", num_blocks=6) == 6

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from novainfer.fsm.mode import CHECKPOINT, PRECISIONS
-from novainfer.kernels import selection
-from novainfer.kernels.attention import TorchAttention
+from novainfer.fsm.messages.mode import CHECKPOINT, PRECISIONS
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
-from novainfer.kernels.linear import MkldnnLinear, TorchLinear
-from novainfer.kernels.precision import precision_of
-from novainfer.kernels.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
-from novainfer.kernels.registry import AttentionShape, Registry
-from novainfer.kernels.row_ops import TorchRowOps
-from novainfer.kernels.selection import Selection, build_registry
-from novainfer.kernels.selftest import check_attention, check_linear, check_row_ops
+from novainfer.kernels.ops import selection
+from novainfer.kernels.ops.attention import TorchAttention
+from novainfer.kernels.ops.linear import MkldnnLinear, TorchLinear
+from novainfer.kernels.ops.precision import precision_of
+from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
+from novainfer.kernels.ops.registry import AttentionShape, Registry
+from novainfer.kernels.ops.row_ops import TorchRowOps
+from novainfer.kernels.ops.selection import Selection, build_registry
+from novainfer.kernels.ops.selftest import check_attention, check_linear, check_row_ops
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(2, 6, 2, 24, 16)
@@ -132,8 +132,8 @@ def test_every_registered_kernel_passes_its_own_self_test(dtype: torch.dtype) ->
 
 def test_long_chunks_are_attended_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     for elements in (1, 150, 10_000):
-        monkeypatch.setattr("novainfer.kernels.attention.MASK_ELEMENTS_MAX", elements)
-        monkeypatch.setattr("novainfer.kernels.attention.GATHERED_ELEMENTS_MAX", elements)
+        monkeypatch.setattr("novainfer.kernels.ops.attention.MASK_ELEMENTS_MAX", elements)
+        monkeypatch.setattr("novainfer.kernels.ops.attention.GATHERED_ELEMENTS_MAX", elements)
         assert check_attention(TorchAttention, SHAPE, torch.float32, CPU) is None
 
 

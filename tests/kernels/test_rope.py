@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from novainfer.kernels.config import INTEGER_MAX, ConfigReader, ModelConfig
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.models.angles import rope_table
+from novainfer.kernels.models.config import INTEGER_MAX, ConfigReader, ModelConfig
 from novainfer.kernels.models.family import parse_config
 from novainfer.kernels.models.qwen2 import QWEN2
 

@@ -13,13 +13,13 @@ import torch
 from checkpoints import Shape, save_checkpoint
 from driver import Driver, make_runner
 
-from novainfer.fsm.step import SeqParams, StepPlan
+from novainfer.bench.make_checkpoint import SHAPES, make_checkpoint
+from novainfer.fsm.messages.step import SeqParams, StepPlan
 from novainfer.kernels import threads
-from novainfer.kernels.draw_row import draw_row
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.make_checkpoint import SHAPES, make_checkpoint
-from novainfer.kernels.runner import COST_TOKENS, LOGIT_ROWS_MAX, ModelRunner
-from novainfer.kernels.uniform import uniforms
+from novainfer.kernels.runtime.runner import COST_TOKENS, LOGIT_ROWS_MAX, ModelRunner
+from novainfer.kernels.sampling.draw_row import draw_row
+from novainfer.kernels.sampling.uniform import uniforms
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)
 
@@ -54,7 +54,7 @@ def test_auto_capacity_is_what_all_sequences_can_use(folder: Path) -> None:
 def test_auto_capacity_stays_within_the_share_of_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = load(folder, max_model_len=100)
     per_block = runner.info.kv_bytes_per_block
-    monkeypatch.setattr("novainfer.kernels.runner.free_bytes", lambda device: 20 * per_block)
+    monkeypatch.setattr("novainfer.kernels.runtime.runner.free_bytes", lambda device: 20 * per_block)
     assert runner.fit(mode="auto", memory_utilization=0.5) == 10
     with pytest.raises(LoadError, match=r"needs 7 KV blocks of 16 tokens, but .* hold 6: .* at most 96"):
         runner.fit(mode="auto", memory_utilization=0.3)
@@ -150,8 +150,8 @@ def test_a_batch_over_the_limits_is_a_programmers_error(folder: Path) -> None:
 UNASSERTED = """
 import sys
 from pathlib import Path
-from novainfer.fsm.step import StepPlan
-from novainfer.kernels.runner import ModelRunner
+from novainfer.fsm.messages.step import StepPlan
+from novainfer.kernels.runtime.runner import ModelRunner
 
 runner = ModelRunner.load(Path(sys.argv[1]), max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64)
 runner.fit(mode="fixed", num_blocks=8, swap_space_bytes=4 * runner.info.kv_bytes_per_block)
@@ -276,5 +276,5 @@ def test_step_costs_are_measured_by_size_until_that_took_long_enough(
     costs = runner.measure_step_costs()
     assert [num_tokens for num_tokens, _ in costs] == [n for n in COST_TOKENS if n <= 48]
     assert all(ms > 0 for _, ms in costs)
-    monkeypatch.setattr("novainfer.kernels.runner.COST_LIMIT_S", 0.0)
+    monkeypatch.setattr("novainfer.kernels.runtime.runner.COST_LIMIT_S", 0.0)
     assert [num_tokens for num_tokens, _ in runner.measure_step_costs()] == [1]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from novainfer.fsm.step import NO_TOKEN, SeqParams
-from novainfer.kernels.draw import draw
-from novainfer.kernels.draw_row import draw_row
-from novainfer.kernels.sampler import Sampled, Sampler
-from novainfer.kernels.uniform import uniforms
+from novainfer.fsm.messages.step import NO_TOKEN, SeqParams
+from novainfer.kernels.sampling.draw import draw
+from novainfer.kernels.sampling.draw_row import draw_row
+from novainfer.kernels.sampling.sampler import Sampled, Sampler
+from novainfer.kernels.sampling.uniform import uniforms
 from tests.kernels.driver import seated
 
 CPU = torch.device("cpu")

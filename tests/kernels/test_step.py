@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from novainfer.fsm.step import StepPlan
+from novainfer.fsm.messages.step import StepPlan
 from novainfer.kernels.step import StepBuffers
 
 NUM_SLOTS, BLOCK = 6, 4

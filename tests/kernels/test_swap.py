@@ -9,10 +9,10 @@ import torch
 from checkpoints import Shape, save_checkpoint
 from driver import BACKENDS, Driver, Sequence, make_runner
 
-from novainfer.fsm.step import StepPlan
+from novainfer.fsm.messages.step import StepPlan
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.runner import ModelRunner
-from novainfer.kernels.swap import HostPool
+from novainfer.kernels.runtime.runner import ModelRunner
+from novainfer.kernels.runtime.swap import HostPool
 
 SHAPE = Shape("swapped", 4, 2, 24, 64, 160)
 PROMPT = [(7 * i + 3) % 160 for i in range(37)]  # three blocks of 16, the last one partly filled
@@ -134,7 +134,7 @@ def test_a_copy_of_a_block_that_is_not_there_is_a_programmers_error(folder: Path
 def test_swap_space_must_fit_beside_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(folder)
     per_block = runner.info.kv_bytes_per_block
-    monkeypatch.setattr("novainfer.kernels.runner.free_bytes", lambda device: 40 * per_block)
+    monkeypatch.setattr("novainfer.kernels.runtime.runner.free_bytes", lambda device: 40 * per_block)
     with pytest.raises(LoadError, match=r"swap space of .* GiB was asked for, but only"):
         runner.fit(mode="fixed", num_blocks=30, swap_space_bytes=11 * per_block)
     assert runner.fit(mode="fixed", num_blocks=30, swap_space_bytes=10 * per_block) == 30

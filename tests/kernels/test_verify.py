@@ -13,11 +13,11 @@ import torch
 from checkpoints import Shape, save_checkpoint
 from driver import BACKENDS, Driver, Sequence, make_runner, seated
 
-from novainfer.fsm.step import NO_TOKEN, Logprobs, SeqParams, StepPlan
-from novainfer.kernels.runner import LOGIT_ROWS_MAX
-from novainfer.kernels.sampler import Sampled, Sampler
+from novainfer.fsm.messages.step import NO_TOKEN, Logprobs, SeqParams, StepPlan
+from novainfer.kernels.runtime.runner import LOGIT_ROWS_MAX
+from novainfer.kernels.sampling.sampler import Sampled, Sampler
+from novainfer.kernels.sampling.verify import accept, sampled_positions
 from novainfer.kernels.step import StepBuffers
-from novainfer.kernels.verify import accept, sampled_positions
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)
 CPU = torch.device("cpu")

@@ -22,9 +22,9 @@ from novainfer import (
     TokenLogprob,
 )
 from novainfer.actors.admission import AdmissionStatistics
-from novainfer.actors.feed import Feed
-from novainfer.fsm.mode import INT8, Mode
-from novainfer.fsm.speculation import SpeculationStatistics
+from novainfer.actors.inspection.feed import Feed
+from novainfer.fsm.messages.mode import INT8, Mode
+from novainfer.fsm.schedule.speculation import SpeculationStatistics
 from novainfer.inspection import (
     ActorRecord,
     HealthRecord,

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from novainfer.server.live import shown_id
+from novainfer.server.directory import shown_id
 from tests.server.fakes import FakeEngine
 
 USER = [{"role": "user", "content": "hi"}]

@@ -20,10 +20,12 @@ from novainfer import (
     NovaInferError,
     SamplingParams,
 )
-from novainfer.server import cli_chat, cli_generate, cli_serve
-from novainfer.server.cli import COMMANDS, as_flags, main
-from novainfer.server.flags import Flag
-from novainfer.server.recorder import default_folder
+from novainfer.server.cli import chat as cli_chat
+from novainfer.server.cli import generate as cli_generate
+from novainfer.server.cli import serve as cli_serve
+from novainfer.server.cli.flags import Flag
+from novainfer.server.cli.main import COMMANDS, as_flags, main
+from novainfer.server.operate.recorder import default_folder
 from novainfer.server.settings import ServerSettings
 from novainfer.setting import settings_of
 from tests.server.fakes import FakeEngine
@@ -346,7 +348,7 @@ def test_fields_are_named_as_flags(error: NovaInferError, said: str) -> None:
 
 
 def test_help_names_every_command_without_loading_it() -> None:
-    code = "import sys; from novainfer.server.cli import main; main(['--help']); print(sorted(sys.modules))"
+    code = "import sys; from novainfer.server.cli.main import main; main(['--help']); print(sorted(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     text, modules = out.rsplit("\n[", 1)
     assert all(name in text for name in COMMANDS)
@@ -499,7 +501,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(
         if said == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("novainfer.server.cli_chat.click.echo", interrupt)
+    monkeypatch.setattr("novainfer.server.cli.chat.click.echo", interrupt)
     chat_with(monkeypatch, engine, "one\ntwo\n")
     assert capsys.readouterr().out == "Hello,\nHello, world!\n"
     assert len(engine.left_early) == 1

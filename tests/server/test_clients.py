@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 from novainfer import InvalidParameter
-from novainfer.server import clients, http2, sse
-from novainfer.server.errors import TooManyRequests
-from novainfer.server.exchange import network_of
+from novainfer.server.http import clients, http2
+from novainfer.server.http.errors import TooManyRequests
+from novainfer.server.http.exchange import network_of
+from novainfer.server.openai import sse
 from novainfer.server.serve import Server
 from novainfer.server.settings import ServerSettings
 from tests.server.conftest import TIMEOUT_S, Serve, eventually

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from novainfer.server import connection, listen
-from novainfer.server.connection import HttpConfig
+from novainfer.server.http import connection, listen
+from novainfer.server.http.connection import HttpConfig
 from novainfer.server.serve import Server
 from tests.server.conftest import TIMEOUT_S, Serve, eventually
 from tests.server.fakes import FakeEngine

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from novainfer import Delta
-from novainfer.fsm.outputs import FinishReason
-from novainfer.server.chunks import ChatChunks, ChunkOptions, CompletionChunks
-from novainfer.server.replies import AssistantMessage, ChatChoice, Choice, CompletionChoice, Tally
+from novainfer.fsm.messages.outputs import FinishReason
+from novainfer.server.openai.chunks import ChatChunks, ChunkOptions, CompletionChunks
+from novainfer.server.openai.replies import AssistantMessage, ChatChoice, Choice, CompletionChoice, Tally
 
 
 def last_delta(is_degraded: bool) -> Delta:

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from novainfer import NovaInferError, RequestTimeout, StepFailedError
-from novainfer.server.live import shown_id
+from novainfer.server.directory import shown_id
 from tests.server.conftest import TIMEOUT_S, Serve, eventually
 from tests.server.fakes import FakeEngine
 from tests.server.rawh2 import RawH2

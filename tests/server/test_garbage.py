@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from novainfer.server import garbage
+from novainfer.server.operate import garbage
 
 
 @pytest.fixture(autouse=True)

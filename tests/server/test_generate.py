@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from novainfer import EngineConfig, EngineDead, StepFailedError
-from novainfer.server import cli_generate
-from novainfer.server.cli import main
+from novainfer.server.cli import generate as cli_generate
+from novainfer.server.cli.main import main
 from tests.server.fakes import FakeEngine
 
 

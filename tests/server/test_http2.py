@@ -1,4 +1,4 @@
-"""Each fault of Hypercorn's own HTTP/2 (the table in server/http2.py), provoked by a raw client and a rude app."""
+"""Each fault of Hypercorn's own HTTP/2 (the table in server/http/http2.py), provoked by a raw client and a rude app."""
 
 import asyncio
 import socket
@@ -10,8 +10,8 @@ import hypercorn.asyncio
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from novainfer.server import connection, http1, http2
-from novainfer.server.listen import hypercorn_config
+from novainfer.server.http import connection, http1, http2
+from novainfer.server.http.listen import hypercorn_config
 from novainfer.server.settings import ServerSettings
 from tests.server.conftest import eventually
 from tests.server.rawh2 import RawH2

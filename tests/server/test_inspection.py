@@ -217,7 +217,7 @@ async def test_listeners_hold_up_no_shutdown_and_get_an_end(serve: Serve, engine
 async def test_there_may_be_so_many_listeners_and_no_more(
     serve: Serve, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("novainfer.server.events.LISTENERS_MAX", 1)
+    monkeypatch.setattr("novainfer.server.operate.events.LISTENERS_MAX", 1)
     server = await serve(engine)
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
         events = listen(client)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from novainfer.server.http1 import AHEAD_BYTES_MAX
+from novainfer.server.http.http1 import AHEAD_BYTES_MAX
 from novainfer.server.serve import Server
 from tests.leftovers import other_tasks
 from tests.server.conftest import TIMEOUT_S, Serve, eventually

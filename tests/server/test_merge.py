@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from novainfer import Delta, EngineOverloaded
-from novainfer.server.merge import BEGUN_A_TURN, BUFFERED_MAX, merge_deltas, turns_to_begin
+from novainfer.server.openai.merge import BEGUN_A_TURN, BUFFERED_MAX, merge_deltas, turns_to_begin
 
 
 class Sources:

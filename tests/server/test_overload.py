@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from novainfer import Engine
-from novainfer.actors.fake import FakeDevice
+from novainfer.actors.device.fake import FakeDevice
 from novainfer.server.serve import Server
 from tests.actors.helpers import Valve, expected
 from tests.api.helpers import blocks_back, fake_engine

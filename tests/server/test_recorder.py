@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from novainfer.server.recorder import default_folder, dump_on_signal
+from novainfer.server.operate.recorder import default_folder, dump_on_signal
 from novainfer.server.service import Service
 from novainfer.server.settings import ServerSettings
 from tests.server.conftest import Serve, eventually

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from novainfer.fsm.dumpfile import About, encode_dump
-from novainfer.fsm.recording import Image
-from novainfer.fsm.replay import replay
+from novainfer.fsm.recording.dumpfile import About, encode_dump
+from novainfer.fsm.recording.log import Image
+from novainfer.fsm.recording.replay import replay
 from novainfer.fsm.simulation.bugs import MUTANTS
 from novainfer.fsm.simulation.mutants import Mutant, planted
 from novainfer.fsm.simulation.recorded import RecordedWorld
 from novainfer.fsm.simulation.swarm import Seed
-from novainfer.server import replay as command
-from novainfer.server.cli import main
-from novainfer.server.replay import replay_command
+from novainfer.server.cli import replay as command
+from novainfer.server.cli.main import main
+from novainfer.server.cli.replay import replay_command
 from novainfer.server.service import package_version
 
 ABOUT = About(version=package_version(), created=1_795_180_778.2, reason="oom", message="no memory for 3 blocks")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from novainfer.server.said import INTERVAL_S, Throughput, about
+from novainfer.server.operate.said import INTERVAL_S, Throughput, about
 from tests.server.fakes import FakeEngine, FakeStatistics
 
 

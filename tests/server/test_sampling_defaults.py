@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from novainfer import Engine, EngineConfig, ModelLoadError, SamplingParams
-from novainfer.actors.sampling_defaults import FILE, sampling_defaults
+from novainfer.actors.device.sampling_defaults import FILE, sampling_defaults
 from tests.server.conftest import Serve
 from tests.server.fakes import FakeEngine, FakeModelInfo
 

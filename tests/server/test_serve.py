@@ -11,9 +11,9 @@ import pytest
 
 from novainfer import EngineDead, InvalidParameter, ModelLoadError
 from novainfer.server import serve as serve_module
+from novainfer.server.http.tls import write_self_signed
 from novainfer.server.serve import Server, ready_line
 from novainfer.server.settings import ServerSettings
-from novainfer.server.tls import write_self_signed
 from tests.server.conftest import Serve, eventually, running
 from tests.server.fakes import FakeEngine
 from tests.server.rawh2 import RawH2

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from novainfer import Delta
-from novainfer.server.exchange import SCOPE_KEY
+from novainfer.server.http.exchange import SCOPE_KEY
+from novainfer.server.openai.sse import TURN_BYTES, EventStream
 from novainfer.server.settings import ServerSettings
-from novainfer.server.sse import TURN_BYTES, EventStream
 
 NUM_EVENTS = 40
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from novainfer import EngineOverloaded, RequestTimeout, SamplingParams
-from novainfer.server import turns
-from novainfer.server.errors import TooManyRequests
-from novainfer.server.turns import BodyTurns, Turn, after
+from novainfer.server.http import turns
+from novainfer.server.http.errors import TooManyRequests
+from novainfer.server.http.turns import BodyTurns, Turn, after
 from tests.server.conftest import TIMEOUT_S, Serve, eventually
 from tests.server.fakes import FakeEngine
 from tests.server.rawh2 import RawH2

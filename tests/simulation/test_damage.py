@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from novainfer.fsm.dumpfile import INFLATED_BYTES_FREE, MAGIC, About, decode_dump, encode_dump
-from novainfer.fsm.replay import DamagedRecording, replay
-from novainfer.server.cli import main
+from novainfer.fsm.recording.dumpfile import INFLATED_BYTES_FREE, MAGIC, About, decode_dump, encode_dump
+from novainfer.fsm.recording.replay import DamagedRecording, replay
+from novainfer.server.cli.main import main
 from tests.simulation.test_replay import record
 
 HEAD = struct.Struct(">4sII")

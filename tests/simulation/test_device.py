@@ -7,10 +7,10 @@ import random
 import msgspec
 import pytest
 
-from novainfer.fsm.params import SamplingParams
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import NO_TOKEN, SeqParams, StepPlan
 from novainfer.fsm.simulation.device import NAN_TOKEN, VOCAB_SIZE, ScriptedDevice, expected_logprob
 from novainfer.fsm.simulation.oracle import device_params, expected_run
-from novainfer.fsm.step import NO_TOKEN, SeqParams, StepPlan
 
 SIZE = 4
 

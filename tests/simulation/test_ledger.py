@@ -2,8 +2,8 @@
 
 import pytest
 
-from novainfer.fsm.blocks import BlockPool
-from novainfer.fsm.scheduler import Scheduler
+from novainfer.fsm.kv.blocks import BlockPool
+from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.bugs import MUTANTS
 from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.ledger import Ledger

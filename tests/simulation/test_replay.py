@@ -10,11 +10,11 @@ from contextlib import suppress
 import msgspec
 import pytest
 
-from novainfer.fsm.dumpfile import About, decode_dump, encode_dump
-from novainfer.fsm.events import Cancel, Cause
-from novainfer.fsm.pack import Kinds, pack
-from novainfer.fsm.recording import CALLED, CODES_FIRST, CODES_MAX, RAISED, Image, Recording, varint
-from novainfer.fsm.replay import DamagedRecording, Replayed, entries, replay, slim
+from novainfer.fsm.messages.events import Cancel, Cause
+from novainfer.fsm.recording.dumpfile import About, decode_dump, encode_dump
+from novainfer.fsm.recording.log import CALLED, CODES_FIRST, CODES_MAX, RAISED, Image, Recording, varint
+from novainfer.fsm.recording.pack import Kinds, pack
+from novainfer.fsm.recording.replay import DamagedRecording, Replayed, entries, replay, slim
 from novainfer.fsm.simulation.bugs import MUTANTS
 from novainfer.fsm.simulation.mutants import Mutant, planted
 from novainfer.fsm.simulation.recorded import RecordedWorld
@@ -203,7 +203,7 @@ def test_every_flipped_bit_is_told() -> None:
 
 def test_a_section_that_inflates_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode_dump(record(1)[0], ABOUT)
-    monkeypatch.setattr("novainfer.fsm.dumpfile.INFLATED_BYTES_MAX", 50)
+    monkeypatch.setattr("novainfer.fsm.recording.dumpfile.INFLATED_BYTES_MAX", 50)
     with pytest.raises(DamagedRecording, match="too large"):
         decode_dump(data)
 

@@ -2,7 +2,7 @@ import json
 
 from click.testing import CliRunner
 
-import novainfer.server.simulate as simulate_module
+import novainfer.server.cli.simulate as simulate_module
 from novainfer.fsm.simulation.bugs import MUTANTS, SURVIVORS
 from novainfer.fsm.simulation.mutants import planted
 from novainfer.fsm.simulation.report import run_seeds

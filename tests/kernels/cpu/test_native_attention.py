@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.cpu.attention import NativeAttention
-from novainfer.kernels.registry import AttentionShape
+from novainfer.kernels.ops.registry import AttentionShape
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float32)

@@ -16,7 +16,7 @@ from novainfer.kernels.cpu import build, native
 from novainfer.kernels.cpu import levels as cpu_levels
 from novainfer.kernels.cpu.levels import ISA_VARIABLE, LEVELS, levels
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
-from novainfer.kernels.selection import build_registry
+from novainfer.kernels.ops.selection import build_registry
 
 SOURCE = '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n'
 CPU = torch.device("cpu")

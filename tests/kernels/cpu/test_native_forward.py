@@ -14,11 +14,11 @@ from novainfer.kernels.cpu.forward import NativeForward
 from novainfer.kernels.cpu.int8 import NativeInt8Linear
 from novainfer.kernels.cpu.linear import NativeLinear
 from novainfer.kernels.cpu.ops import NativeRowOps
-from novainfer.kernels.forward import DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
-from novainfer.kernels.linear import TorchLinear
-from novainfer.kernels.registry import AttentionShape, Registry
-from novainfer.kernels.selection import Selection, build_registry
-from novainfer.kernels.selftest import check_forward
+from novainfer.kernels.ops.forward import DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
+from novainfer.kernels.ops.linear import TorchLinear
+from novainfer.kernels.ops.registry import AttentionShape, Registry
+from novainfer.kernels.ops.selection import Selection, build_registry
+from novainfer.kernels.ops.selftest import check_forward
 from novainfer.kernels.step import StepTensors
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from novainfer.kernels import roofline
+from novainfer.bench import roofline
 from novainfer.kernels.cpu import linear as linear_module
 from novainfer.kernels.cpu.linear import NativeLinear
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from novainfer.kernels.demo import corpus, draft_path, model_path
-from novainfer.kernels.demo.evaluate import answer, evaluate, load
-from novainfer.kernels.demo.train import SCHEDULE, rate_factor
-from novainfer.kernels.demo.vocabulary import CONTEXT
+from novainfer.kernels.demo import draft_path, model_path
+from tools.demo import corpus
+from tools.demo.evaluate import answer, evaluate, load
+from tools.demo.train import SCHEDULE, rate_factor
+from tools.demo.vocabulary import CONTEXT
 
 _BYTES_MAX = 12_000_000
 

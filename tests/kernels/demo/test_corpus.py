@@ -9,11 +9,11 @@ from functools import cache
 
 import pytest
 
-from novainfer.kernels.demo import arithmetic, corpus, lessons, memory, questions, words
-from novainfer.kernels.demo.batches import DRILLS
-from novainfer.kernels.demo.facts import Relation
-from novainfer.kernels.demo.morefacts import ALL_RELATIONS
-from novainfer.kernels.demo.wordings import FRAMES, HELD_OUT_FRAMES, expand, fill, frame, normalised
+from tools.demo import arithmetic, corpus, lessons, memory, questions, words
+from tools.demo.batches import DRILLS
+from tools.demo.facts import Relation
+from tools.demo.morefacts import ALL_RELATIONS
+from tools.demo.wordings import FRAMES, HELD_OUT_FRAMES, expand, fill, frame, normalised
 
 _NUM_DOCUMENTS = 4_000
 

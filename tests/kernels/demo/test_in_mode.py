@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from novainfer.fsm.mode import CHECKPOINT, INT8
+from novainfer.fsm.messages.mode import CHECKPOINT, INT8
 from novainfer.kernels.demo import model_path
-from novainfer.kernels.demo.evaluate import evaluate, load
-from novainfer.kernels.demo.in_mode import ModeModel
+from tools.demo.evaluate import evaluate, load
+from tools.demo.in_mode import ModeModel
 
 SEED = 7
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
 
-from novainfer.kernels.demo import corpus, model_path
-from novainfer.kernels.demo.batches import batches, encode
-from novainfer.kernels.demo.train import SEED, VOCAB_SIZE
-from novainfer.kernels.demo.vocabulary import CONTEXT, SPECIAL_TOKENS, train_tokenizer
+from novainfer.kernels.demo import model_path
+from tools.demo import corpus
+from tools.demo.batches import batches, encode
+from tools.demo.train import SEED, VOCAB_SIZE
+from tools.demo.vocabulary import CONTEXT, SPECIAL_TOKENS, train_tokenizer
 
 
 @cache

@@ -1,0 +1,1 @@
+"""The asyncio shells of the machines: mailboxes, streams, threads and the watchdog."""

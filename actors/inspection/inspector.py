@@ -1,0 +1,429 @@
+"""The inspector exists because a request's own state does not say since when, why, or where it was before.
+
+It observes the requests of the scheduler (a few transitions in the life of each, none per token), and remembers the
+newest ended ones. Everything else is worked out when somebody asks: whom a waiting request waits for,
+whose the blocks are. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from novainfer.actors.core.mailbox import Actor
+from novainfer.actors.core.streams import Streams
+from novainfer.actors.inspection.feed import ActorEvent, Feed, FeedEvent, IncidentEvent, RequestEvent, Subscription
+from novainfer.actors.inspection.incidents import IncidentRecord, Incidents
+from novainfer.actors.inspection.records import ChoiceRecord, KvRecord, RequestRecord, Transition
+from novainfer.fsm.client.gate import Gate
+from novainfer.fsm.client.stream import Stream, StreamState
+from novainfer.fsm.core.machine import Machine, Observer
+from novainfer.fsm.engine import Engine, EngineState
+from novainfer.fsm.messages.errors import InvalidParameter
+from novainfer.fsm.messages.events import Submit
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.schedule.planner import Planner
+from novainfer.fsm.schedule.request import ENDED, Request, RequestState
+from novainfer.fsm.schedule.scheduler import STATE_OF_CAUSE, Scheduler
+
+ENDED_REQUESTS_MAX = 1024  # the newest: about 2 MB
+HISTORY_MAX = 64  # transitions of one request; when there are more, those after the first few go
+HISTORY_KEPT_FIRST = 8
+
+OVERFLOW = "OVERFLOW"  # the state of a stream that the gate has not let in yet; the scheduler does not know it
+CAME = str(RequestState.WAITING)  # the state of one that was let in; at first it is being tokenised
+QUEUED = (RequestState.WAITING, RequestState.PREEMPTED)
+
+
+class _Note:
+    """What is known of one stream beside its requests."""
+
+    __slots__ = ("arrived_s", "came", "choices", "id", "max_tokens", "num_choices", "num_live", "owner")
+
+    def __init__(self, name: str, owner: str, params: SamplingParams, came: Transition, arrived_s: float) -> None:
+        self.id = name
+        self.owner = owner
+        self.num_choices = self.num_live = params.n
+        self.max_tokens = params.max_tokens
+        self.came = came
+        self.arrived_s = arrived_s
+        self.choices: list[_Choice] = []
+
+
+class _Choice:
+    """One request, since when it is in its state, and which states it has been in."""
+
+    __slots__ = ("history", "note", "request", "since_s")
+
+    def __init__(self, request: Request, note: _Note | None, since_s: float) -> None:
+        self.request = request
+        self.note = note
+        self.since_s = since_s
+        self.history: list[Transition] = []
+
+
+class Inspector(Observer):
+    """Answers what there is to know of requests and blocks; `clock` is monotonic, in seconds."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        engine: Engine,
+        streams: Streams,
+        incidents: Incidents,
+        actors: dict[str, Actor],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._gate = gate
+        self._engine = engine
+        self._streams = streams
+        self._incidents = incidents
+        self._actors = actors
+        self._clock = clock
+        self._epoch_s = time.time() - clock()  # turns the clock into the time of day
+        self._notes: dict[int, _Note] = {}  # by stream, in order of arrival
+        self._whose: dict[int, tuple[str, str]] = {}  # request id and owner of the streams that ended last
+        self._ended: deque[tuple[str, RequestRecord]] = deque(maxlen=ENDED_REQUESTS_MAX)  # with its owner
+        self._choices: dict[int, _Choice] = {}  # by request, until it ends
+        self._scheduler: Scheduler | None = None
+        self.feed = Feed(self._on_listened)
+        self._stop_incidents: Callable[[], None] = lambda: None
+
+    # ---- what happens --------------------------------------------------------------------------------------------
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """The scheduler is there: look at it, and at the requests that it makes."""
+        self._scheduler = scheduler
+        scheduler.observer = self
+
+    def took(self, machine: Machine, before: StrEnum, event: Any) -> None:
+        """As `Observer.took`."""
+        kind = type(machine)
+        if kind is Request:
+            if machine.state is not before:
+                self._moved(machine, before)  # type: ignore[arg-type]
+            return
+        if type(event) is Submit and (request := machine.requests.get(event.request_id)):  # type: ignore[attr-defined]
+            self._choice_of(request)
+        name = kind.__name__.lower()
+        if machine.state is not before and self.feed.is_listened and name in self._actors:  # the ladder is none
+            source, target, now = str(before), str(machine.state), self._now()
+            moved = ActorEvent(
+                time=now, actor=shown_name(name), source=source, target=target, event=type(event).__name__
+            )
+            self.feed.publish(moved)
+
+    def arrived(self, stream_id: int, name: str, owner: str, params: SamplingParams) -> None:
+        """A stream was let in, or waits to be."""
+        came = Transition(OVERFLOW if self._gate.is_overflowed(stream_id) else CAME, self._now())
+        note = self._notes[stream_id] = _Note(name, owner, params, came, self._clock())
+        if self.feed.is_listened:
+            self._publish(note, 0, None, came.state)
+
+    def _choice_of(self, request: Request) -> _Choice:
+        """What is known of `request`; one that is new is in its first state from now on."""
+        choice = self._choices.get(request.request_id)
+        if choice is not None:
+            return choice
+        note = self._notes.get(request.stream_id)
+        choice = self._choices[request.request_id] = _Choice(request, note, self._clock())
+        if note is None:
+            return choice
+        note.choices.append(choice)
+        choice.history.append(note.came)
+        if note.came.state == CAME:
+            choice.since_s = note.arrived_s  # its time at the tokenizer was waiting, too
+        else:
+            choice.history.append(Transition(CAME, self._now()))
+        if self.feed.is_listened and (request.choice or note.came.state != CAME):
+            self._publish(note, request.choice, None if request.choice else note.came.state, CAME)
+        return choice
+
+    def _moved(self, request: Request, before: StrEnum) -> None:
+        """A request has come into another state."""
+        choice = self._choice_of(request)
+        choice.since_s = now_s = self._clock()
+        history = choice.history
+        if len(history) >= HISTORY_MAX:
+            del history[HISTORY_KEPT_FIRST]
+        history.append(Transition(str(request.state), self._epoch_s + now_s))
+        has_ended = request.state in ENDED
+        if has_ended:
+            del self._choices[request.request_id]
+        note = choice.note
+        if note is None:
+            return
+        if self.feed.is_listened:
+            self._publish(note, request.choice, str(before), str(request.state))
+        if has_ended:
+            note.num_live -= 1
+            if not note.num_live:
+                self._notes.pop(request.stream_id, None)
+                self._whose[request.stream_id] = note.id, note.owner
+                if len(self._whose) > ENDED_REQUESTS_MAX:
+                    del self._whose[next(iter(self._whose))]
+                self._ended.append((note.owner, self._record(note, {}, now_s)))
+                note.choices.clear()
+
+    def forgotten(self, stream: Stream) -> None:
+        """Nobody reads this stream any more; one that never came to the scheduler has ended with that."""
+        note = self._notes.get(stream.stream_id)
+        if note is None or note.choices:
+            return
+        del self._notes[stream.stream_id]
+        state, now_s = _end_of(stream), self._clock()
+        history = [note.came, Transition(str(state), self._epoch_s + now_s)]
+        self._ended.append((note.owner, self._bare(note, str(state), None, 0.0, history)))
+        if self.feed.is_listened:
+            self._publish(note, 0, note.came.state, str(state))
+
+    def who(self, stream_id: int) -> tuple[str, str] | None:
+        """The request id that the client knows, and its owner; None when the stream is gone."""
+        note = self._notes.get(stream_id)
+        if note is not None:
+            return note.id, note.owner
+        return self._whose.get(stream_id)  # the incident that ends a request is told of after its end
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+
+    def requests(self, owner: str | None = None, ids: Collection[str] | None = None) -> list[RequestRecord]:
+        """Those that live, in order of arrival, then those that ended, the newest first.
+
+        `owner`: only this one's; None: everybody's. `ids`: only these.
+        """
+        now_s = self._clock()
+        positions = self._positions()
+        overflow = {stream_id: at for at, stream_id in enumerate(self._gate.overflow)}
+        live = [
+            self._record(note, positions, now_s)
+            if note.choices
+            else self._unsubmitted(stream_id, note, overflow, now_s)
+            for stream_id, note in self._notes.items()
+            if (owner is None or note.owner == owner) and (ids is None or note.id in ids)
+        ]
+        ended = [
+            record
+            for whose, record in reversed(self._ended)
+            if (owner is None or whose == owner) and (ids is None or record.id in ids)
+        ]
+        return live + ended
+
+    def slot_of(self, name: str) -> int:
+        """The device's slot of a request that runs; raises `InvalidParameter` when it holds none."""
+        for note in self._notes.values():
+            if note.id == name:
+                for choice in note.choices:
+                    if choice.request.slot >= 0:
+                        return choice.request.slot
+        raise InvalidParameter(f"the request {name[:200]!r} does not run now: it holds no slot", param="request")
+
+    def counts(self) -> Counter[str]:
+        """Live requests by state, each choice counted; cheap."""
+        found: Counter[str] = Counter()
+        for stream_id, note in self._notes.items():
+            if note.choices:
+                states = [choice.request.state for choice in note.choices]
+                found.update(str(state) for state in states if state not in ENDED)
+            else:
+                found[OVERFLOW if self._gate.is_overflowed(stream_id) else CAME] += note.num_choices
+        return found
+
+    def kv(self) -> KvRecord | None:
+        """KV blocks by the state of their owner; None before there are any."""
+        planner = self._planner
+        if planner is None:
+            return None
+        cache = planner.cache
+        pool = cache.statistics()
+        blocks: Counter[str] = Counter(free=pool.num_free, cached=pool.num_cached)
+        seen = bytearray(pool.num_blocks)
+        for request in self._owners():
+            state = "ENDED" if request.ended else str(request.state)
+            for block in cache.table_of(request):
+                if not seen[block]:
+                    seen[block] = 1
+                    blocks[state] += 1
+        return KvRecord(
+            block_size=planner.limits.block_size,
+            total=pool.num_blocks,
+            blocks=dict(blocks),
+            host_total=cache.num_host_blocks,
+            host_used=cache.num_host_blocks - cache.num_host_blocks_free,
+        )
+
+    def subscribe(self, owner: str | None, *, limit: int) -> Subscription:
+        """Listen to transitions and incidents; `owner` as in `requests`."""
+
+        def view(event: FeedEvent, whose: str) -> FeedEvent | None:
+            if owner is None or isinstance(event, ActorEvent) or whose == owner:
+                return event
+            if isinstance(event, IncidentEvent):
+                record = self._incidents.seen_by(owner, event.incident)
+                return None if record is None else msgspec.structs.replace(event, incident=record)
+            return None
+
+        return self.feed.subscribe(view, limit=limit)
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        """The time of day, in seconds since 1970."""
+        return self._epoch_s + self._clock()
+
+    @property
+    def _planner(self) -> Planner | None:
+        return self._scheduler.planner if self._scheduler is not None else None
+
+    def _owners(self) -> Iterator[Request]:
+        """Every request that may own blocks."""
+        assert self._scheduler is not None
+        yield from self._scheduler.planner.running.values()
+        for flight in self._scheduler.flights:
+            yield from flight.departed
+
+    def _positions(self) -> dict[int, int]:
+        planner = self._planner
+        waiting: Iterable[Request] = planner.waiting if planner is not None else ()
+        return {request.request_id: at for at, request in enumerate(waiting)}
+
+    def _reason(self, request: Request, position: int | None) -> str | None:
+        """What keeps a live request from running; see `RequestRecord`."""
+        state = request.state
+        if state is RequestState.PAUSED:
+            return "paused: slow reader"
+        if state is RequestState.RECOVERING or (state in QUEUED and self._engine.state is EngineState.RECOVERING):
+            return "recovering"
+        if state is RequestState.WAITING_FOR_REMOTE_KVS:
+            return "swapped"
+        if state not in QUEUED:
+            return None
+        planner = self._planner
+        assert planner is not None
+        if request.waits_for is not None and planner.cache.is_promised(request.waits_for):
+            return "prefix"
+        if not planner.free_slots or len(planner.running) >= planner.max_running:
+            return "slots"
+        needed = planner.cache.room_for(request, len(request.token_ids)) + 1
+        if position == 0 and needed > planner.cache.room:
+            return "blocks"
+        return "queue"
+
+    def _record(self, note: _Note, positions: dict[int, int], now_s: float) -> RequestRecord:
+        """Of a stream that the scheduler has (or had)."""
+        choices = [self._choice(choice, positions, now_s) for choice in note.choices]
+        at = next((at for at, choice in enumerate(note.choices) if not choice.request.ended), -1)
+        shown, request = choices[at], note.choices[at].request
+        is_one = len(choices) == 1
+        return RequestRecord(
+            id=note.id,
+            state=shown.state,
+            reason=shown.reason,
+            position=positions.get(request.request_id),
+            time=note.came.time,
+            dwell_s=shown.dwell_s,
+            prompt_tokens=request.num_prompt,
+            cached_tokens=shown.cached_tokens if is_one else sum(c.cached_tokens for c in choices),
+            generated_tokens=shown.generated_tokens if is_one else sum(c.generated_tokens for c in choices),
+            max_tokens=note.max_tokens,
+            blocks=shown.blocks if is_one else sum(c.blocks for c in choices),
+            host_blocks=shown.host_blocks if is_one else sum(c.host_blocks for c in choices),
+            preemptions=shown.preemptions if is_one else sum(c.preemptions for c in choices),
+            choices=choices,
+            history=shown.history,
+        )
+
+    def _choice(self, choice: _Choice, positions: dict[int, int], now_s: float) -> ChoiceRecord:
+        request = choice.request
+        ended = request.ended
+        cache = None  # blocks go back right after the end of a request, or with its step
+        if self._scheduler is not None and not ended:
+            cache = self._scheduler.planner.cache
+        return ChoiceRecord(
+            index=request.choice,
+            state=str(request.state),
+            reason=None if ended else self._reason(request, positions.get(request.request_id)),
+            dwell_s=round(now_s - choice.since_s, 6),
+            cached_tokens=request.num_cached,
+            generated_tokens=request.num_generated,
+            blocks=len(cache.table_of(request)) if cache is not None else 0,
+            host_blocks=cache.num_copied(request) if cache is not None else 0,
+            preemptions=request.num_preemptions,
+            history=list(choice.history),
+        )
+
+    def _unsubmitted(self, stream_id: int, note: _Note, overflow: dict[int, int], now_s: float) -> RequestRecord:
+        """Of a stream that the scheduler has not got yet."""
+        state, position = CAME, overflow.get(stream_id)
+        reason: str | None = "queue"
+        if position is not None:
+            state, reason = OVERFLOW, "overflow"
+        elif self._engine.is_encoding(stream_id):
+            reason = "tokenizing"
+        elif (stream := self._streams.find(stream_id)) is not None and stream.state is StreamState.CLOSED:
+            state, reason = str(_end_of(stream)), None  # it only waits for its reader
+        return self._bare(note, state, reason, now_s - note.arrived_s, [note.came], position)
+
+    def _bare(
+        self,
+        note: _Note,
+        state: str,
+        reason: str | None,
+        dwell_s: float,
+        history: list[Transition],
+        position: int | None = None,
+    ) -> RequestRecord:
+        return RequestRecord(
+            id=note.id,
+            state=state,
+            reason=reason,
+            position=position,
+            time=note.came.time,
+            dwell_s=round(dwell_s, 6),
+            prompt_tokens=None,
+            cached_tokens=0,
+            generated_tokens=0,
+            max_tokens=note.max_tokens,
+            blocks=0,
+            host_blocks=0,
+            preemptions=0,
+            choices=[],
+            history=history,
+        )
+
+    # ---- the feed ------------------------------------------------------------------------------------------------
+
+    def _on_listened(self, is_listened: bool) -> None:
+        for actor in self._actors.values():
+            if actor.machine is not None and actor.machine is not self._scheduler:  # which is always observed
+                actor.machine.observer = self if is_listened else None
+        if is_listened:
+            self._stop_incidents = self._incidents.subscribe(self._incident)
+        else:
+            self._stop_incidents()
+
+    def _publish(self, note: _Note, choice: int, source: str | None, target: str) -> None:
+        now = self._now()
+        self.feed.publish(RequestEvent(time=now, id=note.id, choice=choice, source=source, target=target), note.owner)
+
+    def _incident(self, record: IncidentRecord) -> None:
+        self.feed.publish(IncidentEvent(time=record.time, incident=record))
+
+
+def _end_of(stream: Stream) -> RequestState:
+    """How a stream ended that the scheduler never saw."""
+    if stream.end is None:
+        return RequestState.FINISHED_ABORTED  # its reader left
+    if stream.end.cause is not None:
+        return STATE_OF_CAUSE[stream.end.cause]
+    return RequestState.FINISHED_IGNORED  # its prompt cannot be used
+
+
+def shown_name(actor: str) -> str:
+    """What an actor is called outside: workers are numbered, though there is one of them yet."""
+    return "worker-0" if actor == "worker" else actor

@@ -1,0 +1,104 @@
+"""All actors at a glance: what each does, since when, and whether all of them move; how to freeze one for a drill."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from novainfer.actors.core.mailbox import Actor
+from novainfer.actors.core.watchdog import WORKER, Watchdog
+from novainfer.actors.inspection.inspector import shown_name
+from novainfer.actors.inspection.records import ActorRecord, HealthRecord
+from novainfer.actors.tokenizer.threads import TokenizerThreads
+from novainfer.fsm.engine import EngineState
+from novainfer.fsm.health import RECOVERY_READY_S
+from novainfer.fsm.messages.errors import InvalidParameter
+
+ENGINE, TOKENIZER = "engine", "tokenizer"
+FREEZE_ACTOR, THAW_ACTOR = "freeze_actor", "thaw_actor"
+
+
+class Overview:
+    """Of these actors and of the tokenizer's thread. `worker_pid()` is the process that holds the device."""
+
+    def __init__(
+        self,
+        actors: Mapping[str, Actor],
+        watchdog: Watchdog,
+        *,
+        threads: TokenizerThreads,
+        worker_pid: Callable[[], int],
+    ) -> None:
+        self._actors = actors
+        self._watchdog = watchdog
+        self._threads = threads
+        self._worker_pid = worker_pid
+
+    def actors(self) -> list[ActorRecord]:
+        """Each actor's state, dwell time and mailbox depth, and the process it lives in."""
+        records = []
+        for name, actor in self._actors.items():
+            found = actor.statistics()
+            records.append(
+                ActorRecord(
+                    name=shown_name(name),
+                    state=found.state,
+                    dwell_s=round(found.dwell_s, 6),
+                    mailbox_depth=found.mailbox_depth,
+                    pid=self._worker_pid() if name == WORKER else os.getpid(),
+                    handled_total=found.handled_total,
+                    wait_s=round(self._watchdog.wait_s(name), 6),
+                )
+            )
+        return [*records, self._tokenizer_record()]
+
+    def health(self, *, state: str, is_ready: bool, why_not: str | None) -> HealthRecord:
+        """Whether everything moves, and whether a request would be taken; `why_not` is what is known beside it."""
+        verdict, stuck = self._watchdog.verdict, self._watchdog.stuck
+        reason = why_not
+        if reason is None and stuck:
+            reason = "; ".join(late.sentence() for late in stuck)
+        lost_s = self._watchdog.dwell_s(ENGINE) if state == EngineState.RECOVERING else 0.0
+        is_back_late = lost_s > RECOVERY_READY_S
+        if reason is None and is_back_late:
+            reason = f"the worker was lost {lost_s:.0f} s ago, and is not back yet: requests wait for it"
+        return HealthRecord(
+            is_live=not stuck and why_not is None,
+            is_ready=is_ready and not stuck and not is_back_late,
+            state=state,
+            reason=reason,
+            late=list(verdict.late),
+            lag_s=verdict.lag_s,
+        )
+
+    def freeze(self, kind: str, actor: str | None = None, **how: Any) -> None:
+        """Stop this actor's turns, or let it take them again; raises `InvalidParameter` when there is no such actor."""
+        if how:
+            raise InvalidParameter(
+                f'{", ".join(how)}: a fault "{kind}" takes nothing but an actor', param=next(iter(how))
+            )
+        places: dict[str, Actor | TokenizerThreads] = {shown_name(name): place for name, place in self._actors.items()}
+        places |= self._actors
+        places[TOKENIZER] = self._threads
+        if actor is None or actor not in places:
+            names = ", ".join(record.name for record in self.actors())
+            what = "actor is required" if actor is None else f"there is no actor {actor!r}"
+            raise InvalidParameter(f"{what}: it is one of {names}", param="actor")
+        if kind == THAW_ACTOR:
+            places[actor].thaw()
+        else:
+            places[actor].freeze()
+
+    def _tokenizer_record(self) -> ActorRecord:
+        threads = self._threads
+        return ActorRecord(
+            name=TOKENIZER,
+            state=str(threads.sighting().state),
+            dwell_s=round(time.monotonic() - threads.since_s, 6),
+            mailbox_depth=threads.num_waiting,
+            pid=os.getpid(),
+            handled_total=threads.num_done,
+            wait_s=0.0,
+        )

@@ -1,0 +1,266 @@
+"""The tokenizer actor exists because tokenising takes milliseconds that the loop does not have.
+
+It renders chats and tokenises prompts in a thread of its own, all that wait as one batch. transformers is imported
+here and nowhere else outside the kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from novainfer.actors.device.location import VOCABULARY_FILES, check_vocabulary
+from novainfer.actors.tokenizer.renderer import Renderer, RenderError, RendererUnavailable
+from novainfer.fsm.messages.errors import ModelLoadError
+from novainfer.fsm.messages.events import Chat, Encode, Encoded, EncodeFailed
+from novainfer.fsm.text import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+NFC_SHRINK = 3  # bytes of UTF-8 that become one at most, when characters are composed (U+0390 from its parts)
+CHARS_PER_TOKEN = 128  # of the longest tokens of large vocabularies
+
+
+class Tokenizer(Protocol):
+    """Text to token ids, and the bytes of each token id. Called from one thread."""
+
+    def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
+        """The token ids of each prompt, or a sentence saying why it has none."""
+
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of each token id, and which ids are control tokens."""
+
+    def tokens_min(self, text: str) -> int:
+        """A number of tokens that `text` has at least, found without tokenising it; called on the loop."""
+
+    def limit_tokens(self, max_tokens: int) -> None:
+        """A prompt of more tokens than this will be refused: a chat that is longer need not be rendered to its end."""
+
+    def close(self) -> None:
+        """Let go of what it holds beside memory; it may be used again."""
+
+
+class TooLong(str):
+    """A sentence saying why a prompt has no token ids: it has more than the context holds."""
+
+    __slots__ = ()
+
+
+class NotNow(str):
+    """A sentence saying why a prompt has no token ids, which is not its own fault: it may be sent again."""
+
+    __slots__ = ()
+
+
+def encode_jobs(tokenizer: Tokenizer, jobs: list[Any]) -> list[Encoded | EncodeFailed]:
+    """The tokenizer thread's work: all waiting Encodes in one batch."""
+    encodes: list[Encode] = jobs
+    prompts = [job.prompt for job in encodes if not isinstance(job.prompt, list)]
+    assert len(prompts) == len(encodes), "token ids need no tokenizer"
+    results = tokenizer.encode_batch(prompts)
+    answers: list[Encoded | EncodeFailed] = []
+    for job, result in zip(encodes, results, strict=True):
+        if isinstance(result, str):
+            answers.append(_failed(job, result))
+        else:
+            answers.append(Encoded(job.stream_id, result))
+    return answers
+
+
+def _failed(job: Encode, why: str) -> EncodeFailed:
+    if isinstance(why, NotNow):
+        return EncodeFailed(job.stream_id, str(why), code="server_is_overloaded")
+    param = "messages" if isinstance(job.prompt, Chat) else "prompt"
+    code = "context_length_exceeded" if isinstance(why, TooLong) else "invalid_value"
+    return EncodeFailed(job.stream_id, str(why), param, code)
+
+
+def load_tokenizer(path: Path, *, is_asked_for: bool = False) -> Tokenizer:
+    """The tokenizer in a folder; of a model that has none, one that takes token ids only.
+
+    Raises `ModelLoadError` when it is damaged, or when there is none though it `is_asked_for`.
+    """
+    if is_asked_for or any((path / name).exists() for name in (*VOCABULARY_FILES, "tokenizer_config.json")):
+        return HFTokenizer(path)
+    logger.warning("%s holds no tokenizer: prompts must be token ids, and answers have no text", path)
+    return NoTokenizer()
+
+
+def load_for_caller(path: Path) -> Any:
+    """transformers' own tokenizer object: another one than the engine's, which belongs to a thread.
+
+    Raises `ModelLoadError` when the folder holds none.
+    """
+    check_vocabulary(path)
+    return _from_transformers(path)
+
+
+def _from_transformers(path: Path) -> Any:
+    """What tokenizer.json says, whatever class it is for: AutoTokenizer imports torch to look for that."""
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+    is_whole = (path / "tokenizer.json").exists()  # otherwise there are vocab.json and merges.txt
+    try:
+        return (PreTrainedTokenizerFast if is_whole else Qwen2Tokenizer).from_pretrained(str(path))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelLoadError(f"cannot load a tokenizer from {path}: {reason}", param="tokenizer") from error
+
+
+class NoTokenizer:
+    """For a checkpoint that is only weights: prompts are token ids, and no token has text."""
+
+    def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
+        """A refusal for each."""
+        return ["this model has no tokenizer: its prompts must be token ids"] * len(prompts)
+
+    def vocabulary(self) -> Vocabulary:
+        """Nothing."""
+        return Vocabulary.build([], frozenset())
+
+    def tokens_min(self, text: str) -> int:
+        """None: it will be refused for another reason."""
+        return 0
+
+    def limit_tokens(self, max_tokens: int) -> None:
+        """It makes no tokens."""
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer with a byte-level vocabulary (Qwen's kind), from a directory or a hub id."""
+
+    def __init__(self, path: Path) -> None:
+        check_vocabulary(path)
+        self._tokenizer = _from_transformers(path)
+        self._backend = self._tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        settings = json.loads(self._backend.to_str())
+        self._bytes_per_token = self._longest_token(settings)
+        self._max_tokens = 1 << 32
+        self._renderer = self._make_renderer()
+        decoder = settings.get("decoder") or {}
+        if decoder.get("type") != "ByteLevel":
+            raise ModelLoadError(
+                f"the tokenizer in {path} is not byte-level ({decoder.get('type')}): only Qwen's kind is supported",
+                param="tokenizer",
+            )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True when conversations can be rendered."""
+        return self._renderer is not None
+
+    def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
+        """Render the chats, then tokenise everything in one call."""
+        texts: dict[int, str] = {}
+        results: list[list[int] | str] = [""] * len(prompts)
+        for at, prompt in enumerate(prompts):
+            try:
+                texts[at] = prompt if isinstance(prompt, str) else self._render(prompt)
+            except RenderError as error:
+                results[at] = self._refusal(error)
+            except RendererUnavailable as error:
+                results[at] = NotNow(f"{error}: try again")
+        for is_chat in (False, True):
+            places = [at for at in texts if isinstance(prompts[at], str) != is_chat]
+            # Templates write the control tokens themselves; a model that begins with one has it put before plain text.
+            encoded = self._encode([texts[at] for at in places], add_special_tokens=not is_chat)
+            for at, ids in zip(places, encoded, strict=True):
+                results[at] = ids
+        return results
+
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of each id: the inverse of the byte-level alphabet; added tokens stand for their own text."""
+        alphabet = {char: byte for byte, char in enumerate(_byte_alphabet())}
+        added = self._tokenizer.added_tokens_decoder
+        table: list[bytes] = [b""] * (max([*self._tokenizer.get_vocab().values(), *added]) + 1)
+        for token, token_id in self._tokenizer.get_vocab().items():
+            if token_id in added:
+                table[token_id] = added[token_id].content.encode()
+            else:
+                table[token_id] = bytes(alphabet[char] for char in token)
+        special = frozenset(token_id for token_id, token in added.items() if token.special)
+        return Vocabulary.build(table, special)
+
+    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int] | str]:
+        """The ids of each text; one that cannot be encoded (half a surrogate pair) spoils only itself."""
+        try:
+            found = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return [encoding.ids for encoding in found]
+        except Exception as error:
+            if len(texts) == 1:
+                if any("\ud800" <= char <= "\udfff" for char in texts[0]):
+                    return ["the prompt is not valid Unicode: it holds half of a surrogate pair"]
+                return [f"the prompt is not text that can be tokenised: {error}"]
+            return [self._encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
+
+    def tokens_min(self, text: str) -> int:
+        """Its bytes over those of the longest token."""
+        if not self._bytes_per_token:
+            return 0
+        num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass")) // NFC_SHRINK
+        return -(-num_bytes // self._bytes_per_token)
+
+    def limit_tokens(self, max_tokens: int) -> None:
+        """Chats of more tokens are not rendered to their end."""
+        self._max_tokens = max_tokens
+
+    def close(self) -> None:
+        """End the processes that render chats."""
+        if self._renderer is not None:
+            self._renderer.close()
+
+    def _render(self, chat: Chat) -> str:
+        if self._renderer is None:
+            raise RenderError("this model's tokenizer has no chat template; use a plain prompt")
+        chars_max = (self._bytes_per_token or CHARS_PER_TOKEN) * NFC_SHRINK * self._max_tokens
+        text = self._renderer.render(chat, chars_max)
+        if self.tokens_min(text) > self._max_tokens:
+            raise RenderError("it is too long", is_too_long=True)
+        return text
+
+    def _make_renderer(self) -> Renderer | None:
+        if not self._tokenizer.chat_template:
+            return None
+        try:
+            template = self._tokenizer.get_chat_template()
+        except ValueError:  # it has several, by name
+            logger.warning("none of the model's chat templates is called default: it takes plain prompts only")
+            return None
+        return Renderer(template, {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()})
+
+    def _refusal(self, error: RenderError) -> str:
+        if error.is_too_long:
+            limit = f"This model's maximum context length is {self._max_tokens} tokens"
+            return TooLong(f"{limit}, and these messages have more; shorten them.")
+        return f"the chat template cannot render these messages: {error}"
+
+    def _longest_token(self, settings: dict[str, Any]) -> int:
+        """The bytes of the longest token; 0 when a text may have fewer tokens than its bytes over these."""
+        if (settings.get("normalizer") or {}).get("type") not in (None, "NFC"):
+            return 0
+        if any(token["lstrip"] or token["rstrip"] for token in settings["added_tokens"]):
+            return 0  # it takes the spaces around it along, however many
+        added = [len(token["content"].encode()) for token in settings["added_tokens"]]
+        return max([1, *added, *map(len, self._tokenizer.get_vocab())])  # a character of its alphabet is a byte
+
+
+def _byte_alphabet() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary (GPT-2's): printable ones for themselves."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    chars: list[str] = []
+    shifted = 256
+    for byte in range(256):
+        if byte in printable:
+            chars.append(chr(byte))
+        else:
+            chars.append(chr(shifted))
+            shifted += 1
+    return chars

@@ -1,0 +1,107 @@
+"""How long a workload must take on this machine at least: the roofline.
+
+A step reads all weights once, and the keys and values of its contexts; it multiplies each token with the weights of
+all layers, and each sampled row with the head. Whichever of reading (at the measured bandwidth) and multiplying (at
+the measured peak) takes longer is the step's ideal time. Decoding is one step per token; prompts are counted by
+arithmetic alone, a shared beginning once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from novainfer.bench.workload import Workload
+from novainfer.kernels.models.config import ModelConfig
+from novainfer.kernels.models.registry import read_config
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a step of a model reads and multiplies; `bytes_per_value` is that of the weights and the cache."""
+
+    config: ModelConfig
+    bytes_per_value: int = 2
+
+    @classmethod
+    def read(cls, model_dir: Path, bytes_per_value: int = 2) -> Geometry:
+        """From `model_dir`/config.json."""
+        return cls(read_config(model_dir), bytes_per_value)
+
+    @property
+    def is_reference(self) -> bool:
+        """True for Qwen2.5-0.5B's sizes: the shape that the targets are written for."""
+        config = self.config
+        return (config.hidden_size, config.num_layers, config.vocab_size) == (896, 24, 151_936)
+
+    @property
+    def body_parameters(self) -> int:
+        """Weights that every token is multiplied with: the linear layers without the head."""
+        config = self.config
+        matrices = [config.shape(tensor) for tensor in config.tensors if tensor.is_per_layer]
+        return config.num_layers * sum(math.prod(shape) for shape in matrices if len(shape) == 2)
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights that every sampled row is multiplied with."""
+        return self.config.hidden_size * self.config.vocab_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.config.num_layers * self.config.kv_size * self.bytes_per_value
+
+    def seen(self, first: int, last: int) -> float:
+        """The tokens that rows at positions `first` to `last - 1` see in all, sliding windows counted; of a layer."""
+        windows = Counter(self.config.sliding_windows)
+        total = 0.0
+        for window, num_layers in windows.items():
+            grown = last if window is None else min(max(window, first), last)  # up to here each row sees all
+            rows = (grown - first) * (first + grown + 1) / 2 + (last - grown) * (window or 0)
+            total += num_layers * rows
+        return total / self.config.num_layers
+
+    def attention_flops(self, contexts: float) -> float:
+        """Scores and weighted sums of queries that see `contexts` tokens in all."""
+        return 4.0 * contexts * self.config.q_size * self.config.num_layers
+
+
+class Roof(msgspec.Struct, frozen=True, kw_only=True):
+    """What the machine can do: bytes/s of reading, operations/s of multiplying (a multiply-add is two)."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def decode_step_s(geometry: Geometry, roof: Roof, batch: int, context: int) -> float:
+    """One token each for `batch` requests of `context` tokens."""
+    weights = (geometry.body_parameters + geometry.head_parameters) * geometry.bytes_per_value
+    contexts = batch * geometry.seen(context - 1, context)
+    num_bytes = weights + contexts * geometry.kv_bytes_per_token
+    flops = 2.0 * batch * (geometry.body_parameters + geometry.head_parameters)
+    flops += geometry.attention_flops(contexts)
+    return max(num_bytes / roof.bytes_per_s, flops / roof.flops_per_s)
+
+
+def prefill_s(geometry: Geometry, roof: Roof, num_tokens: int, contexts: float, num_sampled: int) -> float:
+    """`num_tokens` prompt tokens that see `contexts` tokens in all, and `num_sampled` first tokens."""
+    flops = 2.0 * num_tokens * geometry.body_parameters + geometry.attention_flops(contexts)
+    flops += 2.0 * num_sampled * geometry.head_parameters
+    weights = (geometry.body_parameters + geometry.head_parameters) * geometry.bytes_per_value
+    return max(weights / roof.bytes_per_s, flops / roof.flops_per_s)
+
+
+def ideal_s(workload: Workload, geometry: Geometry, roof: Roof) -> float:
+    """The whole workload: a shared beginning once, all prompts, then the decode steps."""
+    n, shared, length = workload.num_requests, workload.shared_len, workload.prompt_len
+    own = length - shared
+    num_tokens = (shared if n else 0) + n * own
+    contexts = geometry.seen(0, shared) + n * geometry.seen(shared, length)
+    total = prefill_s(geometry, roof, num_tokens, contexts, n)
+    for made in range(1, workload.max_tokens):
+        total += decode_step_s(geometry, roof, n, length + made)
+    return total

@@ -1,0 +1,108 @@
+"""NovaInfer as a system under test: `python -m novainfer.bench.run_novainfer MODEL_DIR [OPTIONS AS JSON]`.
+
+The engine of the library on an event loop of its own, as an application would use it: one task per request.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+from novainfer import Engine, EngineConfig, SamplingParams, __version__
+from novainfer.bench.statistic import Timeline
+from novainfer.bench.worker import Memory, resident, serve
+from novainfer.server.loop import loop_factory
+
+
+class NovaInfer:
+    """One engine, driven from the thread that reads the tasks."""
+
+    name = "novainfer"
+    version = __version__
+    token_ids: list[list[int]]
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        self._runner = asyncio.Runner(loop_factory=loop_factory())
+        self._engine = Engine(EngineConfig(model=model, **options))
+        self._runner.run(self._engine.start())
+        info = self._engine.model_info
+        self.facts: dict[str, Any] = {
+            "dtype": info.dtype,
+            "vocab_size": info.vocab_size,
+            "weight_bytes": info.weight_bytes,
+            "kv_bytes_per_block": info.kv_bytes_per_block,
+            "num_kv_blocks": info.num_kv_blocks,
+            "kernels": info.kernels,
+        }
+
+    def answer(self, prompts: list[list[Any]], max_tokens: int) -> list[Timeline]:
+        """All at once, greedy, EOS ignored."""
+        return self.answer_sampled(prompts, max_tokens, {"temperature": 0.0})
+
+    def answer_sampled(self, prompts: list[list[Any]], max_tokens: int, sampling: dict[str, Any]) -> list[Timeline]:
+        """All at once, sampled in this way, EOS ignored unless `sampling` says otherwise."""
+        params = SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **sampling})
+        return self._runner.run(self._answer_all(prompts, params))
+
+    def read_weights(self) -> float | None:
+        """Bytes a second of one reading of the packed weights, where they lie."""
+        from novainfer.bench.roofline import read_packed_weights
+
+        found = read_packed_weights()
+        return None if found is None else found[0] / found[1]
+
+    def counters(self) -> dict[str, float]:
+        """Steps, and drafts where there are any."""
+        found = self._engine.statistics()
+        counts: dict[str, float] = {"steps": found.steps}
+        if (drafts := found.speculation) is not None:
+            counts["num_draft_tokens"] = drafts.num_draft_tokens_total
+            counts["num_accepted_tokens"] = drafts.num_accepted_tokens_total
+        return counts
+
+    async def _answer_all(self, prompts: list[list[Any]], params: SamplingParams) -> list[Timeline]:
+        started = time.perf_counter()
+        self.token_ids = [[] for _ in prompts]
+        answers = zip(prompts, self.token_ids, strict=True)
+        return await asyncio.gather(*(self._answer_one(*answer, params, started) for answer in answers))
+
+    async def _answer_one(
+        self, prompt: list[Any], token_ids: list[int], params: SamplingParams, started: float
+    ) -> Timeline:
+        line = Timeline(num_prompt_tokens=len(prompt), times_s=[], counts=[])
+        async for delta in self._engine.generate(prompt, params):
+            if delta.token_ids:
+                line.times_s.append(time.perf_counter() - started)
+                line.counts.append(len(delta.token_ids))
+                line.num_prompt_tokens = delta.num_prompt_tokens
+                token_ids += delta.token_ids
+        return line
+
+    def memory(self) -> Memory:
+        """Resident bytes, with what the engine knows of them."""
+        memory, info, found = resident(), self._engine.model_info, self._engine.statistics()
+        memory.weight_bytes = info.weight_bytes
+        memory.kv_bytes = (found.kv_blocks_owned + found.kv_blocks_cached) * info.kv_bytes_per_block
+        return memory
+
+
+def main() -> None:
+    """Import what the model needs before the clock runs: its time is told apart."""
+    started = time.perf_counter()
+    import_module_names = ("torch", "transformers", "novainfer.llm")
+    for name in import_module_names:
+        __import__(name)
+    import_s = time.perf_counter() - started
+    options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    serve(lambda: NovaInfer(sys.argv[1], options), import_s=import_s)
+
+
+if __name__ == "__main__":
+    main()

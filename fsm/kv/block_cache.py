@@ -1,0 +1,383 @@
+"""The KV cache in blocks: a pool of them, a table of blocks a request, prefixes shared by name, copies on the host.
+
+A prefix that a request is going to compute is promised by name from its admission on, so that no other computes it
+too. Within the step that computes it, and in those planned before that one has ended, its block can be shared already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from novainfer.fsm.kv.blocks import NEVER, BlockPool, BlockTable, HostPool, Journal, PoolStatistics, block_name
+from novainfer.fsm.kv.cache import Prefix
+
+if TYPE_CHECKING:
+    from novainfer.fsm.messages.step import StepPlan
+    from novainfer.fsm.schedule.request import Request
+
+HASH_UNITS = 8  # of looking, for a name that has to be worked out first: 0.8 us; a lookup is one
+
+
+class BlockCache:
+    """See `novainfer.fsm.kv.cache.KVCache`; its unit is a block of `block_size` tokens."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, *, enable_prefix_caching: bool = True
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.host = HostPool(num_host_blocks)
+        self.producers: dict[bytes, int] = {}  # block name -> the running request that will compute it
+        self.leaving: dict[int, tuple[BlockTable, list[int]]] = {}  # what the next step copies out, by request
+        self._size = block_size
+        self._is_sharing = enable_prefix_caching
+        self._promises: dict[int, set[bytes]] = {}  # by request: the names that it is the producer of
+        self._plan: StepPlan | None = None
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        """Blocks that could be given now."""
+        return self.pool.num_available
+
+    @property
+    def num_tokens_free(self) -> int:
+        """Tokens that the free and cached blocks could hold."""
+        return self.pool.num_available * self._size
+
+    @property
+    def num_tokens_max(self) -> int:
+        """Tokens that one request could have, if it had every block."""
+        return self.pool.num_blocks * self._size
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks that the host has room for."""
+        return self.host.num_blocks
+
+    @property
+    def num_host_blocks_free(self) -> int:
+        """Those of them that hold nothing."""
+        return self.host.num_free
+
+    def room_for(self, request: Request, num_tokens: int, prefix: Prefix | None = None) -> int:
+        """Blocks that `reserve(request, num_tokens)` takes from what is available, if it shares `prefix` first."""
+        needed = max(-(-num_tokens // self._size) - len(request.kv.blocks), 0)
+        if prefix is not None:
+            needed += sum(map(self.pool.is_cached, prefix.blocks)) - len(prefix.blocks)
+        return needed
+
+    def end_of_chunk(self, request: Request, start: int, end: int) -> int:
+        """Where a chunk ends that begins at `start` and wants to reach `end`: as far as there is room.
+
+        A chunk that does not reach the end of the prompt ends with a block, if it is longer than one.
+        """
+        size, table = self._size, request.kv
+        end = min(end, table.capacity + self.pool.num_available * size)
+        if end < len(request.token_ids) and end - start > size:
+            end -= end % size
+        return end
+
+    def find_prefix(self, request: Request, num_units: int) -> Prefix:
+        """What the cache holds of the beginning of `request`, its last token apart: its logits are the point.
+
+        A block that is found takes a unit of looking, and a name that has to be worked out first `HASH_UNITS`; once
+        `num_units` have run out, no more names are worked out.
+        """
+        prefix = Prefix([])
+        if not self._is_sharing:
+            return prefix
+        names, find, size = request.kv.names, self.pool.find, self._size
+        for at in range((len(request.token_ids) - 1) // size):
+            if at == len(names):
+                if prefix.num_units >= num_units:
+                    prefix.is_cut = True
+                    return prefix
+                prefix.num_units += HASH_UNITS
+                self._name_next(request)
+            name = names[at]
+            block = find(name)
+            if block is None:
+                if (producer_id := self.producers.get(name)) is not None:
+                    prefix.awaited, prefix.producer_id = name, producer_id
+                break
+            prefix.blocks.append(block)
+        prefix.num_tokens = len(prefix.blocks) * size
+        prefix.num_units += len(prefix.blocks) + 1
+        return prefix
+
+    def is_promised(self, name: bytes) -> bool:
+        """Whether a running request is still going to compute the block of this name."""
+        return name in self.producers
+
+    # ---- while a step is planned ---------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> Journal:
+        """Write what follows into a journal, and the tables' new entries into `plan`."""
+        self._plan = plan
+        journal = Journal()
+        self.pool.open(journal)
+        return journal
+
+    def close(self, journal: Journal, *, is_step: bool) -> None:
+        """Nothing more is planned; if it `is_step`, it copies out what was swapped out before."""
+        plan, self._plan = self._plan, None
+        assert plan is not None, "no step is being planned"
+        self.pool.close()
+        if is_step and self.leaving:
+            journal.leaving, self.leaving = self.leaving, {}
+            for table, blocks in journal.leaving.values():
+                plan.swap_out_blocks += blocks
+                plan.swap_out_hosts += table.host_blocks
+
+    def share(self, request: Request, prefix: Prefix) -> None:
+        """Give `request`, which has a slot and nothing else, the blocks of its prefix; it promises the rest of it."""
+        table = request.kv
+        assert not table.blocks, "what is admitted owns nothing"
+        self._admit(request, prefix.num_tokens)
+        table.is_mixed = False
+        for block in prefix.blocks:
+            self.pool.share(block)
+            self._append(request, block)
+        self._promise(request, prefix.num_tokens)
+
+    def fetch(self, request: Request) -> None:
+        """Have the step copy the blocks of `request` back from the host; it promises what they do not hold."""
+        table, plan = request.kv, self._plan
+        assert plan is not None
+        self._admit(request, 0)
+        for host_block in table.host_blocks:
+            block = self.pool.allocate()
+            self._append(request, block)
+            plan.swap_in_hosts.append(host_block)
+            plan.swap_in_blocks.append(block)
+        self._journal.num_blocks_in += len(table.host_blocks)
+        self.expect(request, 0, table.num_swapped)
+        self._promise(request, table.num_swapped)
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Give `request` blocks for so many tokens; False, and none, when there are not so many."""
+        table, pool = request.kv, self.pool
+        count = -(-(num_tokens - table.capacity) // self._size)
+        if count > pool.num_available:
+            return False
+        if count > 0:
+            self._journal.grown.append((table, len(table.blocks)))
+        for _ in range(count):
+            self._append(request, pool.allocate())
+        return True
+
+    def expect(self, request: Request, start: int, end: int) -> None:
+        """The step fills these blocks with tokens that are known: others may share them from now on."""
+        size, table, journal = self._size, request.kv, self._journal
+        if not self._is_sharing or table.is_mixed:
+            return
+        names = self._names(request, end // size)
+        for at in range(start // size, end // size):
+            name = names[at]
+            self.pool.expect(table.blocks[at], name)
+            producer_id = self.producers.pop(name, None)
+            if producer_id is not None:
+                self._promises[producer_id].remove(name)
+                journal.fulfilled.append((name, producer_id))
+
+    def borrow(self, slot: int, num_tokens: int) -> list[int]:
+        """Blocks for `num_tokens` tokens of no request, in the table of a free slot, until the step is undone."""
+        plan = self._plan
+        assert plan is not None
+        blocks = [self.pool.allocate() for _ in range(-(-num_tokens // self._size))]
+        plan.table_slots += [slot] * len(blocks)
+        plan.table_indexes += range(len(blocks))
+        plan.table_blocks += blocks
+        return blocks
+
+    @property
+    def _journal(self) -> Journal:
+        journal = self.pool.journal
+        assert journal is not None, "no step is being planned"
+        return journal
+
+    def _admit(self, request: Request, num_shared: int) -> None:
+        table, journal = request.kv, self._journal
+        journal.admitted[request.request_id] = table
+        journal.grown.append((table, 0))
+        table.commits_at = num_shared + self._size if self._is_sharing else NEVER
+
+    def _append(self, request: Request, block: int) -> None:
+        plan, table = self._plan, request.kv
+        assert plan is not None
+        plan.table_slots.append(request.slot)
+        plan.table_indexes.append(len(table.blocks))
+        plan.table_blocks.append(block)
+        table.blocks.append(block)
+        table.capacity += self._size
+
+    # ---- how the step ends ---------------------------------------------------------------------------------------
+
+    def commit(self, journal: Journal) -> None:
+        """The step ran to its end: what was expected of it can be found for good, and rows are committed one by one."""
+        self.pool.commit(journal)
+
+    def commit_row(self, request: Request, end: int) -> None:
+        """The first `end` tokens of `request` are computed: name the blocks that they fill.
+
+        It has something to do when `end` is `request.kv.commits_at` or more. What a step has computed of a token that
+        never came (its row was planned ahead) is not counted.
+        """
+        size, table = self._size, request.kv
+        if table.is_mixed:
+            table.commits_at = NEVER
+            return
+        num_full = min(end, len(request.token_ids)) // size
+        names = self._names(request, num_full)
+        for at in range(table.commits_at // size - 1, num_full):
+            self.pool.name(table.blocks[at], names[at])
+        table.commits_at = (num_full + 1) * size
+
+    def take_back(self, journal: Journal) -> None:
+        """The step ran to its end, and the blocks that it borrowed are free again."""
+        self.pool.undo(journal, launched=True)
+
+    def undo(self, journal: Journal, *, launched: bool) -> None:
+        """Take back what `journal` holds: exactly, if the step was never launched."""
+        size = self._size
+        for table, num_blocks in reversed(journal.grown):
+            del table.blocks[num_blocks:]
+            table.capacity = num_blocks * size
+        self.pool.undo(journal, launched=launched)
+        for request_id in reversed(journal.admitted):
+            self._break_promises(request_id)
+        for name, request_id in reversed(journal.fulfilled):
+            promises = self._promises.get(request_id)
+            if promises is not None:  # else it has left, or was admitted by this step
+                self.producers[name] = request_id
+                promises.add(name)
+        for table in journal.admitted.values():
+            if launched and table.num_swapped:  # what cannot be fetched is computed again
+                self._drop(table)
+        for request_id, (table, blocks) in journal.leaving.items():
+            if launched:  # what was copied may have been overwritten first
+                self._drop(table)
+            elif table.host_blocks:  # it has not ended meanwhile
+                self.leaving[request_id] = table, blocks
+
+    # ---- between steps -------------------------------------------------------------------------------------------
+
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        """Give back the blocks of `request` beyond so many tokens."""
+        table = request.kv
+        num_blocks = -(-num_tokens // self._size)
+        self.pool.release(reversed(table.blocks[num_blocks:]))
+        del table.blocks[num_blocks:]
+        table.capacity = num_blocks * self._size
+
+    def swap_out(self, request: Request) -> bool:
+        """Have the next step copy what `request` has computed to the host; False when there is no room for it."""
+        table = request.kv
+        num_blocks = -(-request.num_computed // self._size)
+        if not 0 < num_blocks <= self.host.num_free:
+            return False
+        table.host_blocks = self.host.allocate(num_blocks)
+        table.num_swapped = request.num_computed
+        self.leaving[request.request_id] = table, table.blocks[:num_blocks]
+        return True
+
+    def release(self, request: Request) -> None:
+        """Take back the blocks and the promises of `request`; its copy on the host stays."""
+        table = request.kv
+        self.pool.release(reversed(table.blocks))
+        table.blocks.clear()
+        table.capacity, table.commits_at = 0, NEVER
+        self._break_promises(request.request_id)
+
+    def abandon(self, request: Request) -> None:
+        """`request` has ended in a step that is in flight: what it has promised is for others to compute."""
+        self._break_promises(request.request_id)
+
+    def drop_copy(self, request: Request) -> None:
+        """Take back what `request` has on the host: it is here again, has ended, or its copy cannot be trusted."""
+        self._drop(request.kv)
+        self.leaving.pop(request.request_id, None)
+
+    def _drop(self, table: BlockTable) -> None:
+        self.host.release(table.host_blocks)
+        table.host_blocks = []
+        table.num_swapped = 0
+
+    def distrust(self, request: Request) -> None:
+        """What `request` has computed is of use to no other."""
+        self.pool.unname(request.kv.blocks)
+
+    def distrust_all(self, running: Iterable[Request], others: Iterable[Request]) -> None:
+        """What was computed until now is not to be shared: not that of the `running`, nor copies of the `others`."""
+        self.pool.unname_all()
+        for request in running:
+            self._break_promises(request.request_id)
+            request.kv.is_mixed = True
+        for request in others:
+            request.kv.is_mixed = request.kv.num_swapped > 0
+
+    def forget(self) -> None:
+        """What the blocks held is gone; no request owns any."""
+        self.pool.forget()
+
+    def table_of(self, request: Request) -> list[int]:
+        """The blocks of `request`, in the order of its tokens."""
+        return request.kv.blocks
+
+    def num_copied(self, request: Request) -> int:
+        """Blocks on the host that hold a copy of `request`."""
+        return len(request.kv.host_blocks)
+
+    def statistics(self) -> PoolStatistics:
+        """Blocks by place."""
+        return self.pool.statistics()
+
+    # ---- names ---------------------------------------------------------------------------------------------------
+
+    def _name_next(self, request: Request) -> None:
+        names, size = request.kv.names, self._size
+        at = len(names) * size
+        names.append(block_name(names[-1] if names else b"", request.token_ids[at : at + size]))
+
+    def _names(self, request: Request, num_full: int) -> list[bytes]:
+        """The names of the first `num_full` blocks of `request`, which its tokens must fill, at least."""
+        names = request.kv.names
+        while len(names) < num_full:
+            self._name_next(request)
+        return names
+
+    def _promise(self, request: Request, num_tokens: int) -> None:
+        """`request` will compute the full blocks after its first `num_tokens` tokens, unless another one does."""
+        promised = self._promises[request.request_id] = set()
+        if not self._is_sharing or request.kv.is_mixed:
+            return
+        worth_sharing = (len(request.token_ids) - 1) // self._size  # as `find_prefix` looks no further
+        for name in self._names(request, worth_sharing)[num_tokens // self._size : worth_sharing]:
+            if name not in self.producers and self.pool.find(name) is None:
+                self.producers[name] = request.request_id
+                promised.add(name)
+
+    def _break_promises(self, request_id: int) -> None:
+        for name in sorted(self._promises.pop(request_id, ())):
+            del self.producers[name]
+
+    # ---- for checkers --------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Everything that decides what this cache will do, comparable: what its blocks hold, and what is promised."""
+        held = self.pool.fingerprint(), tuple(self.host._free), tuple(self.leaving)
+        return held, tuple(sorted(self.producers.items()))
+
+    def check(self, owners: Iterable[Request], borrowed: Iterable[int]) -> None:
+        """Assert that every block, here and on the host, has exactly the owners it should have."""
+        owners = list(owners)
+        self.pool.check([*(block for r in owners for block in r.kv.blocks), *borrowed])
+        self.host.check(block for r in owners for block in r.kv.host_blocks)
+        promised = {name: request_id for request_id, names in self._promises.items() for name in names}
+        assert promised == self.producers, "a promised prefix has no producer"
+        assert self._promises.keys() <= {r.request_id for r in owners}, "a request that is gone has promises"
+        for request in owners:
+            assert request.kv.capacity == len(request.kv.blocks) * self._size
+            assert request.num_planned <= request.kv.capacity, f"request {request.request_id} has too few blocks"

@@ -1,0 +1,493 @@
+"""The messages between actors, by boundary. Small Structs, so that each can be sent, recorded, replayed or encoded.
+
+Identity: a *stream* is what a client asked for, a *request* one choice of it. Both ids are integers that only grow,
+so a message about an id that is gone, or not there yet, can be told apart. A step has (step_id, epoch): the epoch
+grows whenever the worker is replaced, and an answer from an older one is dropped by state, never asserted.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.outputs import FinishReason, TokenLogprob
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import StepDone, StepPlan
+
+
+class Cause(StrEnum):
+    """Why a request was ended before its time."""
+
+    CLIENT = "client"  # the API's cancel, or the generator was left early
+    DISCONNECT = "disconnect"  # the client went away
+    TIMEOUT = "timeout"  # the request's own deadline passed
+    SIBLING = "sibling"  # another choice of the same stream failed
+    DRAIN = "drain"  # the engine shuts down
+    QUEUE = "queue"  # it had no token within the time it was willing to wait for its first one
+    STALLED = "stalled"  # its reader stayed away for too long
+
+
+class Fault(StrEnum):
+    """What went wrong with a step, or with the worker under it."""
+
+    OOM = "oom"
+    EXCEPTION = "exception"
+    TIMEOUT = "timeout"  # it took longer than its deadline, or its process no longer says that it lives
+    LOST = "lost"  # the process of the device is gone
+    SWITCH = "switch"  # the device could not change its mode for the step
+
+
+class Chat(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation to be rendered by the model's chat template."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = {}
+
+
+Prompt = str | list[int] | Chat
+
+
+# ---- client -> gate -> engine -------------------------------------------------------------------------------------
+
+
+class Arrive(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's wish. `num_tokens` is what admission reserves for the prompt, settled once it is tokenised."""
+
+    stream_id: int
+    prompt: Prompt
+    params: SamplingParams
+    seed: int
+    num_tokens: int
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """End the stream, whatever state it is in; legal always, and twice is as good as once.
+
+    It goes to the gate, which may have the stream on its overflow list, and passes it on to the engine; `arrived` is
+    how many Arrives the gate had sent by then. It may overtake them; the engine counts those it has seen.
+    """
+
+    stream_id: int
+    cause: Cause
+    arrived: int = 0
+
+
+class CancelAll(msgspec.Struct, frozen=True):
+    """End every stream; it goes to the gate and, with `arrived` as in `Cancel`, on to the engine."""
+
+    cause: Cause
+    arrived: int = 0
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """Take no new streams; those here may finish."""
+
+
+class Open(msgspec.Struct, frozen=True):
+    """The engine is warm: take streams."""
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """End everything now. `error` is what streams still open are told, if they should hear of a failure."""
+
+    error: str | None = None
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """The gate's answer to an Arrive it will not take: `reason` is "overloaded", "draining" or "closed".
+
+    `limit` says what is exhausted when overloaded: "requests", "tokens", or "overflow" for who wanted to wait.
+    """
+
+    stream_id: int
+    reason: str
+    message: str
+    limit: str = ""
+
+
+class Departed(msgspec.Struct, frozen=True):
+    """The engine's word to the gate: these streams have left the queue (they run, or have ended)."""
+
+    stream_ids: list[int]
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """The engine's word to the gate: this prompt, whose length was guessed, has `num_tokens` tokens."""
+
+    stream_id: int
+    num_tokens: int
+
+
+class QueueOver(msgspec.Struct, frozen=True):
+    """Timer of the gate: this stream has waited for its first token for as long as it was willing to."""
+
+    stream_id: int
+
+
+# ---- engine <-> tokenizer -----------------------------------------------------------------------------------------
+
+
+class Encode(msgspec.Struct, frozen=True):
+    """Render and tokenise `prompt`."""
+
+    stream_id: int
+    prompt: Prompt
+
+
+class Encoded(msgspec.Struct, frozen=True):
+    """The tokens of a prompt."""
+
+    stream_id: int
+    token_ids: list[int]
+
+
+class EncodeFailed(msgspec.Struct, frozen=True):
+    """The prompt cannot be rendered or tokenised; `message` says why, for the client, and `param` which field."""
+
+    stream_id: int
+    message: str
+    param: str | None = None
+    code: str = "invalid_value"
+
+
+# ---- engine <-> scheduler -----------------------------------------------------------------------------------------
+
+
+class Configure(msgspec.Struct, frozen=True):
+    """The worker is warm: this is how much it holds. It comes again, with a higher epoch, when a worker was replaced.
+
+    `num_host_blocks` is the room for swapped blocks; `modes` are what `StepPlan.mode` may say, best first:
+    the worker comes up in the first. `step_costs` are (tokens, milliseconds) of steps, where they were measured.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    epoch: int = 0
+    num_host_blocks: int = 0
+    modes: tuple[Mode, ...] = (Mode(),)
+    step_costs: list[tuple[int, float]] = []
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of a stream, tokenised and ready to be scheduled. `request_id`s are given in this order.
+
+    Each choice has a seed of its own.
+    """
+
+    request_id: int
+    stream_id: int
+    choice: int
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+
+
+class CancelRequest(msgspec.Struct, frozen=True):
+    """End one request. One that overtakes its own Submit leaves a tombstone that the Submit meets.
+
+    With `Cause.QUEUE` it ends the stream of the request, unless that has its first token.
+    """
+
+    request_id: int
+    cause: Cause
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """The reader of this stream is slow: compute no more of it for now; or of this choice, which went on."""
+
+    stream_id: int
+    choice: int | None = None
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """The reader has caught up."""
+
+    stream_id: int
+
+
+class PauseRequest(msgspec.Struct, frozen=True):
+    """Leave this request out of the batch; it keeps its KV while memory lasts."""
+
+    request_id: int
+
+
+class ResumeRequest(msgspec.Struct, frozen=True):
+    """Take this request into the batch again."""
+
+    request_id: int
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """What a client learns when its request first runs: counts in tokens, and the seed that is used."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    prompt_token_ids: list[int]
+    seed: int
+
+
+class End(msgspec.Struct, frozen=True):
+    """How a request ended. `finish_reason` when well; otherwise `cause` (cancelled) or `error` with its `code`."""
+
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    cause: Cause | None = None
+    error: str | None = None
+    code: str = "step_failed"
+    param: str | None = None
+
+
+class Output(msgspec.Struct, gc=False):
+    """What a step (or a cancel) brought for one request; `end` on the last one."""
+
+    request_id: int
+    stream_id: int
+    choice: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprob] | None = None
+    first: Begun | None = None
+    end: End | None = None
+    is_degraded: bool = False  # some of it was computed in another mode than the one the engine was started in
+
+
+class MakeBatch(msgspec.Struct, frozen=True):
+    """Commit or roll back the oldest step in flight, if that has ended with this `outcome`, and plan the next one."""
+
+    outcome: StepDone | StepFailed | None = None
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """The scheduler's answer to MakeBatch: the next step (None: nothing to do), and what the last one brought.
+
+    `work_seen` counts the Submit, Resume and Cancel messages seen before planning: if the engine has sent more since,
+    an empty plan is not the last word. `may_follow`: another step may be planned behind this one before it has ended.
+    """
+
+    plan: StepPlan | None
+    outputs: list[Output]
+    started: list[int]
+    work_seen: int
+    epoch: int = 0
+    may_follow: bool = False
+
+
+class Outputs(msgspec.Struct, frozen=True):
+    """Outputs that did not come from a step: requests refused or cancelled."""
+
+    outputs: list[Output]
+
+
+def ended_early(stream_id: int, end: End) -> Outputs:
+    """The end of a stream that the scheduler never saw."""
+    return Outputs([Output(-1, stream_id, 0, [], "", end=end)])
+
+
+# ---- engine <-> worker --------------------------------------------------------------------------------------------
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """Run this step."""
+
+    plan: StepPlan
+
+
+class StepFailed(msgspec.Struct, frozen=True):
+    """The step did not run to its end. `launched`: the device may have written into the step's blocks."""
+
+    step_id: int
+    epoch: int
+    fault: Fault
+    message: str
+    launched: bool = True
+
+
+class WorkerReady(msgspec.Struct, frozen=True):
+    """Loaded, fitted and warm; `facts` is all that Load and Fit found out, for people to read."""
+
+    epoch: int
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    facts: dict[str, Any] = {}
+    num_host_blocks: int = 0
+    modes: tuple[Mode, ...] = (Mode(),)
+    step_costs: list[tuple[int, float]] = []
+
+
+class WorkerLost(msgspec.Struct, frozen=True):
+    """The worker of this epoch is gone with all that its device held; another one is coming up.
+
+    `step_id` is the step that its device had begun; -1: none, as it was lost between two steps or in a switch of mode.
+    """
+
+    epoch: int
+    fault: Fault
+    message: str
+    step_id: int = -1
+
+
+class WorkerFailed(msgspec.Struct, frozen=True):
+    """The worker will not come up (any more); `message` is one clear sentence for whoever started it."""
+
+    message: str
+
+
+# ---- streams <-> reader --------------------------------------------------------------------------------------------
+
+
+class Read(msgspec.Struct, frozen=True):
+    """The reader takes what is there."""
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """All choices have ended well, and everything was read."""
+
+
+class StallOver(msgspec.Struct, frozen=True):
+    """Timer of a stream: its reader has taken nothing for too long."""
+
+    stream_id: int
+
+
+# ---- anybody -> incidents ------------------------------------------------------------------------------------------
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True):
+    """Something went wrong, or changed because of it: for the error queue, the log and the metrics.
+
+    `kind` is a `Fault` or "not_a_number", "ladder", "swap", "stall", "restart", "gave_up", "spare", "frozen"; `action`
+    says what was done.
+    """
+
+    kind: str
+    message: str
+    action: str
+    step_id: int = -1
+    epoch: int = 0
+    stream_ids: list[int] = []
+
+
+# ---- worker <-> device --------------------------------------------------------------------------------------------
+# Every job and every answer carries the epoch of its worker: an answer of an older one is dropped by state.
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """Come up."""
+
+
+class Spawn(msgspec.Struct, frozen=True):
+    """Job: have a device to talk to: a process of its own, a spare that is loaded already, or nothing to do."""
+
+    epoch: int = 0
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Job: read the weights."""
+
+    epoch: int = 0
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """Job: allocate the KV cache, of exactly `num_blocks` if that is given: as many as the first had.
+
+    So all caches of one engine are equally large, and which process made one does not matter.
+    """
+
+    epoch: int = 0
+    num_blocks: int | None = None
+
+
+class Warm(msgspec.Struct, frozen=True):
+    """Job: run the kernels once."""
+
+    epoch: int = 0
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Job: one step."""
+
+    plan: StepPlan
+
+
+class Switch(msgspec.Struct, frozen=True):
+    """Job: compute in this mode from the next step on."""
+
+    mode: Mode
+    epoch: int = 0
+
+
+class Reclaim(msgspec.Struct, frozen=True):
+    """Job: give back what an out-of-memory step left behind."""
+
+    epoch: int = 0
+
+
+class Close(msgspec.Struct, frozen=True):
+    """Job: free the device."""
+
+    epoch: int = 0
+
+
+class Kill(msgspec.Struct, frozen=True):
+    """Job: end the device's process at once, whatever it does. Nothing answers."""
+
+    epoch: int = 0
+
+
+class JobDone(msgspec.Struct, frozen=True):
+    """The job of this name ended; `value` is what it found (a dict, for Load, Fit and Warm)."""
+
+    job: str
+    value: Any = None
+    epoch: int = 0
+
+
+class JobFailed(msgspec.Struct, frozen=True):
+    """The job of this name failed; `message` is one clear sentence, `at_s` is when, as in `DeviceLost`."""
+
+    job: str
+    message: str
+    epoch: int = 0
+    at_s: float = 0.0
+
+
+class DeviceLost(msgspec.Struct, frozen=True):
+    """The device's process has ended, or its link broke; `at_s` is when, on any clock that only grows."""
+
+    epoch: int
+    message: str
+    at_s: float = 0.0
+
+
+class Overdue(msgspec.Struct, frozen=True):
+    """The watchdog: the device gave no sign of life, or its job has outlasted its deadline; `at_s` as above."""
+
+    epoch: int
+    message: str
+    at_s: float = 0.0
+
+
+class Restart(msgspec.Struct, frozen=True):
+    """Timer: bring up the next worker."""
+
+
+# ---- timers of the scheduler ----------------------------------------------------------------------------------------
+
+
+class Quiet(msgspec.Struct, frozen=True):
+    """Timer: nothing has gone wrong since it was set: climb one rung."""
+
+
+class KeepOver(msgspec.Struct, frozen=True):
+    """Timer: this request has been paused for as long as it may keep its KV on the device."""
+
+    request_id: int

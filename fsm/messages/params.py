@@ -1,0 +1,217 @@
+"""How a request wants its tokens chosen and where it wants to stop. Field names are vLLM's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+
+from novainfer.fsm.messages.errors import InvalidParameter
+
+INTEGER_MAX = 2**31 - 1  # no vocabulary and no context is larger, and every format and device holds it
+TEMPERATURE_GREEDY_MAX = 1e-5  # vLLM's bound too: below it, dividing logits overflows fp32 before it changes a draw
+TEMPERATURE_MAX = 100.0
+TOP_P_MIN = 2**-126  # the smallest normal fp32 number: devices take smaller ones for 0, and would keep no token
+REPETITION_PENALTY_MIN = 0.01  # far below any use; 1e-38 takes logits beyond what fp32 holds, and 0.01 a hundredfold
+REPETITION_PENALTY_MAX = 100.0
+STOP_STRINGS_MAX = 16  # OpenAI allows 4; each one costs a search per token
+STOP_CHARS_MAX = 256  # a text that may be the beginning of one is compared with each of its prefixes, at each token
+TOKEN_IDS_MAX = 2**18  # ids in one list: as many as the largest vocabularies hold
+LOGIT_BIAS_MAX = 1024  # entries; OpenAI documents 300
+LOGPROBS_MAX = 20  # OpenAI's limit for top_logprobs
+NUM_CHOICES_MAX = 128  # OpenAI's limit for n
+SEED_BITS = 64
+SHOWN_CHARS_MAX = 40  # of a number in an error
+DURATION_S_MAX = 366 * 86_400.0  # a year: loops lose count of timers that are set for centuries
+
+TokenIds = Annotated[list[int], "token ids of the served model's vocabulary"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling and stopping of one request; raises `InvalidParameter`, naming the field, when a value cannot be used.
+
+    `temperature=0` is greedy. `max_tokens=None` means: as many as the context holds. `top_k` of 0 or -1 and `top_p`
+    of 1 switch those filters off. `seed=None` draws one, which the outputs return. `logprobs=k` returns, for each
+    token, its log probability and those of the k most likely ones (k may be 0). `timeout_s` is a deadline for the
+    whole request, queueing included. With `max_queue_s` it waits for so long when the queue is full, instead of being
+    refused at once, and ends if its first token has not come by then.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: TokenIds | None = None
+    banned_token_ids: TokenIds = []
+    skip_special_tokens: bool = True
+    timeout_s: float | None = None
+    max_queue_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check = _Check()
+        check.between("n", self.n, 1, NUM_CHOICES_MAX)
+        check.between("temperature", self.temperature, 0.0, TEMPERATURE_MAX)
+        check.above_up_to("top_p", self.top_p, 0.0, 1.0)
+        check.between("top_p", self.top_p, TOP_P_MIN, 1.0)
+        if not -1 <= self.top_k <= INTEGER_MAX:
+            message = f"top_k must be between 1 and {INTEGER_MAX}, or 0 for no limit, not {shown(self.top_k)}"
+            raise InvalidParameter(message, param="top_k")
+        check.between("min_p", self.min_p, 0.0, 1.0)
+        low, high = REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX
+        check.between("repetition_penalty", self.repetition_penalty, low, high)
+        check.between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check.between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None and not -(2 ** (SEED_BITS - 1)) <= self.seed < 2**SEED_BITS:
+            raise InvalidParameter(f"seed must fit {SEED_BITS} bits, not {shown(self.seed)}", param="seed")
+        if self.max_tokens is not None:
+            check.between("max_tokens", self.max_tokens, 1, INTEGER_MAX)
+        check.between("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else INTEGER_MAX)
+        self._check_stop()
+        if self.logprobs is not None:
+            check.between("logprobs", self.logprobs, 0, LOGPROBS_MAX)
+        for token_id, bias in self.logit_bias.items():
+            check.between(f"logit_bias[{shown(token_id)}]", bias, -100.0, 100.0, param="logit_bias")
+        check.between("the length of logit_bias", len(self.logit_bias), 0, LOGIT_BIAS_MAX, param="logit_bias")
+        for name, ids in self._token_ids().items():
+            check.between(f"the length of {name}", len(ids), 0, TOKEN_IDS_MAX, param=name)
+            if ids and (min(ids) < 0 or max(ids) > INTEGER_MAX):
+                wrong = min(ids) if min(ids) < 0 else max(ids)
+                raise InvalidParameter(f"{name} must hold token ids, and {shown(wrong)} is none", param=name)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidParameter("allowed_token_ids must hold at least one token id", param="allowed_token_ids")
+        check.duration("timeout_s", self.timeout_s)
+        check.duration("max_queue_s", self.max_queue_s)
+
+    def _check_stop(self) -> None:
+        strings = self.stop_strings
+        if len(strings) > STOP_STRINGS_MAX:
+            raise InvalidParameter(f"stop takes at most {STOP_STRINGS_MAX} strings, not {len(strings)}", param="stop")
+        for string in strings:
+            if not string:
+                raise InvalidParameter("stop must not hold an empty string", param="stop")
+            if len(string) > STOP_CHARS_MAX:
+                message = f"a stop string has at most {STOP_CHARS_MAX} characters, not {len(string)}"
+                raise InvalidParameter(message, param="stop")
+            if not is_unicode(string):
+                raise InvalidParameter("stop is not valid Unicode: it holds half of a surrogate pair", param="stop")
+
+    def _token_ids(self) -> dict[str, Collection[int]]:
+        """All fields that hold token ids, by name."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids or [],
+            "banned_token_ids": self.banned_token_ids,
+        }
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The stop strings as a list, whatever way they were given."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the most likely token is always taken."""
+        return self.temperature < TEMPERATURE_GREEDY_MAX
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `InvalidParameter` when a token id is outside `[0, vocab_size)`, or no token is left to be drawn."""
+        for name, ids in self._token_ids().items():
+            if ids and (highest := max(ids)) >= vocab_size:
+                message = f"{name} holds {highest}, but token ids run from 0 to {vocab_size - 1}"
+                raise InvalidParameter(message, param=name)
+        banned = set(self.banned_token_ids)
+        if len(banned) >= vocab_size:
+            raise InvalidParameter("banned_token_ids bans every token", param="banned_token_ids")
+        if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= banned:
+            raise InvalidParameter("banned_token_ids bans every allowed token", param="banned_token_ids")
+
+
+def is_unicode(text: str) -> bool:
+    """False when `text` holds half of a surrogate pair: no format can carry it, and no tokenizer takes it."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(number: float) -> str:
+    """A number in an error: one of a thousand digits says no more than its beginning."""
+    try:
+        text = str(number)
+    except ValueError:  # Python writes out no integer of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= SHOWN_CHARS_MAX else f"{text[:SHOWN_CHARS_MAX]}… ({len(text)} digits)"
+
+
+def check_types(record: msgspec.Struct) -> None:
+    """Raise `InvalidParameter`, naming the field, when a field holds a value of another type than it was declared."""
+    try:
+        msgspec.convert(record, _twin_of(type(record)), from_attributes=True)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at ")
+        name = re.split(r"[.\[]", path.partition("$.")[2].strip("`"))[0]
+        message = f"{name}: {what[:1].lower()}{what[1:]}"
+        if "enum value" in what:
+            message = f"{name} must be one of {_choices(type(record), name)}, not {getattr(record, name)!r}"
+        raise InvalidParameter(message, param=name) from None
+
+
+def _choices(kind: type[msgspec.Struct], name: str) -> str:
+    (declared,) = [field.type for field in msgspec.structs.fields(kind) if field.name == name]
+    kinds = [declared, *get_args(declared)]  # an annotated type is the first argument of its annotation
+    literals = [one for kind in kinds for one in (kind, *get_args(kind)) if get_origin(one) is Literal]
+    return ", ".join(str(choice) for literal in literals for choice in get_args(literal))
+
+
+@cache
+def _twin_of(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """A record with the fields of `kind` and none of its checks, which convert would run again.
+
+    msgspec knows no paths: a field that may hold one is left to `kind` itself.
+    """
+    fields = [(f.name, Any if "Path" in str(f.type) else f.type) for f in msgspec.structs.fields(kind)]
+    return msgspec.defstruct(f"{kind.__name__}Types", fields)
+
+
+class _Check:
+    """Range checks that say the field, the range and the value (nan is in no range)."""
+
+    @staticmethod
+    def between(name: str, value: float, low: float, high: float, *, param: str | None = None) -> None:
+        if not low <= value <= high:
+            message = f"{name} must be between {low} and {high}, not {shown(value)}"
+            raise InvalidParameter(message, param=param or name)
+
+    @staticmethod
+    def above_up_to(name: str, value: float, low: float, high: float) -> None:
+        if not low < value <= high:
+            raise InvalidParameter(f"{name} must be more than {low} and at most {high}, not {shown(value)}", param=name)
+
+    @staticmethod
+    def duration(name: str, value: float | None) -> None:
+        if value is not None and not 0 < value <= DURATION_S_MAX:
+            limits = f"more than 0 and at most {DURATION_S_MAX:.0f} seconds"
+            raise InvalidParameter(f"{name} must be {limits}, not {shown(value)}", param=name)

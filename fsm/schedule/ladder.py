@@ -1,0 +1,249 @@
+"""The ladder of degraded modes: when memory stays short, or kernels fail whatever they compute, the engine works worse.
+
+    FULL ⇄ SMALLER_BATCH                      Held: steps hold less than configured; Freed: they may again
+    FULL, SMALLER_BATCH ──Broken──▶ DEGRADED: plainer kernels      ──Quiet──▶ FULL, SMALLER_BATCH
+    FULL, SMALLER_BATCH ──Pressure──▶ DEGRADED: a lower precision  ──Quiet──▶ FULL, SMALLER_BATCH
+    DEGRADED ──Broken, Pressure──▶ DEGRADED: on the other axis, too, where it was on one only
+
+FULL and SMALLER_BATCH compute in the mode that the device came up in, with the kernels and in the precision that the
+engine was started with: there answers are exact. DEGRADED is every other mode that the device offers, and only there
+answers may change. Broken keeps the precision and Pressure the kernels. For people each of them is a rung of its own,
+named by what differs: PLAIN_KERNELS, INT8, PLAIN_KERNELS+INT8.
+
+Pressure and Broken are what a canary proves, a step that holds nothing of any client (see `recovery`). DEGRADED is left
+after a quiet time, a timer that finds nothing wrong since it was set. Trouble before the next quiet time is over
+doubles it, up to 16 times: once for each way up that came to nothing, and not for each rung on the way down. A quiet
+time in an exact mode makes it as long as at first.
+A mode that the device cannot switch to is left out from then on; one it cannot switch back from is stayed in until
+the next quiet time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import msgspec
+
+from novainfer.fsm.core.dwell import Dwell, any_time
+from novainfer.fsm.core.machine import Guard, Machine, Table, ignore, never, on, stay, table
+from novainfer.fsm.messages.events import Incident, Quiet
+from novainfer.fsm.messages.mode import Mode
+
+
+class Rung(StrEnum):
+    """How well the engine works."""
+
+    FULL = "FULL"
+    SMALLER_BATCH = "SMALLER_BATCH"
+    DEGRADED = "DEGRADED"
+
+
+S = Rung
+EXACT = (S.FULL, S.SMALLER_BATCH)  # where answers are those of the mode that the engine was started in
+BACKOFF_MAX = 16  # quiet times in one: a quarter of an hour between two ways up that come to nothing
+
+
+class Held(msgspec.Struct, frozen=True):
+    """Steps hold less than was configured from now on: `message` says why."""
+
+    message: str
+
+
+class Freed(msgspec.Struct, frozen=True):
+    """Steps may hold as much as was configured."""
+
+
+class Pressure(msgspec.Struct, frozen=True):
+    """A canary found no memory: `message` says what is wrong."""
+
+    message: str
+
+
+class Broken(msgspec.Struct, frozen=True):
+    """A canary could not be computed: `message` says what is wrong."""
+
+    message: str
+
+
+class Steady(msgspec.Struct, frozen=True):
+    """The first good step after a quiet time without any, or the last request has ended: the time begins again."""
+
+
+class Switched(msgspec.Struct, frozen=True):
+    """The device computes in this mode: a step in it is done, or it has just come up."""
+
+    mode: Mode
+
+
+class SwitchFailed(msgspec.Struct, frozen=True):
+    """The device could not change to `mode`, and computes as before: `message` says why."""
+
+    mode: Mode
+    message: str
+
+
+class OfMode(Guard):
+    """The mode is that of the rung."""
+
+    name = "of this rung"
+    why = "the engine is on another rung by now"
+
+    @staticmethod
+    def holds(machine: Any, event: Any) -> bool:
+        """As `Guard.holds`."""
+        return bool(event.mode == machine.mode)
+
+
+class Ladder(Machine):
+    """See the module; `quiet_s` is the time without trouble after which the way up is tried."""
+
+    TABLE: ClassVar[Table] = table(
+        S,
+        (Held, Freed, Pressure, Broken, Steady, Switched, SwitchFailed, Quiet),
+        on(S.FULL, Held, "_hold", S.SMALLER_BATCH),
+        stay(S.DEGRADED, Held, "_still_held"),
+        never(S.SMALLER_BATCH, Held, "they are held already, and that is told once"),
+        never(S.FULL, Freed, "none are held"),
+        on(S.SMALLER_BATCH, Freed, "_free", S.FULL),
+        stay(S.DEGRADED, Freed, "_note_freed"),
+        on(S.FULL, Pressure, "_down", S.FULL, S.DEGRADED),
+        on(S.FULL, Broken, "_down", S.FULL, S.DEGRADED),
+        on(S.SMALLER_BATCH, Pressure, "_down", S.SMALLER_BATCH, S.DEGRADED),
+        on(S.SMALLER_BATCH, Broken, "_down", S.SMALLER_BATCH, S.DEGRADED),
+        stay(S.DEGRADED, Pressure, "_down"),
+        stay(S.DEGRADED, Broken, "_down"),
+        stay(S.DEGRADED, Steady, "_bear"),
+        ignore(EXACT, Steady, "it was left while nothing was there to be computed"),
+        stay(S, Switched, "_note"),
+        on(S, SwitchFailed, "_back", *S, only=OfMode),
+        stay(EXACT, Quiet, "_settle"),
+        on(S.DEGRADED, Quiet, "_up", *S),
+    )
+    DWELLS: ClassVar[Mapping[Any, Dwell]] = {
+        **dict.fromkeys(S, any_time("it climbs back when it has been quiet for a while")),
+    }
+    state: Rung
+
+    def __init__(self, modes: Sequence[Mode] = (Mode(),), *, quiet_s: float = 60.0) -> None:
+        """`modes` are those that the device offers, best first; it comes up in the first."""
+        super().__init__(S.FULL)
+        self._offered = tuple(modes)
+        self._modes = list(modes)  # those that it can be switched to
+        self._quiet_s = quiet_s
+        self._backoff = 1  # quiet times until the next way up
+        self._is_held = False  # where the way up leads
+        self._is_settling = False  # it is up again, and not for a quiet time yet
+        self.mode = self.device_mode = self.exact_mode
+
+    @property
+    def exact_mode(self) -> Mode:
+        """The mode that the engine was started in."""
+        return self._offered[0]
+
+    @property
+    def is_exact(self) -> bool:
+        """True where answers are those of the mode that the engine was started in."""
+        return self.state in EXACT
+
+    @property
+    def rung(self) -> str:
+        """Where it is, for people."""
+        return self._name(self.mode) if self.state is S.DEGRADED else str(self.state)
+
+    @property
+    def rungs(self) -> tuple[str, ...]:
+        """All that `rung` may be with this device, best first."""
+        return (*EXACT, *(self._name(mode) for mode in self._offered[1:]))
+
+    def helps(self, event: type[Pressure | Broken]) -> bool:
+        """Whether there is a rung for that."""
+        return self._below(event) is not None
+
+    # ---- how large steps are -------------------------------------------------------------------------------------
+
+    def _hold(self, event: Held) -> Rung:
+        self._is_held = True
+        return self._go(self.exact_mode, event.message)
+
+    def _still_held(self, _: Held) -> Rung:
+        self._is_held = True
+        return self.state
+
+    def _free(self, _: Freed) -> Rung:
+        self._is_held = False
+        return self._go(self.exact_mode, "steps go well that hold as much as they may")
+
+    def _note_freed(self, _: Freed) -> Rung:
+        self._is_held = False
+        return self.state
+
+    # ---- modes ---------------------------------------------------------------------------------------------------
+
+    def _down(self, event: Pressure | Broken) -> Rung:
+        mode = self._below(type(event))
+        if mode is None:
+            return self.state if self.is_exact else self._bear(event)
+        if self._is_settling:
+            self._backoff = min(2 * self._backoff, BACKOFF_MAX)
+            self._is_settling = False
+        return self._go(mode, event.message)
+
+    def _below(self, event: type[Pressure | Broken]) -> Mode | None:
+        """The next mode on the axis that helps."""
+        axis, other = ("precision", "kernels") if event is Pressure else ("kernels", "precision")
+        for mode in self._modes[self._modes.index(self.mode) + 1 :]:
+            if getattr(mode, other) == getattr(self.mode, other) and getattr(mode, axis) != getattr(self.mode, axis):
+                return mode
+        return None
+
+    def _bear(self, _: Pressure | Broken | Steady) -> Rung:
+        self._set_timer()
+        return self.state
+
+    def _up(self, _: Quiet) -> Rung:
+        self._is_settling = True
+        rung = self._go(self.exact_mode, "nothing went wrong for a while")
+        self._set_timer()
+        return rung
+
+    def _settle(self, _: Quiet) -> Rung:
+        if self._is_settling:
+            self._is_settling = False
+            self._backoff = 1
+        return self.state
+
+    def _note(self, event: Switched) -> Rung:
+        self.device_mode = event.mode
+        return self.state
+
+    def _back(self, event: SwitchFailed) -> Rung:
+        failed, target = self.mode, self.device_mode
+        if self._modes.index(failed) > self._modes.index(target):
+            self._modes.remove(failed)
+        return self._go(target, event.message)
+
+    def _go(self, mode: Mode, why: str) -> Rung:
+        """To `mode`; where that is the exact one, to the rung that says whether steps are held."""
+        before, self.mode = self.rung, mode
+        rung = S.DEGRADED
+        if mode == self.exact_mode:
+            rung = S.SMALLER_BATCH if self._is_held else S.FULL
+        else:
+            self._set_timer()
+        action = f"{before} -> {self._name(mode) or rung}"
+        self._send("incidents", Incident(kind="ladder", message=why, action=action))
+        return rung
+
+    def _name(self, mode: Mode) -> str:
+        """What differs from the exact mode; empty when nothing does."""
+        exact, words = self.exact_mode, []
+        if mode.kernels != exact.kernels:
+            words.append(f"{mode.kernels}_KERNELS")
+        if mode.precision != exact.precision:
+            words.append(mode.precision)
+        return "+".join(words).upper()
+
+    def _set_timer(self) -> None:
+        self._after(self._quiet_s * self._backoff, Quiet())

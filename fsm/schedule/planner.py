@@ -1,0 +1,306 @@
+"""The queue, the running requests and what they own; who has to go when memory or slots are short.
+
+`StepBuilder` puts the next step together; here it is made room for, committed, or taken back when it fails.
+
+What is preempted leaves its KV on the host, if there is room: the next step copies it out before anything is computed,
+and the one that takes it in again copies it back. Paused requests are preempted first, also for want of slots.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection
+
+import msgspec
+
+from novainfer.fsm.kv.block_cache import BlockCache
+from novainfer.fsm.kv.cache import KVCache
+from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.step import StepPlan
+from novainfer.fsm.schedule.batching import Flight, StepBuilder, arrival, runnable
+from novainfer.fsm.schedule.request import FETCHED, LOSE, PREEMPT, RECOVER, UNADMIT, Request, RequestState
+from novainfer.fsm.schedule.speculation import Speculation
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step may hold, in requests and tokens."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    prefill_chunk_tokens: int = 512
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+
+
+class Planner:
+    """The queue, the running requests and the pool; plans steps and takes them back."""
+
+    def __init__(
+        self, limits: Limits, num_blocks: int, num_host_blocks: int = 0, speculation: Speculation | None = None
+    ) -> None:
+        self.limits = limits
+        self.cache: KVCache = BlockCache(
+            num_blocks, limits.block_size, num_host_blocks, enable_prefix_caching=limits.enable_prefix_caching
+        )
+        self.waiting: list[Request] = []  # WAITING, PREEMPTED and RECOVERING, in order of arrival
+        self.running: dict[int, Request] = {}  # those that have a slot and blocks, in order of admission
+        self.parked: dict[int, Request] = {}  # PAUSED without a slot or blocks
+        self.overstayed: set[int] = set()  # PAUSED for too long: they are parked before the next step
+        self.max_running = limits.max_num_seqs  # requests in one step; less while memory or time is short
+        self.mode = Mode()  # what the last step was planned in
+        self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.looked_at = -1  # the id of the waiting request that was looked at last in turn
+        self.num_preemptions = 0
+        self.speculation = speculation
+
+    # ---- queue ---------------------------------------------------------------------------------------------------
+
+    def enqueue(self, request: Request) -> None:
+        """Put `request` into the queue, at its place by arrival."""
+        request.work = 0 if request.kv.num_swapped else len(request.token_ids)
+        insort(self.waiting, request, key=arrival)
+
+    def dequeue(self, request: Request) -> None:
+        """Take `request` out of the queue, where it must be."""
+        at = bisect_left(self.waiting, request.request_id, key=arrival)
+        assert self.waiting[at] is request, f"request {request.request_id} is not in the queue"
+        del self.waiting[at]
+
+    def is_queued(self, request: Request) -> bool:
+        """Whether `request` is in the queue."""
+        at = bisect_left(self.waiting, request.request_id, key=arrival)
+        return at < len(self.waiting) and self.waiting[at] is request
+
+    def remove(self, request: Request) -> None:
+        """Take `request` out of the queue or the batch, and give back what it owns."""
+        if request.request_id in self.running:
+            del self.running[request.request_id]
+            self.release(request)
+        elif self.parked.pop(request.request_id, None) is None and self.is_queued(request):
+            self.dequeue(request)
+        self.cache.drop_copy(request)
+
+    def release(self, request: Request) -> None:
+        """Give back the slot of `request`, and all that it has on the device."""
+        self.cache.release(request)
+        if request.slot >= 0:
+            self.free_slots.append(request.slot)
+            request.slot = -1
+
+    def unpark(self, request: Request) -> None:
+        """Its reader is back: queue it again."""
+        del self.parked[request.request_id]
+        self.enqueue(request)
+
+    def lose(self) -> None:
+        """The worker is gone, and with it every block, here and on the host; nothing is in flight."""
+        for request in list(self.running.values()):
+            del self.running[request.request_id]
+            self.release(request)
+            request.handle(LOSE)
+            if request.state is RequestState.RECOVERING:
+                self.enqueue(request)
+            else:
+                self.parked[request.request_id] = request
+        for request in (*self.waiting, *self.parked.values()):
+            self.cache.drop_copy(request)
+        self.overstayed.clear()
+        self.cache.forget()
+
+    def recover(self) -> None:
+        """There is a worker again, with as many blocks as before."""
+        for request in self.waiting:
+            if request.state is RequestState.RECOVERING:
+                request.handle(RECOVER)
+
+    def change_mode(self, mode: Mode) -> None:
+        """Steps compute in `mode` from now on: what was computed in another is not shared with any other request."""
+        self.mode = mode
+        self.cache.distrust_all(self.running.values(), (*self.waiting, *self.parked.values()))
+
+    # ---- planning ------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, step_id: int, epoch: int, chunk: int, only: Collection[int] | None
+    ) -> tuple[StepPlan, Flight] | None:
+        """The next step, or None if nothing can run; `only` restricts it to some request ids (a bisection).
+
+        `chunk` is the number of prompt tokens it may hold. Requests are preempted when memory is short: that is a
+        decision of its own, which stays when the step is rolled back.
+        """
+        while True:
+            self._park_overstayed()
+            if only is None:
+                self._make_slots()
+            self._make_room(only)
+            builder = StepBuilder(self, step_id, epoch, chunk, only)
+            builder.add_decodes()
+            builder.add_prefills()
+            if self.speculation is not None and only is None:
+                builder.add_drafts(self.speculation)
+                builder.plan.num_drafts_wanted = self.speculation.wanted(builder.flight.samples)
+                builder.flight.num_passes = max(builder.plan.num_drafts_wanted, default=0)
+            builder.close()
+            if builder.flight.rows or builder.flight.fetched:
+                return builder.plan, builder.flight
+            if builder.is_cut:  # nothing else is to be done than to look on
+                continue
+            # Nothing fits. If somebody wants to run, take the blocks of whoever loses least, and try again.
+            wants_to_run = [r for r in (*self.running.values(), *self.waiting) if runnable(r, only)]
+            if not wants_to_run or not self._preempt_one(keep=min(wants_to_run, key=arrival)):
+                return None
+
+    def plan_ahead(self, step_id: int, epoch: int, chunk: int) -> tuple[StepPlan, Flight] | None:
+        """A step behind those in flight, or None if nothing can run, or if room has to be made first.
+
+        No request is preempted for it: the steps in flight use what it has.
+        """
+        self._park_overstayed()
+        if self.overstayed or self._is_crowded or self._short_of_room(None) is not None:
+            return None
+        builder = StepBuilder(self, step_id, epoch, chunk, None, is_ahead=True)
+        builder.add_decodes()
+        builder.add_prefills()
+        builder.close()
+        return (builder.plan, builder.flight) if builder.flight.rows or builder.flight.fetched else None
+
+    def plan_canary(self, step_id: int, epoch: int, num_tokens: int) -> tuple[StepPlan, Flight] | None:
+        """A step over `num_tokens` tokens of nobody's, in a free slot and free blocks; None if there are none.
+
+        It takes nothing: its blocks are free again when its flight is taken back or `dismissed`.
+        """
+        self._park_overstayed()
+        num_tokens = min(num_tokens, self.cache.num_tokens_free)
+        if not self.free_slots or not num_tokens:
+            return None
+        builder = StepBuilder(self, step_id, epoch, num_tokens, None)
+        builder.add_canary(self.free_slots[-1], num_tokens)
+        builder.close()
+        return builder.plan, builder.flight
+
+    def dismiss(self, canary: Flight) -> None:
+        """A canary went well: its blocks are free again."""
+        self.cache.take_back(canary.journal)
+        self.settle(canary)
+
+    def commit(self, flight: Flight) -> None:
+        """The step ran to its end: what it has computed and copied stays."""
+        cache = self.cache
+        cache.commit(flight.journal)
+        for request in flight.fetched:
+            request.num_computed = request.num_planned
+            cache.commit_row(request, request.num_computed)
+            if not request.ended:
+                request.handle(FETCHED)
+                cache.drop_copy(request)
+        rows, drafts = flight.rows, flight.drafts
+        if drafts:  # they are committed one by one, as far as they are right
+            rows = [(request, count - drafts.get(request.request_id, 0), start) for request, count, start in rows]
+        for request, count, start in rows:
+            request.num_computed = end = start + count
+            if end >= request.kv.commits_at:
+                cache.commit_row(request, end)
+
+    def commit_draft(self, request: Request) -> None:
+        """The draft behind what is committed of `request` is the token that was sampled there."""
+        request.num_computed += 1
+        if request.num_computed >= request.kv.commits_at:
+            self.cache.commit_row(request, request.num_computed)
+
+    def drop_drafts(self, request: Request) -> None:
+        """What its step has computed beyond what is committed is of no use."""
+        request.num_planned = request.num_computed
+        self.cache.truncate(request, request.num_computed)
+
+    def rollback(self, flight: Flight, *, launched: bool) -> None:
+        """Take back everything `flight` planned; exactly, if it was never launched."""
+        for request, _, start in flight.rows:
+            request.num_planned = start
+        self.cache.undo(flight.journal, launched=launched)
+        for request in reversed(flight.admitted):
+            request.num_planned = 0
+            self.free_slots.append(request.slot)
+            request.slot = -1
+            request.handle(UNADMIT)
+            if not request.ended:
+                del self.running[request.request_id]
+                self.enqueue(request)
+        self.settle(flight)
+
+    def settle(self, flight: Flight) -> None:
+        """What ended while `flight` was on the device gives back what it owns."""
+        for request in flight.departed:
+            self.release(request)
+            self.cache.drop_copy(request)
+
+    def _park_overstayed(self) -> None:
+        """Requests whose reader was away for too long while a step held them give up what they keep, once none does."""
+        for request_id in sorted(self.overstayed):
+            request = self.running.get(request_id)
+            if request is not None and request.state is RequestState.PAUSED:
+                if request.is_in_flight:
+                    continue
+                self.preempt(request)
+            self.overstayed.remove(request_id)
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether requests have to leave their slots for others."""
+        if self.max_running < len(self.running):
+            return True
+        if not self.waiting or (self.free_slots and len(self.running) < self.max_running):
+            return False
+        return any(r.state is RequestState.PAUSED for r in self.running.values())
+
+    def _make_slots(self) -> None:
+        """Park as many paused requests as there are others in want of a slot."""
+        while self.waiting and not (self.free_slots and len(self.running) < self.max_running):
+            paused = next((r for r in self.running.values() if r.state is RequestState.PAUSED), None)
+            if paused is None:
+                break
+            self.preempt(paused)
+        while self.max_running < len(self.running):  # looked at closely only while memory is short
+            active = [r for r in self.running.values() if r.state is not RequestState.PAUSED]
+            if len(active) <= self.max_running or not self._preempt_one(keep=min(active, key=arrival)):
+                break
+
+    def _make_room(self, only: Collection[int] | None) -> None:
+        """Preempt until every decoding request, and the oldest one, can have the block that it needs next."""
+        while (oldest := self._short_of_room(only)) is not None and self._preempt_one(keep=oldest):
+            pass
+
+    def _short_of_room(self, only: Collection[int] | None) -> Request | None:
+        """The oldest of those that can run, if not all of them can have the block that they need next."""
+        cache = self.cache
+        if cache.room >= len(self.running):
+            return None
+        able = [r for r in self.running.values() if runnable(r, only)]
+        if not able:
+            return None
+        oldest = min(able, key=arrival)
+        needed = sum(
+            cache.room_for(r, r.num_planned + 1)
+            for r in able
+            if r is oldest or r.state is RequestState.DECODE or r.is_prefill_planned
+        )
+        return None if needed <= cache.room else oldest
+
+    def _preempt_one(self, keep: Request) -> bool:
+        """Take the blocks of the request that loses least; paused ones first, the oldest (`keep`) never."""
+        victims = [r for r in self.running.values() if r is not keep and r.kv.capacity]
+        if not victims:
+            return False
+        self.preempt(min(victims, key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, -r.request_id)))
+        return True
+
+    def preempt(self, victim: Request) -> None:
+        """Take slot and blocks of `victim`, leaving a copy on the host if there is room; it is in no step now."""
+        self.num_preemptions += 1
+        self.cache.swap_out(victim)
+        self.release(victim)
+        victim.handle(PREEMPT)
+        del self.running[victim.request_id]
+        if victim.state is RequestState.PREEMPTED:
+            self.enqueue(victim)
+        else:
+            self.parked[victim.request_id] = victim

@@ -1,0 +1,333 @@
+"""One choice of one stream, from its submission to its end.
+
+    WAITING ──Admit──▶ PREFILL ──Prefilled──▶ DECODE ⇄ PAUSED (its reader is slow)
+       ▲ Unadmit ◀────────┘                     │
+    PREEMPTED ◀──Preempt── PREFILL, DECODE      └──Finish──▶ FINISHED_*   (from every state)
+       └──Fetch──▶ WAITING_FOR_REMOTE_KVS ──Fetched──▶ PREFILL, DECODE
+    RECOVERING ◀──Lose── PREFILL, DECODE (the worker is gone);  RECOVERING ──Recover──▶ WAITING
+
+A request owns KV blocks and a slot from Admit or Fetch on; PREEMPTED, RECOVERING and the ended states own none, except
+that a request ended while its step is on the device keeps what it owns until the step has returned. A PAUSED request
+keeps its blocks while memory lasts: it is the first to be preempted. What was preempted is computed again from its own
+tokens, or, where there is room on the host for its blocks, fetched from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import msgspec
+
+from novainfer.fsm.core import dwell
+from novainfer.fsm.core.dwell import COMES_UP_AGAIN, Dwell, any_time
+from novainfer.fsm.core.machine import Machine, Table, ignore, never, on, table
+from novainfer.fsm.kv.blocks import BlockTable
+from novainfer.fsm.messages.events import PauseRequest, ResumeRequest, Submit
+from novainfer.fsm.messages.step import SeqParams
+from novainfer.fsm.text import TextAssembler, Vocabulary
+
+
+class RequestState(StrEnum):
+    """Where a request is; the names are those of the inspector and the metrics."""
+
+    WAITING = "WAITING"
+    PREFILL = "PREFILL"
+    DECODE = "DECODE"
+    PAUSED = "PAUSED"
+    PREEMPTED = "PREEMPTED"
+    WAITING_FOR_REMOTE_KVS = "WAITING_FOR_REMOTE_KVS"
+    RECOVERING = "RECOVERING"
+    FINISHED_STOPPED = "FINISHED_STOPPED"
+    FINISHED_LENGTH = "FINISHED_LENGTH"
+    FINISHED_ABORTED = "FINISHED_ABORTED"
+    FINISHED_TIMEOUT = "FINISHED_TIMEOUT"
+    FINISHED_IGNORED = "FINISHED_IGNORED"
+    FINISHED_ERROR = "FINISHED_ERROR"
+
+
+S = RequestState
+ENDED = frozenset(s for s in S if s.name.startswith("FINISHED"))
+CANCELLED = frozenset([S.FINISHED_ABORTED, S.FINISHED_TIMEOUT, S.FINISHED_ERROR])
+QUEUED = (S.WAITING, S.PREEMPTED)
+FETCHING = S.WAITING_FOR_REMOTE_KVS
+LIVE = (*QUEUED, S.PREFILL, S.DECODE, S.PAUSED, FETCHING, S.RECOVERING)
+LIVE_BUT_PREEMPTED = tuple(s for s in LIVE if s is not S.PREEMPTED)
+NOTHING_WRITTEN = (*QUEUED, S.PREFILL, FETCHING, S.RECOVERING)  # no token of it is sampled in these states
+
+
+class Admit(msgspec.Struct, frozen=True):
+    """It gets a slot and its first blocks, in the step being planned."""
+
+
+class Unadmit(msgspec.Struct, frozen=True):
+    """The step that admitted it was rolled back."""
+
+
+class Prefilled(msgspec.Struct, frozen=True):
+    """All its tokens are in the KV cache, and the next one is sampled."""
+
+
+class Preempt(msgspec.Struct, frozen=True):
+    """Its blocks are needed by an older request; they are copied to the host, or computed again later."""
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """It gets a slot and blocks, into which the step being planned copies back what the host holds."""
+
+
+class Fetched(msgspec.Struct, frozen=True):
+    """Its blocks are back."""
+
+
+class Lose(msgspec.Struct, frozen=True):
+    """The worker is gone, and with it all blocks."""
+
+
+class Recover(msgspec.Struct, frozen=True):
+    """There is a worker again."""
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """It ends in `state`."""
+
+    state: RequestState
+
+
+ADMIT, UNADMIT, PREFILLED, PREEMPT = Admit(), Unadmit(), Prefilled(), Preempt()
+FETCH, FETCHED, LOSE, RECOVER = Fetch(), Fetched(), Lose(), Recover()
+
+
+class Request(Machine):
+    """A request's state and everything that is known of it. The scheduler owns it, and nobody else changes it."""
+
+    TABLE: ClassVar[Table] = table(
+        S,
+        (Admit, Unadmit, Prefilled, Preempt, Fetch, Fetched, Lose, Recover, PauseRequest, ResumeRequest, Finish),
+        on(QUEUED, Admit, "_admit", S.PREFILL),
+        never((S.PREFILL, S.DECODE, S.PAUSED, FETCHING), Admit, "it is admitted already"),
+        never(S.RECOVERING, Admit, "there is no worker to be admitted to"),
+        never(ENDED, Admit, "an ended request is in no queue"),
+        on((S.PREFILL, FETCHING), Unadmit, "_unadmit", S.WAITING, S.PREEMPTED),
+        never((*QUEUED, S.DECODE, S.PAUSED, S.RECOVERING), Unadmit, "only the step being undone can have admitted it"),
+        ignore(CANCELLED, Unadmit, "it was cancelled while the step was on the device"),
+        never(ENDED - CANCELLED, Unadmit, "while its step is on the device it can only be cancelled"),
+        on(S.PREFILL, Prefilled, "_prefilled", S.DECODE),
+        never((*QUEUED, S.DECODE, S.PAUSED, FETCHING, S.RECOVERING), Prefilled, "only a prefill can complete"),
+        never(ENDED, Prefilled, "the scheduler drops the tokens of ended requests"),
+        on((S.PREFILL, S.DECODE), Preempt, "_preempt", S.PREEMPTED),
+        on(S.PAUSED, Preempt, "_stay_paused", S.PAUSED),
+        never((*QUEUED, S.RECOVERING), Preempt, "it owns nothing that could be taken"),
+        never(FETCHING, Preempt, "its step is on the device, and nobody is preempted then"),
+        never(ENDED, Preempt, "it owns nothing that could be taken"),
+        on(S.PREEMPTED, Fetch, "_fetch", FETCHING),
+        never(LIVE_BUT_PREEMPTED, Fetch, "the host holds nothing of it"),
+        never(ENDED, Fetch, "an ended request is in no queue"),
+        on(FETCHING, Fetched, "_fetched", S.PREFILL, S.DECODE),
+        never((*QUEUED, S.PREFILL, S.DECODE, S.PAUSED, S.RECOVERING), Fetched, "nothing was fetched for it"),
+        never(ENDED, Fetched, "the scheduler forgets ended requests, and drops what comes for them"),
+        on((S.PREFILL, S.DECODE), Lose, "_lose", S.RECOVERING),
+        never(FETCHING, Lose, "its step is taken back first"),
+        on(S.PAUSED, Lose, "_lose_paused", S.PAUSED),
+        never((*QUEUED, S.RECOVERING), Lose, "it has no blocks to lose"),
+        never(ENDED, Lose, "it has no blocks to lose"),
+        on(S.RECOVERING, Recover, "_recover", S.WAITING),
+        never((*QUEUED, S.PREFILL, S.DECODE, S.PAUSED, FETCHING), Recover, "it had lost nothing"),
+        never(ENDED, Recover, "the scheduler forgets ended requests"),
+        on(S.DECODE, PauseRequest, "_pause", S.PAUSED),
+        ignore(NOTHING_WRITTEN, PauseRequest, "nothing is written now; a stalled stream asks again"),
+        ignore(S.PAUSED, PauseRequest, "a stalled stream asks at each delivery"),
+        never(ENDED, PauseRequest, "the scheduler forgets ended requests, and drops what comes for them"),
+        on(S.PAUSED, ResumeRequest, "_resume", S.DECODE, S.PREEMPTED),
+        ignore((*NOTHING_WRITTEN, S.DECODE), ResumeRequest, "its pause was ignored, or came to nothing"),
+        never(ENDED, ResumeRequest, "the scheduler forgets ended requests, and drops what comes for them"),
+        on(LIVE, Finish, "_finish", *sorted(ENDED)),
+        never(ENDED, Finish, "a request ends once"),
+    )
+    DWELLS: ClassVar[Mapping[Any, Dwell]] = {
+        S.WAITING: any_time("its turn depends on the others; its own timeout ends it"),
+        S.PREFILL: any_time("a prompt may take many steps, and each step has a deadline"),
+        S.DECODE: any_time("an answer may be long, and each step has a deadline"),
+        S.PAUSED: any_time("its reader's time, which the stall timeout ends"),
+        S.PREEMPTED: any_time("its turn depends on the others; its own timeout ends it"),
+        S.WAITING_FOR_REMOTE_KVS: any_time("its blocks come back with a step, and each step has a deadline"),
+        S.RECOVERING: COMES_UP_AGAIN,
+        **dict.fromkeys(ENDED, dwell.ENDED),
+    }
+    __slots__ = (
+        "choice",
+        "draft_hits",
+        "draft_state",
+        "draft_trials",
+        "drafted_at",
+        "drafts",
+        "failures",
+        "is_degraded",
+        "is_first_output",
+        "kv",
+        "losses",
+        "max_len",
+        "num_cached",
+        "num_computed",
+        "num_indexed",
+        "num_planned",
+        "num_preemptions",
+        "num_prompt",
+        "params",
+        "paused_as",
+        "queued_as",
+        "request_id",
+        "seed",
+        "slot",
+        "stop_ids",
+        "stream_id",
+        "tells_tokens",
+        "text",
+        "token_ids",
+        "waits_for",
+        "work",
+    )
+    state: RequestState
+
+    def __init__(self, submit: Submit, vocabulary: Vocabulary, eos_token_ids: Sequence[int], max_len: int) -> None:
+        super().__init__(S.WAITING)
+        params = submit.params
+        self.request_id = submit.request_id
+        self.stream_id = submit.stream_id
+        self.choice = submit.choice
+        self.params = params
+        self.seed = submit.seed
+        self.token_ids = list(submit.token_ids)  # the prompt, then what was sampled
+        self.num_prompt = len(submit.token_ids)
+        self.max_len = max_len  # tokens, prompt included, at which it ends with "length"
+        self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
+        self.text = TextAssembler(
+            vocabulary,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+        )
+        self.kv = BlockTable()  # what it has of the KV cache
+        self.num_computed = 0  # tokens whose keys and values are computed
+        self.num_planned = 0  # the same, when the steps on the device have ended well: more while it is in one
+        self.num_cached = 0  # tokens of the prompt that the prefix cache had when it first ran
+        self.slot = -1
+        self.waits_for: bytes | None = None  # the name it waits for another request to compute
+        self.work = self.num_prompt  # tokens to compute before its next one, when it was last looked at in the queue
+        self.num_preemptions = 0
+        self.paused_as = -1  # its last pause, counted among those of all requests
+        # Since its last token: failed steps in which it stood alone, and steps with it that died with their worker.
+        self.failures = self.losses = 0
+        # Of what was guessed of its next tokens (`novainfer.fsm.schedule.speculation`), the latest counts most:
+        self.draft_hits = self.draft_trials = 0.0
+        self.drafted_at = self.num_prompt  # its tokens when a step last verified a guess
+        self.draft_state: Any = None  # the proposer's
+        self.num_indexed = 0  # tokens whose places it knows: what is made again from a recording knows as many
+        self.drafts: list[int] = []  # what the device's draft model has proposed behind its tokens
+        self.tells_tokens = False  # whether the device must know them: for its draft model
+        self.queued_as = S.WAITING  # the state it was admitted from
+        self.is_first_output = True
+        self.is_degraded = False  # some of it was computed in another mode than the exact one
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> bool:
+        """True once it is in one of the FINISHED states."""
+        return self.state in ENDED
+
+    @property
+    def is_in_flight(self) -> bool:
+        """True while a step on the device reads or writes what it has of the KV cache."""
+        return self.num_planned > self.num_computed
+
+    @property
+    def is_prefill_planned(self) -> bool:
+        """True while the step that computes the end of its prompt is in flight: the next one may decode it."""
+        return self.state is S.PREFILL and self.num_planned >= len(self.token_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens still to be planned before the next one can be sampled."""
+        return len(self.token_ids) - self.num_planned
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.token_ids) - self.num_prompt
+
+    def sampling_spec(self) -> SeqParams:
+        """What the device must know before it can sample this request."""
+        params = self.params
+        spec = SeqParams(
+            slot=self.slot,
+            temperature=0.0 if params.is_greedy else params.temperature,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            seed=self.seed,
+            num_prompt_tokens=self.num_prompt,
+            min_position=self.num_prompt + params.min_tokens,
+            stop_token_ids=sorted(self.stop_ids),
+            logit_bias=params.logit_bias,
+            allowed_token_ids=params.allowed_token_ids,
+            banned_token_ids=params.banned_token_ids,
+            logprobs=params.logprobs,
+        )
+        if spec.needs_history or self.tells_tokens:
+            spec.token_ids = list(self.token_ids)
+        return spec
+
+    # ---- actions -------------------------------------------------------------------------------------------------
+
+    def _admit(self, _: Admit) -> RequestState:
+        self.queued_as = self.state
+        return S.PREFILL
+
+    def _unadmit(self, _: Unadmit) -> RequestState:
+        return self.queued_as
+
+    def _prefilled(self, _: Prefilled) -> RequestState:
+        return S.DECODE
+
+    def _preempt(self, _: Preempt) -> RequestState:
+        self.num_preemptions += 1
+        self.num_computed = self.num_planned = 0
+        return S.PREEMPTED
+
+    def _stay_paused(self, _: Preempt) -> RequestState:
+        self.num_preemptions += 1
+        self.num_computed = self.num_planned = 0
+        return S.PAUSED
+
+    def _lose_paused(self, _: Lose) -> RequestState:
+        self.num_computed = self.num_planned = 0
+        return S.PAUSED
+
+    def _fetch(self, _: Fetch) -> RequestState:
+        self.queued_as = self.state
+        return FETCHING
+
+    def _fetched(self, _: Fetched) -> RequestState:
+        was_decoding = self.num_remaining == 1 and not self.is_first_output
+        return S.DECODE if was_decoding else S.PREFILL
+
+    def _lose(self, _: Lose) -> RequestState:
+        self.num_computed = self.num_planned = 0
+        return S.RECOVERING
+
+    def _recover(self, _: Recover) -> RequestState:
+        return S.WAITING
+
+    def _pause(self, _: PauseRequest) -> RequestState:
+        return S.PAUSED
+
+    def _resume(self, _: ResumeRequest) -> RequestState:
+        return S.DECODE if self.slot >= 0 else S.PREEMPTED
+
+    def _finish(self, event: Finish) -> RequestState:
+        return event.state

@@ -1,0 +1,175 @@
+"""The forward operation: all layers of a pre-norm decoder, from embeddings to normed hidden states.
+
+`OpByOpForward` calls one kernel after the other: it runs on any device, and is what others are proved against. One
+function serves prefill, chunks and decode: they differ only in the arrays of `StepTensors`.
+
+A forward is chosen before the KV cache exists, from the kernels that the model's parts were given (`DecoderKind`), and
+made of the parts when they are there (`over`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
+
+from torch import Tensor
+
+from novainfer.kernels.ops.registry import AttentionBackend, AttentionShape, Linear, RowOps
+from novainfer.kernels.step import StepTensors
+
+__all__ = ["PRODUCTS", "DecoderKind", "DecoderParts", "Forward", "Layer", "LayerKind", "OpByOpForward"]
+
+PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What a forward must know of a layer before there is one; a decoder has a few kinds at most."""
+
+    qkv: type[Linear]
+    o: type[Linear]
+    gate_up: type[Linear]
+    down: type[Linear]
+    biased: frozenset[str] = frozenset()  # the products that have a bias
+    has_qk_norm: bool = False
+    is_sliding: bool = False  # its rows see a window
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderKind:
+    """By which a forward says whether it can compute a decoder, and by which it is tested."""
+
+    layers: frozenset[LayerKind]
+    ops: type[RowOps]
+    attention: type[AttentionBackend]
+    attention_shape: AttentionShape
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer's weights; q, k and v are one product, and so are gate and up. A switch of mode replaces products."""
+
+    input_norm: Tensor  # [hidden_size]
+    qkv: Linear
+    o: Linear
+    post_norm: Tensor  # [hidden_size]
+    gate_up: Linear
+    down: Linear
+    q_norm: Tensor | None = None  # [head_dim]: of each query head, before its rotation
+    k_norm: Tensor | None = None  # [head_dim]: of each key head; there with q_norm
+    sliding_window: int | None = None  # tokens that a row sees, itself among them; None: its whole context
+
+    @property
+    def kind(self) -> LayerKind:
+        """What it is now."""
+        products: dict[str, Linear] = {name: getattr(self, name) for name in PRODUCTS}
+        return LayerKind(
+            **{name: type(linear) for name, linear in products.items()},
+            biased=frozenset(name for name, linear in products.items() if linear.bias is not None),
+            has_qk_norm=self.q_norm is not None,
+            is_sliding=self.sliding_window is not None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParts:
+    """What a forward computes with; it keeps them alive."""
+
+    layers: Sequence[Layer]
+    final_norm: Tensor  # [hidden_size]
+    cos_sin: Tensor  # fp32 [max_model_len, head_dim]
+    ops: type[RowOps]
+    attention: AttentionBackend
+    rms_norm_eps: float
+
+    @property
+    def kind(self) -> DecoderKind:
+        """What they are now."""
+        return DecoderKind(
+            frozenset(layer.kind for layer in self.layers), self.ops, type(self.attention), self.attention.shape
+        )
+
+
+class Forward(Protocol):
+    """One step through all layers, over parts that stay what they are: after a switch it is made anew."""
+
+    name: ClassVar[str]
+    row_invariant: ClassVar[bool]  # promises the bits that its parts give one by one, and so what they promise of rows
+
+    @classmethod
+    def refuses(cls, kind: DecoderKind) -> str | None:
+        """None when a decoder of this kind can be computed; else the reason."""
+
+    @classmethod
+    def over(cls, parts: DecoderParts) -> Self:
+        """Over parts of a kind that was not refused."""
+
+    def __call__(self, hidden: Tensor, step: StepTensors) -> Tensor | None:
+        """Compute one step and fill its part of the KV cache.
+
+        Embeddings [num_tokens, hidden_size] (contiguous; overwritten) -> normed hidden states [num_samples,
+        hidden_size] of the rows that are sampled from, or None when there are none: then nothing behind the last
+        layer's keys and values is computed.
+        """
+
+
+class OpByOpForward:
+    """One kernel after the other: any device, any parts."""
+
+    name: ClassVar[str] = "op-by-op"
+    row_invariant: ClassVar[bool] = True
+
+    def __init__(self, parts: DecoderParts) -> None:
+        self._parts = parts
+
+    @classmethod
+    def refuses(cls, kind: DecoderKind) -> str | None:
+        """Takes everything."""
+        return None
+
+    @classmethod
+    def over(cls, parts: DecoderParts) -> Self:
+        """Over these parts."""
+        return cls(parts)
+
+    def __call__(self, hidden: Tensor, step: StepTensors) -> Tensor | None:
+        """[num_tokens, hidden_size] (overwritten) -> [num_samples, hidden_size], or None without samples."""
+        parts = self._parts
+        layers, ops, attention, eps = parts.layers, parts.ops, parts.attention, parts.rms_norm_eps
+        shape = attention.shape
+        num_heads, dim = shape.num_heads, shape.head_dim
+        num_rotated, num_all = num_heads + shape.num_kv_heads, num_heads + 2 * shape.num_kv_heads
+        scale = dim**-0.5
+        last = len(layers) - 1
+
+        residual = hidden
+        x = ops.rms_norm(residual, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):
+            qkv = layer.qkv(x)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                ops.qk_norm(qkv, layer.q_norm, layer.k_norm, num_heads, shape.num_kv_heads, eps)
+            ops.rope(qkv, parts.cos_sin, step.positions, num_rotated, dim)
+            heads = qkv.view(-1, num_all, dim)
+            attention.write(index, heads[:, num_heads:num_rotated], heads[:, num_rotated:], step.slot_mapping)
+            if index == last and step.num_samples == 0:
+                return None
+            x = attention.attend(
+                index,
+                heads[:, :num_heads],
+                step.block_tables,
+                step.query_start,
+                step.context_lens,
+                scale,
+                step.max_query_len,
+                step.max_context_len,
+                layer.sliding_window,
+            )
+            if index == last and step.logit_rows is not None:
+                x = x.index_select(0, step.logit_rows)
+                residual = residual.index_select(0, step.logit_rows)
+            x = ops.add_rms_norm(layer.o(x), residual, layer.post_norm, eps)
+            x = layer.down(ops.silu_mul(layer.gate_up(x)))
+            norm = parts.final_norm if index == last else layers[index + 1].input_norm
+            x = ops.add_rms_norm(x, residual, norm, eps)
+        return x

@@ -1,0 +1,134 @@
+"""Weights in int8 by row with one fp32 scale each: half or a quarter of the memory.
+
+Activations are not quantised, so a row of the weight is the only thing that loses: each element is off by at most
+half a step, a step being the row's largest element over 127.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Protocol, Self
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from novainfer.fsm.messages.mode import INT8
+
+__all__ = ["PART_ROWS", "ReferenceInt8Linear", "TorchInt8Linear", "part_rows", "put_in_parts", "quantised"]
+
+PART_ROWS = 64  # parts begin at multiples of this: a multiple of every kernel's panel
+PART_BYTES_MAX = 2 << 20  # of the fp32 rows that are quantised at once: bounds the scratch of a switch
+TILE_ELEMENTS_MAX = 4 << 20  # weights widened at once by torch: bounds the scratch of a product
+
+
+def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [n, K] as int8 [n, K] and fp32 scales [n]: `rows` is about `q * scale`; each row by itself."""
+    wide = rows.float()
+    scale = wide.abs().amax(1) / 127
+    steps = torch.where(scale > 0, scale, 1.0)
+    return torch.round(wide / steps[:, None]).to(torch.int8), scale
+
+
+class _Filled(Protocol):
+    """A linear that is filled part by part."""
+
+    out_features: int
+    in_features: int
+
+    def put(self, first: int, rows: Tensor) -> None: ...
+
+
+def part_rows(in_features: int) -> int:
+    """Rows that are quantised at once."""
+    return max(1, PART_BYTES_MAX // (4 * in_features * PART_ROWS)) * PART_ROWS
+
+
+def put_in_parts(linear: _Filled, rows: Callable[[int, int], Tensor]) -> None:
+    """Fill it with `rows(first, last)` -> [last - first, K], a few MiB at a time."""
+    count = part_rows(linear.in_features)
+    for first in range(0, linear.out_features, count):
+        linear.put(first, rows(first, min(first + count, linear.out_features)))
+
+
+class TorchInt8Linear:
+    """Widened by torch, a tile of rows at a time: any device, any dtype."""
+
+    name: ClassVar[str] = "torch-int8"
+    precision: ClassVar[str] = INT8
+    row_invariant: ClassVar[bool] = False
+    gathers_rows: ClassVar[bool] = True
+
+    def __init__(self, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.q = q  # int8 [N, K]
+        self.scale = scale  # fp32 [N]
+        self.bias = bias
+        self.dtype = dtype
+        self.out_features, self.in_features = q.shape
+        self.weight_bytes = q.nbytes + scale.nbytes + (0 if bias is None else bias.nbytes)
+
+    @classmethod
+    def refuses(cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Takes everything."""
+        return None
+
+    @classmethod
+    def empty(
+        cls, out_features: int, in_features: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """Room for a weight [out_features, in_features]; `put` fills it."""
+        q = torch.zeros(out_features, in_features, dtype=torch.int8, device=device)
+        scale = torch.zeros(out_features, dtype=torch.float32, device=device)
+        return cls(q, scale, None if bias is None else bias.to(torch.float32, copy=True), dtype)
+
+    @classmethod
+    def shared_layout(cls) -> str:
+        """The tensors as they are."""
+        return cls.name
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Weight, scale and bias."""
+        return [self.q, self.scale] if self.bias is None else [self.q, self.scale, self.bias]
+
+    @classmethod
+    def over(cls, out_features: int, in_features: int, dtype: torch.dtype, tensors: list[Tensor]) -> Self:
+        """On another one's tensors."""
+        return cls(tensors[0], tensors[1], tensors[2] if len(tensors) == 3 else None, dtype)
+
+    def put(self, first: int, rows: Tensor) -> None:
+        """Quantise rows [n, K] as rows `first` on."""
+        last = first + len(rows)
+        self.q[first:last], self.scale[first:last] = quantised(rows)
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:
+        """Quantise weight [N, K]; bias [N] stays as it is."""
+        packed = cls.empty(weight.shape[0], weight.shape[1], bias, weight.dtype, weight.device)
+        put_in_parts(packed, lambda first, last: weight[first:last])
+        return packed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M, K] -> [M, N]."""
+        out = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
+        step = max(1, TILE_ELEMENTS_MAX // self.in_features)
+        for first in range(0, self.out_features, step):
+            part = slice(first, first + step)
+            y = F.linear(x, self.q[part].to(x.dtype)) * self.scale[part]
+            out[:, part] = y if self.bias is None else y + self.bias[part]
+        return out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """int64 [n] -> [n, K], each element times its row's scale, rounded to the dtype."""
+        return (self.q[ids] * self.scale[ids, None]).to(self.dtype)
+
+
+class ReferenceInt8Linear(TorchInt8Linear):
+    """The oracle: widened whole, in fp32, rounded once at the end."""
+
+    name: ClassVar[str] = "reference-int8"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M, K] -> [M, N]."""
+        y = x.float() @ (self.q * self.scale[:, None]).T
+        return (y if self.bias is None else y + self.bias).to(x.dtype)

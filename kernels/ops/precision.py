@@ -1,0 +1,64 @@
+"""The precisions that weights can be kept in: what registry, loader, modes and self-tests must know of each.
+
+A precision more is an entry here, its name in fsm/messages/mode.py, and linears that keep weights so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from novainfer.fsm.messages.mode import CHECKPOINT, INT8, PRECISIONS, QUANTIZATIONS
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.ops.int8 import ReferenceInt8Linear, TorchInt8Linear
+from novainfer.kernels.ops.linear import MkldnnLinear, TorchLinear
+from novainfer.kernels.ops.reference import ReferenceLinear
+from novainfer.kernels.ops.selftest import check_int8_linear, check_linear
+
+__all__ = ["Precision", "precision_of", "quantization_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Precision:
+    """How the weights of matrix products are kept."""
+
+    name: str  # as `Mode.precision` and a linear's `precision` say it
+    linears: tuple[type[Any], ...]  # of any device, fastest first; those of one device register themselves
+    check: Callable[[Any, torch.dtype, torch.device], str | None]  # the self-test of a linear
+    bits: int | None = None  # of one element; None: as many as the dtype has. With a scale of fp32 for each row
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether weights are less than the checkpoint has: linears are then `QuantisedLinear`s."""
+        return self.bits is not None
+
+    def weight_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
+        """About what a weight [out_features, in_features] takes."""
+        if self.bits is None:
+            return out_features * in_features * dtype.itemsize
+        return out_features * (in_features * self.bits // 8 + torch.float32.itemsize)
+
+
+_PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision(CHECKPOINT, (MkldnnLinear, TorchLinear, ReferenceLinear), check_linear),
+        Precision(INT8, (TorchInt8Linear, ReferenceInt8Linear), check_int8_linear, bits=8),
+    )
+}
+assert tuple(_PRECISIONS) == PRECISIONS
+
+
+def precision_of(name: str) -> Precision:
+    """The precision of this name, which is one of `PRECISIONS`."""
+    return _PRECISIONS[name]
+
+
+def quantization_of(name: str | None) -> Precision:
+    """The precision that a setting `quantization` asks for; raises `LoadError` for one that is not there."""
+    if name not in (None, *QUANTIZATIONS):
+        raise LoadError(f"quantization must be one of {', '.join(map(repr, QUANTIZATIONS))}, or None, not {name!r}")
+    return _PRECISIONS[name or CHECKPOINT]

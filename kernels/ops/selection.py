@@ -1,0 +1,156 @@
+"""Which kernels one model runs on: the registry of this machine, asked with the model's shapes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from novainfer.fsm.messages.mode import CHECKPOINT, PRECISIONS
+from novainfer.kernels.errors import KernelUnavailableError, LoadError
+from novainfer.kernels.ops.attention import TorchAttention
+from novainfer.kernels.ops.forward import DecoderKind, OpByOpForward
+from novainfer.kernels.ops.precision import Precision, precision_of
+from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceRowOps
+from novainfer.kernels.ops.registry import AttentionShape, Operation, Registry
+from novainfer.kernels.ops.row_ops import TorchRowOps
+from novainfer.kernels.ops.selftest import check_attention, check_forward, check_row_ops
+
+__all__ = ["Selection", "build_registry"]
+
+logger = logging.getLogger(__name__)
+
+NATIVE_VARIABLE = "NOVAINFER_NATIVE"
+
+
+def build_registry(device: torch.device, *, native: str | None = None, batch_invariant: bool = False) -> Registry:
+    """All kernels for a device, fastest first.
+
+    `native` (default: the environment's NOVAINFER_NATIVE, else "1") is "0" for torch alone, "1" for native
+    kernels where they run, "require" to raise `LoadError` where they do not.
+    """
+    mode = native if native is not None else os.environ.get(NATIVE_VARIABLE, "1")
+    if mode not in ("0", "1", "require"):
+        raise LoadError(f'{NATIVE_VARIABLE} must be "0", "1" or "require", not {mode!r}')
+    registry = Registry(batch_invariant=batch_invariant, require="native" if mode == "require" else None)
+    natives: list[tuple[Operation, type[Any]]] = []
+    if device.type == "cpu" and mode != "0":
+        natives = _native_implementations(required=mode == "require")
+    for operation, implementation in natives:
+        registry.register(operation, implementation)
+    for name in PRECISIONS:
+        for linear in precision_of(name).linears:
+            registry.register("linear", linear)
+    registry.register("attention", TorchAttention)
+    if natives:  # not one to begin with, but one that goes on with the cache of the native kernels
+        from novainfer.kernels.cpu.plain_attention import NativeLayoutAttention
+
+        registry.register("attention", NativeLayoutAttention)
+    registry.register("attention", ReferenceAttention)
+    for ops in (TorchRowOps, ReferenceRowOps):
+        registry.register("ops", ops)
+    registry.register("forward", OpByOpForward)
+    return registry
+
+
+def _native_implementations(*, required: bool) -> list[tuple[Operation, type[Any]]]:
+    try:
+        # Here and not at the top: the library is built when its module is first asked for it.
+        from novainfer.kernels.cpu import native
+
+        found: list[tuple[Operation, type[Any]]] = native.implementations()
+    except (ImportError, KernelUnavailableError) as error:
+        if required:
+            raise LoadError(f"native CPU kernels are required, but cannot be used: {error}") from None
+        logger.warning("native CPU kernels cannot be used (%s); torch computes instead", error)
+        return []
+    return found
+
+
+@dataclass(slots=True)
+class Selection:
+    """Answers "which class for this operation", each proved by its self-test first, and remembers what it gave.
+
+    Linears keep weights in `precision`; `layout` asks for attention over a KV cache that lies in this layout.
+    """
+
+    registry: Registry
+    dtype: torch.dtype
+    device: torch.device
+    precision: Precision = field(default_factory=lambda: precision_of(CHECKPOINT))
+    layout: str | None = None
+    names: dict[str, str] = field(default_factory=dict)  # operation -> names in use, for people
+    row_invariant: bool = True  # whether all kernels given so far are
+
+    def linear(self, out_features: int, in_features: int, *, gathers_rows: bool = False) -> Any:
+        """The class for a weight [out_features, in_features]; with `gathers_rows`, one that gives rows back."""
+
+        def refuses(kernel: Any) -> str | None:
+            if gathers_rows and not kernel.gathers_rows:
+                return "cannot give embedding rows back"
+            reason: str | None = kernel.refuses(out_features, in_features, self.dtype, self.device)
+            return reason
+
+        return self._take(
+            "linear",
+            self.registry.select(
+                "linear",
+                refuses,
+                lambda kernel: self.precision.check(kernel, self.dtype, self.device),
+                (self.dtype, self.device),
+                self.precision.name,
+            ),
+        )
+
+    def attention(self, shape: AttentionShape) -> Any:
+        """The class for attention of this geometry."""
+
+        def refuses(kernel: Any) -> str | None:
+            if self.layout not in (None, kernel.layout):
+                return f"the cache lies in the layout {self.layout!r}, not in {kernel.layout!r}"
+            reason: str | None = kernel.refuses(shape, self.dtype, self.device)
+            return reason
+
+        return self._take(
+            "attention",
+            self.registry.select(
+                "attention",
+                refuses,
+                lambda kernel: check_attention(kernel, shape, self.dtype, self.device),
+                (shape, self.dtype, self.device),
+            ),
+        )
+
+    def ops(self) -> Any:
+        """The class of the row operations."""
+        return self._take(
+            "ops",
+            self.registry.select(
+                "ops",
+                lambda kernel: kernel.refuses(self.dtype, self.device),
+                lambda kernel: check_row_ops(kernel, self.dtype, self.device),
+                (self.dtype, self.device),
+            ),
+        )
+
+    def forward(self, kind: DecoderKind) -> Any:
+        """The class that computes all layers of a decoder of this kind."""
+        return self._take(
+            "forward",
+            self.registry.select(
+                "forward",
+                lambda forward: forward.refuses(kind),
+                lambda forward: check_forward(forward, kind, self.dtype, self.device),
+                (kind, self.dtype, self.device),
+            ),
+        )
+
+    def _take(self, operation: str, kernel: Any) -> Any:
+        self.row_invariant &= kernel.row_invariant
+        names = self.names.get(operation, "")
+        if kernel.name not in names.split("+"):
+            self.names[operation] = f"{names}+{kernel.name}" if names else kernel.name
+        return kernel

@@ -1,0 +1,338 @@
+"""Proves one kernel against the torch reference on this machine: numbers, rows given back, row invariance.
+
+Each function gives None, or one phrase that says what was wrong. They run at load, so they are small: a few
+milliseconds each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from novainfer.kernels.ops.forward import DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
+from novainfer.kernels.ops.int8 import PART_ROWS, ReferenceInt8Linear
+from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
+from novainfer.kernels.ops.registry import AttentionShape
+from novainfer.kernels.step import StepTensors
+
+__all__ = ["check_attention", "check_forward", "check_int8_linear", "check_linear", "check_row_ops"]
+
+# Largest error over the largest value. bf16 rounds to 2**-9 and may round twice on the way.
+TOLERANCE: dict[torch.dtype, float] = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+LINEAR_SHAPES = ((64, 96), (160, 64), (33, 48))  # (N, K); those that the kernel refuses are left out
+ROWS = (1, 2, 7, 33)
+EPS = 1e-6
+HIDDEN_SIZE = 64  # of the decoder that a forward is proved on
+INTERMEDIATE_SIZES = (40, 64)  # halves of a product that share a panel, and halves that do not
+
+
+def _wrong(what: str, got: Tensor, expected: Tensor) -> str | None:
+    scale = expected.float().abs().max().clamp_min(1e-30)
+    error = ((got.float() - expected.float()).abs().max() / scale).item()
+    if error <= TOLERANCE.get(expected.dtype, 1e-9):  # nan is not
+        return None
+    return f"{what} is off by {error:.1e} of the largest value"
+
+
+def _normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+
+def check_linear(linear: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Products with and without bias, rows that lie apart, gathered rows, and rows alone against rows together."""
+    return _check_linear(linear, ReferenceLinear, dtype, device)
+
+
+def check_int8_linear(linear: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The same against the reference's own int8 weights; and a weight put in parts."""
+    n, k = LINEAR_SHAPES[1]
+    weight = _normal((n, k), 9, dtype, device)
+    in_parts = linear.empty(n, k, None, dtype, device)
+    for first in range(0, n, PART_ROWS):
+        in_parts.put(first, weight[first : first + PART_ROWS])
+    x = _normal((3, k), 10, dtype, device)
+    if not torch.equal(in_parts(x), linear.pack(weight, None)(x)):
+        return "a weight put in parts is not the weight put at once"
+    return _check_linear(linear, ReferenceInt8Linear, dtype, device)
+
+
+def _check_linear(linear: Any, oracle: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    for n, k in LINEAR_SHAPES:
+        if linear.refuses(n, k, dtype, device) is not None:
+            continue
+        for bias in (None, _normal((n,), 1, dtype, device)):
+            weight = _normal((n, k), 2, dtype, device)
+            packed = linear.pack(weight.clone(), bias)
+            reference = oracle.pack(weight, bias)
+            x = _normal((max(ROWS), k + 16), 3, dtype, device)[:, :k]
+            together = packed(x)
+            for rows in ROWS:
+                got = packed(x[:rows])
+                wrong = _wrong(f"[{rows}, {k}] @ [{k}, {n}]", got, reference(x[:rows]))
+                if wrong is not None:
+                    return wrong
+                if linear.row_invariant and not torch.equal(got, together[:rows]):
+                    return f"{rows} rows of [{k}, {n}] differ from the same rows in a larger batch"
+            ids = torch.tensor([n - 1, 0, n // 2, 0], device=device)
+            if not torch.equal(packed.rows(ids), reference.rows(ids)):
+                return f"gathered rows of a [{n}, {k}] weight are not those packed"
+    return None
+
+
+def check_row_ops(ops: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Each operation on rows of two widths."""
+    for width in (32, 72):
+        for rows in ROWS:
+            x = _normal((rows, width), 4, dtype, device)
+            weight = 1 + _normal((width,), 5, dtype, device) / 4
+            residual = _normal((rows, width), 6, dtype, device)
+            expected_residual = residual.clone()
+            expected = ReferenceRowOps.add_rms_norm(x, expected_residual, weight, EPS)
+            wrong = (
+                _wrong("rms_norm", ops.rms_norm(x, weight, EPS), ReferenceRowOps.rms_norm(x, weight, EPS))
+                or _wrong("add_rms_norm", ops.add_rms_norm(x, residual, weight, EPS), expected)
+                or _wrong("the sum of add_rms_norm", residual, expected_residual)
+                or _wrong("silu_mul", ops.silu_mul(x), ReferenceRowOps.silu_mul(x))
+                or _check_qk_norm(ops, rows, width, dtype, device)
+                or _check_rope(ops, rows, width, dtype, device)
+            )
+            if wrong is not None:
+                return wrong
+            if ops.row_invariant and not torch.equal(
+                ops.rms_norm(x[-1:].clone(), weight, EPS)[0], ops.rms_norm(x, weight, EPS)[-1]
+            ):
+                return "a row's rms_norm differs from the same row in a larger batch"
+    return None
+
+
+def _check_qk_norm(ops: Any, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Four query heads and one key head of six, so that the values behind them must stay."""
+    q_norm, k_norm = (1 + _normal((head_dim,), seed, dtype, device) / 4 for seed in (9, 10))
+    qkv = _normal((rows, 6 * head_dim), 11, dtype, device)
+    expected = qkv.clone()
+    ReferenceRowOps.qk_norm(expected, q_norm, k_norm, 4, 1, EPS)
+    ops.qk_norm(qkv, q_norm, k_norm, 4, 1, EPS)
+    if not torch.equal(qkv[:, 5 * head_dim :], expected[:, 5 * head_dim :]):
+        return "qk_norm changed what it must not norm"
+    return _wrong("qk_norm", qkv, expected)
+
+
+def _check_rope(ops: Any, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Five rotated heads of seven, so that the values behind them must stay."""
+    cos_sin = _normal((64, head_dim), 7, torch.float32, device)
+    positions = torch.arange(rows, device=device) * 5 % 64
+    qkv = _normal((rows, 7 * head_dim), 8, dtype, device)
+    expected = qkv.clone()
+    ReferenceRowOps.rope(expected, cos_sin, positions, 5, head_dim)
+    ops.rope(qkv, cos_sin, positions, 5, head_dim)
+    if not torch.equal(qkv[:, 5 * head_dim :], expected[:, 5 * head_dim :]):
+        return "rope changed what it must not rotate"
+    return _wrong("rope", qkv, expected)
+
+
+def check_attention(attention: Any, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    """A mixed step over scattered blocks: a prefill, a chunk, decodes, and a block that two sequences share.
+
+    With whole contexts, and with a window that begins within a block.
+    """
+    small = AttentionShape(2, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size)
+    size = shape.block_size
+    contexts, query_lens = [size + 3, 2 * size + 1, 3 * size, 1, size + 2], [size + 3, 5, 1, 1, 2]
+    tables = torch.full((5, 3), 10**9, dtype=torch.int32)  # what is behind the context must not be read
+    tables[0, :2] = torch.tensor([9, 2])
+    tables[1] = torch.tensor([4, 7, 0])
+    tables[2] = torch.tensor([11, 3, 8])
+    tables[3, :1] = torch.tensor([6])
+    tables[4, :2] = torch.tensor([9, 5])  # its first block is written by sequence 0 in this very step
+    # The same tokens, the last of each sequence computed alone: rows must not know their batch.
+    ends = [sum(query_lens[: i + 1]) - 1 for i in range(len(query_lens))]
+    for window in (None, size + 2):
+        run = functools.partial(
+            _run_step, shape=small, contexts=contexts, query_lens=query_lens, dtype=dtype, device=device, window=window
+        )
+        expected, got = (run(backend, tables=tables) for backend in (ReferenceAttention, attention))
+        what = "attention over a mixed step" if window is None else "attention with a window"
+        wrong = _wrong(what, got, expected)
+        if wrong is not None:
+            return wrong
+        if window is None and not torch.equal(run(attention, tables=tables, move=True), got):
+            return "a block that was copied elsewhere does not hold what it held"
+        if attention.row_invariant and not torch.equal(run(attention, tables=tables, alone=ends), got[ends]):
+            return f"a row's {what} differs between a chunk and a decode"
+    return None
+
+
+def _run_step(
+    backend: Any,
+    shape: AttentionShape,
+    contexts: list[int],
+    query_lens: list[int],
+    tables: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: int | None = None,
+    alone: list[int] | None = None,
+    move: bool = False,
+) -> Tensor:
+    """Fill the cache with every context and attend over layer 1 -> [T, heads * head_dim].
+
+    With `alone`, each sequence's last query row (those rows of the step) attends as a decode of its own. With
+    `move`, block 9 is copied to block 1 and wiped before.
+    """
+    heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.block_size
+    cache = backend.allocate(shape, 12, dtype, device)
+    starts = [0]
+    for length in query_lens:
+        starts.append(starts[-1] + length)
+    for seq, context in enumerate(contexts):
+        tokens = torch.arange(size if seq == 4 else 0, context)  # sequence 4 finds its first block written
+        slots = (tables[seq, tokens // size].long() * size + tokens % size).to(device)
+        qkv = _normal((len(tokens), heads + 2 * kv_heads, shape.head_dim), 20 + seq, dtype, device)
+        for layer in (0, 1):
+            key, value = qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+            cache.write(layer, key if layer else value, value if layer else key, slots)
+    if move:
+        for part in cache.parts:
+            part[:, 1] = part[:, 9]
+            part[:, 9] = 0
+        tables = torch.where(tables == 9, 1, tables)
+    query = _normal((starts[-1], heads + 2 * kv_heads, shape.head_dim), 30, dtype, device)[:, :heads]
+    scale = shape.head_dim**-0.5
+    lens = torch.tensor(contexts, dtype=torch.int32, device=device)
+    tables = tables.to(device)
+
+    def attend(layer: int, rows: Tensor, *args: Any) -> Tensor:
+        out: Tensor = cache.attend(layer, rows, *args)
+        return out
+
+    if alone is None:
+        query_start = torch.tensor(starts, dtype=torch.int32, device=device)
+        args = (tables, query_start, lens, scale, max(query_lens), max(contexts), window)
+        attend(0, query, *args)
+        return attend(1, query, *args)
+    one = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    rows = []
+    for seq, row in enumerate(alone):
+        args = (tables[seq : seq + 1], one, lens[seq : seq + 1], scale, 1, contexts[seq], window)
+        attend(0, query[row : row + 1], *args)
+        rows.append(attend(1, query[row : row + 1], *args))
+    return torch.cat(rows)
+
+
+def check_forward(forward: Any, kind: DecoderKind, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Steps of every sort through a small decoder of this kind, against its kernels one by one.
+
+    Hidden states and what is written to the KV cache have the same bits where the forward promises it.
+    """
+    if forward is OpByOpForward:
+        return None  # it is what the others are compared with, and its kernels are proved one by one
+    for intermediate_size in INTERMEDIATE_SIZES:
+        layers = _small_layers(kind, intermediate_size, dtype, device)
+        expected, got = (_run_forward(operation, kind, layers, dtype, device) for operation in (OpByOpForward, forward))
+        if got.keys() != expected.keys():
+            return f"gives {', '.join(got)} where one kernel after the other gives {', '.join(expected)}"
+        for name, tensor in expected.items():
+            wrong = _wrong(name, got[name], tensor)
+            if wrong is not None:
+                return wrong
+            if forward.row_invariant and not torch.equal(got[name], tensor):
+                return f"{name} has other bits than one kernel after the other gives"
+    return None
+
+
+def _small_layers(kind: DecoderKind, intermediate_size: int, dtype: torch.dtype, device: torch.device) -> list[Layer]:
+    """One layer of each kind, two at least."""
+    kinds = sorted(kind.layers, key=repr)
+    shape = kind.attention_shape
+    num_attended = shape.num_heads * shape.head_dim
+    num_qkv = num_attended + 2 * shape.num_kv_heads * shape.head_dim
+
+    def layer(kind: LayerKind, seed: int) -> Layer:
+        def packed(part: str, n: int, k: int) -> Any:
+            bias = _normal((n,), seed, dtype, device) if part in kind.biased else None
+            return getattr(kind, part).pack(_normal((n, k), seed + n, dtype, device) / k**0.5, bias)
+
+        def norm(width: int, number: int) -> Tensor:
+            return 1 + _normal((width,), seed + number, dtype, device) / 8
+
+        return Layer(
+            input_norm=norm(HIDDEN_SIZE, 0),
+            qkv=packed("qkv", num_qkv, HIDDEN_SIZE),
+            o=packed("o", HIDDEN_SIZE, num_attended),
+            post_norm=norm(HIDDEN_SIZE, 1),
+            gate_up=packed("gate_up", 2 * intermediate_size, HIDDEN_SIZE),
+            down=packed("down", HIDDEN_SIZE, intermediate_size),
+            q_norm=norm(shape.head_dim, 2) if kind.has_qk_norm else None,
+            k_norm=norm(shape.head_dim, 3) if kind.has_qk_norm else None,
+            sliding_window=shape.block_size + 3 if kind.is_sliding else None,
+        )
+
+    return [layer(kinds[index % len(kinds)], 100 * index) for index in range(max(2, len(kinds)))]
+
+
+def _run_forward(
+    operation: Any, kind: DecoderKind, layers: list[Layer], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """What the steps give and leave in the cache, by names for people."""
+    size = kind.attention_shape.block_size
+    num_positions = 3 * size + 7
+    tables = torch.randperm(3 * -(-num_positions // size), generator=torch.Generator().manual_seed(50)).int()
+    shape = dataclasses.replace(kind.attention_shape, num_layers=len(layers))
+    attention = kind.attention.allocate(shape, len(tables), dtype, device)
+    run = operation.over(
+        DecoderParts(
+            layers=layers,
+            final_norm=1 + _normal((HIDDEN_SIZE,), 51, dtype, device) / 8,
+            cos_sin=_normal((num_positions, shape.head_dim), 52, torch.float32, device),
+            ops=kind.ops,
+            attention=attention,
+            rms_norm_eps=EPS,
+        )
+    )
+    found: dict[str, Tensor] = {}
+    contexts = [0, 0, 0]
+    for name, query_lens, sampled in (
+        ("a prefill", [size + 1, 2 * size, 3 * size], []),
+        ("a mixed step", [1, 5, 1], [0, 5, 6]),
+        ("a decode", [1, 1, 1], None),
+        ("a step sampled in its middle", [2, 1, 3], [1, 0, 4]),
+    ):
+        contexts = [context + new for context, new in zip(contexts, query_lens, strict=True)]
+        step = _step(query_lens, contexts, tables.view(3, -1), size, sampled, device)
+        hidden = run(_normal((sum(query_lens), HIDDEN_SIZE), 53, dtype, device), step)
+        if hidden is not None:
+            found[f"{name} through a decoder"] = hidden
+    return found | {f"part {i} of the KV cache": part for i, part in enumerate(attention.parts)}
+
+
+def _step(
+    query_lens: list[int],
+    contexts: list[int],
+    tables: Tensor,
+    block_size: int,
+    sampled: list[int] | None,
+    device: torch.device,
+) -> StepTensors:
+    """A step of sequences whose last `query_lens` tokens are computed; `sampled` as `StepTensors.logit_rows`."""
+    of_seq = [torch.arange(end - new, end) for new, end in zip(query_lens, contexts, strict=True)]
+    slots = [
+        table[at // block_size].long() * block_size + at % block_size for table, at in zip(tables, of_seq, strict=True)
+    ]
+    positions = torch.cat(of_seq).to(device)
+    return StepTensors(
+        input_ids=torch.zeros_like(positions),
+        positions=positions,
+        slot_mapping=torch.cat(slots).to(device),
+        block_tables=tables.to(device),
+        query_start=torch.tensor([0, *query_lens], device=device).cumsum(0).int(),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        logit_rows=None if sampled is None else torch.tensor(sampled, dtype=torch.int64, device=device),
+        num_samples=sum(query_lens) if sampled is None else len(sampled),
+        max_query_len=max(query_lens),
+        max_context_len=max(contexts),
+    )

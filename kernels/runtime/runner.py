@@ -1,0 +1,437 @@
+"""The device side of a worker: one loaded model that computes one step at a time.
+
+All calls come from one thread. Nothing here knows of requests: a `StepPlan` says which slots compute which
+tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.step import SeqParams, StepDone, StepPlan
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.memory import free_bytes, is_out_of_memory
+from novainfer.kernels.models.decoder import Decoder
+from novainfer.kernels.models.registry import read_config
+from novainfer.kernels.ops.precision import quantization_of
+from novainfer.kernels.ops.registry import AttentionBackend, Registry
+from novainfer.kernels.ops.selection import Selection, build_registry
+from novainfer.kernels.runtime.modes import Modes, selections_by_mode
+from novainfer.kernels.runtime.proposer import Proposer, load_proposer
+from novainfer.kernels.runtime.swap import HostPool
+from novainfer.kernels.sampling.sampler import LOGIT_ROWS_MAX, Sampled, Sampler
+from novainfer.kernels.sampling.verify import Positions, accept, sampled_positions
+from novainfer.kernels.step import StepBuffers
+from novainfer.kernels.threads import use_threads
+from novainfer.kernels.weights.checkpoint import Checkpoint
+from novainfer.kernels.weights.header import tensor_shapes
+from novainfer.kernels.weights.loader import GIB, choose_dtype, load_decoder
+from novainfer.kernels.weights.sharing import Weights, load_shared
+
+__all__ = ["ModelInfo", "ModelRunner"]
+
+logger = logging.getLogger(__name__)
+
+DRAFT_FAILURES_MAX = 3  # after as many without a success between them a draft model is of no use any more
+GIVEN_UP = "there is no draft model any more"
+
+COST_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of the steps whose time is measured
+COST_TRIES = 3
+COST_LIMIT_S = 2.0  # for all of them: a worker that replaces another is waited for; larger steps cost in proportion
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a loaded model is, for those who plan its steps and for people."""
+
+    architecture: str
+    dtype: str  # "float32", "bfloat16", "float16"
+    device: str
+    vocab_size: int
+    num_layers: int
+    max_model_len: int  # tokens
+    block_size: int  # tokens
+    eos_token_ids: tuple[int, ...]  # config.json and generation_config.json together
+    kv_bytes_per_block: int
+    weight_bytes: int
+    num_parameters: int
+    kernels: dict[str, str]  # operation -> names of the implementations in use
+    row_invariant: bool
+    modes: tuple[Mode, ...]  # what `switch` can be asked for, best first (kernels/runtime/modes.py)
+    weights: Weights  # in this process's own memory, or shared: packed by this process, or mapped as found
+
+
+class ModelRunner:
+    """A model on a device: `load`, `fit`, `warm`, then `execute` step by step, `close` at the end."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: Selection,
+        modes: Modes,
+        info: ModelInfo,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        proposer: Proposer | None = None,
+    ) -> None:
+        self.info = info
+        self.num_blocks = 0
+        self.num_host_blocks = 0
+        self._host_pool: HostPool | None = None
+        self._decoder = decoder
+        self._kernels = kernels
+        self._modes = modes
+        self._max_num_seqs = max_num_seqs
+        self._max_blocks = -(-info.max_model_len // info.block_size)
+        self._buffers = StepBuffers(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            block_size=info.block_size,
+            vocab_size=info.vocab_size,
+            device=kernels.device,
+        )
+        self._sampler = Sampler(info.vocab_size, max_num_seqs, info.max_model_len, kernels.device)
+        self._proposer = proposer
+        self._draft_failures = 0  # since the draft model did well
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        quantization: str | None = None,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int | None,
+        block_size: int = 16,
+        num_threads: int | None = None,
+        native: str | None = None,
+        batch_invariant: bool = False,
+        weights_fd: int | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        registry: Registry | None = None,
+        draft_dir: Path | None = None,
+        num_speculative_tokens: int = 0,
+    ) -> ModelRunner:
+        """Read, check and pack a Hugging Face folder; raises `LoadError` with one clear sentence.
+
+        `quantization` is the precision that weights are rounded to as they are read, one product after the other (None:
+        as the checkpoint has them). `max_model_len` (tokens) defaults to the model's own. `native` is "0", "1" or
+        "require" (default: the environment's NOVAINFER_NATIVE, else "1"). `on_progress(tensors read, tensors in all)`
+        is called on the way. `weights_fd` is a memfd that processes share (kernels/weights/arena.py): the weights are
+        packed into it or found there, and `info.weights` says what happened; a runner with shared weights offers no
+        lower precision, which would give no memory back. The model in `draft_dir` proposes up to
+        `num_speculative_tokens` drafts where a step wants them; it must have this one's tokenizer.
+        """
+        torch_device = _device(device)
+        use_threads(num_threads)
+        config = read_config(Path(model_dir))
+        limit = config.max_position_embeddings
+        if max_model_len is not None and max_model_len > limit:
+            raise LoadError(f"max_model_len ({max_model_len}) is more than the {limit} tokens the model was made for")
+        context = max_model_len or limit
+        checkpoint = Checkpoint(Path(model_dir))
+        if registry is None:
+            registry = build_registry(torch_device, native=native, batch_invariant=batch_invariant)
+        precision = quantization_of(quantization)
+        kernels = Selection(registry, choose_dtype(dtype, config, checkpoint, torch_device), torch_device, precision)
+        with torch.inference_mode():
+            weights: Weights
+            if weights_fd is None:
+                loaded, weights = load_decoder(config, checkpoint, kernels, context, on_progress), "own"
+            else:
+                loaded, weights = load_shared(config, checkpoint, kernels, context, on_progress, weights_fd)
+            decoder, weight_bytes = loaded
+            shape = decoder.attention_shape(block_size)
+            attention = kernels.attention(shape)
+            selections = selections_by_mode(kernels, config, shape)
+            if weights != "own":
+                selections = {mode: found for mode, found in selections.items() if mode.precision == precision.name}
+            modes = Modes(decoder, config, checkpoint, selections, keeps_first=weights != "own")
+        info = ModelInfo(
+            architecture=config.architecture,
+            dtype=str(kernels.dtype).removeprefix("torch."),
+            device=device,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_layers,
+            max_model_len=context,
+            block_size=block_size,
+            eos_token_ids=config.eos_token_ids,
+            kv_bytes_per_block=attention.bytes_per_block(shape, kernels.dtype),
+            weight_bytes=weight_bytes,
+            num_parameters=sum(math.prod(shape) for shape in tensor_shapes(config).values()),
+            kernels=dict(kernels.names),
+            row_invariant=kernels.row_invariant,
+            modes=tuple(selections),
+            weights=weights,
+        )
+        logger.info(
+            "loaded %s: %.2f GiB of weights in %s, kernels %s",
+            model_dir,
+            weight_bytes / GIB,
+            info.dtype,
+            info.kernels,
+        )
+        proposer = None
+        if draft_dir is not None:
+            proposer = load_proposer(
+                Path(draft_dir),
+                Path(model_dir),
+                registry=registry,
+                dtype=dtype,
+                device=torch_device,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=context,
+                block_size=block_size,
+                num_speculative_tokens=num_speculative_tokens,
+            )
+        return cls(decoder, kernels, modes, info, max_num_seqs, max_num_batched_tokens, proposer)
+
+    def fit(
+        self,
+        *,
+        mode: Literal["auto", "fixed"],
+        num_blocks: int | None = None,
+        memory_utilization: float = 0.6,
+        swap_space_bytes: int = 0,
+        again: bool = False,
+    ) -> int:
+        """Allocate the KV cache once and give its number of blocks.
+
+        "auto" takes what `max_num_seqs` sequences of `max_model_len` tokens can use, within
+        `memory_utilization` of the free memory; "fixed" takes `num_blocks`. Raises `LoadError` when one
+        sequence of `max_model_len` tokens would not fit: then the message says how many tokens would.
+
+        `swap_space_bytes` of the host's memory hold blocks that are swapped out: `num_host_blocks` says how many.
+        `again`: a cache of this size was in use a moment ago, and free memory may be short for that very reason.
+        """
+        info, proposer = self.info, self._proposer
+        bytes_per_block = info.kv_bytes_per_block + (proposer.bytes_per_block if proposer else 0)
+        scratch_bytes = proposer.scratch_bytes if proposer else 0
+        if mode == "fixed":
+            if num_blocks is None:
+                raise LoadError('the KV cache capacity mode "fixed" needs a number of blocks')
+            limit = wanted = num_blocks
+            where = f"{num_blocks} KV blocks"
+            needed, free = num_blocks * bytes_per_block, free_bytes(self._kernels.device) - scratch_bytes
+            is_lazy = again and self._kernels.device.type == "cpu"  # pages count when they are written
+            if needed > free and not is_lazy:
+                raise LoadError(
+                    f"{num_blocks} KV blocks need {needed / GIB:.2f} GiB, but only {free / GIB:.2f} GiB are free: at "
+                    f"most {free // bytes_per_block} blocks fit"
+                )
+        else:
+            budget = int(free_bytes(self._kernels.device) * memory_utilization)
+            limit = max(budget - scratch_bytes, 0) // bytes_per_block
+            where = f"{budget / GIB:.2f} GiB ({memory_utilization:g} of the free memory)"
+            wanted = min(limit, self._max_num_seqs * self._max_blocks)
+        if limit < self._max_blocks:
+            raise LoadError(
+                f"one sequence of max_model_len {info.max_model_len} needs {self._max_blocks} KV blocks of "
+                f"{info.block_size} tokens, but {where} hold {limit}: max_model_len must be at most "
+                f"{limit * info.block_size}"
+            )
+        shape = self._decoder.attention_shape(info.block_size)
+        kernel = self._kernels.attention(shape)
+        try:
+            cache = kernel.allocate(shape, wanted, self._kernels.dtype, self._kernels.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            size = wanted * info.kv_bytes_per_block
+            raise LoadError(f"{wanted} KV blocks ({size / GIB:.2f} GiB) cannot be allocated: {error}") from None
+        self._modes.attach(cache)
+        if proposer is not None:
+            proposer.fit(wanted, info.max_model_len)
+        self.num_blocks = self._buffers.num_blocks = wanted
+        on_device = wanted * bytes_per_block + scratch_bytes if self._kernels.device.type == "cpu" else 0
+        self._fit_host_pool(cache, swap_space_bytes, free_bytes(torch.device("cpu")) - on_device)
+        return wanted
+
+    def _fit_host_pool(self, cache: AttentionBackend, swap_space_bytes: int, free: int) -> None:
+        """`free` bytes of the host's memory are left beside the KV cache."""
+        self.num_host_blocks = swap_space_bytes // self.info.kv_bytes_per_block
+        self._host_pool = None
+        if self.num_host_blocks == 0:
+            return
+        if swap_space_bytes > free:
+            raise LoadError(
+                f"a swap space of {swap_space_bytes / GIB:.2f} GiB was asked for, but only {max(free, 0) / GIB:.2f} "
+                "GiB of the host's memory are free beside the KV cache"
+            )
+        try:
+            self._host_pool = HostPool(cache.parts, self.num_host_blocks)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise LoadError(f"{swap_space_bytes / GIB:.2f} GiB of swap space cannot be allocated: {error}") from None
+
+    def warm(self) -> None:
+        """Run a small prefill and a decode in block 0, so that the first request meets no first-time cost."""
+        length = max(1, min(8, self.info.max_model_len - 1, self._buffers.max_num_batched_tokens))
+        self.execute(StepPlan([0], [length], [length], [0] * length, [0], [0], [0], [0]))
+        if self.info.max_model_len > length:
+            self.execute(StepPlan([0], [1], [length + 1], [0], [0], [length // self.info.block_size], [0], [0]))
+        if self._proposer is not None:
+            plan = StepPlan([0], [length], [length], [0] * length, [0], [0], [0], [0])
+            plan.admissions = [SeqParams(slot=0, token_ids=plan.input_ids)]
+            plan.num_drafts_wanted = [self._proposer.num_speculative_tokens]
+            if (error := self.execute(plan).draft_error) is not None:
+                raise LoadError(f"the draft model proposes nothing: {error}")
+
+    def measure_step_costs(self) -> list[tuple[int, float]]:
+        """Milliseconds of a step by its tokens, all of which are sampled: the fastest of a few tries of each."""
+        info = self.info
+        longest = min(self._buffers.max_num_batched_tokens, info.max_model_len, self.num_blocks * info.block_size)
+        costs: list[tuple[int, float]] = []
+        all_began_s = time.perf_counter()
+        for num_tokens in (n for n in COST_TOKENS if n <= longest):
+            blocks = list(range(-(-num_tokens // info.block_size)))
+            plan = StepPlan(
+                slots=[0],
+                query_lens=[num_tokens],
+                context_lens=[num_tokens],
+                input_ids=[0] * num_tokens,
+                table_slots=[0] * len(blocks),
+                table_indexes=blocks,
+                table_blocks=blocks,
+                sample_seqs=[0],
+                num_drafts=[num_tokens - 1],
+                admissions=[SeqParams(slot=0)],
+            )
+            tries_s = []
+            for _ in range(COST_TRIES):
+                began_s = time.perf_counter()
+                self.execute(plan)
+                tries_s.append(time.perf_counter() - began_s)
+            costs.append((num_tokens, 1e3 * min(tries_s)))
+            if time.perf_counter() - all_began_s > COST_LIMIT_S:
+                break
+        return costs
+
+    @property
+    def mode(self) -> Mode:
+        """Which of `info.modes` it computes in."""
+        return self._modes.mode
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights of all matrix products take in this mode."""
+        return self._modes.weight_bytes
+
+    def switch(self, mode: Mode) -> None:
+        """Compute in `mode` from the next step on; KV cache and sampler stay as they are.
+
+        Raises ValueError when the mode is not offered, MemoryError when there is no room for its weights,
+        `LoadError` when they cannot be read again; then the runner goes on as before.
+        """
+        with torch.inference_mode():
+            self._modes.switch(mode)
+
+    def execute(self, plan: StepPlan) -> StepDone:
+        """Copy blocks, compute one step and sample; what the device raises (out of memory among it) comes through."""
+        with torch.inference_mode():
+            hidden = self._forward(plan)
+            if hidden is None:
+                return StepDone(plan.step_id, plan.epoch)
+            at = sampled_positions(plan)
+            sampled, counts = self._sample(hidden, at), list[int]()
+            if plan.num_drafts:
+                sampled, counts = accept(sampled, at.drafts, plan.num_drafts)
+            self._buffers.keep(plan, sampled.token_ids, counts)
+            done = StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs, num_tokens=counts)
+            if self._proposer is not None:
+                return self._propose(self._proposer, plan, done)
+            return msgspec.structs.replace(done, draft_error=GIVEN_UP) if plan.num_drafts_wanted else done
+
+    def _propose(self, proposer: Proposer, plan: StepPlan, done: StepDone) -> StepDone:
+        """`done` with drafts, or with the reason for none: the tokens are there, whatever becomes of guesses."""
+        began_s = time.perf_counter()
+        try:
+            drafts = proposer.propose(plan, done, self._buffers.block_table)
+        except Exception as error:
+            self._draft_failures += 1
+            message = f"{type(error).__name__}: {error}"
+            if self._draft_failures == DRAFT_FAILURES_MAX:
+                proposer.close()
+                self._proposer = None
+                message += f"; {DRAFT_FAILURES_MAX} times one after the other, and the draft model is given up"
+            logger.warning("the draft model proposes nothing: %s", message)
+            return msgspec.structs.replace(done, draft_error=message, draft_s=time.perf_counter() - began_s)
+        self._draft_failures = 0
+        if not plan.num_drafts_wanted:
+            return done
+        found = drafts if any(drafts) else []
+        return msgspec.structs.replace(done, draft_token_ids=found, draft_s=time.perf_counter() - began_s)
+
+    def _forward(self, plan: StepPlan) -> Tensor | None:
+        """All but the sampling: hidden states [num_samples, hidden_size], or None when nothing is sampled."""
+        if plan.swap_out_blocks or plan.swap_in_blocks:
+            if self._host_pool is None:
+                raise ValueError("a step swaps blocks, but there is no swap space")
+            self._host_pool.swap_out(plan.swap_out_blocks, plan.swap_out_hosts)
+            self._host_pool.swap_in(plan.swap_in_hosts, plan.swap_in_blocks)
+        for params in plan.admissions:
+            self._sampler.admit(params)
+        if not plan.slots:
+            self._buffers.update_table(plan)
+            if self._proposer is not None:
+                self._proposer.follow(plan, self._buffers.written[:0])
+            return None
+        step = self._buffers.fill(plan)
+        if self._proposer is not None:
+            self._proposer.follow(plan, self._buffers.written)
+        return self._decoder.forward(step)
+
+    def _sample(self, hidden: Tensor, at: Positions) -> Sampled:
+        if len(at.slots) <= LOGIT_ROWS_MAX:
+            return self._sampler.sample(self._decoder.head(hidden), at.slots, at.positions, at.drafts)
+        parts = []
+        for begin in range(0, len(at.slots), LOGIT_ROWS_MAX):
+            part = slice(begin, begin + LOGIT_ROWS_MAX)
+            logits = self._decoder.head(hidden[part])
+            parts.append(self._sampler.sample(logits, at.slots[part], at.positions[part], at.drafts[part]))
+        return _joined(parts)
+
+    def close(self) -> None:
+        """Let weights and cache go; the runner cannot be used afterwards."""
+        self._decoder.detach()
+        self._decoder.layers.clear()
+        if self._proposer is not None:
+            self._proposer.close()
+            self._proposer = None
+        self._host_pool = None
+        del self._decoder, self._modes, self._sampler, self._buffers, self._kernels
+
+
+def _joined(parts: list[Sampled]) -> Sampled:
+    joined = Sampled([token_id for part in parts for token_id in part.token_ids], [])
+    if any(part.logprobs for part in parts):
+        for part in parts:
+            joined.logprobs.extend(part.logprobs or [None] * len(part.token_ids))
+    return joined
+
+
+def _device(name: str) -> torch.device:
+    if name == "cpu":
+        return torch.device("cpu")
+    if name in ("cuda", "nvidia"):
+        if not torch.cuda.is_available():
+            raise LoadError("device cuda was asked for, but torch finds no CUDA device here")
+        return torch.device("cuda", torch.cuda.current_device())
+    raise LoadError(f"device must be cpu or cuda, not {name!r}")

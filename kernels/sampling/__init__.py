@@ -1,0 +1,1 @@
+"""From logits to tokens, and which tokens of a verified draft count."""

@@ -1,0 +1,199 @@
+"""From logits to tokens on the device: adornments, penalties, temperature, filters, one draw a row.
+
+The order is vLLM's: allowed ids, banned ids, stop ids while too early, logit bias; penalties; temperature;
+min_p; top_k; top_p. Log probabilities are those of the raw logits, before all of this (vLLM's default,
+`raw_logprobs`). A batch in which every row is greedy and unadorned is one argmax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from novainfer.fsm.messages.step import NO_TOKEN, Logprobs, SeqParams
+from novainfer.kernels.memory import lazy_zeros
+from novainfer.kernels.sampling.draw import draw
+from novainfer.kernels.sampling.draw_row import argmax, draw_row, logprobs_of_row
+from novainfer.kernels.sampling.logits import adorn, penalise
+from novainfer.kernels.sampling.uniform import uniforms
+from novainfer.kernels.step import must_lie_in
+
+__all__ = ["LOGIT_ROWS_MAX", "Sampled", "Sampler"]
+
+# Rows whose logits exist at once: bounds their memory (64 rows of 152k tokens: 20 MB in bf16 and 39 MB in fp32),
+# and a matrix product of 64 rows is already bound by arithmetic.
+LOGIT_ROWS_MAX = 64
+
+TEMPERATURE_GREEDY_MAX = 1e-5  # vLLM's bound: below it, dividing logits overflows before it changes a draw
+
+
+class Sampled(NamedTuple):
+    """One token (or `NO_TOKEN`) a row; `logprobs` is empty when no row asked for them."""
+
+    token_ids: list[int]
+    logprobs: list[Logprobs | None]
+
+
+class Sampler:
+    """Sampling state of every slot, and the draw.
+
+    `history[slot, position]` holds the tokens of the sequences whose penalties need them. What is sampled
+    is written at its own position, so that computing a rolled-back step again overwrites what it had
+    written.
+    """
+
+    def __init__(self, vocab_size: int, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._on_cpu = device.type == "cpu"
+        self._rows: list[SeqParams] = [SeqParams(slot=slot) for slot in range(max_num_seqs)]
+        self._plain_from = [0.0] * max_num_seqs  # the position from which a slot's token is an argmax, or inf
+        self._history_shape = (max_num_seqs, max_model_len + 1)  # the last token is sampled, never computed
+        self._history: Tensor | None = None
+
+    def admit(self, row: SeqParams) -> None:
+        """A sequence takes a slot: keep how it samples and, where penalties need it, its tokens so far."""
+        must_lie_in("admitted slots", [row.slot], len(self._rows))
+        self._rows[row.slot] = msgspec.structs.replace(row, token_ids=None)  # they may be many, and lie in the history
+        self._plain_from[row.slot] = _plain_from(row)
+        if row.needs_history:
+            if row.token_ids is None:
+                raise ValueError("penalties need the tokens so far")
+            must_lie_in("token_ids", row.token_ids, self.vocab_size)
+            tokens = torch.tensor(row.token_ids, dtype=torch.int32)
+            self._tokens()[row.slot, : len(tokens)] = tokens.to(self.device)
+
+    def sample(
+        self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], drafts: Sequence[int] = ()
+    ) -> Sampled:
+        """Draw one token a row; `NO_TOKEN` where the logits hold a NaN or an infinity above all others.
+
+        logits [n, vocab_size] in the model's dtype (may be overwritten); slots and positions [n]: whose row
+        it is, and the absolute position that the sampled token will have. `drafts` [n], if there are any: the draft
+        that stands at that position, where the next row is the sequence's next position; else `NO_TOKEN`. What is drawn
+        behind a draft that was not drawn itself is of no use; it may be left out, as `NO_TOKEN`.
+        """
+        plain = [self._plain_from[slot] <= at for slot, at in zip(slots, positions, strict=True)]
+        if all(plain):
+            if self._on_cpu:
+                return Sampled(argmax(logits).tolist(), [])
+            largest, ids = logits.max(-1)
+            return Sampled(ids.masked_fill_(~largest.isfinite(), NO_TOKEN).tolist(), [])
+        rows = [self._rows[slot] for slot in slots]
+        if drafts:
+            self._suppose(rows, slots, positions, drafts)
+        u = uniforms([row.seed for row in rows], positions).tolist()
+        sampled = self._sample_rows if self._on_cpu else self._sample_batch
+        token_ids, logprobs = sampled(logits, rows, slots, positions, drafts, plain, u)
+        self._suppose(rows, slots, positions, token_ids)
+        return Sampled(token_ids, logprobs if any(entry is not None for entry in logprobs) else [])
+
+    def _suppose(
+        self, rows: Sequence[SeqParams], slots: Sequence[int], positions: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        """What penalties count from now on: drafts first, and then what was drawn in their places."""
+        for row, slot, position, token_id in zip(rows, slots, positions, token_ids, strict=True):
+            if row.needs_history and token_id != NO_TOKEN:
+                self._tokens()[slot, position] = token_id
+
+    def _sample_rows(
+        self,
+        logits: Tensor,
+        rows: list[SeqParams],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        drafts: Sequence[int],
+        plain: list[bool],
+        u: list[float],
+    ) -> tuple[list[int], list[Logprobs | None]]:
+        """Row by row: a row of fp32 logits stays in the cache of a CPU core, a batch of them does not."""
+        token_ids: list[int] = []
+        logprobs: list[Logprobs | None] = []
+        for i, row in enumerate(rows):
+            if i and drafts and drafts[i - 1] not in (NO_TOKEN, token_ids[-1]):
+                token_ids.append(NO_TOKEN)
+                logprobs.append(None)
+                continue
+            if plain[i]:
+                token_ids.append(int(argmax(logits[i : i + 1])[0]))
+                logprobs.append(None)
+                continue
+            x = logits[i].float()
+            raw = x.clone() if row.logprobs is not None else None
+            self._adorn(x, row, slots[i], positions[i])
+            if raw is not None and not raw.amax().isfinite():
+                token_id = NO_TOKEN  # its log probabilities would be none, wherever the NaN lies
+            elif row.temperature < TEMPERATURE_GREEDY_MAX:
+                token_id = int(argmax(x[None])[0])
+            else:
+                token_id = draw_row(x.numpy(), row.temperature, row.top_k, row.top_p, row.min_p, u[i])
+            token_ids.append(token_id)
+            if raw is None or token_id == NO_TOKEN:
+                logprobs.append(None)
+            else:
+                logprobs.append(logprobs_of_row(raw.numpy(), token_id, row.logprobs or 0))
+        return token_ids, logprobs
+
+    def _sample_batch(
+        self,
+        logits: Tensor,
+        rows: list[SeqParams],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        drafts: Sequence[int],
+        plain: list[bool],
+        u: list[float],
+    ) -> tuple[list[int], list[Logprobs | None]]:
+        """All rows at once, on a device that numpy cannot read."""
+        device, vocab_size = self.device, self.vocab_size
+        logits = logits.float()
+        asked = [i for i, row in enumerate(rows) if row.logprobs is not None]
+        raw = logits[asked]  # a copy: adornments overwrite
+        for i, row in enumerate(rows):
+            if not plain[i]:
+                self._adorn(logits[i], row, slots[i], positions[i])
+        tokens = logits.argmax(-1)
+        random = [i for i, row in enumerate(rows) if row.temperature >= TEMPERATURE_GREEDY_MAX]
+        if random:
+            chosen = [rows[i] for i in random]
+            indexes = torch.tensor(random, device=device)
+            temperatures = torch.tensor([r.temperature for r in chosen], dtype=torch.float32, device=device)
+            logits[indexes] /= temperatures[:, None]
+            tokens[indexes] = draw(
+                logits[indexes],
+                torch.tensor([r.top_k if 0 < r.top_k < vocab_size else vocab_size for r in chosen], device=device),
+                torch.tensor([r.top_p for r in chosen], dtype=torch.float64, device=device),
+                torch.tensor([r.min_p for r in chosen], dtype=torch.float32, device=device),
+                torch.tensor([u[i] for i in random], dtype=torch.float64, device=device),
+            )
+        is_finite = logits.amax(-1).isfinite()
+        is_finite[asked] &= raw.amax(-1).isfinite()
+        token_ids: list[int] = tokens.masked_fill_(~is_finite, NO_TOKEN).tolist()
+        logprobs: list[Logprobs | None] = [None] * len(rows)
+        for i, row in zip(asked, raw.cpu().numpy(), strict=True):
+            if token_ids[i] != NO_TOKEN:
+                logprobs[i] = logprobs_of_row(row, token_ids[i], rows[i].logprobs or 0)
+        return token_ids, logprobs
+
+    def _adorn(self, x: Tensor, row: SeqParams, slot: int, position: int) -> None:
+        adorn(x, row, position)
+        if row.needs_history:
+            penalise(x, row, self._tokens()[slot, :position])
+
+    def _tokens(self) -> Tensor:
+        if self._history is None:
+            self._history = lazy_zeros(self._history_shape, torch.int32, self.device)
+        return self._history
+
+
+def _plain_from(row: SeqParams) -> float:
+    """From which position on the row is greedy, without anything that changes or reports its logits."""
+    adorned = row.allowed_token_ids is not None or row.banned_token_ids or row.logit_bias or row.needs_history
+    if adorned or row.logprobs is not None or row.temperature >= TEMPERATURE_GREEDY_MAX:
+        return math.inf
+    return row.min_position if row.stop_token_ids else 0

@@ -1,0 +1,1 @@
+"""From a model's folder to packed weights: checkpoints, the hub, and weights that processes share."""

@@ -1,0 +1,124 @@
+"""What a checkpoint holds, read from the headers of its safetensors files, without torch: in milliseconds.
+
+The format (github.com/huggingface/safetensors#format): 8 bytes little-endian header length, a JSON header
+`{name: {dtype, shape, data_offsets}}`, then the data. The header is read here rather than by the safetensors
+package because it lets every fault be named before a byte of weights is touched, and before a process is started.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.config import ModelConfig
+from novainfer.kernels.models.folder import weight_files
+from novainfer.kernels.models.registry import FAMILIES, read_config
+
+__all__ = [
+    "TensorEntry",
+    "check_fit",
+    "check_weights",
+    "read_header",
+    "tensor_shapes",
+]
+
+HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors package itself
+LISTED_MAX = 5  # names spelled out in an error; the rest is counted
+
+DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}  # as torch calls them; bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: absolute byte offsets `begin`..`end` in `file`."""
+
+    file: Path
+    dtype: str  # as torch calls it
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors a checkpoint of this config must hold."""
+    return {
+        tensor.name.format(layer=layer): config.shape(tensor)
+        for layer in (None, *range(config.num_layers))
+        for tensor in config.tensors
+        if tensor.is_per_layer == (layer is not None)
+    }
+
+
+def check_fit(model_dir: Path, config: ModelConfig, entries: dict[str, TensorEntry]) -> None:
+    """Raise `LoadError` listing missing, unexpected and mis-shaped tensors, unless there are none.
+
+    The head of a checkpoint with tied embeddings may be there or not.
+    """
+    expected = tensor_shapes(config)
+    ignored = {tensor.name for tensor in FAMILIES[config.architecture].tensors if tensor.part == "head"}
+    missing = [name for name in expected if name not in entries]
+    unexpected = [
+        name
+        for name in entries
+        if name not in expected and name not in ignored and not name.endswith("rotary_emb.inv_freq")
+    ]
+    misshaped = [
+        f"{name} {list(entries[name].shape)} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in entries and entries[name].shape != shape
+    ]
+    faults = [
+        f"{len(names)} {kind} ({', '.join(names[:LISTED_MAX])}{', …' if len(names) > LISTED_MAX else ''})"
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("mis-shaped", misshaped))
+        if names
+    ]
+    if faults:
+        raise LoadError(f"the weights in {model_dir} do not fit config.json: {'; '.join(faults)}")
+
+
+def check_weights(model_dir: Path) -> None:
+    """Raise `LoadError` unless the headers of a model's weights are whole, and hold the tensors of its config.json."""
+    config = read_config(model_dir)
+    entries: dict[str, TensorEntry] = {}
+    for file in weight_files(model_dir):
+        entries.update(read_header(file))
+    check_fit(model_dir, config, entries)
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of one file by name; raises `LoadError` when it is cut off, or no safetensors file."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            if size < 8 or not 2 <= length <= min(HEADER_BYTES_MAX, size - 8):
+                raise LoadError(f"{file} is no safetensors file, or it was cut off: its header is not complete")
+            header = json.loads(handle.read(length))
+    except OSError as error:
+        raise LoadError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise LoadError(f"{file} is corrupt: its header is not valid JSON") from None
+    if not isinstance(header, dict):
+        raise LoadError(f"{file} is corrupt: its header is no JSON object")
+    header.pop("__metadata__", None)
+    return {name: _entry(file, name, value, 8 + length, size) for name, value in header.items()}
+
+
+def _entry(file: Path, name: str, value: Any, base: int, size: int) -> TensorEntry:
+    try:
+        dtype_name, shape = value["dtype"], tuple(int(n) for n in value["shape"])
+        begin, end = (base + int(offset) for offset in value["data_offsets"])
+    except (TypeError, KeyError, ValueError):
+        raise LoadError(f"{file} is corrupt: the header entry of {name} is not complete") from None
+    dtype, item_bytes = DTYPES.get(str(dtype_name), (None, 0))
+    if dtype is None:
+        raise LoadError(f"{file}: {name} has dtype {dtype_name}, but only {', '.join(DTYPES)} are supported")
+    if end > size:
+        raise LoadError(f"{file} was cut off: {name} should end at byte {end}, but the file has {size} bytes")
+    if begin < base or min(shape, default=0) < 0 or end - begin != math.prod(shape) * item_bytes:
+        raise LoadError(f"{file} is corrupt: {name} {list(shape)} does not fit its byte range")
+    return TensorEntry(file, dtype, shape, begin, end)

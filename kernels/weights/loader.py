@@ -1,0 +1,242 @@
+"""From a checkpoint on disk to a `Decoder` with packed weights, one tensor at a time.
+
+Shapes are checked and memory is counted before the first tensor is allocated; a tensor is read, fused with
+its neighbours, packed and freed before the next one, so that the weights are never held twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.memory import free_bytes, is_out_of_memory, lazy_zeros, release_freed_pages
+from novainfer.kernels.models.angles import rope_table
+from novainfer.kernels.models.config import ModelConfig, TensorSpec
+from novainfer.kernels.models.decoder import Decoder, Embedding
+from novainfer.kernels.ops.forward import Layer
+from novainfer.kernels.ops.registry import Linear
+from novainfer.kernels.ops.selection import Selection
+from novainfer.kernels.weights.checkpoint import DTYPES, Checkpoint
+from novainfer.kernels.weights.header import check_fit, tensor_shapes
+
+__all__ = [
+    "LinearSpec",
+    "WeightReader",
+    "WeightSource",
+    "choose_dtype",
+    "linear_specs",
+    "load_decoder",
+    "vector_names",
+]
+
+logger = logging.getLogger(__name__)
+
+GIB = 1024**3
+
+OnProgress = Callable[[int, int], None]
+"""Called with (tensors read, tensors in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """One matrix product of the model: where it stands, and the projections that it fuses."""
+
+    layer: int | None  # None: the output head
+    part: str  # its name in `Layer`
+    names: tuple[str, ...]  # of tensors, without ".weight" and ".bias"
+    out_features: int
+    in_features: int
+    has_bias: bool = False
+    gathers_rows: bool = False  # the embeddings are its rows
+
+
+def linear_specs(config: ModelConfig) -> list[LinearSpec]:
+    """All products of the model, the output head first."""
+    separate = config.tensor("head")
+    head = separate or config.tensor("embedding")
+    assert head is not None
+    stem, (rows, columns) = head.name.removesuffix(".weight"), config.shape(head)
+    specs = [LinearSpec(None, "head", (stem,), rows, columns, gathers_rows=separate is None)]
+    weights: dict[str, list[TensorSpec]] = {}
+    for tensor in config.tensors:
+        if tensor.is_per_layer and len(tensor.shape) == 2:
+            weights.setdefault(tensor.part, []).append(tensor)
+    biased = {tensor.part for tensor in config.tensors if tensor.name.endswith(".bias")}
+    for layer in range(config.num_layers):
+        for part, tensors in weights.items():
+            names = tuple(tensor.name.format(layer=layer).removesuffix(".weight") for tensor in tensors)
+            rows = sum(config.shape(tensor)[0] for tensor in tensors)
+            specs.append(LinearSpec(layer, part, names, rows, config.shape(tensors[0])[1], part in biased))
+    return specs
+
+
+def vector_names(config: ModelConfig, layer: int) -> dict[str, str]:
+    """The parts of a layer that are no products (weights of norms), and the tensor of each."""
+    return {
+        tensor.part: tensor.name.format(layer=layer)
+        for tensor in config.tensors
+        if tensor.is_per_layer and len(tensor.shape) == 1 and not tensor.name.endswith(".bias")
+    }
+
+
+def choose_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: the checkpoint's own for "auto"; float16 becomes float32 on the CPU.
+
+    CPUs compute in float16 slowly or not at all; float32 holds every float16 weight exactly, bfloat16 (half
+    the memory) would round them, and can be asked for by name.
+    """
+    if name == "auto":
+        stored = checkpoint.entries.get(_name(config, "embedding"))
+        dtype = DTYPES[config.dtype or (stored.dtype if stored is not None else "float32")]
+    elif name in DTYPES:
+        dtype = DTYPES[name]
+    else:
+        raise LoadError(f"dtype must be auto, {', '.join(DTYPES)}, not {name!r}")
+    if device.type == "cpu" and dtype == torch.float16:
+        logger.warning("float16 is computed in float32 on the CPU; dtype=bfloat16 takes half the memory")
+        dtype = torch.float32
+    return dtype
+
+
+class WeightSource(Protocol):
+    """Where a decoder's weights come from, and how much was read of them."""
+
+    kernels: Selection
+    num_bytes: int
+    num_read: int
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor that is kept as it is: a norm weight, a separate embedding."""
+
+    def linear(self, spec: LinearSpec) -> Linear:
+        """The fused and packed product of a spec's projections."""
+
+
+def load_decoder(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    kernels: Selection,
+    max_model_len: int,
+    on_progress: OnProgress | None = None,
+    source: WeightSource | None = None,
+) -> tuple[Decoder, int]:
+    """The model with its weights packed, and the bytes they take; raises `LoadError`.
+
+    `source` (default: the checkpoint) gives the weights.
+    """
+    shapes = tensor_shapes(config)
+    check_fit(checkpoint.model_dir, config, checkpoint.entries)
+    if source is None or isinstance(source, WeightReader):
+        _check_memory(config, max_model_len * config.head_dim, kernels)
+    reader = source or WeightReader(checkpoint, shapes, kernels, on_progress)
+    try:
+        decoder = _build(config, reader, max_model_len)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise LoadError(
+            f"the memory ran out with {reader.num_read} of {len(shapes)} tensors of the model read "
+            f"(max_model_len {max_model_len}): {str(error).splitlines()[0]}"
+        ) from None
+    finally:
+        checkpoint.close()
+        release_freed_pages()
+    return decoder, reader.num_bytes
+
+
+def _check_memory(config: ModelConfig, num_angles: int, kernels: Selection) -> None:
+    count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
+    products = [(spec.out_features, spec.in_features) for spec in linear_specs(config)]
+    precision, sizes = kernels.precision, [n * k for n, k in products]
+    weight_bytes = (count - sum(sizes)) * kernels.dtype.itemsize
+    weight_bytes += sum(precision.weight_bytes(n, k, kernels.dtype) for n, k in products)
+    if precision.is_quantised:  # the largest as it is read
+        weight_bytes += max(sizes) * kernels.dtype.itemsize
+    angle_bytes = 3 * num_angles * torch.float32.itemsize  # the table of cosines and sines, and what it is made from
+    needed, free = weight_bytes + angle_bytes, free_bytes(kernels.device)
+    if needed > free:
+        name = precision.name if precision.is_quantised else str(kernels.dtype).removeprefix("torch.")
+        raise LoadError(
+            f"the model needs {needed / GIB:.2f} GiB for its weights in {name} and its positions, but only "
+            f"{free / GIB:.2f} GiB are free ({needed} and {free} bytes)"
+        )
+
+
+class WeightReader:
+    """Reads tensors by name in the dtype of the run, fuses and packs them, counts bytes and progress."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        shapes: dict[str, tuple[int, ...]],
+        kernels: Selection,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.shapes = shapes
+        self.kernels = kernels
+        self.on_progress = on_progress
+        self.num_bytes = 0
+        self.num_read = 0
+
+    def fused(self, names: Sequence[str]) -> Tensor:
+        """The tensors of these names, one behind the other along the first dimension."""
+        lengths = [self.shapes[name][0] for name in names]
+        shape = (sum(lengths), *self.shapes[names[0]][1:])
+        # Mapped, not from the heap: freed between small tensors that stay, heap memory would never go back.
+        out = lazy_zeros(shape, self.kernels.dtype, torch.device("cpu"))
+        begin = 0
+        for name, length in zip(names, lengths, strict=True):
+            self.checkpoint.read_into(name, out[begin : begin + length])
+            begin += length
+            self.num_read += 1
+            if self.on_progress is not None:
+                self.on_progress(self.num_read, len(self.shapes))
+        return out.to(self.kernels.device)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor that is kept as it is: a norm weight, a separate embedding."""
+        tensor = self.fused([name])
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+    def linear(self, spec: LinearSpec) -> Linear:
+        """The fused and packed product of a spec's projections."""
+        weight = self.fused([f"{name}.weight" for name in spec.names])
+        bias = self.fused([f"{name}.bias" for name in spec.names]) if spec.has_bias else None
+        kernel = self.kernels.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
+        packed: Linear = kernel.pack(weight, bias)
+        self.num_bytes += packed.weight_bytes
+        return packed
+
+
+def _name(config: ModelConfig, part: str) -> str:
+    tensor = config.tensor(part)
+    assert tensor is not None
+    return tensor.name
+
+
+def _build(config: ModelConfig, reader: WeightSource, max_model_len: int) -> Decoder:
+    head_spec, *specs = linear_specs(config)
+    head = reader.linear(head_spec)
+    embedding = Embedding(None if head_spec.gathers_rows else reader.tensor(_name(config, "embedding")), head)
+    layers = []
+    for index in range(config.num_layers):
+        parts: dict[str, Any] = {spec.part: reader.linear(spec) for spec in specs if spec.layer == index}
+        parts |= {part: reader.tensor(name) for part, name in vector_names(config, index).items()}
+        layers.append(Layer(**parts, sliding_window=config.sliding_windows[index]))
+    return Decoder(
+        config=config,
+        embedding=embedding,
+        layers=layers,
+        final_norm=reader.tensor(_name(config, "final_norm")),
+        head=head,
+        ops=reader.kernels.ops(),
+        cos_sin=rope_table(config.rope, config.head_dim, max_model_len, reader.kernels.device),
+    )

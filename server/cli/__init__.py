@@ -1,0 +1,1 @@
+"""The `novainfer` command line."""

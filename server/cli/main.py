@@ -1,0 +1,124 @@
+"""The `novainfer` command. Commands are imported when they are called, so that `novainfer --help` is there at once.
+
+Whatever a user gets wrong is one sentence on stderr and exit code 2; a model that cannot be loaded, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from importlib import import_module
+
+# Before anything loads torch: a spinning OpenMP pool beside a live event loop costs it a factor of 100.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import click
+
+from novainfer import EngineConfig, InvalidParameter, ModelLoadError, NovaInferError, __version__
+from novainfer.server.settings import ServerSettings
+from novainfer.setting import settings_of
+
+EXIT_USAGE = 2
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+
+# name -> where it is, and what it is for
+COMMANDS = {
+    "serve": ("novainfer.server.cli.serve:serve", "Serve a model over OpenAI's HTTP API (HTTP/1.1 and HTTP/2)."),
+    "chat": ("novainfer.server.cli.chat:chat", "Talk to a model in the terminal."),
+    "generate": ("novainfer.server.cli.generate:generate", "Answer a JSONL file of prompts with a JSONL file."),
+    "bench": ("novainfer.bench.cli:bench", "Measure speed, beside the roofline and transformers."),
+    "replay": ("novainfer.server.cli.replay:replay_command", "Run a flight recorder's file again, without a model."),
+    "simulate": ("novainfer.server.cli.simulate:simulate", "Run the scheduler under a seeded simulator with faults."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported only to run them or to show their own help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        try:
+            command = getattr(import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module.startswith(error.name):
+                raise
+            raise click.ClickException(f"{cmd_name} is not part of this build of NovaInfer") from None
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="novainfer")
+def novainfer() -> None:
+    """LLM inference for Qwen2 and Qwen3 models: a server, a terminal chat, batches and benchmarks.
+
+    Without a model, all of them use the small one that comes with NovaInfer.
+    """
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        result = novainfer.main(argv, prog_name="novainfer", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else "", err=True)
+        return EXIT_USAGE
+    except click.exceptions.Abort:
+        return EXIT_INTERRUPTED
+    except click.ClickException as error:
+        click.echo(f"Error: {error.format_message()}", err=True)
+        return error.exit_code
+    except (InvalidParameter, ModelLoadError) as error:
+        click.echo(f"Error: {as_flags(error)}", err=True)
+        return EXIT_USAGE
+    except NovaInferError as error:
+        click.echo(f"Error: {error.message}", err=True)
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+def as_flags(error: NovaInferError) -> str:
+    """The message with settings named as flags: "max_num_seqs must be …" becomes "--max-num-seqs must be …".
+
+    A setting that the message does not begin with stands before it. Words that only look like one are left alone.
+    """
+    first, space, rest = error.message.partition(" ")
+    field = error.param or (first if first in _SETTINGS else None)
+    if field is None or field in _ARGUMENTS:
+        return error.message
+    rest = _SETTING.sub(lambda found: flag_of(found[0]), rest)
+    return f"{flag_of(field)}{space}{rest}" if first == field else f"{flag_of(field)}: {error.message}"
+
+
+def flag_of(field: str) -> str:
+    """The flag that sets this field."""
+    return _FLAGS.get(field) or f"--{field.replace('_', '-')}"
+
+
+_ARGUMENTS = ("model",)  # has five flags and an argument: its messages say "model" themselves
+_SETTINGS = frozenset((*EngineConfig.__struct_fields__, *ServerSettings.__struct_fields__))
+# Names with an underscore are no words; where one is part of a path it is no setting either.
+_SETTING = re.compile(
+    r"(?<![\w./-])(?:" + "|".join(name for name in sorted(_SETTINGS) if "_" in name) + r")(?![\w./-])"
+)
+_FLAGS = {  # where they are not the field's name
+    "sse_keep_alive_interval_s": "--sse-keep-alive-interval",
+    "shutdown_timeout_s": "--shutdown-timeout",
+    "body_bytes": "--max-body-bytes",
+} | {setting.name: setting.flag for setting in settings_of(EngineConfig) if setting.flag}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""One HTTP request and its answer, as the guard and the handlers both see it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from ipaddress import IPv6Address
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.types import Message, Scope, Send
+
+if TYPE_CHECKING:
+    from novainfer.server.http.clients import Unread
+
+REQUEST_ID_CHARS_MAX = 128
+SCOPE_KEY = "nova.exchange"
+ADMITTED_KEY = "nova.admitted"  # of the scope's state
+
+
+class Viewer(msgspec.Struct, frozen=True):
+    """What a key may do: its requests are marked with `owner`; it sees those of `sees`, or all if that is None."""
+
+    owner: str = ""
+    sees: str | None = None
+    is_admin: bool = False
+
+
+class Admitted:
+    """How many requests of one connection were let in, with their whole bodies, and have not ended."""
+
+    num_requests = 0
+
+
+class ClientGone(Exception):
+    """The client went away before its request was complete, or does not take its answer."""
+
+
+class Exchange:
+    """Follows an answer on its way out: adds the headers every answer has, and knows whether it began and ended."""
+
+    __slots__ = (
+        "_address",
+        "_is_last",
+        "_is_stream",
+        "_make_unread",
+        "_send",
+        "body",
+        "ended",
+        "ignored",
+        "method",
+        "num_bytes",
+        "path",
+        "request_id",
+        "started",
+        "status",
+        "viewer",
+    )
+
+    def __init__(
+        self,
+        scope: Scope,
+        send: Send,
+        *,
+        unread: Callable[[str], Unread],
+        is_draining: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.started = time.perf_counter()
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.request_id = _request_id(scope)
+        self.body = b""
+        self.viewer = Viewer()  # who asks; the guard finds out
+        self.ignored = b""  # the value of x-nova-ignored-fields
+        self.status = 0  # 0: no answer yet
+        self.ended = False
+        self.num_bytes = 0
+        self._send = send
+        self._address: str = (scope.get("client") or ("",))[0]
+        self._make_unread = unread
+        self._is_stream = False
+        # A load balancer that is told so does not send its next request into a server that goes down. HTTP/2 has no
+        # such header; its connections get a GOAWAY.
+        self._is_last = is_draining if scope["http_version"].startswith("1") else lambda: False
+
+    @property
+    def client(self) -> str:
+        """Whose request it is: its key's digest, or the address that it came from; of IPv6, the network."""
+        return self.viewer.owner or network_of(self._address)
+
+    def unread(self) -> Unread:
+        """A watch of this answer's sends."""
+        return self._make_unread(self.client)
+
+    def take_body(self) -> bytes:
+        """The body, which its handler needs once: a request that lives for minutes does not hold it."""
+        body, self.body = self.body, b""
+        return body
+
+    async def send(self, message: Message) -> None:
+        """ASGI's `send`, for the handlers."""
+        if message["type"] == "http.response.start":
+            elapsed_ms = (time.perf_counter() - self.started) * 1000
+            headers = list(message.get("headers", ()))
+            headers.append((b"x-request-id", self.request_id.encode("ascii")))
+            headers.append((b"openai-processing-ms", b"%d" % elapsed_ms))
+            if self._is_last():
+                headers.append((b"connection", b"close"))
+            if self.ignored:
+                headers.append((b"x-nova-ignored-fields", self.ignored))
+            self.status = message["status"]
+            await self._send({**message, "headers": headers})
+            return
+        if message["type"] == "http.response.body":
+            self.num_bytes += len(message.get("body", b""))
+            self.ended = not message.get("more_body", False)
+            if self.ended and not self._is_stream:
+                await self._send_whole(message)
+                return
+            self._is_stream = True  # and watches its sends itself
+        await self._send(message)
+
+    async def _send_whole(self, message: Message) -> None:
+        try:
+            with self.unread().whole():
+                await self._send(message)
+        except TimeoutError:
+            raise ClientGone from None
+
+    async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """Send a whole answer."""
+        headers = [*headers, (b"content-length", b"%d" % len(body))]
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header called `name` (lower case), or None."""
+    for key, value in scope["headers"]:
+        if key.lower() == name:
+            return bytes(value)
+    return None
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own x-request-id where it is fit to be a header and a log entry; else a new one."""
+    given = header(scope, b"x-request-id")
+    if given is not None and len(given) <= REQUEST_ID_CHARS_MAX:
+        text = given.decode("latin-1")
+        if is_printable_id(text):
+            return text
+    return secrets.token_hex(16)
+
+
+def network_of(address: str) -> str:
+    """What one client has: an address of IPv4, or all that begin with the same 64 bits, of IPv6."""
+    if ":" not in address:
+        return address
+    try:
+        found = IPv6Address(address)
+    except ValueError:
+        return address
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(IPv6Address(int(found) >> 64 << 64))
+
+
+def is_printable_id(text: str) -> bool:
+    """True for 1 to 128 printable ASCII characters without spaces or quotes."""
+    return 0 < len(text) <= REQUEST_ID_CHARS_MAX and all("!" <= c <= "~" and c not in "\"'\\" for c in text)

@@ -1,0 +1,1 @@
+"""OpenAI's endpoints: bodies to requests, deltas to objects and server-sent events."""

@@ -1,0 +1,166 @@
+"""Deltas to the bytes of SSE events, in OpenAI's sequence of chunks.
+
+Chat: a chunk with the role for each choice, content chunks, a chunk with `delta: {}` and the finish reason; then,
+when asked for, one with `choices: []` and the usage; then `[DONE]`. Completions: text chunks, the last one with the
+finish reason.
+What does not change within a stream is encoded once: a plain token costs two concatenations and one string escape.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from novainfer import Delta
+from novainfer.server.openai.replies import Tally, chat_logprobs, completion_logprobs
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+END = b"}\n\n"
+
+_json = msgspec.json.Encoder().encode
+
+
+class StreamEncoder(Protocol):
+    """Turns the deltas of one request into SSE bytes; each method may return nothing to send."""
+
+    def begin(self) -> bytes: ...
+    def delta(self, delta: Delta) -> bytes: ...
+    def end(self) -> bytes: ...
+
+
+class ChunkOptions(msgspec.Struct, kw_only=True):
+    """What the request asked for beside the text."""
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+    token_ids: bool = False
+
+
+class _Chunks:
+    """What both kinds of chunks share: the envelope, usage, and the extras of a choice."""
+
+    kind = ""
+
+    def __init__(self, request_id: str, created: int, model: str, tally: Tally, options: ChunkOptions) -> None:
+        envelope = {"id": request_id, "object": self.kind, "created": created, "model": model}
+        self._head = b"data: " + _json(envelope)[:-1] + b',"choices":['
+        self._tally = tally
+        self._options = options
+        # OpenAI sends `usage: null` in the other chunks of a stream that ends with usage
+        self._tail = b'],"usage":null' + END if options.include_usage else b"]" + END
+
+    def _close(self) -> bytes:
+        if self._options.continuous_usage:
+            return b'],"usage":' + _json(self._tally.usage()) + END
+        return self._tail
+
+    def _extras(self, delta: Delta) -> bytes:
+        """Fields of a choice that OpenAI does not have, each with its leading comma."""
+        extras = b""
+        if self._options.token_ids:
+            extras += b',"token_ids":' + _json(delta.token_ids)
+            if delta.prompt_token_ids is not None:
+                extras += b',"prompt_token_ids":' + _json(delta.prompt_token_ids)
+        if delta.finish_reason is not None:
+            extras += b',"stop_reason":' + _json(delta.stop_reason) + b',"seed":' + _json(delta.seed)
+            if delta.is_degraded:
+                extras += b',"degraded":true'
+        return extras
+
+    def end(self) -> bytes:
+        """The usage chunk where it was asked for, and the end of the stream."""
+        if not self._options.include_usage:
+            return DONE
+        return self._head + b'],"usage":' + _json(self._tally.usage()) + END + DONE
+
+
+class ChatChunks(_Chunks):
+    """`chat.completion.chunk` events."""
+
+    kind = "chat.completion.chunk"
+
+    def __init__(
+        self, request_id: str, created: int, model: str, tally: Tally, options: ChunkOptions, *, n: int
+    ) -> None:
+        super().__init__(request_id, created, model, tally, options)
+        self._n = n
+        self._plain = [self._head + b'{"index":%d,"delta":{"content":' % index for index in range(n)]
+        self._plain_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail
+        self._is_plain = not (options.continuous_usage or options.token_ids)
+
+    def begin(self) -> bytes:
+        """The chunks that give each choice its role."""
+        role = b'{"role":"assistant","content":""}'
+        return b"".join(self._chunk(index, role) for index in range(self._n))
+
+    def delta(self, delta: Delta) -> bytes:
+        """The chunks of one delta; nothing when all of its text is held back."""
+        if self._is_plain and delta.finish_reason is None and delta.logprobs is None:
+            return self._plain[delta.index] + _json(delta.text) + self._plain_tail if delta.text else b""
+        data = b""
+        if delta.text or delta.logprobs or (self._options.token_ids and delta.token_ids):
+            content = b'{"content":' + _json(delta.text) + b"}"
+            logprobs = b"null" if delta.logprobs is None else _json(chat_logprobs(delta.logprobs))
+            ids = msgspec.structs.replace(delta, finish_reason=None) if delta.finish_reason else delta
+            data = self._chunk(delta.index, content, logprobs=logprobs, extras=self._extras(ids))
+        if delta.finish_reason is not None:
+            bare = msgspec.structs.replace(delta, token_ids=[], prompt_token_ids=None)
+            finish = _json(delta.finish_reason)
+            data += self._chunk(delta.index, b"{}", finish=finish, extras=self._extras(bare))
+        return data
+
+    def _chunk(
+        self, index: int, delta: bytes, *, logprobs: bytes = b"null", finish: bytes = b"null", extras: bytes = b""
+    ) -> bytes:
+        choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}'
+        return self._head + choice % (index, delta, logprobs, finish, extras) + self._close()
+
+
+class CompletionChunks(_Chunks):
+    """`text_completion` events; `echoes[i]` is put before each completion of prompt i."""
+
+    kind = "text_completion"
+
+    def __init__(
+        self,
+        request_id: str,
+        created: int,
+        model: str,
+        tally: Tally,
+        options: ChunkOptions,
+        *,
+        echoes: list[str],
+        n: int,
+    ) -> None:
+        super().__init__(request_id, created, model, tally, options)
+        self._echoes = echoes
+        self._n = n
+        self._offsets = [len(echoes[index // n]) for index in range(len(echoes) * n)]
+
+    def begin(self) -> bytes:
+        """The echoed prompts."""
+        choices = range(len(self._echoes) * self._n)
+        return b"".join(
+            self._chunk(index, self._echoes[index // self._n]) for index in choices if self._echoes[index // self._n]
+        )
+
+    def delta(self, delta: Delta) -> bytes:
+        """The chunk of one delta; nothing when all of its text is held back."""
+        has_ids = self._options.token_ids and delta.token_ids
+        if not (delta.text or delta.logprobs or delta.finish_reason or has_ids):
+            return b""
+        logprobs = b"null"
+        if delta.logprobs is not None:
+            reply = completion_logprobs(delta.logprobs, offset=self._offsets[delta.index])
+            logprobs = _json(reply)
+            self._offsets[delta.index] += sum(len(item.token.decode("utf-8", "replace")) for item in delta.logprobs)
+        finish = b"null" if delta.finish_reason is None else _json(delta.finish_reason)
+        return self._chunk(delta.index, delta.text, logprobs=logprobs, finish=finish, extras=self._extras(delta))
+
+    def _chunk(
+        self, index: int, text: str, *, logprobs: bytes = b"null", finish: bytes = b"null", extras: bytes = b""
+    ) -> bytes:
+        choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}'
+        return self._head + choice % (index, _json(text), logprobs, finish, extras) + self._close()

@@ -1,0 +1,60 @@
+"""A request's bytes to a Struct; every fault becomes one sentence with the field's dotted path in `param`."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar, cast
+
+import msgspec
+
+from novainfer import InvalidParameter
+from novainfer.server.http.errors import MalformedBody
+from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest
+from novainfer.server.openai.unsupported import ignored_fields
+
+Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest)
+
+FIELDS_MAX = 256  # all that are known are a fourth of it
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in (ChatCompletionRequest, CompletionRequest)}
+_KNOWN = {kind: frozenset(kind.__struct_fields__) for kind in _DECODERS}
+
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_FIELD = re.compile(r"field `(?P<field>[^`]+)`")
+
+
+def decode(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
+    """The Struct, and the names of fields that have no effect; raises `MalformedBody` or `InvalidParameter`."""
+    try:
+        fields = _FIELDS.decode(body)
+        if len(fields) > FIELDS_MAX:
+            raise MalformedBody(f"The body must have at most {FIELDS_MAX} fields, not {len(fields)}")
+        ignored = ignored_fields(fields, _KNOWN[kind], adds_special_tokens=kind is CompletionRequest)
+        request = cast(Body, _DECODERS[kind].decode(body))
+    except msgspec.ValidationError as error:
+        raise explain(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedBody(f"The body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise MalformedBody("The body is nested too deeply") from None
+    return request, ignored
+
+
+def explain(error: msgspec.ValidationError) -> MalformedBody | InvalidParameter:
+    """msgspec's message as an error whose `param` is a path such as `messages[0].role`."""
+    match = _PATH.match(str(error))
+    assert match is not None
+    what, path = match["what"], match["path"] or ""
+    if what.startswith("Object contains unknown field") and (unknown := _FIELD.search(what)) is not None:
+        path = f"{path}.{unknown['field']}" if path else unknown["field"]
+        return InvalidParameter(f"{path} is not a field of this body", param=path)
+    if (missing := _FIELD.search(what)) is not None:
+        path = f"{path}.{missing['field']}" if path else missing["field"]
+        return InvalidParameter(f"{path} is required", param=path)
+    if not path:
+        return MalformedBody(f"The body must be a JSON object: {_lower_first(what)}")
+    return InvalidParameter(f"{path}: {_lower_first(what)}", param=path)
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,168 @@
+"""One HTTP request's work in the engine, whatever its shape: prompts in, deltas out, counted and timed as they pass."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from novainfer import Delta, EngineOverloaded, InvalidParameter, SamplingParams
+from novainfer.fsm.messages.params import DURATION_S_MAX
+from novainfer.server.http.exchange import is_printable_id
+from novainfer.server.openai.merge import merge_deltas, turns_to_begin
+from novainfer.server.openai.replies import Choice, Tally
+from novainfer.server.service import Service
+
+TIMEOUT_HEADER = "x-request-timeout-ms"
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")  # JSON's, and what C prints
+ADMISSION_TURNS = 2  # of the loop, until the first prompts' tasks have asked for admission
+FIRST_DELTA_WAIT_S_MAX = 15.0  # then the stream begins without it, so that proxies and clients see life
+
+
+class Generation:
+    """A generator of deltas over all prompts; `close` once, whatever happened."""
+
+    def __init__(
+        self,
+        service: Service,
+        prefix: str,
+        wanted_id: str,
+        prompts: Sequence[Any],
+        params: SamplingParams,
+        owner: str = "",
+        client: str = "",
+    ) -> None:
+        engine = service.ready_engine()
+        self._service = service
+        self.n = params.n
+        self.num_choices = len(prompts) * params.n
+        self.created = int(time.time())
+        self.model = engine.model_info.name
+        self.tally = Tally(len(prompts), params.n)
+        self._waiting = dict(enumerate(engine.check_room(prompts, params)))  # prompt -> tokens, until its first delta
+        service.clients.enter(client, len(prompts), params.n, sum(self._waiting.values()))
+        self._client = client
+        self._live = service.live.open(prefix, wanted_id, len(prompts), owner)
+        sources = [
+            engine.generate(prompt, params, request_id=engine_id, owner=owner)
+            for prompt, engine_id in zip(prompts, self._live.engine_ids, strict=True)
+        ]
+        self.deltas = sources[0] if len(sources) == 1 else merge_deltas(sources, params.n)
+        self._started = time.perf_counter()
+        self._last = 0.0
+        self._is_closed = False
+        self.is_overflowed = False  # it waits for room in the queue, as it asked to
+
+    @property
+    def id(self) -> str:
+        return self._live.id
+
+    def note(self, delta: Delta) -> None:
+        """Count and time one delta."""
+        now = time.perf_counter()
+        metrics = self._service.metrics
+        num_tokens = len(delta.token_ids)
+        if not self._last:
+            metrics.time_to_first_token.observe(now - self._started)
+            self._last = now
+        elif num_tokens:
+            metrics.inter_token_latency.observe((now - self._last) / num_tokens, num_tokens)
+            self._last = now
+        self.tally.add(delta)
+        if waited := self._waiting.pop(delta.index // self.n, 0):
+            self._service.clients.begin(self._client, waited)
+
+    async def first(self) -> asyncio.Task[Delta]:
+        """Wait for the first delta, but not for ever; raises what went wrong before it, so that it gets a status.
+
+        Who has to wait for room in the queue hears of it at once.
+        """
+        engine = self._service.ready_engine()
+        task = asyncio.ensure_future(anext(self.deltas))
+        interval_s = self._service.settings.sse_keep_alive_interval_s
+        try:
+            for _ in range(turns_to_begin(len(self._live.engine_ids))):
+                await asyncio.sleep(0)
+            self.is_overflowed = any(map(engine.is_overflowed, self._live.engine_ids))
+            if not self.is_overflowed:
+                wait_s = min(interval_s, FIRST_DELTA_WAIT_S_MAX) or FIRST_DELTA_WAIT_S_MAX
+                await asyncio.wait({task}, timeout=wait_s)
+            if task.done():
+                task.result()
+        except BaseException as error:
+            await self.leave(task, error)
+            raise
+        return task
+
+    async def leave(self, first: asyncio.Task[Delta], error: BaseException | None) -> None:
+        """`close`, when the first delta may still be waited for: a generator that runs cannot be closed."""
+        first.cancel()
+        try:
+            await asyncio.gather(first, return_exceptions=True)
+        finally:  # cancelled once more, by an end of the connection behind the client's own
+            await self.close(error)
+
+    async def collect(self) -> list[Choice]:
+        """All deltas, put together by choice."""
+        choices = [Choice() for _ in range(self.num_choices)]
+        try:
+            async for delta in self.deltas:
+                self.note(delta)
+                choices[delta.index].add(delta)
+        except BaseException as error:
+            await self.close(error)
+            raise
+        await self.close(None)
+        return choices
+
+    async def close(self, error: BaseException | None) -> None:
+        """End the generation: cancels what still runs, and counts the end once; `error` is what ended it early."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        metrics = self._service.metrics
+        if error is None:
+            metrics.terminal_events["finish"] += 1
+            metrics.e2e_request_latency.observe(time.perf_counter() - self._started)
+            metrics.prompt_tokens.observe(self.tally.prompt_tokens)
+            metrics.generation_tokens.observe(self.tally.completion_tokens)
+        else:
+            metrics.terminal_events["error" if isinstance(error, Exception) else "disconnect"] += 1
+            if isinstance(error, EngineOverloaded):
+                metrics.rejections[error.code] += 1
+        try:
+            await self.deltas.aclose()
+        finally:
+            self._service.live.close(self._live)
+            self._service.clients.begin(self._client, sum(self._waiting.values()))
+            self._service.clients.leave(self._client, self.num_choices)
+
+
+def wanted_id(body_id: str | None, exchange_id: str) -> str:
+    """The id the client would like: the body's, else the x-request-id."""
+    if body_id is None:
+        return exchange_id
+    if not is_printable_id(body_id):
+        raise InvalidParameter(
+            "request_id must be 1 to 128 printable ASCII characters without spaces and quotes", param="request_id"
+        )
+    return body_id
+
+
+def with_deadline(params: SamplingParams, headers: Mapping[str, str]) -> SamplingParams:
+    """`params` with the deadline of the header `x-request-timeout-ms`, if it has one that is shorter."""
+    value = headers.get(TIMEOUT_HEADER)
+    if value is None:
+        return params
+    timeout_s = float(value) / 1000 if _NUMBER.fullmatch(value.strip()) else math.nan  # `float` takes 1_000 as well
+    if not 0 < timeout_s <= DURATION_S_MAX:
+        message = f"{TIMEOUT_HEADER} must be a number of milliseconds, above 0 and at most {DURATION_S_MAX * 1000:.0f}"
+        raise InvalidParameter(message, param=TIMEOUT_HEADER)
+    if params.timeout_s is not None and params.timeout_s <= timeout_s:
+        return params
+    return msgspec.structs.replace(params, timeout_s=timeout_s)

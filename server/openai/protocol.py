@@ -1,0 +1,269 @@
+"""OpenAI's request bodies as msgspec Structs, and how each becomes a prompt and `SamplingParams`.
+
+Types are strict ("9" is not a number). Every optional field may be null, as OpenAI's own may. Ranges are checked by
+`SamplingParams`; here stands only what depends on several fields. What is known and not built is in `unsupported.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+import msgspec
+
+from novainfer import Chat, InvalidParameter, SamplingParams, UnsupportedParameter
+from novainfer.fsm.messages.params import DURATION_S_MAX
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chat fills the context
+MESSAGES_MAX = 10_000  # rendering takes some 5 us each
+PROMPTS_MAX = 2048  # OpenAI's limit for a list of inputs
+
+Prompt = str | dict[str, list[int]]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """`include_usage` adds a chunk with the totals; `continuous_usage_stats` (vLLM) puts running ones in each chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """One part of a message; `text` is served, and what an assistant refused before, `refusal`."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    refusal: str | None = None
+
+    def as_template_input(self, path: str) -> dict[str, Any]:
+        """What a chat template takes; `path` is this message's own, for errors."""
+        if self.role in ("tool", "function"):
+            raise UnsupportedParameter(
+                f'messages of role "{self.role}" are not supported: this server has no tools yet', param=f"{path}.role"
+            )
+        if self.tool_calls:
+            raise UnsupportedParameter(
+                "tool_calls are not supported: this server has no tools yet", param=f"{path}.tool_calls"
+            )
+        # The models served know no "developer"; OpenAI's own older ones are given it as "system" too.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self._text(f"{path}.content")}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+    def _text(self, path: str) -> str:
+        if self.content is None:
+            if self.role == "assistant":  # OpenAI's own answers have null where they refused, or said nothing
+                return self.refusal or ""
+            raise InvalidParameter(f"{path} must be a string or a list of text parts, not null", param=path)
+        if isinstance(self.content, str):
+            return self.content
+        texts: list[str] = []
+        for i, part in enumerate(self.content):
+            kind = "refusal" if part.type == "refusal" and self.role == "assistant" else "text"
+            if part.type != kind:
+                raise UnsupportedParameter(
+                    f'content of type "{part.type}" is not supported: this model reads only "text"',
+                    param=f"{path}[{i}].type",
+                )
+            text = part.refusal if kind == "refusal" else part.text
+            if text is None:
+                raise InvalidParameter(f"{path}[{i}].{kind} is missing", param=f"{path}[{i}].{kind}")
+            texts.append(text)
+        return "\n".join(texts)  # as vLLM joins parts for templates that take strings
+
+
+class CommonRequest(msgspec.Struct, kw_only=True):
+    """What chat and completions share: OpenAI's fields first, then vLLM's."""
+
+    model: str | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    timeout: float | None = None
+    max_queue_ms: float | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    def _sampling_params(
+        self, defaults: Mapping[str, Any], *, max_tokens: int | None, max_tokens_field: str, **more: Any
+    ) -> SamplingParams:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidParameter("stream_options needs stream: true", param="stream_options")
+        given = dict(defaults)
+        given |= {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
+        if self.timeout is not None:
+            given["timeout_s"] = self.timeout
+        if self.max_queue_ms is not None:
+            if not 0 < self.max_queue_ms <= DURATION_S_MAX * 1000:
+                limits = f"more than 0 and at most {DURATION_S_MAX * 1000:.0f} milliseconds"
+                message = f"max_queue_ms must be {limits}, not {self.max_queue_ms:g}"
+                raise InvalidParameter(message, param="max_queue_ms")
+            given["max_queue_s"] = self.max_queue_ms / 1000
+        try:
+            return SamplingParams(max_tokens=max_tokens, **given, **more)
+        except InvalidParameter as error:
+            names = {"max_tokens": max_tokens_field, "timeout_s": "timeout", "logprobs": self._logprobs_field()}
+            if error.param in names:
+                field = names[error.param]
+                raise InvalidParameter(error.message.replace(error.param, field, 1), param=field) from None
+            raise
+
+    def _logprobs_field(self) -> str:
+        return "logprobs"
+
+
+_PASSED_ON = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "logit_bias"),
+    *("allowed_token_ids", "skip_special_tokens"),
+)
+
+
+class ChatCompletionRequest(CommonRequest, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def prompt(self) -> Chat:
+        """The conversation, checked."""
+        if not self.messages:
+            raise InvalidParameter("messages must hold at least one message", param="messages")
+        if (num_messages := len(self.messages)) > MESSAGES_MAX:
+            message = f"messages takes at most {MESSAGES_MAX} messages, not {num_messages}"
+            raise InvalidParameter(message, param="messages")
+        continued = bool(self.continue_final_message)
+        if continued and self.add_generation_prompt:
+            raise InvalidParameter(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
+        generation_prompt = not continued if self.add_generation_prompt is None else self.add_generation_prompt
+        return Chat(
+            messages=[message.as_template_input(f"messages[{i}]") for i, message in enumerate(self.messages)],
+            add_generation_prompt=generation_prompt,
+            continue_final_message=continued,
+            template_kwargs=self.chat_template_kwargs or {},
+        )
+
+    def sampling_params(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
+        """The sampling fields, those of `defaults` where it sets none; raises `InvalidParameter` naming the field."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidParameter("top_logprobs needs logprobs: true", param="top_logprobs")
+        newer = self.max_completion_tokens is not None
+        return self._sampling_params(
+            defaults,
+            max_tokens=self.max_completion_tokens if newer else self.max_tokens,
+            max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+    def _logprobs_field(self) -> str:
+        return "top_logprobs"
+
+
+class CompletionRequest(CommonRequest, kw_only=True):
+    """`POST /v1/completions`; `prompt` is a string, token ids, or a list of either."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts as the engine takes them: strings, or token ids by name."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if not given:
+            raise InvalidParameter("prompt must hold at least one string or token id", param="prompt")
+        if isinstance(given[0], int):
+            return [_token_prompt(given, "prompt")]
+        if len(given) > PROMPTS_MAX:
+            raise InvalidParameter(f"prompt takes at most {PROMPTS_MAX} prompts, not {len(given)}", param="prompt")
+        kind = type(given[0])
+        prompts: list[Prompt] = []
+        for i, item in enumerate(given):
+            if type(item) is not kind:
+                raise InvalidParameter("prompt must not mix strings, token ids and lists of them", param=f"prompt[{i}]")
+            if item == "":
+                raise InvalidParameter(f"prompt[{i}] must not be empty", param=f"prompt[{i}]")
+            prompts.append(item if isinstance(item, str) else _token_prompt(item, f"prompt[{i}]"))
+        return prompts
+
+    def sampling_params(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
+        """The sampling fields, those of `defaults` where it sets none; raises `InvalidParameter` naming the field."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise UnsupportedParameter("best_of other than n is not supported", param="best_of")
+        if self.echo and self.logprobs is not None:
+            raise UnsupportedParameter(
+                "echo together with logprobs is not supported: leave one of them out", param="echo"
+            )
+        return self._sampling_params(
+            defaults,
+            max_tokens=COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            max_tokens_field="max_tokens",
+            logprobs=self.logprobs,
+        )
+
+    def echoes(self, prompts: list[Prompt]) -> list[str]:
+        """The text to put before each prompt's completions: the prompt itself where `echo` is set."""
+        if not self.echo:
+            return [""] * len(prompts)
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise UnsupportedParameter("echo needs prompts given as text, not as token ids", param="echo")
+        return [str(prompt) for prompt in prompts]
+
+
+def _token_prompt(items: Any, path: str) -> dict[str, list[int]]:
+    if not items:
+        raise InvalidParameter(f"{path} must hold at least one token id", param=path)
+    for i, item in enumerate(items):
+        if not isinstance(item, int):
+            raise InvalidParameter(f"{path}[{i}] must be a token id, as its neighbours are", param=f"{path}[{i}]")
+    return {"prompt_token_ids": items}

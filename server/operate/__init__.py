@@ -1,0 +1,1 @@
+"""For who runs a server: health, metrics, the inspector's endpoints, events, recordings, the OpenAPI document."""

@@ -1,0 +1,140 @@
+"""The small endpoints: models, health, version, cancel, metrics, and the OpenAPI document."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from novainfer import ModelNotFound, RequestNotFound
+from novainfer.fsm.messages.mode import Mode
+from novainfer.server.http.errors import NotMoving
+from novainfer.server.http.exchange import SCOPE_KEY, Exchange
+from novainfer.server.metrics import CONTENT_TYPE
+from novainfer.server.openai.generation import ADMISSION_TURNS
+from novainfer.server.service import Service
+
+
+class Model(msgspec.Struct, kw_only=True):
+    """A served model; `max_model_len` is its context in tokens."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "novainfer"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+    permission: list[Any] = []
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """The answer of `GET /v1/models`."""
+
+    object: str = "list"
+    data: list[Model]
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """The answer of the health probes when all is well; `state` is what the engine does.
+
+    `rung` is that of the ladder, and `mode` the kernels and the precision that steps are computed with there.
+    """
+
+    status: str = "ok"
+    model: str
+    state: str
+    rung: str
+    mode: Mode
+
+
+class Alive(msgspec.Struct, kw_only=True):
+    """The answer of `GET /livez`."""
+
+    status: str = "ok"
+
+
+class Cancelled(msgspec.Struct, kw_only=True):
+    """The answer of a cancel: `cancelled`, or `finished` when there was nothing left to cancel."""
+
+    id: str
+    object: str = "request.cancel"
+    status: str
+
+
+class Version(msgspec.Struct, kw_only=True):
+    """The answer of `GET /version`."""
+
+    version: str
+
+
+def json_response(reply: msgspec.Struct) -> Response:
+    """A 200 with `reply` as JSON."""
+    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+def _model(service: Service) -> Model:
+    info = service.ready_engine().model_info
+    return Model(id=info.name, root=info.name, created=info.created, max_model_len=info.max_model_len)
+
+
+async def list_models(service: Service, request: Request) -> Response:
+    """The one model that is served."""
+    return json_response(ModelList(data=[_model(service)]))
+
+
+async def get_model(service: Service, request: Request) -> Response:
+    """The model of this name, or 404."""
+    model, name = _model(service), request.path_params["model"]
+    if name != model.id:
+        raise ModelNotFound(f"The model {name!r} is not served here: use {model.id!r}", param="model")
+    return json_response(model)
+
+
+async def health(service: Service, request: Request) -> Response:
+    """200 when a request sent now would be taken and everything moves; else 503 with the reason."""
+    engine = service.ready_engine()
+    found = engine.health()
+    if not found.is_ready:
+        raise NotMoving(f"The engine stands still: {found.reason}")
+    stats = engine.statistics()
+    return json_response(Health(model=engine.model_info.name, state=found.state, rung=stats.rung, mode=stats.mode))
+
+
+async def live(service: Service, request: Request) -> Response:
+    """200 as long as the loop turns and every actor moves: restart the process only when this one fails."""
+    found = service.engine.health() if service.engine is not None else None
+    if found is not None and not found.is_live:
+        raise NotMoving(f"The engine stands still: {found.reason}")
+    return json_response(Alive())
+
+
+async def version(service: Service, request: Request) -> Response:
+    """The version of NovaInfer."""
+    return json_response(Version(version=service.version))
+
+
+async def cancel_request(service: Service, request: Request) -> Response:
+    """Cancel by the answer's id, the client's x-request-id, or the id of one of several prompts, which ends them all.
+
+    Again is fine, unknown is 404.
+    """
+    request_id: str = request.path_params["request_id"]
+    exchange: Exchange = request.scope[SCOPE_KEY]
+    found = service.live.engine_ids(request_id, exchange.viewer.sees)
+    if not found:
+        raise RequestNotFound(f"There is no request {request_id[:200]!r}: it never was, or is long gone")
+    engine = service.ready_engine() if not service.is_draining else service.engine
+    assert engine is not None, "a request is live without an engine"
+    for _ in range(ADMISSION_TURNS):
+        await asyncio.sleep(0)  # a cancel that came with its request: the engine has not heard of that yet
+    cancelled = [engine.cancel(engine_id) for engine_id in sorted(found)]
+    return json_response(Cancelled(id=request_id, status="cancelled" if any(cancelled) else "finished"))
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    """Prometheus's text format."""
+    return Response(service.metrics.expose(service), headers={"content-type": CONTENT_TYPE})
