@@ -396,4 +396,48 @@ SMALL_WORLDS = [
         clients=[([1], _ask(4))],
         budget={"die": 1, "unlaunched": 1, "stop": 1},
     ),
+    SmallWorld(
+        name="two steps in flight, and one that fails",
+        shape=_shape(6, 2, max_in_flight=2),
+        clients=[([1], _ask(3)), ([2], _ask(2))],
+        budget={"oom": 1, "cancel": 1},
+    ),
+    SmallWorld(
+        name="two steps in flight, and too few blocks for both requests",
+        shape=_shape(3, max_in_flight=2),
+        clients=[([1], _ask(2)), ([2], _ask(2))],
+        budget={"oom": 1, "unlaunched": 1},
+    ),
+    SmallWorld(
+        name="two steps in flight, and a worker that dies",
+        shape=_shape(4, max_in_flight=2),
+        clients=[([1], _ask(3)), ([2, 3], _ask(2))],
+        budget={"die": 1, "unlaunched": 1},
+    ),
+    SmallWorld(
+        name="two steps in flight, and answers that come twice",
+        shape=_shape(4, max_in_flight=2),
+        clients=[([1], _ask(3))],
+        budget={"exception": 1, "duplicate": 1},
+    ),
+    SmallWorld(
+        name="two steps in flight, and a switch of mode",
+        shape=_shape(4, 1, 1, modes=(BEST, LEAN), max_in_flight=2),
+        clients=[([1], _ask(3))],
+        budget={"oom": 1, "fail_job": 1, "fire_early": 1},
+        opening=(Fault.OOM, Fault.OOM, Fault.OOM),
+    ),
+    SmallWorld(
+        name="two steps in flight, and readers that stall",
+        shape=_shape(6, stall_high=0, stall_low=0, max_in_flight=2),
+        clients=[([1], _ask(3)), ([2], _ask(1))],
+        budget={"read": 0},
+        slow_readers=frozenset([0]),
+    ),
+    SmallWorld(
+        name="two steps in flight, at a process that dies",
+        shape=_shape(5, 1, 1, processes=True, max_in_flight=2),
+        clients=[([1], _ask(3))],
+        budget={"die": 1, "oom": 1},
+    ),
 ]
