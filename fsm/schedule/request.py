@@ -25,8 +25,12 @@ from novainfer.fsm.core.dwell import COMES_UP_AGAIN, Dwell, any_time
 from novainfer.fsm.core.machine import Machine, Table, ignore, never, on, table
 from novainfer.fsm.kv.blocks import BlockTable
 from novainfer.fsm.messages.events import PauseRequest, ResumeRequest, Submit
+from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import SeqParams
 from novainfer.fsm.text import TextAssembler, Vocabulary
+
+# What the device is told as it was asked for: the fields that both records have.
+SAMPLED_AS_ASKED = tuple(name for name in SeqParams.__struct_fields__ if name in SamplingParams.__struct_fields__)
 
 
 class RequestState(StrEnum):
@@ -260,24 +264,13 @@ class Request(Machine):
     def sampling_spec(self) -> SeqParams:
         """What the device must know before it can sample this request."""
         params = self.params
-        spec = SeqParams(
-            slot=self.slot,
-            temperature=0.0 if params.is_greedy else params.temperature,
-            top_k=max(params.top_k, 0),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            seed=self.seed,
-            num_prompt_tokens=self.num_prompt,
-            min_position=self.num_prompt + params.min_tokens,
-            stop_token_ids=sorted(self.stop_ids),
-            logit_bias=params.logit_bias,
-            allowed_token_ids=params.allowed_token_ids,
-            banned_token_ids=params.banned_token_ids,
-            logprobs=params.logprobs,
-        )
+        spec = SeqParams(slot=self.slot, **{name: getattr(params, name) for name in SAMPLED_AS_ASKED})
+        spec.temperature = 0.0 if params.is_greedy else params.temperature
+        spec.top_k = max(params.top_k, 0)
+        spec.seed = self.seed
+        spec.num_prompt_tokens = self.num_prompt
+        spec.min_position = self.num_prompt + params.min_tokens
+        spec.stop_token_ids = sorted(self.stop_ids)
         if spec.needs_history or self.tells_tokens:
             spec.token_ids = list(self.token_ids)
         return spec

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from novainfer.fsm.messages.step import NO_TOKEN, Logprobs
+from novainfer.fsm.messages.step import NO_TOKEN, Logprobs, SeqParams
 
 __all__ = ["argmax", "draw_row", "logprobs_of_row", "most_likely"]
 
@@ -46,11 +46,9 @@ def argmax(logits: Tensor) -> Ids:
     return found
 
 
-def draw_row(x: Row, temperature: float, top_k: int, top_p: float, min_p: float, u: float) -> int:
-    """One token, or `NO_TOKEN`; x fp32 [vocab_size] is overwritten.
-
-    Filters are off at 0, 1.0 and 0.0; u in [0, 1).
-    """
+def draw_row(x: Row, params: SeqParams, u: float) -> int:
+    """One token, or `NO_TOKEN`; x fp32 [vocab_size] is overwritten, u in [0, 1), `params` are not greedy."""
+    temperature, top_k, top_p, min_p = params.temperature, params.top_k, params.top_p, params.min_p
     with np.errstate(over="ignore"):
         largest = x.max() / np.float32(temperature)  # NaN if one of them is
     if not np.isfinite(largest):

@@ -131,7 +131,7 @@ class Sampler:
             elif row.temperature < TEMPERATURE_GREEDY_MAX:
                 token_id = int(argmax(x[None])[0])
             else:
-                token_id = draw_row(x.numpy(), row.temperature, row.top_k, row.top_p, row.min_p, u[i])
+                token_id = draw_row(x.numpy(), row, u[i])
             token_ids.append(token_id)
             if raw is None or token_id == NO_TOKEN:
                 logprobs.append(None)
@@ -150,28 +150,18 @@ class Sampler:
         u: list[float],
     ) -> tuple[list[int], list[Logprobs | None]]:
         """All rows at once, on a device that numpy cannot read."""
-        device, vocab_size = self.device, self.vocab_size
         logits = logits.float()
         asked = [i for i, row in enumerate(rows) if row.logprobs is not None]
         raw = logits[asked]  # a copy: adornments overwrite
         for i, row in enumerate(rows):
             if not plain[i]:
                 self._adorn(logits[i], row, slots[i], positions[i])
-        tokens = logits.argmax(-1)
+        largest, tokens = logits.max(-1)
+        is_finite = largest.isfinite()
         random = [i for i, row in enumerate(rows) if row.temperature >= TEMPERATURE_GREEDY_MAX]
         if random:
-            chosen = [rows[i] for i in random]
-            indexes = torch.tensor(random, device=device)
-            temperatures = torch.tensor([r.temperature for r in chosen], dtype=torch.float32, device=device)
-            logits[indexes] /= temperatures[:, None]
-            tokens[indexes] = draw(
-                logits[indexes],
-                torch.tensor([r.top_k if 0 < r.top_k < vocab_size else vocab_size for r in chosen], device=device),
-                torch.tensor([r.top_p for r in chosen], dtype=torch.float64, device=device),
-                torch.tensor([r.min_p for r in chosen], dtype=torch.float32, device=device),
-                torch.tensor([u[i] for i in random], dtype=torch.float64, device=device),
-            )
-        is_finite = logits.amax(-1).isfinite()
+            numbers = torch.tensor([u[i] for i in random], dtype=torch.float64, device=self.device)
+            tokens[random] = draw(logits[random], [rows[i] for i in random], numbers)
         is_finite[asked] &= raw.amax(-1).isfinite()
         token_ids: list[int] = tokens.masked_fill_(~is_finite, NO_TOKEN).tolist()
         logprobs: list[Logprobs | None] = [None] * len(rows)

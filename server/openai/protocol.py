@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -86,32 +86,31 @@ class Message(msgspec.Struct, kw_only=True):
         return "\n".join(texts)  # as vLLM joins parts for templates that take strings
 
 
-class CommonRequest(msgspec.Struct, kw_only=True):
-    """What chat and completions share: OpenAI's fields first, then vLLM's."""
+# Fields of SamplingParams that a body has in OpenAI's way, or not at all; all others it has as they are, or null.
+_ASKED_OTHERWISE = ("max_tokens", "logprobs", "timeout_s", "max_queue_s", "banned_token_ids")
+_FIELDS = [field for field in msgspec.structs.fields(SamplingParams) if field.name not in _ASKED_OTHERWISE]
+_PASSED_ON = tuple(field.name for field in _FIELDS)
+
+if TYPE_CHECKING:
+
+    class Sampling(msgspec.Struct, kw_only=True):
+        """How to sample: each field of `SamplingParams`, or null."""
+
+        n: int | None
+
+else:
+    Sampling = msgspec.defstruct("Sampling", [(f.name, f.type | None, None) for f in _FIELDS], kw_only=True)
+
+
+class CommonRequest(Sampling, kw_only=True):
+    """What chat and completions share: how to sample (`SamplingParams`), and more of OpenAI's and vLLM's fields."""
 
     model: str | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
     max_tokens: int | None = None
-    n: int | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     user: str | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
     timeout: float | None = None
@@ -151,13 +150,6 @@ class CommonRequest(msgspec.Struct, kw_only=True):
 
     def _logprobs_field(self) -> str:
         return "logprobs"
-
-
-_PASSED_ON = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "logit_bias"),
-    *("allowed_token_ids", "skip_special_tokens"),
-)
 
 
 class ChatCompletionRequest(CommonRequest, kw_only=True):

@@ -123,7 +123,9 @@ def test_what_validation_lets_through_draws_a_token_in_fp32(
     penalty = np.float32(params.repetition_penalty)
     x = np.where(x > 0, x / penalty, x * penalty) + np.float32(100.0)
     assert np.isfinite(x).all()
-    token = draw_row(x, params.temperature, max(params.top_k, 0), params.top_p, params.min_p, u)
+    submit = Submit(request_id=0, stream_id=0, choice=0, token_ids=[1], params=params, seed=0)
+    request = Request(submit, ByteTokenizer().vocabulary(), (), 2)
+    token = draw_row(x, request.sampling_spec(), u)
     assert 0 <= token < len(logits)
 
 

@@ -111,7 +111,7 @@ def test_a_token_is_drawn_by_the_position_it_will_have(folder: Path) -> None:
     prompt = [4, 8, 15, 16, 23, 42]
     driver.step(driver.add(0, prompt))
     row = driver.capturing.logits[0].numpy().copy()
-    expected = draw_row(row, 1.0, 0, 1.0, 0.0, float(uniforms([11], [len(prompt)])[0]))
+    expected = draw_row(row, SeqParams(slot=0, temperature=1.0), float(uniforms([11], [len(prompt)])[0]))
     driver = Driver(make_runner(folder))
     sampling = SeqParams(slot=0, temperature=1.0, seed=11)
     sequence = driver.add(1, prompt, sampling)

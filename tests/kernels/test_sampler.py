@@ -105,15 +105,9 @@ def test_the_row_draw_is_the_batch_draw(vocab: int) -> None:
     u[0], u[1] = 0.0, 1.0 - 2.0**-53
     for top_k, top_p, min_p in [(0, 1.0, 0.0), (1, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.7, 0.0), (0, 0.999, 0.0),
                                 (300, 0.6, 0.001), (0, 1e-9, 0.0), (0, 0.5, 0.3)]:  # fmt: skip
-        k = top_k if 0 < top_k < vocab else vocab
-        batch = draw(
-            logits,
-            torch.full((40,), k),
-            torch.full((40,), top_p, dtype=torch.float64),
-            torch.full((40,), min_p),
-            u,
-        )
-        rows = [draw_row(logits[i].numpy().copy(), 1.0, top_k, top_p, min_p, float(u[i])) for i in range(40)]
+        params = SeqParams(slot=0, temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+        batch = draw(logits.clone(), [params] * 40, u)
+        rows = [draw_row(logits[i].numpy().copy(), params, float(u[i])) for i in range(40)]
         assert rows == batch.tolist(), (top_k, top_p, min_p)
 
 
