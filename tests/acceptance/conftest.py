@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
-from novainfer import LLM
+from novainfer import LLM, EngineConfig
 from tests.acceptance.reference import Reference
 from tests.kernels.checkpoints import GRID, save_checkpoint
 from tests.leftovers import nothing_left
@@ -18,6 +18,14 @@ __all__ = ["nothing_left"]
 
 tqdm.monitor_interval = 0  # transformers' progress bars would start a thread that outlives them
 DEMO = Path(str(files("novainfer.kernels"))) / "demo" / "model"
+
+
+@pytest.fixture(scope="module", autouse=True, params=[False, True], ids=["sync", "async"])
+def is_async(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Everything here with one step in flight, and with two (`async_scheduling`)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineConfig, "plans_ahead", property(lambda config: request.param))
+        yield request.param
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +49,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def llm(is_async: bool) -> Iterator[LLM]:
     """The demo model, blocking."""
     with LLM(max_num_seqs=32, dtype="float32") as model:
         yield model

@@ -140,7 +140,7 @@ async def test_the_tables_are_told_as_they_are(held: Held, serve: Serve) -> None
     pairs = {(row["state"], row["event"]) for row in worker["rows"]}
     assert len(pairs) == len(worker["states"]) * len(worker["events"])
     meant, other = [row for row in worker["rows"] if (row["state"], row["event"]) == ("READY", "Launch")]
-    assert (meant["only"], meant["action"], meant["never"]) == ("of this epoch", "_launch", False)
+    assert (meant["only"], meant["action"], meant["never"]) == ("that can be begun", "_launch", False)
     assert "RUNNING" in meant["follows"]
     assert (other["only"], other["action"], other["follows"]) == ("any other", None, ["READY"])
 
@@ -187,7 +187,7 @@ async def test_transitions_are_told_as_they_happen(held: Held, serve: Serve) -> 
         ("request", "cmpl-one", "DECODE", "FINISHED_LENGTH"),
     ]
     await events.aclose()  # type: ignore[attr-defined]
-    await eventually(lambda: not held.engine._system.inspector.feed.is_listened)
+    await eventually(lambda: not held.engine._runtime.inspector.feed.is_listened)
 
 
 async def test_a_listener_that_cannot_keep_up_is_told_what_it_lost(serve: Serve, engine: FakeEngine) -> None:
@@ -266,7 +266,7 @@ async def test_a_server_that_drains_is_alive_and_not_ready(serve: Serve) -> None
 
 async def test_an_actor_frozen_by_a_drill_is_reported_and_goes_on_when_it_is_thawed(serve: Serve, held: Held) -> None:
     await held.serve(serve, admin_key="boss")
-    watchdog = held.engine._system.watchdog
+    watchdog = held.engine._runtime.watchdog
     watchdog.stop()
     now_s = 1000.0
     watchdog.clock = lambda: now_s
