@@ -117,6 +117,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     worker_losses: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
+    copied_blocks: int = 0
     rung: str = "FULL"
     rungs: tuple[str, ...] = ()
     mode: Mode = Mode()
@@ -359,6 +360,7 @@ class Engine:
             worker_losses=found.worker_losses_total,
             swapped_out_blocks=found.swapped_out_blocks_total,
             swapped_in_blocks=found.swapped_in_blocks_total,
+            copied_blocks=found.copied_blocks_total,
             rung=found.rung,
             rungs=found.rungs,
             mode=found.mode,

@@ -2,6 +2,12 @@
 
 A prefix that a request is going to compute is promised by name from its admission on, so that no other computes it
 too. Within the step that computes it, and in those planned before that one has ended, its block can be shared already.
+
+A prompt mostly ends inside a block. That of a running request with the same prompt serves as well, but for the last
+token, whose logits are the point. In the step that computes it, it is shared: both write the last token's cell, and
+the same into it. Later its first owner has gone on to write into it, and it is copied. A request that shares it gets a
+copy before it writes what is its own, unless it is the last owner. All copies of a step come before its first write;
+what is copied keeps an owner until the step has ended.
 """
 
 from __future__ import annotations
@@ -29,6 +35,8 @@ class BlockCache:
         self.host = HostPool(num_host_blocks)
         self.producers: dict[bytes, int] = {}  # block name -> the running request that will compute it
         self.leaving: dict[int, tuple[BlockTable, list[int]]] = {}  # what the next step copies out, by request
+        self.tails: dict[bytes, dict[int, BlockTable]] = {}  # name -> the running requests that have computed it
+        self._sources: dict[int, int] = {}  # blocks that steps copy, planned and not ended: how many times
         self._size = block_size
         self._is_sharing = enable_prefix_caching
         self._promises: dict[int, set[bytes]] = {}  # by request: the names that it is the producer of
@@ -64,6 +72,8 @@ class BlockCache:
     def room_for(self, request: Request, num_tokens: int, prefix: Prefix | None = None) -> int:
         """Blocks that `reserve(request, num_tokens)` takes from what is available, if it shares `prefix` first."""
         needed = max(-(-num_tokens // self._size) - len(request.kv.blocks), 0)
+        if request.kv.is_tail_shared and num_tokens > request.kv.capacity:
+            needed += not self._is_writable(request.kv.blocks[-1])
         if prefix is not None:
             needed += sum(map(self.pool.is_cached, prefix.blocks)) - len(prefix.blocks)
         return needed
@@ -105,7 +115,27 @@ class BlockCache:
             prefix.blocks.append(block)
         prefix.num_tokens = len(prefix.blocks) * size
         prefix.num_units += len(prefix.blocks) + 1
+        if len(prefix.blocks) == (request.num_prompt - 1) // size and self.tails:
+            self._find_tail(request, prefix)
         return prefix
+
+    def _find_tail(self, request: Request, prefix: Prefix) -> None:
+        """Let `prefix`, which has all full blocks of the prompt, go on to its last token, if another one has that."""
+        num_tokens = (request.num_prompt - 1) % self._size
+        if not num_tokens:
+            return
+        prefix.num_units += 0 if request.kv.tail_name else HASH_UNITS
+        holders = self.tails.get(self._tail_name(request))
+        if not holders:
+            return
+        journal = self._journal
+        holder_id, table = next(iter(holders.items()))
+        is_new = holder_id in journal.tails
+        if is_new and len(request.token_ids) > request.num_prompt:
+            return  # it would go on to write what is its own at once
+        block = table.blocks[len(prefix.blocks)]
+        prefix.tail, prefix.is_tail_new = journal.copies.get(block, block), is_new
+        prefix.num_tokens += num_tokens
 
     def is_promised(self, name: bytes) -> bool:
         """Whether a running request is still going to compute the block of this name."""
@@ -140,6 +170,14 @@ class BlockCache:
         for block in prefix.blocks:
             self.pool.share(block)
             self._append(request, block)
+        if prefix.tail >= 0:
+            self.pool.share(prefix.tail)
+            if not prefix.is_tail_new:
+                self._append(request, self._copy(prefix.tail))
+            else:
+                self._append(request, prefix.tail)
+                if request.num_prompt % self._size:
+                    table.is_tail_shared, table.capacity = True, request.num_prompt
         self._promise(request, prefix.num_tokens)
 
     def fetch(self, request: Request) -> None:
@@ -159,20 +197,58 @@ class BlockCache:
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Give `request` blocks for so many tokens; False, and none, when there are not so many."""
         table, pool = request.kv, self.pool
-        count = -(-(num_tokens - table.capacity) // self._size)
-        if count > pool.num_available:
+        if num_tokens <= table.capacity:
+            return True
+        if self.room_for(request, num_tokens) > pool.num_available:
             return False
-        if count > 0:
-            self._journal.grown.append((table, len(table.blocks)))
-        for _ in range(count):
+        self._journal.grown.append((table, len(table.blocks), table.capacity))
+        if table.is_tail_shared:
+            self._own_tail(request)
+        while table.capacity < num_tokens:
             self._append(request, pool.allocate())
         return True
+
+    def _own_tail(self, request: Request) -> None:
+        """Have the last block of `request`, which others have too, for itself: it is about to write into it."""
+        table, plan = request.kv, self._plan
+        assert plan is not None
+        at, block = len(table.blocks) - 1, table.blocks[-1]
+        self._journal.unshared.append((table, block))
+        table.is_tail_shared, table.capacity = False, len(table.blocks) * self._size
+        if not self._is_writable(block):
+            table.blocks[at] = self._copy(block)
+        # If the same is as well: a step that was taken back may have told the device of a copy.
+        plan.table_slots.append(request.slot)
+        plan.table_indexes.append(at)
+        plan.table_blocks.append(table.blocks[at])
+
+    def _is_writable(self, block: int) -> bool:
+        return self.pool.is_writable(block, self._sources.get(block, 0))
+
+    def _copy(self, source: int) -> int:
+        """A new block into which the step copies `source`, of which the caller has a share: the copy takes it over."""
+        plan, block = self._plan, self.pool.allocate()
+        assert plan is not None
+        self._journal.copies[block] = source
+        self._sources[source] = self._sources.get(source, 0) + 1
+        plan.copy_from_blocks.append(source)
+        plan.copy_to_blocks.append(block)
+        return block
+
+    def _end_copies(self, journal: Journal) -> None:
+        for source in journal.copies.values():
+            self._sources[source] -= 1
+            if not self._sources[source]:
+                del self._sources[source]
 
     def expect(self, request: Request, start: int, end: int) -> None:
         """The step fills these blocks with tokens that are known: others may share them from now on."""
         size, table, journal = self._size, request.kv, self._journal
         if not self._is_sharing or table.is_mixed:
             return
+        if start < request.num_prompt <= end and (request.num_prompt - 1) % size:
+            journal.tails[request.request_id] = table
+            self.tails.setdefault(self._tail_name(request), {})[request.request_id] = table
         names = self._names(request, end // size)
         for at in range(start // size, end // size):
             name = names[at]
@@ -201,8 +277,8 @@ class BlockCache:
     def _admit(self, request: Request, num_shared: int) -> None:
         table, journal = request.kv, self._journal
         journal.admitted[request.request_id] = table
-        journal.grown.append((table, 0))
-        table.commits_at = num_shared + self._size if self._is_sharing else NEVER
+        journal.grown.append((table, 0, 0))
+        table.commits_at = (num_shared // self._size + 1) * self._size if self._is_sharing else NEVER
 
     def _append(self, request: Request, block: int) -> None:
         plan, table = self._plan, request.kv
@@ -218,6 +294,8 @@ class BlockCache:
     def commit(self, journal: Journal) -> None:
         """The step ran to its end: what was expected of it can be found for good, and rows are committed one by one."""
         self.pool.commit(journal)
+        self._end_copies(journal)
+        self.pool.release(journal.copies.values())
 
     def commit_row(self, request: Request, end: int) -> None:
         """The first `end` tokens of `request` are computed: name the blocks that they fill.
@@ -241,10 +319,16 @@ class BlockCache:
 
     def undo(self, journal: Journal, *, launched: bool) -> None:
         """Take back what `journal` holds: exactly, if the step was never launched."""
-        size = self._size
-        for table, num_blocks in reversed(journal.grown):
+        for table, num_blocks, capacity in reversed(journal.grown):
             del table.blocks[num_blocks:]
-            table.capacity = num_blocks * size
+            table.capacity = capacity
+        for table, block in journal.unshared:
+            table.blocks[-1], table.is_tail_shared = block, True
+        for table in journal.admitted.values():
+            table.is_tail_shared = False
+        for request_id, table in journal.tails.items():
+            self._drop_tail(request_id, table)
+        self._end_copies(journal)
         self.pool.undo(journal, launched=launched)
         for request_id in reversed(journal.admitted):
             self._break_promises(request_id)
@@ -267,6 +351,7 @@ class BlockCache:
     def truncate(self, request: Request, num_tokens: int) -> None:
         """Give back the blocks of `request` beyond so many tokens."""
         table = request.kv
+        assert not table.is_tail_shared, "it has written into its last block, which is its own since"
         num_blocks = -(-num_tokens // self._size)
         self.pool.release(reversed(table.blocks[num_blocks:]))
         del table.blocks[num_blocks:]
@@ -288,7 +373,8 @@ class BlockCache:
         table = request.kv
         self.pool.release(reversed(table.blocks))
         table.blocks.clear()
-        table.capacity, table.commits_at = 0, NEVER
+        table.capacity, table.commits_at, table.is_tail_shared = 0, NEVER, False
+        self._drop_tail(request.request_id, table)
         self._break_promises(request.request_id)
 
     def abandon(self, request: Request) -> None:
@@ -306,12 +392,14 @@ class BlockCache:
         table.num_swapped = 0
 
     def distrust(self, request: Request) -> None:
-        """What `request` has computed is of use to no other."""
+        """What `request` has computed is of use to no other, nor what others have shared with it."""
         self.pool.unname(request.kv.blocks)
+        self.tails.pop(request.kv.tail_name, None)
 
     def distrust_all(self, running: Iterable[Request], others: Iterable[Request]) -> None:
         """What was computed until now is not to be shared: not that of the `running`, nor copies of the `others`."""
         self.pool.unname_all()
+        self.tails.clear()
         for request in running:
             self._break_promises(request.request_id)
             request.kv.is_mixed = True
@@ -348,6 +436,24 @@ class BlockCache:
             self._name_next(request)
         return names
 
+    def _tail_name(self, request: Request) -> bytes:
+        """The name of the whole prompt, by which others with the same one find where its last block is."""
+        table = request.kv
+        if not table.tail_name:
+            num_full = (request.num_prompt - 1) // self._size
+            names = self._names(request, num_full)
+            parent = names[num_full - 1] if num_full else b""
+            table.tail_name = block_name(parent, request.token_ids[num_full * self._size : request.num_prompt])
+        return table.tail_name
+
+    def _drop_tail(self, request_id: int, table: BlockTable) -> None:
+        """What the table's last block of the prompt holds is not to be shared from there."""
+        holders = self.tails.get(table.tail_name)
+        if holders is not None:
+            holders.pop(request_id, None)
+            if not holders:
+                del self.tails[table.tail_name]
+
     def _promise(self, request: Request, num_tokens: int) -> None:
         """`request` will compute the full blocks after its first `num_tokens` tokens, unless another one does."""
         promised = self._promises[request.request_id] = set()
@@ -368,16 +474,23 @@ class BlockCache:
     def fingerprint(self) -> tuple[object, ...]:
         """Everything that decides what this cache will do, comparable: what its blocks hold, and what is promised."""
         held = self.pool.fingerprint(), tuple(self.host._free), tuple(self.leaving)
-        return held, tuple(sorted(self.producers.items()))
+        tails = sorted((name, *holders) for name, holders in self.tails.items())
+        return held, tuple(sorted(self.producers.items())), tuple(tails), tuple(sorted(self._sources.items()))
 
     def check(self, owners: Iterable[Request], borrowed: Iterable[int]) -> None:
         """Assert that every block, here and on the host, has exactly the owners it should have."""
         owners = list(owners)
-        self.pool.check([*(block for r in owners for block in r.kv.blocks), *borrowed])
+        sources = [block for block, count in self._sources.items() for _ in range(count)]
+        self.pool.check([*(block for r in owners for block in r.kv.blocks), *sources, *borrowed])
         self.host.check(block for r in owners for block in r.kv.host_blocks)
         promised = {name: request_id for request_id, names in self._promises.items() for name in names}
         assert promised == self.producers, "a promised prefix has no producer"
         assert self._promises.keys() <= {r.request_id for r in owners}, "a request that is gone has promises"
+        tables = {r.request_id: r.kv for r in owners if r.kv.blocks}
+        for holders in self.tails.values():
+            assert all(tables.get(i) is table for i, table in holders.items()), "a shared prompt has no owner"
         for request in owners:
-            assert request.kv.capacity == len(request.kv.blocks) * self._size
+            num_blocks, table = len(request.kv.blocks), request.kv
+            assert table.capacity == (request.num_prompt if table.is_tail_shared else num_blocks * self._size)
+            assert num_blocks == -(-table.capacity // self._size)
             assert request.num_planned <= request.kv.capacity, f"request {request.request_id} has too few blocks"

@@ -64,20 +64,36 @@ class BlockTable(msgspec.Struct, gc=False, eq=False):
     commits_at: int = NEVER  # so many tokens have to be committed before `BlockCache.commit_row` has something to do
     num_swapped: int = 0  # tokens that the host holds a copy of
     is_mixed: bool = False  # its blocks were computed in several modes, and are not to be shared
+    is_tail_shared: bool = False  # its last block is another's too, and has room for what both have written only
     blocks: list[int] = []
     host_blocks: list[int] = []
     names: list[bytes] = []  # of its full blocks, as far as they were needed
+    tail_name: bytes = b""  # of the whole prompt, where it was needed
 
 
 class Journal:
     """What one planned step did to a cache: `BlockPool.undo` and `BlockCache.undo` take it back."""
 
-    __slots__ = ("admitted", "entries", "expected", "fulfilled", "grown", "leaving", "num_blocks_in")
+    __slots__ = (
+        "admitted",
+        "copies",
+        "entries",
+        "expected",
+        "fulfilled",
+        "grown",
+        "leaving",
+        "num_blocks_in",
+        "tails",
+        "unshared",
+    )
 
     def __init__(self) -> None:
         self.entries: list[tuple[_Did, int, bytes]] = []  # in order
         self.expected: list[bytes] = []  # names of blocks that the step fills
-        self.grown: list[tuple[BlockTable, int]] = []  # tables, and how many blocks each had before
+        self.grown: list[tuple[BlockTable, int, int]] = []  # tables, how many blocks each had before, and room
+        self.unshared: list[tuple[BlockTable, int]] = []  # of those, the last block, which it shared with others
+        self.copies: dict[int, int] = {}  # blocks that the step copies: to which, from which
+        self.tails: dict[int, BlockTable] = {}  # of requests whose prompt the step completes, by id
         self.admitted: dict[int, BlockTable] = {}  # of requests that had no block before, by id
         self.fulfilled: list[tuple[bytes, int]] = []  # promised names that the step computes, and who had promised them
         self.leaving: dict[int, tuple[BlockTable, list[int]]] = {}  # blocks that it copies to the host, by request
@@ -171,6 +187,10 @@ class BlockPool:
         block = self._index.get(name)
         return self._expected.get(name) if block is None else block
 
+    def is_writable(self, block: int, num_reading: int) -> bool:
+        """Whether `block` has one owner, beside `num_reading` that a copy keeps it for, and no name to live up to."""
+        return self._refs[block] - num_reading == 1 and not self._name[block]
+
     def is_cached(self, block: int) -> bool:
         """True when nobody owns `block`, so that sharing it takes it from what is available."""
         return self._refs[block] == 0
@@ -226,8 +246,11 @@ class BlockPool:
                     self._cached[block] = None
                     self._cached.move_to_end(block, last=False)
             elif self._refs[block] == 0:  # SHARED or REVIVED, and no other owner is left
-                self._cached[block] = None
-                revived = True
+                if self._name[block]:
+                    self._cached[block] = None
+                    revived = True
+                else:
+                    self._free.append(block)
         self._free.extend(overwritten)
         if revived:  # they came out of the middle: sort by recency again
             self._cached = OrderedDict.fromkeys(sorted(self._cached, key=self._released_at.__getitem__))

@@ -22,12 +22,17 @@ if TYPE_CHECKING:
 class Prefix(msgspec.Struct, gc=False):
     """What a cache holds of a request's beginning: `num_tokens` of it, in `blocks`, which only the cache reads.
 
+    It may end inside a block: `tail` is where another request has what follows `blocks`. If `is_tail_new`, that is
+    computed by the step being planned; else it is there before, and can be copied.
+
     `awaited` is the name of what comes next, where the request `producer_id` has promised to compute it. Looking has
     taken `num_units`; `is_cut`: there were not enough to look at all of it, and the next look goes on there.
     """
 
     blocks: list[int]
     num_tokens: int = 0
+    tail: int = -1
+    is_tail_new: bool = False
     awaited: bytes | None = None
     producer_id: int = -1
     num_units: int = 0

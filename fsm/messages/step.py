@@ -58,9 +58,13 @@ class StepPlan(msgspec.Struct):
 
     Before anything is computed, and in this order: `mode` (one of the device's) is switched to if it is another; block
     `swap_out_blocks[i]` is copied to host block `swap_out_hosts[i]`, all of them, then host block `swap_in_hosts[i]` to
-    block `swap_in_blocks[i]`; `admissions` take their slots; and
+    block `swap_in_blocks[i]`, then block `copy_from_blocks[i]` to block `copy_to_blocks[i]` (none is in both, nor twice
+    in the latter); `admissions` take their slots; and
     `block_table[table_slots[i], table_indexes[i]] = table_blocks[i]`. A step may compute nothing: no sequences, no
     tokens.
+
+    A block may be in several sequences' tables. Where two of them write the same cell of it in one step, the tokens up
+    to there are the same, and so is what they write.
 
     A row of `sample_seqs` may end in drafts, `num_drafts[i]` of them: guesses of the tokens that follow the one before
     them. Then its last 1 + `num_drafts[i]` positions are sampled, one after the other: each with the random number of
@@ -88,6 +92,8 @@ class StepPlan(msgspec.Struct):
     swap_out_hosts: list[int] = []
     swap_in_hosts: list[int] = []
     swap_in_blocks: list[int] = []
+    copy_from_blocks: list[int] = []
+    copy_to_blocks: list[int] = []
     mode: Mode = Mode()
     step_id: int = 0
     epoch: int = 0

@@ -110,6 +110,7 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     worker_losses_total: int = 0
     swapped_out_blocks_total: int = 0
     swapped_in_blocks_total: int = 0
+    copied_blocks_total: int = 0
     num_host_blocks: int = 0
     num_host_blocks_free: int = 0
     rung: str = Rung.FULL
@@ -213,7 +214,7 @@ class Scheduler(Machine):
         self._step_id = 0
         self._steps = self._failures = self._prompt_tokens = self._generated = self._losses = 0
         self._queried = self._hit = 0
-        self._swapped_out = self._swapped_in = 0  # blocks
+        self._swapped_out = self._swapped_in = self._copied = 0  # blocks
         self._finished: dict[str, int] = dict.fromkeys(sorted(ENDED), 0)
 
     def statistics(self) -> SchedulerStatistics:
@@ -235,6 +236,7 @@ class Scheduler(Machine):
             worker_losses_total=self._losses,
             swapped_out_blocks_total=self._swapped_out,
             swapped_in_blocks_total=self._swapped_in,
+            copied_blocks_total=self._copied,
             num_host_blocks=self.planner.cache.num_host_blocks,
             num_host_blocks_free=self.planner.cache.num_host_blocks_free,
             rung=self.recovery.ladder.rung,
@@ -499,6 +501,7 @@ class Scheduler(Machine):
         self._steps += 1
         self._swapped_out += flight.journal.num_blocks_out
         self._swapped_in += flight.journal.num_blocks_in
+        self._copied += len(flight.journal.copies)
         self.planner.commit(flight)
         logprobs, samples = outcome.logprobs, flight.samples
         if outcome.num_tokens:

@@ -18,6 +18,7 @@ from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.ahead_bugs import AHEAD_MUTANTS
 from novainfer.fsm.simulation.blame_bugs import BLAME_MUTANTS
+from novainfer.fsm.simulation.copy_bugs import COPY_MUTANTS
 from novainfer.fsm.simulation.core_bugs import CORE_MUTANTS
 from novainfer.fsm.simulation.deadline_bugs import DEADLINE_MUTANTS
 from novainfer.fsm.simulation.drain_bugs import DRAIN_MUTANTS
@@ -212,6 +213,7 @@ MUTANTS = [
     *DEADLINE_MUTANTS,
     *SAMPLING_MUTANTS,
     *TURN_MUTANTS,
+    *COPY_MUTANTS,
     *SPECULATION_MUTANTS,
     *AHEAD_MUTANTS,
     *PROCESS_MUTANTS,

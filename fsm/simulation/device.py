@@ -212,6 +212,7 @@ class ScriptedDevice:
         assert plan.mode == self.mode, f"step {plan.step_id} is for mode {plan.mode}, the device is in {self.mode}"
         was_exact = self._was_exact = self._was_exact and self.mode == self._exact_mode
         self._swap(plan, spoil=spoil)
+        self._copy(plan, spoil=spoil)
         for spec in plan.admissions:
             self._samplers[spec.slot] = Sampler(spec)
             self._histories[spec.slot] = bytearray(spec.token_ids or ())
@@ -241,6 +242,13 @@ class ScriptedDevice:
         for host, block in zip(plan.swap_in_hosts, plan.swap_in_blocks, strict=True):
             self._kv[block] = bytearray(garbage if spoil else self._host[host])
             self._marks[block] = bytearray(self._host_marks[host])
+
+    def _copy(self, plan: StepPlan, *, spoil: bool) -> None:
+        """All copies between blocks, in no order: of a step that fails nobody knows how far they came."""
+        copied = [(bytearray(self._kv[block]), bytearray(self._marks[block])) for block in plan.copy_from_blocks]
+        for (cells, marks), block in zip(copied, plan.copy_to_blocks, strict=True):
+            self._kv[block] = bytearray(GARBAGE * self.block_size) if spoil else cells
+            self._marks[block] = marks
 
     def _is_degraded(self, slot: int, length: int) -> bool:
         """Whether one of the first `length` tokens was computed in another mode than it came up in."""

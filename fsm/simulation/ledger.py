@@ -1,8 +1,10 @@
 """Who has which block and which slot, by an account of its own: from plans, outcomes and ends, as they pass the links.
 
     a slot         is given by an admission, to one request at a time
-    a block        is given by a table entry; it has one owner, or several whose tokens are equal up to its end
-    a written one  has one writer, and no other owner had it before the step
+    a block        is given by a table entry; it has one owner, or several whose tokens in it are equal
+    a copied one   is kept until the step has ended, by a share of its own
+    a cell         has one writer in a step, or several whose tokens are equal up to there; and no owner that had its
+                   block before the step has come so far
     they return    when their request has ended and is not on the device, with the step if it is, when the request
                    is preempted, when the step that gave them has failed, and all of them when the worker is lost
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World
 
 CANARY = -1  # whose blocks and slot belong to no request
+COPY = -2  # minus a block: what keeps the one that is copied to it
 MOVING = (MakeBatch, CancelRequest, WorkerLost, KeepOver, Configure)
 
 
@@ -34,6 +37,9 @@ class Held(msgspec.Struct):
 
     admitted: list[int]  # requests
     before: dict[int, int]  # blocks that each request in it had before it
+    ends_before: dict[int, int]  # tokens of each request whose cells were written before it
+    copied: list[tuple[int, int]] = []  # what keeps a block that it copies, and that block
+    replaced: list[tuple[int, int, int]] = []  # requests, their tables' entries, and what stood there before it
     departed: list[int] = []  # have ended, and return with the step
 
 
@@ -46,6 +52,7 @@ class Ledger:
         self._tables: dict[int, list[int]] = {}  # blocks, by request
         self._owners: dict[int, set[int]] = {}  # requests, by block
         self._tokens: dict[int, list[int]] = {}  # of requests that have blocks: a list that only grows
+        self._ends: dict[int, int] = {}  # tokens of each request whose cells were written, by steps on the device too
         self._steps: list[Held] = []  # oldest first
         self._preempted: list[int] = []  # while the event was handled
 
@@ -86,8 +93,15 @@ class Ledger:
     def _failed(self) -> None:
         """Of the steps on the device nothing has come, the oldest one included."""
         for step in reversed(self._steps):
+            self._end_copies(step)
+            for request_id, index, block in step.replaced:
+                table = self._tables[request_id]
+                self._owners[table[index]].remove(request_id)
+                table[index] = block
+                self._owners[block].add(request_id)
             for request_id, num_blocks in step.before.items():
                 self._cut(request_id, num_blocks)
+            self._ends = step.ends_before
         gone = [request_id for step in self._steps for request_id in (*step.departed, *step.admitted)]
         for request_id in (*gone, CANARY):
             self._free(request_id)
@@ -97,9 +111,16 @@ class Ledger:
         """The oldest step is no longer on the device, and went well."""
         assert self._world.audit is not None
         for kept in self._world.audit.verified.kept:
+            self._ends[kept.request.request_id] = kept.count
             self._cut(kept.request.request_id, -(-kept.count // self._world.shape.block_size))
-        for request_id in (*self._steps.pop(0).departed, CANARY):
+        step = self._steps.pop(0)
+        self._end_copies(step)
+        for request_id in (*step.departed, CANARY):
             self._free(request_id)
+
+    def _end_copies(self, step: Held) -> None:
+        for copy, block in step.copied:
+            self._owners[block].remove(copy)
 
     def _cut(self, request_id: int, num_blocks: int) -> None:
         """It gives back all blocks but the first ones."""
@@ -118,6 +139,7 @@ class Ledger:
         for block in self._tables.pop(request_id, ()):
             self._owners[block].remove(request_id)
         self._tokens.pop(request_id, None)
+        self._ends.pop(request_id, None)
         for slot in [slot for slot, owner in self._slots.items() if owner == request_id]:
             del self._slots[slot]
 
@@ -141,43 +163,89 @@ class Ledger:
         if not flight.canary and held != [request.request_id for request, _, _ in flight.rows]:
             raise Violation(f"{step} computes {held} in their slots, and means others")
         touched = [self._slots[slot] for slot in (*plan.slots, *plan.table_slots)]
-        self._steps.append(Held(admitted, {i: len(self._tables[i]) for i in (*admitted, *touched)}))
-        given: set[int] = set()
+        held_step = Held(admitted, {i: len(self._tables[i]) for i in (*admitted, *touched)}, dict(self._ends))
+        self._steps.append(held_step)
+        rows = {
+            self._slots[slot]: (end - count, end)
+            for slot, count, end in zip(plan.slots, plan.query_lens, plan.context_lens, strict=True)
+        }
+        self._ends |= {request_id: end for request_id, (_, end) in rows.items()}
+        self._ends |= {request.request_id: request.num_planned for request in flight.fetched}
+        copies = dict(zip(plan.copy_to_blocks, plan.copy_from_blocks, strict=True))
+        self._world.counts["blocks copied"] += len(copies)
+        if len(copies) < len(plan.copy_to_blocks) or not copies.keys().isdisjoint(plan.copy_from_blocks):
+            raise Violation(f"{step} copies {copies}, and the order would matter")
+        for block, source in copies.items():
+            if not self._owners.get(source):
+                raise Violation(f"{step} copies block {source}, which is nobody's")
+            held_step.copied.append((COPY - block, source))
+            self._owners[source].add(COPY - block)
+        given: set[tuple[int, int]] = set()
         for slot, index, block in zip(plan.table_slots, plan.table_indexes, plan.table_blocks, strict=True):
-            self._give(step, self._slots[slot], index, block)
-            given.add(block)
-        self._check_writes(plan, given)
+            request_id = self._slots[slot]
+            self._give(step, request_id, index, block, copies.pop(block, None), rows.get(request_id, (0, 0)))
+            given.add((request_id, block))
+        if copies:
+            raise Violation(f"{step} copies blocks that are in no table: {copies}")
+        self._check_writes(step, rows, given)
 
-    def _give(self, step: str, request_id: int, index: int, block: int) -> None:
+    def _give(self, step: str, request_id: int, index: int, block: int, source: int | None, row: tuple[int, int]) -> None:
+        """`block` is entry `index` of a table; what `source` holds is copied to it, where there is one."""
         table = self._tables[request_id]
         owners = self._owners.setdefault(block, set())
+        if source is not None and table[index : index + 1] == [source] and not owners:
+            self._owners[source].remove(request_id)
+            self._steps[-1].replaced.append((request_id, index, source))
+            table[index] = block
+            owners.add(request_id)
+            return
+        if source is None and table[index : index + 1] == [block]:
+            return
         if index != len(table):
             raise Violation(f"{step} sets entry {index} of request {request_id}, which has {len(table)} blocks")
         if request_id in owners:
             raise Violation(f"{step} gives block {block} to request {request_id}, which has it")
-        end = (index + 1) * self._world.shape.block_size
-        for other in owners:
+        start, end = row
+        if source is not None:
+            had = {other: self._steps[-1].ends_before.get(other, 0) for other in self._tables}
+            held = [i for i, count in had.items() if count >= start and self._had(i, index, source)]
+            if not any(self._tokens[i][:start] == self._tokens[request_id][:start] for i in held):
+                raise Violation(f"{step} copies block {source} for request {request_id}, which has other tokens")
+        end = min(end, (index + 1) * self._world.shape.block_size)
+        for other in (other for other in owners if other > COPY):
             same = self._tables[other][index : index + 1] == [block] and other != CANARY and request_id != CANARY
-            if not same or self._tokens[other][:end] != self._tokens[request_id][:end]:
+            same = same and self._ends[other] >= min(start, end)
+            if not same or self._tokens[other][:end] != self._tokens[request_id][:end] or source is not None:
                 raise Violation(f"{step} gives block {block} to request {request_id}, and request {other} has it")
         table.append(block)
         owners.add(request_id)
 
-    def _check_writes(self, plan: StepPlan, given: set[int]) -> None:
-        """Each block that is written has one writer, and whoever else has it got it in this step."""
+    def _had(self, request_id: int, index: int, block: int) -> bool:
+        """Whether `block` was entry `index` of this request's table before the step."""
+        if (request_id, index, block) in self._steps[-1].replaced:
+            return True
+        return self._tables[request_id][index : index + 1] == [block] and index < self._steps[-1].before.get(request_id, 1 << 30)
+
+    def _check_writes(self, step: str, rows: dict[int, tuple[int, int]], given: set[tuple[int, int]]) -> None:
+        """What several requests have is written by none of them but beyond all others, or by all alike."""
         size = self._world.shape.block_size
-        writers: dict[int, int] = {}
-        for slot, count, end in zip(plan.slots, plan.query_lens, plan.context_lens, strict=True):
-            request_id = self._slots[slot]
+        for request_id, (start, end) in rows.items():
             table = self._tables[request_id]
             if end > len(table) * size:
-                raise Violation(f"step {plan.step_id} computes {end} tokens of request {request_id} in {table}")
-            for block in table[(end - count) // size : -(-end // size)]:
-                if block in writers:
-                    raise Violation(f"requests {writers[block]} and {request_id} write block {block} in one step")
-                writers[block] = request_id
-                if len(self._owners[block]) > 1 and block not in given:
-                    raise Violation(f"step {plan.step_id} writes block {block} of {sorted(self._owners[block])}")
+                raise Violation(f"{step} computes {end} tokens of request {request_id} in {table}")
+            for index in range(start // size, -(-end // size)):
+                block = table[index]
+                for other in self._owners[block] - {request_id}:
+                    if other <= COPY:
+                        continue
+                    if (other, block) not in given and self._steps[-1].ends_before.get(other, 0) > max(start, index * size):
+                        raise Violation(f"{step} writes block {block} of {sorted(self._owners[block])}")
+                    its_start, its_end = rows.get(other, (0, 0))
+                    last = min(end, its_end, (index + 1) * size)
+                    both = max(start, its_start, index * size) < last
+                    is_known = last <= len(self._tokens[request_id])
+                    if both and not (is_known and self._tokens[other][:last] == self._tokens[request_id][:last]):
+                        raise Violation(f"requests {other} and {request_id} write block {block} in one step")
 
     # ---- what the machines hold ----------------------------------------------------------------------------------
 

@@ -145,7 +145,9 @@ class Prefixes:
         self._mixed -= admitted
         for request, count, start in flight.rows:
             end = start + count - flight.drafts.get(request.request_id, 0)
-            for block in request.kv.blocks[-(-start // size) : -(-end // size)]:
+            own = request.kv.blocks[start // size : start // size + 1]  # it goes on in it, or in a copy that is made now
+            new = own if start % size and own and own[0] in flight.journal.copies else []
+            for block in [*new, *request.kv.blocks[-(-start // size) : -(-end // size)]]:
                 self._evict(block)
             self._fill(request, start, end)
             step.filled.append((request, start, end, list(request.kv.blocks)))

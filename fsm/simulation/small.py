@@ -385,6 +385,18 @@ SMALL_WORLDS = [
         budget={"die": 1},
     ),
     SmallWorld(
+        name="two choices that share a block that their prompt does not fill, until they write into it",
+        shape=_shape(4, 4),
+        clients=[([1, 2, 3], _ask(2, n=2))],
+        budget={"oom": 1, "cancel": 1},
+    ),
+    SmallWorld(
+        name="a choice that comes later, and copies what the first one has of its prompt's last block",
+        shape=_shape(4, 4, 2),
+        clients=[([1, 2, 3], _ask(1, n=2)), ([1, 2, 3], _ask(3))],
+        budget={"oom": 1, "unlaunched": 1},
+    ),
+    SmallWorld(
         name="guesses that are committed by twos and threes, and a step that fails",
         shape=_shape(6, 2, num_speculative_tokens=2, wrong_drafts_of_16=5),
         clients=[([1], _ask(4)), ([2], _ask(3))],

@@ -54,7 +54,7 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Roster": frozenset(["_warm_spare"]),
     "Scheduler": frozenset(["_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_ladder_quiet_s"])
     | frozenset(["_limits", "_losses", "_max_len", "_prompt_tokens", "_queried", "_stall_keep_s", "_steps"])
-    | frozenset(["_step_timeout_s", "_swapped_in", "_swapped_out", "_vocabulary"]),
+    | frozenset(["_copied", "_step_timeout_s", "_swapped_in", "_swapped_out", "_vocabulary"]),
     "ScriptedDevice": frozenset(["_exact_mode", "block_size"]),
     "Stream": frozenset(["_stall_high", "_stall_low", "name"]),
     "Submit": frozenset(["params", "seed", "token_ids"]),

@@ -152,7 +152,7 @@ class Proposer:
             self._is_known[params.slot] = params.token_ids is not None
             if params.token_ids is not None:
                 self._tokens[params.slot, : len(params.token_ids)] = params.token_ids
-        self._drafted[plan.swap_in_blocks] = 0
+        self._drafted[plan.swap_in_blocks] = self._drafted[plan.copy_to_blocks] = 0
         np.minimum.at(self._drafted, written // self._size, written % self._size)
 
     def propose(self, plan: StepPlan, done: StepDone, block_table: npt.NDArray[np.int32]) -> list[list[int]]:

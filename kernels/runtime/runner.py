@@ -27,6 +27,7 @@ from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.ops.precision import quantization_of
 from novainfer.kernels.ops.registry import AttentionBackend, Registry
 from novainfer.kernels.ops.selection import Selection, build_registry
+from novainfer.kernels.runtime.copies import copy_blocks
 from novainfer.kernels.runtime.modes import Modes, selections_by_mode
 from novainfer.kernels.runtime.proposer import Proposer, load_proposer
 from novainfer.kernels.runtime.swap import HostPool
@@ -89,6 +90,7 @@ class ModelRunner:
         self.num_blocks = 0
         self.num_host_blocks = 0
         self._host_pool: HostPool | None = None
+        self._kv_parts: tuple[Tensor, ...] = ()  # of the KV cache, when it has been fitted
         self._decoder = decoder
         self._kernels = kernels
         self._modes = modes
@@ -256,6 +258,7 @@ class ModelRunner:
             size = wanted * info.kv_bytes_per_block
             raise LoadError(f"{wanted} KV blocks ({size / GIB:.2f} GiB) cannot be allocated: {error}") from None
         self._modes.attach(cache)
+        self._kv_parts = cache.parts
         if proposer is not None:
             proposer.fit(wanted, info.max_model_len)
         self.num_blocks = self._buffers.num_blocks = wanted
@@ -386,6 +389,8 @@ class ModelRunner:
                 raise ValueError("a step swaps blocks, but there is no swap space")
             self._host_pool.swap_out(plan.swap_out_blocks, plan.swap_out_hosts)
             self._host_pool.swap_in(plan.swap_in_hosts, plan.swap_in_blocks)
+        if plan.copy_to_blocks or plan.copy_from_blocks:
+            copy_blocks(self._kv_parts, plan.copy_from_blocks, plan.copy_to_blocks)
         for params in plan.admissions:
             self._sampler.admit(params)
         if not plan.slots:
@@ -416,6 +421,7 @@ class ModelRunner:
             self._proposer.close()
             self._proposer = None
         self._host_pool = None
+        self._kv_parts = ()
         del self._decoder, self._modes, self._sampler, self._buffers, self._kernels
 
 

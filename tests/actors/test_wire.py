@@ -65,6 +65,8 @@ PLAN = StepPlan(
     num_drafts_wanted=[0, 3],
     swap_out_blocks=[1],
     swap_out_hosts=[2],
+    copy_from_blocks=[3],
+    copy_to_blocks=[4],
     mode=LEAN,
 )
 TO = [

@@ -160,6 +160,7 @@ for batch in (
     StepPlan([0], [1], [1], [1], [0], [0], [10**6], [0]),
     StepPlan(swap_out_blocks=[10**6], swap_out_hosts=[0]),
     StepPlan(swap_in_hosts=[10**6], swap_in_blocks=[0]),
+    StepPlan(copy_from_blocks=[0], copy_to_blocks=[10**6]),
 ):
     try:
         runner.execute(batch)
@@ -180,6 +181,7 @@ def test_numbers_that_point_to_nothing_are_refused_without_assertions_too(folder
         "table_blocks of a step must be 0 to 7, not 1000000",
         "swapped blocks of a step must be 0 to 7, not 1000000",
         "host blocks of a step must be 0 to 3, not 1000000",
+        "copy_to_blocks of a step must be 0 to 7, not 1000000",
     ]
 
 
