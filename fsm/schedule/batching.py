@@ -151,7 +151,8 @@ class StepBuilder:
         ]
         if not prefilling and not planner.waiting:
             return
-        self.reserved = sum(self.cache.room_for(r, len(r.token_ids)) for r in prefilling)
+        fetching = (r for r in planner.running.values() if r.state is RequestState.WAITING_FOR_REMOTE_KVS)
+        self.reserved = sum(self.cache.room_for(r, len(r.token_ids)) for r in (*prefilling, *fetching))
         self.oldest = min(prefilling, key=arrival, default=None)
         candidates = sorted([*prefilling, *self._admissible()], key=arrival)
         half = -(-self.left // 2)

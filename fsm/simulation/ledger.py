@@ -189,7 +189,9 @@ class Ledger:
             raise Violation(f"{step} copies blocks that are in no table: {copies}")
         self._check_writes(step, rows, given)
 
-    def _give(self, step: str, request_id: int, index: int, block: int, source: int | None, row: tuple[int, int]) -> None:
+    def _give(
+        self, step: str, request_id: int, index: int, block: int, source: int | None, row: tuple[int, int]
+    ) -> None:
         """`block` is entry `index` of a table; what `source` holds is copied to it, where there is one."""
         table = self._tables[request_id]
         owners = self._owners.setdefault(block, set())
@@ -224,7 +226,9 @@ class Ledger:
         """Whether `block` was entry `index` of this request's table before the step."""
         if (request_id, index, block) in self._steps[-1].replaced:
             return True
-        return self._tables[request_id][index : index + 1] == [block] and index < self._steps[-1].before.get(request_id, 1 << 30)
+        return self._tables[request_id][index : index + 1] == [block] and index < self._steps[-1].before.get(
+            request_id, 1 << 30
+        )
 
     def _check_writes(self, step: str, rows: dict[int, tuple[int, int]], given: set[tuple[int, int]]) -> None:
         """What several requests have is written by none of them but beyond all others, or by all alike."""
@@ -238,7 +242,9 @@ class Ledger:
                 for other in self._owners[block] - {request_id}:
                     if other <= COPY:
                         continue
-                    if (other, block) not in given and self._steps[-1].ends_before.get(other, 0) > max(start, index * size):
+                    if (other, block) not in given and self._steps[-1].ends_before.get(other, 0) > max(
+                        start, index * size
+                    ):
                         raise Violation(f"{step} writes block {block} of {sorted(self._owners[block])}")
                     its_start, its_end = rows.get(other, (0, 0))
                     last = min(end, its_end, (index + 1) * size)

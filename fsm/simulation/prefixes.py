@@ -145,18 +145,20 @@ class Prefixes:
         self._mixed -= admitted
         for request, count, start in flight.rows:
             end = start + count - flight.drafts.get(request.request_id, 0)
-            own = request.kv.blocks[start // size : start // size + 1]  # it goes on in it, or in a copy that is made now
+            own = request.kv.blocks[
+                start // size : start // size + 1
+            ]  # it goes on in it, or in a copy that is made now
             new = own if start % size and own and own[0] in flight.journal.copies else []
             for block in [*new, *request.kv.blocks[-(-start // size) : -(-end // size)]]:
                 self._evict(block)
             self._fill(request, start, end)
             step.filled.append((request, start, end, list(request.kv.blocks)))
         by_rows, self._touched = self._touched, set()
-        for request in flight.fetched:  # when, among the rows, is not known
+        for at, request in enumerate(flight.fetched):  # when, among the rows, is not known
             for block in request.kv.blocks:
                 self._evict(block)
             self._fill(request, 0, request.num_planned)
-            step.filled.insert(0, (request, 0, request.num_planned, list(request.kv.blocks)))
+            step.filled.insert(at, (request, 0, request.num_planned, list(request.kv.blocks)))
         self.is_doubtful |= not by_rows.isdisjoint(self._touched)
         for request, count, start in flight.rows:  # drafts come last
             if num_drafts := flight.drafts.get(request.request_id, 0):
