@@ -16,7 +16,9 @@ from novainfer.fsm.messages.events import (
     Load,
     Overdue,
     Restart,
+    Run,
     Spawn,
+    StepFailed,
     Warm,
     WorkerLost,
     WorkerReady,
@@ -48,6 +50,19 @@ class Restarts:
         self._epoch = 0
         self._adopted = -1  # the epoch that a spare has begun
         self._begun: set[tuple[str, int]] = set()  # jobs of coming up, by epoch
+        self._at_device: list[int] = []  # steps that it was asked for and whose outcome was not passed on, in order
+
+    def _check_blamed(self, sent: list[Any]) -> None:
+        """The step that is said to be lost is the oldest one at the device."""
+        for event in sent:
+            if isinstance(event, StepDone) and self._at_device:
+                del self._at_device[0]
+            elif isinstance(event, StepFailed):
+                self._at_device.clear()
+            elif isinstance(event, WorkerLost):
+                if event.step_id != (self._at_device or [-1])[0]:
+                    raise Violation(f"steps {self._at_device} are at the device, and {event} is told")
+                self._at_device.clear()
 
     def before(self, worker: Worker) -> None:
         """The worker is about to handle an event."""
@@ -57,6 +72,8 @@ class Restarts:
         """The worker has handled `event`."""
         sent = [effect.event for effect in effects if isinstance(effect, Send)]
         self._was_ready = self._was_ready or any(isinstance(e, WorkerReady) for e in sent)
+        self._check_blamed(sent)
+        self._at_device += [e.job.plan.step_id for e in effects if isinstance(e, Start) and isinstance(e.job, Run)]
         for effect in effects:
             if isinstance(effect, Start) and isinstance(effect.job, Spawn | Load | Fit | Warm):
                 job = type(effect.job).__name__, effect.job.epoch

@@ -194,5 +194,10 @@ class Rungs:
         flight, limit = scheduler.newest_flight, scheduler.planner.max_running
         if flight is not None and flight.mode in self._left_out:
             raise Violation(f"step {flight.step_id} asks for {flight.mode}, which the device could not switch to")
+        planned = self._world.planned
+        if planned is not None and planned.mode != self._asked:
+            raise Violation(
+                f"step {planned.step_id} is for {planned.mode}, and the engine is to compute in {self._asked}"
+            )
         if limit < self._world.shape.max_num_seqs and scheduler.recovery.ladder.state is Rung.FULL:
             raise Violation(f"{limit} requests may run, and the engine says that it is FULL")
