@@ -26,6 +26,8 @@ class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     dwell_s: float
     cached_tokens: int
     generated_tokens: int
+    draft_tokens: int
+    accepted_draft_tokens: int
     blocks: int
     host_blocks: int
     preemptions: int
@@ -37,7 +39,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `reason` is "overflow", "tokenizing", "queue", "blocks", "slots", "prefix", "swapped", "recovering" or "paused: slow
     reader"; None when nothing keeps it from running. `position` is its place in the queue. With several choices, state,
-    reason and history are those of the first one that has not ended; counts of blocks and tokens are sums.
+    reason and history are those of the first one that has not ended; counts of blocks and tokens are sums. Of the
+    guesses that steps have verified (`draft_tokens`), `accepted_draft_tokens` were right.
     """
 
     id: str
@@ -49,6 +52,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int | None
     cached_tokens: int
     generated_tokens: int
+    draft_tokens: int
+    accepted_draft_tokens: int
     max_tokens: int | None
     blocks: int
     host_blocks: int

@@ -183,6 +183,8 @@ class Stream(Machine):
         if end is not None:
             delta.finish_reason = end.finish_reason
             delta.stop_reason = end.stop_reason
+            delta.num_draft_tokens = end.num_draft_tokens
+            delta.num_accepted_tokens = end.num_accepted_tokens
             self._num_open -= 1
             if self._num_open == 0:
                 return S.CLOSED

@@ -234,7 +234,10 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """How a request ended. `finish_reason` when well; otherwise `cause` (cancelled) or `error` with its `code`."""
+    """How a request ended. `finish_reason` when well; otherwise `cause` (cancelled) or `error` with its `code`.
+
+    Of the guesses that its steps verified, `num_accepted_tokens` were right.
+    """
 
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -242,6 +245,8 @@ class End(msgspec.Struct, frozen=True):
     error: str | None = None
     code: str = "step_failed"
     param: str | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class Output(msgspec.Struct, gc=False):

@@ -172,8 +172,10 @@ class Request(Machine):
         "kv",
         "losses",
         "max_len",
+        "num_accepted_tokens",
         "num_cached",
         "num_computed",
+        "num_draft_tokens",
         "num_indexed",
         "num_planned",
         "num_preemptions",
@@ -225,6 +227,7 @@ class Request(Machine):
         self.failures = self.losses = 0
         # Of what was guessed of its next tokens (`novainfer.fsm.schedule.speculation`), the latest counts most:
         self.draft_hits = self.draft_trials = 0.0
+        self.num_draft_tokens = self.num_accepted_tokens = 0  # guesses that steps have verified, and the right ones
         self.drafted_at = self.num_prompt  # its tokens when a step last verified a guess
         self.draft_state: Any = None  # the proposer's
         self.num_indexed = 0  # tokens whose places it knows: what is made again from a recording knows as many

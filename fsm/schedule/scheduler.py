@@ -514,6 +514,8 @@ class Scheduler(Machine):
         outputs: list[Output] = []
         num_generated = 0
         drafts, was = flight.drafts, None
+        if drafts:
+            self._note_drafts(flight, outcome)
         for at, (request, token_id) in enumerate(zip(samples, outcome.token_ids, strict=True)):
             state = request.state
             if state in finished:  # before the step returned, or by an earlier one of its tokens
@@ -534,9 +536,10 @@ class Scheduler(Machine):
             if flight.samples and not flight.num_prompt_tokens:
                 num_tokens = sum(count for _, count, _ in flight.rows)
                 self._speculation.took(outcome, num_tokens, len(flight.rows), flight.num_passes)
-            if flight.drafts:
-                self._note_drafts(flight, outcome)
             self._speculation.proposed(flight.samples, outcome)
+        for request in flight.samples if drafts else ():
+            if request.request_id in drafts and not request.ended:
+                self.planner.drop_drafts(request)
         if outcome.draft_error is not None:
             self._report_draft_model(outcome, outcome.draft_error)
         self.planner.settle(flight)
@@ -544,7 +547,7 @@ class Scheduler(Machine):
         return outputs
 
     def _note_drafts(self, flight: Flight, outcome: StepDone) -> None:
-        """What the step has verified counts for what is guessed next; room for guesses that were wrong goes back."""
+        """What the step has verified counts for what is guessed next."""
         speculation = self.planner.speculation
         assert speculation is not None
         for request, count in zip(flight.samples, outcome.num_tokens, strict=True):
@@ -552,8 +555,6 @@ class Scheduler(Machine):
             if num_drafts is None or request in flight.departed:
                 continue
             speculation.verified(request, num_drafts, count - 1)
-            if not request.ended:
-                self.planner.drop_drafts(request)
 
     def _report_draft_model(self, outcome: StepDone, error: str) -> None:
         incident = Incident(
@@ -605,16 +606,16 @@ class Scheduler(Machine):
             output.text = text.flush()
             if request.params.include_stop_str_in_output and not is_eos:
                 output.text += self._vocabulary.bytes_of(token_id).decode("utf-8", "replace")
-            output.end = End(finish_reason=FinishReason.STOP, stop_reason=None if is_eos else token_id)
+            output.end = _good_end(request, FinishReason.STOP, None if is_eos else token_id)
             self._end(request, RequestState.FINISHED_STOPPED, output.end)
             return output
         output.text = text.push(token_id, may_stop=may_stop)
         if text.stopped_by is not None:
-            output.end = End(finish_reason=FinishReason.STOP, stop_reason=text.stopped_by)
+            output.end = _good_end(request, FinishReason.STOP, text.stopped_by)
             self._end(request, RequestState.FINISHED_STOPPED, output.end)
         elif len(token_ids) >= request.max_len:
             output.text += text.flush()
-            output.end = End(finish_reason=FinishReason.LENGTH)
+            output.end = _good_end(request, FinishReason.LENGTH)
             self._end(request, RequestState.FINISHED_LENGTH, output.end)
         return output
 
@@ -704,3 +705,12 @@ class Scheduler(Machine):
                 assert request.slot < 0, f"waiting request {request.request_id} owns a slot"
             is_held = any(flight.holds(request) for flight in self.flights)
             assert request.is_in_flight == is_held, f"request {request.request_id} is in no step, or in one"
+
+
+def _good_end(request: Request, finish_reason: FinishReason, stop_reason: int | str | None = None) -> End:
+    return End(
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        num_draft_tokens=request.num_draft_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
+    )

@@ -335,6 +335,8 @@ class Speculation:
         request.draft_trials = request.draft_trials * keep + num_trials
         request.draft_hits = request.draft_hits * keep + num_accepted
         request.drafted_at = len(request.token_ids)
+        request.num_draft_tokens += num_drafts
+        request.num_accepted_tokens += num_accepted
         self._trials = self._trials * keep + num_trials
         self._hits = self._hits * keep + num_accepted
 

@@ -16,13 +16,21 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct):
-    """Token counts of the whole request, all prompts and choices together."""
+class CompletionTokensDetails(msgspec.Struct):
+    """Guesses that steps have verified (speculative decoding): as many were right, and as many wrong."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(msgspec.Struct, omit_defaults=True):
+    """Token counts of the whole request, all prompts and choices together; details of guesses where there were any."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class TopLogprob(msgspec.Struct):
@@ -118,12 +126,15 @@ class Tally:
         self._prompt_tokens = [0] * num_prompts
         self._cached_tokens = [0] * num_prompts
         self.completion_tokens = 0
+        self._draft_tokens = self._accepted_tokens = 0
 
     def add(self, delta: Delta) -> None:
         prompt_index = delta.index // self._n
         self._prompt_tokens[prompt_index] = delta.num_prompt_tokens
         self._cached_tokens[prompt_index] = delta.num_cached_tokens
         self.completion_tokens += len(delta.token_ids)
+        self._draft_tokens += delta.num_draft_tokens  # the last delta of a choice has them
+        self._accepted_tokens += delta.num_accepted_tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -131,11 +142,13 @@ class Tally:
 
     def usage(self) -> Usage:
         prompt_tokens = self.prompt_tokens
+        guesses = CompletionTokensDetails(self._accepted_tokens, self._draft_tokens - self._accepted_tokens)
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self.completion_tokens,
             total_tokens=prompt_tokens + self.completion_tokens,
             prompt_tokens_details=PromptTokensDetails(sum(self._cached_tokens)),
+            completion_tokens_details=guesses if self._draft_tokens else None,
         )
 
 

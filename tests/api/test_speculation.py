@@ -176,6 +176,25 @@ async def test_most_drafts_of_the_demo_models_own_draft_are_right():
 
 
 @pytest.mark.usefixtures("eager")
+async def test_what_was_verified_for_a_request_is_told_with_its_end():
+    async with Engine(EngineConfig(max_num_seqs=4, seed=0, speculative_config=drafting("demo-draft"))) as engine:
+        lasts = []
+        for question in QUESTIONS[:3]:
+            params = SamplingParams(max_tokens=40, temperature=0.0, n=2)
+            deltas = [d async for d in engine.generate([{"role": "user", "content": question}], params)]
+            lasts += [d for d in deltas if d.finish_reason is not None]
+            assert all(d.num_draft_tokens == 0 for d in deltas if d.finish_reason is None)
+        records = engine.requests()
+        said = engine.statistics().speculation
+    assert len(lasts) == 6
+    assert all(0 < d.num_accepted_tokens <= d.num_draft_tokens for d in lasts)
+    assert sum(d.num_draft_tokens for d in lasts) == said.num_draft_tokens_total
+    assert sum(d.num_accepted_tokens for d in lasts) == said.num_accepted_tokens_total
+    assert sum(r.draft_tokens for r in records) == said.num_draft_tokens_total
+    assert sum(c.accepted_draft_tokens for r in records for c in r.choices) == said.num_accepted_tokens_total
+
+
+@pytest.mark.usefixtures("eager")
 async def test_all_drafts_of_a_greedy_model_for_itself_are_right():
     async with Engine(EngineConfig(max_num_seqs=4, seed=0, speculative_config=drafting("demo"))) as engine:
         for _ in range(3):

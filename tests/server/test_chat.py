@@ -4,8 +4,11 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 
+from novainfer import Delta
 from novainfer.server.directory import shown_id
+from novainfer.server.openai.replies import Tally
 from tests.server.fakes import FakeEngine
 
 USER = [{"role": "user", "content": "hi"}]
@@ -191,3 +194,13 @@ async def test_ignored_fields_are_named(client: httpx.AsyncClient) -> None:
     response = await chat(client, user="u", reasoning_effort="low", my_field=1, service_tier="auto")
     assert response.headers["x-nova-ignored-fields"] == "reasoning_effort, my_field, service_tier"
     assert "x-nova-ignored-fields" not in (await chat(client, user="u")).headers
+
+
+def test_usage_tells_of_guesses_where_any_were_verified() -> None:
+    tally = Tally(num_prompts=1, n=2)
+    tally.add(Delta(request_id="r", token_ids=[1, 2], num_prompt_tokens=3))
+    assert tally.usage().completion_tokens_details is None
+    for index in (0, 1):
+        tally.add(Delta(request_id="r", index=index, num_prompt_tokens=3, num_draft_tokens=4, num_accepted_tokens=3))
+    found = msgspec.to_builtins(tally.usage())["completion_tokens_details"]
+    assert found == {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 2}
