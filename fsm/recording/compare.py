@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from novainfer.fsm.core.state import attributes_of
+
 DEPTH_MAX = 30
 CHARS_MAX = 200
 
@@ -24,17 +26,12 @@ def first_difference(now: Any, was: Any, path: str = "", depth: int = 0) -> str:
             return f"{path} held {short(was)}, and holds {short(now)}"
         pairs = [_item(path, at, a, b) for at, (a, b) in enumerate(zip(now, was, strict=True))]
     else:
-        names = getattr(was, "__struct_fields__", None) or [
-            *(name for base in type(was).__mro__ for name in getattr(base, "__slots__", ())),
-            *getattr(was, "__dict__", ()),
-        ]
+        names = attributes_of(was)
         if not names or depth > DEPTH_MAX:
-            return "" if now == was else f"{path} was {short(was)}, and is {short(now)}"
-        pairs = [
-            (f"{path}.{name}", getattr(now, name, None), getattr(was, name, None))
-            for name in names
-            if name not in ("_effects", "num_renewals", "observer")
-        ]
+            kind: Any = type(was)
+            is_equal = now == was or kind.__eq__ is object.__eq__  # it holds nothing that could differ
+            return "" if is_equal else f"{path} was {short(was)}, and is {short(now)}"
+        pairs = [(f"{path}.{name}", getattr(now, name, None), getattr(was, name, None)) for name in names]
     for where, a, b in pairs:
         if found := first_difference(a, b, where, depth + 1):
             return found

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from novainfer.fsm.core.state import NO_STATE, slots_of
 from novainfer.fsm.messages.events import Output
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.outputs import Delta, TokenLogprob
@@ -39,8 +40,8 @@ RENAMED = {
 }
 DEPTH_MAX = 200  # lists within lists; machines nest about ten deep
 # What no machine decides by, or what cannot be data: left out, and this when it is read back.
-LEFT_OUT: dict[str, dict[str, Callable[[], Any]]] = {
-    "Machine": {"_effects": list, "num_renewals": int, "observer": lambda: None},
+LEFT_OUT: dict[str, Mapping[str, Callable[[], Any]]] = {
+    "Machine": NO_STATE,
     "Request": {"draft_state": lambda: None},  # an index of its tokens, which is made again
 }
 # Log probabilities would be most of what a step brings, and machines only count them: their numbers are written.
@@ -379,8 +380,7 @@ def _left_out(kind: Any) -> Mapping[str, Callable[[], Any]]:
 
 @cache
 def _slots_of(kind: Any) -> tuple[str, ...]:
-    names = {name for base in kind.__mro__ for name in getattr(base, "__slots__", ())}
-    return tuple(sorted(names - _left_out(kind).keys()))
+    return tuple(name for name in slots_of(kind) if name not in _left_out(kind))
 
 
 @cache

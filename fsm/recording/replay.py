@@ -44,7 +44,7 @@ from novainfer.fsm.recording.log import (
     lane_name,
     pack_parts,
 )
-from novainfer.fsm.recording.pack import Kinds, step_logprobs, unpack
+from novainfer.fsm.recording.pack import Kinds, pack, step_logprobs, unpack
 from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.text import Vocabulary
 
@@ -246,6 +246,8 @@ class _Run:
         now = pack_parts(Parts(self._machines, self._lanes, self._streams, list(self._timers)), kinds, self.known)
         if now != snapshot:
             was = unpack(snapshot, self.image.kinds, self.known)
+            if now == pack(was, kinds, self.known):
+                return  # an older version has other names for some of it
             there = unpack(now, kinds.names, self.known)
             titles = ("machine", "mailbox", "stream", "timers")
             found = (first_difference(a, b, title) for title, a, b in zip(titles, there, was, strict=True))

@@ -12,8 +12,7 @@ from enum import Enum
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from novainfer.fsm.core.state import attributes_of
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepPlan
@@ -36,7 +35,6 @@ KEPT = {
     "Ladder": frozenset(["_modes"]),  # those that the device has
     "Worker": frozenset(["_found", "_losses", "_fatal"]),  # the model; a restart budget of times; counts by mode
 }
-NOT_ITS_OWN = ("_effects", "observer")  # what it has just said, and what is the simulator's
 _OPAQUE = (StepPlan, Enum, SamplingParams, Vocabulary, FunctionType, MethodType, type)
 _ATOMS = frozenset([int, str, bytes, bool, float, type(None)])
 _names: dict[type, tuple[str, ...]] = {}
@@ -47,12 +45,7 @@ def attributes(thing: Any) -> Iterator[tuple[str, Any]]:
     kind = type(thing)
     names = _names.get(kind)
     if names is None:
-        found = [*getattr(thing, "__dict__", ())]
-        if isinstance(thing, msgspec.Struct):
-            found += thing.__struct_fields__
-        else:
-            found += [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
-        names = _names[kind] = tuple(dict.fromkeys(name for name in found if name not in NOT_ITS_OWN))
+        names = _names[kind] = tuple(attributes_of(thing))
     for name in names:
         value = getattr(thing, name, None)
         if type(value) not in _ATOMS:

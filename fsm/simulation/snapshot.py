@@ -12,11 +12,9 @@ from enum import Enum
 from hashlib import blake2b
 from typing import Any
 
-import msgspec
-
 from novainfer.fsm.client.gate import GateState
 from novainfer.fsm.client.stream import StreamState
-from novainfer.fsm.core.machine import Machine
+from novainfer.fsm.core.state import attributes_of
 from novainfer.fsm.device.process import ProcessState
 from novainfer.fsm.device.roster import RosterState
 from novainfer.fsm.device.worker import WorkerState
@@ -63,7 +61,6 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Worker": frozenset(["_found", "_modes", "_policy"]),
     "_Room": frozenset(["_max_reqs", "_max_tokens"]),
 }
-OF_MACHINES = frozenset(["_effects", "num_renewals", "observer"])  # what it has just said, and what is for onlookers
 # Dictionaries whose order says who comes first; of all others only the content counts.
 ORDERED = frozenset(["_cached", "_overflow", "_pending", "parked", "running"])
 
@@ -298,13 +295,4 @@ _attributes: dict[type, tuple[str, ...]] = {}
 
 
 def _attributes_of(thing: Any) -> tuple[str, ...]:
-    kind = type(thing)
-    names: set[str] = set()
-    if isinstance(thing, msgspec.Struct):
-        names.update(thing.__struct_fields__)
-    else:
-        names.update(getattr(thing, "__dict__", ()))
-        for base in kind.__mro__:
-            names.update(getattr(base, "__slots__", ()))
-    skipped = SKIPPED.get(kind.__name__, frozenset())
-    return tuple(sorted(names - (skipped | OF_MACHINES if isinstance(thing, Machine) else skipped)))
+    return tuple(sorted(set(attributes_of(thing)) - SKIPPED.get(type(thing).__name__, frozenset())))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from novainfer.fsm.messages.mode import CHECKPOINT
-from novainfer.server.engine import ModelInfo, ServedEngine, Statistics
+from novainfer.server.engine import ServedEngine
+
+if TYPE_CHECKING:
+    from novainfer import EngineStatistics, ModelInfo
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -59,7 +63,7 @@ class Throughput:
         self._since_s = began_s
         self._last = (0, 0)
 
-    def line(self, look: Callable[[], Statistics], now_s: float) -> str | None:
+    def line(self, look: Callable[[], EngineStatistics], now_s: float) -> str | None:
         """What to say at `now_s` (on the clock of `began_s`), if anything; looks only when it is time."""
         elapsed_s = now_s - self._since_s
         if elapsed_s < INTERVAL_S:

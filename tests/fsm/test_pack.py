@@ -15,7 +15,9 @@ from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.outputs import TokenLogprob
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone
-from novainfer.fsm.recording.pack import Kinds, PackError, pack, unpack
+from novainfer.fsm.recording.pack import RENAMED, Kinds, PackError, pack, unpack
+from novainfer.fsm.schedule.planner import Limits
+from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.text import TextAssembler, Vocabulary
 
 VOCABULARY = Vocabulary.build([b"a", b"\xc3", b"\xa9", b"<eos>"], frozenset([3]))
@@ -123,6 +125,23 @@ def test_a_file_can_name_nothing_but_the_classes_of_this_package(name: str) -> N
     kinds.names = [(name, fields) for _, fields in kinds.names]
     with pytest.raises(PackError, match="this version has no"):
         unpack(data, kinds.names)
+
+
+def test_what_older_versions_wrote_is_read_under_the_names_of_today() -> None:
+    """They wrote the folder too, and had other names for some classes and attributes."""
+    kinds = Kinds()
+    scheduler = Scheduler(Limits(), VOCABULARY)
+    data = pack([scheduler, Cancel(7, Cause.CLIENT)], kinds, KNOWN)
+    was = {new: old for old, new in RENAMED.items()}
+    older = [
+        (f"novainfer.fsm.{was.get(name, name)}", ["trouble" if x == "recovery" else x for x in fields])
+        for name, fields in kinds.names
+    ]
+    assert "novainfer.fsm.trouble:Trouble" in dict(older)
+    assert "trouble" in dict(older)["novainfer.fsm.scheduler:Scheduler"]
+    found, cancel = unpack(data, older, KNOWN)
+    assert cancel == Cancel(7, Cause.CLIENT)
+    assert pack([found, cancel], Kinds(), KNOWN) == data
 
 
 @pytest.mark.parametrize("field", ["handle", "_read", "__class__", "__dict__", "TABLE", "has_news", "nonsense"])

@@ -14,6 +14,7 @@ from novainfer import (
     Delta,
     EngineDraining,
     EngineOverloaded,
+    EngineStatistics,
     FinishReason,
     NovaInferError,
     RecorderUnavailable,
@@ -24,13 +25,11 @@ from novainfer import (
 from novainfer.actors.admission import AdmissionStatistics
 from novainfer.actors.inspection.feed import Feed
 from novainfer.fsm.messages.mode import INT8, Mode
-from novainfer.fsm.schedule.speculation import SpeculationStatistics
 from novainfer.inspection import (
     ActorRecord,
     HealthRecord,
     IncidentRecord,
     KvRecord,
-    PhaseTotals,
     RequestRecord,
     StepRecord,
     Subscription,
@@ -58,28 +57,15 @@ class FakeModelInfo(msgspec.Struct, frozen=True):
     kv_bytes_per_block: int = 1 << 20
 
 
-class FakeStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    num_running: int = 0
-    num_waiting: int = 0
+class FakeStatistics(EngineStatistics, frozen=True, kw_only=True):
+    state: str = "IDLE"
     kv_blocks_total: int = 100
     kv_blocks_free: int = 90
     kv_blocks_cached: int = 6
     kv_blocks_owned: int = 4
-    prompt_tokens_total: int = 0
-    generation_tokens_total: int = 0
     prefix_cache_queries: int = 10
     prefix_cache_hits: int = 5
-    preemptions: int = 0
-    speculation: SpeculationStatistics | None = None
-    steps: int = 0
-    requests_finished: dict[str, int] = {}
-    request_states: dict[str, int] = {}
-    incidents: dict[str, int] = {}
-    worker_losses: int = 0
-    rung: str = "FULL"
     rungs: tuple[str, ...] = ("FULL", "SMALLER_BATCH", "INT8")
-    mode: Mode = Mode()
-    phases: PhaseTotals = PhaseTotals()
     admission: AdmissionStatistics = AdmissionStatistics(rejected_total={"overflow": 2}, cancelled_total={"queue": 3})
 
 
