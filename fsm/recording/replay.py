@@ -118,6 +118,8 @@ def replay(image: Image, *, check: bool = False) -> Replayed:
     except Exception as error:  # a file says which objects there are, and objects with wrong fields may raise anything
         at = run.found.segments if run is not None else 0
         said = " ".join(_said(error).split())[:SAID_CHARS_MAX]
+        if isinstance(error, AttributeError) and error.name:
+            said = f"its {type(error.obj).__name__} has no {error.name!r}, so another version has written it"
         raise DamagedRecording(f"segment {at} of the recording cannot be read: {said}") from error
 
 

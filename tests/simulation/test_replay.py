@@ -239,3 +239,14 @@ def test_codes_and_varints_of_every_size_are_read_back() -> None:
     for number in (0, 127, 128, 16_383, 16_384, 2**40):
         assert [body for _, body in entries(b"\x06" + varint(number))] == [number]
     assert image.codes
+
+
+def test_what_another_version_has_written_is_told_as_such() -> None:
+    """An attribute that this version's machines have, and its machines had not."""
+    image, _ = record(0)
+    kinds = [
+        (name, ["_was_called_so" if x == "_finished" and name.endswith(":Scheduler") else x for x in fields])
+        for name, fields in image.kinds
+    ]
+    with pytest.raises(DamagedRecording, match="its Scheduler has no '_finished', so another version"):
+        replay(msgspec.structs.replace(image, kinds=kinds))
