@@ -203,8 +203,8 @@ class BlockPool:
             self.name(self._expected.pop(name), name)
 
     def name(self, block: int, name: bytes) -> None:
-        """The owned `block` holds the prefix `name`; ignored where another does."""
-        if name in self._index or self._name[block]:
+        """The owned `block` holds the prefix `name`; ignored where another does, or will when its step has ended."""
+        if name in self._index or name in self._expected or self._name[block]:
             return
         self._index[name] = block
         self._name[block] = name

@@ -269,7 +269,12 @@ class Turns:
         if not is_step:
             return
         assert flight is not None
-        queue = [r for r in scheduler.requests.values() if r.state in TO_COMPUTE]
+        held = {request.request_id for request, _, _ in flight.rows}  # the others' prompts may be in the step before
+        queue = [
+            r
+            for request_id, r in scheduler.requests.items()
+            if r.state in TO_COMPUTE and (r.num_remaining > 0 or request_id in held)
+        ]
         for claim in self._claims.values():
             claim.steps += 1
         new = [r for r in queue if r.request_id not in self._known]
