@@ -110,8 +110,9 @@ COPY_MUTANTS = [
         BlockCache,
         "_own_tail",
         "plan.table_slots.append(request.slot)",
-        "if not self._journal.copies.get(table.blocks[at]):\n        return\n    plan.table_slots.append(request.slot)",
-        seeds=1000,
+        "if table.blocks[at] not in self._journal.copies:\n        return\n    plan.table_slots.append(request.slot)",
+        seeds=0,
+        small="two that share a block, one of which leaves when the step that copies it has failed",
     ),
     Mutant(
         "the wrong block is copied",

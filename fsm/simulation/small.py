@@ -391,6 +391,12 @@ SMALL_WORLDS = [
         budget={"oom": 1, "cancel": 1},
     ),
     SmallWorld(
+        name="two that share a block, one of which leaves when the step that copies it has failed",
+        shape=_shape(8, 4, 3, max_num_batched_tokens=8, prefill_chunk_tokens=8),
+        clients=[([9], _ask(1)), ([1, 2, 3], _ask(2)), ([1, 2, 3], _ask(2))],
+        budget={"oom": 1, "cancel": 1},
+    ),
+    SmallWorld(
         name="a choice that comes later, and copies what the first one has of its prompt's last block",
         shape=_shape(4, 4, 2),
         clients=[([1, 2, 3], _ask(1, n=2)), ([1, 2, 3], _ask(3))],
