@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, nlargest
+from itertools import accumulate
 from math import ceil
 from typing import Protocol
 
@@ -106,10 +107,9 @@ class Cost:
         at = self._place(num_tokens)
         share = min(CORRECT * (ms / self.of(num_tokens) - 1), 1.0)
         near = {at, at if self._tokens[at] == num_tokens else max(at - 1, 0)}
-        for place in range(len(self._ms)):  # others nearly as much: the machine may be slower or faster than it was
-            self._ms[place] *= 1 + (share if place in near else OTHERS * share)
-        for place in range(1, len(self._ms)):  # more tokens never take less time
-            self._ms[place] = max(self._ms[place], self._ms[place - 1])
+        here, elsewhere = 1 + share, 1 + OTHERS * share  # the machine may be slower or faster than it was
+        found = [now * (here if place in near else elsewhere) for place, now in enumerate(self._ms)]
+        self._ms = list(accumulate(found, max))  # more tokens never take less time
 
     def _place(self, num_tokens: int) -> int:
         """Which of the measured sizes is the first that is no smaller; the last one for all beyond."""

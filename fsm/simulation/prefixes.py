@@ -120,13 +120,13 @@ class Prefixes:
             for request, start, end, blocks in self._steps.pop(0).filled:
                 if not self.is_mixed(request):
                     self._fill_blocks(request, start, end, blocks)
-            for block in self._spoilt:
-                self._take(block)
-        self._spoilt.clear()
         assert self._world.audit is not None
         for kept in self._world.audit.verified.kept:  # what was guessed, and is known now
             if not self.is_mixed(kept.request):
                 self._fill_blocks(kept.request, kept.start + 1, kept.count, kept.blocks)
+        for block in self._spoilt:  # behind guesses that were right, too
+            self._take(block)
+        self._spoilt.clear()
         mode = self._world.scheduler.planner.mode
         if mode != self._mode:
             self._mode = mode

@@ -152,8 +152,11 @@ class Proposer:
             self._is_known[params.slot] = params.token_ids is not None
             if params.token_ids is not None:
                 self._tokens[params.slot, : len(params.token_ids)] = params.token_ids
-        self._drafted[plan.swap_in_blocks] = self._drafted[plan.copy_to_blocks] = 0
-        np.minimum.at(self._drafted, written // self._size, written % self._size)
+        if plan.swap_in_blocks or plan.copy_to_blocks:
+            self._drafted[plan.swap_in_blocks] = self._drafted[plan.copy_to_blocks] = 0
+        blocks, places = np.divmod(written, self._size)
+        if (self._drafted[blocks] > places).any():  # seldom: `at` takes as long as all the rest of a plain step
+            np.minimum.at(self._drafted, blocks, places)
 
     def propose(self, plan: StepPlan, done: StepDone, block_table: npt.NDArray[np.int32]) -> list[list[int]]:
         """Drafts for each of `plan.sample_seqs`, behind the tokens that it got; `block_table` is the target's.
@@ -163,6 +166,8 @@ class Proposer:
         """
         drafts: list[list[int]] = [[] for _ in plan.sample_seqs]
         rows = self._take_tokens(plan, done)
+        if not rows:
+            return drafts
         first, ready, left = StepPlan(), [], self._buffers.max_num_batched_tokens
         for row, seq, length, wanted in rows:
             slot = plan.slots[seq]
