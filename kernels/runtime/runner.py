@@ -350,6 +350,8 @@ class ModelRunner:
         """Copy blocks, compute one step and sample; what the device raises (out of memory among it) comes through."""
         with torch.inference_mode():
             hidden = self._forward(plan)
+            if not plan.sample_seqs:
+                self._wait()
             if hidden is None:
                 return StepDone(plan.step_id, plan.epoch)
             at = sampled_positions(plan)
@@ -402,6 +404,14 @@ class ModelRunner:
         if self._proposer is not None:
             self._proposer.follow(plan, self._buffers.written)
         return self._decoder.forward(step)
+
+    def _wait(self) -> None:
+        """Sampled tokens are waited for; without any, a GPU has only been told what to do, and goes on to read buffers.
+
+        The next step would be laid out in them, and this one would have taken no time.
+        """
+        if self._kernels.device.type == "cuda":
+            torch.cuda.synchronize(self._kernels.device)
 
     def _sample(self, hidden: Tensor, at: Positions) -> Sampled:
         if len(at.slots) <= LOGIT_ROWS_MAX:

@@ -280,3 +280,21 @@ def test_step_costs_are_measured_by_size_until_that_took_long_enough(
     assert all(ms > 0 for _, ms in costs)
     monkeypatch.setattr("novainfer.kernels.runtime.runner.COST_LIMIT_S", 0.0)
     assert [num_tokens for num_tokens, _ in runner.measure_step_costs()] == [1]
+
+
+def test_a_step_that_samples_nothing_is_over_when_it_is_reported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU nothing else would wait for it, and the next step is laid out in the same pinned buffers."""
+    runner = load(folder)
+    runner.fit(mode="fixed", num_blocks=64)
+    waits: list[torch.device] = []
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(runner._kernels, "device", cuda)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    plan = StepPlan([0], [8], [8], [0] * 8, [0], [0], [0], [])
+    assert runner.execute(plan).token_ids == []
+    assert waits == [cuda]
+    plan.sample_seqs = [0]
+    assert len(runner.execute(plan).token_ids) == 1
+    assert waits == [cuda]
