@@ -34,7 +34,7 @@ from novainfer.fsm.messages.events import (
 )
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.params import SamplingParams
-from novainfer.fsm.messages.step import SAMPLED, StepDone, StepPlan
+from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, StepDone, StepPlan
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.scheduler import Scheduler, SchedulerState
 from novainfer.fsm.simulation.oracle import VOCABULARY
@@ -254,6 +254,20 @@ def test_who_is_paused_for_too_long_leaves_as_soon_as_no_step_holds_it():
     steps.done(A, A)
     assert steps.request(0).slot < 0
     assert steps.request(1).slot >= 0
+
+
+def test_what_gave_no_number_is_not_copied_while_the_step_behind_holds_it():
+    """Its blocks come back with that step only; until then the last one of its prompt could be found."""
+    steps = Steps()
+    steps.submit(0, [1, 2, 3])
+    steps.ask()
+    steps.ask()
+    steps.submit(1, [1, 2, 3])
+    third = steps.done(NO_TOKEN)
+    assert 0 not in steps.scheduler.requests
+    assert third is not None
+    assert third.copy_from_blocks == []
+    assert third.query_lens == [3]
 
 
 def test_a_step_ahead_is_not_begun_while_the_mode_is_to_change():

@@ -282,9 +282,7 @@ def test_step_costs_are_measured_by_size_until_that_took_long_enough(
     assert [num_tokens for num_tokens, _ in runner.measure_step_costs()] == [1]
 
 
-def test_a_step_that_samples_nothing_is_over_when_it_is_reported(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_samples_nothing_is_over_when_it_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU nothing else would wait for it, and the next step is laid out in the same pinned buffers."""
     runner = load(folder)
     runner.fit(mode="fixed", num_blocks=64)
