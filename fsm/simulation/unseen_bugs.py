@@ -28,7 +28,7 @@ BLOCKS = (
         "a name that is taken goes to the newer block",
         BlockPool,
         "name",
-        "if name in self._index or self._name[block]:",
+        "if name in self._index or name in self._expected or self._name[block]:",
         "if self._name[block]:",
     ),
     # A step that never ran changes which prefixes are evicted next.
