@@ -25,6 +25,7 @@ from novainfer.fsm.messages.events import (
     MakeBatch,
     PauseRequest,
     Reclaim,
+    ResumeRequest,
     Run,
     StepFailed,
     Submit,
@@ -50,12 +51,14 @@ A = 65
 class Steps:
     """A scheduler with two steps in flight; `plans` are those that the device has not answered, oldest first."""
 
-    def __init__(self, *, num_blocks: int = 32, block_size: int = 4, chunk: int = 32, **limits: Any) -> None:
+    def __init__(
+        self, *, num_blocks: int = 32, num_host_blocks: int = 0, block_size: int = 4, chunk: int = 32, **limits: Any
+    ) -> None:
         fields = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "prefill_chunk_tokens": chunk} | limits
         self.scheduler = Scheduler(Limits(block_size=block_size, **fields), VOCABULARY, max_in_flight=2)
         self.plans: list[StepPlan] = []
         self.said: list[Any] = []
-        self.tell(Configure(num_blocks, 64, 128, [EOS], 0, 0, (BEST,)))
+        self.tell(Configure(num_blocks, 64, 128, [EOS], 0, num_host_blocks, (BEST,)))
 
     def tell(self, event: Any) -> Batch | None:
         effects = self.scheduler.handle(event)
@@ -268,6 +271,38 @@ def test_what_gave_no_number_is_not_copied_while_the_step_behind_holds_it():
     assert third is not None
     assert third.copy_from_blocks == []
     assert third.query_lens == [3]
+
+
+def test_what_a_step_behind_was_to_swap_is_swapped_later_when_the_one_before_fails():
+    """It was never begun: what it was to copy out is still on the device only, and what to copy in still outside."""
+    steps = Steps(num_host_blocks=8)
+    steps.submit(0, [1, 2, 3], max_tokens=20)
+    steps.submit(1, [4, 5, 6], max_tokens=20)
+    steps.ask()
+    steps.ask()
+    steps.done(A, A)
+    steps.tell(PauseRequest(0))
+    steps.done(A, A)
+    steps.done(A, A)
+    steps.tell(KeepOver(0))  # no step holds it, but two are in flight
+    swaps_out = steps.done(A)
+    assert swaps_out is not None
+    assert swaps_out.swap_out_blocks
+    again = steps.failed()
+    assert again.swap_out_blocks == swaps_out.swap_out_blocks
+    assert again.swap_out_hosts == swaps_out.swap_out_hosts
+    steps.done(A)
+    steps.ask()
+    steps.tell(ResumeRequest(0))
+    fetches = steps.done(A)
+    assert fetches is not None
+    assert fetches.swap_in_hosts == swaps_out.swap_out_hosts
+    num_swapped = steps.request(0).kv.num_swapped
+    steps.failed()
+    assert steps.request(0).kv.num_swapped == num_swapped > 0
+    fetches = steps.done(A)
+    assert fetches is not None
+    assert fetches.swap_in_hosts == swaps_out.swap_out_hosts
 
 
 def test_a_step_ahead_is_not_begun_while_the_mode_is_to_change():
