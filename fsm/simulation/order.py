@@ -104,6 +104,10 @@ class Order:
             num_tokens = len(request.token_ids)
             most = num_tokens - held[request.request_id] * size
             works[request.request_id] = Work(most, num_tokens - num_held * size)
+        for request, _, start in flight.rows:  # a prompt that others have as well may be shared beyond its full blocks
+            if request in flight.admitted and start % size:
+                work = works[request.request_id]
+                work.least = min(work.least, len(request.token_ids) - start)
         for request in flight.fetched:
             works[request.request_id] = Work(request.num_remaining, request.num_remaining)
         for request in flight.admitted:
@@ -183,6 +187,8 @@ class Order:
                 continue
             if request.slot < 0 and (not was_judged(request) or self._may_wait(request, works, held, starts)):
                 continue
+            if request_id in admitted and self._has_lost_prefix(request, starts):
+                continue  # it had less to compute when its part was measured
             turn = work.most, request_id
             later = [(other, count, (least, other) > turn) for other, count, least in rows if other != request_id]
             behind = unused + sum(count for other, count, is_more in later if is_more and other > request_id)
@@ -201,6 +207,13 @@ class Order:
                     f"{younger} to younger ones, {unused} of each to none"
                 )
             self._world.counts["shares checked"] += 1
+
+    def _has_lost_prefix(self, request: Request, starts: dict[int, int]) -> bool:
+        """Whether what it goes on with was in the cache, and the step has taken that for something else."""
+        if not self._world.shape.enable_prefix_caching:
+            return False
+        at, mine = starts[request.request_id] // self._world.shape.block_size, self._prefixes.of(request)
+        return at < len(mine) and self._prefixes.is_evicted(mine[at])
 
     def _may_wait(self, request: Request, works: dict[int, Work], held: dict[int, int], starts: dict[int, int]) -> bool:
         """Whether another one computes what comes next in it, and will not be much later with that."""
