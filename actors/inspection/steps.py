@@ -29,8 +29,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `schedule_us` is the commit of the step before and the planning of this one, with the messages between the actors;
     `device_us` is from launch, or the answer to the step before it if that came later, to the answer; `outputs_us` is
-    handing on its outputs (None: there were none). `outcome` is "running", "done", or a fault: "oom", "exception",
-    "timeout", "lost".
+    handing on its outputs (None: there were none). `outcome` is "running", "done", a fault ("oom", "exception",
+    "timeout", "lost"), or "discarded": the step before it failed, and it was not begun.
     """
 
     step_id: int
@@ -116,7 +116,10 @@ class StepLog:
         if step is not None and step.done_s is None:
             step.began_s = max(step.launched_s, self._done_s)
             step.done_s = self._done_s = self._clock()
-            step.outcome = "done" if type(event) is StepDone else str(event.fault)  # type: ignore[union-attr]
+            if isinstance(event, StepDone):
+                step.outcome = "done"
+            else:
+                step.outcome = str(event.fault) if event.launched else "discarded"
             self._add(1, step.done_s - step.began_s)
 
     def handed_on(self) -> None:

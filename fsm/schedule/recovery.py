@@ -95,6 +95,12 @@ class FailurePolicy:
                 return group[:most]
         return []
 
+    def next_trial(self, requests: Mapping[int, Request]) -> Trial | None:
+        """What the next step is a canary for; for no request that has ended since."""
+        if self.trial is not None and self.trial.request_id not in requests:
+            self.trial = None
+        return self.trial
+
     @property
     def is_searching(self) -> bool:
         """Whether the next steps are to find out what it was that failed: each waits for the one before."""

@@ -449,8 +449,8 @@ class Scheduler(Machine):
         planned, recovery = None, self.recovery
         if recovery.ladder.mode != self.planner.mode:
             self.planner.change_mode(recovery.ladder.mode)
-        if recovery.trial is not None:
-            planned = self._try_canary(recovery.trial)
+        if (trial := recovery.next_trial(self.requests)) is not None:
+            planned = self._try_canary(trial)
             if planned is None:
                 outputs += self._end_doomed(recovery.convict(self.requests, self._effects))
         while planned is None and (group := recovery.next_group(self.requests)):

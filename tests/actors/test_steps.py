@@ -149,3 +149,12 @@ def test_only_the_newest_are_kept_but_all_are_counted() -> None:
     seconds, count = world.log.totals().device
     assert count == 10
     assert round(seconds * 1e6) == 1000
+
+
+def test_a_step_whose_predecessor_failed_is_called_discarded() -> None:
+    world = World()
+    world.step(1, device_us=None)
+    world.step(2, device_us=None)
+    world.log.returned(StepFailed(1, 0, Fault.OOM, "no memory"))
+    world.log.returned(StepFailed(2, 0, Fault.EXCEPTION, "it follows one that failed", launched=False))
+    assert [record.outcome for record in world.log.records(5, is_running=False)] == ["oom", "discarded"]
