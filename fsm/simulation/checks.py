@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.core.machine import Effect, Send
@@ -57,6 +56,7 @@ from novainfer.fsm.simulation.blame import ends_in_flight
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.restarts import Restarts
 from novainfer.fsm.simulation.turns import ADMISSIONS_MAX, WAITING_MAX
+from novainfer.fsm.simulation.verified import without_number
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world import World
@@ -132,10 +132,9 @@ class Checks:
             if len(scheduler.flights) > 1:  # what is committed now is not taken back with the step behind it
                 self._before = None
             self._sampled = flight.samples
-            last = _last_tokens(event.outcome) if self._sampled else []  # a canary's token is nobody's
-            sampled = zip(self._sampled, last, strict=True)
-            self._not_a_number = {r.request_id: r.stream_id for r, token_id in sampled if token_id < 0 and not r.ended}
-            self._spoilt = [b for r in self._sampled if r.request_id in self._not_a_number for b in r.kv.blocks]
+            blank = without_number(self.world, flight, event.outcome)
+            self._not_a_number = {request.request_id: request.stream_id for request in blank}
+            self._spoilt = [block for request in blank for block in request.kv.blocks]
         running = [r for r in scheduler.planner.running.values() if r.state in ADMITTED]
         is_free = not scheduler.recovery.suspects and not isinstance(event.outcome, StepFailed)
         self._oldest = min(running, key=lambda r: r.request_id) if running and is_free else None
@@ -523,9 +522,3 @@ def _differences(before: Any, now: Any) -> list[str]:
     if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
         return [text for was, is_ in zip(before, now, strict=True) if was != is_ for text in _differences(was, is_)]
     return [f"{before} became {now}"]
-
-
-def _last_tokens(outcome: StepDone) -> list[int]:
-    """The last token of each row that was sampled: only that one may be none."""
-    ends = accumulate(outcome.num_tokens or [1] * len(outcome.token_ids))
-    return [outcome.token_ids[end - 1] for end in ends]

@@ -8,7 +8,6 @@ compute in another mode. What was computed in several modes is never findable.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,6 +16,7 @@ from novainfer.fsm.messages.events import MakeBatch, StepFailed, WorkerLost
 from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.simulation.oracle import Violation
+from novainfer.fsm.simulation.verified import without_number
 
 if TYPE_CHECKING:
     from novainfer.fsm.schedule.batching import Flight
@@ -95,10 +95,8 @@ class Prefixes:
         flight = self._world.scheduler.oldest_flight
         if not isinstance(event, MakeBatch) or not isinstance(event.outcome, StepDone) or flight is None:
             return
-        ends = accumulate(event.outcome.num_tokens or [1] * len(flight.samples))
-        for request, end in zip(flight.samples, ends, strict=False):
-            if event.outcome.token_ids[end - 1] < 0 and not request.ended:
-                self._spoilt += request.kv.blocks
+        for request in without_number(self._world, flight, event.outcome):
+            self._spoilt += request.kv.blocks
 
     def returned(self, event: Any) -> None:
         """The oldest step on the device has ended so; what follows is planned in the mode of the planner."""

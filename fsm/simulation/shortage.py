@@ -24,6 +24,7 @@ import msgspec
 from novainfer.fsm.core.machine import Effect, Send
 from novainfer.fsm.messages.events import Batch, MakeBatch, Outputs, StepFailed, WorkerLost
 from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.schedule.scheduler import NOT_A_NUMBER
 from novainfer.fsm.simulation.oracle import Violation
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ class Scarcity:
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.event, Batch | Outputs):
                 for output in effect.event.outputs:
-                    if output.end is not None and output.end.error is not None and output.end.code == "step_failed":
+                    end = output.end
+                    if end is not None and end.code == "step_failed" and end.error not in (None, NOT_A_NUMBER):
                         raise Violation(f"request {output.request_id} ended with {output.end}: smaller steps would do")
 
     def _bad(self, why: str) -> None:

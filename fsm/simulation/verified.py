@@ -7,6 +7,7 @@ more tokens are computed for good, and what its step has computed behind them is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,6 +19,7 @@ from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.simulation.oracle import Violation
 
 if TYPE_CHECKING:
+    from novainfer.fsm.schedule.batching import Flight
     from novainfer.fsm.simulation.world import World
 
 
@@ -28,6 +30,18 @@ class Kept(msgspec.Struct):
     start: int  # tokens computed before the step
     count: int  # and with it
     blocks: list[int]
+
+
+def without_number(world: World, flight: Flight, outcome: StepDone) -> list[Request]:
+    """The requests that a step gives no number, before they have ended with one of its tokens."""
+    counts = outcome.num_tokens or [1] * len(flight.samples)
+    found = []
+    for request, count, end in zip(flight.samples, counts, accumulate(counts), strict=False):
+        if outcome.token_ids[end - 1] < 0 and not request.ended:
+            expected = world.clients[request.stream_id].expected(request.choice).token_ids
+            if count <= len(expected) - request.num_generated:
+                found.append(request)
+    return found
 
 
 class Verified:
