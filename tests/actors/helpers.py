@@ -163,16 +163,10 @@ async def answer(runtime: Runtime, prompt: Prompt, wish: SamplingParams | None =
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    """Let the loop turn until `condition` holds: for what has no event to wait for.
-
-    After a hundred turns it looks now and then only: a loop that spins takes the interpreter from the device's thread,
-    whose steps last a thousand times as long then.
-    """
-    num_turns = 0
+    """Let the loop turn until `condition` holds: for what has no event to wait for."""
     async with asyncio.timeout(WAIT_S):
-        while not condition():
-            num_turns += 1
-            await asyncio.sleep(0 if num_turns < 100 else 0.005)
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 async def all_blocks_back(runtime: Runtime) -> None:
