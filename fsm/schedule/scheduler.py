@@ -154,9 +154,9 @@ class Scheduler(Machine):
         stay(S, CancelRequest, "_cancel"),  # in STARTING: on the control lane it overtakes Configure and its Submit
         stay(KNOWS_REQUESTS, PauseRequest, "_pause"),
         stay(KNOWS_REQUESTS, ResumeRequest, "_resume"),
-        on(S.EMPTY, MakeBatch, "_first", *UP),
+        on(S.EMPTY, MakeBatch, "_more", *UP),
         on(S.PARTIAL, MakeBatch, "_next", S.EMPTY, S.PARTIAL, only=WithOutcome),
-        on(S.PARTIAL, MakeBatch, "_ahead", S.PARTIAL, S.FULL),
+        on(S.PARTIAL, MakeBatch, "_more", S.PARTIAL, S.FULL),
         on(S.FULL, MakeBatch, "_next", *UP),
         never(S.RECOVERING, MakeBatch, "the engine waits for the next worker"),
         on(UP, WorkerLost, "_lost", S.RECOVERING),
@@ -244,16 +244,6 @@ class Scheduler(Machine):
             mode=self.recovery.ladder.mode,
             speculation=self._speculation.statistics() if self._speculation is not None else None,
         )
-
-    @property
-    def oldest_flight(self) -> Flight | None:
-        """The step whose outcome is next."""
-        return self.flights[0] if self.flights else None
-
-    @property
-    def newest_flight(self) -> Flight | None:
-        """The step that was planned last."""
-        return self.flights[-1] if self.flights else None
 
     # ---- requests come and go ------------------------------------------------------------------------------------
 
@@ -401,18 +391,16 @@ class Scheduler(Machine):
         if self.flights and request.is_in_flight:
             del self.planner.running[request.request_id]
             self.planner.cache.abandon(request)
-            next(flight for flight in reversed(self.flights) if flight.holds(request)).departed.append(request)
+            oldest, *others = self.flights
+            next((flight for flight in reversed(others) if flight.holds(request)), oldest).departed.append(request)
         else:
             self.planner.remove(request)
         return Output(request.request_id, request.stream_id, request.choice, [], "", end=end)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def _first(self, event: MakeBatch) -> SchedulerState:
-        assert event.outcome is None, "no step is in flight"
-        return self._plan([])
-
-    def _ahead(self, _: MakeBatch) -> SchedulerState:
+    def _more(self, event: MakeBatch) -> SchedulerState:
+        assert event.outcome is None, "no step has ended that the engine could tell of"
         return self._plan([])
 
     def _next(self, event: MakeBatch) -> SchedulerState:
@@ -664,6 +652,16 @@ class Scheduler(Machine):
         return self.state
 
     # ---- for checkers --------------------------------------------------------------------------------------------
+
+    @property
+    def oldest_flight(self) -> Flight | None:
+        """The step whose outcome is next."""
+        return self.flights[0] if self.flights else None
+
+    @property
+    def newest_flight(self) -> Flight | None:
+        """The step that was planned last."""
+        return self.flights[-1] if self.flights else None
 
     def fingerprint(self) -> tuple[object, ...]:
         """All that a rollback of a step that was never launched must give back."""

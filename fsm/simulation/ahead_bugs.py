@@ -24,8 +24,8 @@ AHEAD_MUTANTS = [
         "a request that ends in two steps departs with the first",
         Scheduler,
         "_end",
-        "reversed(self.flights)",
-        "self.flights",
+        "reversed(others)",
+        "()",
     ),
     Mutant(
         "a step is planned ahead while the one to blame is looked for",
