@@ -163,6 +163,7 @@ class Configure(msgspec.Struct, frozen=True):
 
     `num_host_blocks` is the room for swapped blocks; `modes` are what `StepPlan.mode` may say, best first:
     the worker comes up in the first. `step_costs` are (tokens, milliseconds) of steps, where they were measured.
+    `keeps_host`: what was swapped to the host is still there.
     """
 
     num_blocks: int
@@ -173,6 +174,7 @@ class Configure(msgspec.Struct, frozen=True):
     num_host_blocks: int = 0
     modes: tuple[Mode, ...] = (Mode(),)
     step_costs: list[tuple[int, float]] = []
+    keeps_host: bool = False
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,9 +266,14 @@ class Output(msgspec.Struct, gc=False):
 
 
 class MakeBatch(msgspec.Struct, frozen=True):
-    """Commit or roll back the oldest step in flight, if that has ended with this `outcome`, and plan the next one."""
+    """Commit or roll back the oldest step in flight, if that has ended with this `outcome`, and plan the next one.
+
+    With `vacates` no request is computed any more: when nothing is in flight all leave the KV cache, which is about to
+    be another one. What the host has room for is copied there first, by a step that does nothing else.
+    """
 
     outcome: StepDone | StepFailed | None = None
+    vacates: bool = False
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -274,6 +281,7 @@ class Batch(msgspec.Struct, frozen=True):
 
     `work_seen` counts the Submit, Resume and Cancel messages seen before planning: if the engine has sent more since,
     an empty plan is not the last word. `may_follow`: another step may be planned behind this one before it has ended.
+    `is_vacant`: as was asked for, the KV cache holds nothing that any request needs, and no step is in flight.
     """
 
     plan: StepPlan | None
@@ -282,6 +290,7 @@ class Batch(msgspec.Struct, frozen=True):
     work_seen: int
     epoch: int = 0
     may_follow: bool = False
+    is_vacant: bool = False
 
 
 class Outputs(msgspec.Struct, frozen=True):
@@ -315,7 +324,10 @@ class StepFailed(msgspec.Struct, frozen=True):
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
-    """Loaded, fitted and warm; `facts` is all that Load and Fit found out, for people to read."""
+    """Loaded, fitted and warm; `facts` is all that Load and Fit found out, for people to read.
+
+    After a `Reconfigure` it comes again: `error` says why the worker is as it was before, if it is.
+    """
 
     epoch: int
     num_blocks: int
@@ -326,6 +338,8 @@ class WorkerReady(msgspec.Struct, frozen=True):
     num_host_blocks: int = 0
     modes: tuple[Mode, ...] = (Mode(),)
     step_costs: list[tuple[int, float]] = []
+    keeps_host: bool = False  # what was swapped to the host is still there
+    error: str | None = None
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
@@ -344,6 +358,33 @@ class WorkerFailed(msgspec.Struct, frozen=True):
     """The worker will not come up (any more); `message` is one clear sentence for whoever started it."""
 
     message: str
+
+
+# ---- client -> engine -> worker: another configuration --------------------------------------------------------------
+
+
+class Reconfigure(msgspec.Struct, frozen=True):
+    """Go on with a KV cache of `num_blocks` blocks, and with weights in `precision`; None: as it is.
+
+    The engine lets the steps in flight end, and has the KV cache vacated, before it sends this on to the worker, with
+    the `epoch` of the worker that it is for. `serial` only grows.
+    """
+
+    serial: int
+    num_blocks: int | None = None
+    precision: str | None = None
+    epoch: int = 0
+
+
+class Reconfigured(msgspec.Struct, frozen=True):
+    """The answer to `Reconfigure`, which comes once. `error`: it was not done, and all is as before.
+
+    `ready` is the worker's word, if it has come up since.
+    """
+
+    serial: int
+    error: str | None = None
+    ready: WorkerReady | None = None
 
 
 # ---- streams <-> reader --------------------------------------------------------------------------------------------
@@ -390,25 +431,35 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class Spawn(msgspec.Struct, frozen=True):
-    """Job: have a device to talk to: a process of its own, a spare that is loaded already, or nothing to do."""
+    """Job: have a device to talk to: a process of its own, a spare that is loaded already, or nothing to do.
+
+    It will be asked to load weights in `precision`.
+    """
 
     epoch: int = 0
+    precision: str | None = None
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Job: read the weights."""
+    """Job: read the weights, in `precision` (None: in the one that the engine was started with).
+
+    A device that has loaded before lets the other weights go first.
+    """
 
     epoch: int = 0
+    precision: str | None = None
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """Job: allocate the KV cache, of exactly `num_blocks` if that is given: as many as the first had.
+    """Job: allocate the KV cache, in the place of the one that is there; of exactly `num_blocks`, if that is given.
 
-    So all caches of one engine are equally large, and which process made one does not matter.
+    So whichever process makes a cache, it is as large as the one before. Blocks on the host stay as they are. `is_new`:
+    there was none of this size before, and whether there is room for it has to be looked at.
     """
 
     epoch: int = 0
     num_blocks: int | None = None
+    is_new: bool = False
 
 
 class Warm(msgspec.Struct, frozen=True):
