@@ -87,6 +87,11 @@ class StepBuffers:
         self._last_tokens: Ints64 = np.zeros(max_num_seqs, dtype=np.int64)
         self._last_positions: Ints64 = np.full(max_num_seqs, -1, dtype=np.int64)
 
+    def begin(self, num_blocks: int) -> None:
+        """There is a new KV cache, of so many blocks: what tables say of the one before points to nothing in it."""
+        self.num_blocks = num_blocks
+        self.block_table[:] = 0
+
     def update_table(self, plan: StepPlan) -> None:
         """Apply the block-table updates; raises ValueError for a place or a block that is not there."""
         if plan.table_slots:

@@ -31,7 +31,7 @@ from novainfer.fsm.messages.events import (
     Switch,
     Warm,
 )
-from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.mode import CHECKPOINT, Mode
 from novainfer.fsm.messages.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
@@ -41,11 +41,19 @@ if TYPE_CHECKING:
 class Device(Protocol):
     """One device with one model; calls come one at a time, from one thread."""
 
-    def load(self) -> dict[str, Any]:
-        """Read the weights; gives at least `max_model_len`, `vocab_size` and `eos_token_ids`."""
+    def load(self, precision: str | None = None) -> dict[str, Any]:
+        """Read the weights; gives at least `max_model_len`, `vocab_size` and `eos_token_ids`.
 
-    def fit(self, num_blocks: int | None = None) -> dict[str, Any]:
-        """Allocate the KV cache, of `num_blocks` if that is given; gives `num_blocks` and `num_host_blocks`."""
+        In this precision, if it is given, and then the first of the `modes` that it gives is in it. May be called
+        again: what was loaded before goes first, and with it the KV cache and what the host holds of it.
+        """
+
+    def fit(self, num_blocks: int | None = None, *, is_new: bool = False) -> dict[str, Any]:
+        """Allocate the KV cache, of `num_blocks` if that is given; gives `num_blocks` and `num_host_blocks`.
+
+        May be called again: what the host holds stays. `is_new`: there was none of this size before, and it is refused
+        where there is no room for it; otherwise one was in use a moment ago, and memory is short for that reason only.
+        """
 
     def warm(self) -> dict[str, Any] | None:
         """Run the kernels once, so that the first request finds them ready; may give `step_costs`."""
@@ -105,8 +113,8 @@ class Jobs:
 
 _OTHER_JOBS: dict[type, Callable[[Device, Any], Any]] = {
     Spawn: lambda device, job: None,  # the device is here already
-    Load: lambda device, job: device.load(),
-    Fit: lambda device, job: device.fit(job.num_blocks),
+    Load: lambda device, job: device.load(job.precision),
+    Fit: lambda device, job: device.fit(job.num_blocks, is_new=job.is_new),
     Warm: lambda device, job: device.warm(),
     Switch: lambda device, job: device.switch(job.mode),
     Reclaim: lambda device, job: device.reclaim(),
@@ -174,20 +182,27 @@ class ModelDevice:
         self._on_progress = on_progress
         self._weights_fd = weights_fd
         self._runner: ModelRunner | None = None
+        self._step_costs: list[tuple[int, float]] | None = None  # of what is loaded, where they were measured
 
-    def load(self) -> dict[str, Any]:
+    def load(self, precision: str | None = None) -> dict[str, Any]:
         """Import torch and the kernels, and read the weights."""
+        from novainfer.kernels.memory import release_freed_pages
         from novainfer.kernels.runtime.runner import ModelRunner
         from novainfer.kernels.threads import threads_in_use
 
         s = self._settings
+        if self._runner is not None:
+            self.close()
+            self.reclaim()
+            release_freed_pages()
+        quantization = {None: s.quantization, CHECKPOINT: None}.get(precision, precision)
         folder = s.location.path()
         defaults = sampling_defaults(folder) if s.generation_config == "auto" else {}
         self._runner = ModelRunner.load(
             folder,
             device=s.device,
             dtype=s.dtype,
-            quantization=s.quantization,
+            quantization=quantization,
             draft_dir=s.draft.path() if s.draft is not None else None,
             num_speculative_tokens=s.num_speculative_tokens,
             max_num_seqs=s.max_num_seqs,
@@ -218,11 +233,11 @@ class ModelDevice:
             "kv_is_lazy": s.device == "cpu",  # its memory is taken when it is first written
         }
 
-    def fit(self, num_blocks: int | None = None) -> dict[str, Any]:
+    def fit(self, num_blocks: int | None = None, *, is_new: bool = False) -> dict[str, Any]:
         """Allocate the KV cache."""
         s = self._settings
         num_blocks = self._model.fit(
-            again=num_blocks is not None,
+            again=num_blocks is not None and not is_new,
             mode="fixed" if num_blocks is not None else s.kv_cache_capacity_mode,
             num_blocks=num_blocks if num_blocks is not None else s.num_kv_blocks,
             memory_utilization=s.kv_cache_memory_utilization,
@@ -233,7 +248,9 @@ class ModelDevice:
     def warm(self) -> dict[str, Any]:
         """A small prefill and a decode step; and what steps cost by their tokens, if that was asked for."""
         self._model.warm()
-        return {"step_costs": self._model.measure_step_costs()} if self._settings.measures_step_costs else {}
+        if self._settings.measures_step_costs and self._step_costs is None:  # they do not depend on the KV cache
+            self._step_costs = self._model.measure_step_costs()
+        return {"step_costs": self._step_costs} if self._step_costs is not None else {}
 
     def run(self, plan: StepPlan) -> StepDone:
         """One step; the allocators' out-of-memory errors become MemoryError."""
@@ -262,7 +279,7 @@ class ModelDevice:
         """Free weights and KV cache."""
         if self._runner is not None:
             self._runner.close()
-            self._runner = None
+            self._runner = self._step_costs = None
 
     def is_usable(self) -> bool:
         """False once a CUDA context is poisoned: after an illegal access every call fails, to the process's end."""

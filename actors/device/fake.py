@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
+import msgspec
+
 from novainfer.fsm.messages.events import Chat
-from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.mode import CHECKPOINT, Mode
 from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, StepDone, StepPlan
 from novainfer.fsm.text import Vocabulary
 
@@ -27,7 +29,8 @@ def successor(token_id: int) -> int:
 class FakeDevice:
     """Answers at once, or after `step_s` seconds.
 
-    `on_step(plan)` runs before each step and may raise, or wait: it is in the device's thread.
+    `on_step(plan)` runs before each step and may raise, or wait: it is in the device's thread. A reconfiguration finds
+    room for `num_blocks_max` blocks (None: for any number).
     """
 
     def __init__(
@@ -38,8 +41,10 @@ class FakeDevice:
         next_token: Callable[[int], int] = successor,
         on_step: Callable[[StepPlan], None] | None = None,
         step_s: float = 0.0,
+        num_blocks_max: int | None = None,
     ) -> None:
         self.num_blocks = num_blocks
+        self._num_blocks_max = num_blocks_max
         self.max_model_len = max_model_len
         self._next = next_token
         self._on_step = on_step
@@ -47,13 +52,22 @@ class FakeDevice:
         self._last: dict[int, int] = {}  # the token that each slot was given last
         self.is_closed = False
 
-    def load(self) -> dict[str, Any]:
-        """A vocabulary of bytes."""
-        return {"max_model_len": self.max_model_len, "vocab_size": EOS + 1, "eos_token_ids": [EOS], "dtype": "none"}
+    def load(self, precision: str | None = None) -> dict[str, Any]:
+        """A vocabulary of bytes, and one mode, in the precision that is wanted."""
+        return {
+            "max_model_len": self.max_model_len,
+            "vocab_size": EOS + 1,
+            "eos_token_ids": [EOS],
+            "dtype": "none",
+            "modes": [msgspec.structs.asdict(Mode(precision=precision or CHECKPOINT))],
+        }
 
-    def fit(self, num_blocks: int | None = None) -> dict[str, Any]:
-        """As many blocks as the test wants."""
-        return {"num_blocks": num_blocks or self.num_blocks}
+    def fit(self, num_blocks: int | None = None, *, is_new: bool = False) -> dict[str, Any]:
+        """As many blocks as the test wants; raises MemoryError for new ones beyond `num_blocks_max`."""
+        num_blocks = num_blocks or self.num_blocks
+        if is_new and self._num_blocks_max is not None and num_blocks > self._num_blocks_max:
+            raise MemoryError(f"at most {self._num_blocks_max} blocks fit")
+        return {"num_blocks": num_blocks}
 
     def warm(self) -> None:
         """Nothing to warm."""

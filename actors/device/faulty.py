@@ -77,13 +77,13 @@ class FaultyDevice:
             self._fail(plan)
         return self.device.run(plan)
 
-    def load(self) -> dict[str, Any]:
+    def load(self, precision: str | None = None) -> dict[str, Any]:
         """As the device does."""
-        return self.device.load()
+        return self.device.load(precision)
 
-    def fit(self, num_blocks: int | None = None) -> dict[str, Any]:
+    def fit(self, num_blocks: int | None = None, *, is_new: bool = False) -> dict[str, Any]:
         """As the device does."""
-        return self.device.fit(num_blocks)
+        return self.device.fit(num_blocks, is_new=is_new)
 
     def warm(self) -> dict[str, Any] | None:
         """As the device does."""

@@ -126,7 +126,10 @@ class Proposer:
         return self._buffers.max_num_seqs * self._num_scratch * self.bytes_per_block
 
     def fit(self, num_blocks: int, max_model_len: int) -> None:
-        """Allocate its KV cache beside the target's of `num_blocks`; raises `LoadError`."""
+        """Allocate its KV cache beside the target's of `num_blocks`, of which it has drafted nothing.
+
+        Raises `LoadError`.
+        """
         shape = self._decoder.attention_shape(self._size)
         num_all = num_blocks + self._buffers.max_num_seqs * self._num_scratch
         kernel = self._kernels.attention(shape)
@@ -137,9 +140,14 @@ class Proposer:
                 raise
             raise LoadError(f"{num_all} KV blocks of the draft model cannot be allocated: {error}") from None
         self._decoder.attach(cache, self._kernels.forward(self._decoder.parts(cache).kind))
-        self._buffers.num_blocks = num_all
+        self._buffers.begin(num_all)
         self._tokens = np.zeros((self._buffers.max_num_seqs, max_model_len + 1), dtype=np.int32)
+        self._is_known[:] = False
         self._drafted = np.zeros(num_blocks, dtype=np.int64)
+
+    def detach(self) -> None:
+        """Let the KV cache go."""
+        self._decoder.detach()
 
     def close(self) -> None:
         """Let weights and cache go."""

@@ -213,41 +213,37 @@ class ModelRunner:
         swap_space_bytes: int = 0,
         again: bool = False,
     ) -> int:
-        """Allocate the KV cache once and give its number of blocks.
+        """Allocate the KV cache, in the place of one that is there, and give its number of blocks.
 
         "auto" takes what `max_num_seqs` sequences of `max_model_len` tokens can use, within
         `memory_utilization` of the free memory; "fixed" takes `num_blocks`. Raises `LoadError` when one
         sequence of `max_model_len` tokens would not fit: then the message says how many tokens would.
 
-        `swap_space_bytes` of the host's memory hold blocks that are swapped out: `num_host_blocks` says how many.
-        `again`: a cache of this size was in use a moment ago, and free memory may be short for that very reason.
+        `swap_space_bytes` of the host's memory hold blocks that are swapped out: `num_host_blocks` says how many. What
+        they hold stays, if as many were there before. `again`: a cache of this size was in use a moment ago, and free
+        memory may be short for that very reason.
+
+        What is asked for and can never be is refused before the old cache is touched; it goes before the new one is
+        made, since there may be no room for both, and is gone when that turns out to be too large.
         """
-        info, proposer = self.info, self._proposer
-        bytes_per_block = info.kv_bytes_per_block + (proposer.bytes_per_block if proposer else 0)
-        scratch_bytes = proposer.scratch_bytes if proposer else 0
+        info = self.info
         if mode == "fixed":
             if num_blocks is None:
                 raise LoadError('the KV cache capacity mode "fixed" needs a number of blocks')
-            limit = wanted = num_blocks
-            where = f"{num_blocks} KV blocks"
-            needed, free = num_blocks * bytes_per_block, free_bytes(self._kernels.device) - scratch_bytes
+            wanted = num_blocks
+            self._must_hold_a_sequence(wanted, f"{wanted} KV blocks")
             is_lazy = again and self._kernels.device.type == "cpu"  # pages count when they are written
-            if needed > free and not is_lazy:
-                raise LoadError(
-                    f"{num_blocks} KV blocks need {needed / GIB:.2f} GiB, but only {free / GIB:.2f} GiB are free: at "
-                    f"most {free // bytes_per_block} blocks fit"
-                )
+            if not is_lazy:
+                self._check_room(wanted, freed=self._cache_bytes(self.num_blocks) if self._kv_parts else 0)
+            self._let_cache_go()
+            if not is_lazy:
+                self._check_room(wanted)
         else:
+            self._let_cache_go()
             budget = int(free_bytes(self._kernels.device) * memory_utilization)
-            limit = max(budget - scratch_bytes, 0) // bytes_per_block
-            where = f"{budget / GIB:.2f} GiB ({memory_utilization:g} of the free memory)"
+            limit = max(budget - self._cache_bytes(0), 0) // self._bytes_per_block
+            self._must_hold_a_sequence(limit, f"{budget / GIB:.2f} GiB ({memory_utilization:g} of the free memory)")
             wanted = min(limit, self._max_num_seqs * self._max_blocks)
-        if limit < self._max_blocks:
-            raise LoadError(
-                f"one sequence of max_model_len {info.max_model_len} needs {self._max_blocks} KV blocks of "
-                f"{info.block_size} tokens, but {where} hold {limit}: max_model_len must be at most "
-                f"{limit * info.block_size}"
-            )
         shape = self._decoder.attention_shape(info.block_size)
         kernel = self._kernels.attention(shape)
         try:
@@ -259,18 +255,65 @@ class ModelRunner:
             raise LoadError(f"{wanted} KV blocks ({size / GIB:.2f} GiB) cannot be allocated: {error}") from None
         self._modes.attach(cache)
         self._kv_parts = cache.parts
-        if proposer is not None:
-            proposer.fit(wanted, info.max_model_len)
-        self.num_blocks = self._buffers.num_blocks = wanted
-        on_device = wanted * bytes_per_block + scratch_bytes if self._kernels.device.type == "cpu" else 0
+        if self._proposer is not None:
+            self._proposer.fit(wanted, info.max_model_len)
+        self.num_blocks = wanted
+        self._buffers.begin(wanted)
+        on_device = self._cache_bytes(wanted) if self._kernels.device.type == "cpu" else 0
         self._fit_host_pool(cache, swap_space_bytes, free_bytes(torch.device("cpu")) - on_device)
         return wanted
 
+    @property
+    def _bytes_per_block(self) -> int:
+        """What one block takes on the device, the draft model's keys and values among it."""
+        return self.info.kv_bytes_per_block + (self._proposer.bytes_per_block if self._proposer is not None else 0)
+
+    def _cache_bytes(self, num_blocks: int) -> int:
+        """What a cache of so many blocks takes on the device, with the draft model's scratch blocks."""
+        scratch_bytes = self._proposer.scratch_bytes if self._proposer is not None else 0
+        return num_blocks * self._bytes_per_block + scratch_bytes
+
+    def _must_hold_a_sequence(self, num_blocks: int, where: str) -> None:
+        info = self.info
+        if num_blocks < self._max_blocks:
+            raise LoadError(
+                f"one sequence of max_model_len {info.max_model_len} needs {self._max_blocks} KV blocks of "
+                f"{info.block_size} tokens, but {where} hold {num_blocks}: max_model_len must be at most "
+                f"{num_blocks * info.block_size}"
+            )
+
+    def _check_room(self, num_blocks: int, freed: int = 0) -> None:
+        """Raise `LoadError` unless there is room for so many blocks; `freed` bytes more will be free at most."""
+        device, pool = self._kernels.device, self._host_pool
+        promised = pool.unwritten_bytes if pool is not None and device.type == "cpu" else 0
+        free = max(free_bytes(device) + freed - self._cache_bytes(0) - promised, 0)
+        needed = num_blocks * self._bytes_per_block
+        if needed > free:
+            raise LoadError(
+                f"{num_blocks} KV blocks need {needed / GIB:.2f} GiB, but only {free / GIB:.2f} GiB are free: at "
+                f"most {free // self._bytes_per_block} blocks fit"
+            )
+
+    def _let_cache_go(self) -> None:
+        """Give the memory of the KV cache back, if there is one; nothing can be computed until there is another."""
+        self._decoder.detach()
+        if self._proposer is not None:
+            self._proposer.detach()
+        if self._host_pool is not None:
+            self._host_pool.detach()
+        self._kv_parts = ()
+        self.num_blocks = 0
+        if self._kernels.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _fit_host_pool(self, cache: AttentionBackend, swap_space_bytes: int, free: int) -> None:
         """`free` bytes of the host's memory are left beside the KV cache."""
-        self.num_host_blocks = swap_space_bytes // self.info.kv_bytes_per_block
-        self._host_pool = None
-        if self.num_host_blocks == 0:
+        num_host_blocks = swap_space_bytes // self.info.kv_bytes_per_block
+        if self._host_pool is not None and num_host_blocks == self.num_host_blocks:
+            self._host_pool.attach(cache.parts)
+            return
+        self.num_host_blocks, self._host_pool = num_host_blocks, None
+        if num_host_blocks == 0:
             return
         if swap_space_bytes > free:
             raise LoadError(
@@ -425,13 +468,12 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let weights and cache go; the runner cannot be used afterwards."""
-        self._decoder.detach()
+        self._let_cache_go()
         self._decoder.layers.clear()
         if self._proposer is not None:
             self._proposer.close()
             self._proposer = None
         self._host_pool = None
-        self._kv_parts = ()
         del self._decoder, self._modes, self._sampler, self._buffers, self._kernels
 
 

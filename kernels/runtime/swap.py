@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,8 @@ __all__ = ["HostPool"]
 class HostPool:
     """`num_blocks` host blocks for a cache of parts [num_layers, num_blocks, ...] (`AttentionBackend.parts`).
 
+    They outlive the cache: another one of the same blocks, however many, may take its place (`detach`, `attach`).
+
     On the CPU the pool's pages become resident when they are first written; beside a CUDA device they are
     pinned, and the copies run on the stream of the computation: no host block is read or written before what
     was asked for earlier is done. Raises what the allocator raises.
@@ -27,15 +30,31 @@ class HostPool:
 
     def __init__(self, parts: Sequence[Tensor], num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._device = [part.flatten(2) for part in parts]  # [num_layers, num_device_blocks, elements of a block]
+        self.attach(parts)
         self._host = [_allocate((num_blocks, part.shape[0], part.shape[2]), part) for part in self._device]
-        self._num_device_blocks = parts[0].shape[1]
+        self._is_written = np.zeros(num_blocks, dtype=np.bool_)
         # Between devices torch copies what is contiguous on both sides directly, anything else through a temporary.
         self._by_layer = parts[0].device.type != "cpu"
+
+    def attach(self, parts: Sequence[Tensor]) -> None:
+        """Copy from and to this cache."""
+        self._device = [part.flatten(2) for part in parts]  # [num_layers, num_device_blocks, elements of a block]
+        self._num_device_blocks = parts[0].shape[1]
+
+    def detach(self) -> None:
+        """Let the cache go; what the host blocks hold stays."""
+        self._device, self._num_device_blocks = [], 0
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """What the host blocks that were never written will take on the CPU, and do not yet."""
+        per_block = sum(part[0].nbytes for part in self._host)
+        return int(self.num_blocks - self._is_written.sum()) * per_block
 
     def swap_out(self, blocks: Sequence[int], hosts: Sequence[int]) -> None:
         """Copy device block `blocks[i]` to host block `hosts[i]`, one after the other."""
         self._check(blocks, hosts)
+        self._is_written[hosts] = True
         for device, host in zip(self._device, self._host, strict=True):
             for block, at in zip(blocks, hosts, strict=True):
                 self._copy(host[at], device[:, block])

@@ -55,13 +55,13 @@ class Scripted(FakeDevice):
         self._at = at
         self._act = act
 
-    def load(self) -> dict[str, Any]:
+    def load(self, precision: str | None = None) -> dict[str, Any]:
         self._maybe("load")
-        return {**super().load(), "kv_is_lazy": True}
+        return {**super().load(precision), "kv_is_lazy": True}
 
-    def fit(self, num_blocks: int | None = None) -> dict[str, Any]:
+    def fit(self, num_blocks: int | None = None, *, is_new: bool = False) -> dict[str, Any]:
         self._maybe("fit")
-        return super().fit(num_blocks)
+        return super().fit(num_blocks, is_new=is_new)
 
     def warm(self) -> None:
         self._maybe("warm")
@@ -156,11 +156,11 @@ def telling(line: str) -> FakeDevice:
     """It tells the log something, and what it finds in its process."""
 
     class Telling(FakeDevice):
-        def load(self) -> dict[str, Any]:
+        def load(self, precision: str | None = None) -> dict[str, Any]:
             logging.getLogger("novainfer.kernels.test").info("%s", line)
             logging.getLogger("novainfer.kernels.test").debug("nobody asked for this")
             environment = os.environ.get("OMP_WAIT_POLICY")
-            return {**super().load(), "omp": environment, "path": sys.path, "argv": sys.argv[1:]}
+            return {**super().load(precision), "omp": environment, "path": sys.path, "argv": sys.argv[1:]}
 
     return Telling()
 

@@ -61,6 +61,15 @@ async def test_a_cache_as_large_as_before_is_asked_for() -> None:
         assert await line.ask(Fit(0, 11)) == JobDone("Fit", {"num_blocks": 11}, 0)
 
 
+async def test_another_precision_and_another_cache_reach_the_device() -> None:
+    async with linked(spec("fake", num_blocks_max=20)) as line:
+        await line.ask(Spawn(0, "int8"))
+        assert (await line.ask(Load(0, "int8"))).value["modes"] == [{"kernels": "fast", "precision": "int8"}]
+        refused = await line.ask(Fit(0, 21, is_new=True))
+        assert (refused.job, refused.message) == ("Fit", "MemoryError: at most 20 blocks fit")
+        assert await line.ask(Fit(0, 21)) == JobDone("Fit", {"num_blocks": 21}, 0)
+
+
 @pytest.mark.parametrize("job", ["load", "fit", "warm"])
 async def test_a_job_that_raises_is_one_sentence(job: str) -> None:
     async with linked(spec("raising", at=[job])) as line:

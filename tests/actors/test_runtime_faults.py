@@ -186,7 +186,7 @@ async def test_a_device_thread_that_is_killed_ends_each_stream_once(heard: Heard
 
 async def test_a_device_thread_killed_while_it_loads_ends_the_start(heard: Heard) -> None:
     class Killed(FakeDevice):
-        def load(self) -> dict[str, Any]:
+        def load(self, precision: str | None = None) -> dict[str, Any]:
             raise SystemExit("no more")
 
     runtime = make_runtime(Killed())

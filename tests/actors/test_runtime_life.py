@@ -39,11 +39,11 @@ class FailingDevice(FakeDevice):
         self._job = job
         self._error = error
 
-    def load(self) -> dict[str, Any]:
-        return self._maybe("load", super().load())
+    def load(self, precision: str | None = None) -> dict[str, Any]:
+        return self._maybe("load", super().load(precision))
 
-    def fit(self, num_blocks: int | None = None) -> dict[str, Any]:
-        return self._maybe("fit", super().fit(num_blocks))
+    def fit(self, num_blocks: int | None = None, *, is_new: bool = False) -> dict[str, Any]:
+        return self._maybe("fit", super().fit(num_blocks, is_new=is_new))
 
     def warm(self) -> None:
         self._maybe("warm", None)
@@ -62,10 +62,10 @@ class SlowDevice(FakeDevice):
         self.may_load = threading.Event()
         self.is_loading = threading.Event()
 
-    def load(self) -> dict[str, Any]:
+    def load(self, precision: str | None = None) -> dict[str, Any]:
         self.is_loading.set()
         assert self.may_load.wait(WAIT_S)
-        return super().load()
+        return super().load(precision)
 
 
 def fail_to_load() -> ByteTokenizer:

@@ -157,7 +157,7 @@ def buffers() -> StepBuffers:
     made = StepBuffers(
         max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40, block_size=4, vocab_size=100, device=CPU
     )
-    made.num_blocks = 20
+    made.begin(20)
     return made
 
 

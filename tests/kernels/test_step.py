@@ -23,7 +23,7 @@ def buffers(*, staged: bool) -> StepBuffers:
         device=torch.device("cpu"),
         staged=staged,
     )
-    made.num_blocks = 60
+    made.begin(60)
     return made
 
 

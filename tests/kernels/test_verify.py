@@ -42,7 +42,7 @@ def test_a_step_with_drafts_is_sampled_at_its_last_positions() -> None:
     buffers = StepBuffers(
         max_num_seqs=6, max_num_batched_tokens=16, max_model_len=40, block_size=4, vocab_size=100, device=CPU
     )
-    buffers.num_blocks = 1
+    buffers.begin(1)
     step = buffers.fill(plan)
     assert step.num_samples == 5
     assert step.logit_rows is not None
@@ -54,7 +54,7 @@ def test_where_every_position_is_sampled_no_row_is_picked() -> None:
     buffers = StepBuffers(
         max_num_seqs=6, max_num_batched_tokens=16, max_model_len=40, block_size=4, vocab_size=100, device=CPU
     )
-    buffers.num_blocks = 1
+    buffers.begin(1)
     step = buffers.fill(plan)
     assert (step.num_samples, step.logit_rows) == (5, None)
 
@@ -72,7 +72,7 @@ def test_drafts_that_cannot_be_are_refused(sample_seqs: list[int], num_drafts: l
     buffers = StepBuffers(
         max_num_seqs=6, max_num_batched_tokens=16, max_model_len=40, block_size=4, vocab_size=100, device=CPU
     )
-    buffers.num_blocks = 1
+    buffers.begin(1)
     plan = StepPlan([0, 1], [2, 1], [9, 20], [1, 2, 3], sample_seqs=sample_seqs, num_drafts=num_drafts)
     with pytest.raises(ValueError, match=sentence):
         buffers.fill(plan)
