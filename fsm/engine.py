@@ -9,13 +9,17 @@
     SCHEDULING ──Batch, which another may follow──▶ AHEAD ──Batch──▶ WAITING_WORKER ──StepDone──▶ AHEAD
     WAITING_WORKER, AHEAD ──StepFailed──▶ ROLLBACK ──Batch: a smaller step──▶ WAITING_WORKER, AHEAD
     all of these ──WorkerLost──▶ RECOVERING ──WorkerReady──▶ SCHEDULING
+    SCHEDULING, ROLLBACK ──Batch: the KV cache is vacant──▶ RECONFIGURING ──WorkerReady──▶ SCHEDULING
 
 How a step has ended is told to the scheduler with the question for the next one, when it has answered the one before.
 With a step that fails, the one behind it is of no use: the worker begins none whose predecessor did not end well.
 
-In RECOVERING the worker is gone and another one comes up: streams stay open, and requests may come and go. One step is
-four messages, whatever its size: MakeBatch, Batch, Launch, StepDone. A plan is launched before the outputs of the step
-before it are handed on, so that the device never waits for readers. Any state goes to STOPPED.
+In RECOVERING the worker is gone and another one comes up: streams stay open, and requests may come and go. So they do
+in RECONFIGURING, where the worker is made another one on purpose. That is asked for at any time and waits for its
+moment: no step is planned any more, those in flight end, and the scheduler has all requests leave the KV cache.
+
+One step is four messages, whatever its size: MakeBatch, Batch, Launch, StepDone. A plan is launched before the outputs
+of the step before it are handed on, so that the device never waits for readers. Any state goes to STOPPED.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
+
+import msgspec
 
 from novainfer.fsm.core.dwell import (
     ANSWER_LIMIT_S,
@@ -56,6 +62,8 @@ from novainfer.fsm.messages.events import (
     Outputs,
     Pause,
     PauseRequest,
+    Reconfigure,
+    Reconfigured,
     Resume,
     ResumeRequest,
     Settled,
@@ -80,16 +88,20 @@ class EngineState(StrEnum):
     WAITING_WORKER = "WAITING_WORKER"
     ROLLBACK = "ROLLBACK"
     RECOVERING = "RECOVERING"
+    RECONFIGURING = "RECONFIGURING"
     STOPPED = "STOPPED"
 
 
 S = EngineState
 STEPPING = (S.SCHEDULING, S.AHEAD, S.WAITING_WORKER, S.ROLLBACK)
 AFTER_BATCH = (S.IDLE, S.WAITING_WORKER, S.AHEAD)
-BUSY = (*STEPPING, S.RECOVERING)
+DEVICELESS = (S.RECOVERING, S.RECONFIGURING)
+BUSY = (*STEPPING, *DEVICELESS)
 CYCLE = (S.IDLE, *BUSY)
 SEED_MASK = 2**64 - 1  # the seed of a stream is that of its first choice, and they count on from there, as vLLM's do
 CLOSED_GATE = "the gate opens when the worker is warm"
+ONE_AT_A_TIME = "another reconfiguration is under way"
+LOST = "the worker was lost while it was reconfigured, and comes up again as it was before"
 
 
 class OfPrompt(Guard):
@@ -124,13 +136,16 @@ class Engine(Machine):
             WorkerReady,
             WorkerLost,
             WorkerFailed,
+            Reconfigure,
             Stop,
         ),
         on(S.STARTING, WorkerReady, "_ready", S.IDLE),
         on(S.RECOVERING, WorkerReady, "_recovered", S.SCHEDULING),
-        never((S.IDLE, *STEPPING), WorkerReady, "it comes up once, and once after each loss"),
+        on(S.RECONFIGURING, WorkerReady, "_reconfigured", S.SCHEDULING),
+        never((S.IDLE, *STEPPING), WorkerReady, "it comes up once, and once after each loss or reconfiguration"),
         ignore(S.STOPPED, WorkerReady, "it was stopped while the worker came up"),
         on((S.IDLE, *STEPPING), WorkerLost, "_lost", S.RECOVERING),
+        on(S.RECONFIGURING, WorkerLost, "_lost_meanwhile", S.RECOVERING),
         never(S.STARTING, WorkerLost, "a worker that never came up has failed"),
         never(S.RECOVERING, WorkerLost, "what is lost while it comes up again was never said to be ready"),
         ignore(S.STOPPED, WorkerLost, "its streams have ended"),
@@ -160,12 +175,17 @@ class Engine(Machine):
         stay(BUSY, Resume, "_resume"),
         never(S.STARTING, Resume, CLOSED_GATE),
         ignore(S.STOPPED, Resume, "its stream has ended"),
-        on(S.SCHEDULING, Batch, "_batch", *AFTER_BATCH, S.SCHEDULING, only=OfEpoch, renews=True),
+        on(S.SCHEDULING, Batch, "_batch", *AFTER_BATCH, S.SCHEDULING, S.RECONFIGURING, only=OfEpoch, renews=True),
         on(S.AHEAD, Batch, "_batch", S.WAITING_WORKER, only=OfEpoch),
-        on(S.ROLLBACK, Batch, "_batch", *AFTER_BATCH, S.SCHEDULING, S.ROLLBACK, only=OfEpoch, renews=True),
+        on(
+            *(S.ROLLBACK, Batch, "_batch", *AFTER_BATCH, S.SCHEDULING, S.ROLLBACK, S.RECONFIGURING),
+            only=OfEpoch,
+            renews=True,
+        ),
         stay((S.SCHEDULING, S.RECOVERING), Batch, "_stale_batch"),
         never((S.AHEAD, S.ROLLBACK), Batch, "a plan for a worker that is lost comes before any step of the next one"),
         never((S.STARTING, S.IDLE, S.WAITING_WORKER), Batch, "the scheduler answers MakeBatch, once"),
+        never(S.RECONFIGURING, Batch, "the scheduler is asked for none"),
         ignore(S.STOPPED, Batch, "its streams have ended"),
         stay(CYCLE, Outputs, "_outputs"),
         never(S.STARTING, Outputs, CLOSED_GATE),
@@ -173,15 +193,19 @@ class Engine(Machine):
         on(S.WAITING_WORKER, StepDone, "_step_done", S.SCHEDULING, S.AHEAD, only=OfStep),
         on(S.AHEAD, StepDone, "_done_early", S.SCHEDULING, only=OfStep),
         ignore((S.IDLE, S.SCHEDULING, S.ROLLBACK), StepDone, "it came twice"),
-        ignore(S.RECOVERING, StepDone, "it came twice: the step was settled before its worker was lost"),
+        ignore(DEVICELESS, StepDone, "it came twice: the step was settled before"),
         never(S.STARTING, StepDone, CLOSED_GATE),
         ignore(S.STOPPED, StepDone, "its streams have ended"),
         on(S.WAITING_WORKER, StepFailed, "_step_failed", S.ROLLBACK, only=OfStep),
         on(S.AHEAD, StepFailed, "_failed_early", S.ROLLBACK, only=OfStep),
         ignore((S.IDLE, S.SCHEDULING, S.ROLLBACK), StepFailed, "it came twice"),
-        ignore(S.RECOVERING, StepFailed, "it came twice: the step was settled before its worker was lost"),
+        ignore(DEVICELESS, StepFailed, "it came twice: the step was settled before"),
         never(S.STARTING, StepFailed, CLOSED_GATE),
         ignore(S.STOPPED, StepFailed, "its streams have ended"),
+        on(S.IDLE, Reconfigure, "_reconfigure", S.SCHEDULING),
+        stay(BUSY, Reconfigure, "_reconfigure"),
+        never(S.STARTING, Reconfigure, CLOSED_GATE),
+        stay(S.STOPPED, Reconfigure, "_reconfigure_too_late"),
         on((S.STARTING, *CYCLE), Stop, "_stop", S.STOPPED),
         ignore(S.STOPPED, Stop, "stopping twice is stopping once"),
     )
@@ -195,6 +219,7 @@ class Engine(Machine):
         ),
         S.ROLLBACK: Dwell(ANSWER_LIMIT_S, "the scheduler answers within a turn"),
         S.RECOVERING: COMES_UP_AGAIN,
+        S.RECONFIGURING: COMES_UP_AGAIN,
         S.STOPPED: ENDED,
     }
 
@@ -214,6 +239,7 @@ class Engine(Machine):
         self.steps: list[tuple[int, int]] = []  # (step_id, epoch) of those at the worker, oldest first
         self._outcome: StepDone | StepFailed | None = None  # of the oldest step, until the scheduler can be told
         self.epoch = 0  # of the worker that is up, or was last
+        self._wanted: Reconfigure | None = None  # that was not answered yet
 
     @property
     def num_streams(self) -> int:
@@ -244,7 +270,7 @@ class Engine(Machine):
 
     def _recovered(self, event: WorkerReady) -> EngineState:
         self._configure(event)
-        self._send("scheduler", MakeBatch())
+        self._ask_for_batch()
         return S.SCHEDULING
 
     def _configure(self, event: WorkerReady) -> None:
@@ -258,6 +284,7 @@ class Engine(Machine):
             event.num_host_blocks,
             event.modes,
             event.step_costs,
+            event.keeps_host,
         )
         self._send("scheduler", configure)
 
@@ -280,6 +307,8 @@ class Engine(Machine):
         self._tombstones.clear()
         self.steps.clear()
         self._outcome = None
+        if self._wanted is not None:
+            self._answer(event.error or "the engine stops")
         return S.STOPPED
 
     def _too_late(self, event: Arrive) -> EngineState:
@@ -379,9 +408,12 @@ class Engine(Machine):
     def _wake(self) -> StrEnum:
         """There is work for the scheduler: ask now if the engine is idle; else the next answer tells."""
         if self.state is S.IDLE:
-            self._send("scheduler", MakeBatch())
+            self._ask_for_batch()
             return S.SCHEDULING
         return self.state
+
+    def _ask_for_batch(self, outcome: StepDone | StepFailed | None = None) -> None:
+        self._send("scheduler", MakeBatch(outcome, vacates=self._wanted is not None))
 
     def _batch(self, event: Batch) -> EngineState:
         outcome, self._outcome = self._outcome, None
@@ -391,13 +423,16 @@ class Engine(Machine):
         self._hand_on(event)
         if outcome is not None:
             return self._ask(outcome)
-        if event.may_follow:
-            self._send("scheduler", MakeBatch())
+        if event.may_follow and self._wanted is None:
+            self._ask_for_batch()
             return S.AHEAD
         if self.steps:
             return S.WAITING_WORKER
-        if event.work_seen != self._work_sent:  # more came while the scheduler planned
-            self._send("scheduler", MakeBatch())
+        if self._wanted is not None and event.is_vacant:
+            self._send("worker", msgspec.structs.replace(self._wanted, epoch=self.epoch))
+            return S.RECONFIGURING
+        if self._wanted is not None or event.work_seen != self._work_sent:  # more came while the scheduler planned
+            self._ask_for_batch()
             return S.SCHEDULING
         return S.IDLE
 
@@ -441,7 +476,7 @@ class Engine(Machine):
 
     def _ask(self, outcome: StepDone | StepFailed) -> EngineState:
         """Tell the scheduler how the oldest step has ended, and ask for one behind those at the worker."""
-        self._send("scheduler", MakeBatch(outcome))
+        self._ask_for_batch(outcome)
         if isinstance(outcome, StepFailed):
             return S.ROLLBACK
         return S.AHEAD if self.steps else S.SCHEDULING
@@ -464,3 +499,29 @@ class Engine(Machine):
         self.steps.clear()
         self._outcome = event
         return S.ROLLBACK
+
+    # ---- another configuration -----------------------------------------------------------------------------------
+
+    def _reconfigure(self, event: Reconfigure) -> StrEnum:
+        if self._wanted is not None:
+            self._send("client", Reconfigured(event.serial, ONE_AT_A_TIME))
+            return self.state
+        self._wanted = event
+        return self._wake()
+
+    def _reconfigure_too_late(self, event: Reconfigure) -> StrEnum:
+        self._send("client", Reconfigured(event.serial, "the engine has stopped"))
+        return self.state
+
+    def _reconfigured(self, event: WorkerReady) -> EngineState:
+        self._answer(event.error, event)
+        return self._recovered(event)
+
+    def _lost_meanwhile(self, event: WorkerLost) -> EngineState:
+        self._answer(f"{LOST}: {event.message}")
+        return self._lost(event)
+
+    def _answer(self, error: str | None, ready: WorkerReady | None = None) -> None:
+        assert self._wanted is not None
+        self._send("client", Reconfigured(self._wanted.serial, error, ready))
+        self._wanted = None

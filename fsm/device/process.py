@@ -7,7 +7,8 @@
 
 The worker waits for the answer to each of its jobs before it asks for the next, steps apart: the process has two of
 them at a time, and answers them in order. A spare does what the worker would ask for ahead of it: its answers are kept
-until they are asked for, and the job that is under way then is not begun again.
+until they are asked for, and the job that is under way then is not begun again: unless the worker's cache has become
+one of another size.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 
 from novainfer.fsm.core.dwell import DYING_LIMIT_S, ENDED, MEMORY_LIMIT_S, Dwell, any_time
 from novainfer.fsm.core.machine import Guard, Machine, Table, ignore, never, on, stay, table
-from novainfer.fsm.messages.events import Close, JobDone, JobFailed, Run
+from novainfer.fsm.messages.events import Close, Fit, JobDone, JobFailed, Run
 
 SPARE_EPOCH = -1  # of a process that works for no worker yet
 
@@ -199,6 +200,7 @@ class Process(Machine):
         self.serial = serial
         self.epoch = epoch
         self.pid = 0
+        self._ahead: Any = None  # the job that was begun last before it was asked for
         self.asked: list[tuple[str, int, int]] = []  # jobs under way: of which kind, asked in which epoch, which step
         self.ahead: dict[str, JobDone] = {}  # answers that nobody has asked for yet
 
@@ -229,9 +231,12 @@ class Process(Machine):
         self._start(Tell(self.serial, self.epoch, job))
 
     def _take_ahead(self, job: Any) -> bool:
-        """Answer from what was done ahead, if it was: a cache is as large as all before it, or is not made."""
+        """Answer from what was done ahead, if it was."""
         answer = self.ahead.pop(type(job).__name__, None)
         if answer is None:
+            return False
+        if isinstance(job, Fit) and job.num_blocks != answer.value["num_blocks"]:
+            self.ahead.pop("Warm", None)
             return False
         self._send("worker", msgspec.structs.replace(answer, epoch=self.epoch))
         return True
@@ -249,12 +254,13 @@ class Process(Machine):
     def _ask_ahead(self, event: Ask) -> ProcessState:
         if self._take_ahead(event.job):
             return S.AHEAD
-        if self.job != type(event.job).__name__:
+        if not _is_same(self._ahead, event.job):
             self.asked.clear()
             self._tell(event.job)  # after the one under way, whose answer nobody needs then
         return S.BUSY
 
     def _go_ahead(self, event: GoAhead) -> ProcessState:
+        self._ahead = event.job
         self._tell(event.job)
         return S.AHEAD
 
@@ -297,3 +303,10 @@ class Process(Machine):
 
     def _ended(self, _: Ended) -> ProcessState:
         return S.GONE
+
+
+def _is_same(job: Any, asked: Any) -> bool:
+    """Whether the answer to `job` is one to what was asked."""
+    if type(job) is not type(asked):
+        return False
+    return not isinstance(job, Fit) or job.num_blocks == asked.num_blocks

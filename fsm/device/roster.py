@@ -10,6 +10,8 @@
 A spare is started when the worker is warm, and loads ahead; where the KV cache takes memory only when it is written, it
 goes on to Fit and Warm. It takes over when it has given a sign of life after it was asked for one: whatever killed the
 worker may have killed the spare as well, and that is one loss. What becomes of a spare is an incident, and no loss.
+One whose weights are in another precision than the next worker's is ended, and not missed. One whose cache is of
+another size than the next worker's makes another.
 
 Where it takes memory at once, a worker makes none while a process that was ended may still hold some: in HOLDING it
 waits for the end of all of them, and at most `MEMORY_S`.
@@ -128,9 +130,10 @@ class CloseOver(msgspec.Struct, frozen=True):
 
 
 class Open(msgspec.Struct, frozen=True):
-    """Effect: start a process; Started or StartFailed comes back."""
+    """Effect: start a process, which will load weights in `precision`; Started or StartFailed comes back."""
 
     serial: int
+    precision: str | None = None
 
 
 class Find(msgspec.Struct, frozen=True):
@@ -185,7 +188,7 @@ class Roster(Machine):
         ),
         on(S.NEW, Spawn, "_find", S.FINDING),
         on(S.EMPTY, Spawn, "_spawn", S.SINGLE),
-        on(S.SPARED, Spawn, "_probe", S.PROBING),
+        on(S.SPARED, Spawn, "_probe", S.PROBING, S.SINGLE),
         never(
             (S.FINDING, S.SINGLE, S.HOLDING, S.PAIR, S.PROBING),
             Spawn,
@@ -277,6 +280,8 @@ class Roster(Machine):
         self.spare: Process | None = None
         self.ending: dict[int, Process] = {}  # ended, and not reaped yet
         self._epoch = 0  # that the spare is probed for
+        self._precision: str | None = None  # of the worker's weights, and of the spare's
+        self._is_new = False  # the worker's process was not warm yet: then a spare is started
         self._num_blocks: int | None = None  # of the last KV cache, which a spare makes as large
         self._kv_is_lazy = False  # what Load said
         self._held: Ask | None = None  # what HOLDING holds back
@@ -288,23 +293,32 @@ class Roster(Machine):
     def _open(self, epoch: int) -> Process:
         process = self._nest(Process(self._num_started, epoch))
         self._num_started += 1
-        self._start(Open(process.serial))
+        self._start(Open(process.serial, self._precision))
         return process
+
+    def _open_worker(self, epoch: int) -> RosterState:
+        self.worker = self._open(epoch)
+        self._is_new = True
+        return S.SINGLE
 
     def _pass(self, process: Process, event: Any) -> None:
         self._effects.extend(process.handle(event))
 
     def _find(self, event: Spawn) -> RosterState:
-        self.worker = self._open(event.epoch)
+        self._open_worker(event.epoch)
         self._start(Find())
         return S.FINDING
 
     def _spawn(self, event: Spawn) -> RosterState:
-        self.worker = self._open(event.epoch)
-        return S.SINGLE
+        self._precision = event.precision
+        return self._open_worker(event.epoch)
 
     def _probe(self, event: Spawn) -> RosterState:
         assert self.spare is not None
+        if event.precision != self._precision:
+            self._end(self.spare, "its weights are in another precision")
+            self.spare = None
+            return self._spawn(event)
         self._epoch = event.epoch
         self._start(Probe(self.spare.serial))
         self._until_left(PROBE_S, ProbeOver())
@@ -329,7 +343,9 @@ class Roster(Machine):
     def _ask(self, event: Ask) -> StrEnum:
         worker = self.worker
         assert worker is not None
-        if isinstance(event.job, Fit) and self.ending and not self._kv_is_lazy:
+        if isinstance(event.job, Fit) and worker.is_warm:  # in the place of the cache that it has
+            self._pass(worker, Adopt(event.job.epoch))
+        elif isinstance(event.job, Fit) and self.ending and not self._kv_is_lazy:
             self._held = event
             self._until_left(MEMORY_S, HoldOver())
             return S.HOLDING
@@ -364,7 +380,8 @@ class Roster(Machine):
                 self._kv_is_lazy = answer.value.get("kv_is_lazy", False)
             elif answer.job == "Fit":
                 self._num_blocks = answer.value["num_blocks"]
-            elif answer.job == "Warm" and self.state is S.SINGLE:
+            elif answer.job == "Warm" and self._is_new:
+                self._is_new = False
                 return self._stand_by()
         return self.state
 
@@ -381,7 +398,7 @@ class Roster(Machine):
         self._pass(process, event)
         if process is self.spare:
             self._start(Greet(process.serial, SPARE_EPOCH))
-            self._pass(process, GoAhead(Load(SPARE_EPOCH)))
+            self._pass(process, GoAhead(Load(SPARE_EPOCH, self._precision)))
         elif self.state is S.SINGLE:
             self._greet(process)
         return self.state
@@ -550,15 +567,14 @@ class Roster(Machine):
     def _alive(self, _: Alive) -> RosterState:
         spare = self.spare
         assert spare is not None
-        self.worker, self.spare = spare, None
+        self.worker, self.spare, self._is_new = spare, None, True
         self._pass(spare, Adopt(self._epoch))
         self._send("worker", JobDone("Spawn", {"pid": spare.pid, "spare": True}, self._epoch))
         return S.SINGLE
 
     def _take_another(self) -> RosterState:
         """There is no spare to take over: start a process."""
-        self.worker = self._open(self._epoch)
-        return S.SINGLE
+        return self._open_worker(self._epoch)
 
     def _probed_not_started(self, event: StartFailed) -> RosterState:
         self._spare_not_started(event)

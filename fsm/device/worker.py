@@ -4,11 +4,15 @@
        ▲                                  │ └─another mode─▶ SWITCHING ──▶ RUNNING
        │                                  │                   RUNNING ──StepFailed(oom)──▶ OOM ──▶ READY
     RESTARTING ◀──DeviceLost, Overdue── all of these ──budget spent──▶ FAILED
+    READY ──Reconfigure──▶ FITTING: another KV cache in place;  LOADING: another precision, by a new process if need be
 
 Each arrow out of LOADING, FITTING, WARMING, RUNNING, SWITCHING and OOM is the end of a job on the device. After an
 out-of-memory step the device first gives back what the step left behind; only then does the engine hear of it. A
 device that is lost, or gives no sign of life, is replaced by one of the next epoch; what the old one may still say is
 dropped. The budget counts losses in a row, without a good step between them. Any state goes to STOPPED.
+
+A worker that is reconfigured is one of the next epoch, too. Where a job fails on the way there, it goes back, by one
+more epoch, to what it was when it was READY last; that it is again, too, when it is lost on the way.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ from novainfer.fsm.messages.events import (
     Load,
     Overdue,
     Reclaim,
+    Reconfigure,
     Restart,
     Run,
     Spawn,
@@ -127,7 +132,7 @@ class Worker(Machine):
 
     TABLE: ClassVar[Table] = table(
         S,
-        (Begin, Launch, JobDone, JobFailed, StepDone, StepFailed, DeviceLost, Overdue, Restart, Stop),
+        (Begin, Launch, Reconfigure, JobDone, JobFailed, StepDone, StepFailed, DeviceLost, Overdue, Restart, Stop),
         on(S.LOADING, Begin, "_begin", S.LOADING),
         never((S.FITTING, S.WARMING, *UP, S.RESTARTING, S.FAILED), Begin, "a worker is begun once"),
         ignore(S.STOPPED, Begin, "it was stopped before it began"),
@@ -139,7 +144,7 @@ class Worker(Machine):
         on(S.OOM, JobDone, "_reclaimed", S.READY, only=OfJob),
         ignore((S.READY, S.RUNNING, S.RESTARTING), JobDone, LATE),
         ignore(DOWN, JobDone, "nobody waits for it"),
-        on(COMING_UP, JobFailed, "_job_failed", S.FAILED, S.RESTARTING, S.LOADING, only=OfJob),
+        on(COMING_UP, JobFailed, "_job_failed", S.FAILED, S.RESTARTING, S.LOADING, S.FITTING, only=OfJob),
         on(S.SWITCHING, JobFailed, "_switch_failed", S.READY, only=OfJob),
         on(S.OOM, JobFailed, "_job_failed", S.FAILED, S.RESTARTING, only=OfJob),
         ignore((S.READY, S.RUNNING, S.RESTARTING), JobFailed, LATE),
@@ -151,6 +156,12 @@ class Worker(Machine):
         ignore(S.OOM, Launch, "it was planned behind the step that has failed"),
         ignore((*COMING_UP, S.RESTARTING), Launch, "it was sent before the engine had heard that the worker is lost"),
         ignore(DOWN, Launch, "it was sent before the engine had heard, or after it was stopped"),
+        on(S.READY, Reconfigure, "_reconfigure", S.FITTING, S.LOADING, only=OfEpoch),
+        never((S.RUNNING, S.SWITCHING, S.OOM), Reconfigure, "the engine waits until nothing is in flight"),
+        ignore(
+            (*COMING_UP, S.RESTARTING), Reconfigure, "it was sent before the engine had heard that the worker is lost"
+        ),
+        ignore(DOWN, Reconfigure, "it was sent before the engine had heard, or after it was stopped"),
         on(S.RUNNING, StepDone, "_step_done", S.READY, S.RUNNING, only=OfStep, renews=True),
         on(S.RUNNING, StepFailed, "_step_failed", S.READY, S.OOM, only=OfStep),
         ignore((S.READY, S.SWITCHING, S.OOM, *DOWN), StepDone, LATE),
@@ -187,6 +198,12 @@ class Worker(Machine):
         self._losses: list[float] = []  # when, since the last good step
         self._fatal: dict[Mode, int] = {}  # how often it was lost in the switch to a mode, since one that went well
         self._found: dict[str, Any] = {}  # what Load and Fit found out about the model
+        self._num_blocks: int | None = None  # of the KV cache when it was ready last
+        self._precision: str | None = None  # of the weights then; None: as the engine was started
+        self._wanted: Reconfigure | None = None  # on the way there
+        self._error: str | None = None  # why it went back
+        self._is_changing = False  # from one that was ready: the engine hears of it again when it is
+        self._keeps_host = False  # the device is the one that it was then
         self.asked = ("", 0)  # the job under way, and the epoch that it was asked in
         self.last_step_id = -1  # of the plans that were taken; -1 after a failure
         self._stood_by = False  # the device was a spare's
@@ -208,24 +225,37 @@ class Worker(Machine):
         self._start(job)
 
     def _begin(self, _: Begin) -> WorkerState:
-        self._ask(Spawn(self.epoch))
-        return S.LOADING
+        return self._spawn()
 
     def _restart(self, _: Restart) -> WorkerState:
-        self._ask(Spawn(self.epoch))
+        return self._spawn()
+
+    def _spawn(self) -> WorkerState:
+        self._keeps_host = False
+        self._ask(Spawn(self.epoch, self._precision_wanted))
         return S.LOADING
+
+    @property
+    def _precision_wanted(self) -> str | None:
+        wanted = self._wanted
+        return self._precision if wanted is None or wanted.precision is None else wanted.precision
 
     def _spawned(self, event: JobDone) -> WorkerState:
         self._stood_by = bool((event.value or {}).get("spare", False))
-        self._ask(Load(self.epoch))
+        self._ask(Load(self.epoch, self._precision_wanted))
         return S.LOADING
 
     def _loaded(self, event: JobDone) -> WorkerState:
-        wanted = self._found.get("num_blocks")
         self._found.update(event.value)
         self._modes = msgspec.convert(self._found.get("modes", [{}]), tuple[Mode, ...])
         self._mode = self._modes[0]
-        self._ask(Fit(self.epoch, wanted))
+        return self._fit()
+
+    def _fit(self) -> WorkerState:
+        num_blocks, is_new = self._num_blocks, False
+        if self._wanted is not None and self._wanted.num_blocks is not None:
+            num_blocks, is_new = self._wanted.num_blocks, True
+        self._ask(Fit(self.epoch, num_blocks, is_new))
         return S.FITTING
 
     def _fitted(self, event: JobDone) -> WorkerState:
@@ -237,6 +267,9 @@ class Worker(Machine):
         self._was_ready = True
         found = self._found
         found.update(event.value or {})
+        error, self._error = self._error, None
+        self._num_blocks, self._precision = found["num_blocks"], self._precision_wanted
+        self._wanted, self._is_changing = None, False
         ready = WorkerReady(
             epoch=self.epoch,
             num_blocks=found["num_blocks"],
@@ -247,6 +280,8 @@ class Worker(Machine):
             num_host_blocks=found.get("num_host_blocks", 0),
             modes=self._modes,
             step_costs=[(int(tokens), float(ms)) for tokens, ms in found.get("step_costs", ())],
+            keeps_host=self._keeps_host,
+            error=error,
         )
         self._send("engine", ready)
         return S.READY
@@ -320,9 +355,35 @@ class Worker(Machine):
         self._failure = None
         return S.READY
 
+    # ---- another configuration -----------------------------------------------------------------------------------
+
+    def _reconfigure(self, event: Reconfigure) -> WorkerState:
+        self._wanted, self._is_changing = event, True
+        first = self._modes[0]
+        return self._change(in_place=event.precision in (None, first.precision) and self._mode == first)
+
+    def _change(self, *, in_place: bool) -> WorkerState:
+        """Go on as what is wanted, or back to what it was: with another cache, or from the weights on."""
+        if in_place:
+            self.epoch += 1
+            self._keeps_host = True
+            return self._fit()
+        if self._policy.max_restarts:  # elsewhere the device lets go of what it has by itself
+            self._start(Kill(self.epoch))
+        self.epoch += 1
+        self._stood_by = False
+        return self._spawn()
+
+    def _go_back(self, event: JobFailed) -> WorkerState:
+        """What was wanted cannot be: be again what it was, and say why."""
+        self._error, self._wanted = event.message, None
+        return self._change(in_place=self._keeps_host)
+
     # ---- going down, and up again --------------------------------------------------------------------------------
 
     def _job_failed(self, event: JobFailed) -> WorkerState:
+        if self._wanted is not None:
+            return self._go_back(event)
         if self._stood_by and self.state in COMING_UP:
             return self._do_without_spare(event)
         return self._lose(Fault.EXCEPTION, event.message, event.at_s)
@@ -337,8 +398,7 @@ class Worker(Machine):
         self._send("incidents", Incident(kind="spare", message=message, action="a new process is started"))
         self.epoch += 1
         self._stood_by = False
-        self._ask(Spawn(self.epoch))
-        return S.LOADING
+        return self._spawn()
 
     def _device_lost(self, event: DeviceLost) -> WorkerState:
         return self._lose(Fault.LOST, event.message, event.at_s)
@@ -352,7 +412,7 @@ class Worker(Machine):
         if policy.max_restarts:  # elsewhere there is nothing that could be killed
             self._start(Kill(self.epoch))
         self._losses = [loss_s for loss_s in self._losses if loss_s > at_s - policy.window_s] + [at_s]
-        was_up = self.state in UP
+        was_up = self.state in UP or self._is_changing
         lost, step_id = self.epoch, -1
         if self.state is S.RUNNING:
             step_id = self._plans[0].step_id
@@ -369,7 +429,8 @@ class Worker(Machine):
         self.epoch += 1
         self._drop_plans()
         self._failure = None
-        self._stood_by = False
+        self._stood_by = self._is_changing = False
+        self._wanted = self._error = None
         if was_up:
             self._send("engine", WorkerLost(lost, fault, message, step_id))
         action = f"restart {len(self._losses)} of at most {policy.max_restarts}"

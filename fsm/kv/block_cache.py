@@ -410,6 +410,21 @@ class BlockCache:
         """What the blocks held is gone; no request owns any."""
         self.pool.forget()
 
+    def keep_back(self, request: Request) -> None:
+        """What `request` was going to have on the host will not be there."""
+        if request.request_id in self.leaving:
+            self.drop_copy(request)
+
+    def refit(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Another pool, or an empty one; no request owns any block, and those on the host stay as they are."""
+        if num_blocks == self.pool.num_blocks:
+            self.pool.forget()
+        else:
+            self.pool = BlockPool(num_blocks, self._size)
+        if num_host_blocks != self.host.num_blocks:
+            assert self.host.num_free == self.host.num_blocks, "another pool on the host holds nothing of this one"
+            self.host = HostPool(num_host_blocks)
+
     def table_of(self, request: Request) -> list[int]:
         """The blocks of `request`, in the order of its tokens."""
         return request.kv.blocks

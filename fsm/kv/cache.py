@@ -139,6 +139,12 @@ class KVCache(Protocol):
     def forget(self) -> None:
         """All that the device held is gone; no request owns any of it."""
 
+    def keep_back(self, request: Request) -> None:
+        """Copy nothing of `request` out any more that no step has copied yet."""
+
+    def refit(self, num_units: int, num_host_units: int) -> None:
+        """The device has another cache, of which no request owns anything; copies on the host stay as they are."""
+
     def table_of(self, request: Request) -> list[int]:
         """The units that `request` has, in the order of its tokens: for people and checkers."""
 

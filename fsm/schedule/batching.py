@@ -61,6 +61,7 @@ class Flight(msgspec.Struct, gc=False):
     num_prompt_tokens: int = 0  # of all that the step computes
     drafts: dict[int, int] = {}  # guessed tokens that the step verifies, by the ids of their requests
     num_passes: int = 0  # of the device's draft model, for the next step's
+    is_vacating: bool = False  # nothing but what leaves the KV cache for the host: nothing is computed
     canary: list[int] = []  # the blocks that a canary is computed in: such a step computes nothing of any request
 
     def holds(self, request: Request) -> bool:
@@ -105,7 +106,8 @@ class StepBuilder:
     def close(self) -> None:
         """Everything is planned; if that is anything, it takes what was preempted before to the host."""
         flight = self.flight
-        self.cache.close(flight.journal, is_step=bool(flight.rows or flight.fetched or flight.canary))
+        is_step = bool(flight.rows or flight.fetched or flight.canary or flight.is_vacating)
+        self.cache.close(flight.journal, is_step=is_step)
 
     def add_decodes(self) -> None:
         """One token for every decoding request, in order of admission."""

@@ -71,8 +71,14 @@ class Steady(msgspec.Struct, frozen=True):
     """The first good step after a quiet time without any, or the last request has ended: the time begins again."""
 
 
+class Offered(msgspec.Struct, frozen=True):
+    """A device has come up, in the first of these modes; where they are others than before, the engine begins anew."""
+
+    modes: tuple[Mode, ...]
+
+
 class Switched(msgspec.Struct, frozen=True):
-    """The device computes in this mode: a step in it is done, or it has just come up."""
+    """The device computes in this mode: a step in it is done."""
 
     mode: Mode
 
@@ -101,7 +107,7 @@ class Ladder(Machine):
 
     TABLE: ClassVar[Table] = table(
         S,
-        (Held, Freed, Pressure, Broken, Steady, Switched, SwitchFailed, Quiet),
+        (Held, Freed, Pressure, Broken, Steady, Offered, Switched, SwitchFailed, Quiet),
         on(S.FULL, Held, "_hold", S.SMALLER_BATCH),
         stay(S.DEGRADED, Held, "_still_held"),
         never(S.SMALLER_BATCH, Held, "they are held already, and that is told once"),
@@ -116,6 +122,7 @@ class Ladder(Machine):
         stay(S.DEGRADED, Broken, "_down"),
         stay(S.DEGRADED, Steady, "_bear"),
         ignore(EXACT, Steady, "it was left while nothing was there to be computed"),
+        on(S, Offered, "_offer", *S),
         stay(S, Switched, "_note"),
         on(S, SwitchFailed, "_back", *S, only=OfMode),
         stay(EXACT, Quiet, "_settle"),
@@ -213,6 +220,20 @@ class Ladder(Machine):
             self._is_settling = False
             self._backoff = 1
         return self.state
+
+    def _offer(self, event: Offered) -> Rung:
+        if event.modes == self._offered:
+            self.device_mode = self.exact_mode
+            return self.state
+        before = self.rung
+        self._offered, self._modes = event.modes, list(event.modes)
+        self.mode = self.device_mode = self.exact_mode
+        self._backoff, self._is_settling = 1, False
+        rung = S.SMALLER_BATCH if self._is_held else S.FULL
+        if self.state is S.DEGRADED:
+            message, action = f"the engine computes with {self.mode} from now on", f"{before} -> {rung}"
+            self._send("incidents", Incident(kind="ladder", message=message, action=action))
+        return rung
 
     def _note(self, event: Switched) -> Rung:
         self.device_mode = event.mode

@@ -18,7 +18,18 @@ from novainfer.fsm.kv.cache import KVCache
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import StepPlan
 from novainfer.fsm.schedule.batching import Flight, StepBuilder, arrival, runnable
-from novainfer.fsm.schedule.request import FETCHED, LOSE, PREEMPT, RECOVER, UNADMIT, Request, RequestState
+from novainfer.fsm.schedule.request import (
+    FETCHED,
+    LOSE,
+    PREEMPT,
+    RECOVER,
+    UNADMIT,
+    VACATE,
+    Preempt,
+    Request,
+    RequestState,
+    Vacate,
+)
 from novainfer.fsm.schedule.speculation import Speculation
 
 
@@ -107,8 +118,20 @@ class Planner:
         self.overstayed.clear()
         self.cache.forget()
 
+    def stay_behind(self) -> None:
+        """What was preempted, and not copied out since, will not be: all that it has is its tokens."""
+        for request in (*self.waiting, *self.parked.values()):
+            self.cache.keep_back(request)
+
+    def refit(self, num_blocks: int, num_host_blocks: int, *, keeps_host: bool) -> None:
+        """The device has another KV cache, and what was on the host is there yet, or not; nothing is running."""
+        if not keeps_host:
+            for request in (*self.waiting, *self.parked.values()):
+                self.cache.drop_copy(request)
+        self.cache.refit(num_blocks, num_host_blocks)
+
     def recover(self) -> None:
-        """There is a worker again, with as many blocks as before."""
+        """There is a worker again."""
         for request in self.waiting:
             if request.state is RequestState.RECOVERING:
                 request.handle(RECOVER)
@@ -177,6 +200,18 @@ class Planner:
         builder.add_canary(self.free_slots[-1], num_tokens)
         builder.close()
         return builder.plan, builder.flight
+
+    def vacate(self, step_id: int, epoch: int) -> tuple[StepPlan, Flight] | None:
+        """Have all requests leave the KV cache: a step that copies out what the host has room for, if there is any.
+
+        The oldest ones come first. Nothing is in flight.
+        """
+        for request in sorted(self.running.values(), key=arrival):
+            self._put_out(request, VACATE)
+        builder = StepBuilder(self, step_id, epoch, 0, None)
+        builder.flight.is_vacating = True
+        builder.close()
+        return (builder.plan, builder.flight) if builder.plan.swap_out_blocks else None
 
     def dismiss(self, canary: Flight) -> None:
         """A canary went well: its blocks are free again."""
@@ -296,11 +331,14 @@ class Planner:
     def preempt(self, victim: Request) -> None:
         """Take slot and blocks of `victim`, leaving a copy on the host if there is room; it is in no step now."""
         self.num_preemptions += 1
-        self.cache.swap_out(victim)
-        self.release(victim)
-        victim.handle(PREEMPT)
-        del self.running[victim.request_id]
-        if victim.state is RequestState.PREEMPTED:
-            self.enqueue(victim)
+        self._put_out(victim, PREEMPT)
+
+    def _put_out(self, request: Request, why: Preempt | Vacate) -> None:
+        self.cache.swap_out(request)
+        self.release(request)
+        request.handle(why)
+        del self.running[request.request_id]
+        if request.state is RequestState.PREEMPTED:
+            self.enqueue(request)
         else:
-            self.parked[victim.request_id] = victim
+            self.parked[request.request_id] = request

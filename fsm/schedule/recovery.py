@@ -25,7 +25,7 @@ from novainfer.fsm.messages.events import Fault, Incident, Quiet, StepFailed, Wo
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.schedule.allowance import PATIENCE, Sizes
 from novainfer.fsm.schedule.batching import Flight
-from novainfer.fsm.schedule.ladder import Broken, Freed, Held, Ladder, Pressure, Steady, Switched, SwitchFailed
+from novainfer.fsm.schedule.ladder import Broken, Freed, Held, Ladder, Offered, Pressure, Steady, Switched, SwitchFailed
 from novainfer.fsm.schedule.planner import Planner
 from novainfer.fsm.schedule.request import Request
 
@@ -284,7 +284,9 @@ class FailurePolicy:
     # ---- the ladder ----------------------------------------------------------------------------------------------
 
     def climb(
-        self, event: Held | Freed | Pressure | Broken | Steady | Switched | SwitchFailed | Quiet, effects: list[Effect]
+        self,
+        event: Held | Freed | Pressure | Broken | Steady | Offered | Switched | SwitchFailed | Quiet,
+        effects: list[Effect],
     ) -> None:
         """Let the ladder take `event`."""
         effects += self.ladder.handle(event)

@@ -3,6 +3,7 @@
     WAITING ──Admit──▶ PREFILL ──Prefilled──▶ DECODE ⇄ PAUSED (its reader is slow)
        ▲ Unadmit ◀────────┘                     │
     PREEMPTED ◀──Preempt── PREFILL, DECODE      └──Finish──▶ FINISHED_*   (from every state)
+       ▲ ◀──────Vacate────┘
        └──Fetch──▶ WAITING_FOR_REMOTE_KVS ──Fetched──▶ PREFILL, DECODE
     RECOVERING ◀──Lose── PREFILL, DECODE (the worker is gone);  RECOVERING ──Recover──▶ WAITING
 
@@ -77,6 +78,10 @@ class Preempt(msgspec.Struct, frozen=True):
     """Its blocks are needed by an older request; they are copied to the host, or computed again later."""
 
 
+class Vacate(msgspec.Struct, frozen=True):
+    """The KV cache is about to be another one: it leaves it, as if it were preempted, which is not counted."""
+
+
 class Fetch(msgspec.Struct, frozen=True):
     """It gets a slot and blocks, into which the step being planned copies back what the host holds."""
 
@@ -100,7 +105,7 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 ADMIT, UNADMIT, PREFILLED, PREEMPT = Admit(), Unadmit(), Prefilled(), Preempt()
-FETCH, FETCHED, LOSE, RECOVER = Fetch(), Fetched(), Lose(), Recover()
+VACATE, FETCH, FETCHED, LOSE, RECOVER = Vacate(), Fetch(), Fetched(), Lose(), Recover()
 
 
 class Request(Machine):
@@ -108,7 +113,20 @@ class Request(Machine):
 
     TABLE: ClassVar[Table] = table(
         S,
-        (Admit, Unadmit, Prefilled, Preempt, Fetch, Fetched, Lose, Recover, PauseRequest, ResumeRequest, Finish),
+        (
+            Admit,
+            Unadmit,
+            Prefilled,
+            Preempt,
+            Vacate,
+            Fetch,
+            Fetched,
+            Lose,
+            Recover,
+            PauseRequest,
+            ResumeRequest,
+            Finish,
+        ),
         on(QUEUED, Admit, "_admit", S.PREFILL),
         never((S.PREFILL, S.DECODE, S.PAUSED, FETCHING), Admit, "it is admitted already"),
         never(S.RECOVERING, Admit, "there is no worker to be admitted to"),
@@ -125,6 +143,11 @@ class Request(Machine):
         never((*QUEUED, S.RECOVERING), Preempt, "it owns nothing that could be taken"),
         never(FETCHING, Preempt, "its step is on the device, and nobody is preempted then"),
         never(ENDED, Preempt, "it owns nothing that could be taken"),
+        on((S.PREFILL, S.DECODE), Vacate, "_vacate", S.PREEMPTED),
+        on(S.PAUSED, Vacate, "_vacate_paused", S.PAUSED),
+        never((*QUEUED, S.RECOVERING), Vacate, "it has nothing of the KV cache"),
+        never(FETCHING, Vacate, "no step is in flight then"),
+        never(ENDED, Vacate, "it has nothing of the KV cache"),
         on(S.PREEMPTED, Fetch, "_fetch", FETCHING),
         never(LIVE_BUT_PREEMPTED, Fetch, "the host holds nothing of it"),
         never(ENDED, Fetch, "an ended request is in no queue"),
@@ -290,13 +313,19 @@ class Request(Machine):
     def _prefilled(self, _: Prefilled) -> RequestState:
         return S.DECODE
 
-    def _preempt(self, _: Preempt) -> RequestState:
+    def _preempt(self, event: Preempt) -> RequestState:
         self.num_preemptions += 1
+        return self._vacate(event)
+
+    def _stay_paused(self, event: Preempt) -> RequestState:
+        self.num_preemptions += 1
+        return self._vacate_paused(event)
+
+    def _vacate(self, _: Preempt | Vacate) -> RequestState:
         self.num_computed = self.num_planned = 0
         return S.PREEMPTED
 
-    def _stay_paused(self, _: Preempt) -> RequestState:
-        self.num_preemptions += 1
+    def _vacate_paused(self, _: Preempt | Vacate) -> RequestState:
         self.num_computed = self.num_planned = 0
         return S.PAUSED
 

@@ -2,7 +2,7 @@
 
     STARTING ──Configure──▶ EMPTY ──MakeBatch: something to run──▶ PARTIAL ──MakeBatch: and behind it──▶ FULL
                               ▲ ◀──MakeBatch(outcome): nothing more ──┘ ◀──MakeBatch(outcome): nothing more──┘ ↺
-    EMPTY, PARTIAL, FULL ──WorkerLost──▶ RECOVERING ──Configure──▶ EMPTY
+    EMPTY, PARTIAL, FULL ──WorkerLost──▶ RECOVERING ──Configure──▶ EMPTY ──Configure──▶ EMPTY
 
 EMPTY, PARTIAL and FULL say how many steps are in flight: none, some, or as many as may be (`max_in_flight`: one, which
 knows no PARTIAL, or two). Every end of a request is decided here, as soon as the step is known that brings it:
@@ -51,7 +51,7 @@ from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.schedule.batching import Flight
-from novainfer.fsm.schedule.ladder import EXACT, Rung, Switched
+from novainfer.fsm.schedule.ladder import EXACT, Offered, Rung
 from novainfer.fsm.schedule.planner import Limits, Planner
 from novainfer.fsm.schedule.recovery import Doomed, FailurePolicy, Trial
 from novainfer.fsm.schedule.request import ENDED, PREFILLED, Finish, Request, RequestState
@@ -149,7 +149,8 @@ class Scheduler(Machine):
         ),
         on(S.STARTING, Configure, "_configure", S.EMPTY),
         on(S.RECOVERING, Configure, "_recover", S.EMPTY),
-        never(UP, Configure, "the worker comes up once, and once after each loss"),
+        on(S.EMPTY, Configure, "_reconfigure", S.EMPTY),
+        never((S.PARTIAL, S.FULL), Configure, "the worker is what it is while steps are in flight"),
         stay(KNOWS_REQUESTS, Submit, "_submit"),
         stay(S, CancelRequest, "_cancel"),  # in STARTING: on the control lane it overtakes Configure and its Submit
         stay(KNOWS_REQUESTS, PauseRequest, "_pause"),
@@ -261,13 +262,19 @@ class Scheduler(Machine):
         return S.EMPTY
 
     def _recover(self, event: Configure) -> SchedulerState:
+        """There is a worker again: as large as the one before, or as large as it was asked to be."""
         planner = self.planner
-        assert event.num_blocks == planner.cache.statistics().num_blocks, "Fit is asked for as many blocks as before"
         self._epoch = event.epoch
         self._measured(event)
-        self.recovery.climb(Switched(event.modes[0]), self._effects)
+        planner.refit(event.num_blocks, event.num_host_blocks, keeps_host=event.keeps_host)
+        assert self._max_len <= planner.cache.num_tokens_max, "no worker comes up that cannot hold the longest request"
+        self.recovery.climb(Offered(event.modes), self._effects)
         planner.recover()
         return S.EMPTY
+
+    def _reconfigure(self, event: Configure) -> SchedulerState:
+        assert not self.planner.running, "the engine waits until the KV cache is vacant"
+        return self._recover(event)
 
     def _measured(self, event: Configure) -> None:
         if self._speculation is not None:
@@ -401,28 +408,35 @@ class Scheduler(Machine):
 
     def _more(self, event: MakeBatch) -> SchedulerState:
         assert event.outcome is None, "no step has ended that the engine could tell of"
-        return self._plan([])
+        return self._plan([], event)
 
     def _next(self, event: MakeBatch) -> SchedulerState:
         flight, outcome = self.flights.pop(0), event.outcome
         assert outcome is not None
         assert outcome.step_id == flight.step_id, "the engine answers for the oldest step in flight"
+        if flight.is_vacating:
+            return self._plan(self._end_vacating(flight, outcome), event)
         if flight.canary:
-            return self._plan(self._end_canary(flight, outcome))
+            return self._plan(self._end_canary(flight, outcome), event)
         if isinstance(outcome, StepDone):
-            return self._plan(self._commit(flight, outcome))
-        return self._plan(self._roll_back(flight, outcome))
+            return self._plan(self._commit(flight, outcome), event)
+        return self._plan(self._roll_back(flight, outcome), event)
 
-    def _plan(self, outputs: list[Output]) -> SchedulerState:
+    def _plan(self, outputs: list[Output], asked: MakeBatch) -> SchedulerState:
         outputs += self._end_longest_paused()
-        planned = self._try_ahead() if self.flights else self._try_all(outputs)
+        if asked.vacates:
+            planned = None if self.flights else self._try_vacate()
+        else:
+            planned = self._try_ahead() if self.flights else self._try_all(outputs)
         if planned is None:
-            assert self.flights or not self.planner.waiting, "a waiting request was neither planned nor made room for"
-            self._send("engine", Batch(None, outputs, [], self._work_seen, self._epoch))
+            is_vacant = asked.vacates and not self.flights
+            is_idle = not self.planner.waiting
+            assert self.flights or is_vacant or is_idle, "a waiting request was neither planned nor made room for"
+            self._send("engine", Batch(None, outputs, [], self._work_seen, self._epoch, is_vacant=is_vacant))
             return self._filled()
         plan, flight = planned
         self.flights.append(flight)
-        plan.mode = flight.mode = self.planner.mode
+        plan.mode = flight.mode = self.recovery.ladder.device_mode if flight.is_vacating else self.planner.mode
         started = [r.stream_id for r in flight.admitted if r.is_first_output]
         may_follow = self._may_plan_ahead()
         self._send("engine", Batch(plan, outputs, started, self._work_seen, self._epoch, may_follow))
@@ -449,7 +463,8 @@ class Scheduler(Machine):
 
     def _may_plan_ahead(self) -> bool:
         """Whether another step may follow those in flight before one of them has ended."""
-        if len(self.flights) >= self._max_in_flight or self.flights[-1].canary:
+        newest = self.flights[-1]
+        if len(self.flights) >= self._max_in_flight or newest.canary or newest.is_vacating:
             return False
         return not self.recovery.is_searching and self.recovery.ladder.mode == self.planner.mode
 
@@ -469,6 +484,30 @@ class Scheduler(Machine):
     def _try_canary(self, trial: Trial) -> tuple[StepPlan, Flight] | None:
         self._step_id += 1
         return self.planner.plan_canary(self._step_id, self._epoch, trial.num_tokens)
+
+    def _try_vacate(self) -> tuple[StepPlan, Flight] | None:
+        self._step_id += 1
+        return self.planner.vacate(self._step_id, self._epoch)
+
+    def _end_vacating(self, flight: Flight, outcome: StepDone | StepFailed) -> list[Output]:
+        """What has left the KV cache is on the host; or it is computed again, where the step has failed."""
+        if isinstance(outcome, StepDone):
+            self._steps += 1
+            self._swapped_out += flight.journal.num_blocks_out
+            self.planner.commit(flight)
+            return []
+        self._failures += 1
+        self.planner.rollback(flight, launched=outcome.launched)
+        self.planner.stay_behind()
+        incident = Incident(
+            kind=outcome.fault,
+            message=outcome.message,
+            action="nothing is copied to the host before the KV cache is another one: it is computed again",
+            step_id=outcome.step_id,
+            epoch=outcome.epoch,
+        )
+        self._send("incidents", incident)
+        return []
 
     def _end_canary(self, flight: Flight, outcome: StepDone | StepFailed) -> list[Output]:
         """What the canary says of the request that is on trial."""
@@ -628,7 +667,7 @@ class Scheduler(Machine):
             first = self.flights.pop(0)
             self._discard_behind(first, event.step_id)
             self.planner.rollback(first, launched=first is lost)
-        if lost is not None:  # else nothing of any was computed, and no request is to blame
+        if lost is not None and not lost.is_vacating:  # else nothing was computed, and no request is to blame
             self._failures += 1
             if outputs := self._end_doomed(self.recovery.worker_lost(lost, event, self._effects)):
                 self._send("engine", Outputs(outputs))

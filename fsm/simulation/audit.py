@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.core.machine import Effect
 from novainfer.fsm.messages.events import KeepOver, PauseRequest
-from novainfer.fsm.schedule.request import Request
+from novainfer.fsm.schedule.request import Preempt, Request, Vacate
 from novainfer.fsm.simulation.blame import Blame
 from novainfer.fsm.simulation.counts import Counts
 from novainfer.fsm.simulation.deadlines import Deadlines
@@ -81,10 +81,11 @@ class Audit:
         elif isinstance(event, KeepOver):
             self.deadlines.kept(event)
 
-    def preempted(self, victim: Request) -> None:
-        """A request is about to lose its blocks."""
+    def loses_blocks(self, victim: Request, why: Preempt | Vacate) -> None:
+        """A request is about to lose its blocks: for want of them, or all do."""
         self.ledger.preempted(victim.request_id)
-        self.turns.preempted(victim, is_restricted=self.blame.is_restricted)
+        if isinstance(why, Preempt):
+            self.turns.preempted(victim, is_restricted=self.blame.is_restricted)
 
     def still(self) -> None:
         """All messages have arrived, and time goes on."""

@@ -77,7 +77,7 @@ class Blame:
             if isinstance(effect, Send) and isinstance(effect.event, Batch | Outputs):
                 for output in effect.event.outputs:
                     self._output(output)
-        if isinstance(event, MakeBatch):
+        if isinstance(event, MakeBatch) and not event.vacates:
             self._planned(self._world.planned)
 
     def _failed(self, flight: Flight, outcome: StepFailed) -> None:
@@ -140,7 +140,7 @@ class Blame:
         if count % 2 or not count or fault is Fault.LOST:
             raise Violation(f"a canary is computed for request {trial.request_id} after {count} failures, by {fault}")
         now = world.scheduler.recovery.ladder.mode
-        if (mode := mode_against(fault, now)) == now or mode not in world.shape.modes:
+        if (mode := mode_against(fault, now)) == now or mode not in world.modes:
             raise Violation(f"a canary is computed for {fault}, and there is no rung for that")
         pool = world.cache.pool
         room = (pool.num_available + len(flight.canary)) * world.shape.block_size

@@ -136,7 +136,7 @@ class Checks:
             self._not_a_number = {request.request_id: request.stream_id for request in blank}
             self._spoilt = [block for request in blank for block in request.kv.blocks]
         running = [r for r in scheduler.planner.running.values() if r.state in ADMITTED]
-        is_free = not scheduler.recovery.suspects and not isinstance(event.outcome, StepFailed)
+        is_free = not scheduler.recovery.suspects and not isinstance(event.outcome, StepFailed) and not event.vacates
         self._oldest = min(running, key=lambda r: r.request_id) if running and is_free else None
         if isinstance(event.outcome, StepFailed) and flight is not None:
             self._note_failure(flight)
@@ -307,7 +307,7 @@ class Checks:
                 raise Violation(f"step {step_id} failed by {outcome.fault}, and {incident} was reported")
         if isinstance(outcome, StepFailed) and outcome.fault is not Fault.SWITCH and len(streams) == 1:
             self._last_alone = outcome.fault, step_id, sorted(streams)
-            if len(faults) == 2 and len(self.world.shape.modes) > 1:  # there was no room for a canary
+            if len(faults) == 2 and len(self.world.modes) > 1:  # there was no room for a canary
                 del faults[-1]
         if isinstance(outcome, StepFailed) and outcome.fault is not Fault.SWITCH and streams and len(faults) != 1:
             raise Violation(f"step {step_id} failed by {outcome.fault}, and {len(faults)} incidents were reported")
@@ -493,6 +493,7 @@ class Checks:
         """What holds when nothing can happen any more."""
         world = self.world
         engine, scheduler = world.engine, world.scheduler
+        world.reconfigurations.end(world)
         if engine.state not in (EngineState.IDLE, EngineState.STOPPED):
             raise Violation(f"nothing can happen, but the engine is {engine.state}")
         for stream_id, client in world.clients.items():

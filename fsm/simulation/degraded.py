@@ -42,7 +42,7 @@ class Degraded:
             return
         marks = self._steps.get((event.outcome.step_id, event.outcome.epoch), ())
         self._marked.update(r.request_id for r, is_marked in zip(flight.samples, marks, strict=False) if is_marked)
-        if flight.mode != self._world.shape.modes[0]:
+        if flight.mode != self._world.modes[0]:
             self._held.update(request.request_id for request, _, _ in flight.rows)
 
     def given(self, output: Output) -> None:

@@ -143,6 +143,17 @@ class ScriptedDevice:
         self._wrong_drafts_of_16 = wrong_drafts_of_16
         self.last_step_id = -1  # the step that has just ended well; -1: none has, or the last one failed
 
+    def load(self, mode: Mode) -> None:
+        """Compute in `mode` from now on, and call that exact."""
+        self.mode = self._exact_mode = mode
+        self._was_exact = True
+
+    def fit(self, num_blocks: int) -> None:
+        """Another cache, in which all is garbage; what is on the host stays."""
+        self._marks = [bytearray(self.block_size) for _ in range(num_blocks)]
+        self._kv = [bytearray(GARBAGE * self.block_size) for _ in range(num_blocks)]
+        self._tables = [{} for _ in self._tables]
+
     def run(self, plan: StepPlan, took_s: float = 0.0) -> StepDone:
         """Compute one step, and say that it took `took_s`."""
         assert self.begins(plan), f"step {plan.step_id} follows {plan.after}, and {self.last_step_id} came before it"

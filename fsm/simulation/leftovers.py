@@ -118,7 +118,7 @@ def check_empty(world: World) -> None:
     pool, host = world.cache.pool, world.cache.host
     if pool.num_blocks and world.engine.state is EngineState.IDLE:
         for what, free, total in (
-            ("block", [*pool._free, *pool._cached], shape.num_blocks),
+            ("block", [*pool._free, *pool._cached], world.num_blocks),
             ("block on the host", host._free, shape.num_host_blocks),
             ("slot", planner.free_slots, shape.max_num_seqs),
         ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from novainfer.fsm.client.gate import GateState
 from novainfer.fsm.messages.events import Fault, JobDone, JobFailed, Run
 from novainfer.fsm.simulation import faults, process
 from novainfer.fsm.simulation.device import POISON_HANG, POISON_LOST, POISON_OOM
@@ -126,6 +127,10 @@ def _can(kind: str) -> Callable[..., bool]:
     return is_there
 
 
+def _is_up(world: World, *_: Any) -> bool:
+    return world.gate.state is not GateState.STARTING
+
+
 def _has_roster_timer(world: World, kind: str, *_: Any) -> bool:
     return world.processes is not None and any(type(event).__name__ == kind for event in world.processes.timers)
 
@@ -162,6 +167,7 @@ MOVES: dict[str, tuple[Callable[..., None], Callable[..., bool]]] = {
     "cancel_all": (faults.cancel_all, _always),
     "drain": (faults.drain, _always),
     "stop": (faults.stop, _always),
+    "reconfigure": (World.reconfigure, _is_up),
     **{
         name: (_of_processes(name), _can(name))
         for name in ("show_death", "reap", "show_life", "spare_job", "stop_link")

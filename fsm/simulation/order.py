@@ -84,6 +84,8 @@ class Order:
         starts = {r.request_id: start for r, _, start in flight.rows}
         if has_cache:
             prefixes.planned(flight)
+        if flight.is_vacating:
+            return
         works = self._judge(flight, waited, held)
         if not flight.canary and not is_restricted and not prefixes.is_doubtful:
             if has_cache:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from novainfer.fsm.messages.events import MakeBatch, StepFailed, WorkerLost
+from novainfer.fsm.messages.events import Configure, MakeBatch, StepFailed, WorkerLost
 from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.simulation.oracle import Violation
@@ -100,9 +100,9 @@ class Prefixes:
 
     def returned(self, event: Any) -> None:
         """The oldest step on the device has ended so; what follows is planned in the mode of the planner."""
-        if not isinstance(event, MakeBatch | WorkerLost):
+        if not isinstance(event, MakeBatch | WorkerLost | Configure):
             return
-        if isinstance(event, WorkerLost):
+        if isinstance(event, WorkerLost | Configure):
             self._forget()
             self._steps.clear()
         elif isinstance(event.outcome, StepFailed):

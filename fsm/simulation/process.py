@@ -78,7 +78,14 @@ class Real(msgspec.Struct):
     has_shown_life: bool = False  # since it was asked to
     was_worker: bool = False
     done: list[str] = []
+    num_blocks: int = 0  # of its cache
     jobs: list[Any] = []  # of a spare
+
+    def did(self, answer: JobDone) -> None:
+        """It has done a job."""
+        self.done.append(answer.job)
+        if answer.job == "Fit":
+            self.num_blocks = answer.value["num_blocks"]
 
     @property
     def gets_on(self) -> bool:
@@ -205,9 +212,14 @@ class Processes:
         if serial != self._current:
             if isinstance(job, Fit | Warm) and not world.shape.kv_is_lazy:
                 raise Violation("a spare takes the memory that the worker has")
-            if isinstance(job, Fit) and job.num_blocks != world.shape.num_blocks:
+            if isinstance(job, Fit) and job.num_blocks != world.num_blocks:
                 raise Violation(f"a spare makes a cache of {job.num_blocks} blocks")
-        if serial == self._current and isinstance(job, Fit) and not world.shape.kv_is_lazy:
+        if serial == self._current and isinstance(job, Fit) and real.num_blocks:  # in the place of its cache
+            if job.num_blocks == real.num_blocks and not world.worker._is_changing:
+                raise Violation(f"process {serial} has done {job}, and is to do it again")
+            real.done = [name for name in real.done if name not in ("Fit", "Warm")]
+            world.follow(job)
+        elif serial == self._current and isinstance(job, Fit) and not world.shape.kv_is_lazy:
             holders = [other for other in self._kept() if serial != self._waited_for]
             if holders:
                 raise Violation(f"process {serial} makes a cache, and the memory of {holders} is not free")
@@ -237,7 +249,7 @@ class Processes:
         """The worker's process says `event`; one that has closed its device ends."""
         serial = self._current
         if isinstance(event, JobDone):
-            self.all[serial].done.append(event.job)
+            self.all[serial].did(event)
         self.handle(Answered(serial, event.epoch, event, self.world.now_s))
         if isinstance(event, JobDone | JobFailed) and event.job == "Close":
             self._dies(serial)
@@ -288,8 +300,9 @@ class Processes:
         if fails:
             answer = JobFailed(name, "injected", job.epoch, self.world.now_s)
         else:
-            real.done.append(name)
-            answer = JobDone(name, self.world.found(), job.epoch)
+            answer = self.world.does(job)
+            assert isinstance(answer, JobDone), "a spare does what the worker has done"
+            real.did(answer)
         self.handle(Answered(serial, job.epoch, answer, self.world.now_s))
 
     def show_life(self, serial: int) -> None:
@@ -424,7 +437,7 @@ class Processes:
         """One for each spare that is lost or fails, and none for one that takes over, or is ended with the rest."""
         roster = self.roster
         is_gone = spare is not None and roster.spare is not spare and roster.worker is not spare
-        is_lost = is_gone and not isinstance(event, Stop | Kill)
+        is_lost = is_gone and not isinstance(event, Stop | Kill | Spawn)  # the last: it has other weights
         if is_lost and isinstance(event, SpareOverdue) and spare is not None and event.serial != spare.serial:
             raise Violation(f"{event}: process {spare.serial} is lost, which has all its time")
         if is_lost and not isinstance(event, StartFailed):

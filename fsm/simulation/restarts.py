@@ -15,6 +15,7 @@ from novainfer.fsm.messages.events import (
     JobFailed,
     Load,
     Overdue,
+    Reconfigure,
     Restart,
     Run,
     Spawn,
@@ -48,6 +49,7 @@ class Restarts:
         self._was_ready = False
         self._state: StrEnum = S.LOADING  # before the event
         self._epoch = 0
+        self._is_on_way = self._is_changing = False  # to what was wanted; to that, or back from there
         self._adopted = -1  # the epoch that a spare has begun
         self._begun: set[tuple[str, int]] = set()  # jobs of coming up, by epoch
         self._at_device: list[int] = []  # steps that it was asked for and whose outcome was not passed on, in order
@@ -81,6 +83,14 @@ class Restarts:
                     raise Violation(f"the worker begins {job} twice")
                 self._begun.add(job)
         num_incidents = sum(effect.to == "incidents" for effect in effects if isinstance(effect, Send))
+        was_changing = self._is_changing
+        if any(isinstance(e, WorkerReady) for e in sent):
+            self._check_ready(worker, next(e for e in sent if isinstance(e, WorkerReady)))
+        if self._changes(event):
+            if (worker.epoch, num_incidents) != (self._epoch + 1, 0) or worker.state not in (S.LOADING, S.FITTING):
+                raise Violation(f"{event}: the worker is {worker.state} in epoch {worker.epoch}")
+            self._is_on_way, self._is_changing = isinstance(event, Reconfigure), True
+            return
         if isinstance(event, JobDone) and event.job == "Spawn" and (event.value or {}).get("spare"):
             self._adopted = max(self._adopted, event.epoch)
         is_spares = isinstance(event, JobFailed) and self._adopted == event.epoch and self._state in COMING_UP
@@ -95,6 +105,7 @@ class Restarts:
                 raise Violation(f"{event} in {self._state}: the worker's epoch is {worker.epoch}, and nothing is lost")
             return
         shape = self._shape
+        self._is_on_way = self._is_changing = False
         self._losses.append(event.at_s)
         num_recent = sum(event.at_s - loss_s < shape.restart_window_s for loss_s in self._losses)
         may_restart = self._was_ready and num_recent <= shape.max_restarts
@@ -108,8 +119,20 @@ class Restarts:
             if delays_s != [_pause_s(num_recent)]:
                 raise Violation(f"loss {num_recent} in a row is answered after {delays_s} s")
             was_told = any(isinstance(e, WorkerLost) and e.epoch == self._epoch for e in sent)
-            if timers != [Restart()] or was_told is not (self._state in UP):
+            if timers != [Restart()] or was_told is not (self._state in UP or was_changing):
                 raise Violation(f"{event} in {self._state}: the timers are {timers}, the engine was told: {was_told}")
+
+    def _changes(self, event: Any) -> bool:
+        """Whether the worker is going to be another one with `event`, or the one that it was, and nothing is lost."""
+        if isinstance(event, Reconfigure):
+            return event.epoch == self._epoch and self._state is S.READY
+        return self._is_on_way and isinstance(event, JobFailed) and self._is_loss(event)
+
+    def _check_ready(self, worker: Worker, ready: WorkerReady) -> None:
+        """It is what was wanted, or says that it is not."""
+        if (ready.error is not None) is not (self._is_changing and not self._is_on_way):
+            raise Violation(f"the worker went {'there' if self._is_on_way else 'back'}, and says {ready.error}")
+        self._is_on_way = self._is_changing = False
 
     def _is_loss(self, event: Any) -> bool:
         if isinstance(event, DeviceLost | Overdue):

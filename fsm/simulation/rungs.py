@@ -39,7 +39,8 @@ class Rungs:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._exact = world.shape.modes[0]  # each device comes up in it
+        self._modes = world.shape.modes
+        self._exact = self._modes[0]  # each device comes up in it
         self._mode = self._exact  # asked for, before the event
         self._flight: Flight | None = None  # before the event
         self._ran_in = self._exact  # the mode of the device, as the steps that it ran have shown
@@ -66,7 +67,7 @@ class Rungs:
         scheduler, flight = self._world.scheduler, self._flight
         outcome = event.outcome if isinstance(event, MakeBatch) else event
         if isinstance(event, Configure):
-            self._ran_in = self._exact
+            self._came_up_with(event.modes)
         wanted = self._mode
         if flight is not None and isinstance(outcome, StepDone | StepFailed | WorkerLost):
             wanted = self._ended(flight, outcome)
@@ -84,6 +85,15 @@ class Rungs:
         elif self._rests and scheduler.requests:
             self._good_s, self._rests = None, False
         self._check_asked()
+
+    def _came_up_with(self, modes: tuple[Mode, ...]) -> None:
+        """A device has come up, in the first of these."""
+        if modes != self._modes:
+            self._modes, self._exact = modes, modes[0]
+            self._mode = self._exact
+            self._left_out.clear()
+            self._times, self._up_s = 1, None
+        self._ran_in = self._exact
 
     def early(self, event: Any) -> None:
         """A timer fires before its time."""
@@ -140,7 +150,7 @@ class Rungs:
     def _below(self, fault: Fault) -> Mode:
         """Where a failed canary leads; that it failed is trouble, wherever it leads."""
         world, mode = self._world, mode_against(fault, self._mode)
-        is_there = mode in world.shape.modes and mode not in self._left_out
+        is_there = mode in self._modes and mode not in self._left_out
         may_go = mode != self._mode
         if self._mode != self._exact:
             self._trouble_s = world.now_s
@@ -195,9 +205,8 @@ class Rungs:
         if flight is not None and flight.mode in self._left_out:
             raise Violation(f"step {flight.step_id} asks for {flight.mode}, which the device could not switch to")
         planned = self._world.planned
-        if planned is not None and planned.mode != self._asked:
-            raise Violation(
-                f"step {planned.step_id} is for {planned.mode}, and the engine is to compute in {self._asked}"
-            )
+        mode = self._asked if planned is None or not planned.is_vacating else self._ran_in  # it computes nothing
+        if planned is not None and planned.mode != mode:
+            raise Violation(f"step {planned.step_id} is for {planned.mode}, and the engine is to compute in {mode}")
         if limit < self._world.shape.max_num_seqs and scheduler.recovery.ladder.state is Rung.FULL:
             raise Violation(f"{limit} requests may run, and the engine says that it is FULL")

@@ -18,6 +18,15 @@ def mode_against(fault: Fault, mode: Mode) -> Mode:
     return Mode(mode.kernels, INT8) if fault is Fault.OOM else Mode(PLAIN, mode.precision)
 
 
+def modes_in(precision: str | None, modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
+    """What a device offers that offers `modes`, when it is loaded in `precision` (None: as it was first)."""
+    if precision in (None, modes[0].precision):
+        return modes
+    return tuple(
+        mode for mode in ALL_MODES if mode.precision == precision and mode.kernels in (modes[0].kernels, PLAIN)
+    )
+
+
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of everything in a world; `EngineConfig` says what they mean."""
 
@@ -54,3 +63,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     def context_len(self) -> int:
         """Tokens that one request may hold, prompt included."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
+
+    @property
+    def num_blocks_least(self) -> int:
+        """Blocks that a KV cache must have: one request as long as may be has room."""
+        return -(-self.context_len // self.block_size)
+
+    @property
+    def num_blocks_most(self) -> int:
+        """Blocks that the device has memory for."""
+        return 2 * self.num_blocks

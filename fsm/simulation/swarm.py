@@ -15,6 +15,7 @@ from typing import Any
 from novainfer.fsm.device.roster import Find, Open
 from novainfer.fsm.health import PERIOD_S
 from novainfer.fsm.messages.events import Cause, Close, Fault, Fit, JobDone, Load, Reclaim, Run, Spawn, Switch, Warm
+from novainfer.fsm.messages.mode import PRECISIONS
 from novainfer.fsm.simulation import faults
 from novainfer.fsm.simulation.broken import NO_NUMBER, Broken, Relapse
 from novainfer.fsm.simulation.clock import Clock
@@ -43,6 +44,7 @@ SCARCE_EVERY = 25  # has a shortage, and no other fault
 CRASHING_EVERY = 12  # loses its processes again and again
 SLOW_STEP_EVERY = 25  # has steps of seconds, and a watch that looks on
 RELAPSE_EVERY = 40  # has a device that fails again whenever the first mode is tried again, and no other fault
+RECONFIGURED_EVERY = 5  # is reconfigured while it works
 LOOKS_MAX = 1000  # of one round of the watch: four minutes
 FREEZE_ODDS = 0.05  # of each look at which nothing else happens
 TURNS_MAX = 40_000  # a world that has not ended by then never will; so many for each 48 clients
@@ -142,6 +144,8 @@ class Seed:
         if self.mix.has_slow_steps:
             for _ in range(3):
                 self._after(self._moment_s(), self._go_round, Rounds(self.world), LOOKS_MAX)
+        if not is_odd and not has_relapses and steady is None and seed % RECONFIGURED_EVERY == RECONFIGURED_EVERY // 2:
+            self._plan_reconfigurations(random.Random(seed * 1_000_003 + 7))
         self._spells = [] if is_crashing or has_relapses or steady is not None else self._draw_spells()
         self._stop_in = self._plan_stop(seed)  # the roster's state in which all is stopped
         self._slow_load: tuple[float, float] | None = None  # how long the next load takes, and how often it gets on
@@ -391,7 +395,7 @@ class Seed:
             is_canary = any(f.canary for f in self.world.scheduler.flights if f.step_id == job.plan.step_id)
             if fault := self._broken.fault_of(job.plan, self.world.now_s, is_canary=is_canary):
                 return fault
-        if device is not None and device.mode == self.mix.shape.modes[0] and not self._is_healed:
+        if device is not None and device.mode == self.mix.shape.modes[0] == self.world.modes[0] and not self._is_healed:
             for begin_s, end_s, fault in self._spells:
                 if begin_s <= self.world.now_s < end_s:
                     return fault
@@ -511,6 +515,26 @@ class Seed:
             for _ in range(rng.choice([1, 1, 2])):
                 to = rng.choice([("engine",), ("engine", "gate", "streams", "worker")])
                 self._after(self._moment_s(), self._stop, rng.choice([None, "injected"]), to)
+
+    def _plan_reconfigurations(self, own: random.Random) -> None:
+        """The owner wants another engine, at moments of much traffic or of none; some wishes cannot be."""
+        shape = self.mix.shape
+        for _ in range(own.choice([1, 1, 2, 3, 6])):
+            num_blocks = own.randint(max(shape.num_blocks_least - 1, 1), shape.num_blocks_most + 1)
+            precision = own.choice([*PRECISIONS, None, None])
+            if self._broken.is_there:  # what it breaks by is the first modes'
+                precision = None
+            wish = own.choice([num_blocks, num_blocks, None]) if precision is not None else num_blocks
+            at_s = 60 + own.random() * (self.mix.num_clients // self.mix.burst + 1) * self.mix.burst_gap_s
+            at_s += own.random() * self.mix.step_s * 40
+            self._after(at_s, self._reconfigure, wish, precision, own.random() < 0.2)
+
+    def _reconfigure(self, num_blocks: int | None, precision: str | None, is_twice: bool) -> None:
+        if not is_possible(self.world, ("reconfigure", num_blocks, precision)):
+            return
+        self._make("reconfigure", num_blocks, precision)
+        if is_twice:
+            self._make("reconfigure", num_blocks, precision)
 
     def _plan_stop(self, seed: int) -> str:
         """A stop comes mostly between two losses: one seed in some draws it into the midst of one."""

@@ -99,6 +99,8 @@ class Turns:
     def after(self, event: Any, *, is_restricted: bool) -> None:
         """The scheduler has handled it."""
         flight = self._world.planned
+        if isinstance(event, MakeBatch) and event.vacates:
+            return
         if flight is None and self._world.scheduler.flights and isinstance(event, MakeBatch):
             self._victims.clear()  # nothing is planned behind a step that is in flight: there will be another question
             return

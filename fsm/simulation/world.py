@@ -37,9 +37,12 @@ from novainfer.fsm.messages.events import (
     Finished,
     Fit,
     JobDone,
+    JobFailed,
     Kill,
+    Load,
     Outputs,
     Read,
+    Reconfigured,
     Rejected,
     Run,
     Spawn,
@@ -53,7 +56,7 @@ from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.recording.log import TIMERS
 from novainfer.fsm.schedule.batching import Flight
 from novainfer.fsm.schedule.planner import Limits
-from novainfer.fsm.schedule.request import Preempt, Request
+from novainfer.fsm.schedule.request import Preempt, Request, Vacate
 from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.admission import MAILBOX_FEW, check_gate, check_mailbox, check_stall
 from novainfer.fsm.simulation.audit import Audit
@@ -64,7 +67,8 @@ from novainfer.fsm.simulation.drafts import speculation_of
 from novainfer.fsm.simulation.health import check_asked
 from novainfer.fsm.simulation.oracle import VOCABULARY, Violation
 from novainfer.fsm.simulation.process import Processes
-from novainfer.fsm.simulation.shape import Shape
+from novainfer.fsm.simulation.reconfigurations import Reconfigurations
+from novainfer.fsm.simulation.shape import Shape, modes_in
 
 Link = tuple[str, str, bool]  # sender, receiver, whether it is the control lane
 Timer = tuple[Any, ...]  # the machine it belongs to, the kind of its event, and the event's fields
@@ -113,9 +117,9 @@ class Watcher(Observer):
 
     def takes(self, machine: Machine, event: Any, row: Row) -> None:
         """As `Observer.takes`."""
-        if type(event) is Preempt and self.audit is not None:
+        if type(event) in (Preempt, Vacate) and self.audit is not None:
             assert isinstance(machine, Request)
-            self.audit.preempted(machine)
+            self.audit.loses_blocks(machine, event)
         kind = type(event).__name__
         self.taken[type(machine).__name__, machine.state, f"{kind} {row.of}" if row.of else kind] += 1
 
@@ -156,6 +160,9 @@ class World:
         self.links: dict[Link, deque[Any]] = {}
         self.busy: list[Link] = []  # links with messages
         self.jobs: deque[Any] = deque()  # at the device
+        self.num_blocks = shape.num_blocks  # of the worker's KV cache
+        self.modes = shape.modes  # that the worker offers
+        self.reconfigurations = Reconfigurations(shape)
         self.device: ScriptedDevice | None = self._new_device(0)  # None: its process is gone
         self.is_closed = False  # the device
         self.processes: Processes | None = None  # a device that is a thread has none
@@ -186,12 +193,12 @@ class World:
     def _new_device(self, epoch: int) -> ScriptedDevice:
         shape = self.shape
         return ScriptedDevice(
-            shape.num_blocks,
+            self.num_blocks,
             shape.block_size,
             shape.max_num_seqs,
             num_host_blocks=shape.num_host_blocks,
             epoch=epoch,
-            mode=shape.modes[0],
+            mode=self.modes[0],
             wrong_drafts_of_16=shape.wrong_drafts_of_16,
         )
 
@@ -301,12 +308,18 @@ class World:
         if isinstance(job, Kill):
             self.end_device(job.epoch)
             return
+        self.follow(job)
         is_for_nobody = self.device is None or self.epoch_of(job) != self.device.epoch
         if is_for_nobody and not isinstance(job, Spawn | Close):
             return  # it is written to a process that is gone: nobody answers
         self.jobs.append(job)
         if len(self.jobs) == 1:
             self._begin_job()
+
+    def follow(self, job: Any) -> None:
+        """A device that goes on with another cache is the next epoch's from now on."""
+        if isinstance(job, Fit) and self.device is not None:
+            self.device.epoch = max(self.device.epoch, job.epoch)
 
     def _begin_job(self) -> None:
         device, job = self.device, self.jobs[0] if self.jobs else None
@@ -353,8 +366,10 @@ class World:
             self.encodings[event.stream_id] = event
             if self._driver is not None:
                 self._driver.prompt_came(event.stream_id)
-        elif to == "client":  # who hears that the worker is up, or will not come up
-            pass
+        elif to == "client":
+            if isinstance(event, Reconfigured):
+                self.reconfigurations.answered(event)
+                self.counts["reconfigured" if event.error is None else "not reconfigured"] += 1
         elif to == "incidents":
             self.counts[f"incident: {event.kind}"] += 1
         else:
@@ -418,23 +433,46 @@ class World:
         elif isinstance(job, Switch):
             assert self.device is not None
             self.device.mode = job.mode
-        found = self.found()
-        if isinstance(job, Fit) and job.num_blocks is None and job.epoch:  # a later process finds other free memory
-            found["num_blocks"] += 1
-        self.answer(JobDone(type(job).__name__, found, job.epoch))
+        answer = self.does(job)
+        if isinstance(answer, JobDone):
+            self._is_now(job, answer.value)
+        self.answer(answer)
 
-    def found(self) -> dict[str, Any]:
-        """What Load and Fit find out."""
-        shape = self.shape
-        return {
-            "num_blocks": shape.num_blocks,
+    def _is_now(self, job: Any, found: dict[str, Any]) -> None:
+        """The worker's device has done `job`."""
+        if isinstance(job, Load):
+            self.modes = found["modes"]
+        elif isinstance(job, Fit):
+            self.num_blocks = found["num_blocks"]
+        if self.device is not None:
+            if isinstance(job, Load):
+                self.device.load(self.modes[0])
+            elif isinstance(job, Fit):
+                self.device.fit(self.num_blocks)
+
+    def does(self, job: Any) -> JobDone | JobFailed:
+        """What a device says to `job`, which is no step: what it has found out, or that there is no room for it."""
+        shape, name = self.shape, type(job).__name__
+        found = {
+            "num_blocks": self.num_blocks,
             "max_model_len": shape.max_model_len,
             "vocab_size": VOCAB_SIZE,
             "eos_token_ids": [EOS],
             "num_host_blocks": shape.num_host_blocks,
-            "modes": shape.modes,
+            "modes": self.modes,
             "kv_is_lazy": shape.kv_is_lazy,
         }
+        if isinstance(job, Load):
+            found["modes"] = modes_in(job.precision, shape.modes)
+        elif isinstance(job, Fit) and job.num_blocks is not None:
+            found["num_blocks"] = job.num_blocks
+            if not shape.num_blocks_least <= job.num_blocks <= shape.num_blocks_most:
+                if not job.is_new:
+                    raise Violation(f"{job} asks for what there cannot have been before")
+                return JobFailed(name, f"there is no room for {job.num_blocks} blocks", job.epoch, self.now_s)
+        elif isinstance(job, Fit) and job.epoch:  # a later process finds other free memory
+            found["num_blocks"] = shape.num_blocks + 1
+        return JobDone(name, found, job.epoch)
 
     def answer(self, event: Any) -> None:
         """The device says `event`, and goes on with its next job."""
@@ -524,6 +562,10 @@ class World:
         """A client goes away without reading on: its stream is forgotten."""
         self.clients[stream_id].end = End(cause=Cause.DISCONNECT)
         del self.streams[stream_id]
+
+    def reconfigure(self, num_blocks: int | None, precision: str | None) -> None:
+        """The owner wants another KV cache, or other weights."""
+        self.tell("owner", "engine", self.reconfigurations.ask(num_blocks, precision))
 
     def ask_gate(self, event: Any) -> None:
         """The shell calls the gate for whoever is outside."""
