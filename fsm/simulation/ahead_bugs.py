@@ -108,8 +108,8 @@ AHEAD_MUTANTS = [
         "the engine asks for a step behind one when it may not",
         Engine,
         "_batch",
-        "if event.may_follow:",
-        "if event.plan is not None:",
+        "if event.may_follow and self._wanted is None:",
+        "if event.plan is not None and self._wanted is None:",
     ),
     Mutant(
         "an outcome outlives the worker",

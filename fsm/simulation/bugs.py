@@ -27,6 +27,7 @@ from novainfer.fsm.simulation.ladder_bugs import LADDER_MUTANTS
 from novainfer.fsm.simulation.mutants import Edit, Mutant, unguarded
 from novainfer.fsm.simulation.process_bugs import PROCESS_MUTANTS
 from novainfer.fsm.simulation.queue_bugs import QUEUE_MUTANTS
+from novainfer.fsm.simulation.reconfiguration_bugs import RECONFIGURATION_MUTANTS
 from novainfer.fsm.simulation.sampling_bugs import SAMPLING_MUTANTS
 from novainfer.fsm.simulation.speculation_bugs import SPECULATION_MUTANTS
 from novainfer.fsm.simulation.turn_bugs import TURN_MUTANTS
@@ -103,7 +104,7 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
-        "a preempted request keeps its count", Request, "_preempt", "self.num_computed = self.num_planned = 0", "pass"
+        "a preempted request keeps its count", Request, "_vacate", "self.num_computed = self.num_planned = 0", "pass"
     ),
     # ---- who runs
     Mutant(
@@ -140,8 +141,8 @@ MUTANTS = [
         "a wake-up is lost when work comes while the scheduler plans",
         Engine,
         "_batch",
-        "if event.work_seen != self._work_sent:",
-        "if False:",
+        "if self._wanted is not None or event.work_seen != self._work_sent:",
+        "if self._wanted is not None:",
     ),
     Mutant("nobody resumes a request", Engine, "_resume", 'self._send("scheduler", ResumeRequest(request_id))', "pass"),
     Mutant("a stream forgets to resume", Stream, "_read", 'self._send("engine", Resume(self.stream_id))', "pass"),
@@ -214,6 +215,7 @@ MUTANTS = [
     *SAMPLING_MUTANTS,
     *TURN_MUTANTS,
     *COPY_MUTANTS,
+    *RECONFIGURATION_MUTANTS,
     *SPECULATION_MUTANTS,
     *AHEAD_MUTANTS,
     *PROCESS_MUTANTS,
@@ -376,7 +378,7 @@ MUTANTS = [
         "nobody wakes the scheduler when the worker is back",
         Engine,
         "_recovered",
-        'self._send("scheduler", MakeBatch())',
+        "self._ask_for_batch()",
         "pass",
     ),
     Mutant(

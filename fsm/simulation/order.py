@@ -106,10 +106,12 @@ class Order:
             num_tokens = len(request.token_ids)
             most = num_tokens - held[request.request_id] * size
             works[request.request_id] = Work(most, num_tokens - num_held * size)
-        for request, _, start in flight.rows:  # a prompt that others have as well may be shared beyond its full blocks
-            if request in flight.admitted and start % size:
-                work = works[request.request_id]
-                work.least = min(work.least, len(request.token_ids) - start)
+        for request, _, start in flight.rows:
+            if request in flight.admitted:
+                work, num_left = works[request.request_id], len(request.token_ids) - start
+                work.most = max(work.most, num_left)  # the step may have taken what the cache held before it
+                if start % size:  # a prompt that others have as well may be shared beyond its full blocks
+                    work.least = min(work.least, num_left)
         for request in flight.fetched:
             works[request.request_id] = Work(request.num_remaining, request.num_remaining)
         for request in flight.admitted:

@@ -284,9 +284,9 @@ PROCESSES = [
     Mutant(  # the server ends when the next worker finds other free memory
         "a worker that is started anew makes a cache of its own size",
         Worker,
-        "_loaded",
-        "self._ask(Fit(self.epoch, wanted))",
-        "self._ask(Fit(self.epoch, wanted if self._stood_by else None))",
+        "_fit",
+        "num_blocks, is_new = self._num_blocks, False",
+        "num_blocks, is_new = self._num_blocks if self._stood_by else None, False",
     ),
     # An answer that comes twice costs a healthy worker.
     unguarded("the failure of any job ends a worker that gives memory back", Worker, JobFailed),
