@@ -48,7 +48,8 @@ class DrainRate:
         return self.retry_after_s(now_s, gate.num_queued + gate.num_overflow)
 
     def _num_waiting(self, gate: Gate) -> int:
-        return gate.num_queued - sum(map(gate.num_credits, self._leaving))
+        """Those who wait for room in the queue come to it when others leave."""
+        return gate.num_queued + gate.num_overflow - sum(map(gate.num_credits, self._leaving))
 
     # ---- the rate ------------------------------------------------------------------------------------------------
 

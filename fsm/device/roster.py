@@ -380,7 +380,7 @@ class Roster(Machine):
                 self._kv_is_lazy = answer.value.get("kv_is_lazy", False)
             elif answer.job == "Fit":
                 self._num_blocks = answer.value["num_blocks"]
-            elif answer.job == "Warm" and self._is_new:
+            elif answer.job == "Warm" and self._is_new and self.state is S.SINGLE:
                 self._is_new = False
                 return self._stand_by()
         return self.state

@@ -104,6 +104,18 @@ class OfSpawn(Guard):
         return bool(event.job == "Spawn") and OfJob.holds(machine, event)
 
 
+class OfDevice(Guard):
+    """The device is the worker's: it may have been the one before's as well."""
+
+    name = "of this device"
+    why = "it is of a device that was replaced"
+
+    @staticmethod
+    def holds(machine: Any, event: Any) -> bool:
+        """As `Guard.holds`."""
+        return bool(machine.device_epoch <= event.epoch <= machine.epoch)
+
+
 class OfPlan(Guard):
     """The plan was made for this worker, and the step that it follows has not failed."""
 
@@ -168,10 +180,10 @@ class Worker(Machine):
         ignore((S.READY, S.SWITCHING, S.OOM, *DOWN), StepFailed, LATE),
         ignore((*COMING_UP, S.RESTARTING), StepDone, OLD),
         ignore((*COMING_UP, S.RESTARTING), StepFailed, OLD),
-        on((*COMING_UP, *UP), DeviceLost, "_device_lost", S.RESTARTING, S.FAILED, only=OfEpoch),
+        on((*COMING_UP, *UP), DeviceLost, "_device_lost", S.RESTARTING, S.FAILED, only=OfDevice),
         ignore(S.RESTARTING, DeviceLost, "it is being replaced already"),
         ignore(DOWN, DeviceLost, "nobody needs it any more"),
-        on((*COMING_UP, *UP), Overdue, "_overdue", S.RESTARTING, S.FAILED, only=OfEpoch),
+        on((*COMING_UP, *UP), Overdue, "_overdue", S.RESTARTING, S.FAILED, only=OfDevice),
         ignore(S.RESTARTING, Overdue, "it is being replaced already"),
         ignore(DOWN, Overdue, "nobody waits for it"),
         timer(S.RESTARTING, Restart, "_restart", S.LOADING),
@@ -195,6 +207,7 @@ class Worker(Machine):
         super().__init__(S.LOADING)
         self._policy = policy or RestartPolicy()
         self.epoch = 0
+        self.device_epoch = 0  # in which the device was there first
         self._losses: list[float] = []  # when, since the last good step
         self._fatal: dict[Mode, int] = {}  # how often it was lost in the switch to a mode, since one that went well
         self._found: dict[str, Any] = {}  # what Load and Fit found out about the model
@@ -231,7 +244,7 @@ class Worker(Machine):
         return self._spawn()
 
     def _spawn(self) -> WorkerState:
-        self._keeps_host = False
+        self._keeps_host, self.device_epoch = False, self.epoch
         self._ask(Spawn(self.epoch, self._precision_wanted))
         return S.LOADING
 

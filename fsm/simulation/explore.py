@@ -15,7 +15,7 @@ import msgspec
 from novainfer.fsm.messages.events import Cause, Departed, Fault, JobDone, Run, Settled
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.simulation import faults
-from novainfer.fsm.simulation.moves import Move, describe, make, next_moves
+from novainfer.fsm.simulation.moves import Move, describe, is_possible, make, next_moves
 from novainfer.fsm.simulation.process import Processes
 from novainfer.fsm.simulation.process import next_moves as next_of_processes
 from novainfer.fsm.simulation.shape import Shape
@@ -37,6 +37,7 @@ class SmallWorld(msgspec.Struct, frozen=True, kw_only=True):
     slow_readers: frozenset[int] = frozenset()  # streams whose reads are moves of their own
     opening: tuple[Fault, ...] = ()  # how the first steps of the first client fail, before anything else is tried
     prelude: tuple[Move, ...] = ()  # what happens before that, one after the other
+    wishes: tuple[tuple[int | None, str | None], ...] = ()  # blocks and precisions that the owner may want
 
 
 class Exploration(msgspec.Struct, kw_only=True):
@@ -154,6 +155,8 @@ def moves(world: World, small: SmallWorld) -> list[Move]:
     elif budget.get("fire_early"):
         found += [("fire_early", timer) for timer in world.timers]
     found += [(kind,) for kind in ("cancel_all", "drain") if budget.get(kind)]
+    if budget.get("reconfigure") and is_possible(world, ("reconfigure",)):
+        found += [("reconfigure", *wish) for wish in small.wishes]
     if budget.get("stop"):
         found.append(("stop", "injected"))
     if budget.get("stop_all"):

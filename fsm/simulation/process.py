@@ -150,7 +150,7 @@ class Processes:
                 raise Violation(f"process {serial} takes over, and has not shown that it lives")
             real.was_worker = True
             if real.is_alive:
-                world.device = world._new_device(worker.epoch)
+                world.device = world._new_device(worker.epoch, real.num_blocks)
                 world.jobs.extend(real.jobs)
                 real.jobs = []
                 world._begin_job()
@@ -165,6 +165,7 @@ class Processes:
     def _perform(self, effect: Effect) -> None:
         world = self.world
         if isinstance(effect, Send):
+            world.worker_is(effect.event)
             world.tell("device", effect.to, effect.event)
         elif isinstance(effect, After):
             if isinstance(effect.event, HoldOver) and effect.delay_s < MEMORY_BACK_S:

@@ -129,7 +129,13 @@ RECONFIGURATION_MUTANTS = [
     ),
     # ---- the worker
     unguarded("a wish is for any worker", Worker, Reconfigure),
-    Mutant("a worker that was made anew has the host's memory", Worker, "_spawn", "self._keeps_host = False", "pass"),
+    Mutant(
+        "a worker that was made anew has the host's memory",
+        Worker,
+        "_spawn",
+        "self._keeps_host, self.device_epoch = False, self.epoch",
+        "self.device_epoch = self.epoch",
+    ),
     Mutant(
         "what cannot be is tried again",
         Worker,
@@ -215,7 +221,7 @@ RECONFIGURATION_MUTANTS = [
         "Load(SPARE_EPOCH, self._precision)",
         "Load(SPARE_EPOCH)",
     ),
-    Mutant("a spare is started for each cache", Roster, "_pass_and_note", "and self._is_new:", "and True:"),
+    Mutant("a spare is started for each cache", Roster, "_pass_and_note", "and self._is_new and", "and"),
     Mutant(
         "a spare has a cache of another size, and it is taken",
         Process,

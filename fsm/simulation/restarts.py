@@ -48,7 +48,8 @@ class Restarts:
         self._losses: list[float] = []  # when each happened, since the last good step, however long ago
         self._was_ready = False
         self._state: StrEnum = S.LOADING  # before the event
-        self._epoch = 0
+        # Of the worker, before the event; and of its device, when that was first asked for.
+        self._epoch = self._spawned = self._last_spawned = 0
         self._is_on_way = self._is_changing = False  # to what was wanted; to that, or back from there
         self._adopted = -1  # the epoch that a spare has begun
         self._begun: set[tuple[str, int]] = set()  # jobs of coming up, by epoch
@@ -68,7 +69,7 @@ class Restarts:
 
     def before(self, worker: Worker) -> None:
         """The worker is about to handle an event."""
-        self._state, self._epoch = worker.state, worker.epoch
+        self._state, self._epoch, self._spawned = worker.state, worker.epoch, self._last_spawned
 
     def after(self, worker: Worker, event: Any, effects: Sequence[Effect]) -> None:
         """The worker has handled `event`."""
@@ -82,6 +83,8 @@ class Restarts:
                 if job in self._begun:
                     raise Violation(f"the worker begins {job} twice")
                 self._begun.add(job)
+                if isinstance(effect.job, Spawn):
+                    self._last_spawned = effect.job.epoch
         num_incidents = sum(effect.to == "incidents" for effect in effects if isinstance(effect, Send))
         was_changing = self._is_changing
         if any(isinstance(e, WorkerReady) for e in sent):
@@ -136,7 +139,7 @@ class Restarts:
 
     def _is_loss(self, event: Any) -> bool:
         if isinstance(event, DeviceLost | Overdue):
-            return event.epoch == self._epoch and self._state not in GONE
+            return self._spawned <= event.epoch <= self._epoch and self._state not in GONE
         if not isinstance(event, JobFailed) or event.epoch != self._epoch:
             return False
         is_over = event.job == "Spawn" and ("Load", self._epoch) in self._begun  # the device is there: that was told

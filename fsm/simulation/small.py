@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from novainfer.fsm.messages.events import Fault
+from novainfer.fsm.messages.mode import INT8
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.simulation.explore import SmallWorld
 from novainfer.fsm.simulation.shape import ALL_MODES, BEST, LEAN, Shape
@@ -457,5 +458,62 @@ SMALL_WORLDS = [
         shape=_shape(5, 1, 1, processes=True, max_in_flight=2),
         clients=[([1], _ask(3))],
         budget={"die": 1, "oom": 1},
+    ),
+    SmallWorld(
+        name="another KV cache, smaller or larger, and a step that fails",
+        shape=_shape(4, max_model_len=3),
+        clients=[([1], _ask(2)), ([2], _ask(1))],
+        budget={"reconfigure": 1, "oom": 1, "cancel": 1},
+        wishes=((3, None), (6, None)),
+    ),
+    SmallWorld(
+        name="another KV cache, two steps in flight, and what the host has room for",
+        shape=_shape(4, max_model_len=3, num_host_blocks=2, max_in_flight=2),
+        clients=[([1], _ask(2)), ([2], _ask(2))],
+        budget={"reconfigure": 1, "exception": 1, "unlaunched": 1},
+        wishes=((6, None),),
+    ),
+    SmallWorld(
+        name="another KV cache, for which there is no room, or a worker that dies on the way",
+        shape=_shape(3, 1, 1, max_model_len=2, num_host_blocks=1, max_restarts=2),
+        clients=[([1], _ask(1))],
+        budget={"reconfigure": 1, "die": 1, "fail_job": 2},
+        wishes=((4, None), (7, None)),
+    ),
+    SmallWorld(
+        name="another precision, a wish too many, and a stop",
+        shape=_shape(2, 1, 1, modes=(BEST, LEAN)),
+        clients=[([1], _ask(1))],
+        budget={"reconfigure": 2, "stop": 1, "duplicate": 1},
+        wishes=((None, INT8),),
+    ),
+    SmallWorld(
+        name="another precision while the ladder is down",
+        shape=_shape(2, 1, 1, modes=(BEST, LEAN)),
+        clients=[([1], _ask(1))],
+        budget={"reconfigure": 1, "oom": 1, "fail_job": 1},
+        opening=(Fault.OOM, Fault.OOM, Fault.OOM),
+        wishes=((None, INT8), (3, None)),
+    ),
+    SmallWorld(
+        name="another device in a thread",
+        shape=_shape(2, 1, 1, max_restarts=0, modes=(BEST, LEAN)),
+        clients=[([1], _ask(1))],
+        budget={"reconfigure": 2, "fail_job": 2},
+        wishes=((3, None), (None, INT8)),
+    ),
+    SmallWorld(
+        name="another KV cache, and a spare that has the one of before",
+        shape=_shape(2, 1, 1, processes=True, warm_spare=True),
+        clients=[],
+        budget={"reconfigure": 1, "die": 1, "fail_job": 1},
+        wishes=((3, None),),
+    ),
+    SmallWorld(
+        name="another precision, and a spare that has the one of before",
+        shape=_shape(2, 1, 1, processes=True, warm_spare=True, shows_death=False),
+        clients=[],
+        budget={"reconfigure": 1, "overdue": 1},
+        wishes=((3, INT8),),
     ),
 ]

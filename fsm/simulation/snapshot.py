@@ -37,15 +37,16 @@ from novainfer.fsm.text import Vocabulary
 SKIPPED: dict[str, frozenset[str]] = {
     "Arrive": frozenset(["num_tokens", "params", "prompt", "seed"]),
     "BlockCache": frozenset(["_is_sharing", "_plan", "_size"]),
-    "BlockPool": frozenset(["_released_at", "_releases", "block_size", "num_blocks"]),
+    "BlockPool": frozenset(["_released_at", "_releases", "block_size"]),
     "BlockTable": frozenset(["names"]),
     "Checks": frozenset(["_before", "_failed", "_gate_heard", "_leaving", "_oldest", "_rung", "_sampled"])
     | frozenset(["_to_be_told", "at_once", "world"]),  # within one event, or told by the gate's state
     "Client": frozenset(["_expected", "_max_len", "arrive", "prompt"]),
     "Incident": frozenset(["action", "message"]),
-    "Ladder": frozenset(["_offered", "_quiet_s"]),
+    "Ladder": frozenset(["_quiet_s"]),
+    "Reconfigurations": frozenset(["_shape", "num_done"]),
     "Planner": frozenset(["limits", "num_preemptions"]),
-    "Restarts": frozenset(["_epoch", "_shape", "_state"]),
+    "Restarts": frozenset(["_epoch", "_shape", "_spawned", "_state"]),
     "Processes": frozenset(["_spare_deaths", "world"]),
     "Process": frozenset(["pid"]),
     "Request": frozenset(["max_len", "num_prompt", "params", "seed", "stop_ids"]),
@@ -53,12 +54,12 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Scheduler": frozenset(["_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_ladder_quiet_s"])
     | frozenset(["_limits", "_losses", "_max_len", "_prompt_tokens", "_queried", "_stall_keep_s", "_steps"])
     | frozenset(["_copied", "_step_timeout_s", "_swapped_in", "_swapped_out", "_vocabulary"]),
-    "ScriptedDevice": frozenset(["_exact_mode", "block_size"]),
+    "ScriptedDevice": frozenset(["block_size"]),
     "Stream": frozenset(["_stall_high", "_stall_low", "name"]),
     "Submit": frozenset(["params", "seed", "token_ids"]),
     "TextAssembler": frozenset(["_longest_stop", "_plain", "_show_special", "_stops", "_vocabulary", "include_stop"]),
     "FailurePolicy": frozenset(["limits", "planner"]),
-    "Worker": frozenset(["_found", "_modes", "_policy"]),
+    "Worker": frozenset(["_policy"]),
     "_Room": frozenset(["_max_reqs", "_max_tokens"]),
 }
 # Dictionaries whose order says who comes first; of all others only the content counts.
@@ -133,9 +134,10 @@ OBJECTS = (
     "streams",
     "checks",
     "processes",
+    "reconfigurations",
 )  # pickled, each by itself
 MESSAGES = ("links", "jobs", "late", "encodings", "timers")  # nobody changes a message: all worlds may hold the same
-VALUES = ("budget", "is_closed", "is_draining", "is_stopped")
+VALUES = ("budget", "is_closed", "is_draining", "is_stopped", "modes", "num_blocks")
 PARTS: tuple[tuple[str, ...], ...] = (*((name,) for name in OBJECTS), (*MESSAGES, "busy", *VALUES))
 _part_of = {name: at for at, names in enumerate(PARTS) for name in names}
 _known: tuple[dict[bytes, int], ...] = tuple({} for _ in OBJECTS)  # of each: its bytes, and the number of its content
@@ -210,7 +212,7 @@ def fingerprint(world: World) -> tuple[Any, ...]:
 def _write_rest(world: World) -> tuple[Any, Any]:
     """Messages on their way, and values; with the key to them."""
     links = [(link, tuple(world.links[link])) for link in world.busy]
-    values = tuple(world.budget.items()), world.is_closed, world.is_draining, world.is_stopped
+    values = tuple(world.budget.items()), *(getattr(world, name) for name in VALUES[1:])
     jobs, late = tuple(world.jobs), tuple(world.late)
     encodings, timers = tuple(world.encodings.items()), tuple(world.timers.items())
     key = (
@@ -233,8 +235,9 @@ def _read_rest(world: World, rest: Any) -> None:
     world.late = list(late)
     world.encodings = dict(encodings)
     world.timers = dict(timers)
-    budget, world.is_closed, world.is_draining, world.is_stopped = values
-    world.budget = dict(budget)
+    world.budget = dict(values[0])
+    for name, value in zip(VALUES[1:], values[1:], strict=True):
+        setattr(world, name, value)
 
 
 def _content(message: Any) -> bytes:

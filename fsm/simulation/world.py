@@ -190,10 +190,10 @@ class World:
         self.planned: Flight | None = None  # by what the scheduler has just handled
         self.perform("shell", [Send("worker", Begin())])
 
-    def _new_device(self, epoch: int) -> ScriptedDevice:
+    def _new_device(self, epoch: int, num_blocks: int = 0) -> ScriptedDevice:
         shape = self.shape
         return ScriptedDevice(
-            self.num_blocks,
+            num_blocks or self.num_blocks,
             shape.block_size,
             shape.max_num_seqs,
             num_host_blocks=shape.num_host_blocks,
@@ -434,21 +434,19 @@ class World:
             assert self.device is not None
             self.device.mode = job.mode
         answer = self.does(job)
-        if isinstance(answer, JobDone):
-            self._is_now(job, answer.value)
+        if isinstance(answer, JobDone) and self.device is not None:
+            if isinstance(job, Load):
+                self.device.load(answer.value["modes"][0])
+            elif isinstance(job, Fit):
+                self.device.fit(answer.value["num_blocks"])
         self.answer(answer)
 
-    def _is_now(self, job: Any, found: dict[str, Any]) -> None:
-        """The worker's device has done `job`."""
-        if isinstance(job, Load):
-            self.modes = found["modes"]
-        elif isinstance(job, Fit):
-            self.num_blocks = found["num_blocks"]
-        if self.device is not None:
-            if isinstance(job, Load):
-                self.device.load(self.modes[0])
-            elif isinstance(job, Fit):
-                self.device.fit(self.num_blocks)
+    def worker_is(self, answer: JobDone | JobFailed) -> None:
+        """The worker is told what its device has done, perhaps before it was asked for it."""
+        if isinstance(answer, JobDone) and answer.job == "Load":
+            self.modes = answer.value["modes"]
+        elif isinstance(answer, JobDone) and answer.job == "Fit":
+            self.num_blocks = answer.value["num_blocks"]
 
     def does(self, job: Any) -> JobDone | JobFailed:
         """What a device says to `job`, which is no step: what it has found out, or that there is no room for it."""
@@ -481,6 +479,7 @@ class World:
         if self.processes is not None:
             self.processes.answered(event)
         else:
+            self.worker_is(event)
             self.tell("device", "worker", event)
         self._begin_job()
 
