@@ -165,6 +165,10 @@ def _engine(service: Service) -> Iterator[Metric]:
             positions.add_metric([*labels.values(), str(position)], count)
         yield positions
     yield _counter("nova_steps", "Steps", stats.steps, {})
+    text = "KV blocks copied before a request wrote into one that it shared"
+    yield _counter("nova_copied_blocks", text, stats.copied_blocks, {})
+    yield _counter("nova_swapped_out_blocks", "KV blocks copied to the host's memory", stats.swapped_out_blocks, {})
+    yield _counter("nova_swapped_in_blocks", "KV blocks copied back from it", stats.swapped_in_blocks, {})
     yield _by("nova_request_state", "Live choices by state", "state", stats.request_states)
     if (kv := engine.kv()) is not None:
         yield _by("nova_kv_blocks", "KV blocks by their owner's state; they add up to the total", "state", kv.blocks)

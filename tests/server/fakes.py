@@ -65,6 +65,9 @@ class FakeStatistics(EngineStatistics, frozen=True, kw_only=True):
     kv_blocks_owned: int = 4
     prefix_cache_queries: int = 10
     prefix_cache_hits: int = 5
+    copied_blocks: int = 7
+    swapped_out_blocks: int = 3
+    swapped_in_blocks: int = 2
     rungs: tuple[str, ...] = ("FULL", "SMALLER_BATCH", "INT8")
     admission: AdmissionStatistics = AdmissionStatistics(rejected_total={"overflow": 2}, cancelled_total={"queue": 3})
 
