@@ -45,11 +45,6 @@ DWELLS: Mapping[type[StrEnum], Mapping[StrEnum, Dwell]] = {
 }
 
 
-def dwell_limit_s(state: StrEnum, step_timeout_s: float) -> float | None:
-    """How long `state` may last, in seconds; None: any time."""
-    return DWELLS[type(state)][state].seconds(step_timeout_s)
-
-
 class Sighting(msgspec.Struct, frozen=True):
     """One actor at a look: its state, since when (on the watch's clock), and how many turns it has taken.
 

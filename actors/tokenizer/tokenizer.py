@@ -152,11 +152,6 @@ class HFTokenizer:
                 param="tokenizer",
             )
 
-    @property
-    def has_chat_template(self) -> bool:
-        """True when conversations can be rendered."""
-        return self._renderer is not None
-
     def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
         """Render the chats, then tokenise everything in one call."""
         texts: dict[int, str] = {}

@@ -13,7 +13,7 @@ Nothing here knows a file or a clock; `replay` reads what `Recording.image` give
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 from zlib import crc32
 
@@ -305,3 +305,33 @@ def varint(number: int) -> bytes:
         number >>= 7
     found.append(number)
     return bytes(found)
+
+
+def entries(log: bytes) -> Iterator[tuple[int, Any]]:
+    """Each entry's tag (or `CODES_FIRST` plus the number of its code) and what follows it."""
+    at, end = 0, len(log)
+    while at < end:
+        tag = log[at]
+        at += 1
+        if tag >= CODES_PREFIX:
+            yield CODES_PREFIX + (tag - CODES_PREFIX) * 256 + log[at], None
+            at += 1
+        elif tag >= CODES_FIRST:
+            yield tag, None
+        elif tag in (READ, FORGOT):
+            number = shift = 0
+            while True:
+                byte = log[at]
+                at += 1
+                number |= (byte & 127) << shift
+                shift += 7
+                if byte < 128:
+                    break
+            yield tag, number
+        elif tag == HASH:
+            yield tag, int.from_bytes(log[at : at + 4], "big")
+            at += 4
+        else:
+            size = int.from_bytes(log[at : at + 4], "big")
+            at += 4 + size
+            yield tag, log[at - size : at]

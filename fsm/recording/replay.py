@@ -12,7 +12,6 @@ is what a fix looks like; nothing after it can be compared.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +26,6 @@ from novainfer.fsm.recording.log import (
     ADDED,
     CALLED,
     CODES_FIRST,
-    CODES_PREFIX,
     FORGOT,
     HASH,
     RAISED,
@@ -38,6 +36,7 @@ from novainfer.fsm.recording.log import (
     TIMERS,
     Image,
     Parts,
+    entries,
     hash_of_plan,
     hash_of_texts,
     known_of,
@@ -435,33 +434,3 @@ def _said(error: BaseException) -> str:
 
 
 _decode = msgspec.msgpack.Decoder().decode
-
-
-def entries(log: bytes) -> Iterator[tuple[int, Any]]:
-    """Each entry's tag (or `CODES_FIRST` plus the number of its code) and what follows it."""
-    at, end = 0, len(log)
-    while at < end:
-        tag = log[at]
-        at += 1
-        if tag >= CODES_PREFIX:
-            yield CODES_FIRST + (CODES_PREFIX - CODES_FIRST) + (tag - CODES_PREFIX) * 256 + log[at], None
-            at += 1
-        elif tag >= CODES_FIRST:
-            yield tag, None
-        elif tag in (READ, FORGOT):
-            number = shift = 0
-            while True:
-                byte = log[at]
-                at += 1
-                number |= (byte & 127) << shift
-                shift += 7
-                if byte < 128:
-                    break
-            yield tag, number
-        elif tag == HASH:
-            yield tag, int.from_bytes(log[at : at + 4], "big")
-            at += 4
-        else:
-            size = int.from_bytes(log[at : at + 4], "big")
-            at += 4 + size
-            yield tag, log[at - size : at]

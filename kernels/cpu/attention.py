@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.cpu.memory import huge_zeros
-from novainfer.kernels.cpu.native import DTYPE_CODES, CacheDesc, library, num_threads
+from novainfer.kernels.cpu.native import DTYPE_CODES, CacheDesc, library, num_threads, refuses
 from novainfer.kernels.ops.registry import AttentionShape
+from novainfer.kernels.step import StepTensors
 
 __all__ = ["NativeAttention"]
 
@@ -61,13 +62,9 @@ class NativeAttention:
     @classmethod
     def refuses(cls, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
         """None when this geometry can be served; else the reason."""
-        if device.type != "cpu":
-            return f"runs on cpu, not on {device.type}"
-        if dtype not in DTYPE_CODES:
-            return f"computes in bfloat16 and float32, not in {dtype}"
         if shape.num_heads % shape.num_kv_heads:
             return f"{shape.num_heads} heads cannot share {shape.num_kv_heads} key heads evenly"
-        return None
+        return refuses(dtype, device)
 
     @classmethod
     def bytes_per_block(cls, shape: AttentionShape, dtype: torch.dtype) -> int:
@@ -98,31 +95,17 @@ class NativeAttention:
             slot_mapping.data_ptr(), count, threads,
         )  # fmt: skip
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        block_tables: Tensor,
-        query_start: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        max_query_len: int,
-        max_context_len: int,
-        window: int | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, step: StepTensors, scale: float, window: int | None = None) -> Tensor:
         """Causal attention of each sequence's last tokens over its context -> [T, num_heads * head_dim]."""
-        if (
-            query.dtype != self.dtype
-            or not block_tables.dtype == query_start.dtype == context_lens.dtype == torch.int32
-        ):
+        tables, starts, lens = step.block_tables, step.query_start, step.context_lens
+        if query.dtype != self.dtype or not tables.dtype == starts.dtype == lens.dtype == torch.int32:
             raise TypeError(f"queries must be {self.dtype}; tables, starts and lengths int32")
         tokens = query.shape[0]
         out = torch.empty((tokens, self.shape.num_heads * self.shape.head_dim), dtype=self.dtype)
-        flops = self._flops_per_pair * tokens * max_context_len
+        flops = self._flops_per_pair * tokens * step.max_context_len
         threads = 1 if flops < SERIAL_FLOPS_MAX else num_threads()
         self._attend(
-            self._desc, layer, query.data_ptr(), query.stride(0), block_tables.data_ptr(),
-            block_tables.stride(0), query_start.data_ptr(), context_lens.data_ptr(), context_lens.shape[0],
-            scale, window or 0, out.data_ptr(), threads,
+            self._desc, layer, query.data_ptr(), query.stride(0), tables.data_ptr(), tables.stride(0),
+            starts.data_ptr(), lens.data_ptr(), lens.shape[0], scale, window or 0, out.data_ptr(), threads,
         )  # fmt: skip
         return out

@@ -13,7 +13,7 @@ from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.linear import PackedLinear
 from novainfer.kernels.cpu.native import LayerDesc, ModelDesc, StepDesc, library, num_threads
 from novainfer.kernels.cpu.ops import NativeRowOps
-from novainfer.kernels.ops.forward import PRODUCTS, DecoderKind, DecoderParts, Layer
+from novainfer.kernels.ops.forward import DecoderKind, DecoderParts, Layer
 from novainfer.kernels.step import StepTensors
 
 __all__ = ["NativeForward"]
@@ -71,8 +71,7 @@ class NativeForward:
         if kind.ops is not NativeRowOps:
             return f"its row operations are {kind.ops.name}"
         for layer in kind.layers:
-            for name in PRODUCTS:
-                linear = getattr(layer, name)
+            for name, linear in layer.products:
                 if not issubclass(linear, PackedLinear):
                     return f"a layer's {name} is {linear.name}"
         return None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from novainfer.fsm.messages.mode import CHECKPOINT
 from novainfer.kernels.cpu.memory import huge_zeros
-from novainfer.kernels.cpu.native import DTYPE_CODES, FORMAT_CODES, LinearDesc, library, num_threads
+from novainfer.kernels.cpu.native import DTYPE_CODES, FORMAT_CODES, LinearDesc, library, num_threads, refuses
 
 __all__ = ["NativeLinear", "PackedLinear", "padded", "threads_for"]
 
@@ -62,13 +62,9 @@ class PackedLinear:
     @classmethod
     def refuses(cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> str | None:
         """None when a weight [out_features, in_features] can be packed; else the reason."""
-        if device.type != "cpu":
-            return f"runs on cpu, not on {device.type}"
-        if dtype not in DTYPE_CODES:
-            return f"computes in bfloat16 and float32, not in {dtype}"
         if out_features < 1 or in_features < 1:
             return "the weight is empty"
-        return None
+        return refuses(dtype, device)
 
     @classmethod
     def describe(cls, out_features: int, in_features: int, dtype: torch.dtype) -> LinearDesc:

@@ -28,6 +28,7 @@ __all__ = [
     "implementations",
     "library",
     "num_threads",
+    "refuses",
 ]
 
 DTYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
@@ -167,6 +168,13 @@ def _check(status: int, function: Any, arguments: Any) -> None:
 
 
 num_threads = torch.get_num_threads
+
+
+def refuses(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why nothing here computes in this dtype on this device; None where it does."""
+    if device.type != "cpu":
+        return f"runs on cpu, not on {device.type}"
+    return None if dtype in DTYPE_CODES else f"computes in bfloat16 and float32, not in {dtype}"
 
 
 def implementations() -> list[tuple[Operation, type]]:

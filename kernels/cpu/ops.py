@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from novainfer.kernels.cpu.native import DTYPE_CODES, library, num_threads
+from novainfer.kernels.cpu.native import DTYPE_CODES, library, num_threads, refuses
 
 __all__ = ["NativeRowOps"]
 
@@ -28,11 +28,7 @@ class NativeRowOps:
     @classmethod
     def refuses(cls, dtype: torch.dtype, device: torch.device) -> str | None:
         """None when rows of this dtype can be computed on this device; else the reason."""
-        if device.type != "cpu":
-            return f"runs on cpu, not on {device.type}"
-        if dtype not in DTYPE_CODES:
-            return f"computes in bfloat16 and float32, not in {dtype}"
-        return None
+        return refuses(dtype, device)
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

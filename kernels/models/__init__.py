@@ -1,1 +1,1 @@
-"""The model families, each in one file; `kernels.models.registry` maps architecture names to them."""
+"""The model families: `kernels.models.registry` has their tables, by the name in config.json."""

@@ -12,7 +12,7 @@ from novainfer.kernels.errors import LoadError
 from novainfer.kernels.models.config import NUM_LAYERS_MAX, ConfigReader, ModelConfig, TensorSpec
 from novainfer.kernels.models.rope import max_positions, read_rope
 
-__all__ = ["ATTENTION_BIAS", "DECODER", "QK_NORM", "ModelFamily", "parse_config"]
+__all__ = ["ATTENTION_BIAS", "DECODER", "OUTPUT_BIAS", "QK_NORM", "ModelFamily", "parse_config"]
 
 LAYER = "model.layers.{layer}."
 ATTENTION = LAYER + "self_attn."
@@ -35,12 +35,13 @@ DECODER = (
     TensorSpec("lm_head.weight", "head", ("vocab_size", "hidden_size"), 0, when=("tie_word_embeddings", False)),
 )
 
-# Biases of q, k and v; and each query and key head normed before its rotation.
+# Biases of q, k and v, and of what attention gives; each query and key head normed before its rotation.
 ATTENTION_BIAS = (
     TensorSpec(ATTENTION + "q_proj.bias", "qkv", ("q_size",), shard_axis=0),
     TensorSpec(ATTENTION + "k_proj.bias", "qkv", ("kv_size",), shard_axis=0),
     TensorSpec(ATTENTION + "v_proj.bias", "qkv", ("kv_size",), shard_axis=0),
 )
+OUTPUT_BIAS = (TensorSpec(ATTENTION + "o_proj.bias", "o", ("hidden_size",)),)
 QK_NORM = (
     TensorSpec(ATTENTION + "q_norm.weight", "q_norm", ("head_dim",)),
     TensorSpec(ATTENTION + "k_norm.weight", "k_norm", ("head_dim",)),

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from novainfer.kernels.memory import lazy_zeros
 from novainfer.kernels.ops.registry import AttentionShape
+from novainfer.kernels.step import StepTensors
 
 __all__ = ["TorchAttention"]
 
@@ -89,23 +90,12 @@ class TorchAttention:
         keys, values = (part[layer].index_select(0, blocks).flatten(0, 1) for part in self.parts)
         return keys, values
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        block_tables: Tensor,
-        query_start: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        max_query_len: int,
-        max_context_len: int,
-        window: int | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, step: StepTensors, scale: float, window: int | None = None) -> Tensor:
         """Decoding sequences in groups, chunks one by one -> [T, num_heads * head_dim]."""
         if layer == 0:
             self._plans.clear()
         if window not in self._plans:
-            self._plans[window] = self._plan(block_tables, query_start, context_lens, window)
+            self._plans[window] = self._plan(step, window)
         all_decodes, chunks = self._plans[window]
         shape = self.shape
         group = shape.num_heads // shape.num_kv_heads
@@ -176,10 +166,9 @@ class TorchAttention:
             o = o.view(shape.num_heads, last - first, shape.head_dim)
             out[chunk.begin + first : chunk.begin + last] = o.transpose(0, 1)
 
-    def _plan(
-        self, block_tables: Tensor, query_start: Tensor, context_lens: Tensor, window: int | None
-    ) -> tuple[list[_Decodes], list[_Chunk]]:
+    def _plan(self, step: StepTensors, window: int | None) -> tuple[list[_Decodes], list[_Chunk]]:
         """What depends on the step and the window alone, prepared at the first layer of that window."""
+        block_tables, query_start, context_lens = step.block_tables, step.query_start, step.context_lens
         shape, device = self.shape, block_tables.device
         group = shape.num_heads // shape.num_kv_heads
         starts, contexts = query_start.tolist(), context_lens.tolist()

@@ -10,7 +10,7 @@ made of the parts when they are there (`over`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, Protocol, Self
 
 from torch import Tensor
@@ -18,21 +18,26 @@ from torch import Tensor
 from novainfer.kernels.ops.registry import AttentionBackend, AttentionShape, Linear, RowOps
 from novainfer.kernels.step import StepTensors
 
-__all__ = ["PRODUCTS", "DecoderKind", "DecoderParts", "Forward", "Layer", "LayerKind", "OpByOpForward"]
-
-PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer
+__all__ = [
+    "NORMS",
+    "PRODUCTS",
+    "SHAPES",
+    "DecoderKind",
+    "DecoderParts",
+    "Forward",
+    "Layer",
+    "LayerKind",
+    "OpByOpForward",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
     """What a forward must know of a layer before there is one; a decoder has a few kinds at most."""
 
-    qkv: type[Linear]
-    o: type[Linear]
-    gate_up: type[Linear]
-    down: type[Linear]
+    products: tuple[tuple[str, type[Linear]], ...]  # in the order of `PRODUCTS`
     biased: frozenset[str] = frozenset()  # the products that have a bias
-    has_qk_norm: bool = False
+    norms: frozenset[str] = frozenset()  # those of `NORMS` that it has
     is_sliding: bool = False  # its rows see a window
 
 
@@ -46,30 +51,43 @@ class DecoderKind:
     attention_shape: AttentionShape
 
 
+def _shape(*sizes: str) -> dict[str, tuple[str, ...]]:
+    return {"shape": sizes}
+
+
 @dataclass(slots=True)
 class Layer:
-    """One layer's weights; q, k and v are one product, and so are gate and up. A switch of mode replaces products."""
+    """One layer's weights; q, k and v are one product, and so are gate and up. A switch of mode replaces products.
 
-    input_norm: Tensor  # [hidden_size]
-    qkv: Linear
-    o: Linear
-    post_norm: Tensor  # [hidden_size]
-    gate_up: Linear
-    down: Linear
-    q_norm: Tensor | None = None  # [head_dim]: of each query head, before its rotation
-    k_norm: Tensor | None = None  # [head_dim]: of each key head; there with q_norm
+    Each has its shape beside it, in sizes by their names: self-tests make their layers by that.
+    """
+
+    input_norm: Tensor = field(metadata=_shape("hidden_size"))
+    qkv: Linear = field(metadata=_shape("qkv_size", "hidden_size"))
+    o: Linear = field(metadata=_shape("hidden_size", "q_size"))
+    post_norm: Tensor = field(metadata=_shape("hidden_size"))
+    gate_up: Linear = field(metadata=_shape("gate_up_size", "hidden_size"))
+    down: Linear = field(metadata=_shape("hidden_size", "intermediate_size"))
+    # Of each query head, and of each key head, before its rotation; there together or not at all.
+    q_norm: Tensor | None = field(default=None, metadata=_shape("head_dim"))
+    k_norm: Tensor | None = field(default=None, metadata=_shape("head_dim"))
     sliding_window: int | None = None  # tokens that a row sees, itself among them; None: its whole context
 
     @property
     def kind(self) -> LayerKind:
         """What it is now."""
-        products: dict[str, Linear] = {name: getattr(self, name) for name in PRODUCTS}
+        products: list[tuple[str, Linear]] = [(name, getattr(self, name)) for name in PRODUCTS]
         return LayerKind(
-            **{name: type(linear) for name, linear in products.items()},
-            biased=frozenset(name for name, linear in products.items() if linear.bias is not None),
-            has_qk_norm=self.q_norm is not None,
-            is_sliding=self.sliding_window is not None,
+            tuple((name, type(linear)) for name, linear in products),
+            frozenset(name for name, linear in products if linear.bias is not None),
+            frozenset(name for name in NORMS if getattr(self, name) is not None),
+            self.sliding_window is not None,
         )
+
+
+SHAPES: dict[str, tuple[str, ...]] = {part.name: part.metadata["shape"] for part in fields(Layer) if part.metadata}
+PRODUCTS = tuple(name for name, shape in SHAPES.items() if len(shape) == 2)
+NORMS = tuple(name for name, shape in SHAPES.items() if len(shape) == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +158,6 @@ class OpByOpForward:
         shape = attention.shape
         num_heads, dim = shape.num_heads, shape.head_dim
         num_rotated, num_all = num_heads + shape.num_kv_heads, num_heads + 2 * shape.num_kv_heads
-        scale = dim**-0.5
         last = len(layers) - 1
 
         residual = hidden
@@ -154,17 +171,7 @@ class OpByOpForward:
             attention.write(index, heads[:, num_heads:num_rotated], heads[:, num_rotated:], step.slot_mapping)
             if index == last and step.num_samples == 0:
                 return None
-            x = attention.attend(
-                index,
-                heads[:, :num_heads],
-                step.block_tables,
-                step.query_start,
-                step.context_lens,
-                scale,
-                step.max_query_len,
-                step.max_context_len,
-                layer.sliding_window,
-            )
+            x = attention.attend(index, heads[:, :num_heads], step, dim**-0.5, layer.sliding_window)
             if index == last and step.logit_rows is not None:
                 x = x.index_select(0, step.logit_rows)
                 residual = residual.index_select(0, step.logit_rows)

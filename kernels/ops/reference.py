@@ -1,17 +1,20 @@
 """The obvious implementations: the oracle that every other kernel is proved against. Slow on purpose.
 
-They compute in fp32 (float64 for float64 input) and round once at the end, on any device.
+They compute in fp32 (float64 for float64 input) and round once at the end, on any device. What they keep lies as
+torch's own implementations have it.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from novainfer.fsm.messages.mode import CHECKPOINT
+from novainfer.kernels.ops.attention import TorchAttention
+from novainfer.kernels.ops.linear import TorchLinear
 from novainfer.kernels.ops.registry import AttentionShape
+from novainfer.kernels.step import StepTensors
 
 __all__ = ["ReferenceAttention", "ReferenceLinear", "ReferenceRowOps"]
 
@@ -20,29 +23,10 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-class ReferenceLinear:
+class ReferenceLinear(TorchLinear):
     """`x @ weight.T + bias` in fp32."""
 
     name: ClassVar[str] = "reference"
-    precision: ClassVar[str] = CHECKPOINT
-    row_invariant: ClassVar[bool] = False
-    gathers_rows: ClassVar[bool] = True
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
-        self.out_features, self.in_features = weight.shape
-        self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-
-    @classmethod
-    def refuses(cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Takes everything."""
-        return None
-
-    @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:
-        """Keep weight [N, K] and bias [N] as they are."""
-        return cls(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] -> [M, N]."""
@@ -107,66 +91,29 @@ class ReferenceRowOps:
         return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
-class ReferenceAttention:
+class ReferenceAttention(TorchAttention):
     """One query row at a time: gather its keys, softmax, weigh its values."""
 
     name: ClassVar[str] = "reference"
-    row_invariant: ClassVar[bool] = False
-    layout: ClassVar[str] = "tokens"
 
     def __init__(self, shape: AttentionShape, parts: tuple[Tensor, ...]) -> None:
-        self.shape = shape
-        self.parts = parts  # [num_layers, num_blocks, block_size, num_kv_heads, head_dim]
+        super().__init__(shape, parts)
         self.keys, self.values = (part.flatten(1, 2) for part in parts)  # views by slot
-
-    @classmethod
-    def refuses(cls, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Takes everything."""
-        return None
-
-    @classmethod
-    def bytes_per_block(cls, shape: AttentionShape, dtype: torch.dtype) -> int:
-        """Keys and values of one block in all layers."""
-        per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
-        return per_token * shape.block_size * dtype.itemsize
-
-    @classmethod
-    def allocate(cls, shape: AttentionShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Self:
-        """A cache of zeros."""
-        size = (shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        keys, values = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
-        return cls(shape, (keys, values))
-
-    @classmethod
-    def over(cls, shape: AttentionShape, parts: tuple[Tensor, ...]) -> Self:
-        """On another backend's cache."""
-        return cls(shape, parts)
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store rows at their slots."""
         self.keys[layer, slot_mapping] = key
         self.values[layer, slot_mapping] = value
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        block_tables: Tensor,
-        query_start: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        max_query_len: int,
-        max_context_len: int,
-        window: int | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, step: StepTensors, scale: float, window: int | None = None) -> Tensor:
         """Row by row over the context of each -> [T, num_heads * head_dim]."""
         size = self.shape.block_size
         group = self.shape.num_heads // self.shape.num_kv_heads
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        starts, contexts = query_start.tolist(), context_lens.tolist()
+        starts, contexts = step.query_start.tolist(), step.context_lens.tolist()
         for seq, context_len in enumerate(contexts):
             tokens = torch.arange(context_len, device=query.device)
-            slots = block_tables[seq].long()[tokens // size] * size + tokens % size
+            slots = step.block_tables[seq].long()[tokens // size] * size + tokens % size
             keys = _wide(self.keys[layer, slots]).repeat_interleave(group, dim=1)  # [context, heads, head_dim]
             values = _wide(self.values[layer, slots]).repeat_interleave(group, dim=1)
             first, last = starts[seq], starts[seq + 1]

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.step import StepTensors
 
 __all__ = [
     "AttentionBackend",
@@ -165,30 +166,17 @@ class AttentionBackend(Protocol):
         The inner two dimensions are contiguous; rows may lie apart (they are parts of a fused QKV row).
         """
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        block_tables: Tensor,
-        query_start: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        max_query_len: int,
-        max_context_len: int,
-        window: int | None = None,
-    ) -> Tensor:
-        """Causal attention of each sequence's last tokens over its whole context -> [T, num_heads *
-        head_dim].
+    def attend(self, layer: int, query: Tensor, step: StepTensors, scale: float, window: int | None = None) -> Tensor:
+        """Causal attention of each sequence's last tokens over its whole context -> [T, num_heads * head_dim].
 
-        query [T, num_heads, head_dim]: rows may lie apart. block_tables int32 [S, max_blocks]: only the
-        blocks of a sequence's context are valid, the rest is arbitrary; rows may lie apart. query_start
-        int32 [S + 1]: sequence s owns query rows `query_start[s]:query_start[s + 1]`, at least one.
-        context_lens int32 [S]: tokens in the cache including those rows, so row i of a sequence of q rows
-        sees positions `<= context_len - q + i`, with a `window` the last so many of them only. Query head h
-        reads key head `h // (num_heads // num_kv_heads)`. The two maxima bound `query_start` steps and
-        `context_lens`, so that no device value need be read on the host. Layers come in order in each step: what
-        depends on the step alone, or on the step and a window, may be prepared once and kept until layer 0 comes
-        again.
+        query [T, num_heads, head_dim]: rows may lie apart. Of `step`: block_tables int32 [S, max_blocks], only the
+        blocks of a sequence's context are valid, the rest is arbitrary; rows may lie apart. query_start int32
+        [S + 1]: sequence s owns query rows `query_start[s]:query_start[s + 1]`, at least one. context_lens int32
+        [S]: tokens in the cache including those rows, so row i of a sequence of q rows sees positions
+        `<= context_len - q + i`, with a `window` the last so many of them only. max_query_len and max_context_len
+        bound the two, so that no device value need be read on the host. Query head h reads key head
+        `h // (num_heads // num_kv_heads)`. Layers come in order in each step: what depends on the step alone, or on
+        the step and a window, may be prepared once and kept until layer 0 comes again.
         """
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from novainfer.kernels.ops.forward import DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
+from novainfer.kernels.ops.forward import SHAPES, DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
 from novainfer.kernels.ops.int8 import PART_ROWS, ReferenceInt8Linear
 from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
 from novainfer.kernels.ops.registry import AttentionShape
@@ -203,24 +203,20 @@ def _run_step(
         tables = torch.where(tables == 9, 1, tables)
     query = _normal((starts[-1], heads + 2 * kv_heads, shape.head_dim), 30, dtype, device)[:, :heads]
     scale = shape.head_dim**-0.5
-    lens = torch.tensor(contexts, dtype=torch.int32, device=device)
-    tables = tables.to(device)
 
     def attend(layer: int, rows: Tensor, *args: Any) -> Tensor:
         out: Tensor = cache.attend(layer, rows, *args)
         return out
 
     if alone is None:
-        query_start = torch.tensor(starts, dtype=torch.int32, device=device)
-        args = (tables, query_start, lens, scale, max(query_lens), max(contexts), window)
-        attend(0, query, *args)
-        return attend(1, query, *args)
-    one = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        step = _step(query_lens, contexts, tables, size, None, device)
+        attend(0, query, step, scale, window)
+        return attend(1, query, step, scale, window)
     rows = []
     for seq, row in enumerate(alone):
-        args = (tables[seq : seq + 1], one, lens[seq : seq + 1], scale, 1, contexts[seq], window)
-        attend(0, query[row : row + 1], *args)
-        rows.append(attend(1, query[row : row + 1], *args))
+        step = _step([1], contexts[seq : seq + 1], tables[seq : seq + 1], size, None, device)
+        attend(0, query[row : row + 1], step, scale, window)
+        rows.append(attend(1, query[row : row + 1], step, scale, window))
     return torch.cat(rows)
 
 
@@ -249,28 +245,26 @@ def _small_layers(kind: DecoderKind, intermediate_size: int, dtype: torch.dtype,
     """One layer of each kind, two at least."""
     kinds = sorted(kind.layers, key=repr)
     shape = kind.attention_shape
-    num_attended = shape.num_heads * shape.head_dim
-    num_qkv = num_attended + 2 * shape.num_kv_heads * shape.head_dim
+    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = {
+        "head_dim": shape.head_dim,
+        "hidden_size": HIDDEN_SIZE,
+        "q_size": q_size,
+        "qkv_size": q_size + 2 * kv_size,
+        "intermediate_size": intermediate_size,
+        "gate_up_size": 2 * intermediate_size,
+    }
 
     def layer(kind: LayerKind, seed: int) -> Layer:
-        def packed(part: str, n: int, k: int) -> Any:
-            bias = _normal((n,), seed, dtype, device) if part in kind.biased else None
-            return getattr(kind, part).pack(_normal((n, k), seed + n, dtype, device) / k**0.5, bias)
-
-        def norm(width: int, number: int) -> Tensor:
-            return 1 + _normal((width,), seed + number, dtype, device) / 8
-
-        return Layer(
-            input_norm=norm(HIDDEN_SIZE, 0),
-            qkv=packed("qkv", num_qkv, HIDDEN_SIZE),
-            o=packed("o", HIDDEN_SIZE, num_attended),
-            post_norm=norm(HIDDEN_SIZE, 1),
-            gate_up=packed("gate_up", 2 * intermediate_size, HIDDEN_SIZE),
-            down=packed("down", HIDDEN_SIZE, intermediate_size),
-            q_norm=norm(shape.head_dim, 2) if kind.has_qk_norm else None,
-            k_norm=norm(shape.head_dim, 3) if kind.has_qk_norm else None,
-            sliding_window=shape.block_size + 3 if kind.is_sliding else None,
-        )
+        products, parts = dict(kind.products), {}
+        for number, (name, named) in enumerate(SHAPES.items(), seed):
+            size = tuple(sizes[of] for of in named)
+            if name in kind.norms:
+                parts[name] = 1 + _normal(size, number, dtype, device) / 8
+            elif name in products:
+                bias = _normal(size[:1], number, dtype, device) if name in kind.biased else None
+                parts[name] = products[name].pack(_normal(size, number, dtype, device) / size[1] ** 0.5, bias)
+        return Layer(**parts, sliding_window=shape.block_size + 3 if kind.is_sliding else None)
 
     return [layer(kinds[index % len(kinds)], 100 * index) for index in range(max(2, len(kinds)))]
 

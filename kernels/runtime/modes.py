@@ -31,14 +31,14 @@ from novainfer.kernels.errors import LoadError
 from novainfer.kernels.memory import free_bytes, is_out_of_memory, release_freed_pages
 from novainfer.kernels.models.config import ModelConfig
 from novainfer.kernels.models.decoder import Decoder
-from novainfer.kernels.ops.forward import DecoderKind, LayerKind
+from novainfer.kernels.ops.forward import PRODUCTS, DecoderKind, LayerKind
 from novainfer.kernels.ops.int8 import part_rows, put_in_parts
 from novainfer.kernels.ops.precision import precision_of
 from novainfer.kernels.ops.registry import AttentionBackend, AttentionShape, Linear
 from novainfer.kernels.ops.selection import Selection
 from novainfer.kernels.weights.checkpoint import Checkpoint
 from novainfer.kernels.weights.header import tensor_shapes
-from novainfer.kernels.weights.loader import LinearSpec, WeightReader, linear_specs
+from novainfer.kernels.weights.loader import LinearSpec, WeightReader, linear_specs, vector_names
 
 __all__ = ["Modes", "selections_by_mode"]
 
@@ -85,9 +85,9 @@ def _decoder_kind(selection: Selection, config: ModelConfig, shape: AttentionSha
             biased |= {spec.part} if spec.has_bias else set()
     kinds = frozenset(
         LayerKind(
-            **parts,
-            biased=frozenset(biased),
-            has_qk_norm=config.tensor("q_norm") is not None,
+            tuple((name, parts[name]) for name in PRODUCTS),
+            frozenset(biased),
+            frozenset(vector_names(config, layer)),
             is_sliding=config.sliding_windows[layer] is not None,
         )
         for layer, parts in layers.items()

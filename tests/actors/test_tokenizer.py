@@ -201,7 +201,6 @@ def test_without_a_chat_template_a_chat_is_refused_and_a_text_is_not(tmp_path: P
     del settings["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = HFTokenizer(folder)
-    assert not tokenizer.has_chat_template
     assert "no chat template; use a plain prompt" in refusal_of(tokenizer, HELLO)
     assert ids_of(tokenizer, "Hello")
 

@@ -30,6 +30,7 @@ from novainfer.kernels.cpu.ops import NativeRowOps
 from novainfer.kernels.ops.attention import TorchAttention
 from novainfer.kernels.ops.registry import AttentionShape
 from novainfer.kernels.ops.row_ops import TorchRowOps
+from novainfer.kernels.step import StepTensors
 
 LAYERS = {  # Qwen2.5-0.5B: rows of the weight, columns
     "qkv": (1152, 896),
@@ -115,13 +116,15 @@ def bench_attention(dtype: torch.dtype, clock: Clock) -> None:
         query = torch.randn(seqs * rows, HEADS, HEAD_DIM).to(dtype)
         starts = torch.arange(0, seqs * rows + 1, rows, dtype=torch.int32)
         lens = torch.full((seqs,), context, dtype=torch.int32)
+        nothing = torch.empty(0, dtype=torch.int64)
+        step = StepTensors(nothing, nothing, nothing, tables, starts, lens, None, 0, rows, context)
         variants: dict[str, list[Callable[[], object]]] = {}
         for backend in (NativeAttention, TorchAttention):
             cache = backend.allocate(shape, blocks, dtype, cpu)
             for layer in range(layers):
                 key = torch.randn(blocks * BLOCK_SIZE, KV_HEADS, HEAD_DIM).to(dtype)
                 cache.write(layer, key, key, torch.arange(blocks * BLOCK_SIZE))
-            args = (query, tables, starts, lens, HEAD_DIM**-0.5, rows, context)
+            args = (query, step, HEAD_DIM**-0.5)
             variants[backend.name] = [lambda c=cache, i=i, a=args: c.attend(i, *a) for i in range(layers)]
         us = interleaved(variants, SECONDS_PER_CASE, clock)
         own = us["native"]

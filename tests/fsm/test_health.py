@@ -23,13 +23,16 @@ from novainfer.fsm.health import (
     TokenizerState,
     Verdict,
     Watch,
-    dwell_limit_s,
 )
 from novainfer.fsm.machines import MACHINES, states
 
 STEP_S = 60.0
 LIMITED = [state for dwells in DWELLS.values() for state, dwell in dwells.items() if dwell.limit_s is not None]
 UNLIMITED = [state for dwells in DWELLS.values() for state, dwell in dwells.items() if dwell.limit_s is None]
+
+
+def dwell_limit_s(state: StrEnum, step_timeout_s: float) -> float | None:
+    return DWELLS[type(state)][state].seconds(step_timeout_s)
 
 
 class World:

@@ -19,7 +19,7 @@ from novainfer.kernels.models import registry
 from novainfer.kernels.models.config import Rope
 from novainfer.kernels.models.family import DECODER, ModelFamily
 from novainfer.kernels.models.registry import FAMILIES, read_config
-from novainfer.kernels.ops.forward import PRODUCTS, Layer
+from novainfer.kernels.ops.forward import PRODUCTS, SHAPES, Layer
 from novainfer.kernels.weights.header import tensor_shapes
 
 
@@ -39,6 +39,21 @@ def test_the_parts_of_a_table_are_those_of_a_layer_and_of_its_native_descriptor(
         assert parts <= names
         assert set(PRODUCTS) <= parts
     assert [name for name, _ in LayerDesc._fields_] == [field.name for field in fields(Layer)]
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_a_layer_says_of_each_part_the_shape_that_the_table_gives_it(family: ModelFamily, tmp_path: Path) -> None:
+    """The self-test makes layers by it."""
+    name = family.architecture.removesuffix("ForCausalLM")
+    config = read_config(save_checkpoint(Shape("any", 4, 2, 24, 64, 160, family=name), tmp_path))
+    sizes = {size: getattr(config, size) for size in ("hidden_size", "head_dim", "q_size", "intermediate_size")}
+    sizes |= {"qkv_size": config.q_size + 2 * config.kv_size, "gate_up_size": 2 * config.intermediate_size}
+    parts: dict[str, list[tuple[int, ...]]] = {}
+    for tensor in config.tensors:
+        if tensor.is_per_layer and not tensor.name.endswith(".bias"):
+            parts.setdefault(tensor.part, []).append(config.shape(tensor))
+    for part, shapes in parts.items():
+        assert tuple(sizes[size] for size in SHAPES[part]) == (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def test_deepseek_r1_distill_qwen_is_a_qwen2(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from novainfer.kernels.ops.registry import AttentionShape, Registry
 from novainfer.kernels.ops.row_ops import TorchRowOps
 from novainfer.kernels.ops.selection import Selection, build_registry
 from novainfer.kernels.ops.selftest import check_attention, check_linear, check_row_ops
+from novainfer.kernels.step import StepTensors
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(2, 6, 2, 24, 16)
@@ -71,8 +73,9 @@ class PeekingAttention(TorchAttention):
 
     name = "peeking"
 
-    def attend(self, layer: int, query: Tensor, tables: Tensor, start: Tensor, lens: Tensor, *args: Any) -> Tensor:
-        return super().attend(layer, query, tables, start, torch.clamp(lens + 1, max=40), *args)
+    def attend(self, layer: int, query: Tensor, step: StepTensors, *args: Any) -> Tensor:
+        step = replace(step, context_lens=torch.clamp(step.context_lens + 1, max=40))
+        return super().attend(layer, query, step, *args)
 
 
 class FarSightedAttention(TorchAttention):
@@ -80,9 +83,8 @@ class FarSightedAttention(TorchAttention):
 
     name = "far-sighted"
 
-    def attend(self, layer: int, query: Tensor, *args: Any) -> Tensor:
-        *rest, window = args
-        return super().attend(layer, query, *rest, None if window is None else window + 1)
+    def attend(self, layer: int, query: Tensor, step: StepTensors, scale: float, window: int | None = None) -> Tensor:
+        return super().attend(layer, query, step, scale, None if window is None else window + 1)
 
 
 class BatchMindedAttention(TorchAttention):
@@ -91,8 +93,8 @@ class BatchMindedAttention(TorchAttention):
     name = "batch-minded"
     row_invariant = True
 
-    def attend(self, layer: int, query: Tensor, tables: Tensor, start: Tensor, lens: Tensor, *args: Any) -> Tensor:
-        return super().attend(layer, query, tables, start, lens, *args) * (1 + len(query) * 1e-7)
+    def attend(self, layer: int, query: Tensor, *args: Any) -> Tensor:
+        return super().attend(layer, query, *args) * (1 + len(query) * 1e-7)
 
 
 class OneNormOps(TorchRowOps):

@@ -12,9 +12,9 @@ import pytest
 
 from novainfer.fsm.messages.events import Cancel, Cause
 from novainfer.fsm.recording.dumpfile import About, decode_dump, encode_dump
-from novainfer.fsm.recording.log import CALLED, CODES_FIRST, CODES_MAX, RAISED, Image, Recording, varint
+from novainfer.fsm.recording.log import CALLED, CODES_FIRST, CODES_MAX, RAISED, Image, Recording, entries, varint
 from novainfer.fsm.recording.pack import Kinds, pack
-from novainfer.fsm.recording.replay import DamagedRecording, Replayed, entries, replay, slim
+from novainfer.fsm.recording.replay import DamagedRecording, Replayed, replay, slim
 from novainfer.fsm.simulation.bugs import MUTANTS
 from novainfer.fsm.simulation.mutants import Mutant, planted
 from novainfer.fsm.simulation.recorded import RecordedWorld

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.ops.registry import AttentionShape
+from novainfer.kernels.step import StepTensors
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -31,6 +32,13 @@ WINDOWS = (None, 1, 13, 300)  # within a block, across blocks, across tiles
 MIXED = ((700, 1), (7, 1), (300, 20), (530, 530), (1, 1), (257, 2), (65, 64))
 
 pytestmark = pytest.mark.usefixtures("level")
+
+
+def step_of(tables: Tensor, starts: Tensor, lens: Tensor) -> StepTensors:
+    """What attention reads of a step."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    longest = int(starts.diff().max()), int(lens.max())
+    return StepTensors(nothing, nothing, nothing, tables, starts, lens, None, 0, *longest)
 
 
 @dataclass
@@ -54,9 +62,7 @@ class World:
         cut = torch.tensor([len(self.queries[seq]) - last for seq, _, last in seq_rows])
         contexts = (self.lens[seqs] - cut).int()
         starts = torch.tensor([0, *lengths]).cumsum(0).int()
-        return self.cache.attend(
-            1, query, self.tables[seqs], starts, contexts, self.scale, max(lengths), int(contexts.max()), self.window
-        )
+        return self.cache.attend(1, query, step_of(self.tables[seqs], starts, contexts), self.scale, self.window)
 
     def everything(self) -> list[tuple[int, int, int]]:
         return [(seq, 0, len(rows)) for seq, rows in enumerate(self.queries)]
@@ -192,7 +198,8 @@ def test_heads_of_a_fused_row_may_lie_apart() -> None:
         cache = NativeAttention.allocate(AttentionShape(1, heads, kv_heads, dim, size), 2, torch.bfloat16, CPU)
         cache.write(0, parts[1], parts[2], torch.arange(20))
         starts, lens = torch.tensor([0, 20], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
-        results.append(cache.attend(0, parts[0], torch.tensor([[0, 1]], dtype=torch.int32), starts, lens, 0.2, 20, 20))
+        step = step_of(torch.tensor([[0, 1]], dtype=torch.int32), starts, lens)
+        results.append(cache.attend(0, parts[0], step, 0.2))
     assert torch.equal(*results)
 
 
@@ -210,7 +217,7 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     query = torch.randn(1, 1, 16) * 100
     table = torch.arange(40, dtype=torch.int32)[None]
     starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([600], dtype=torch.int32)
-    got = cache.attend(0, query, table, starts, lens, 0.25, 1, 600)
+    got = cache.attend(0, query, step_of(table, starts, lens), 0.25)
     assert (got.double() - in_double(query, keys, values, 0.25)).abs().max() < 1e-3
 
 

@@ -14,7 +14,7 @@ from novainfer.kernels.cpu.forward import NativeForward
 from novainfer.kernels.cpu.int8 import NativeInt8Linear
 from novainfer.kernels.cpu.linear import NativeLinear
 from novainfer.kernels.cpu.ops import NativeRowOps
-from novainfer.kernels.ops.forward import DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
+from novainfer.kernels.ops.forward import PRODUCTS, DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
 from novainfer.kernels.ops.linear import TorchLinear
 from novainfer.kernels.ops.registry import AttentionShape, Registry
 from novainfer.kernels.ops.selection import Selection, build_registry
@@ -128,9 +128,10 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts(
 def test_a_forward_is_proved_on_a_decoder_like_the_one_it_is_for(dtype: torch.dtype) -> None:
     """Its own kernels, one layer of each kind."""
     for linears in ((NativeLinear,), (NativeInt8Linear,), (NativeLinear, NativeInt8Linear)):
-        for biased, has_qk_norm, is_sliding in ((), False, False), (("qkv",), False, True), (("qkv", "o"), True, True):
+        for biased, norms, is_sliding in ((), (), False), (("qkv",), (), True), (("qkv", "o"), ("q_norm", "k_norm"), True):
+            norms_of = frozenset(("input_norm", "post_norm", *norms))
             kinds = frozenset(
-                LayerKind(linear, linear, linear, linear, frozenset(biased), has_qk_norm, is_sliding)
+                LayerKind(tuple((part, linear) for part in PRODUCTS), frozenset(biased), norms_of, is_sliding)
                 for linear in linears
             )
             for shape in (AttentionShape(24, 14, 2, 64, 16), AttentionShape(2, 3, 3, 8, 4)):
