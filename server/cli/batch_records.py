@@ -19,18 +19,7 @@ from novainfer import InvalidParameter, NovaInferError, SamplingParams, Unsuppor
 from novainfer.server.http.errors import ErrorDetail, detail_of
 from novainfer.server.openai.decode import decode, explain
 from novainfer.server.openai.protocol import NOTHING, ChatCompletionRequest, CompletionRequest
-from novainfer.server.openai.replies import (
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    Choice,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    Usage,
-    chat_logprobs,
-    completion_logprobs,
-)
+from novainfer.server.openai.replies import ChatCompletion, Choice, Completion, CompletionLogprobs, Usage, completion_logprobs
 
 DIGEST_BYTES = 16
 LINE_ID = "batch_req_"  # before the digest, in the `id` of a line of OpenAI's format
@@ -227,32 +216,14 @@ def _reply(record: Record, request: Request, answered: Answered) -> ChatCompleti
             id=f"chatcmpl-batch-{record.index}",
             created=created,
             model=answered.model,
-            choices=[
-                ChatChoice(
-                    index=i,
-                    message=AssistantMessage(choice.text),
-                    logprobs=chat_logprobs(choice.logprobs) if body.logprobs else None,
-                    token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
-                    **choice.ending(),
-                )
-                for i, choice in enumerate(answered.choices)
-            ],
+            choices=[choice.of_chat(i, body) for i, choice in enumerate(answered.choices)],
             usage=answered.usage,
         )
     return Completion(
         id=f"cmpl-batch-{record.index}",
         created=created,
         model=answered.model,
-        choices=[
-            CompletionChoice(
-                index=i,
-                text=choice.text,
-                logprobs=completion_logprobs(choice.logprobs) if body.logprobs is not None else None,
-                token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
-                **choice.ending(),
-            )
-            for i, choice in enumerate(answered.choices)
-        ],
+        choices=[choice.of_completion(i, body) for i, choice in enumerate(answered.choices)],
         usage=answered.usage,
     )
 

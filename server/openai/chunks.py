@@ -8,11 +8,12 @@ What does not change within a stream is encoded once: a plain token costs two co
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 
 from novainfer import Delta
+from novainfer.server.openai.protocol import CommonRequest
 from novainfer.server.openai.replies import Tally, chat_logprobs, completion_logprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -36,6 +37,12 @@ class ChunkOptions(msgspec.Struct, kw_only=True):
     include_usage: bool = False
     continuous_usage: bool = False
     token_ids: bool = False
+
+    @classmethod
+    def of(cls, body: CommonRequest) -> Self:
+        """What `body` asks for."""
+        token_ids = bool(body.return_token_ids)
+        return cls(include_usage=body.include_usage, continuous_usage=body.continuous_usage, token_ids=token_ids)
 
 
 class _Chunks:

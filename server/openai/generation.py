@@ -10,12 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 
 from novainfer import Delta, EngineOverloaded, InvalidParameter, SamplingParams
 from novainfer.fsm.messages.params import DURATION_S_MAX
-from novainfer.server.http.exchange import is_printable_id
+from novainfer.server.http.exchange import SCOPE_KEY, Exchange, is_printable_id
+from novainfer.server.http.turns import after
+from novainfer.server.openai.decode import Body, decode
 from novainfer.server.openai.merge import merge_deltas, turns_to_begin
 from novainfer.server.openai.replies import Choice, Tally
+from novainfer.server.openai.unsupported import header_value
 from novainfer.server.service import Service
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -152,6 +156,17 @@ def wanted_id(body_id: str | None, exchange_id: str) -> str:
             "request_id must be 1 to 128 printable ASCII characters without spaces and quotes", param="request_id"
         )
     return body_id
+
+
+async def receive(service: Service, request: Request, kind: type[Body]) -> tuple[Exchange, Body, SamplingParams]:
+    """The body, read when it is its client's turn, and how tokens are to be chosen; raises what is wrong with it."""
+    exchange: Exchange = request.scope[SCOPE_KEY]
+    waited_s = await service.turns.wait(exchange.client, len(exchange.body))
+    body, ignored = decode(kind, exchange.take_body())
+    exchange.ignored = header_value(ignored)
+    service.check_model(body.model)
+    params = body.sampling_params(service.ready_engine().model_info.sampling_defaults)
+    return exchange, body, after(with_deadline(params, request.headers), waited_s)
 
 
 def with_deadline(params: SamplingParams, headers: Mapping[str, str]) -> SamplingParams:

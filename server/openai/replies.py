@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from novainfer import Delta, FinishReason, TokenLogprob
+
+if TYPE_CHECKING:
+    from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 
 LOGPROB_MIN = -9999.0  # JSON has no -inf; vLLM's value
 
@@ -185,6 +188,27 @@ class Choice:
             "seed": self.last.seed,
             "degraded": self.last.is_degraded or msgspec.UNSET,
         }
+
+    def of_chat(self, index: int, body: ChatCompletionRequest) -> ChatChoice:
+        """As chat completions give it, with what `body` asks for."""
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage(self.text),
+            logprobs=chat_logprobs(self.logprobs) if body.logprobs else None,
+            token_ids=self.token_ids if body.return_token_ids else msgspec.UNSET,
+            **self.ending(),
+        )
+
+    def of_completion(self, index: int, body: CompletionRequest, echo: str = "") -> CompletionChoice:
+        """As completions give it, with what `body` asks for, behind the prompt that it repeats."""
+        return CompletionChoice(
+            index=index,
+            text=echo + self.text,
+            logprobs=None if body.logprobs is None else completion_logprobs(self.logprobs, offset=len(echo)),
+            token_ids=self.token_ids if body.return_token_ids else msgspec.UNSET,
+            prompt_token_ids=self.prompt_token_ids if body.return_token_ids else msgspec.UNSET,
+            **self.ending(),
+        )
 
 
 def _finite(logprob: float) -> float:
