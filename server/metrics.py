@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -25,6 +26,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from novainfer.server.service import Service
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # vLLM's buckets (v1/metrics/buckets.py), so that its dashboards' quantiles stay right
@@ -100,40 +102,40 @@ class _Scrape(Collector):
             yield from _progress(self._service)
 
 
-def _counter(name: str, text: str, value: float, labels: dict[str, str]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
+def _counter(name: str, text: str, value: float, labels: Mapping[str, str] = NOTHING) -> Metric:
+    return _counters(name, text, [*labels], {tuple(labels.values()): value})
 
 
-def _gauge(name: str, text: str, value: float, labels: dict[str, str]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
+def _gauge(name: str, text: str, value: float, labels: Mapping[str, str] = NOTHING) -> Metric:
+    return _gauges(name, text, [*labels], {tuple(labels.values()): value})
 
 
-def _by(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=[label])
-    for value, number in sorted(values.items()):
-        family.add_metric([value], number)
+def _counters(name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Metric:
+    return _filled(CounterMetricFamily(name, text, labels=labels), values)
+
+
+def _gauges(name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Metric:
+    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Any, float]) -> Metric:
+    """With a number for the values of its labels: a tuple of them, or the one there is."""
+    for key, number in sorted(values.items()):
+        family.add_metric([str(value) for value in (key if isinstance(key, tuple) else (key,))], number)
     return family
 
 
 def _http(service: Service) -> Iterator[Metric]:
     metrics = service.metrics
-    http = CounterMetricFamily("nova_http_requests", "HTTP requests answered", labels=["method", "route", "status"])
-    for (method, route, status), count in sorted(metrics.http_requests.items()):
-        http.add_metric([method, route, str(status)], count)
-    yield http
-    terminal = CounterMetricFamily("nova_terminal_events", "How generations ended", labels=["kind"])
-    for kind in ("finish", "error", "disconnect"):
-        terminal.add_metric([kind], metrics.terminal_events[kind])
-    yield terminal
-    yield _gauge("nova_live_requests", "Generations in progress", service.live.num_live, {})
-    yield _gauge("nova_connections", "Open connections", len(service.connections), {})
-    yield _gauge("nova_tasks", "Tasks of the server's loop", len(asyncio.all_tasks()), {})
+    names = ["method", "route", "status"]
+    yield _counters("nova_http_requests", "HTTP requests answered", names, metrics.http_requests)
+    ends = {kind: metrics.terminal_events[kind] for kind in ("finish", "error", "disconnect")}
+    yield _counters("nova_terminal_events", "How generations ended", ["kind"], ends)
+    yield _gauge("nova_live_requests", "Generations in progress", service.live.num_live)
+    yield _gauge("nova_connections", "Open connections", len(service.connections))
+    yield _gauge("nova_tasks", "Tasks of the server's loop", len(asyncio.all_tasks()))
     is_ready = service.is_ready and service.engine is not None and service.engine.health().is_ready
-    yield _gauge("nova_ready", "1 when /readyz answers 200", float(is_ready), {})
+    yield _gauge("nova_ready", "1 when /readyz answers 200", float(is_ready))
 
 
 def _engine(service: Service) -> Iterator[Metric]:
@@ -150,28 +152,25 @@ def _engine(service: Service) -> Iterator[Metric]:
     yield _counter("vllm:generation_tokens", "Generated tokens", stats.generation_tokens_total, labels)
     yield _counter("vllm:prefix_cache_queries", "Prompt tokens looked up", stats.prefix_cache_queries, labels)
     yield _counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache", stats.prefix_cache_hits, labels)
-    finished = CounterMetricFamily("vllm:request_success", "Finished", labels=[*labels, "finished_reason"])
-    for reason, count in sorted(stats.requests_finished.items()):
-        finished.add_metric([*labels.values(), VLLM_REASONS.get(reason, reason)], count)
-    yield finished
+    of = tuple(labels.values())
+    ends = {(*of, VLLM_REASONS.get(reason, reason)): count for reason, count in stats.requests_finished.items()}
+    yield _counters("vllm:request_success", "Finished", [*labels, "finished_reason"], ends)
     if (drafts := stats.speculation) is not None:
         spec = "vllm:spec_decode_num"
         yield _counter(f"{spec}_drafts", "Rows of steps that verified drafts", drafts.num_drafts_total, labels)
         yield _counter(f"{spec}_draft_tokens", "Drafts verified", drafts.num_draft_tokens_total, labels)
         yield _counter(f"{spec}_accepted_tokens", "Drafts that were right", drafts.num_accepted_tokens_total, labels)
         name, text = f"{spec}_accepted_tokens_per_pos", "Drafts that were right, by their place in the row"
-        positions = CounterMetricFamily(name, text, labels=[*labels, "position"])
-        for position, count in enumerate(drafts.accepted_per_position):
-            positions.add_metric([*labels.values(), str(position)], count)
-        yield positions
-    yield _counter("nova_steps", "Steps", stats.steps, {})
+        accepted = {(*of, position): count for position, count in enumerate(drafts.accepted_per_position)}
+        yield _counters(name, text, [*labels, "position"], accepted)
+    yield _counter("nova_steps", "Steps", stats.steps)
     text = "KV blocks copied before a request wrote into one that it shared"
-    yield _counter("nova_copied_blocks", text, stats.copied_blocks, {})
-    yield _counter("nova_swapped_out_blocks", "KV blocks copied to the host's memory", stats.swapped_out_blocks, {})
-    yield _counter("nova_swapped_in_blocks", "KV blocks copied back from it", stats.swapped_in_blocks, {})
-    yield _by("nova_request_state", "Live choices by state", "state", stats.request_states)
+    yield _counter("nova_copied_blocks", text, stats.copied_blocks)
+    yield _counter("nova_swapped_out_blocks", "KV blocks copied to the host's memory", stats.swapped_out_blocks)
+    yield _counter("nova_swapped_in_blocks", "KV blocks copied back from it", stats.swapped_in_blocks)
+    yield _gauges("nova_request_state", "Live choices by state", ["state"], stats.request_states)
     if (kv := engine.kv()) is not None:
-        yield _by("nova_kv_blocks", "KV blocks by their owner's state; they add up to the total", "state", kv.blocks)
+        yield _gauges("nova_kv_blocks", "KV blocks by their owner's state; they add up to the total", ["state"], kv.blocks)
     phases = SummaryMetricFamily("nova_step_seconds", "Time of steps by phase", labels=["phase"])
     for phase in ("schedule", "device", "outputs"):
         seconds, count = getattr(stats.phases, phase)
@@ -184,25 +183,19 @@ def _progress(service: Service) -> Iterator[Metric]:
     engine = service.engine
     assert engine is not None
     health, actors, stats = engine.health(), engine.actors(), engine.statistics()
-    yield _gauge("nova_live", "1 when no actor is stuck or dead", float(health.is_live), {})
-    yield _gauge("nova_loop_lag_seconds", "How late the watchdog's last look came", health.lag_s, {})
-    dwell = GaugeMetricFamily(
-        "nova_state_dwell_seconds", "How long each actor has been in its state", labels=["actor", "state"]
-    )
-    for actor in actors:
-        dwell.add_metric([actor.name, actor.state], actor.dwell_s)
-    yield dwell
+    yield _gauge("nova_live", "1 when no actor is stuck or dead", float(health.is_live))
+    yield _gauge("nova_loop_lag_seconds", "How late the watchdog's last look came", health.lag_s)
+    text = "How long each actor has been in its state"
+    dwells = {(actor.name, actor.state): actor.dwell_s for actor in actors}
+    yield _gauges("nova_state_dwell_seconds", text, ["actor", "state"], dwells)
     waits = {actor.name: actor.wait_s for actor in actors}
-    yield _by("nova_mailbox_wait_seconds", "For how long an actor that is stuck has taken no turn", "actor", waits)
+    yield _gauges("nova_mailbox_wait_seconds", "For how long an actor that is stuck has taken no turn", ["actor"], waits)
     depths = {actor.name: actor.mailbox_depth for actor in actors}
-    yield _by("nova_mailbox_depth", "Messages that wait for each actor", "actor", depths)
-    incidents = CounterMetricFamily("nova_incidents", "What went wrong, by kind", labels=["kind"])
-    for kind, count in sorted(stats.incidents.items()):
-        incidents.add_metric([kind], count)
-    yield incidents
-    yield _counter("nova_worker_restarts", "Workers that were lost and replaced", stats.worker_losses, {})
+    yield _gauges("nova_mailbox_depth", "Messages that wait for each actor", ["actor"], depths)
+    yield _counters("nova_incidents", "What went wrong, by kind", ["kind"], stats.incidents)
+    yield _counter("nova_worker_restarts", "Workers that were lost and replaced", stats.worker_losses)
     rungs = {rung: float(rung == stats.rung) for rung in stats.rungs}
-    yield _by("nova_ladder_rung", "1 for the rung of the ladder that the engine works on", "rung", rungs)
+    yield _gauges("nova_ladder_rung", "1 for the rung of the ladder that the engine works on", ["rung"], rungs)
     mode = {"kernels": stats.mode.kernels, "precision": stats.mode.precision}
     yield _gauge("nova_mode", "1 for the kernels and the precision that steps are computed with", 1.0, mode)
 
@@ -210,24 +203,17 @@ def _progress(service: Service) -> Iterator[Metric]:
 def _admission(service: Service) -> Iterator[Metric]:
     assert service.engine is not None
     stats = service.engine.statistics().admission
-    yield _gauge("nova_queued_requests", "Let in, and not run yet", stats.num_queued, {})
-    yield _gauge("nova_queued_tokens", "Prompt tokens of those", stats.num_queued_tokens, {})
-    yield _gauge("nova_overflow_requests", "Waiting for room in the queue", stats.num_overflow, {})
-    yield _counter("nova_overflowed", "Streams that had to wait for room in the queue", stats.overflowed_total, {})
+    yield _gauge("nova_queued_requests", "Let in, and not run yet", stats.num_queued)
+    yield _gauge("nova_queued_tokens", "Prompt tokens of those", stats.num_queued_tokens)
+    yield _gauge("nova_overflow_requests", "Waiting for room in the queue", stats.num_overflow)
+    yield _counter("nova_overflowed", "Streams that had to wait for room in the queue", stats.overflowed_total)
     if stats.drain_rate_per_s is not None:
         text = "Requests a second that leave the queue: what Retry-After is computed from"
-        yield _gauge("nova_queue_drain_rate", text, stats.drain_rate_per_s, {})
-    yield _total_by("nova_rejections", "Streams refused at once, by what was full", "reason", stats.rejected_total)
-    yield _total_by("nova_cancels", "Requests ended before their time", "cause", stats.cancelled_total)
-    yield _gauge("nova_stalled_streams", "Streams whose readers are slow", stats.num_stalled, {})
-    yield _counter("nova_stalls", "How often a stream stalled", stats.stalls_total, {})
-
-
-def _total_by(name: str, text: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for value, count in sorted(counts.items()):
-        family.add_metric([value], count)
-    return family
+        yield _gauge("nova_queue_drain_rate", text, stats.drain_rate_per_s)
+    yield _counters("nova_rejections", "Streams refused at once, by what was full", ["reason"], stats.rejected_total)
+    yield _counters("nova_cancels", "Requests ended before their time", ["cause"], stats.cancelled_total)
+    yield _gauge("nova_stalled_streams", "Streams whose readers are slow", stats.num_stalled)
+    yield _counter("nova_stalls", "How often a stream stalled", stats.stalls_total)
 
 
 def _requests(service: Service) -> Iterator[Metric]:
@@ -245,9 +231,5 @@ def _requests(service: Service) -> Iterator[Metric]:
         family = HistogramMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=list(labels))
         family.add_metric(list(labels.values()), histogram.buckets(), sum_value=histogram.sum)
         yield family
-    rejected = CounterMetricFamily(
-        "vllm:admission_rejections", "Requests refused by admission", labels=[*labels, "reason"]
-    )
-    for code, count in sorted(metrics.rejections.items()):
-        rejected.add_metric([*labels.values(), code], count)
-    yield rejected
+    rejected = {(*labels.values(), code): count for code, count in metrics.rejections.items()}
+    yield _counters("vllm:admission_rejections", "Requests refused by admission", [*labels, "reason"], rejected)
