@@ -21,9 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from novainfer.kernels.demo import model_path
 from novainfer.kernels.models.config import ModelConfig
 from novainfer.kernels.models.family import ModelFamily
-from novainfer.kernels.models.qwen2 import QWEN2
-from novainfer.kernels.models.qwen3 import QWEN3
-from novainfer.kernels.models.registry import read_config
+from novainfer.kernels.models.registry import QWEN2, QWEN3, read_config
 from novainfer.kernels.weights.header import tensor_shapes
 
 __all__ = ["SHAPES", "make_checkpoint"]

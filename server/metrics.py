@@ -170,7 +170,9 @@ def _engine(service: Service) -> Iterator[Metric]:
     yield _counter("nova_swapped_in_blocks", "KV blocks copied back from it", stats.swapped_in_blocks)
     yield _gauges("nova_request_state", "Live choices by state", ["state"], stats.request_states)
     if (kv := engine.kv()) is not None:
-        yield _gauges("nova_kv_blocks", "KV blocks by their owner's state; they add up to the total", ["state"], kv.blocks)
+        yield _gauges(
+            "nova_kv_blocks", "KV blocks by their owner's state; they add up to the total", ["state"], kv.blocks
+        )
     phases = SummaryMetricFamily("nova_step_seconds", "Time of steps by phase", labels=["phase"])
     for phase in ("schedule", "device", "outputs"):
         seconds, count = getattr(stats.phases, phase)
@@ -189,7 +191,9 @@ def _progress(service: Service) -> Iterator[Metric]:
     dwells = {(actor.name, actor.state): actor.dwell_s for actor in actors}
     yield _gauges("nova_state_dwell_seconds", text, ["actor", "state"], dwells)
     waits = {actor.name: actor.wait_s for actor in actors}
-    yield _gauges("nova_mailbox_wait_seconds", "For how long an actor that is stuck has taken no turn", ["actor"], waits)
+    yield _gauges(
+        "nova_mailbox_wait_seconds", "For how long an actor that is stuck has taken no turn", ["actor"], waits
+    )
     depths = {actor.name: actor.mailbox_depth for actor in actors}
     yield _gauges("nova_mailbox_depth", "Messages that wait for each actor", ["actor"], depths)
     yield _counters("nova_incidents", "What went wrong, by kind", ["kind"], stats.incidents)

@@ -14,7 +14,7 @@ from novainfer.kernels.models.config import ConfigReader, ModelConfig
 from novainfer.kernels.models.family import ATTENTION_BIAS, DECODER, OUTPUT_BIAS, QK_NORM, ModelFamily, parse_config
 from novainfer.kernels.models.folder import read_json
 
-__all__ = ["FAMILIES", "read_config"]
+__all__ = ["FAMILIES", "QWEN2", "QWEN3", "read_config"]
 
 # Qwen2 and Qwen2.5: biases on q, k and v.
 QWEN2 = ModelFamily("Qwen2ForCausalLM", "qwen2", (*DECODER, *ATTENTION_BIAS))

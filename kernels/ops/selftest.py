@@ -256,7 +256,8 @@ def _small_layers(kind: DecoderKind, intermediate_size: int, dtype: torch.dtype,
     }
 
     def layer(kind: LayerKind, seed: int) -> Layer:
-        products, parts = dict(kind.products), {}
+        products = dict(kind.products)
+        parts: dict[str, Any] = {}
         for number, (name, named) in enumerate(SHAPES.items(), seed):
             size = tuple(sizes[of] for of in named)
             if name in kind.norms:

@@ -19,7 +19,14 @@ from novainfer import InvalidParameter, NovaInferError, SamplingParams, Unsuppor
 from novainfer.server.http.errors import ErrorDetail, detail_of
 from novainfer.server.openai.decode import decode, explain
 from novainfer.server.openai.protocol import NOTHING, ChatCompletionRequest, CompletionRequest
-from novainfer.server.openai.replies import ChatCompletion, Choice, Completion, CompletionLogprobs, Usage, completion_logprobs
+from novainfer.server.openai.replies import (
+    ChatCompletion,
+    Choice,
+    Completion,
+    CompletionLogprobs,
+    Usage,
+    completion_logprobs,
+)
 
 DIGEST_BYTES = 16
 LINE_ID = "batch_req_"  # before the digest, in the `id` of a line of OpenAI's format

@@ -19,7 +19,8 @@ from novainfer.kernels.models import registry
 from novainfer.kernels.models.config import Rope
 from novainfer.kernels.models.family import DECODER, ModelFamily
 from novainfer.kernels.models.registry import FAMILIES, read_config
-from novainfer.kernels.ops.forward import PRODUCTS, SHAPES, Layer
+from novainfer.kernels.ops import forward
+from novainfer.kernels.ops.forward import PRODUCTS, Layer
 from novainfer.kernels.weights.header import tensor_shapes
 
 
@@ -53,7 +54,10 @@ def test_a_layer_says_of_each_part_the_shape_that_the_table_gives_it(family: Mod
         if tensor.is_per_layer and not tensor.name.endswith(".bias"):
             parts.setdefault(tensor.part, []).append(config.shape(tensor))
     for part, shapes in parts.items():
-        assert tuple(sizes[size] for size in SHAPES[part]) == (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        assert tuple(sizes[size] for size in forward.SHAPES[part]) == (
+            sum(shape[0] for shape in shapes),
+            *shapes[0][1:],
+        )
 
 
 def test_deepseek_r1_distill_qwen_is_a_qwen2(tmp_path: Path) -> None:

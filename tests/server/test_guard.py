@@ -131,7 +131,11 @@ async def test_metrics_count_what_happened(client: httpx.AsyncClient, engine: Fa
     assert 'nova_http_requests_total{method="POST",route="/v1/chat/completions",status="200"} 3.0' in lines
     assert 'nova_http_requests_total{method="GET",route="other",status="404"} 1.0' in lines
     assert 'nova_kv_blocks{state="DECODE"} 4.0' in lines
-    assert {"nova_copied_blocks_total 7.0", "nova_swapped_out_blocks_total 3.0", "nova_swapped_in_blocks_total 2.0"} <= lines
+    assert {
+        "nova_copied_blocks_total 7.0",
+        "nova_swapped_out_blocks_total 3.0",
+        "nova_swapped_in_blocks_total 2.0",
+    } <= lines
 
 
 async def test_two_apps_in_one_process_have_metrics_of_their_own(serve: Serve) -> None:

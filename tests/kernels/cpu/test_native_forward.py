@@ -128,7 +128,11 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts(
 def test_a_forward_is_proved_on_a_decoder_like_the_one_it_is_for(dtype: torch.dtype) -> None:
     """Its own kernels, one layer of each kind."""
     for linears in ((NativeLinear,), (NativeInt8Linear,), (NativeLinear, NativeInt8Linear)):
-        for biased, norms, is_sliding in ((), (), False), (("qkv",), (), True), (("qkv", "o"), ("q_norm", "k_norm"), True):
+        for biased, norms, is_sliding in (
+            ((), (), False),
+            (("qkv",), (), True),
+            (("qkv", "o"), ("q_norm", "k_norm"), True),
+        ):
             norms_of = frozenset(("input_norm", "post_norm", *norms))
             kinds = frozenset(
                 LayerKind(tuple((part, linear) for part in PRODUCTS), frozenset(biased), norms_of, is_sliding)
