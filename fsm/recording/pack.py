@@ -48,7 +48,7 @@ LEFT_OUT: dict[str, Mapping[str, Callable[[], Any]]] = {
 COUNTED = "logprobs"
 _ATOMS = frozenset([int, str, bytes, bool, float, type(None)])
 _DECODER = codecs.getincrementaldecoder("utf-8")
-_NOTHING: dict[str, Callable[[], Any]] = {}
+NOTHING: dict[str, Callable[[], Any]] = {}
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType)
 
 # Tags of what is no atom: [tag, …].
@@ -79,11 +79,11 @@ class Kinds:
 
 def pack(thing: Any, kinds: Kinds, known: Mapping[str, Any] | None = None) -> bytes:
     """`thing` as bytes. What `known` holds is written by its name only. Raises `PackError`."""
-    writer = _Writer(kinds, known or {})
+    writer = Writer(kinds, known or {})
     try:
         return _encode(writer.plain(thing))
     except OverflowError:  # a number that no machine word holds, somewhere in a client's JSON
-        return _encode(_Writer(kinds, known or {}, has_big=True).plain(thing))
+        return _encode(Writer(kinds, known or {}, has_big=True).plain(thing))
 
 
 def unpack(data: bytes, kinds: list[tuple[str, list[str]]], known: Mapping[str, Any] | None = None) -> Any:
@@ -98,14 +98,17 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
 
 
-class _Writer:
-    def __init__(self, kinds: Kinds, known: Mapping[str, Any], *, has_big: bool = False) -> None:
+class Writer:
+    """One way through all that a thing holds, each object once; `object` says what becomes of one."""
+
+    def __init__(self, kinds: Kinds, known: Mapping[str, Any] = NOTHING, *, has_big: bool = False) -> None:
         self._kinds = kinds
         self._known = {id(thing): name for name, thing in known.items()}
         self._seen: dict[int | Mode | tuple[Mode, ...], int] = {}
         self._has_big = has_big
 
     def plain(self, thing: Any) -> Any:
+        """`thing` as numbers, strings and nested lists."""
         kind: Any = type(thing)
         if kind in _ATOMS:
             if self._has_big and kind is int and not -(2**63) <= thing < 2**64:
@@ -137,14 +140,15 @@ class _Writer:
             return [_DICTS[kind], self._list(thing), self._list(thing.values())]
         if kind is _DECODER:
             return [_TEXT, *thing.getstate()]
-        return self._object(thing)
+        return self.object(thing)
 
     def _list(self, things: Any) -> list[Any]:
         if not self._has_big and set(map(type, things)) <= _ATOMS:
             return [_ATOM_LIST, list(things)]
         return [_LIST, [self.plain(x) for x in things]]
 
-    def _object(self, thing: Any) -> list[Any]:
+    def object(self, thing: Any) -> Any:
+        """What can be made again: its class by name, and its attributes."""
         kind: Any = type(thing)
         if not _is_known(kind):
             raise PackError(f"{kind.__module__}.{kind.__qualname__} is nothing that a machine holds")
@@ -375,7 +379,7 @@ def _is_known(kind: Any) -> bool:
 
 @cache
 def _left_out(kind: Any) -> Mapping[str, Callable[[], Any]]:
-    return {name: make for base in kind.__mro__ for name, make in LEFT_OUT.get(base.__name__, _NOTHING).items()}
+    return {name: make for base in kind.__mro__ for name, make in LEFT_OUT.get(base.__name__, NOTHING).items()}
 
 
 @cache

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copyreg
 import io
-import marshal
 import pickle
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable
-from enum import Enum
 from hashlib import blake2b
 from typing import Any
+
+import msgspec
 
 from novainfer.fsm.client.gate import GateState
 from novainfer.fsm.client.stream import StreamState
@@ -22,10 +22,11 @@ from novainfer.fsm.engine import EngineState
 from novainfer.fsm.kv.blocks import BlockPool
 from novainfer.fsm.messages.events import Arrive
 from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.recording.pack import Kinds, Writer
 from novainfer.fsm.schedule.ladder import Rung
 from novainfer.fsm.schedule.planner import Limits
-from novainfer.fsm.schedule.request import Request, RequestState
-from novainfer.fsm.schedule.scheduler import Scheduler, SchedulerState
+from novainfer.fsm.schedule.request import RequestState
+from novainfer.fsm.schedule.scheduler import SchedulerState
 from novainfer.fsm.simulation.checks import Checks
 from novainfer.fsm.simulation.process import Processes
 from novainfer.fsm.simulation.shape import Shape
@@ -62,9 +63,8 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Worker": frozenset(["_policy"]),
     "_Room": frozenset(["_max_reqs", "_max_tokens"]),
 }
-# Dictionaries whose order says who comes first; of all others only the content counts.
-ORDERED = frozenset(["_cached", "_overflow", "_pending", "parked", "running"])
-
+_kinds = Kinds()
+_encode = msgspec.msgpack.Encoder().encode
 _constants: list[Any] = []  # objects that never change, by their number in snapshots
 _numbers: dict[int, int] = {}
 
@@ -191,7 +191,7 @@ def save(world: World) -> Saved:
         known = _known[part]
         number = known.get(written)
         if number is None:
-            content = _digest(plain(getattr(world, name)))
+            content = _digest(getattr(world, name))
             number = known[written] = _contents[part].setdefault(content, len(_contents[part]))
         data.append(written)
         key.append(number)
@@ -244,56 +244,31 @@ def _content(message: Any) -> bytes:
     """What a message says; worked out once."""
     found = _messages.get(id(message))
     if found is None:
-        found = _messages[id(message)] = message, _digest(plain(message))
+        found = _messages[id(message)] = message, _digest(message)
     return found[1]
 
 
-def _digest(content: Any) -> bytes:
-    return blake2b(marshal.dumps(content, 2), digest_size=16).digest()
+def _digest(thing: Any) -> bytes:
+    return blake2b(_encode(_Content(_kinds).plain(thing)), digest_size=16).digest()
 
 
-def plain(thing: Any) -> Any:
-    """`thing` as nested tuples of numbers, strings and bytes."""
-    kind = type(thing)
-    if kind in _ATOMS:
-        return thing
-    if kind is list or kind is tuple or kind is deque:
-        return tuple([x if type(x) in _ATOMS else plain(x) for x in thing])
-    if kind is OrderedDict:
-        return tuple(thing)
-    if issubclass(kind, dict):
-        return tuple(sorted([(plain(k), plain(v)) for k, v in thing.items()]))
-    if issubclass(kind, Enum):
-        return thing.value
-    if issubclass(kind, set | frozenset):
-        return tuple(sorted(map(plain, thing)))
-    if issubclass(kind, Request):
-        return thing.request_id  # it is written once, by the scheduler
-    return _object(thing)
+class _Content(Writer):
+    """What decides in a part of a world, written as a recording writes it."""
+
+    def object(self, thing: Any) -> Any:
+        """Its class, and its attributes but for those that nothing depends on."""
+        kind = type(thing)
+        if kind is bytearray:
+            return thing
+        names = _attributes.get(kind)
+        if names is None:
+            names = _attributes[kind] = _attributes_of(thing)
+        found = [kind.__name__, *[self.plain(getattr(thing, name)) for name in names]]
+        if kind is BlockPool:  # of the times of release only the order matters
+            found.append(sorted(range(thing.num_blocks), key=thing._released_at.__getitem__))
+        return found
 
 
-def _object(thing: Any) -> tuple[Any, ...]:
-    kind = type(thing)
-    names = _attributes.get(kind)
-    if names is None:
-        names = _attributes[kind] = _attributes_of(thing)
-    found: list[Any] = [kind.__name__]
-    for name in names:
-        value = getattr(thing, name)
-        if name in ORDERED:
-            found.append(tuple(value))
-            found.append(plain(value))
-        else:
-            found.append(value if type(value) in _ATOMS else plain(value))
-    if kind is BlockPool:  # of the times of release only the order matters
-        found.append(tuple(sorted(range(thing.num_blocks), key=thing._released_at.__getitem__)))
-    elif isinstance(thing, Scheduler):
-        known = [*thing.requests.values(), *(request for flight in thing.flights for request in flight.departed)]
-        found.append(tuple(_object(request) for request in known))
-    return tuple(found)
-
-
-_ATOMS = frozenset([int, str, bytes, bytearray, bool, float, type(None)])
 _attributes: dict[type, tuple[str, ...]] = {}
 
 
