@@ -259,7 +259,7 @@ async def test_dumps_at_one_time_leave_as_many_files_as_are_kept(tmp_path: Path)
 
 async def test_starts_that_fail_write_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FakeDevice):
-        def load(self) -> WorkerReady:
+        def load(self, precision: str | None = None) -> WorkerReady:
             raise RuntimeError("a bad flag")
 
     for _ in range(3):
