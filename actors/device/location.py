@@ -69,9 +69,7 @@ class ModelLocation:
         from novainfer.kernels.weights.hub import resolve_model
 
         try:
-            return resolve_model(
-                self.name, "the model of speculative_config" if self._setting == PARAM else self._setting
-            )
+            return resolve_model(self.name, f"{PARAM}: the draft model" if self._setting == PARAM else self._setting)
         except LoadError as error:
             raise ModelLoadError(str(error), param=self._setting) from error
 

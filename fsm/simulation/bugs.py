@@ -127,7 +127,8 @@ MUTANTS = [
         "_short_of_room",
         "if r is oldest or r.state",
         "if r.state",
-        seeds=4000,
+        seeds=0,
+        small="a long prompt, and an answer beside it that takes the blocks it was to have",
     ),
     Mutant(
         "a small request overtakes one that does not fit yet",

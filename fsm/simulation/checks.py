@@ -266,6 +266,8 @@ class Checks:
                         raise Violation(
                             f"request {output.request_id} ended with {end}, and no two failures were its own"
                         )
+                    if is_no_number and any(output.request_id in each for each in self.world.cache.tails.values()):
+                        raise Violation(f"request {output.request_id} gave no number, and its prompt can be found")
                     self.world.clients[output.stream_id].was_blamed = True
                 if end is not None or output.token_ids:
                     self._failed_alone.pop(output.request_id, None)

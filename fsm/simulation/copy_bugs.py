@@ -65,6 +65,41 @@ COPY_MUTANTS = [
         "self._drop_tail(request_id, table)",
         "pass",
     ),
+    Mutant(
+        "a prompt is found whose request gave no number, and is still in a step",
+        BlockCache,
+        "distrust",
+        "self.tails.pop(request.kv.tail_name, None)",
+        "pass",
+    ),
+    Mutant(
+        "a prompt is found at the end of what its request has written by now",
+        BlockCache,
+        "_find_tail",
+        "block = table.blocks[len(prefix.blocks)]",
+        "block = table.blocks[-1]",
+    ),
+    Mutant(
+        "prompts that end alike share what they end in",
+        BlockCache,
+        "_tail_name",
+        'parent = names[num_full - 1] if num_full else b""',
+        'parent = b""',
+    ),
+    Mutant(
+        "a last block that the prompt fills is copied before the next one is begun",
+        BlockCache,
+        "share",
+        "if request.num_prompt % self._size:",
+        "if True:",
+    ),
+    Mutant(
+        "what was computed in several modes is found by the whole prompt",
+        BlockCache,
+        "expect",
+        "if not self._is_sharing or table.is_mixed:",
+        "if not self._is_sharing:",
+    ),
     # ---- who copies
     Mutant(
         "two requests write into the block that they share",
@@ -127,6 +162,20 @@ COPY_MUTANTS = [
         "share",
         "self.pool.share(prefix.tail)",
         "self.pool.share(prefix.tail) if prefix.is_tail_new else None",
+    ),
+    Mutant(
+        "a block that is copied to several others counts once",
+        BlockCache,
+        "_copy",
+        "self._sources.get(source, 0) + 1",
+        "1",
+    ),
+    Mutant(
+        "a step copies before it swaps",
+        ScriptedDevice,
+        "_write",
+        "self._swap(plan, spoil=spoil)\n    self._copy(plan, spoil=spoil)",
+        "self._copy(plan, spoil=spoil)\n    self._swap(plan, spoil=spoil)",
     ),
     # ---- how the step ends
     Mutant(

@@ -37,6 +37,12 @@ SMALL_WORLDS = [
         budget={"oom": 1, "cancel": 1},
     ),
     SmallWorld(
+        name="a long prompt, and an answer beside it that takes the blocks it was to have",
+        shape=_shape(11, prefill_chunk_tokens=2, max_num_batched_tokens=2),
+        clients=[([1, 2, 3, 4, 5, 6, 7], _ask(1)), ([8], _ask(6))],
+        budget={"cancel": 1},
+    ),
+    SmallWorld(
         name="two requests, a step that was never launched, and a worker that dies",
         shape=_shape(4),
         clients=[([1], _ask(3)), ([2], _ask(2))],

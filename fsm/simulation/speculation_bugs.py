@@ -75,7 +75,6 @@ SPECULATION_MUTANTS = [
         "add_drafts",
         "spare = cache.room - self.reserved - len(self.planner.running)",
         "spare = cache.room",
-        seeds=1000,
     ),
     Mutant(
         "guesses are computed without room for them",
@@ -153,5 +152,12 @@ SPECULATION_MUTANTS = [
         "plan",
         "self.speculation.wanted(builder.flight.samples)",
         "self.speculation.wanted([row[0] for row in builder.flight.rows])",
+    ),
+    Mutant(
+        "what fails is tried alone with guesses, which may be what fails",
+        Planner,
+        "plan",
+        "if self.speculation is not None and only is None:",
+        "if self.speculation is not None:",
     ),
 ]

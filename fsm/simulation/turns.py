@@ -109,7 +109,10 @@ class Turns:
             self._check_idle_hands(flight)
             self._check_slots(flight)
             self._check_headroom(flight)
+            self._check_guesses(flight)
             self._check_need(flight)
+        if isinstance(event, MakeBatch) and flight is not None and is_restricted and flight.drafts:
+            raise Violation(f"step {flight.step_id} tries requests apart, and verifies guesses")
         self._check_hunger(flight if is_good and not is_restricted else None, is_step=isinstance(event, MakeBatch))
         self._victims.clear()
         if not self._world.is_large:
@@ -161,6 +164,14 @@ class Turns:
         left = self._world.cache.pool.num_available - self._promised() + self._guessed(flight)
         if left < headroom + 1:
             raise Violation(f"request {last.request_id} was admitted, and {left} blocks are left of {headroom + 1}")
+
+    def _check_guesses(self, flight: Flight) -> None:
+        """Guesses have blocks that neither prompts were promised nor the next step may need."""
+        if self._guessed(flight):
+            left = self._world.cache.pool.num_available
+            needed = self._promised() + len(self._world.scheduler.planner.running)
+            if left < needed:
+                raise Violation(f"step {flight.step_id} gives guesses blocks, and leaves {left} of {needed} to others")
 
     def _check_hunger(self, flight: Flight | None, *, is_step: bool) -> None:
         """The oldest request that can run is in a step as soon as those that run could have ended, one by one."""

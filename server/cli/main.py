@@ -100,7 +100,9 @@ def as_flags(error: NovaInferError) -> str:
     if field is None or field in _ARGUMENTS:
         return error.message
     rest = _SETTING.sub(lambda found: flag_of(found[0]), rest)
-    return f"{flag_of(field)}{space}{rest}" if first == field else f"{flag_of(field)}: {error.message}"
+    if first.rstrip(":") == field:
+        return f"{flag_of(field)}{first[len(field) :]}{space}{rest}"
+    return f"{flag_of(field)}: {error.message}"
 
 
 def flag_of(field: str) -> str:

@@ -251,9 +251,15 @@ async def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path):
 async def test_a_draft_model_that_is_not_there_is_told_before_anything_starts(tmp_path, what):
     name, says = str(tmp_path), "speculative_config: .*model.safetensors"
     if what == "nowhere":
-        name, says = "just-a-word", "speculative_config just-a-word is neither a folder here nor a hub id"
+        name, says = (
+            "just-a-word",
+            "speculative_config: the draft model just-a-word is neither a folder here nor a hub id",
+        )
     elif what == "a file":
-        name, says = str(model_path() / "config.json"), r"speculative_config .* is a file; .* config\.json is needed"
+        name, says = (
+            str(model_path() / "config.json"),
+            r"speculative_config: the draft model .* is a file; .* config\.json is needed",
+        )
     else:
         shutil.copy(model_path() / "config.json", tmp_path / "config.json")
     with pytest.raises(ModelLoadError, match=says) as told:

@@ -17,9 +17,9 @@ def blocks_of(bench: Bench, request_id: int) -> list[int]:
     return bench.scheduler.planner.cache.table_of(bench.request(request_id))
 
 
-def alone(max_tokens: int = 8) -> str:
+def alone(prompt: list[int] = PROMPT) -> str:
     bench = Bench()
-    request = bench.submit(PROMPT, max_tokens=max_tokens)
+    request = bench.submit(prompt)
     bench.run()
     return bench.text(request)
 
@@ -46,11 +46,37 @@ def test_the_last_owner_of_a_shared_block_writes_into_it():
     bench = Bench()
     first, second = bench.submit(PROMPT), bench.submit(PROMPT)
     bench.start()
+    cache = bench.scheduler.planner.cache
+    assert cache.room_for(bench.request(second), len(PROMPT) + 1) == 1
     bench.cancel(first)
     bench.step()
     assert planned(bench) == []
     bench.run()
     assert bench.text(second) == alone()
+
+
+def test_the_last_owner_needs_no_room_to_write_also_while_a_step_copies_from_it():
+    prompt = PROMPT[:6]  # its first token does not fill the block, which would give it a name
+    bench = Bench()
+    first, second = bench.submit(prompt), bench.submit(prompt)
+    bench.start()
+    bench.step()
+    bench.tell(PauseRequest(second))
+    bench.fail(launched=False)
+    bench.cancel(first)
+    bench.step()
+    later = bench.submit(prompt)
+    bench.start()
+    mine = blocks_of(bench, second)[1]
+    assert [source for source, _ in planned(bench)] == [mine]
+    assert bench.request(second).kv.is_tail_shared
+    assert bench.scheduler.planner.cache.room_for(bench.request(second), len(prompt) + 1) == 0
+    bench.tell(ResumeRequest(second))
+    bench.step()
+    assert planned(bench) == []
+    assert blocks_of(bench, second)[1] == mine
+    bench.run()
+    assert [bench.text(i) for i in (second, later)] == [alone(prompt)] * 2
 
 
 def test_the_last_owner_copies_a_block_that_others_can_find_by_its_name():
@@ -130,6 +156,7 @@ def test_a_step_that_copies_is_taken_back_exactly_and_copies_when_it_is_tried_ag
         bench.step()
         found += planned(bench) if bench.plan is not None else []
     assert found == wanted
+    assert bench.scheduler.statistics().copied_blocks_total == 1
     assert [bench.text(i) for i in ids] == [alone()] * 2
 
 

@@ -65,6 +65,22 @@ def test_sequences_that_share_the_block_of_a_step_get_equal_bits(folder: Path, b
     torch.testing.assert_close(first, second, atol=1e-4, rtol=0.0)
 
 
+def test_a_step_swaps_out_then_in_then_copies(folder: Path) -> None:
+    """What leaves is read before a copy takes its block, and what comes can be copied at once; no row is needed."""
+    runner = make_runner(folder, num_blocks=16, max_model_len=64)
+    runner.fit(mode="fixed", num_blocks=16, swap_space_bytes=2 * runner.info.kv_bytes_per_block)
+    parts = runner._kv_parts
+    for part in parts:
+        part.copy_(torch.arange(part.numel()).remainder(251).view(part.shape))
+    before = [part.clone() for part in parts]
+    runner.execute(StepPlan(swap_out_blocks=[4], swap_out_hosts=[1], copy_from_blocks=[2], copy_to_blocks=[4]))
+    runner.execute(StepPlan(swap_in_hosts=[1], swap_in_blocks=[9], copy_from_blocks=[9], copy_to_blocks=[7]))
+    for part, was in zip(parts, before, strict=True):
+        assert torch.equal(part[:, [4, 9, 7]], was[:, [2, 4, 4]])
+        rest = [block for block in range(16) if block not in (4, 9, 7)]
+        assert torch.equal(part[:, rest], was[:, rest])
+
+
 def test_all_layers_are_copied_and_no_other_block(folder: Path) -> None:
     parts = [torch.randn(3, 8, 4, 2), torch.randn(3, 8, 5)]
     wanted = [part.clone() for part in parts]

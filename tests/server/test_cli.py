@@ -327,6 +327,10 @@ def test_a_model_that_cannot_be_loaded_is_exit_code_2(
         (ModelLoadError("max_model_len (9) is more than 8"), "--max-model-len (9) is more than 8"),
         (InvalidParameter("must not be empty", param="host"), "--host: must not be empty"),
         (
+            InvalidParameter("speculative_config: it must be a JSON object", param="speculative_config"),
+            "--speculative-config: it must be a JSON object",
+        ),
+        (
             InvalidParameter("max_num_seqs must be at most max_num_batched_tokens (8)", param="max_num_seqs"),
             "--max-num-seqs must be at most --max-num-batched-tokens (8)",
         ),
