@@ -46,7 +46,8 @@ class Prefixes:
         self._mode = world.shape.modes[0]
         self._mixed: set[int] = set()  # requests with blocks of several modes
         self._steps: list[Step] = []  # oldest first
-        self._spoilt: list[int] = []  # blocks of requests whose tokens gave no number
+        # Of requests whose tokens gave no number: their blocks, and how many of the requests with guesses come first.
+        self._spoilt: list[tuple[int, list[int]]] = []
         self._touched: set[int] = set()  # prefixes that it makes findable, or would, and those that it takes
         self._promised: dict[int, tuple[int, int]] = {}  # prefix: the request that computes it, and since which step
         self._admitted: dict[int, int] = {}  # in which step, by request
@@ -95,8 +96,12 @@ class Prefixes:
         flight = self._world.scheduler.oldest_flight
         if not isinstance(event, MakeBatch) or not isinstance(event.outcome, StepDone) or flight is None:
             return
+        places = {request.request_id: at for at, request in enumerate(flight.samples)}
+        assert self._world.audit is not None
+        kept = [places[other.request.request_id] for other in self._world.audit.verified.kept]
         for request in without_number(self._world, flight, event.outcome):
-            self._spoilt += request.kv.blocks
+            num_before = sum(at <= places[request.request_id] for at in kept)
+            self._spoilt.append((num_before, list(request.kv.blocks)))
 
     def returned(self, event: Any) -> None:
         """The oldest step on the device has ended so; what follows is planned in the mode of the planner."""
@@ -119,11 +124,12 @@ class Prefixes:
                 if not self.is_mixed(request):
                     self._fill_blocks(request, start, end, blocks)
         assert self._world.audit is not None
-        for kept in self._world.audit.verified.kept:  # what was guessed, and is known now
-            if not self.is_mixed(kept.request):
-                self._fill_blocks(kept.request, kept.start + 1, kept.count, kept.blocks)
-        for block in self._spoilt:  # behind guesses that were right, too
-            self._take(block)
+        kept = self._world.audit.verified.kept
+        for at in range(len(kept) + 1):  # request by request: what gave no number makes room for the next one's
+            for block in (block for num_before, blocks in self._spoilt if num_before == at for block in blocks):
+                self._take(block)
+            if at < len(kept) and not self.is_mixed(kept[at].request):  # what was guessed, and is known now
+                self._fill_blocks(kept[at].request, kept[at].start + 1, kept[at].count, kept[at].blocks)
         self._spoilt.clear()
         mode = self._world.scheduler.planner.mode
         if mode != self._mode:

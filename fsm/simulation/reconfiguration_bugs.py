@@ -28,6 +28,8 @@ RECONFIGURATION_MUTANTS = [
         "_batch",
         "if self._wanted is not None and event.is_vacant:",
         "if self._wanted is not None:",
+        small="another KV cache while a reader stalls",
+        seeds=0,
     ),
     Mutant(
         "a wish that comes while another one is under way gets no answer",
@@ -50,6 +52,8 @@ RECONFIGURATION_MUTANTS = [
         "_lost_meanwhile",
         'self._answer(f"{LOST}: {event.message}")',
         "pass",
+        small="another KV cache, for which there is no room, or a worker that dies on the way",
+        seeds=0,
     ),
     Mutant("a wish gets no answer when the engine stops", Engine, "_stop", "if self._wanted is not None:", "if False:"),
     Mutant(
@@ -128,7 +132,13 @@ RECONFIGURATION_MUTANTS = [
         "self.device_mode = self.exact_mode",
     ),
     # ---- the worker
-    unguarded("a wish is for any worker", Worker, Reconfigure),
+    unguarded(
+        "a wish is for any worker",
+        Worker,
+        Reconfigure,
+        small="another KV cache, for which there is no room, or a worker that dies on the way",
+        seeds=0,
+    ),
     Mutant(
         "a worker that was made anew has the host's memory",
         Worker,
@@ -156,6 +166,8 @@ RECONFIGURATION_MUTANTS = [
         "_lose",
         "self._wanted = self._error = None",
         "self._error = None",
+        small="another KV cache, for which there is no room, or a worker that dies on the way",
+        seeds=0,
     ),
     Mutant(
         "nobody hears of a worker that is lost on the way",
@@ -191,6 +203,8 @@ RECONFIGURATION_MUTANTS = [
         "_reconfigure",
         "in_place=event.precision in (None, first.precision) and self._mode == first",
         "in_place=event.precision in (None, first.precision)",
+        small="another precision while the ladder is down",
+        seeds=0,
     ),
     Mutant(
         "nobody looks whether there is room for another cache",
@@ -220,6 +234,8 @@ RECONFIGURATION_MUTANTS = [
         "_started",
         "Load(SPARE_EPOCH, self._precision)",
         "Load(SPARE_EPOCH)",
+        small="another precision, and a spare that has the one of before",
+        seeds=0,
     ),
     Mutant("a spare is started for each cache", Roster, "_pass_and_note", "and self._is_new and", "and"),
     Mutant(
@@ -228,6 +244,8 @@ RECONFIGURATION_MUTANTS = [
         "_take_ahead",
         'if isinstance(job, Fit) and job.num_blocks != answer.value["num_blocks"]:',
         "if False:",
+        small="another KV cache, and a spare that has the one of before",
+        seeds=0,
     ),
     Mutant(
         "a spare makes another cache, and is not warmed",
@@ -235,5 +253,7 @@ RECONFIGURATION_MUTANTS = [
         "_take_ahead",
         'self.ahead.pop("Warm", None)',
         "pass",
+        small="another KV cache, and a spare that has the one of before",
+        seeds=0,
     ),
 ]

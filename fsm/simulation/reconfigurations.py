@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from novainfer.fsm.messages.events import Reconfigure, Reconfigured
+from novainfer.fsm.messages.events import Reconfigure, Reconfigured, WorkerReady
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.shape import Shape, modes_in
 
@@ -45,9 +45,19 @@ class Reconfigurations:
             self.num_blocks = self.num_blocks if wish.num_blocks is None else wish.num_blocks
             self.precision = self.precision if wish.precision is None else wish.precision
             self.num_done += 1
+        if ready is not None:
+            self._check(ready)
+
+    def is_back(self, ready: WorkerReady) -> None:
+        """A worker that was lost is replaced, by one that is what that was."""
+        if ready.error is not None:
+            raise Violation(f"nothing was asked of {ready}")
+        self._check(ready)
+
+    def _check(self, ready: WorkerReady) -> None:
         modes = modes_in(self.precision, self._shape.modes)
-        if ready is not None and (ready.num_blocks, ready.modes) != (self.num_blocks, modes):
-            raise Violation(f"{wish}, {answer.error}: the worker has {ready.num_blocks} blocks and {ready.modes}")
+        if (ready.num_blocks, ready.modes) != (self.num_blocks, modes):
+            raise Violation(f"{ready} is not what it should be: of {self.num_blocks} blocks, with {modes}")
 
     def end(self, world: World) -> None:
         """Nothing can happen any more: every wish has its answer, and the engine is what was said."""

@@ -473,6 +473,14 @@ SMALL_WORLDS = [
         wishes=((3, None), (6, None)),
     ),
     SmallWorld(
+        name="another KV cache while a reader stalls",
+        shape=_shape(4, 1, 1, max_model_len=3, stall_high=0, stall_low=0, num_host_blocks=1),
+        clients=[([1], _ask(2))],
+        budget={"reconfigure": 1, "read": 1},
+        slow_readers=frozenset([0]),
+        wishes=((3, None),),
+    ),
+    SmallWorld(
         name="another KV cache, two steps in flight, and what the host has room for",
         shape=_shape(4, max_model_len=3, num_host_blocks=2, max_in_flight=2),
         clients=[([1], _ask(2)), ([2], _ask(2))],

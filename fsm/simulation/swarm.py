@@ -528,6 +528,9 @@ class Seed:
             at_s = 60 + own.random() * (self.mix.num_clients // self.mix.burst + 1) * self.mix.burst_gap_s
             at_s += own.random() * self.mix.step_s * 40
             self._after(at_s, self._reconfigure, wish, precision, own.random() < 0.2)
+            if own.random() < 0.3:  # just then, or soon after
+                delay_s = own.choice([0.0, 4 * self.mix.hop_s, self.mix.step_s, self.mix.jobs_s]) * own.random()
+                self._after(at_s + delay_s, self._crash, own.choice(["die", "die", "overdue"]))
 
     def _reconfigure(self, num_blocks: int | None, precision: str | None, is_twice: bool) -> None:
         if not is_possible(self.world, ("reconfigure", num_blocks, precision)):

@@ -18,7 +18,7 @@ from novainfer.fsm.client.stream import Stream
 from novainfer.fsm.core.machine import After, Drop, Effect, Machine, Observer, Row, Send, Start
 from novainfer.fsm.device.roster import Find, Open
 from novainfer.fsm.device.worker import RestartPolicy, Worker
-from novainfer.fsm.engine import Engine
+from novainfer.fsm.engine import Engine, EngineState
 from novainfer.fsm.kv.block_cache import BlockCache
 from novainfer.fsm.messages.events import (
     Arrive,
@@ -50,6 +50,7 @@ from novainfer.fsm.messages.events import (
     StepFailed,
     Stop,
     Switch,
+    WorkerReady,
 )
 from novainfer.fsm.messages.outputs import Delta
 from novainfer.fsm.messages.params import SamplingParams
@@ -238,6 +239,9 @@ class World:
                 if not queue:
                     self.busy.append(link)
                 queue.append(effect.event)  # type: ignore[union-attr]
+                if type(effect.event) is Reconfigured:  # type: ignore[union-attr]
+                    self.reconfigurations.answered(effect.event)  # type: ignore[union-attr]
+                    self.counts["reconfigured" if effect.event.error is None else "not reconfigured"] += 1  # type: ignore[union-attr]
                 if type(effect.event) is Departed and self.audit is not None:  # type: ignore[union-attr]
                     self.audit.retry.departs(effect.event)  # type: ignore[union-attr]
                 if len(queue) > MAILBOX_FEW:
@@ -366,14 +370,14 @@ class World:
             self.encodings[event.stream_id] = event
             if self._driver is not None:
                 self._driver.prompt_came(event.stream_id)
-        elif to == "client":
-            if isinstance(event, Reconfigured):
-                self.reconfigurations.answered(event)
-                self.counts["reconfigured" if event.error is None else "not reconfigured"] += 1
+        elif to == "client":  # who has heard it when it was said
+            pass
         elif to == "incidents":
             self.counts[f"incident: {event.kind}"] += 1
         else:
             self.checks.before(to, event)
+            if isinstance(event, WorkerReady) and self.engine.state is EngineState.RECOVERING:
+                self.reconfigurations.is_back(event)
             if isinstance(event, Drain):
                 self.everybody(Cause.DRAIN, self.gate.overflow)
             elif isinstance(event, CancelAll):  # who came after it at the gate, and before it here, is cancelled too
