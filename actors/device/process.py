@@ -69,6 +69,7 @@ class _Seen:
         self.signs = 0  # that it gets on with what it does
         self.state: Any = None
         self.since_s = now_s
+        self.is_unwanted = False  # it was ended because the roster wanted that
         self._silence = Silence(child.heard_s)
 
     def silent_s(self, process: Process, now_s: float) -> float:
@@ -102,6 +103,7 @@ class ProcessLink:
         self._finding: asyncio.Task[None] | None = None  # the model's folder
         self._timers: dict[type, asyncio.TimerHandle] = {}  # by the kind of event that they bring
         self._weights_fd: int | None = None  # what the worker has packed, the spare finds
+        self._precision: str | None = None  # of those weights
         self._stopped = anyio.Event()
         self._changed = anyio.Event()  # a process was reaped
 
@@ -241,12 +243,13 @@ class ProcessLink:
     def _do(self, effect: Start) -> None:
         job = effect.job
         if isinstance(job, Open):
-            self._open(job.serial)
+            self._open(job)
         elif isinstance(job, Find):
             self._finding = asyncio.get_running_loop().create_task(self._find(), name="novainfer-find-model")
         elif isinstance(job, Finish) and not job.why:
             self._seen[job.serial].child.signal(signal.SIGKILL)
         elif isinstance(job, Finish):
+            self._seen[job.serial].is_unwanted = True
             self._seen[job.serial].child.kill(job.why)
         elif isinstance(job, Tell):
             self._tell(job)
@@ -273,10 +276,22 @@ class ProcessLink:
             answer = JobFailed(type(job).__name__, str(error), tell.epoch)
             self._take(Answered(tell.serial, tell.epoch, answer, asyncio.get_running_loop().time()))
 
-    def _open(self, serial: int) -> None:
-        loop = asyncio.get_running_loop()
+    def _share_weights(self, precision: str | None) -> None:
+        """Have a file for the weights of processes in this precision; those who have the one before keep it."""
+        if precision != self._precision:
+            self._forget_weights()
         if self._shares_weights and self._weights_fd is None:
             self._weights_fd = os.memfd_create("novainfer-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._precision = precision
+
+    def _forget_weights(self) -> None:
+        if self._weights_fd is not None:
+            os.close(self._weights_fd)
+            self._weights_fd = None
+
+    def _open(self, job: Open) -> None:
+        loop, serial = asyncio.get_running_loop(), job.serial
+        self._share_weights(job.precision)
         fds = () if self._weights_fd is None else (self._weights_fd,)
         try:
             child = Child(self._heard, self._dying, self._ended, *fds)
@@ -322,9 +337,9 @@ class ProcessLink:
 
     def _ended(self, child: Child, sentence: str) -> None:
         serial = self._serials.pop(child)
-        del self._seen[serial]
+        seen = self._seen.pop(serial)
         if self._was_up and not self._stopped.is_set() and self.roster.state is not RosterState.CLOSING:
-            logger.warning("%s", sentence)
+            logger.log(logging.INFO if seen.is_unwanted else logging.WARNING, "%s", sentence)
         self._changed.set()
         self._changed = anyio.Event()
         self._take(Ended(serial, sentence, asyncio.get_running_loop().time()))
@@ -339,9 +354,7 @@ class ProcessLink:
             logger.error("processes that do not end, though they were killed: %s", pids)
         for timer in self._timers.values():
             timer.cancel()
-        if self._weights_fd is not None:
-            os.close(self._weights_fd)
-            self._weights_fd = None
+        self._forget_weights()
         if self._finding is not None:
             self._finding.cancel()
             await asyncio.wait({self._finding})

@@ -12,7 +12,8 @@ import pytest
 from novainfer.fsm.device import roster
 from novainfer.fsm.device.process import ProcessState
 from novainfer.fsm.device.roster import SPARE_DEATHS_MAX, RosterState
-from novainfer.fsm.messages.events import DeviceLost, Fit, Incident, JobDone, Load, Spawn, Warm
+from novainfer.fsm.messages.events import DeviceLost, Fit, Incident, JobDone, Kill, Load, Spawn, Warm
+from novainfer.fsm.messages.mode import CHECKPOINT, INT8
 from novainfer.fsm.messages.step import StepDone
 from tests.actors.devices import model, spec
 from tests.actors.helpers import eventually
@@ -68,6 +69,28 @@ async def test_it_shares_the_weights_that_the_worker_has_packed(quantization: st
         assert first["modes"] == second["modes"]
         assert {mode["precision"] for mode in second["modes"]} == {quantization or "checkpoint"}
         assert (await line.step(1)).token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shares memory by memfd")
+async def test_in_another_precision_it_shares_other_weights() -> None:
+    files = open_files()
+    async with linked(model("demo", native="1"), warm_spare=True) as line:
+        await line.up()
+        found = []
+        for epoch, precision in ((1, INT8), (3, CHECKPOINT)):
+            line.link.put(Kill(epoch - 1))
+            up = Spawn(epoch, precision), Load(epoch, precision), Fit(epoch), Warm(epoch)
+            found += [await line.ask(job) for job in up]
+            await eventually(lambda: is_ready(line))
+            await kill(line)
+            assert (await line.ask(Spawn(epoch + 1, precision))).value["spare"]
+            found += [await line.ask(job) for job in (Load(epoch + 1, precision), Fit(epoch + 1), Warm(epoch + 1))]
+        loads = [answer.value for answer in found if answer.job == "Load"]
+        assert [load["modes"][0]["precision"] for load in loads] == [INT8, INT8, CHECKPOINT, CHECKPOINT]
+        assert [load["weights"] for load in loads] in (["packed", "mapped"] * 2, ["own"] * 4)
+        assert loads[0]["weights"] == "packed" or not loads[0]["kernels"]["linear"].startswith("native")
+    assert open_files() == files
 
 
 async def test_it_stands_by_only_once_the_worker_is_warm() -> None:
