@@ -50,7 +50,7 @@ def make_runtime(
         speculation=_speculation(config),
         max_in_flight=2 if config.plans_ahead else 1,
         timeouts=Timeouts(**{name: getattr(config, name) for name in Timeouts.__struct_fields__}),
-        restarts=RestartPolicy(config.max_restarts, config.restart_window_s) if is_process else RestartPolicy(),
+        restarts=RestartPolicy(config.max_restarts, config.restart_window_s, is_process=True) if is_process else None,
     )
 
 

@@ -132,11 +132,18 @@ class OfPlan(Guard):
 class RestartPolicy(msgspec.Struct, frozen=True):
     """`max_restarts` losses within `window_s` seconds, without a good step between them, are borne; one more is not.
 
-    A device that is a thread of this process cannot be replaced: its policy is `max_restarts=0`.
+    A device that is a thread of this process cannot be replaced: its policy is `max_restarts=0`. So may be that of a
+    process, which can be ended all the same: `is_process` says so where restarts do not.
     """
 
     max_restarts: int = 0
     window_s: float = 60.0
+    is_process: bool = False
+
+    @property
+    def may_kill(self) -> bool:
+        """Whether there is a process that can be ended."""
+        return self.is_process or self.max_restarts > 0
 
 
 class Worker(Machine):
@@ -381,7 +388,7 @@ class Worker(Machine):
             self.epoch += 1
             self._keeps_host = True
             return self._fit()
-        if self._policy.max_restarts:  # elsewhere the device lets go of what it has by itself
+        if self._policy.may_kill:  # elsewhere the device lets go of what it has by itself
             self._start(Kill(self.epoch))
         self.epoch += 1
         self._stood_by = False
@@ -422,7 +429,7 @@ class Worker(Machine):
     def _lose(self, fault: Fault, message: str, at_s: float) -> WorkerState:
         """The device is of no more use since `at_s`: replace it while the budget lasts."""
         policy = self._policy
-        if policy.max_restarts:  # elsewhere there is nothing that could be killed
+        if policy.may_kill:
             self._start(Kill(self.epoch))
         self._losses = [loss_s for loss_s in self._losses if loss_s > at_s - policy.window_s] + [at_s]
         was_up = self.state in UP or self._is_changing
