@@ -40,7 +40,14 @@ from novainfer.fsm.client.gate import Gate, GateState
 from novainfer.fsm.client.stream import STALL_TIMEOUT_S, Stream
 from novainfer.fsm.device.worker import RestartPolicy, Worker, WorkerState
 from novainfer.fsm.engine import Engine, EngineState
-from novainfer.fsm.messages.errors import EngineClosed, ModelLoadError, NovaInferError
+from novainfer.fsm.messages.errors import (
+    EngineClosed,
+    EngineDead,
+    EngineDraining,
+    ModelLoadError,
+    NovaInferError,
+    ReconfigureInProgress,
+)
 from novainfer.fsm.messages.events import (
     Begin,
     Cause,
@@ -54,6 +61,8 @@ from novainfer.fsm.messages.events import (
     Launch,
     MakeBatch,
     Prompt,
+    Reconfigure,
+    Reconfigured,
     Rejected,
     Run,
     StepFailed,
@@ -161,6 +170,8 @@ class Runtime:
         self._stopping: anyio.Event | None = None
         self._idle: asyncio.Event | None = None
         self._vocabulary: asyncio.Future[Vocabulary | None] | None = None  # None: stopped before it was there
+        self._reconfiguring: asyncio.Future[Reconfigured] | None = None  # until it is answered
+        self._num_reconfigurations = 0
         self._device_error: str | None = None  # the first job that the device failed
         self._loaded = anyio.Event()  # the device has loaded the model, or said why not
         self.error: str | None = None  # what it died of
@@ -205,6 +216,49 @@ class Runtime:
         self._admission.cancel_all(Cause.DRAIN)
         with anyio.move_on_after(DRAIN_GRACE_S):  # an actor that is stuck ends nothing
             await self._wait_idle()
+
+    @property
+    def is_reconfiguring(self) -> bool:
+        """True until the last `reconfigure` is answered."""
+        return self._reconfiguring is not None
+
+    def reconfigure(self, num_blocks: int | None, precision: str | None) -> asyncio.Future[Reconfigured]:
+        """Go on with so many KV blocks, and with weights in this precision (None: as it is); gives the answer to come.
+
+        Raises `ReconfigureInProgress`, `EngineDraining` or `EngineClosed`. If the engine ends first, the answer is an
+        `EngineClosed` or an `EngineDead`.
+        """
+        if self._stopping is None or self._stopping.is_set():
+            raise EngineClosed(self.error or "the engine is not running")
+        if self._gate.state is not GateState.OPEN:
+            raise EngineDraining("the engine shuts down, and is not reconfigured any more")
+        if self._reconfiguring is not None:
+            raise ReconfigureInProgress("another reconfiguration is under way: try again when it has ended")
+        assert self._loop is not None
+        self._num_reconfigurations += 1
+        self._reconfiguring = self._loop.create_future()
+        self._tell("engine", Reconfigure(self._num_reconfigurations, num_blocks, precision))
+        return self._reconfiguring
+
+    def _note_reconfigured(self, event: Reconfigured) -> None:
+        if self._engine.state is EngineState.STOPPED:
+            self._end_reconfiguration()
+            return
+        if event.ready is not None:
+            self._limit_prompts(event.ready)
+        answer, self._reconfiguring = self._reconfiguring, None
+        assert answer is not None, "one is asked for at a time, and answered once"
+        answer.set_result(event)
+
+    def _end_reconfiguration(self) -> None:
+        """The engine has stopped: the answer, if one is owed, is that."""
+        answer, self._reconfiguring = self._reconfiguring, None
+        if answer is not None:
+            error = (
+                EngineDead(self.error) if self.error is not None else EngineClosed("the engine was closed meanwhile")
+            )
+            answer.set_exception(error)
+            answer.exception()  # seen: the one who asked may have left
 
     async def _live(self) -> None:
         """The root task: owns the task group, and ends when everything has ended."""
@@ -294,6 +348,7 @@ class Runtime:
                 self._report("an actor could not be stopped", error)
         for actor in self._actors.values():
             actor.close()
+        self._end_reconfiguration()
         self._link.stop()
         self._threads.stop()
         if self._idle is not None:
@@ -451,10 +506,11 @@ class Runtime:
             self._admission.note_rejected(event)
             return
         assert self._ready is not None
-        if isinstance(event, WorkerReady) and not self._ready.done():
+        if isinstance(event, Reconfigured):
+            self._note_reconfigured(event)
+        elif isinstance(event, WorkerReady) and not self._ready.done():
             assert self._vocabulary is not None
-            max_tokens = min(event.max_model_len, event.num_blocks * self._limits.block_size)
-            self._threads.limit(num_ids=event.vocab_size, max_tokens=max_tokens)
+            self._limit_prompts(event)
             self.recorder.came_up()
             self._ready.set_result(event)
         elif isinstance(event, WorkerFailed):
@@ -463,6 +519,11 @@ class Runtime:
             if not self._ready.done():
                 self._ready.set_exception(ModelLoadError(self.error))
             self._stop()
+
+    def _limit_prompts(self, ready: WorkerReady) -> None:
+        """No prompt has more tokens than the context and the KV cache hold."""
+        max_tokens = min(ready.max_model_len, ready.num_blocks * self._limits.block_size)
+        self._threads.limit(num_ids=ready.vocab_size, max_tokens=max_tokens)
 
     # ---- looking in ----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from novainfer.config import EngineConfig
-    from novainfer.engine import Engine, EngineStatistics, ModelInfo
+    from novainfer.engine import Engine, EngineStatistics
     from novainfer.fsm.messages.errors import (
         CallerError,
         ContextLengthExceeded,
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         ModelNotFound,
         NovaInferError,
         ReaderStalled,
+        ReconfigureFailed,
+        ReconfigureInProgress,
         RecorderUnavailable,
         RequestCancelled,
         RequestNotFound,
@@ -44,10 +46,11 @@ if TYPE_CHECKING:
     from novainfer.fsm.messages.outputs import Delta, FinishReason, TokenLogprob
     from novainfer.fsm.messages.params import SamplingParams
     from novainfer.llm import LLM, CompletionOutput, RequestOutput
+    from novainfer.model import ModelInfo
 
 _HOMES = {
     "novainfer.config": ("EngineConfig",),
-    "novainfer.engine": ("Engine", "EngineStatistics", "ModelInfo"),
+    "novainfer.engine": ("Engine", "EngineStatistics"),
     "novainfer.fsm.messages.errors": (
         "CallerError",
         "ContextLengthExceeded",
@@ -61,6 +64,8 @@ _HOMES = {
         "ModelNotFound",
         "NovaInferError",
         "ReaderStalled",
+        "ReconfigureFailed",
+        "ReconfigureInProgress",
         "RecorderUnavailable",
         "RequestCancelled",
         "RequestNotFound",
@@ -74,6 +79,7 @@ _HOMES = {
     "novainfer.fsm.messages.outputs": ("Delta", "FinishReason", "TokenLogprob"),
     "novainfer.fsm.messages.params": ("SamplingParams",),
     "novainfer.llm": ("LLM", "CompletionOutput", "RequestOutput"),
+    "novainfer.model": ("ModelInfo",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -99,6 +105,8 @@ __all__ = [
     "ModelNotFound",
     "NovaInferError",
     "ReaderStalled",
+    "ReconfigureFailed",
+    "ReconfigureInProgress",
     "RecorderUnavailable",
     "RequestCancelled",
     "RequestNotFound",

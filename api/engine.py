@@ -43,17 +43,19 @@ from novainfer.fsm.messages.errors import (
     InvalidParameter,
     NovaInferError,
     ReaderStalled,
+    ReconfigureFailed,
     RequestCancelled,
     RequestNotFound,
     RequestTimeout,
     StepFailedError,
 )
-from novainfer.fsm.messages.events import Cause, Chat, End, Finished
+from novainfer.fsm.messages.events import Cause, Chat, End, Finished, Reconfigured
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.outputs import Delta
 from novainfer.fsm.messages.params import SamplingParams, is_unicode
 from novainfer.fsm.schedule.speculation import SpeculationStatistics
 from novainfer.home import Home
+from novainfer.model import ModelInfo, check_reconfiguration, model_info
 from novainfer.prompt import PromptLike, to_prompt
 from novainfer.room import check_room
 
@@ -61,31 +63,6 @@ SEED_MASK = 2**64 - 1
 # Seeds that are drawn: JavaScript's numbers hold integers below 2**53 exactly, and the last choice adds 127.
 SEED_DRAWN_BITS = 52
 NAME_CHARS_MAX = 512  # of a request's id
-
-
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that is served; `created` is when it was loaded, in seconds since 1970.
-
-    `modes` are those that it can be computed in, best first: it was started in the first, and goes on in another when
-    memory stays short or kernels fail. `kernels` names, for each operation, the implementations of the first;
-    `num_threads` is theirs on the CPU, 0 where it is not known. A step computes for at most `max_num_seqs` requests.
-    """
-
-    name: str
-    max_model_len: int
-    vocab_size: int
-    dtype: str
-    device: str
-    num_kv_blocks: int
-    created: int
-    weight_bytes: int = 0
-    kv_bytes_per_block: int = 0
-    kernels: dict[str, str] = {}
-    modes: tuple[Mode, ...] = (Mode(),)
-    sampling_defaults: dict[str, Any] = {}
-    block_size: int = 16
-    max_num_seqs: int = 256
-    num_threads: int = 0
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,23 +148,33 @@ class Engine:
         self._is_started = True
         check_before_start(self.config, **self._loads)
         ready = await self._runtime.start()
-        self._info = ModelInfo(
-            name=self.config.served_model_name or str(self.config.model),
-            max_model_len=min(ready.max_model_len, ready.num_blocks * self.config.block_size),
-            vocab_size=ready.vocab_size,
-            dtype=str(ready.facts.get("dtype", "unknown")),
-            device=self.config.device,
-            num_kv_blocks=ready.num_blocks,
-            created=int(time.time()),
-            weight_bytes=int(ready.facts.get("weight_bytes", 0)),
-            kv_bytes_per_block=int(ready.facts.get("kv_bytes_per_block", 0)),
-            kernels=dict(ready.facts.get("kernels", {})),
-            modes=ready.modes,
-            sampling_defaults=dict(ready.facts.get("sampling_defaults", {})),
-            block_size=self.config.block_size,
-            max_num_seqs=self.config.max_num_seqs,
-            num_threads=int(ready.facts.get("num_threads", 0)),
-        )
+        self._info = model_info(self.config, ready, created=int(time.time()))
+
+    async def reconfigure(self, *, num_kv_blocks: int | None = None, precision: str | None = None) -> ModelInfo:
+        """Go on with another number of KV blocks, or with weights in another precision ("checkpoint", "int8").
+
+        Requests that run wait meanwhile, and new ones are taken: none is lost, and no token is given twice. Their KV
+        goes to the host where there is room for it (`swap_space_gib`), the rest is computed again. The prefix cache
+        begins anew. Gives `model_info` as it is then. A caller that is cancelled leaves it going on.
+
+        Raises `InvalidParameter`, `ReconfigureInProgress`, `EngineClosed`, `EngineDraining` or `EngineDead`; and
+        `ReconfigureFailed` when it cannot be done: then all is as before.
+        """
+        info = self.model_info
+        self._home.check()
+        check_reconfiguration(info, num_kv_blocks=num_kv_blocks, precision=precision)
+        if num_kv_blocks == info.num_kv_blocks:
+            num_kv_blocks = None
+        if precision == info.modes[0].precision:
+            precision = None
+        if num_kv_blocks is None and precision is None and not self._runtime.is_reconfiguring:
+            return info
+        answer = self._runtime.reconfigure(num_kv_blocks, precision)
+        answer.add_done_callback(self._reconfigured)
+        found = await asyncio.shield(answer)
+        if found.error is not None:
+            raise ReconfigureFailed(f"the engine goes on as before: {found.error}")
+        return self.model_info
 
     async def aclose(self) -> None:
         """End everything now; requests still open end with `EngineDraining`. From any task, any number of times.
@@ -446,6 +433,11 @@ class Engine:
                 found = msgspec.structs.replace(found, param=handle.prompt_field)
             raise error_of(found, self._runtime.retry_after_s())
         return None
+
+    def _reconfigured(self, answer: asyncio.Future[Reconfigured]) -> None:
+        """The worker is as it was asked to be, or as it was, whoever waits for that."""
+        if not answer.exception() and (ready := answer.result().ready) is not None:
+            self._info = model_info(self.config, ready, created=self.model_info.created)
 
     def _leave(self, request_id: str) -> None:
         """The reader goes: the rest will not be read."""

@@ -20,6 +20,7 @@ from novainfer.server.operate import info, inspection, recorder
 from novainfer.server.operate.events import stream_events
 from novainfer.server.operate.inspection import REQUEST_STATES
 from novainfer.server.operate.openapi import Endpoint, build_openapi
+from novainfer.server.operate.reconfigure import Configuration, Reconfiguration, reconfigure
 from novainfer.server.service import Service
 
 GENERATION = (400, 401, 404, 408, 413, 415, 429, 500, 503)  # how a request for tokens may be refused
@@ -79,6 +80,10 @@ ROUTES: tuple[Endpoint, ...] = (
     Endpoint(
         *("POST", "/v1/faults", inspection.inject_fault, "Let something fail, for a drill", inspection.Injected),
         body=inspection.Fault, errors=(400, 401, 403, 503),
+    ),
+    Endpoint(
+        *("POST", "/v1/admin/reconfigure", reconfigure, "Another KV cache, or another precision", Configuration),
+        body=Reconfiguration, errors=(400, 401, 403, 409, 500, 503),
     ),
     Endpoint(
         *("POST", "/v1/recorder/dump", recorder.dump_recorder, "Write the flight recorder's file", recorder.Dumped),

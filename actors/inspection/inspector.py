@@ -299,6 +299,8 @@ class Inspector(Observer):
             return "paused: slow reader"
         if state is RequestState.RECOVERING or (state in QUEUED and self._engine.state is EngineState.RECOVERING):
             return "recovering"
+        if self._engine.state is EngineState.RECONFIGURING and state in QUEUED:
+            return "reconfiguring"
         if state is RequestState.WAITING_FOR_REMOTE_KVS:
             return "swapped"
         if state not in QUEUED:

@@ -12,7 +12,7 @@ from novainfer.actors.core.watchdog import WORKER, Watchdog
 from novainfer.actors.inspection.inspector import shown_name
 from novainfer.actors.inspection.records import ActorRecord, HealthRecord
 from novainfer.actors.tokenizer.threads import TokenizerThreads
-from novainfer.fsm.engine import EngineState
+from novainfer.fsm.engine import DEVICELESS, EngineState
 from novainfer.fsm.health import RECOVERY_READY_S
 from novainfer.fsm.messages.errors import InvalidParameter
 
@@ -60,10 +60,11 @@ class Overview:
         reason = why_not
         if reason is None and stuck:
             reason = "; ".join(late.sentence() for late in stuck)
-        lost_s = self._watchdog.dwell_s(ENGINE) if state == EngineState.RECOVERING else 0.0
-        is_back_late = lost_s > RECOVERY_READY_S
+        away_s = self._watchdog.dwell_s(ENGINE) if state in DEVICELESS else 0.0
+        is_back_late = away_s > RECOVERY_READY_S
         if reason is None and is_back_late:
-            reason = f"the worker was lost {lost_s:.0f} s ago, and is not back yet: requests wait for it"
+            what = "was lost" if state == EngineState.RECOVERING else "began to be reconfigured"
+            reason = f"the worker {what} {away_s:.0f} s ago, and is not back yet: requests wait for it"
         return HealthRecord(
             is_live=not stuck and why_not is None,
             is_ready=is_ready and not stuck and not is_back_late,

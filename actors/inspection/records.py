@@ -37,10 +37,11 @@ class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request: where it is, since when (`dwell_s`; 0 once it has ended), and why it waits, if it does.
 
-    `reason` is "overflow", "tokenizing", "queue", "blocks", "slots", "prefix", "swapped", "recovering" or "paused: slow
-    reader"; None when nothing keeps it from running. `position` is its place in the queue. With several choices, state,
-    reason and history are those of the first one that has not ended; counts of blocks and tokens are sums. Of the
-    guesses that steps have verified (`draft_tokens`), `accepted_draft_tokens` were right.
+    `reason` is "overflow", "tokenizing", "queue", "blocks", "slots", "prefix", "swapped", "recovering",
+    "reconfiguring" or "paused: slow reader"; None when nothing keeps it from running. `position` is its place in the
+    queue. With several choices, state, reason and history are those of the first one that has not ended; counts of
+    blocks and tokens are sums. Of the guesses that steps have verified (`draft_tokens`), `accepted_draft_tokens` were
+    right.
     """
 
     id: str

@@ -13,6 +13,8 @@
     │   ├── EngineDraining          503  the engine is shutting down
     │   ├── EngineClosed            503  the engine was not started, or is closed
     │   ├── RecorderUnavailable     503  the flight recorder is off, or has nowhere to write
+    │   ├── ReconfigureInProgress   409  another reconfiguration is under way
+    │   ├── ReconfigureFailed       409  the engine cannot be reconfigured so, and goes on as before
     │   ├── RequestTimeout          408  the request's own deadline passed
     │   ├── ReaderStalled           408  its reader took nothing for too long
     │   └── RequestCancelled        499  someone cancelled the request
@@ -122,6 +124,22 @@ class RecorderUnavailable(ServerError):
     """The flight recorder is off, or has nowhere to write its file."""
 
     code = "recorder_unavailable"
+
+
+class ReconfigureInProgress(ServerError):
+    """Another reconfiguration is under way: one at a time."""
+
+    status = 409
+    type = "conflict_error"
+    code = "reconfigure_in_progress"
+
+
+class ReconfigureFailed(ServerError):
+    """The engine could not be reconfigured, and goes on as it was; the message says why."""
+
+    status = 409
+    type = "conflict_error"
+    code = "reconfigure_failed"
 
 
 class RequestTimeout(ServerError):

@@ -31,6 +31,7 @@ from novainfer import (
     EngineOverloaded,
     NovaInferError,
     ReaderStalled,
+    ReconfigureFailed,
     RequestTimeout,
     ServerError,
     StepFailedError,
@@ -44,9 +45,10 @@ RETRY_AFTER_S = 2.0  # for a server that starts or stops; openai-python ignores 
 INTERNAL_MESSAGE = "The server failed on this request; its log says why. Other requests go on."
 
 
-# OpenAI's clients send a 408 or a 500 again, up to three times, unless they are told not to. The first two are the
-# client's own deadline and its own slowness; a step that failed with this request alone in it would fail again.
-NEVER_RETRIED = (RequestTimeout, ReaderStalled, StepFailedError)
+# OpenAI's clients send a 408, a 409 or a 500 again, up to three times, unless they are told not to. The first two are
+# the client's own deadline and its own slowness; a step that failed with this request alone in it would fail again, and
+# so would a reconfiguration.
+NEVER_RETRIED = (RequestTimeout, ReaderStalled, StepFailedError, ReconfigureFailed)
 
 
 class MalformedBody(CallerError):

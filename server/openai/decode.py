@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import msgspec
@@ -13,6 +15,7 @@ from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRe
 from novainfer.server.openai.unsupported import ignored_fields
 
 Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest)
+OwnBody = TypeVar("OwnBody", bound=msgspec.Struct)
 
 FIELDS_MAX = 256  # all that are known are a fourth of it
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -25,19 +28,32 @@ _FIELD = re.compile(r"field `(?P<field>[^`]+)`")
 
 def decode(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
     """The Struct, and the names of fields that have no effect; raises `MalformedBody` or `InvalidParameter`."""
-    try:
+    with _explained():
         fields = _FIELDS.decode(body)
         if len(fields) > FIELDS_MAX:
             raise MalformedBody(f"The body must have at most {FIELDS_MAX} fields, not {len(fields)}")
         ignored = ignored_fields(fields, _KNOWN[kind], adds_special_tokens=kind is CompletionRequest)
         request = cast(Body, _DECODERS[kind].decode(body))
+    return request, ignored
+
+
+def decode_own(kind: type[OwnBody], body: bytes) -> OwnBody:
+    """The Struct of an endpoint that is no other server's; raises as `decode` does."""
+    with _explained():
+        return msgspec.json.decode(body, type=kind)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What msgspec raises becomes an error for the client."""
+    try:
+        yield
     except msgspec.ValidationError as error:
         raise explain(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedBody(f"The body is not valid JSON: {error}") from None
     except RecursionError:
         raise MalformedBody("The body is nested too deeply") from None
-    return request, ignored
 
 
 def explain(error: msgspec.ValidationError) -> MalformedBody | InvalidParameter:

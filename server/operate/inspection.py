@@ -18,9 +18,9 @@ from novainfer.fsm.schedule.request import RequestState
 from novainfer.inspection import ActorRecord, IncidentRecord, RequestRecord, StepRecord
 from novainfer.server.directory import shown_id
 from novainfer.server.engine import ServedEngine
-from novainfer.server.http.errors import MalformedBody, one_of
+from novainfer.server.http.errors import one_of
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange, Viewer
-from novainfer.server.openai.decode import explain
+from novainfer.server.openai.decode import decode_own
 from novainfer.server.service import Service
 
 LAST_MAX = 1024  # steps that are kept
@@ -235,12 +235,7 @@ async def inject_fault(service: Service, request: Request) -> Response:
     exchange: Exchange = request.scope[SCOPE_KEY]
     service.keys.check_admin(exchange.viewer)
     await service.turns.wait(exchange.client, len(exchange.body))
-    try:
-        fault = msgspec.json.decode(exchange.take_body(), type=Fault)
-    except msgspec.ValidationError as error:
-        raise explain(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedBody(f"The body is not valid JSON: {error}") from None
+    fault = decode_own(Fault, exchange.take_body())
     fields = msgspec.structs.asdict(fault)
     how = {name: value for name, value in fields.items() if value is not None and name != "kind"}
     named = dict(how)

@@ -21,6 +21,7 @@ ERRORS = {
     403: "the admin key is needed, or there is none",
     404: "no such model, request or path",
     408: "the body, or the request's own deadline, took too long",
+    409: "not now, or not so: all is as before",
     413: "the body is over the limit",
     415: "the body is not declared as JSON",
     429: "this client has its share already; see Retry-After",

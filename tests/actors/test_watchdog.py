@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from novainfer.actors.runtime import Runtime, Timeouts
 from novainfer.fsm.core.dwell import ANSWER_LIMIT_S, DYING_LIMIT_S, LOAD_STALL_LIMIT_S
 from novainfer.fsm.device.process import ProcessState
 from novainfer.fsm.device.worker import WorkerState
+from novainfer.fsm.engine import EngineState
 from novainfer.fsm.health import (
     PERIOD_S,
     RECOVERY_READY_S,
@@ -23,7 +25,7 @@ from novainfer.fsm.health import (
     Sighting,
 )
 from novainfer.fsm.messages.events import Fault, Overdue, WorkerLost
-from tests.actors.helpers import Valve, answer, ask, eventually, expected, read_all, running
+from tests.actors.helpers import WAIT_S, Valve, answer, ask, eventually, expected, read_all, running
 
 STEP_TIMEOUT_S = 20.0
 
@@ -193,6 +195,26 @@ async def test_a_server_whose_worker_does_not_come_back_is_not_ready_and_says_wh
         found = runtime.health()
         assert (found.is_live, found.is_ready, found.state) == (True, False, "RECOVERING")
         assert found.reason == "the worker was lost 11 s ago, and is not back yet: requests wait for it"
+
+
+async def test_one_that_is_reconfigured_for_long_is_not_ready_either() -> None:
+    class Slow(FakeDevice):
+        def fit(self, num_blocks: int | None = None, *, is_new: bool = False) -> dict[str, Any]:
+            assert not is_new or may_fit.wait(WAIT_S)
+            return super().fit(num_blocks, is_new=is_new)
+
+    may_fit = threading.Event()
+    async with watched(Slow()) as (runtime, clock):
+        answer = runtime.reconfigure(300, None)
+        await eventually(lambda: runtime._engine.state is EngineState.RECONFIGURING)
+        await clock.run(RECOVERY_READY_S)
+        assert runtime.health().is_ready
+        await clock.run(1.0)
+        found = runtime.health()
+        assert (found.is_ready, found.state) == (False, "RECONFIGURING")
+        assert found.reason == "the worker began to be reconfigured 11 s ago, and is not back yet: requests wait for it"
+        may_fit.set()
+        assert (await answer).error is None
 
 
 async def test_a_load_of_a_process_that_reads_nothing_any_more_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:

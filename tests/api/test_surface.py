@@ -31,6 +31,8 @@ SURFACE = [
     "ModelNotFound",
     "NovaInferError",
     "ReaderStalled",
+    "ReconfigureFailed",
+    "ReconfigureInProgress",
     "RecorderUnavailable",
     "RequestCancelled",
     "RequestNotFound",

@@ -128,6 +128,11 @@ class FakeEngine:
             raise RecorderUnavailable("the flight recorder is off")
         return self.recording
 
+    async def reconfigure(self, *, num_kv_blocks: int | None = None, precision: str | None = None) -> FakeModelInfo:
+        if num_kv_blocks is not None:
+            self.model_info = msgspec.structs.replace(self.model_info, num_kv_blocks=num_kv_blocks)
+        return self.model_info
+
     async def drain(self, timeout_s: float) -> None:
         self.is_draining = True
         try:

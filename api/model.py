@@ -1,0 +1,82 @@
+"""The model that is served, as it is now; and what it may be asked to become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from novainfer.arguments import must_be
+from novainfer.config import AT_MOST, EngineConfig
+from novainfer.fsm.messages.errors import InvalidParameter
+from novainfer.fsm.messages.events import WorkerReady
+from novainfer.fsm.messages.mode import PRECISIONS, Mode
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that is served; `created` is when it was loaded, in seconds since 1970.
+
+    `modes` are those that it can be computed in, best first: it was started in the first, and goes on in another when
+    memory stays short or kernels fail. `kernels` names, for each operation, the implementations of the first;
+    `num_threads` is theirs on the CPU, 0 where it is not known. A step computes for at most `max_num_seqs` requests.
+    """
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    device: str
+    num_kv_blocks: int
+    created: int
+    weight_bytes: int = 0
+    kv_bytes_per_block: int = 0
+    kernels: dict[str, str] = {}
+    modes: tuple[Mode, ...] = (Mode(),)
+    sampling_defaults: dict[str, Any] = {}
+    block_size: int = 16
+    max_num_seqs: int = 256
+    num_threads: int = 0
+
+
+def model_info(config: EngineConfig, ready: WorkerReady, *, created: int) -> ModelInfo:
+    """What a worker that came up has said of its model."""
+    return ModelInfo(
+        name=config.served_model_name or str(config.model),
+        max_model_len=min(ready.max_model_len, ready.num_blocks * config.block_size),
+        vocab_size=ready.vocab_size,
+        dtype=str(ready.facts.get("dtype", "unknown")),
+        device=config.device,
+        num_kv_blocks=ready.num_blocks,
+        created=created,
+        weight_bytes=int(ready.facts.get("weight_bytes", 0)),
+        kv_bytes_per_block=int(ready.facts.get("kv_bytes_per_block", 0)),
+        kernels=dict(ready.facts.get("kernels", {})),
+        modes=ready.modes,
+        sampling_defaults=dict(ready.facts.get("sampling_defaults", {})),
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        num_threads=int(ready.facts.get("num_threads", 0)),
+    )
+
+
+def check_reconfiguration(info: ModelInfo, *, num_kv_blocks: Any, precision: Any) -> None:
+    """Raise `InvalidParameter`, naming the field, for what no engine of this model could become."""
+    if num_kv_blocks is None and precision is None:
+        raise InvalidParameter("num_kv_blocks or precision must be given", param="num_kv_blocks")
+    if precision is not None and precision not in PRECISIONS:
+        offered = " or ".join(map(repr, PRECISIONS))
+        raise InvalidParameter(f"precision must be {offered}, not {precision!r}", param="precision")
+    if num_kv_blocks is None:
+        return
+    if isinstance(num_kv_blocks, bool):
+        raise InvalidParameter(f"num_kv_blocks must be an integer, not {num_kv_blocks}", param="num_kv_blocks")
+    must_be("num_kv_blocks", num_kv_blocks, int, "an integer")
+    if num_kv_blocks > (most := AT_MOST["num_kv_blocks"]):
+        raise InvalidParameter(f"num_kv_blocks must be at most {most}, not {num_kv_blocks}", param="num_kv_blocks")
+    least = -(-info.max_model_len // info.block_size)
+    if num_kv_blocks < least:
+        raise InvalidParameter(
+            f"num_kv_blocks must be at least {least}, not {num_kv_blocks}: a request of {info.max_model_len} tokens "
+            f"(max_model_len) needs so many blocks of {info.block_size}",
+            param="num_kv_blocks",
+        )
