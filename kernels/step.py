@@ -43,7 +43,6 @@ class StepTensors:
     context_lens: Tensor  # int32 [num_seqs]
     logit_rows: Tensor | None  # int64 [num_samples]; None when every token row is sampled, in order
     num_samples: int  # positions: one a sampled sequence, and one more for each of its drafts
-    max_query_len: int
     max_context_len: int
 
 
@@ -161,7 +160,7 @@ class StepBuffers:
         num_seqs, num_tokens = len(plan.slots), len(plan.input_ids)
         num_samples = len(plan.sample_seqs) + sum(plan.num_drafts)
         self._check(plan)
-        max_query_len, max_context_len = max(plan.query_lens), max(plan.context_lens)
+        max_context_len = max(plan.context_lens)
         self.update_table(plan)
 
         i64, i32 = self._ints64, self._ints32
@@ -172,7 +171,7 @@ class StepBuffers:
         contexts[:] = plan.context_lens
         starts[0] = 0
         seq_slots = np.array(plan.slots, dtype=np.int64)
-        if max_query_len == 1:
+        if max(plan.query_lens) == 1:
             starts[1:] = self._arange[1 : num_seqs + 1] if num_seqs < len(self._arange) else range(1, num_seqs + 1)
             np.subtract(contexts, 1, out=positions, casting="unsafe")
             token_slots = seq_slots
@@ -220,6 +219,5 @@ class StepBuffers:
             context_lens=d32[num_seqs + 1 : num32],
             logit_rows=None if all_rows else d64[3 * num_tokens : 3 * num_tokens + num_samples],
             num_samples=num_samples,
-            max_query_len=max_query_len,
             max_context_len=max_context_len,
         )

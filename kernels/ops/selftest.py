@@ -328,6 +328,5 @@ def _step(
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
         logit_rows=None if sampled is None else torch.tensor(sampled, dtype=torch.int64, device=device),
         num_samples=sum(query_lens) if sampled is None else len(sampled),
-        max_query_len=max(query_lens),
         max_context_len=max(contexts),
     )

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from novainfer.fsm.messages.step import SeqParams
 
-__all__ = ["adorn", "penalise"]
+__all__ = ["apply_masks", "apply_penalties"]
 
 
-def adorn(logits: Tensor, row: SeqParams, position: int) -> None:
+def apply_masks(logits: Tensor, row: SeqParams, position: int) -> None:
     """Allowed ids, banned ids, stop ids while too early, bias; fp32 [vocab_size], in place.
 
     Where the stop ids would leave nothing (they are all that is allowed, or not banned), they stay: some token must be
@@ -34,7 +34,7 @@ def adorn(logits: Tensor, row: SeqParams, position: int) -> None:
         logits[biased] += torch.tensor(list(row.logit_bias.values()), device=logits.device)
 
 
-def penalise(logits: Tensor, row: SeqParams, tokens: Tensor) -> None:
+def apply_penalties(logits: Tensor, row: SeqParams, tokens: Tensor) -> None:
     """Repetition over prompt and output, presence and frequency over the output; fp32 [vocab_size], in place."""
     if row.repetition_penalty != 1.0:
         seen = tokens.long()

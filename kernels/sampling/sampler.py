@@ -1,8 +1,8 @@
-"""From logits to tokens on the device: adornments, penalties, temperature, filters, one draw a row.
+"""From logits to tokens on the device: masks, bias, penalties, temperature, filters, one draw a row.
 
 The order is vLLM's: allowed ids, banned ids, stop ids while too early, logit bias; penalties; temperature;
 min_p; top_k; top_p. Log probabilities are those of the raw logits, before all of this (vLLM's default,
-`raw_logprobs`). A batch in which every row is greedy and unadorned is one argmax.
+`raw_logprobs`). A batch in which every row is greedy, and whose logits nothing changes, is one argmax.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from novainfer.fsm.messages.step import NO_TOKEN, Logprobs, SeqParams
 from novainfer.kernels.memory import lazy_zeros
 from novainfer.kernels.sampling.draw import draw
 from novainfer.kernels.sampling.draw_row import argmax, draw_row, logprobs_of_row
-from novainfer.kernels.sampling.logits import adorn, penalise
+from novainfer.kernels.sampling.logits import apply_masks, apply_penalties
 from novainfer.kernels.sampling.uniform import uniforms
 from novainfer.kernels.step import must_lie_in
 
@@ -125,7 +125,7 @@ class Sampler:
                 continue
             x = logits[i].float()
             raw = x.clone() if row.logprobs is not None else None
-            self._adorn(x, row, slots[i], positions[i])
+            self._apply(x, row, slots[i], positions[i])
             if raw is not None and not raw.amax().isfinite():
                 token_id = NO_TOKEN  # its log probabilities would be none, wherever the NaN lies
             elif row.temperature < TEMPERATURE_GREEDY_MAX:
@@ -152,10 +152,10 @@ class Sampler:
         """All rows at once, on a device that numpy cannot read."""
         logits = logits.float()
         asked = [i for i, row in enumerate(rows) if row.logprobs is not None]
-        raw = logits[asked]  # a copy: adornments overwrite
+        raw = logits[asked]  # a copy: masks overwrite
         for i, row in enumerate(rows):
             if not plain[i]:
-                self._adorn(logits[i], row, slots[i], positions[i])
+                self._apply(logits[i], row, slots[i], positions[i])
         largest, tokens = logits.max(-1)
         is_finite = largest.isfinite()
         random = [i for i, row in enumerate(rows) if row.temperature >= TEMPERATURE_GREEDY_MAX]
@@ -170,10 +170,10 @@ class Sampler:
                 logprobs[i] = logprobs_of_row(row, token_ids[i], rows[i].logprobs or 0)
         return token_ids, logprobs
 
-    def _adorn(self, x: Tensor, row: SeqParams, slot: int, position: int) -> None:
-        adorn(x, row, position)
+    def _apply(self, x: Tensor, row: SeqParams, slot: int, position: int) -> None:
+        apply_masks(x, row, position)
         if row.needs_history:
-            penalise(x, row, self._tokens()[slot, :position])
+            apply_penalties(x, row, self._tokens()[slot, :position])
 
     def _tokens(self) -> Tensor:
         if self._history is None:
@@ -183,7 +183,7 @@ class Sampler:
 
 def _plain_from(row: SeqParams) -> float:
     """From which position on the row is greedy, without anything that changes or reports its logits."""
-    adorned = row.allowed_token_ids is not None or row.banned_token_ids or row.logit_bias or row.needs_history
-    if adorned or row.logprobs is not None or row.temperature >= TEMPERATURE_GREEDY_MAX:
+    is_changed = row.allowed_token_ids is not None or row.banned_token_ids or row.logit_bias or row.needs_history
+    if is_changed or row.logprobs is not None or row.temperature >= TEMPERATURE_GREEDY_MAX:
         return math.inf
     return row.min_position if row.stop_token_ids else 0

@@ -26,7 +26,7 @@ from novainfer.fsm.messages.step import SeqParams, StepPlan
 from novainfer.fsm.recording.pack import Kinds, pack, unpack
 from novainfer.fsm.schedule.request import Request
 from novainfer.kernels.sampling.draw_row import draw_row
-from novainfer.kernels.sampling.logits import adorn
+from novainfer.kernels.sampling.logits import apply_masks
 from tests.actors.devices import spec
 from tests.actors.helpers import answer, ask, eventually, expected, params, read_all, running
 
@@ -168,7 +168,7 @@ def test_where_all_but_the_stop_tokens_are_banned_a_stop_token_is_drawn_however_
     import torch
 
     logits = torch.zeros(4)
-    adorn(logits, SeqParams(slot=0, banned_token_ids=[0, 1, 2], stop_token_ids=[3], min_position=10), 1)
+    apply_masks(logits, SeqParams(slot=0, banned_token_ids=[0, 1, 2], stop_token_ids=[3], min_position=10), 1)
     assert logits.tolist() == [-math.inf, -math.inf, -math.inf, 0.0]
 
 

@@ -37,8 +37,7 @@ pytestmark = pytest.mark.usefixtures("level")
 def step_of(tables: Tensor, starts: Tensor, lens: Tensor) -> StepTensors:
     """What attention reads of a step."""
     nothing = torch.empty(0, dtype=torch.int64)
-    longest = int(starts.diff().max()), int(lens.max())
-    return StepTensors(nothing, nothing, nothing, tables, starts, lens, None, 0, *longest)
+    return StepTensors(nothing, nothing, nothing, tables, starts, lens, None, 0, int(lens.max()))
 
 
 @dataclass

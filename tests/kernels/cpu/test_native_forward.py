@@ -94,7 +94,6 @@ def make_step(sequences: tuple[tuple[int, int], ...], sampled: tuple[int, ...] |
         context_lens=torch.tensor([context for context, _ in sequences], dtype=torch.int32),
         logit_rows=ends,
         num_samples=len(sequences) if ends is None else len(ends),
-        max_query_len=max(new for _, new in sequences),
         max_context_len=max(context for context, _ in sequences),
     )
 
