@@ -80,6 +80,7 @@ class Jobs:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._last_step = 0  # its id, if it has ended well; 0 where none has
+        self._ended_s = 0.0  # and when
 
     def do(self, job: Any) -> Any:
         """One job, and the event that says how it went; a step is begun if the one that it follows has ended well."""
@@ -104,7 +105,9 @@ class Jobs:
         began_s = time.monotonic()
         try:
             done = self._device.run(plan)
-            return msgspec.structs.replace(done, took_s=time.monotonic() - began_s)
+            before_s, self._ended_s = self._ended_s, time.monotonic()
+            cycle_s = self._ended_s - before_s if self._last_step else 0.0
+            return msgspec.structs.replace(done, took_s=self._ended_s - began_s, cycle_s=cycle_s)
         except MemoryError as error:
             return StepFailed(plan.step_id, plan.epoch, Fault.OOM, sentence_of(error))
         except Exception as error:

@@ -118,3 +118,4 @@ class StepDone(msgspec.Struct, frozen=True):
     draft_token_ids: list[list[int]] = []  # [num_samples] the draft model's guesses behind them, where they are wanted
     draft_error: str | None = None  # why it proposes nothing; the step itself went well
     draft_s: float = 0.0  # seconds of `took_s` that the draft model took
+    cycle_s: float = 0.0  # seconds since the step before it ended on this device; 0 where none has, or none well

@@ -185,7 +185,7 @@ class Recording:
         passed_us, self._last_us = now_us - self._last_us, now_us
         counts = counts_of(event.logprobs) if event.logprobs else None
         fields = (event.step_id, event.epoch, event.token_ids, counts, event.took_s, event.num_tokens)
-        drafts = event.draft_token_ids, event.draft_error, event.draft_s
+        drafts = event.draft_token_ids, event.draft_error, event.draft_s, event.cycle_s
         body = _encode((passed_us, codes.lane, *fields, *drafts))
         log += (STEP << 32 | len(body)).to_bytes(5, "big") + body
 

@@ -62,6 +62,7 @@ class Flight(msgspec.Struct, gc=False):
     drafts: dict[int, int] = {}  # guessed tokens that the step verifies, by the ids of their requests
     num_passes: int = 0  # of the device's draft model, for the next step's
     is_vacating: bool = False  # nothing but what leaves the KV cache for the host: nothing is computed
+    is_noted: bool = False  # whether speculation is to know how it has ended
     canary: list[int] = []  # the blocks that a canary is computed in: such a step computes nothing of any request
 
     def holds(self, request: Request) -> bool:

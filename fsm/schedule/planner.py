@@ -159,10 +159,12 @@ class Planner:
             builder = StepBuilder(self, step_id, epoch, chunk, only)
             builder.add_decodes()
             builder.add_prefills()
-            if self.speculation is not None and only is None:
-                builder.add_drafts(self.speculation)
-                builder.plan.num_drafts_wanted = self.speculation.wanted(builder.flight.samples)
-                builder.flight.num_passes = max(builder.plan.num_drafts_wanted, default=0)
+            if self.speculation is not None:
+                if only is None and self.speculation.begin_step(builder.num_decodes):
+                    builder.add_drafts(self.speculation)
+                    builder.plan.num_drafts_wanted = self.speculation.wanted(builder.flight.samples)
+                    builder.flight.num_passes = max(builder.plan.num_drafts_wanted, default=0)
+                builder.flight.is_noted = self.speculation.is_noted
             builder.close()
             if builder.flight.rows or builder.flight.fetched:
                 return builder.plan, builder.flight

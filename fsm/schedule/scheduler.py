@@ -559,11 +559,8 @@ class Scheduler(Machine):
             outputs.append(self._append(request, token_id, logprobs[at] if logprobs else None))
             num_generated += 1
         self._generated += num_generated
-        if self._speculation is not None:
-            if flight.samples and not flight.num_prompt_tokens:
-                num_tokens = sum(count for _, count, _ in flight.rows)
-                self._speculation.took(outcome, num_tokens, len(flight.rows), flight.num_passes)
-            self._speculation.proposed(flight.samples, outcome)
+        if flight.is_noted:
+            self._note_speed(flight, outcome)
         for request in flight.samples if drafts else ():
             if request.request_id in drafts and not request.ended:
                 self.planner.drop_drafts(request)
@@ -582,6 +579,15 @@ class Scheduler(Machine):
             if num_drafts is None or request in flight.departed:
                 continue
             speculation.verified(request, num_drafts, count - 1)
+
+    def _note_speed(self, flight: Flight, outcome: StepDone) -> None:
+        """What the step took says whether guesses pay; and it may have brought some for the next one."""
+        speculation = self.planner.speculation
+        assert speculation is not None
+        if flight.samples and not flight.num_prompt_tokens:
+            num_tokens = sum(count for _, count, _ in flight.rows)
+            speculation.took(outcome, num_tokens, len(flight.rows), flight.num_passes)
+        speculation.proposed(flight.samples, outcome)
 
     def _report_draft_model(self, outcome: StepDone, error: str) -> None:
         incident = Incident(

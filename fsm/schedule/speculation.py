@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, nlargest
-from itertools import accumulate
+from itertools import accumulate, compress
 from math import ceil
 from typing import Protocol
 
@@ -22,17 +22,32 @@ from novainfer.fsm.schedule.lookup import PromptLookup
 from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.speculative_config import SpeculativeConfig
 
-FORGET = 0.97  # of what is known of drafts, what counts still after one more
+FORGET = 0.97  # of what is known of drafts, what counts still after one more, or after one token without
+TRIALS_LEAST = 0.5  # as which what is known of all requests counts at least, however old it is
 TRIALS_BEFORE = 2.0  # what is known of all requests counts as so many drafts of one that is new
-LOOK_EVERY = 32  # steps of about as many requests, one of which is tried the other way: with drafts, or without
-WEIGHT = 0.25  # of the latest step in what steps of its kind bring
+WEIGHT = 0.25  # of the latest step in what steps of its kind take
 SLOW = 1.5  # of the average, as which a step counts that took longer
+CATCHING_UP = 4.0  # of what its passes take, as which a draft model's part in a step counts that took longer
 CORRECT = 0.1  # of the difference between what a step took and what it was thought to, by which that is corrected
 OTHERS = 0.75  # of that for steps of other sizes
 PLACES_PER_LOOK = 1024  # tokens that one look adds to the index of a text: a quarter of a millisecond of the loop
 PROBE_EVERY = 32  # tokens after which one draft is verified though it seems not to pay: the text may repeat by now
 PROBE_SHARE = 0.01  # of the time of steps, which such drafts may cost
 ERRORS_MAX = 3  # of a worker's draft model, one after the other: then it is asked for nothing any more
+
+# Stretches of steps with guesses and without follow each other; one with guesses ends early when its credit is spent.
+FIRST_STEPS = 4  # of the first stretch, with guesses
+STRETCH_STEPS = 96  # of any other one with guesses
+LOOK_STEPS = 4  # without, where guesses pay: what a plain step takes now
+REST_STEPS = 32, 4096  # without, where they do not: at least and at most
+MEASURED_STEPS = 3  # of a stretch without guesses, its last ones; nothing is noted of those before
+TRY_STEPS = 8  # of a stretch after a rest, every other one of which tries drafts that seem not to pay, if the last did
+TRY_ROWS = 8  # in such a step
+# What guesses may cost, in the time of plain steps: a share of the steps without them, and of what they have brought.
+CREDIT_SHARE = 0.01
+CREDIT_FIRST = 2.0
+CREDIT_AGAIN = 1.0  # after a rest
+CREDIT_MOST = 6.0  # however much they have brought: the text may have changed
 
 
 class Proposer(Protocol):
@@ -116,54 +131,80 @@ class Cost:
         return min(bisect_left(self._tokens, num_tokens), len(self._tokens) - 1)
 
 
-class Pace(msgspec.Struct):
-    """Averages of one kind of steps, in which the latest count most: what they took, and how many tokens they gave."""
+class Stretches(msgspec.Struct):
+    """Steps with about as many requests, in stretches with guesses and without, which are long for what is faster.
 
-    ms: float = 0.0
-    tokens: float = 0.0
-
-    @property
-    def ms_per_token(self) -> float:
-        """0 while none was seen."""
-        return self.ms / self.tokens if self.tokens else 0.0
-
-    def took(self, ms: float, num_tokens: int) -> None:
-        """A step took so long and gave so many."""
-        self.tokens += (num_tokens - self.tokens) * (WEIGHT if self.tokens else 1)
-        self.ms = _latest(self.ms, ms)
-
-
-class Yield(msgspec.Struct):
-    """What steps with about as many requests bring, plain ones and those with drafts.
-
-    What a draft model takes counts for the step that verifies, though it is part of the step before. Steps are counted
-    as they are planned, and nothing else is changed by asking: a draft model is asked in one step for the drafts of the
-    next.
+    What a step with guesses took more than plain ones for as many tokens is taken from the `credit`, and what it took
+    less is added; when that is spent, steps are plain ones until a share of their time has made up for it. So whatever
+    is wrong with what is known of costs and chances, guesses cost no more than that share. Times are those from the end
+    of one step to the end of the next, so what the loop does for guesses counts as well. What a draft model takes
+    counts for the step that verifies, though it is part of the step before.
     """
 
-    plain: Pace
-    drafted: Pace
-    num_steps: int = 0
+    plain_ms: float = 0.0  # what a step without guesses takes; 0: not measured
+    guessed_ms: float = 0.0  # and one of a stretch with guesses, without the draft model
+    has_guesses: bool = True  # the stretch
+    num_steps: int = 0  # planned so far
+    at: int = 0  # how many of them are of this stretch
+    left: int = FIRST_STEPS
+    credit: float = CREDIT_FIRST  # in the time of plain steps
+    is_trying: bool = False  # the stretch followed a rest, and what it has tried was right
+    rested: int = 0  # steps of the last stretch without guesses
     pass_ms: float = 0.0  # what one pass of the device's draft model takes
 
-    @classmethod
-    def none(cls) -> Yield:
-        """No step was seen."""
-        return cls(Pace(), Pace())
+    def next_step(self) -> None:
+        """One more step is planned."""
+        if not self.left:
+            if self.has_guesses:
+                self._begin(has_guesses=False, num_steps=LOOK_STEPS)
+            else:
+                self.rested, self.is_trying = self.at, self.at > LOOK_STEPS
+                self.credit = max(self.credit, CREDIT_AGAIN)
+                self._begin(has_guesses=True, num_steps=STRETCH_STEPS)
+        self.num_steps += 1
+        self.at += 1
+        self.left -= 1
+        if self.at > TRY_STEPS:
+            self.is_trying = False
 
-    def is_look(self, ahead: int) -> bool:
-        """Whether the step so many `ahead` of the last is tried the other way."""
-        return (self.num_steps + ahead) % LOOK_EVERY == 0
+    def rest(self) -> None:
+        """Guesses do not pay now: plain steps from the next one on, until what they have cost is a share of those."""
+        num_steps = ceil((CREDIT_AGAIN - self.credit) / CREDIT_SHARE)
+        least, most = REST_STEPS
+        self._begin(has_guesses=False, num_steps=min(max(num_steps, least), most))
 
-    def may_draft(self, ahead: int) -> bool:
-        """Whether the step so many `ahead` of the last should have drafts: as what was faster, or to look."""
-        plain, drafted = self.plain.ms_per_token, self.drafted.ms_per_token
-        is_faster = drafted < plain if plain else not drafted
-        return is_faster != self.is_look(ahead)
+    def _begin(self, *, has_guesses: bool, num_steps: int) -> None:
+        self.has_guesses, self.at, self.left = has_guesses, 0, num_steps
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether anything is to be noted of the step planned last: not in a rest, but for its beginning and end."""
+        return self.has_guesses or self.at == 1 or self.left < MEASURED_STEPS
+
+    def has_try(self, ahead: int) -> bool:
+        """Whether the step so many `ahead` of the last tries drafts that seem not to pay."""
+        at = self.at + ahead
+        return self.is_trying and at <= TRY_STEPS and at % 2 == 0
+
+    def took(self, ms: float, drafting_ms: float, num_tokens: int, num_rows: int) -> None:
+        """The step planned last took so long, and its drafts in the one before, and gave so many tokens."""
+        if not self.has_guesses:
+            if self.at > 1:  # the first one comes after the commit of guesses
+                self.plain_ms = _latest(self.plain_ms, ms)
+            elif self.plain_ms:  # drafts that are not verified have cost as much
+                self.left += int(drafting_ms / self.plain_ms / CREDIT_SHARE)
+            return
+        ms = min(ms, SLOW * self.guessed_ms) if self.guessed_ms else ms
+        self.guessed_ms = _latest(self.guessed_ms, ms)
+        if self.plain_ms:
+            self.credit -= (ms + drafting_ms) / self.plain_ms - num_tokens / num_rows
+            self.credit = min(self.credit, CREDIT_MOST)
+            if self.credit <= 0:
+                self.rest()
 
     def took_passes(self, ms: float) -> None:
-        """A pass of the draft model took so long."""
-        self.pass_ms = _latest(self.pass_ms, ms)
+        """A pass of the draft model took so long; the first of a stretch catches up on what it has missed."""
+        self.pass_ms = min(self.pass_ms or ms, ms) if self.at == 1 else _latest(self.pass_ms, ms)
 
 
 def _latest(before: float, found: float) -> float:
@@ -180,10 +221,10 @@ class Speculation:
         self.proposer = proposer
         self.num_tokens_max = num_speculative_tokens
         self._cost = Cost(costs)
-        self._yields: dict[int, Yield] = {}  # by the number of requests, to powers of two
+        self._stretches: dict[int, Stretches] = {}  # by the number of requests, to powers of two
+        self.is_noted = True  # whether the outcome of the step planned last is to be told
         self._hits, self._trials = 1.0, 2.0  # of all requests, the latest count most
         self._drafting_ms = 0.0  # what the device's model took for the drafts that the next step verifies
-        self._has_probes = False  # whether the step verifies drafts that seem not to pay: it says nothing of others
         self._errors = 0  # of the device's model, since it did well
         self._drafts = self._drafted = 0
         self._accepted = [0] * num_speculative_tokens
@@ -208,44 +249,61 @@ class Speculation:
         """An immutable record of the moment."""
         return SpeculationStatistics(self._drafts, self._drafted, sum(self._accepted), list(self._accepted))
 
+    def begin_step(self, num_rows: int) -> bool:
+        """A step is planned in which so many rows may have drafts; whether guesses are to be thought of at all.
+
+        If not, it costs what it does without speculation, and nothing of it is noted but now and then.
+        """
+        self.is_noted = True
+        if not num_rows:
+            return True
+        known = self._stretches_of(num_rows)
+        known.next_step()
+        self.is_noted = known.is_noted
+        if known.is_trying and known.at == 1:  # what was known of drafts is as old as the rest was long
+            self._forget(known.rested)
+        return known.has_guesses
+
     def drafts(self, rows: Sequence[Request], num_tokens: int, most: int) -> list[list[int]]:
         """The drafts to verify of each of `rows`, in a step of `num_tokens` tokens without them: `most` in all.
 
         The next one is verified where it is most likely to be right, as long as that brings more tokens a second.
         """
         found: list[list[int]] = [[] for _ in rows]
-        known = self._yields.setdefault(len(rows).bit_length(), Yield.none())
-        known.num_steps += 1
-        self._has_probes = False
-        may_pay = self._may_pay(known, num_tokens, len(rows), ahead=0)
-        probes = self._probes(known, rows, ahead=0)
-        if most <= 0 or not (may_pay or probes):
+        if not rows:
             return found
-        cost, tokens = self._cost.of(num_tokens), float(len(rows))
-        price = self._cost.of(num_tokens + 1) - cost
+        known = self._stretches_of(len(rows))
+        between, tokens = self._between(known, len(rows)), float(len(rows))
+        cost, more = self._cost.of(num_tokens) + between, self._cost.of(num_tokens + 1) + between
+        chances = [self._chance(request) for request in rows]
+        paying = [chance * cost > (more - cost) * tokens for chance in chances]
+        probes = self._probes(known, rows, ahead=0)
+        gain = sum(compress(chances, paying)) * cost  # of the first draft of each
+        does_pay = gain > (known.pass_ms + (more - cost) * sum(paying)) * tokens
+        if not (does_pay or probes or known.is_trying) and num_tokens == len(rows):  # beside a prompt it says nothing
+            known.rest()
+        if most <= 0 or not (any(paying) or probes):
+            return found
         offers: list[tuple[float, int, list[int]]] = []  # less the chance of the next draft, its row, what is proposed
         for at, request in enumerate(rows):
-            chance = self._chance(request)
-            pays = may_pay and chance * cost > price * tokens
             count = min(self.num_tokens_max, request.max_len - len(request.token_ids) - 1)
-            if count <= 0 or not (pays or at in probes):
+            if count <= 0 or not (paying[at] or at in probes):
                 continue
-            proposed = self.proposer.propose(request, count if pays else 1)
-            if proposed and pays:
-                offers.append((-chance, at, proposed))
+            proposed = self.proposer.propose(request, count if paying[at] else 1)
+            if proposed and paying[at]:
+                offers.append((-chances[at], at, proposed))
             elif proposed:
-                self._has_probes = True
                 found[at], num_tokens, most = proposed, num_tokens + 1, most - 1
         heapify(offers)
         while offers and most > 0:
             gain, at, proposed = heappop(offers)
-            cost, more = self._cost.of(num_tokens), self._cost.of(num_tokens + 1)
+            cost, more = self._cost.of(num_tokens) + between, self._cost.of(num_tokens + 1) + between
             if -gain * cost <= (more - cost) * tokens:
                 break
             found[at].append(proposed[len(found[at])])
             tokens, num_tokens, most = tokens - gain, num_tokens + 1, most - 1
             if len(found[at]) < len(proposed):
-                heappush(offers, (gain * self._chance(rows[at]), at, proposed))
+                heappush(offers, (gain * chances[at], at, proposed))
         return found
 
     @property
@@ -261,16 +319,15 @@ class Speculation:
         """
         if not self.is_on_device or not rows or self._errors >= ERRORS_MAX:
             return []
-        known = self._yields.get(len(rows).bit_length()) or Yield.none()
-        may_pay = self._may_pay(known, len(rows), len(rows), ahead=1)
-        probes = self._probes(known, rows, ahead=1)
-        if not (may_pay or probes):
+        known = self._stretches.get(len(rows).bit_length()) or Stretches()
+        if not known.has_guesses or not known.left:
             return []
-        cost, tokens = self._cost.of(len(rows)), float(len(rows))
-        price = self._cost.of(len(rows) + 1) - cost
+        probes = self._probes(known, rows, ahead=1)
+        cost, price, tokens = self._cost.of(len(rows)), self._price(len(rows)), float(len(rows))
+        cost += self._between(known, len(rows))
         rooms = [min(self.num_tokens_max, r.max_len - len(r.token_ids) - 2) for r in rows]
         chances = [self._chance(request) for request in rows]
-        pays = [at for at, chance in enumerate(chances) if may_pay and chance * cost > price * len(rows)]
+        pays = [at for at, chance in enumerate(chances) if chance * cost > price * len(rows)]
         found = [0] * len(rows)
         for count in range(1, self.num_tokens_max + 1):
             pays = [at for at in pays if rooms[at] >= count and chances[at] ** count * cost > price * len(rows)]
@@ -286,33 +343,41 @@ class Speculation:
                 found[at] = 1
         return found if any(found) else []
 
-    def _probes(self, known: Yield, rows: Sequence[Request], ahead: int) -> set[int]:
+    def _probes(self, known: Stretches, rows: Sequence[Request], ahead: int) -> set[int]:
         """Which of `rows` may try one draft in this step, or the next one, though it seems not to pay.
 
         Those without one for so many tokens, longest first: in one step of many, so that they share the draft model's
-        pass, and as many, as seldom, as may cost `PROBE_SHARE` of the time.
+        pass, and as many, as seldom, as may cost `PROBE_SHARE` of the time. After a rest some are tried at once.
         """
-        turn, phase = divmod(known.num_steps + ahead, LOOK_EVERY)
-        if phase != LOOK_EVERY // 2:
+        turn, phase = divmod(known.num_steps + ahead, PROBE_EVERY)
+        if phase and not known.has_try(ahead):
             return set()
-        cost = self._cost.of(len(rows))
-        price, budget = self._cost.of(len(rows) + 1) - cost, PROBE_SHARE * LOOK_EVERY * cost
+        ages = [(len(request.token_ids) + ahead - request.drafted_at, at) for at, request in enumerate(rows)]
+        if known.has_try(ahead):
+            return {at for _, at in nlargest(TRY_ROWS, ages)}
+        price = self._price(len(rows))
+        budget = PROBE_SHARE * PROBE_EVERY * (self._cost.of(len(rows)) + self._between(known, len(rows)))
         if turn % max(ceil((known.pass_ms + price) / budget), 1):
             return set()
         most = max(int((budget - known.pass_ms) / price), 1) if price > 0 else len(rows)
-        ages = [(len(request.token_ids) + ahead - request.drafted_at, at) for at, request in enumerate(rows)]
         return {at for age, at in nlargest(most, ages) if age >= PROBE_EVERY}
 
-    def _may_pay(self, known: Yield, num_tokens: int, num_rows: int, ahead: int) -> bool:
-        """Whether a step may hold drafts: a draft model is asked for no others.
+    def _stretches_of(self, num_rows: int) -> Stretches:
+        size = num_rows.bit_length()
+        known = self._stretches.get(size)
+        if known is None:
+            known = self._stretches[size] = Stretches()
+        return known
 
-        Not one that is to be plain, nor one in which not even a draft that is right for sure pays; but what was
-        measured may be wrong, so one in many may.
-        """
-        if not known.may_draft(ahead):
-            return False
-        cost = self._cost.of(num_tokens)
-        return cost > (self._cost.of(num_tokens + 1) - cost) * num_rows or known.is_look(ahead)
+    def _between(self, known: Stretches, num_rows: int) -> float:
+        """Milliseconds that pass between two steps, whatever they hold."""
+        if not (known.plain_ms and self._cost.is_measured):
+            return 0.0
+        return max(known.plain_ms - self._cost.of(num_rows), 0.0)
+
+    def _price(self, num_tokens: int) -> float:
+        """What one token more takes."""
+        return self._cost.of(num_tokens + 1) - self._cost.of(num_tokens)
 
     def proposed(self, rows: Sequence[Request], outcome: StepDone) -> None:
         """What the device's model has proposed behind a step of `rows`, or that it has failed."""
@@ -332,30 +397,38 @@ class Speculation:
             self._accepted[at] += 1
         num_trials = min(num_accepted + 1, num_drafts)
         keep = FORGET**num_trials
-        request.draft_trials = request.draft_trials * keep + num_trials
-        request.draft_hits = request.draft_hits * keep + num_accepted
-        request.drafted_at = len(request.token_ids)
-        request.num_draft_tokens += num_drafts
-        request.num_accepted_tokens += num_accepted
         self._trials = self._trials * keep + num_trials
         self._hits = self._hits * keep + num_accepted
+        keep *= FORGET ** max(len(request.token_ids) - request.drafted_at, 0)
+        request.draft_trials = request.draft_trials * keep + num_trials
+        request.draft_hits = request.draft_hits * keep + num_accepted
+        request.drafted_at = len(request.token_ids) + num_accepted + 1
+        request.num_draft_tokens += num_drafts
+        request.num_accepted_tokens += num_accepted
+
+    def _forget(self, num_tokens: int) -> None:
+        """What is known of all requests is so many tokens old: what is found now counts for more."""
+        keep = max(FORGET**num_tokens, min(TRIALS_LEAST / self._trials, 1.0))
+        self._hits, self._trials = self._hits * keep, self._trials * keep
 
     def took(self, outcome: StepDone, num_tokens: int, num_rows: int, num_passes: int = 0) -> None:
         """A step of so many rows without a prompt, and tokens, has ended well, and asked for passes of a draft model.
 
-        What those took is known, and says nothing of what the target's tokens cost.
+        What those took is known, and says nothing of what the target's tokens cost. Rows without a prompt had their
+        last tokens from the step before, so all the time since that ended is this one's.
         """
+        known, num_sampled = self._stretches_of(num_rows), len(outcome.token_ids)
         drafting_ms, self._drafting_ms = self._drafting_ms, 1e3 * outcome.draft_s
+        if num_passes and known.pass_ms:
+            self._drafting_ms = min(self._drafting_ms, CATCHING_UP * num_passes * known.pass_ms)
+        if num_tokens > num_rows and num_sampled == num_rows:
+            known.is_trying = False
         if not outcome.took_s:
             return
-        ms = 1e3 * (outcome.took_s - outcome.draft_s)
-        self._cost.took(num_tokens, ms)
-        found = self._yields.setdefault(num_rows.bit_length(), Yield.none())
+        self._cost.took(num_tokens, 1e3 * (outcome.took_s - outcome.draft_s))
         if num_passes and self._cost.is_measured:
-            found.took_passes(1e3 * outcome.draft_s / num_passes)
-        if not self._has_probes:
-            has_drafts = num_tokens > num_rows or drafting_ms > 0
-            (found.drafted if has_drafts else found.plain).took(ms + drafting_ms, len(outcome.token_ids))
+            known.took_passes(1e3 * outcome.draft_s / num_passes)
+        known.took(1e3 * ((outcome.cycle_s or outcome.took_s) - outcome.draft_s), drafting_ms, num_sampled, num_rows)
 
     def _chance(self, request: Request) -> float:
         """How likely the next draft of `request` is right, as far as those before it tell, or those of all."""

@@ -29,7 +29,7 @@ KEPT = {
     "BlockPool": frozenset(["_cached", "_free", "_index", "_name", "_refs", "_released_at"]),  # its size, and prefixes
     "HostPool": frozenset(["_free"]),  # its size
     "Planner": frozenset(["free_slots"]),  # its size
-    "Speculation": frozenset(["_accepted", "_yields"]),  # counts; what steps took
+    "Speculation": frozenset(["_accepted", "_stretches"]),  # counts; what steps took
     "Cost": frozenset(["_ms", "_tokens"]),  # as measured
     "Scheduler": frozenset(["_eos_token_ids", "_finished"]),  # a constant; counts by kind of end
     "Ladder": frozenset(["_modes"]),  # those that the device has

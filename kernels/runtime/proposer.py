@@ -34,6 +34,9 @@ __all__ = ["Proposer", "load_proposer"]
 
 logger = logging.getLogger(__name__)
 
+# Steps without drafts, of which is noted later what they have written and sampled: all at once costs as much as one.
+LATE_STEPS = 64
+
 
 def load_proposer(
     draft_dir: Path,
@@ -112,6 +115,8 @@ class Proposer:
         self._tokens: npt.NDArray[np.int32] = np.zeros((buffers.max_num_seqs, 0), dtype=np.int32)
         self._is_known = np.zeros(buffers.max_num_seqs, dtype=np.bool_)
         self._drafted: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._late_written: list[npt.NDArray[np.int64]] = []
+        self._late_tokens: list[tuple[StepPlan, list[int]]] = []
 
     @property
     def bytes_per_block(self) -> int:
@@ -144,6 +149,8 @@ class Proposer:
         self._tokens = np.zeros((self._buffers.max_num_seqs, max_model_len + 1), dtype=np.int32)
         self._is_known[:] = False
         self._drafted = np.zeros(num_blocks, dtype=np.int64)
+        self._late_written.clear()
+        self._late_tokens.clear()
 
     def detach(self) -> None:
         """Let the KV cache go."""
@@ -156,15 +163,38 @@ class Proposer:
 
     def follow(self, plan: StepPlan, written: npt.NDArray[np.int64]) -> None:
         """The target is about to compute `plan`, and to write keys and values at `written` (its slot mapping)."""
+        if not (plan.admissions or plan.swap_in_blocks or plan.copy_to_blocks or _has_drafts(plan)):
+            if len(self._late_written) >= LATE_STEPS:
+                self._note_late()
+            self._late_written.append(written.copy())  # it is of the buffers
+            return
+        self._note_late()
         for params in plan.admissions:
             self._is_known[params.slot] = params.token_ids is not None
             if params.token_ids is not None:
                 self._tokens[params.slot, : len(params.token_ids)] = params.token_ids
         if plan.swap_in_blocks or plan.copy_to_blocks:
             self._drafted[plan.swap_in_blocks] = self._drafted[plan.copy_to_blocks] = 0
+        self._note_written(written)
+
+    def _note_written(self, written: npt.NDArray[np.int64]) -> None:
         blocks, places = np.divmod(written, self._size)
         if (self._drafted[blocks] > places).any():  # seldom: `at` takes as long as all the rest of a plain step
             np.minimum.at(self._drafted, blocks, places)
+
+    def _note_late(self) -> None:
+        """What was put off, all at once, before anything looks at it or changes whose it is."""
+        if self._late_written:
+            self._note_written(np.concatenate(self._late_written))
+            self._late_written.clear()
+        if self._late_tokens:
+            slots, places, token_ids = list[int](), list[int](), list[int]()
+            for plan, sampled in self._late_tokens:
+                slots += [plan.slots[seq] for seq in plan.sample_seqs]
+                places += [plan.context_lens[seq] for seq in plan.sample_seqs]
+                token_ids += sampled
+            self._tokens[slots, places] = token_ids
+            self._late_tokens.clear()
 
     def propose(self, plan: StepPlan, done: StepDone, block_table: npt.NDArray[np.int32]) -> list[list[int]]:
         """Drafts for each of `plan.sample_seqs`, behind the tokens that it got; `block_table` is the target's.
@@ -172,6 +202,10 @@ class Proposer:
         As many as `plan.num_drafts_wanted` says, at most; none where a row has ended in `NO_TOKEN`, where the context
         is full, and while more is to be caught up than a step holds.
         """
+        if not _has_drafts(plan):
+            self._late_tokens.append((plan, done.token_ids))
+            return []
+        self._note_late()
         drafts: list[list[int]] = [[] for _ in plan.sample_seqs]
         rows = self._take_tokens(plan, done)
         if not rows:
@@ -218,11 +252,6 @@ class Proposer:
 
     def _take_tokens(self, plan: StepPlan, done: StepDone) -> list[tuple[int, int, int, int]]:
         """Keep what the step has sampled; (row, sequence, tokens so far, drafts wanted) of rows that want drafts."""
-        if not plan.num_drafts:
-            at = [plan.slots[seq] for seq in plan.sample_seqs], [plan.context_lens[seq] for seq in plan.sample_seqs]
-            self._tokens[at] = done.token_ids
-        if not plan.num_drafts and not plan.num_drafts_wanted:
-            return []
         none = [0] * len(plan.sample_seqs)
         counts = done.num_tokens or [1] * len(plan.sample_seqs)
         num_drafts, wanted = plan.num_drafts or none, plan.num_drafts_wanted or none
@@ -267,3 +296,8 @@ class Proposer:
         written = self._buffers.written
         written = written[written < len(self._drafted) * self._size]
         np.maximum.at(self._drafted, written // self._size, written % self._size + 1)
+
+
+def _has_drafts(plan: StepPlan) -> bool:
+    """Whether the step verifies drafts, or asks for some."""
+    return bool(plan.num_drafts or plan.num_drafts_wanted)

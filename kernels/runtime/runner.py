@@ -421,9 +421,9 @@ class ModelRunner:
                 message += f"; {DRAFT_FAILURES_MAX} times one after the other, and the draft model is given up"
             logger.warning("the draft model proposes nothing: %s", message)
             return msgspec.structs.replace(done, draft_error=message, draft_s=time.perf_counter() - began_s)
-        self._draft_failures = 0
         if not plan.num_drafts_wanted:
             return done
+        self._draft_failures = 0
         found = drafts if any(drafts) else []
         return msgspec.structs.replace(done, draft_token_ids=found, draft_s=time.perf_counter() - began_s)
 

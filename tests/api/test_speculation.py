@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from novainfer import Engine, EngineConfig, InvalidParameter, ModelLoadError, SamplingParams
-from novainfer.fsm.schedule.speculation import Speculation, Yield
+from novainfer.fsm.schedule.speculation import Speculation, Stretches
 from novainfer.kernels.demo import model_path
 
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -32,7 +32,8 @@ ASKED = [
 def eager(monkeypatch):
     """Whatever steps take on this machine: drafts are thought to cost nothing, and are in all steps."""
     monkeypatch.setattr(Speculation, "measured", lambda self, costs: None)
-    monkeypatch.setattr(Yield, "may_draft", lambda self, ahead: True)
+    monkeypatch.setattr(Stretches, "next_step", lambda self: None)
+    monkeypatch.setattr(Stretches, "rest", lambda self: None)
 
 
 async def answers(**fields):

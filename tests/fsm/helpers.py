@@ -29,6 +29,7 @@ from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.scheduler import Scheduler
+from novainfer.fsm.schedule.speculation import Speculation
 from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
 from novainfer.fsm.simulation.oracle import VOCABULARY
 from novainfer.fsm.simulation.shape import BEST
@@ -44,11 +45,12 @@ class Bench:
         max_model_len: int = 64,
         num_host_blocks: int = 0,
         modes: tuple[Mode, ...] = (BEST,),
+        speculation: Speculation | None = None,
         **limits: Any,
     ) -> None:
         fields = {"max_num_seqs": 8, "block_size": 4, "max_num_batched_tokens": 64, "prefill_chunk_tokens": 32}
         self.limits = Limits(**{**fields, **limits})
-        self.scheduler = Scheduler(self.limits, VOCABULARY)
+        self.scheduler = Scheduler(self.limits, VOCABULARY, speculation=speculation)
         self.outputs: list[Output] = []
         self.incidents: list[Incident] = []
         self.timers: list[After] = []
@@ -103,7 +105,7 @@ class Bench:
         """Ask for a plan when none is on the device."""
         self.tell(MakeBatch())
 
-    def step(self, sampled: list[int] | None = None, took_s: float = 0.0) -> None:
+    def step(self, sampled: list[int] | None = None, took_s: float = 0.0, draft_s: float = 0.0) -> None:
         """The device does the step that is planned (or starts, if none is), and the next one is planned."""
         if self.plan is None:
             self.start()
@@ -112,7 +114,7 @@ class Bench:
         done = self.device.run(self.plan)
         if sampled is not None:
             done = StepDone(done.step_id, done.epoch, sampled)
-        done = msgspec.structs.replace(done, took_s=took_s)
+        done = msgspec.structs.replace(done, took_s=took_s, draft_s=draft_s)
         self.tell(MakeBatch(done))
 
     def fail(self, fault: Fault = Fault.EXCEPTION, *, launched: bool = True) -> None:

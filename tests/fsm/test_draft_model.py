@@ -10,8 +10,17 @@ from novainfer.fsm.messages.events import Submit
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.schedule.request import Request
-from novainfer.fsm.schedule.speculation import ERRORS_MAX, LOOK_EVERY, PROBE_EVERY, DraftModel, Speculation
+from novainfer.fsm.schedule.speculation import (
+    ERRORS_MAX,
+    PROBE_EVERY,
+    REST_STEPS,
+    STRETCH_STEPS,
+    TRY_STEPS,
+    DraftModel,
+    Speculation,
+)
 from novainfer.fsm.simulation.oracle import VOCABULARY
+from tests.fsm.helpers import Bench
 
 COSTS = ((1, 1.0), (2, 1.3), (3, 1.9), (64, 90.0))  # a second token is cheap, a third costs half a step
 
@@ -26,12 +35,16 @@ def done(took_s: float, num_sampled: int, draft_s: float = 0.0, drafts: list[lis
     return StepDone(1, 1, [5] * num_sampled, took_s=took_s, draft_s=draft_s, draft_token_ids=drafts or [])
 
 
+NUM_STEPS = 1000
+
+
 def asked(speculation: Speculation, rows: list[Request]) -> list[list[int]]:
-    """What is asked for in as many steps as there is one among them that tries what seems not to pay."""
+    """What is asked for in the steps of a rest, and in those after it that try what seems not to pay."""
     found = []
-    for _ in range(LOOK_EVERY):
-        speculation.drafts(rows, len(rows), 60)
-        found.append(speculation.wanted(rows))
+    for _ in range(REST_STEPS[0] + TRY_STEPS):
+        if speculation.begin_step(len(rows)):
+            speculation.drafts(rows, len(rows), 60)
+            found.append(speculation.wanted(rows))
     return [wanted for wanted in found if wanted]
 
 
@@ -46,8 +59,9 @@ def test_as_many_are_wanted_as_are_likely_to_pay() -> None:
         speculation.verified(one, 3, 0)
     assert speculation.wanted([one]) == []
     one.token_ids += [6] * PROBE_EVERY
-    assert asked(speculation, [one]) == [[1]]
-    assert asked(speculation, [one, request(1)]) == [[1, 0]]  # what a third token costs, two rows wait for
+    speculation.begin_step(1)
+    speculation.drafts([one], 1, 60)  # nothing pays: a rest follows
+    assert asked(speculation, [one])[0] == [1]
     assert speculation.wanted([]) == []
 
 
@@ -83,47 +97,52 @@ def decode(
     speculation, one = Speculation(DraftModel(), 3, costs), request(max_len=10_000)
     found = []
     for _ in range(num_steps):
-        (drafts,) = speculation.drafts([one], 1, 60)
-        (wanted,) = speculation.wanted([one]) or [0]
+        drafts, wanted = [], 0
+        if speculation.begin_step(1):
+            (drafts,) = speculation.drafts([one], 1, 60)
+            (wanted,) = speculation.wanted([one]) or [0]
         kept = min(right, len(drafts))
         draft_s = pass_ms * wanted / 1e3
         took_s = (PLAIN_MS + TOKEN_MS * len(drafts)) / 1e3 + draft_s
         outcome = done(took_s, 1 + kept, draft_s, [[7] * wanted])
-        speculation.took(outcome, 1 + len(drafts), 1, wanted)
+        if speculation.is_noted:
+            speculation.took(outcome, 1 + len(drafts), 1, wanted)
         one.token_ids += [6] * (1 + kept)
         if drafts:
             speculation.verified(one, len(drafts), kept)
-        speculation.proposed([one], outcome)
+        if speculation.is_noted:
+            speculation.proposed([one], outcome)
         found.append((len(drafts), wanted))
     return found
 
 
 def test_a_draft_model_that_pays_is_asked_in_nearly_all_steps() -> None:
-    found = decode(10 * LOOK_EVERY, pass_ms=1.0, right=3)
-    assert sum(wanted == 3 for _, wanted in found[LOOK_EVERY:]) >= 8 * LOOK_EVERY
+    found = decode(NUM_STEPS, pass_ms=1.0, right=3)
+    assert sum(wanted == 3 for _, wanted in found) >= 0.9 * NUM_STEPS
 
 
 def test_a_draft_model_as_slow_as_the_target_is_asked_now_and_then_only() -> None:
     """Its passes are counted, though it is always right; in plain steps nothing is computed for drafts."""
     for right, costs in ((3, FLAT), (0, FLAT), (3, ()), (0, ())):  # (): no costs were measured, the yield alone decides
-        found = decode(10 * LOOK_EVERY, pass_ms=PLAIN_MS * 1.5, right=right, costs=costs)
-        assert 1 <= sum(wanted > 0 for _, wanted in found[8:]) <= 10 * 3
+        found = decode(NUM_STEPS, pass_ms=PLAIN_MS * 1.5, right=right, costs=costs)
+        assert 1 <= sum(wanted > 0 for _, wanted in found[8:]) <= 0.1 * NUM_STEPS
 
 
 def test_what_is_asked_for_is_verified() -> None:
     """The step that asks and the next one decide alike, but for the few where what was faster has changed between."""
     for pass_ms, right in ((1.0, 3), (1.0, 0), (15.0, 3)):
-        found = decode(10 * LOOK_EVERY, pass_ms, right)
+        found = decode(NUM_STEPS, pass_ms, right)
         lost = sum(wanted > 0 and not drafts for (_, wanted), (drafts, _) in pairwise(found))
-        assert lost <= 8
+        assert lost <= 0.02 * NUM_STEPS
 
 
 def test_asking_changes_nothing() -> None:
     speculation, one = Speculation(DraftModel(), 3, FLAT), request()
     speculation.took(done(0.01, 1), 1, 1)
     found = []
-    for _ in range(2 * LOOK_EVERY):
-        speculation.drafts([one], 1, 60)
+    for _ in range(2 * STRETCH_STEPS):
+        if speculation.begin_step(1):
+            speculation.drafts([one], 1, 60)
         found.append([speculation.wanted([one]) for _ in range(3)])
     assert all(a == b == c for a, b, c in found)
     assert {bool(each[0]) for each in found} == {True, False}
@@ -136,15 +155,18 @@ def test_nothing_is_asked_for_where_no_draft_would_be_verified() -> None:
         [request(i, max_len=10_000) for i in range(16)],
     )
     asked = 0
-    for _ in range(5 * LOOK_EVERY):
-        speculation.drafts(rows, 16, 60)
-        wanted = speculation.wanted(rows)
+    for _ in range(NUM_STEPS):
+        wanted: list[int] = []
+        size = 16
+        if speculation.begin_step(16):
+            size += sum(map(len, speculation.drafts(rows, 16, 60)))
+            wanted = speculation.wanted(rows)
         asked += any(wanted)
-        speculation.took(done(0.016, 16), 16, 16, max(wanted, default=0))
+        speculation.took(done(0.001 * size, 16), size, 16, max(wanted, default=0))
         speculation.proposed(rows, done(0.016, 16, drafts=[[7] * count for count in wanted]))
         for one in rows:
             one.token_ids.append(6)
-    assert asked <= 10
+    assert asked <= 40
 
 
 def test_a_draft_model_that_fails_again_and_again_is_asked_for_nothing_until_there_is_another() -> None:
@@ -166,14 +188,53 @@ def test_what_passes_take_is_no_cost_of_the_targets_tokens_and_counts_for_the_st
     for _ in range(50):
         speculation.took(done(0.030, 1, draft_s=0.020), 1, 1, 1)
         speculation.took(done(0.010, 2), 2, 1)
-    known = speculation._yields[1]
-    assert (known.plain.ms_per_token, known.drafted.ms_per_token, known.pass_ms) == pytest.approx((10.0, 15.0, 20.0))
+    known = speculation._stretches[1]
+    assert known.pass_ms == pytest.approx(20.0)
     assert speculation._cost.of(1) == pytest.approx(10.0)
     assert speculation.wanted([one]) == []
 
 
-def test_probes_cost_a_hundredth_of_the_time_however_slow_the_draft_model_is() -> None:
+def test_what_is_tried_costs_a_hundredth_of_the_time_however_slow_the_draft_model_is() -> None:
     for pass_ms in (1.0, 3.0, 10.0, 30.0):
-        found = decode(100 * LOOK_EVERY, pass_ms, right=0)[3 * LOOK_EVERY :]
+        found = decode(4 * NUM_STEPS, pass_ms, right=0)[STRETCH_STEPS:]
         spent_ms = sum(TOKEN_MS * num_drafts + pass_ms * wanted for num_drafts, wanted in found)
         assert 0 < spent_ms <= 0.02 * PLAIN_MS * len(found)
+
+
+def test_who_is_tried_alone_is_tried_without_drafts() -> None:
+    bench = Bench(speculation=Speculation(DraftModel(), 2))
+    for _ in range(2):
+        bench.submit([5, 6, 7], max_tokens=30)
+    for _ in range(3):  # both prompts, a step that asks, and the one that verifies
+        bench.step()
+    assert bench.plan is not None
+    assert bench.plan.num_drafts
+    bench.fail()
+    num_tried = 0
+    while bench.scheduler.recovery.is_searching:
+        assert bench.plan is not None
+        assert not bench.plan.num_drafts
+        assert not bench.plan.num_drafts_wanted
+        num_tried += 1
+        bench.step()
+    assert num_tried == 2
+    bench.run()
+    assert bench.text(0) == bench.text(1)
+
+
+def test_in_a_rest_nothing_is_asked_for_and_what_was_proposed_before_is_not_kept() -> None:
+    """Passes take as long as twenty steps."""
+    speculation = Speculation(DraftModel(), 2, FLAT)
+    bench = Bench(speculation=speculation, max_model_len=128, num_blocks=64)
+    one = bench.submit([5, 6, 7], max_tokens=100)
+    wanted, kept = [], []
+    bench.step()
+    while bench.plan is not None:
+        asked = max(bench.plan.num_drafts_wanted, default=0)
+        wanted.append(asked)
+        bench.step(took_s=(PLAIN_MS + 20 * PLAIN_MS * asked) / 1e3, draft_s=20 * PLAIN_MS * asked / 1e3)
+        kept.append(bool(bench.scheduler.requests[one].drafts) if one in bench.scheduler.requests else False)
+    assert 1 <= sum(map(bool, wanted)) <= 4
+    assert wanted[-60:] == [0] * 60
+    assert kept[-60:] == [False] * 60
+    assert sum(kept) == sum(map(bool, wanted))

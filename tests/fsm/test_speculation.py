@@ -1,10 +1,22 @@
+import msgspec
 import pytest
 
 from novainfer.fsm.messages.events import Submit
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.schedule.request import Request
-from novainfer.fsm.schedule.speculation import LOOK_EVERY, PLACES_PER_LOOK, PROBE_EVERY, Cost, Lookup, Pace, Speculation
+from novainfer.fsm.schedule.speculation import (
+    CREDIT_AGAIN,
+    CREDIT_SHARE,
+    PLACES_PER_LOOK,
+    PROBE_EVERY,
+    REST_STEPS,
+    STRETCH_STEPS,
+    Cost,
+    Lookup,
+    Speculation,
+    Stretches,
+)
 from novainfer.fsm.schedule.speculative_config import SpeculativeConfig
 from novainfer.fsm.simulation.oracle import VOCABULARY
 
@@ -29,6 +41,11 @@ def took(took_s: float, num_sampled: int, draft_s: float = 0.0) -> StepDone:
 
 def counts(speculation: Speculation, rows: list[Request], num_tokens: int = 0, most: int = 100) -> list[int]:
     return [len(drafts) for drafts in speculation.drafts(rows, num_tokens or len(rows), most)]
+
+
+def drafts_of(speculation: Speculation, one: Request, most: int = 100) -> list[int]:
+    """Those of the next step of `one`, alone."""
+    return speculation.drafts([one], 1, most)[0] if speculation.begin_step(1) else []
 
 
 def test_drafts_are_verified_where_they_cost_nothing_and_not_where_they_cost_a_step():
@@ -64,36 +81,37 @@ def test_a_request_whose_drafts_are_wrong_gets_none_but_is_looked_at_again():
     one = request()
     for _ in range(30):
         speculation.verified(one, 5, 0)
-    assert [counts(speculation, [one]) for _ in range(LOOK_EVERY)] == [[0]] * LOOK_EVERY
+    least, _ = REST_STEPS
+    assert [drafts_of(speculation, one) for _ in range(least)] == [[]] * least
     one.token_ids += [1] * PROBE_EVERY
-    assert [counts(speculation, [one]) for _ in range(LOOK_EVERY)].count([1]) == 1
+    assert [drafts_of(speculation, one) for _ in range(4)].count([0]) == 1
 
 
 def test_where_drafts_slow_steps_down_only_one_step_in_many_has_them():
     speculation = Speculation(Always(), 5, FLAT)  # wrong: they cost much more than was measured
     one = request(8, 10_000)
     drafted = 0
-    for _ in range(10 * LOOK_EVERY):
-        (drafts,) = speculation.drafts([one], 1, 100)
+    for _ in range(1000):
+        drafts = drafts_of(speculation, one)
         drafted += bool(drafts)
         num_tokens = 1 + len(drafts)
         speculation.took(took(0.01 * num_tokens, 1), num_tokens, 1)
         if drafts:
             speculation.verified(one, len(drafts), len(drafts) - 1)
-    assert drafted <= 12
+    assert 4 <= drafted <= 16
 
 
 def test_where_drafts_pay_nearly_all_steps_have_them():
     speculation = Speculation(Always(), 5, STEEP[:1])  # one size was measured: all cost the same
     one = request(8, 10_000)
     drafted = 0
-    for _ in range(10 * LOOK_EVERY):
-        (drafts,) = speculation.drafts([one], 1, 100)
+    for _ in range(4 * STRETCH_STEPS):
+        drafts = drafts_of(speculation, one)
         drafted += bool(drafts)
         speculation.took(took(0.01, 1 + len(drafts)), 1 + len(drafts), 1)
         if drafts:
             speculation.verified(one, len(drafts), len(drafts))
-    assert drafted >= 8 * LOOK_EVERY
+    assert drafted >= 0.94 * 4 * STRETCH_STEPS
 
 
 def test_costs_are_corrected_by_what_steps_take():
@@ -137,17 +155,10 @@ def test_measurements_of_a_busy_machine_never_say_that_more_tokens_cost_less():
 
 
 def test_one_slow_step_does_not_turn_a_decision():
-    found = Pace()
-    for ms in (1.0, 200.0):
-        found.took(ms, 1)
-    assert 1.0 < found.ms_per_token < 1.2
-
-
-def test_what_steps_bring_is_their_time_by_their_tokens_not_the_average_of_what_each_brings():
-    found = Pace()
-    for at in range(100):
-        found.took(10.0, 1 + 4 * (at % 2))
-    assert found.ms_per_token == pytest.approx(10.0 / 3, rel=0.2)  # 6 is what the average step takes for a token
+    known = Stretches(plain_ms=10.0, guessed_ms=10.0)
+    known.took(2000.0, 0.0, 2, 1)
+    assert known.has_guesses
+    assert known.credit > 1.0
 
 
 def test_costs_measured_while_the_machine_was_busy_are_forgotten():
@@ -156,8 +167,92 @@ def test_costs_measured_while_the_machine_was_busy_are_forgotten():
     for _ in range(300):
         speculation.took(took(0.01, 1), 1, 1)
     speculation.verified(one, 5, 5)
-    drafted = sum(bool(speculation.drafts([one], 1, 100)[0]) for _ in range(3 * LOOK_EVERY))
-    assert drafted > LOOK_EVERY
+    assert sum(bool(drafts_of(speculation, one)) for _ in range(STRETCH_STEPS)) > 0.9 * STRETCH_STEPS
+
+
+def test_what_guesses_have_cost_is_made_up_for_by_plain_steps_before_they_are_tried_again():
+    known = Stretches(plain_ms=10.0)
+    while known.has_guesses:
+        known.next_step()
+        known.took(15.0, 10.0, 1, 1)  # and a draft model took as long as a plain step
+    cost = CREDIT_AGAIN - known.credit  # in plain steps
+    rested = 0
+    while not known.has_guesses:
+        known.next_step()
+        rested += not known.has_guesses
+        known.took(10.0, 0.0, 1, 1)
+    assert rested >= cost / CREDIT_SHARE
+    assert known.credit == CREDIT_AGAIN
+    assert known.is_trying
+
+
+def test_drafts_that_nothing_verifies_have_cost_as_much():
+    paid, wasted = Stretches(plain_ms=10.0), Stretches(plain_ms=10.0)
+    for known, drafting_ms in ((paid, 0.0), (wasted, 5.0)):
+        known.rest()
+        known.next_step()
+        known.took(10.0, drafting_ms, 1, 1)
+    assert wasted.left - paid.left == int(0.5 / CREDIT_SHARE)
+
+
+def test_nothing_is_noted_in_a_rest_but_for_its_beginning_and_its_end():
+    known = Stretches(plain_ms=10.0)
+    known.rest()
+    least, _ = REST_STEPS
+    noted = []
+    for _ in range(least):
+        known.next_step()
+        noted.append(known.is_noted)
+    assert noted == [True] + [False] * (least - 4) + [True] * 3
+
+
+def test_what_passes_between_two_steps_counts():
+    """As long as a step itself: then two tokens in a step that is half as long again are faster than two steps."""
+    speculation = Speculation(Always(), 1, [(1, 10.0), (2, 16.0), (64, 400.0)])
+    one = request(8, 10_000)
+    for _ in range(40):
+        speculation.verified(one, 1, 0)
+    for _ in range(20):
+        speculation.verified(one, 1, 1)
+    assert 0.4 < speculation._chance(one) < 0.55
+    assert counts(speculation, [one]) == [0]
+    known = speculation._stretches[1]
+    known.plain_ms = 20.0
+    assert counts(speculation, [one]) == [1]
+
+
+def test_guesses_that_slow_down_what_passes_between_two_steps_do_not_pay():
+    """The device is as fast as ever, and the loop takes as long for each draft as a step."""
+    speculation, one, drafted = Speculation(Always(), 3, FLAT), request(8, 100_000), 0
+    for _ in range(1000):
+        drafts = drafts_of(speculation, one)
+        kept = len(drafts) // 2
+        outcome = msgspec.structs.replace(took(0.01, 1 + kept), cycle_s=0.011 + 0.010 * len(drafts))
+        speculation.took(outcome, 1 + len(drafts), 1)
+        one.token_ids += [1] * (1 + kept)
+        if drafts:
+            drafted += 1
+            speculation.verified(one, len(drafts), kept)
+    assert drafted <= 50
+
+
+def test_a_text_that_begins_to_repeat_is_seen_after_a_rest():
+    """Two thousand steps in which all drafts were wrong, and then all are right."""
+    for costs, most in ((FLAT, 200), ([(1, 10.0), (2, 14.0), (64, 300.0)], 300)):
+        speculation, one = Speculation(Always(), 3, costs), request(8, 1_000_000)
+        gained = []
+        for is_right in (False, True):
+            gained.append(0)
+            for _ in range(2000 if not is_right else most + STRETCH_STEPS):
+                drafts = drafts_of(speculation, one)
+                kept = len(drafts) if is_right else 0
+                took_s = Cost(costs).of(1 + len(drafts)) / 1e3
+                speculation.took(took(took_s, 1 + kept), 1 + len(drafts), 1)
+                if drafts:
+                    speculation.verified(one, len(drafts), kept)
+                one.token_ids += [1] * (1 + kept)
+                gained[-1] += kept
+        assert gained[1] >= 2 * STRETCH_STEPS
 
 
 def test_a_long_text_is_looked_through_a_part_at_a_time_and_from_a_recording_as_far_as_before() -> None:
