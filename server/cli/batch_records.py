@@ -225,6 +225,7 @@ def _reply(record: Record, request: Request, answered: Answered) -> ChatCompleti
             model=answered.model,
             choices=[choice.of_chat(i, body) for i, choice in enumerate(answered.choices)],
             usage=answered.usage,
+            prompt_token_ids=answered.choices[0].prompt_token_ids if body.return_token_ids else msgspec.UNSET,
         )
     return Completion(
         id=f"cmpl-batch-{record.index}",

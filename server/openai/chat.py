@@ -35,7 +35,6 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         model=generation.model,
         choices=[choice.of_chat(index, body) for index, choice in enumerate(choices)],
         usage=generation.tally.usage(),
+        prompt_token_ids=choices[0].prompt_token_ids if body.return_token_ids else msgspec.UNSET,
     )
-    if body.return_token_ids:
-        reply.prompt_token_ids = choices[0].prompt_token_ids
     return Response(msgspec.json.encode(reply), media_type="application/json")

@@ -211,10 +211,11 @@ def test_an_engine_that_dies_leaves_the_rest_undone(
 
 def test_an_openai_batch_is_answered_as_openai_answers_it(fake_generate: list[FakeEngine], files: Files) -> None:
     source, sink, argv = files
-    chat = {"model": "gpt-x", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    ids = {"return_token_ids": True}
+    chat = {"model": "gpt-x", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5} | ids
     lines: list[dict[str, Any]] = [
         {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": chat},
-        {"custom_id": "two", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "logprobs": 1}},
+        {"custom_id": "two", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "logprobs": 1} | ids},
         {"custom_id": "three", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}},
         {"custom_id": "four", "method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}},
         {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}},
@@ -235,6 +236,7 @@ def test_an_openai_batch_is_answered_as_openai_answers_it(fake_generate: list[Fa
     assert one["usage"]["completion_tokens"] == 5
     assert (two["object"], two["choices"][0]["text"]) == ("text_completion", "Hello, world!")
     assert two["choices"][0]["logprobs"]["tokens"][0] == "Hello"
+    assert one["prompt_token_ids"] == two["choices"][0]["prompt_token_ids"] == [1, 2, 3]
     assert [body["error"]["param"] for body in wrong] == ["messages", "url", "custom_id", "method", "body"]
     source.write_text("".join(json.dumps(line) + "\n" for line in reversed(lines[:2])))
     written = sink.read_text().splitlines()
