@@ -67,12 +67,17 @@ def check_before_start(config: EngineConfig, *, has_model: bool, has_tokenizer: 
     `has_model` and `has_tokenizer` say that the model's own will be loaded, not a replacement of the caller's.
     """
     if has_model:
-        ModelLocation(config.model).check()
-        if (draft := _draft(config)) is not None:
-            draft.check()
+        check_model(config)
     if has_tokenizer and config.tokenizer is not None:
         ModelLocation(config.tokenizer, "tokenizer").check()
     _recorder(config).check_folder()
+
+
+def check_model(config: EngineConfig) -> None:
+    """Raise `ModelLoadError` when a file of a model is missing, or damaged as far as a look at its headers tells."""
+    ModelLocation(config.model).check()
+    if (draft := _draft(config)) is not None:
+        draft.check()
 
 
 def _load_tokenizer(location: ModelLocation, is_asked_for: bool) -> Tokenizer:

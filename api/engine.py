@@ -31,7 +31,7 @@ from novainfer.actors.inspection.records import ActorRecord, HealthRecord, KvRec
 from novainfer.actors.inspection.steps import PhaseTotals, StepRecord
 from novainfer.actors.tokenizer.tokenizer import Tokenizer
 from novainfer.arguments import must_be, must_be_seconds, must_have
-from novainfer.assembly import callers_tokenizer, check_before_start, make_runtime
+from novainfer.assembly import callers_tokenizer, check_before_start, check_model, make_runtime
 from novainfer.config import EngineConfig
 from novainfer.fsm.client.stream import StreamState
 from novainfer.fsm.messages.errors import (
@@ -41,6 +41,7 @@ from novainfer.fsm.messages.errors import (
     EngineDraining,
     EngineOverloaded,
     InvalidParameter,
+    ModelLoadError,
     NovaInferError,
     ReaderStalled,
     ReconfigureFailed,
@@ -169,6 +170,11 @@ class Engine:
             precision = None
         if num_kv_blocks is None and precision is None and not self._runtime.is_reconfiguring:
             return info
+        if precision is not None and self._loads["has_model"]:
+            try:  # weights are read anew, and without the files there would be no way back
+                await asyncio.to_thread(check_model, self.config)
+            except ModelLoadError as error:
+                raise ReconfigureFailed(f"the engine goes on as before: {error.message}") from None
         answer = self._runtime.reconfigure(num_kv_blocks, precision)
         answer.add_done_callback(self._reconfigured)
         found = await asyncio.shield(answer)

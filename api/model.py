@@ -16,7 +16,7 @@ from novainfer.fsm.messages.mode import PRECISIONS, Mode
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The model that is served; `created` is when it was loaded, in seconds since 1970.
 
-    `modes` are those that it can be computed in, best first: it was started in the first, and goes on in another when
+    `modes` are those that it can be computed in, best first: it comes up in the first, and goes on in another when
     memory stays short or kernels fail. `kernels` names, for each operation, the implementations of the first;
     `num_threads` is theirs on the CPU, 0 where it is not known. A step computes for at most `max_num_seqs` requests.
     """

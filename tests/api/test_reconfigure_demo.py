@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from novainfer import Engine, EngineConfig, ReconfigureFailed, SamplingParams
 from novainfer.fsm.messages.mode import CHECKPOINT, INT8
+from novainfer.kernels.demo import model_path
 from tests.actors.helpers import WAIT_S, eventually
 from tests.api.helpers import Answer, ask, blocks_back
 
@@ -140,6 +143,20 @@ async def test_more_than_there_is_room_for_leaves_everything_as_it_was(name: str
             assert engine.model_info == before
         assert await load == undisturbed
         await blocks_back(engine)
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+async def test_without_the_files_of_the_model_no_other_precision_is_tried(worker: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_path(), folder)
+    async with Engine(EngineConfig(**{**EXACT, "model": folder, "worker": worker})) as engine:
+        before, (weights,) = engine.model_info, folder.glob("*.safetensors")
+        weights.rename(tmp_path / "elsewhere")
+        with pytest.raises(ReconfigureFailed, match=f"goes on as before: .*{folder}"):
+            await engine.reconfigure(precision=INT8)
+        assert (engine.model_info, engine.statistics().state) == (before, "IDLE")
+        assert (await engine.reconfigure(num_kv_blocks=300)).num_kv_blocks == 300, "in place, no file is read"
+        assert (await ask(engine, *asked(0))).token_ids()
 
 
 @pytest.mark.slow
