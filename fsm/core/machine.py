@@ -86,6 +86,7 @@ class Row(msgspec.Struct, frozen=True):
     is_timer: bool = False  # the event is that of a timer, which ends with the states that have such a row
     renews: bool = False  # the state is entered anew, even from itself: its dwell begins again
     of: str = ""  # which of the events, where a guard tells them apart
+    is_plain: bool = False  # it has an action, and no guard: no other row is looked for
 
 
 Table: TypeAlias = Mapping[tuple[StrEnum, type], Row]
@@ -156,7 +157,8 @@ def _chain(state: StrEnum, event: type, rows: list[Row]) -> Row:
     found: Row | None = None
     for row in reversed(rows):
         of = "" if len(rows) == 1 else row.only.name if row.only is not None else "any other"
-        found = msgspec.structs.replace(row, otherwise=found, of=of)
+        is_plain = bool(row.action) and row.only is None
+        found = msgspec.structs.replace(row, otherwise=found, of=of, is_plain=is_plain)
     assert found is not None
     return found
 
@@ -210,13 +212,8 @@ class Machine:
         """Take `event`; return its effects in order. Raises `IllegalEvent`, changing nothing, if it cannot come."""
         state = self.state
         row = self.TABLE.get((state, type(event)))
-        if row is None:
-            raise IllegalEvent(f"{type(self).__name__} knows no event {type(event).__name__}")
-        while row.only is not None and not row.only.holds(self, event):
-            row = row.otherwise
-            assert row is not None
-        if row.impossible:
-            raise IllegalEvent(f"{type(self).__name__} in {state}: {type(event).__name__} cannot come: {row.why}")
+        if row is None or not row.is_plain:
+            row = self._row_for(event, row)
         observer = self.observer
         if observer is not None:
             observer.takes(self, event, row)
@@ -225,14 +222,26 @@ class Machine:
         timer, self._effects = self._timer, []
         follows = getattr(self, row.action)(event)
         assert follows in row.follows, f"{type(self).__name__}.{row.action}: {state} -> {follows} is not in the table"
-        if follows is state and row.renews:
-            self.num_renewals += 1
         if timer is not None and (follows is not state or type(event) is type(timer)):
             self._end_timer(timer, event)
-        self.state = follows
+        if follows is not state:
+            self.state = follows
+        elif row.renews:
+            self.num_renewals += 1
         if observer is not None:
             observer.took(self, state, event)
         return self._effects
+
+    def _row_for(self, event: Any, row: Row | None) -> Row:
+        """The first of the chain that begins with `row` whose guard holds for `event`, which it says can come."""
+        if row is None:
+            raise IllegalEvent(f"{type(self).__name__} knows no event {type(event).__name__}")
+        while row.only is not None and not row.only.holds(self, event):
+            row = row.otherwise
+            assert row is not None
+        if row.impossible:
+            raise IllegalEvent(f"{type(self).__name__} in {self.state}: {type(event).__name__} cannot come: {row.why}")
+        return row
 
     def _nest(self, machine: _Nested) -> _Nested:
         """`machine`, which is a part of this one: what observes this one observes it too."""

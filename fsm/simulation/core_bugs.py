@@ -11,7 +11,11 @@ from novainfer.fsm.simulation.mutants import Mutant, unguarded
 
 CORE_MUTANTS = [
     Mutant(
-        "what a guard refuses is ignored, though a row is for it", Machine, "handle", "row = row.otherwise", "return []"
+        "what a guard refuses is ignored, though a row is for it",
+        Machine,
+        "_row_for",
+        "row = row.otherwise",
+        'return Row("", frozenset([self.state]))',
     ),
     Mutant("every epoch is this one", OfEpoch, "holds", "event.epoch == machine.epoch", "event.epoch <= machine.epoch"),
     Mutant(
