@@ -143,6 +143,11 @@ class ScriptedDevice:
         self._wrong_drafts_of_16 = wrong_drafts_of_16
         self.last_step_id = -1  # the step that has just ended well; -1: none has, or the last one failed
 
+    @property
+    def num_blocks(self) -> int:
+        """Of its cache."""
+        return len(self._kv)
+
     def load(self, mode: Mode) -> None:
         """Compute in `mode` from now on, and call that exact."""
         self.mode = self._exact_mode = mode

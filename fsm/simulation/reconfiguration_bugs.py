@@ -51,7 +51,7 @@ RECONFIGURATION_MUTANTS = [
         Engine,
         "_lost_meanwhile",
         'self._answer(f"{LOST}: {event.message}")',
-        "pass",
+        "self._wanted = None",
         small="another KV cache, for which there is no room, or a worker that dies on the way",
         seeds=0,
     ),
@@ -85,6 +85,8 @@ RECONFIGURATION_MUTANTS = [
         "_end_vacating",
         "self.planner.rollback(flight, launched=outcome.launched)",
         "pass",
+        small="another KV cache, two steps in flight, and what the host has room for",
+        seeds=0,
     ),
     Mutant(
         "a device's host memory outlives it",
@@ -92,6 +94,8 @@ RECONFIGURATION_MUTANTS = [
         "_recover",
         "keeps_host=event.keeps_host",
         "keeps_host=True",
+        small="another precision, and what the host has of the one before",
+        seeds=0,
     ),
     Mutant(
         "a request that leaves the KV cache is not in the queue",
@@ -107,13 +111,6 @@ RECONFIGURATION_MUTANTS = [
         "if flight.is_vacating:",
         "if False:",
     ),
-    Mutant(
-        "a worker that dies while requests leave is blamed on those that were tried",
-        Scheduler,
-        "_lost",
-        "if lost is not None and not lost.is_vacating:",
-        "if lost is not None:",
-    ),
     # ---- what is there afterwards
     Mutant(
         "the scheduler has as many blocks as before",
@@ -122,7 +119,7 @@ RECONFIGURATION_MUTANTS = [
         "self.pool = BlockPool(num_blocks, self._size)",
         "self.pool.forget()",
     ),
-    Mutant("prefixes outlive their KV cache", BlockCache, "refit", "self.pool.forget()", "pass"),
+    Mutant("prefixes outlive their KV cache", BlockCache, "refit", "self.pool.forget()", "pass", seeds=600),
     Mutant("the ladder has the rungs of before", Ladder, "_offer", "if event.modes == self._offered:", "if True:"),
     Mutant(
         "steps are for the mode of before",
@@ -136,7 +133,7 @@ RECONFIGURATION_MUTANTS = [
         "a wish is for any worker",
         Worker,
         Reconfigure,
-        small="another KV cache, for which there is no room, or a worker that dies on the way",
+        small="a wish that comes when its worker has been replaced",
         seeds=0,
     ),
     Mutant(
@@ -175,6 +172,8 @@ RECONFIGURATION_MUTANTS = [
         "_lose",
         "was_up = self.state in UP or self._is_changing",
         "was_up = self.state in UP",
+        small="another KV cache, for which there is no room, or a worker that dies on the way",
+        seeds=0,
     ),
     Mutant(
         "a worker that is replaced has the first precision",
@@ -237,7 +236,7 @@ RECONFIGURATION_MUTANTS = [
         small="another precision, and a spare that has the one of before",
         seeds=0,
     ),
-    Mutant("a spare is started for each cache", Roster, "_pass_and_note", "and self._is_new and", "and"),
+    Mutant("a spare is started for each cache", Roster, "_pass_and_note", "and self._is_new and", "and", seeds=900),
     Mutant(
         "a spare has a cache of another size, and it is taken",
         Process,

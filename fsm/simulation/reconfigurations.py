@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from novainfer.fsm.messages.events import Reconfigure, Reconfigured, WorkerReady
+from novainfer.fsm.messages.events import Configure, Reconfigure, Reconfigured, WorkerReady
 from novainfer.fsm.simulation.oracle import Violation
 from novainfer.fsm.simulation.shape import Shape, modes_in
 
@@ -53,6 +53,16 @@ class Reconfigurations:
         if ready.error is not None:
             raise Violation(f"nothing was asked of {ready}")
         self._check(ready)
+
+    def configured(self, world: World, event: Configure) -> None:
+        """The scheduler knows the device: how many blocks it has, and in which mode it is."""
+        device, scheduler = world.device, world.scheduler
+        if device is None or device.epoch != event.epoch:
+            return  # it has died since
+        if device.num_blocks != world.cache.pool.num_blocks:
+            raise Violation(f"the device has {device.num_blocks} blocks, and the cache {world.cache.pool.num_blocks}")
+        if device.mode != scheduler.recovery.ladder.device_mode:
+            raise Violation(f"the device is in {device.mode}, and is thought to be in another")
 
     def _check(self, ready: WorkerReady) -> None:
         modes = modes_in(self.precision, self._shape.modes)

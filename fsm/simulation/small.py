@@ -474,11 +474,11 @@ SMALL_WORLDS = [
     ),
     SmallWorld(
         name="another KV cache while a reader stalls",
-        shape=_shape(4, 1, 1, max_model_len=3, stall_high=0, stall_low=0, num_host_blocks=1),
-        clients=[([1], _ask(2))],
+        shape=_shape(4, 1, 1, stall_high=0, stall_low=0, num_host_blocks=1),
+        clients=[([1], _ask(3))],
         budget={"reconfigure": 1, "read": 1},
         slow_readers=frozenset([0]),
-        wishes=((3, None),),
+        wishes=((5, None),),
     ),
     SmallWorld(
         name="another KV cache, two steps in flight, and what the host has room for",
@@ -495,11 +495,25 @@ SMALL_WORLDS = [
         wishes=((4, None), (7, None)),
     ),
     SmallWorld(
+        name="a wish that comes when its worker has been replaced",
+        shape=_shape(2, 1, 1),
+        clients=[],
+        budget={"reconfigure": 1, "die": 1, "fire_early": 1},
+        wishes=((3, None),),
+    ),
+    SmallWorld(
         name="another precision, a wish too many, and a stop",
         shape=_shape(2, 1, 1, modes=(BEST, LEAN)),
         clients=[([1], _ask(1))],
         budget={"reconfigure": 2, "stop": 1, "duplicate": 1},
         wishes=((None, INT8),),
+    ),
+    SmallWorld(
+        name="another precision, and what the host has of the one before",
+        shape=_shape(4, 1, 1, num_host_blocks=4),
+        clients=[([1], _ask(3))],
+        budget={"reconfigure": 1, "cancel": 1},
+        wishes=((None, INT8), (5, INT8)),
     ),
     SmallWorld(
         name="another precision while the ladder is down",

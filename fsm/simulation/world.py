@@ -27,6 +27,7 @@ from novainfer.fsm.messages.events import (
     CancelAll,
     Cause,
     Close,
+    Configure,
     Departed,
     DeviceLost,
     Drain,
@@ -362,6 +363,8 @@ class World:
             plans = [e.event.plan for e in effects if isinstance(e, Send) and isinstance(e.event, Batch)]
             self.planned = self.scheduler.newest_flight if any(plan is not None for plan in plans) else None
             self.checks.after_scheduler(event, effects)
+            if isinstance(event, Configure):
+                self.reconfigurations.configured(self, event)
             if self.audit is not None:
                 self.audit.scheduled(event, effects)
         elif to == "streams":

@@ -317,6 +317,25 @@ def test_what_a_failed_step_was_to_copy_out_is_computed_again():
     assert bench.scheduler.statistics().finished_total["FINISHED_LENGTH"] == 1
 
 
+def test_a_worker_that_dies_while_requests_leave_clears_none_of_those_that_are_to_be_tried_alone():
+    bench = Bench(num_host_blocks=16)
+    for prompt in ([1, 2], [3, 4]):
+        bench.submit(prompt, max_tokens=6)
+    bench.start()
+    bench.step()
+    bench.fail()
+    bench.tell(MakeBatch(bench.device.run(bench.plan), vacates=True))  # the first one alone
+    suspects = [list(group) for group in bench.scheduler.recovery.suspects]
+    assert suspects == [[1]]
+    assert bench.plan is not None
+    assert bench.plan.swap_out_blocks
+    bench.lose()
+    bench.recover()
+    assert bench.plan is not None
+    assert [list(group) for group in bench.scheduler.recovery.suspects] == suspects
+    assert len(bench.plan.slots) == 1
+
+
 def test_another_precision_begins_a_ladder_of_its_own():
     bench = Bench(modes=(BEST, LEAN))
     bench.submit([1, 2], max_tokens=4)
