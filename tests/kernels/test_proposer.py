@@ -62,6 +62,19 @@ def test_drafts_are_what_the_draft_model_says_alone(folder: Path, smaller: Path)
         check_drafts(driver, smaller, first, second)
 
 
+def test_drafts_beyond_the_blocks_of_a_sequence_lie_in_blocks_of_its_slot(folder: Path, smaller: Path) -> None:
+    driver = Driver(drafting(folder, smaller), num_drafts=K)
+    rows = [driver.add(slot, PROMPT[:14]) for slot in (0, 2, 1)]
+    driver.step(*rows)
+    check_drafts(driver, smaller, *rows)
+    proposer = driver.runner._proposer
+    assert proposer is not None
+    tables, num_blocks = proposer._buffers.block_table, len(proposer._drafted)
+    scratch = [{int(block) for block in tables[slot] if block >= num_blocks} for slot in range(3)]
+    assert all(scratch)
+    assert len(set.union(*scratch)) == sum(map(len, scratch))
+
+
 def test_a_model_that_drafts_for_itself_is_always_right(folder: Path) -> None:
     for backend in ("torch", "native"):
         driver = Driver(drafting(folder, folder, backend), num_drafts=K)

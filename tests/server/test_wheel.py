@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from sysconfig import get_paths
@@ -66,6 +67,18 @@ def run(*command: str, **how: object) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, **how)  # type: ignore[call-overload]
     assert done.returncode == 0, f"{command}: {done.stderr[-2000:]}"
     return str(done.stdout)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_wheel_holds_the_rooms_and_the_models_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    native = {name for name in names if name.startswith("novainfer/kernels/cpu/prebuilt/")}
+    rooms = ("actors", "api", "bench", "fsm", "kernels", "server")
+    tracked = run("git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", *rooms).split()
+    here = {name.removeprefix("api/") for name in tracked if (ROOT / name).is_file()}
+    assert len(native) == 3
+    assert names - native == {f"novainfer/{name}" for name in here}
 
 
 @pytest.mark.long
