@@ -76,6 +76,17 @@ def undisturbed() -> list[Any]:
     return asyncio.run(run())
 
 
+@pytest.fixture(scope="module")
+def rounded() -> tuple[list[Any], int]:
+    """What is told in int8, and the bytes of its weights."""
+
+    async def run() -> tuple[list[Any], int]:
+        async with Engine(EngineConfig(**{**EXACT, "quantization": "int8"})) as engine:
+            return await all_told(engine), engine.model_info.weight_bytes
+
+    return asyncio.run(run())
+
+
 async def steps(engine: Engine, num_steps: int) -> None:
     """Wait until so many more have been computed."""
     goal = engine.statistics().steps + num_steps
@@ -90,7 +101,7 @@ async def test_whatever_becomes_of_the_kv_cache_answers_are_the_same(name: str, 
     async with Engine(EngineConfig(**{**EXACT, **SETTINGS[name]})) as engine:
         load = asyncio.create_task(all_told(engine))
         for move in MOVES:
-            await steps(engine, 10)
+            await steps(engine, 6)
             info = await engine.reconfigure(**move)
             assert info.num_kv_blocks == move["num_kv_blocks"]
             assert engine.statistics().kv_blocks_total in (0, info.num_kv_blocks)
@@ -105,16 +116,14 @@ async def test_whatever_becomes_of_the_kv_cache_answers_are_the_same(name: str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["thread", "process, swap", "process, spare"])
 async def test_in_another_precision_no_token_is_missing_and_the_way_back_is_exact(
-    name: str, undisturbed: list[Any]
+    name: str, undisturbed: list[Any], rounded: tuple[list[Any], int]
 ) -> None:
-    async with Engine(EngineConfig(**{**EXACT, "quantization": "int8"})) as engine:
-        rounded = await all_told(engine)
-        int8_bytes = engine.model_info.weight_bytes
-    assert rounded != undisturbed
+    in_int8, int8_bytes = rounded
+    assert in_int8 != undisturbed
     async with Engine(EngineConfig(**{**EXACT, **SETTINGS[name]})) as engine:
         before = engine.model_info
         load = asyncio.create_task(all_told(engine))
-        await steps(engine, 10)
+        await steps(engine, 6)
         info = await engine.reconfigure(precision=INT8, num_kv_blocks=300)
         assert (info.modes[0].precision, info.num_kv_blocks, info.weight_bytes) == (INT8, 300, int8_bytes)
         assert not load.done(), "it was reconfigured under load"
@@ -122,7 +131,7 @@ async def test_in_another_precision_no_token_is_missing_and_the_way_back_is_exac
             for token_ids, _, reason, count in choices:
                 assert len(token_ids) == count
                 assert (reason == "length") == (count == asked(at)[1].max_tokens)
-        assert await all_told(engine) == rounded
+        assert await all_told(engine) == in_int8
         assert not any(step.mode.precision != INT8 for step in engine.steps(20))
         info = await engine.reconfigure(precision=CHECKPOINT)
         assert (info.weight_bytes, info.modes[0]) == (before.weight_bytes, before.modes[0])
@@ -137,7 +146,7 @@ async def test_more_than_there_is_room_for_leaves_everything_as_it_was(name: str
         before = engine.model_info
         load = asyncio.create_task(all_told(engine))
         for precision in (None, INT8):
-            await steps(engine, 10)
+            await steps(engine, 6)
             with pytest.raises(ReconfigureFailed, match=r"goes on as before: 99999999 KV blocks need .* blocks fit$"):
                 await engine.reconfigure(num_kv_blocks=99_999_999, precision=precision)
             assert engine.model_info == before
@@ -165,7 +174,7 @@ async def test_killed_in_the_middle_of_it_every_answer_is_right(name: str, undis
     async with Engine(EngineConfig(**{**EXACT, **SETTINGS[name]})) as engine:
         load = asyncio.create_task(all_told(engine))
         for delay_s in (0.0, 0.004, 0.02):
-            await steps(engine, 8)
+            await steps(engine, 6)
             caller = asyncio.create_task(engine.reconfigure(num_kv_blocks=500 - int(1000 * delay_s)))
             await eventually(lambda: engine.statistics().state == "RECONFIGURING")
             await asyncio.sleep(delay_s)

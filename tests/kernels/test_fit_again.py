@@ -46,6 +46,7 @@ def test_steps_on_a_smaller_and_a_larger_cache_are_as_ever(folder: Path, backend
     full.generate([full.add(slot, LONG) for slot in range(3)], 60)  # tables full of high numbers
     for num_blocks in (14, 128, 10):
         assert fit(runner, num_blocks) == runner.num_blocks == num_blocks
+        assert not runner._buffers.block_table.any(), "what a table said of the old cache may not be there in this one"
         runner.warm()
         assert together(Driver(runner, seed=num_blocks)) == expected
     with pytest.raises(ValueError, match="table_blocks of a step must be 0 to 9, not 10"):
