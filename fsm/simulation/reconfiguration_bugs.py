@@ -119,7 +119,15 @@ RECONFIGURATION_MUTANTS = [
         "self.pool = BlockPool(num_blocks, self._size)",
         "self.pool.forget()",
     ),
-    Mutant("prefixes outlive their KV cache", BlockCache, "refit", "self.pool.forget()", "pass", seeds=600),
+    Mutant(
+        "prefixes outlive their KV cache",
+        BlockCache,
+        "refit",
+        "self.pool.forget()",
+        "pass",
+        seeds=0,
+        small="a KV cache that is as large as the one before, and holds nothing of it",
+    ),
     Mutant("the ladder has the rungs of before", Ladder, "_offer", "if event.modes == self._offered:", "if True:"),
     Mutant(
         "steps are for the mode of before",
@@ -236,7 +244,15 @@ RECONFIGURATION_MUTANTS = [
         small="another precision, and a spare that has the one of before",
         seeds=0,
     ),
-    Mutant("a spare is started for each cache", Roster, "_pass_and_note", "and self._is_new and", "and", seeds=900),
+    Mutant(
+        "a spare is started for each cache",
+        Roster,
+        "_pass_and_note",
+        "and self._is_new and",
+        "and",
+        seeds=0,
+        small="another KV cache when there is to be no spare any more",
+    ),
     Mutant(
         "a spare has a cache of another size, and it is taken",
         Process,

@@ -495,6 +495,20 @@ SMALL_WORLDS = [
         wishes=((4, None), (7, None)),
     ),
     SmallWorld(
+        name="a KV cache that is as large as the one before, and holds nothing of it",
+        shape=_shape(4, 1, 1, max_model_len=3),
+        clients=[([1, 2], _ask(1)), ([1, 2], _ask(1))],
+        budget={"reconfigure": 1},
+        wishes=((4, None),),
+    ),
+    SmallWorld(
+        name="another KV cache when there is to be no spare any more",
+        shape=_shape(2, 1, 1, processes=True, warm_spare=True, shows_death=False),
+        clients=[],
+        budget={"reconfigure": 1, "die_spare": 3},
+        wishes=((3, None),),
+    ),
+    SmallWorld(
         name="a wish that comes when its worker has been replaced",
         shape=_shape(2, 1, 1),
         clients=[],
