@@ -6,7 +6,7 @@
 
 EMPTY, PARTIAL and FULL say how many steps are in flight: none, some, or as many as may be (`max_in_flight`: one, which
 knows no PARTIAL, or two). Every end of a request is decided here, as soon as the step is known that brings it:
-end-of-sequence and stop tokens, stop strings (text is assembled here, from token bytes), length, cancels, failures.
+by a token (`answer`), a cancel or a failure.
 
 A step that is planned while another one is in flight is planned *ahead*: its rows go on from tokens that only the
 device knows yet (`SAMPLED`), and a request that turns out to have ended is computed once for nothing. Nothing is
@@ -29,7 +29,6 @@ from novainfer.fsm.core.machine import Guard, Machine, Table, never, on, stay, t
 from novainfer.fsm.kv.blocks import PoolStatistics
 from novainfer.fsm.messages.events import (
     Batch,
-    Begun,
     CancelRequest,
     Cause,
     Configure,
@@ -48,8 +47,8 @@ from novainfer.fsm.messages.events import (
     WorkerLost,
 )
 from novainfer.fsm.messages.mode import Mode
-from novainfer.fsm.messages.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.schedule import answer
 from novainfer.fsm.schedule.batching import Flight
 from novainfer.fsm.schedule.ladder import EXACT, Offered, Rung
 from novainfer.fsm.schedule.planner import Limits, Planner
@@ -292,7 +291,7 @@ class Scheduler(Machine):
         if cause is not None:
             end = End(cause=cause)
             self._send("engine", Outputs([self._end(request, STATE_OF_CAUSE[cause], end)]))
-        elif error := self._refusal(event):
+        elif error := answer.refusal(event, self._max_len):
             self._send("engine", Outputs([self._end(request, RequestState.FINISHED_IGNORED, error)]))
         else:
             if event.params.max_queue_s is not None:
@@ -300,21 +299,6 @@ class Scheduler(Machine):
             self.requests[request.request_id] = request
             self.planner.enqueue(request)
         return self.state
-
-    def _refusal(self, event: Submit) -> End | None:
-        """Why this request can never run, if so."""
-        num_prompt, max_tokens = len(event.token_ids), event.params.max_tokens
-        if num_prompt == 0:
-            return End(error="the prompt must hold at least one token", code="invalid_value", param="prompt")
-        if num_prompt + (max_tokens or 1) <= self._max_len:
-            return None
-        wish = f"{num_prompt} prompt tokens" + (f" plus max_tokens={max_tokens}" if max_tokens else "")
-        return End(
-            error=f"This model's maximum context length is {self._max_len} tokens, but {wish} were requested; "
-            "shorten the prompt or ask for fewer tokens.",
-            code="context_length_exceeded",
-            param="max_tokens" if num_prompt < self._max_len else "prompt",
-        )
 
     def _cancel(self, event: CancelRequest) -> StrEnum:
         request = self.requests.get(event.request_id)
@@ -556,7 +540,13 @@ class Scheduler(Machine):
                 continue
             if state is prefill:
                 request.handle(PREFILLED)
-            outputs.append(self._append(request, token_id, logprobs[at] if logprobs else None))
+            if request.is_first_output:
+                self._note_first(request)
+            logprob = logprobs[at] if logprobs else None
+            output, ended_as = answer.next_output(request, token_id, logprob, self._vocabulary, self._eos_token_ids)
+            if output.end is not None and ended_as is not None:
+                self._end(request, ended_as, output.end)
+            outputs.append(output)
             num_generated += 1
         self._generated += num_generated
         if flight.is_noted:
@@ -569,6 +559,13 @@ class Scheduler(Machine):
         self.planner.settle(flight)
         self.recovery.step_done(flight, outcome.took_s, self.requests, self._effects)
         return outputs
+
+    def _note_first(self, request: Request) -> None:
+        """Its first token is there: its prompt counts, and nobody waits for it any more."""
+        self._hurried.discard(request.stream_id)
+        self._prompt_tokens += request.num_prompt
+        self._queried += request.num_prompt
+        self._hit += request.num_cached
 
     def _note_drafts(self, flight: Flight, outcome: StepDone) -> None:
         """What the step has verified counts for what is guessed next."""
@@ -612,51 +609,6 @@ class Scheduler(Machine):
         self._send("incidents", incident)
         self.planner.cache.distrust(request)
         return self._end(request, RequestState.FINISHED_ERROR, End(error=NOT_A_NUMBER))
-
-    def _append(self, request: Request, token_id: int, logprob: tuple[float, list[int], list[float]] | None) -> Output:
-        """The output for one sampled token."""
-        token_ids = request.token_ids
-        token_ids.append(token_id)
-        request.losses = request.failures = 0
-        num_generated = len(token_ids) - request.num_prompt
-        output = Output(
-            request.request_id, request.stream_id, request.choice, [token_id], "", is_degraded=request.is_degraded
-        )
-        if logprob is not None:
-            output.logprobs = [self._logprob(token_id, logprob)]
-        if request.is_first_output:
-            request.is_first_output = False
-            self._hurried.discard(request.stream_id)
-            self._prompt_tokens += request.num_prompt
-            self._queried += request.num_prompt
-            self._hit += request.num_cached
-            prompt = token_ids[: request.num_prompt] if request.choice == 0 else []
-            output.first = Begun(request.num_prompt, request.num_cached, prompt, request.seed)
-        text = request.text
-        may_stop = num_generated >= request.params.min_tokens
-        if may_stop and token_id in request.stop_ids:
-            is_eos = token_id in self._eos_token_ids
-            output.text = text.flush()
-            if request.params.include_stop_str_in_output and not is_eos:
-                output.text += self._vocabulary.bytes_of(token_id).decode("utf-8", "replace")
-            output.end = _good_end(request, FinishReason.STOP, None if is_eos else token_id)
-            self._end(request, RequestState.FINISHED_STOPPED, output.end)
-            return output
-        output.text = text.push(token_id, may_stop=may_stop)
-        if text.stopped_by is not None:
-            output.end = _good_end(request, FinishReason.STOP, text.stopped_by)
-            self._end(request, RequestState.FINISHED_STOPPED, output.end)
-        elif len(token_ids) >= request.max_len:
-            output.text += text.flush()
-            output.end = _good_end(request, FinishReason.LENGTH)
-            self._end(request, RequestState.FINISHED_LENGTH, output.end)
-        return output
-
-    def _logprob(self, token_id: int, found: tuple[float, list[int], list[float]]) -> TokenLogprob:
-        logprob, ids, values = found
-        name = self._vocabulary.bytes_of
-        top = [(i, name(i), value) for i, value in zip(ids, values, strict=True)]
-        return TokenLogprob(token_id, name(token_id), logprob, top)
 
     # ---- what breaks ---------------------------------------------------------------------------------------------
 
@@ -748,12 +700,3 @@ class Scheduler(Machine):
                 assert request.slot < 0, f"waiting request {request.request_id} owns a slot"
             is_held = any(flight.holds(request) for flight in self.flights)
             assert request.is_in_flight == is_held, f"request {request.request_id} is in no step, or in one"
-
-
-def _good_end(request: Request, finish_reason: FinishReason, stop_reason: int | str | None = None) -> End:
-    return End(
-        finish_reason=finish_reason,
-        stop_reason=stop_reason,
-        num_draft_tokens=request.num_draft_tokens,
-        num_accepted_tokens=request.num_accepted_tokens,
-    )

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.schedule import answer
 from novainfer.fsm.schedule.recovery import FailurePolicy
-from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.mutants import Mutant
 
 BLAME_MUTANTS = [
     Mutant(
         "failures before a token still count after it",
-        Scheduler,
-        "_append",
+        answer,
+        "next_output",
         "request.losses = request.failures = 0",
         "request.losses = 0",
     ),
     Mutant(
         "lost workers before a token still count after it",
-        Scheduler,
-        "_append",
+        answer,
+        "next_output",
         "request.losses = request.failures = 0",
         "request.failures = 0",
     ),

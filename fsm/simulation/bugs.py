@@ -11,6 +11,7 @@ from novainfer.fsm.kv.block_cache import BlockCache
 from novainfer.fsm.kv.blocks import BlockPool
 from novainfer.fsm.messages.events import Batch, DeviceLost, Encoded, Launch, Overdue, StepFailed
 from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule import answer
 from novainfer.fsm.schedule.batching import StepBuilder
 from novainfer.fsm.schedule.planner import Planner
 from novainfer.fsm.schedule.recovery import FailurePolicy
@@ -190,12 +191,12 @@ MUTANTS = [
         "if plain is not None and not self._decoder.getstate()[0]:",
         "if plain is not None:",
     ),
-    Mutant("what was held back is lost at the end", Scheduler, "_append", "output.text += text.flush()", "pass"),
+    Mutant("what was held back is lost at the end", answer, "next_output", "output.text += text.flush()", "pass"),
     Mutant(
         "min_tokens is not heeded",
-        Scheduler,
-        "_append",
-        "may_stop = num_generated >= request.params.min_tokens",
+        answer,
+        "next_output",
+        "may_stop = len(token_ids) - request.num_prompt >= params.min_tokens",
         "may_stop = True",
     ),
     Mutant(

@@ -156,8 +156,8 @@ LADDER_MUTANTS = [
     Mutant(
         "everything is called degraded while the engine is",
         Scheduler,
-        "_append",
-        "is_degraded=request.is_degraded",
-        "is_degraded=not self.recovery.ladder.is_exact",
+        "_commit",
+        "if flight.mode != self.recovery.ladder.exact_mode:",
+        "if not self.recovery.ladder.is_exact:",
     ),
 ]

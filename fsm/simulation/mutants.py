@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
+from types import ModuleType
 from typing import Any, cast
 
 import msgspec
@@ -31,7 +32,7 @@ STATES_MAX_NAMED = 20_000  # of the one that the mutant names
 class Edit(msgspec.Struct, frozen=True):
     """In `owner.method`, `line` reads `wrong`; or the rows of its `TABLE` for the event `line` have no guard."""
 
-    owner: type
+    owner: type | ModuleType
     method: str
     line: str
     wrong: str
@@ -46,7 +47,7 @@ class Mutant(msgspec.Struct, frozen=True):
     """One bug; `seeds`: the swarm finds it within so many (0: only the explorer does, in the world named `small`)."""
 
     name: str
-    owner: type
+    owner: type | ModuleType
     method: str
     line: str
     wrong: str
@@ -111,6 +112,7 @@ def planted(mutant: Mutant) -> Iterator[None]:
 @contextmanager
 def _edited(name: str, edit: Edit) -> Iterator[None]:
     if edit.method == TABLE:
+        assert isinstance(edit.owner, type)
         with _unguarded(name, edit.owner, edit.line):
             yield
         return

@@ -72,7 +72,7 @@ QUEUE_MUTANTS = [
     Mutant(
         "a first token does not end the wait for it",
         Scheduler,
-        "_append",
+        "_note_first",
         "self._hurried.discard(request.stream_id)",
         "pass",
     ),

@@ -7,6 +7,7 @@ from novainfer.fsm.client.stream import Stream
 from novainfer.fsm.engine import Engine
 from novainfer.fsm.kv.block_cache import BlockCache
 from novainfer.fsm.kv.blocks import BlockPool
+from novainfer.fsm.schedule import answer
 from novainfer.fsm.schedule.batching import StepBuilder
 from novainfer.fsm.schedule.planner import Planner
 from novainfer.fsm.schedule.request import Request
@@ -110,10 +111,10 @@ SAMPLING = (
     # The text goes on behind a stop string that came with the first token that might stop.
     Mutant(
         "a stop string is not seen at the first token that may stop",
-        Scheduler,
-        "_append",
-        "may_stop = num_generated >= request.params.min_tokens",
-        "may_stop = num_generated > request.params.min_tokens",
+        answer,
+        "next_output",
+        "may_stop = len(token_ids) - request.num_prompt >= params.min_tokens",
+        "may_stop = len(token_ids) - request.num_prompt > params.min_tokens",
     ),
     # A request with ignore_eos and stop_token_ids runs to its length.
     Mutant(
@@ -158,10 +159,10 @@ SAMPLING = (
     # A request that the context would just hold is refused.
     Mutant(
         "a request that fills the context is refused",
-        Scheduler,
-        "_refusal",
-        "if num_prompt + (max_tokens or 1) <= self._max_len:",
-        "if num_prompt + (max_tokens or 1) < self._max_len:",
+        answer,
+        "refusal",
+        "if num_prompt + (max_tokens or 1) <= max_len:",
+        "if num_prompt + (max_tokens or 1) < max_len:",
     ),
     # The second choice cannot be had again: its deltas name no seed of its own.
     Mutant(
@@ -312,7 +313,7 @@ CONTAINERS = (
     Mutant(
         "what was computed counts as found in the cache",
         Scheduler,
-        "_append",
+        "_note_first",
         "self._hit += request.num_cached",
         "self._hit += request.num_computed",
     ),
@@ -362,10 +363,10 @@ TEXT = (
     # Answers end in <|im_end|>.
     Mutant(
         "the end of a sequence is shown as a stop string is",
-        Scheduler,
-        "_append",
-        "if request.params.include_stop_str_in_output and not is_eos:",
-        "if request.params.include_stop_str_in_output:",
+        answer,
+        "next_output",
+        "if params.include_stop_str_in_output and not is_eos:",
+        "if params.include_stop_str_in_output:",
     ),
 )
 

@@ -1,0 +1,90 @@
+"""What a client is given for a token that was sampled, what ends its answer, and what is refused at once.
+
+A sampled token ends an answer when it is a stop token, when it completes a stop string, or when it is the last one that
+there is room for. Text is assembled here, from token bytes: it never splits a character, nor what a stop string may
+begin in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from novainfer.fsm.messages.events import Begun, End, Output, Submit
+from novainfer.fsm.messages.outputs import FinishReason, TokenLogprob
+from novainfer.fsm.messages.step import Logprobs
+from novainfer.fsm.schedule.request import Request, RequestState
+from novainfer.fsm.text import Vocabulary
+
+
+def next_output(
+    request: Request,
+    token_id: int,
+    logprob: Logprobs | None,
+    vocabulary: Vocabulary,
+    eos_token_ids: Sequence[int],
+) -> tuple[Output, RequestState | None]:
+    """Append `token_id` to `request`: what its client is given, and the state in which it ends, if it does.
+
+    Log probabilities are of the token, and of those that it competed with.
+    """
+    token_ids, params, text = request.token_ids, request.params, request.text
+    token_ids.append(token_id)
+    request.losses = request.failures = 0
+    output = Output(
+        request.request_id, request.stream_id, request.choice, [token_id], "", is_degraded=request.is_degraded
+    )
+    if logprob is not None:
+        output.logprobs = [_with_bytes(token_id, logprob, vocabulary)]
+    if request.is_first_output:
+        request.is_first_output = False
+        prompt = token_ids[: request.num_prompt] if request.choice == 0 else []
+        output.first = Begun(request.num_prompt, request.num_cached, prompt, request.seed)
+    may_stop = len(token_ids) - request.num_prompt >= params.min_tokens
+    if may_stop and token_id in request.stop_ids:
+        is_eos = token_id in eos_token_ids
+        output.text = text.flush()
+        if params.include_stop_str_in_output and not is_eos:
+            output.text += vocabulary.bytes_of(token_id).decode("utf-8", "replace")
+        output.end = _good_end(request, FinishReason.STOP, None if is_eos else token_id)
+        return output, RequestState.FINISHED_STOPPED
+    output.text = text.push(token_id, may_stop=may_stop)
+    if text.stopped_by is not None:
+        output.end = _good_end(request, FinishReason.STOP, text.stopped_by)
+        return output, RequestState.FINISHED_STOPPED
+    if len(token_ids) >= request.max_len:
+        output.text += text.flush()
+        output.end = _good_end(request, FinishReason.LENGTH)
+        return output, RequestState.FINISHED_LENGTH
+    return output, None
+
+
+def refusal(submit: Submit, max_len: int) -> End | None:
+    """Why this request can never run where one may have `max_len` tokens, prompt included; None if it can."""
+    num_prompt, max_tokens = len(submit.token_ids), submit.params.max_tokens
+    if num_prompt == 0:
+        return End(error="the prompt must hold at least one token", code="invalid_value", param="prompt")
+    if num_prompt + (max_tokens or 1) <= max_len:
+        return None
+    wish = f"{num_prompt} prompt tokens" + (f" plus max_tokens={max_tokens}" if max_tokens else "")
+    return End(
+        error=f"This model's maximum context length is {max_len} tokens, but {wish} were requested; "
+        "shorten the prompt or ask for fewer tokens.",
+        code="context_length_exceeded",
+        param="max_tokens" if num_prompt < max_len else "prompt",
+    )
+
+
+def _with_bytes(token_id: int, found: Logprobs, vocabulary: Vocabulary) -> TokenLogprob:
+    logprob, ids, values = found
+    name = vocabulary.bytes_of
+    top = [(i, name(i), value) for i, value in zip(ids, values, strict=True)]
+    return TokenLogprob(token_id, name(token_id), logprob, top)
+
+
+def _good_end(request: Request, finish_reason: FinishReason, stop_reason: int | str | None = None) -> End:
+    return End(
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        num_draft_tokens=request.num_draft_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
+    )
