@@ -558,4 +558,22 @@ SMALL_WORLDS = [
         budget={"reconfigure": 1, "overdue": 1},
         wishes=((3, INT8),),
     ),
+    SmallWorld(
+        name="two steps in flight, and a prompt that is cancelled or fails while it is encoded",
+        shape=_shape(4, 1, 1, max_in_flight=2),
+        clients=[([1], _ask(2)), ("a", _ask(1))],
+        budget={"cancel": 1, "fail_encode": 1, "oom": 1},
+    ),
+    SmallWorld(
+        name="a worker that dies, and a prompt that is cancelled or fails while it is encoded",
+        shape=_shape(3, 1, 1),
+        clients=[([1], _ask(1)), ("a", _ask(1))],
+        budget={"cancel": 1, "fail_encode": 1, "die": 1},
+    ),
+    SmallWorld(
+        name="two steps in flight, and a stop while a prompt is encoded",
+        shape=_shape(3, 1, 1, max_in_flight=2),
+        clients=[([1], _ask(2)), ("a", _ask(1))],
+        budget={"stop": 1, "fail_encode": 1},
+    ),
 ]
