@@ -217,23 +217,21 @@ class Runtime:
         with anyio.move_on_after(DRAIN_GRACE_S):  # an actor that is stuck ends nothing
             await self._wait_idle()
 
-    @property
-    def is_reconfiguring(self) -> bool:
-        """True until the last `reconfigure` is answered."""
-        return self._reconfiguring is not None
-
-    def reconfigure(self, num_blocks: int | None, precision: str | None) -> asyncio.Future[Reconfigured]:
-        """Go on with so many KV blocks, and with weights in this precision (None: as it is); gives the answer to come.
-
-        Raises `ReconfigureInProgress`, `EngineDraining` or `EngineClosed`. If the engine ends first, the answer is an
-        `EngineClosed` or an `EngineDead`.
-        """
+    def check_reconfigurable(self) -> None:
+        """Raise `ReconfigureInProgress`, `EngineDraining` or `EngineClosed` when it is not the time for it."""
         if self._stopping is None or self._stopping.is_set():
             raise EngineClosed(self.error or "the engine is not running")
         if self._gate.state is not GateState.OPEN:
             raise EngineDraining("the engine shuts down, and is not reconfigured any more")
         if self._reconfiguring is not None:
             raise ReconfigureInProgress("another reconfiguration is under way: try again when it has ended")
+
+    def reconfigure(self, num_blocks: int | None, precision: str | None) -> asyncio.Future[Reconfigured]:
+        """Go on with so many KV blocks, and with weights in this precision (None: as it is); gives the answer to come.
+
+        Raises as `check_reconfigurable`. If the engine ends first, the answer is an `EngineClosed` or an `EngineDead`.
+        """
+        self.check_reconfigurable()
         assert self._loop is not None
         self._num_reconfigurations += 1
         self._reconfiguring = self._loop.create_future()

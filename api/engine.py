@@ -56,7 +56,7 @@ from novainfer.fsm.messages.outputs import Delta
 from novainfer.fsm.messages.params import SamplingParams, is_unicode
 from novainfer.fsm.schedule.speculation import SpeculationStatistics
 from novainfer.home import Home
-from novainfer.model import ModelInfo, check_reconfiguration, model_info
+from novainfer.model import ModelInfo, checked_reconfiguration, model_info
 from novainfer.prompt import PromptLike, to_prompt
 from novainfer.room import check_room
 
@@ -161,21 +161,22 @@ class Engine:
         Raises `InvalidParameter`, `ReconfigureInProgress`, `EngineClosed`, `EngineDraining` or `EngineDead`; and
         `ReconfigureFailed` when it cannot be done: then all is as before.
         """
-        info = self.model_info
         self._home.check()
-        check_reconfiguration(info, num_kv_blocks=num_kv_blocks, precision=precision)
-        if num_kv_blocks == info.num_kv_blocks:
-            num_kv_blocks = None
-        if precision == info.modes[0].precision:
-            precision = None
-        if num_kv_blocks is None and precision is None and not self._runtime.is_reconfiguring:
-            return info
-        if precision is not None and self._loads["has_model"]:
+        num_blocks, precision = checked_reconfiguration(self.model_info, num_kv_blocks, precision)
+        self._runtime.check_reconfigurable()
+        if precision not in (None, self.model_info.modes[0].precision) and self._loads["has_model"]:
             try:  # weights are read anew, and without the files there would be no way back
                 await asyncio.to_thread(check_model, self.config)
             except ModelLoadError as error:
                 raise ReconfigureFailed(f"the engine goes on as before: {error.message}") from None
-        answer = self._runtime.reconfigure(num_kv_blocks, precision)
+        info = self.model_info  # as another reconfiguration has left it, which may have ended meanwhile
+        if num_blocks == info.num_kv_blocks:
+            num_blocks = None
+        if precision == info.modes[0].precision:
+            precision = None
+        if num_blocks is None and precision is None:
+            return info
+        answer = self._runtime.reconfigure(num_blocks, precision)
         answer.add_done_callback(self._reconfigured)
         found = await asyncio.shield(answer)
         if found.error is not None:

@@ -59,15 +59,16 @@ def model_info(config: EngineConfig, ready: WorkerReady, *, created: int) -> Mod
     )
 
 
-def check_reconfiguration(info: ModelInfo, *, num_kv_blocks: Any, precision: Any) -> None:
-    """Raise `InvalidParameter`, naming the field, for what no engine of this model could become."""
+def checked_reconfiguration(info: ModelInfo, num_kv_blocks: Any, precision: Any) -> tuple[int | None, str | None]:
+    """Both as plain values, as a recording holds them; `InvalidParameter`, naming the field, for what can never be."""
     if num_kv_blocks is None and precision is None:
         raise InvalidParameter("num_kv_blocks or precision must be given", param="num_kv_blocks")
     if precision is not None and precision not in PRECISIONS:
         offered = " or ".join(map(repr, PRECISIONS))
         raise InvalidParameter(f"precision must be {offered}, not {precision!r}", param="precision")
+    precision = None if precision is None else PRECISIONS[PRECISIONS.index(precision)]
     if num_kv_blocks is None:
-        return
+        return None, precision
     if isinstance(num_kv_blocks, bool):
         raise InvalidParameter(f"num_kv_blocks must be an integer, not {num_kv_blocks}", param="num_kv_blocks")
     must_be("num_kv_blocks", num_kv_blocks, int, "an integer")
@@ -80,3 +81,4 @@ def check_reconfiguration(info: ModelInfo, *, num_kv_blocks: Any, precision: Any
             f"(max_model_len) needs so many blocks of {info.block_size}",
             param="num_kv_blocks",
         )
+    return int(num_kv_blocks), precision

@@ -199,6 +199,7 @@ class Scheduler(Machine):
         self._step_timeout_s = step_timeout_s
         self._epoch = 0
         self._limits = limits
+        self._parked_max = PARKED_PER_SLOT * limits.max_num_seqs  # without an end
         self._vocabulary = vocabulary
         self._eos_token_ids: Sequence[int] = ()
         self._max_len = 0
@@ -357,7 +358,7 @@ class Scheduler(Machine):
     def _end_longest_paused(self) -> list[Output]:
         """Where more requests are parked than may be, those that were paused first end."""
         parked, outputs = self.planner.parked, []
-        while len(parked) > PARKED_PER_SLOT * self._limits.max_num_seqs:
+        while len(parked) > self._parked_max:
             request = min(parked.values(), key=lambda r: r.paused_as)
             message = (
                 f"too many streams wait for slow readers, and this one has waited longest: {len(parked)} are parked"
@@ -366,7 +367,12 @@ class Scheduler(Machine):
             action = "the request that was paused first was ended"
             incident = Incident(kind="stall", message=message, action=action, stream_ids=[request.stream_id])
             self._send("incidents", incident)
+        self._parked_max = max(PARKED_PER_SLOT * self._limits.max_num_seqs, len(parked))
         return outputs
+
+    def _keep_parked(self) -> None:
+        """All had to leave their slots, and no reader was slower for it: none of those that are paused ends."""
+        self._parked_max = max(self._parked_max, len(self.planner.parked))
 
     def _end(self, request: Request, state: RequestState, end: End) -> Output:
         """End `request`; what it owns goes back now, or with its step if that is on the device."""
@@ -471,7 +477,9 @@ class Scheduler(Machine):
 
     def _try_vacate(self) -> tuple[StepPlan, Flight] | None:
         self._step_id += 1
-        return self.planner.vacate(self._step_id, self._epoch)
+        planned = self.planner.vacate(self._step_id, self._epoch)
+        self._keep_parked()
+        return planned
 
     def _end_vacating(self, flight: Flight, outcome: StepDone | StepFailed) -> list[Output]:
         """What has left the KV cache is on the host; or it is computed again, where the step has failed."""
@@ -630,6 +638,7 @@ class Scheduler(Machine):
             if outputs := self._end_doomed(self.recovery.worker_lost(lost, event, self._effects)):
                 self._send("engine", Outputs(outputs))
         self.planner.lose()
+        self._keep_parked()
         return S.RECOVERING
 
     def _discard_behind(self, first: Flight, launched_id: int = -1) -> None:

@@ -57,8 +57,8 @@ QUEUE_MUTANTS = [
         "one parked request too few",
         Scheduler,
         "_end_longest_paused",
-        "while len(parked) > PARKED_PER_SLOT * self._limits.max_num_seqs:",
-        "while len(parked) >= PARKED_PER_SLOT * self._limits.max_num_seqs:",
+        "while len(parked) > self._parked_max:",
+        "while len(parked) >= self._parked_max:",
         seeds=1000,
     ),
     Mutant(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +96,41 @@ async def test_before_the_start_and_after_the_end_there_is_nothing_to_reconfigur
     with pytest.raises(EngineClosed):
         await engine.reconfigure(num_kv_blocks=300)
     async with engine:
-        pass
-    with pytest.raises(EngineClosed):
+        await engine.drain(0.0)
+        with pytest.raises(EngineDraining):
+            await engine.reconfigure(num_kv_blocks=engine.model_info.num_kv_blocks)
+    for num_blocks in (300, engine.model_info.num_kv_blocks):
+        with pytest.raises(EngineClosed):
+            await engine.reconfigure(num_kv_blocks=num_blocks)
+
+
+async def test_integers_and_strings_of_other_kinds_are_as_good_and_can_be_recorded(tmp_path: Path) -> None:
+    blocks = IntEnum("blocks", {"MORE": 300})
+    precisions = StrEnum("precisions", {"LESS": INT8})
+    async with engine_of() as engine:
+        info = await engine.reconfigure(num_kv_blocks=blocks.MORE, precision=precisions.LESS)
+        assert (info.num_kv_blocks, info.modes[0].precision) == (300, INT8)
+        path = await engine.dump_recorder(tmp_path / "of-kinds")
+    assert replay_recording(path.read_bytes()).is_same
+
+
+async def test_one_that_has_ended_meanwhile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the model's files are looked at, another one may come and go: both are told what there is then."""
+    found, looked = threading.Event(), threading.Event()
+
+    def look(_: EngineConfig) -> None:
+        looked.set()
+        assert found.wait(WAIT_S)
+
+    monkeypatch.setattr("novainfer.engine.check_model", look)
+    async with engine_of() as engine:
+        engine._loads["has_model"] = True
+        first = asyncio.create_task(engine.reconfigure(num_kv_blocks=BLOCKS, precision=INT8))
+        await eventually(looked.is_set)
         await engine.reconfigure(num_kv_blocks=300)
+        found.set()
+        info = await first
+        assert (info.num_kv_blocks, info.modes[0].precision) == (BLOCKS, INT8)
 
 
 async def test_what_the_engine_is_already_costs_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from novainfer.fsm.core.machine import Send
@@ -145,3 +146,33 @@ def test_a_paused_request_that_has_overstayed_is_parked_before_a_canary():
     assert bench.scheduler.recovery.trial is not None
     assert bench.plan is not None
     assert not bench.request(request_id).kv.blocks
+
+
+@pytest.mark.parametrize("why", ["reconfigured", "lost"])
+def test_those_that_must_leave_their_slots_end_none_of_the_others(why):
+    bench = Bench(max_num_seqs=SLOTS)
+    while len(bench.scheduler.planner.parked) < PARKED_PER_SLOT * SLOTS:
+        pause_one(bench)
+    paused = list(bench.scheduler.requests)
+    assert len(paused) == (PARKED_PER_SLOT + 1) * SLOTS
+    if why == "lost":
+        bench.lose()
+        bench.recover()
+    else:
+        bench.tell(MakeBatch(vacates=True))
+        bench.tell(MakeBatch(vacates=True))
+        assert bench.plan is None
+        bench._epoch += 1
+        bench.tell(msgspec.structs.replace(bench.configuration, epoch=bench._epoch))
+        bench.device.epoch = bench._epoch
+        bench.start()
+    assert list(bench.scheduler.requests) == paused
+    assert len(bench.scheduler.planner.parked) == len(paused)
+    assert not [incident for incident in bench.incidents if incident.kind == "stall"]
+    bench.tell(ResumeRequest(paused[0]))
+    bench.step()
+    assert paused[0] not in bench.scheduler.planner.parked
+    for _ in range(2 * SLOTS):
+        pause_one(bench)
+    assert paused[1] not in bench.scheduler.requests  # there is no more room for others than there was
+    assert len(bench.scheduler.planner.parked) < len(paused)

@@ -46,7 +46,7 @@ async def test_streams_go_on_and_every_page_knows_it(held: Held) -> None:
     await held.ask("one")
     await held.valve.step_arrived()
     asked = asyncio.create_task(held.client.post(PATH, json={"num_kv_blocks": 300}, headers=ADMIN))
-    await eventually(lambda: held.engine._runtime.is_reconfiguring)
+    await eventually(lambda: held.engine._runtime._reconfiguring is not None)
     refused = await held.client.post(PATH, json={"num_kv_blocks": 400}, headers=ADMIN)
     assert (refused.status_code, error_of(refused)["code"]) == (409, "reconfigure_in_progress")
     assert "x-should-retry" not in refused.headers
