@@ -384,6 +384,7 @@ class Worker(Machine):
 
     def _change(self, *, in_place: bool) -> WorkerState:
         """Go on as what is wanted, or back to what it was: with another cache, or from the weights on."""
+        self._stood_by = False  # it has shown that it can come up
         if in_place:
             self.epoch += 1
             self._keeps_host = True
@@ -391,7 +392,6 @@ class Worker(Machine):
         if self._policy.may_kill:  # elsewhere the device lets go of what it has by itself
             self._start(Kill(self.epoch))
         self.epoch += 1
-        self._stood_by = False
         return self._spawn()
 
     def _go_back(self, event: JobFailed) -> WorkerState:

@@ -207,6 +207,22 @@ def test_a_worker_that_fails_on_the_way_back_too_is_lost(worker):
     assert worker.state is (WorkerState.RESTARTING if is_process else WorkerState.FAILED)
 
 
+def test_a_spare_that_took_over_long_ago_is_a_worker_like_any_other():
+    worker = Worker(RestartPolicy(max_restarts=3))
+    worker.handle(Begin())
+    come_up(worker)
+    worker.handle(DeviceLost(0, "killed"))
+    worker.handle(Restart())
+    worker.handle(JobDone("Spawn", {"spare": True}, 1))
+    for job, value in (("Load", LOADED), ("Fit", {"num_blocks": 8}), ("Warm", None)):
+        worker.handle(JobDone(job, value, 1))
+    worker.handle(msgspec.structs.replace(LARGER, epoch=1))
+    worker.handle(JobFailed("Fit", "no room", 2))
+    (incident,) = [event for to, event in sent(worker.handle(JobFailed("Fit", "no room", 3))) if to == "incidents"]
+    assert incident.kind == Fault.EXCEPTION
+    assert worker.state is WorkerState.RESTARTING
+
+
 def test_a_device_that_died_before_it_was_asked_is_lost_all_the_same():
     worker = Worker(RestartPolicy(max_restarts=3))
     worker.handle(Begin())
