@@ -242,8 +242,6 @@ class Runtime:
         if self._engine.state is EngineState.STOPPED:
             self._end_reconfiguration()
             return
-        if event.ready is not None:
-            self._limit_prompts(event.ready)
         answer, self._reconfiguring = self._reconfiguring, None
         assert answer is not None, "one is asked for at a time, and answered once"
         answer.set_result(event)

@@ -444,7 +444,9 @@ class Engine:
     def _reconfigured(self, answer: asyncio.Future[Reconfigured]) -> None:
         """The worker is as it was asked to be, or as it was, whoever waits for that."""
         if not answer.exception() and (ready := answer.result().ready) is not None:
-            self._info = model_info(self.config, ready, created=self.model_info.created)
+            info = self.model_info
+            found = model_info(self.config, ready, created=info.created)
+            self._info = msgspec.structs.replace(found, max_model_len=info.max_model_len)  # requests have no more room
 
     def _leave(self, request_id: str) -> None:
         """The reader goes: the rest will not be read."""

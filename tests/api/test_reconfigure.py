@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from novainfer import (
+    ContextLengthExceeded,
     Engine,
     EngineClosed,
     EngineConfig,
@@ -131,6 +132,19 @@ async def test_one_that_has_ended_meanwhile_is_seen(monkeypatch: pytest.MonkeyPa
         found.set()
         info = await first
         assert (info.num_kv_blocks, info.modes[0].precision) == (BLOCKS, INT8)
+
+
+async def test_the_longest_request_is_that_of_the_start() -> None:
+    """A device of one's own may begin with fewer blocks than its longest context needs."""
+    async with fake_engine(FakeDevice(num_blocks=10)) as engine:
+        longest = engine.model_info.max_model_len
+        assert longest == 160
+        for num_blocks in (20, 10):
+            info = await engine.reconfigure(num_kv_blocks=num_blocks)
+            assert (info.num_kv_blocks, info.max_model_len) == (num_blocks, longest)
+            with pytest.raises(ContextLengthExceeded, match=f"maximum context length is {longest} tokens"):
+                await ask(engine, [5] * longest, greedy(1))
+            assert len((await ask(engine, [5] * (longest - 1), greedy(1))).token_ids()) == 1
 
 
 async def test_what_the_engine_is_already_costs_nothing() -> None:
@@ -315,6 +329,20 @@ async def test_an_engine_that_drains_meanwhile_ends_both(worker: str) -> None:
         assert (await caller).num_kv_blocks == 300
         with pytest.raises(EngineDraining, match="is not reconfigured any more"):
             await engine.reconfigure(num_kv_blocks=400)
+
+
+async def test_an_actor_that_dies_meanwhile_leaves_no_caller_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine_of() as engine:
+        runtime = engine._runtime
+
+        def die(_: object) -> list[object]:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(runtime._engine, "handle", die)
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        with pytest.raises(EngineDead, match="a bug"):
+            async with asyncio.timeout(WAIT_S):
+                await engine.reconfigure(num_kv_blocks=300)
 
 
 async def test_a_device_that_is_neither_any_more_ends_the_engine_with_its_reason() -> None:

@@ -98,6 +98,14 @@ def test_steps_in_flight_end_first_and_none_is_planned_behind_them(engine):
     assert sent(engine.handle(VACANT)) == [("worker", LARGER)]
 
 
+def test_a_step_that_another_might_follow_is_the_last_one(engine):
+    engine.handle(Arrive(stream_id=0, prompt=[1], params=SamplingParams(), seed=1, num_tokens=1))
+    engine.handle(LARGER)
+    launched = sent(engine.handle(Batch(plan_of(1), [], [], 1, may_follow=True)))
+    assert launched == [("worker", Launch(plan_of(1)))], "another question would be answered by nothing"
+    assert engine.state is EngineState.WAITING_WORKER
+
+
 def test_one_at_a_time(engine):
     engine.handle(LARGER)
     assert sent(engine.handle(Reconfigure(2, num_blocks=32))) == [("client", Reconfigured(2, ONE_AT_A_TIME))]
@@ -205,6 +213,28 @@ def test_a_worker_that_fails_on_the_way_back_too_is_lost(worker):
     worker.handle(JobFailed("Fit", "no room", 2))
     is_process = worker._policy.max_restarts > 0
     assert worker.state is (WorkerState.RESTARTING if is_process else WorkerState.FAILED)
+
+
+def test_a_worker_that_is_lost_on_its_way_back_has_nothing_to_say_of_it_later():
+    worker = Worker(RestartPolicy(max_restarts=3))
+    worker.handle(Begin())
+    come_up(worker)
+    worker.handle(LARGER)
+    worker.handle(JobFailed("Fit", "no room", 1))
+    worker.handle(DeviceLost(2, "killed"))
+    worker.handle(Restart())
+    assert ready_of(come_up(worker, 3)).error is None
+
+
+def test_what_was_done_in_place_once_is_not_taken_for_this_time(worker):
+    worker.handle(LARGER)
+    worker.handle(JobDone("Fit", {"num_blocks": 16}, 1))
+    worker.handle(JobDone("Warm", None, 1))
+    worker.handle(Reconfigure(2, precision=INT8, epoch=1))
+    worker.handle(JobDone("Spawn", None, 2))
+    assert jobs(worker.handle(JobFailed("Load", "there is no int8", 2)))[-1] == Spawn(3, None)
+    ready = ready_of(come_up(worker, 3, 16))
+    assert (ready.error, ready.keeps_host) == ("there is no int8", False)
 
 
 def test_a_spare_that_took_over_long_ago_is_a_worker_like_any_other():
@@ -350,6 +380,19 @@ def test_a_worker_that_dies_while_requests_leave_clears_none_of_those_that_are_t
     assert bench.plan is not None
     assert [list(group) for group in bench.scheduler.recovery.suspects] == suspects
     assert len(bench.plan.slots) == 1
+
+
+def test_what_leaves_for_the_host_leaves_in_the_mode_that_the_device_is_in():
+    bench = Bench(modes=(BEST, LEAN), num_host_blocks=16)
+    bench.submit([1, 2, 3, 4, 5], max_tokens=6)
+    bench.start()
+    bench.step()
+    bench.scheduler.planner.change_mode(LEAN)  # as before a first step in it
+    assert bench.plan is not None
+    bench.tell(MakeBatch(bench.device.run(bench.plan), vacates=True))
+    assert bench.plan is not None
+    assert bench.plan.swap_out_blocks
+    assert bench.plan.mode == BEST
 
 
 def test_another_precision_begins_a_ladder_of_its_own():

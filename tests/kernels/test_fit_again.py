@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from checkpoints import Shape, save_checkpoint
@@ -53,12 +55,15 @@ def test_steps_on_a_smaller_and_a_larger_cache_are_as_ever(folder: Path, backend
         runner.execute(StepPlan(table_slots=[0], table_indexes=[0], table_blocks=[10]))
 
 
+@pytest.mark.parametrize("drafts", [False, True], ids=["alone", "with a draft model"])
 def test_the_memory_of_the_old_cache_is_free_before_the_new_one_is_made(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, drafts: bool
 ) -> None:
-    runner = make_runner(folder, "native")
+    runner = make_runner(folder, "native", **({"draft_dir": folder, "num_speculative_tokens": 4} if drafts else {}))
     together(Driver(runner))
     old = [weakref.ref(part) for part in runner._kv_parts]
+    if runner._proposer is not None:
+        old += [weakref.ref(part) for part in runner._proposer._decoder.attention.parts]
     seen = []
 
     def look(device: torch.device) -> int:
@@ -180,6 +185,23 @@ def test_a_draft_model_begins_anew(folder: Path) -> None:
     assert drafts[0] == drafts[1] == drafts[2]
 
 
+def test_what_a_draft_model_has_put_off_is_forgotten_with_the_old_cache(folder: Path) -> None:
+    runner = make_runner(folder, "native", draft_dir=folder, num_speculative_tokens=4, max_model_len=160)
+    fit(runner, 64)
+    driver = Driver(runner)
+    driver.generate([driver.add(slot, LONG) for slot in range(3)], 20)
+    proposer = runner._proposer
+    assert proposer is not None
+    assert max(written.max() for written in proposer._late_written) >= 12 * 16
+    assert proposer._late_tokens
+    fit(runner, 12)
+    assert (proposer._late_written, proposer._late_tokens, proposer._is_known.any()) == ([], [], False)
+    again = Driver(runner, num_drafts=4)
+    row = again.add(0, LONG)
+    again.step(row)
+    assert again.verify([row], again.last.draft_token_ids) == [5]
+
+
 def test_a_seed_and_a_penalty_go_on_in_another_cache(folder: Path) -> None:
     row = SeqParams(slot=3, temperature=1.5, seed=5, repetition_penalty=1.3, num_prompt_tokens=len(SHORT))
     plain = Driver(make_runner(folder, "native", max_model_len=160))
@@ -208,6 +230,32 @@ def test_a_device_loads_again_in_another_precision_and_back(folder: Path) -> Non
         answer = _answer(device, precision)
         assert (answer, device._model.weight_bytes) == fresh[precision]
         assert old is None or old() is None, "the old weights are gone"
+    device.close()
+
+
+def test_the_old_model_is_gone_before_another_is_read_and_its_steps_are_measured_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, measured, loads = [], [], ModelRunner.load
+    device = ModelDevice(msgspec.structs.replace(model(str(folder), native="1").settings, measures_step_costs=True))
+
+    def load(*args: Any, **options: Any) -> ModelRunner:
+        read.append(device._runner)
+        return loads(*args, **options)
+
+    def costs(runner: ModelRunner) -> list[tuple[int, float]]:
+        measured.append(runner.info.modes[0].precision)
+        return [(1, 1.0)]
+
+    monkeypatch.setattr(ModelRunner, "load", load)
+    monkeypatch.setattr(ModelRunner, "measure_step_costs", costs)
+    for precision in (CHECKPOINT, INT8):
+        device.load(precision)
+        for num_blocks in (40, 30):
+            device.fit(num_blocks)
+            assert device.warm() == {"step_costs": [(1, 1.0)]}
+    assert read == [None, None]
+    assert measured == [CHECKPOINT, INT8], "they do not depend on the KV cache"
     device.close()
 
 
