@@ -10,7 +10,7 @@ import pytest
 from novainfer.fsm.client.drain import DrainRate
 from novainfer.fsm.client.gate import Gate
 from novainfer.fsm.core.machine import Effect, Send, Start
-from novainfer.fsm.device.process import Answered, Ask, Ended, Started, Tell
+from novainfer.fsm.device.process import Adopt, Answered, Ask, Ended, GoAhead, Process, Started, Tell
 from novainfer.fsm.device.roster import Alive, Found, Open, Probe, Roster, RosterState
 from novainfer.fsm.device.worker import RestartPolicy, Worker, WorkerState
 from novainfer.fsm.engine import LOST, ONE_AT_A_TIME, Engine, EngineState
@@ -452,6 +452,16 @@ def test_a_spare_with_a_cache_of_another_size_makes_another_when_it_takes_over()
     assert told(roster.handle(Ask(Fit(2, 16)))) == [Fit(2, 16)]
     roster.handle(Answered(1, 2, JobDone("Fit", {"num_blocks": 16}, 2)))
     assert told(roster.handle(Ask(Warm(2)))) == [Warm(2)]
+
+
+def test_a_spare_that_is_making_a_cache_of_another_size_makes_the_right_one_next():
+    spare = Process(1, -1)
+    for event in (Started(1, 101), GoAhead(Fit(-1, 8)), Adopt(2)):
+        spare.handle(event)
+    assert told(spare.handle(Ask(Fit(2, 16)))) == [Fit(2, 16)]
+    assert spare.handle(Answered(1, -1, JobDone("Fit", {"num_blocks": 8}, -1))) == []
+    answer = JobDone("Fit", {"num_blocks": 16}, 2)
+    assert sent(spare.handle(Answered(1, 2, answer))) == [("worker", answer)]
 
 
 def test_a_spare_with_other_weights_is_ended_and_not_missed():
