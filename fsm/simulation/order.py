@@ -243,7 +243,8 @@ class Order:
         """Each has what the cache holds of it, and does not compute what another one is at and will have soon."""
         prefixes, size = self._prefixes, self._world.shape.block_size
         running = [r for r in self._world.scheduler.planner.running.values() if r.state in COMPUTING]
-        oldest = min((r.request_id for r in running), default=-1)
+        waiting = self._world.scheduler.planner.waiting  # the first half goes to one of these, if it is the oldest
+        oldest = min((r.request_id for r in (*running, *waiting)), default=-1)
         for request in flight.admitted:
             if request in flight.fetched:
                 continue

@@ -223,9 +223,12 @@ class Prefixes:
         return self._ids.setdefault(key, len(self._ids))
 
     def _promise(self, request: Request) -> None:
-        """It will compute what the cache does not hold, unless another one has said so before."""
+        """It will compute what the cache does not hold, unless another one has said so before.
+
+        What the cache held before the step, which needed the block, nobody has promised.
+        """
         for prefix in self.of(request)[request.num_planned // self._size :]:
-            if prefix not in self._block_of and self.promiser(prefix) is None:
+            if prefix not in self._block_of and self.promiser(prefix) is None and not self.is_evicted(prefix):
                 self._promised[prefix] = request.request_id, self._num_steps
 
     def _evict(self, block: int) -> None:
