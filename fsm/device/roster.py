@@ -231,7 +231,8 @@ class Roster(Machine):
         on(S.PROBING, Answered, "_spare_answered", S.PROBING, S.SINGLE, only=OfSpare),
         stay(S.CLOSING, Answered, "_answered_late", only=OfSpare),
         ignore(S.EMPTY, Answered, "the process that says it was ended"),
-        never((S.NEW, S.FINDING), Answered, "nothing was asked yet"),
+        ignore(S.FINDING, Answered, "nothing was asked yet"),
+        never(S.NEW, Answered, "there was never a process"),
         on(S.PROBING, Alive, "_alive", S.SINGLE, only=OfSpare),
         ignore(
             (S.SINGLE, S.HOLDING, S.PAIR, S.SPARED, S.EMPTY, *DOWN),

@@ -416,10 +416,8 @@ class BlockCache:
             self.drop_copy(request)
 
     def refit(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Another pool, or an empty one; no request owns any block, and those on the host stay as they are."""
-        if num_blocks == self.pool.num_blocks:
-            self.pool.forget()
-        else:
+        """Another pool, if it has another size; no request owns any block, and those on the host stay as they are."""
+        if num_blocks != self.pool.num_blocks:
             self.pool = BlockPool(num_blocks, self._size)
         if num_host_blocks != self.host.num_blocks:
             assert self.host.num_free == self.host.num_blocks, "another pool on the host holds nothing of this one"

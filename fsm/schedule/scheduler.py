@@ -274,6 +274,7 @@ class Scheduler(Machine):
 
     def _reconfigure(self, event: Configure) -> SchedulerState:
         assert not self.planner.running, "the engine waits until the KV cache is vacant"
+        self.planner.cache.forget()
         return self._recover(event)
 
     def _measured(self, event: Configure) -> None:

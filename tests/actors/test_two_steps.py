@@ -50,7 +50,7 @@ class Server:
     async def next(self) -> Any:
         async with asyncio.timeout(WAIT_S):
             answer = await self.answers.get()
-        return msgspec.structs.replace(answer, took_s=0.0) if isinstance(answer, StepDone) else answer
+        return msgspec.structs.replace(answer, took_s=0.0, cycle_s=0.0) if isinstance(answer, StepDone) else answer
 
     async def up(self) -> None:
         for _ in JOBS:

@@ -83,6 +83,7 @@ async def test_while_it_lasts_probes_are_well_and_requests_say_why_they_wait(ser
     for path in ("/health", "/readyz", "/livez"):
         assert (await world.client.get(path)).status_code == 200
     assert (await world.get("/health"))["state"] == "RECONFIGURING"
+    await eventually(lambda: [request.reason for request in world.engine.requests()] != ["tokenizing"])
     assert [(r["state"], r["reason"]) for r in (await world.get("/v1/requests"))["data"]] == [
         ("WAITING", "reconfiguring")
     ]
