@@ -287,7 +287,7 @@ class Speculation:
         offers: list[tuple[float, int, list[int]]] = []  # less the chance of the next draft, its row, what is proposed
         for at, request in enumerate(rows):
             count = min(self.num_tokens_max, request.max_len - len(request.token_ids) - 1)
-            if count <= 0 or not (paying[at] or at in probes):
+            if most <= 0 or count <= 0 or not (paying[at] or at in probes):
                 continue
             proposed = self.proposer.propose(request, count if paying[at] else 1)
             if proposed and paying[at]:

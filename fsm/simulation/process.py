@@ -83,9 +83,10 @@ class Real(msgspec.Struct):
 
     def did(self, answer: JobDone) -> None:
         """It has done a job."""
-        self.done.append(answer.job)
         if answer.job == "Fit":
             self.num_blocks = answer.value["num_blocks"]
+            self.done = [name for name in self.done if name not in ("Fit", "Warm")]  # which were of the cache before
+        self.done.append(answer.job)
 
     @property
     def gets_on(self) -> bool:
@@ -215,19 +216,19 @@ class Processes:
                 raise Violation("a spare takes the memory that the worker has")
             if isinstance(job, Fit) and job.num_blocks != world.num_blocks:
                 raise Violation(f"a spare makes a cache of {job.num_blocks} blocks")
-        if serial == self._current and isinstance(job, Fit) and real.num_blocks:  # in the place of its cache
+        is_in_place = serial == self._current and isinstance(job, Fit) and bool(real.num_blocks)
+        if is_in_place:
             if job.num_blocks == real.num_blocks and not world.worker._is_changing:
                 raise Violation(f"process {serial} has done {job}, and is to do it again")
-            real.done = [name for name in real.done if name not in ("Fit", "Warm")]
             world.follow(job)
         elif serial == self._current and isinstance(job, Fit) and not world.shape.kv_is_lazy:
             holders = [other for other in self._kept() if serial != self._waited_for]
             if holders:
                 raise Violation(f"process {serial} makes a cache, and the memory of {holders} is not free")
         under_way = world.jobs if serial == self._current else real.jobs
-        if type(job).__name__ in real.done and isinstance(job, Load | Fit | Warm):
+        if type(job).__name__ in real.done and isinstance(job, Load | Fit | Warm) and not is_in_place:
             raise Violation(f"process {serial} has done {job}, and is to do it again")
-        if isinstance(job, Load | Fit | Warm) and any(type(other) is type(job) for other in under_way):
+        if isinstance(job, Load | Fit | Warm) and any(_is_as(other, job) for other in under_way):
             raise Violation(f"process {serial} does {job}, and is to do it again")
         if not real.is_alive and not isinstance(job, Find):
             return  # it is written to a process that is gone: nobody answers
@@ -500,3 +501,9 @@ def next_moves(processes: Processes) -> list[tuple[Any, ...]]:
     if processes.is_told_to_stop:
         found.append(("stop_link",))
     return found
+
+
+def _is_as(job: Any, other: Any) -> bool:
+    """Whether one of the two is enough: caches of two sizes are two jobs."""
+    sizes = [one.num_blocks if isinstance(one, Fit) else None for one in (job, other)]
+    return type(job) is type(other) and sizes[0] == sizes[1]

@@ -67,6 +67,20 @@ def test_no_more_than_the_budget_and_none_behind_the_last_token():
     assert counts(speculation, [request(10, 11)]) == [0]
 
 
+@pytest.mark.parametrize("most", [0, 1, 2, 3])
+def test_what_is_tried_again_stays_within_the_budget_too(most):
+    """A device's buffers hold so many tokens in a step, and no more."""
+    speculation = Speculation(Always(), 5, STEEP)  # no draft pays: each is a try
+    rows = [request(8, 10_000) for _ in range(4)]
+    for one in rows:
+        one.token_ids += [1] * PROBE_EVERY  # long ago
+    steps = (speculation.begin_step(len(rows)) for _ in range(2000))
+    tried = [sum(counts(speculation, rows, most=most)) for may_guess in steps if may_guess]
+    assert max(tried, default=0) <= most
+    if most:
+        assert max(tried) > 0
+
+
 def test_the_next_draft_goes_where_it_is_most_likely_right():
     speculation = Speculation(Always(), 5, FLAT)
     right, wrong = request(), request()
