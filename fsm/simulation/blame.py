@@ -43,6 +43,7 @@ class Blame:
         self._losses: Counter[int] = Counter()  # workers lost under it, since its last token
         self._is_canary = False  # the step on the device
         self._failures: Counter[int] = Counter()  # the same, counted as rule 4 does, to the letter
+        self._on_trial: tuple[int, int] | None = None  # request, and its failures, of the last canary
         self._last_alone: dict[int, tuple[Fault, int]] = {}  # how the last of them failed, and with how many tokens
         self._groups: list[list[int]] = []  # to be tried apart, the next one first
 
@@ -139,8 +140,9 @@ class Blame:
         count, (fault, num_tokens) = self._failures[trial.request_id], self._last_alone[trial.request_id]
         if count % 2 or not count or fault is Fault.LOST:
             raise Violation(f"a canary is computed for request {trial.request_id} after {count} failures, by {fault}")
-        now = world.scheduler.recovery.ladder.mode
-        if (mode := mode_against(fault, now)) == now or mode not in world.modes:
+        now, is_again = world.scheduler.recovery.ladder.mode, (trial.request_id, count) == self._on_trial
+        self._on_trial = trial.request_id, count  # the device could not be switched for it: it is computed all the same
+        if not is_again and ((mode := mode_against(fault, now)) == now or mode not in world.modes):
             raise Violation(f"a canary is computed for {fault}, and there is no rung for that")
         pool = world.cache.pool
         room = (pool.num_available + len(flight.canary)) * world.shape.block_size

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from novainfer.fsm.messages.events import MakeBatch, WorkerLost
+from novainfer.fsm.messages.events import Configure, MakeBatch, WorkerLost
 from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.simulation.oracle import Violation
@@ -272,7 +272,7 @@ class Turns:
         """One more step, or something that the bound does not speak of."""
         scheduler, shape = self._world.scheduler, self._world.shape
         planner, is_step = scheduler.planner, isinstance(event, MakeBatch)
-        is_broken = isinstance(event, WorkerLost) or (is_step and flight is None)
+        is_broken = isinstance(event, WorkerLost | Configure) or (is_step and flight is None)
         is_short = scheduler.recovery.chunk < shape.prefill_chunk_tokens or planner.max_running < shape.max_num_seqs
         if self._num_preempted or is_broken or is_short:
             self._num_preempted = 0
