@@ -223,7 +223,6 @@ class Worker(Machine):
         self._wanted: Reconfigure | None = None  # on the way there
         self._error: str | None = None  # why it went back
         self._is_changing = False  # from one that was ready: the engine hears of it again when it is
-        self._keeps_host = False  # the device is the one that it was then
         self.asked = ("", 0)  # the job under way, and the epoch that it was asked in
         self.last_step_id = -1  # of the plans that were taken; -1 after a failure
         self._stood_by = False  # the device was a spare's
@@ -238,6 +237,11 @@ class Worker(Machine):
         """The number and the epoch of the step whose outcome is next."""
         return (self._plans[0].step_id, self._plans[0].epoch) if self._plans else (-1, -1)
 
+    @property
+    def is_same_device(self) -> bool:
+        """Whether the device was there before this epoch: with another cache, and what it had on the host."""
+        return self.device_epoch < self.epoch
+
     # ---- coming up -----------------------------------------------------------------------------------------------
 
     def _ask(self, job: Any) -> None:
@@ -251,7 +255,7 @@ class Worker(Machine):
         return self._spawn()
 
     def _spawn(self) -> WorkerState:
-        self._keeps_host, self.device_epoch = False, self.epoch
+        self.device_epoch = self.epoch
         self._ask(Spawn(self.epoch, self._precision_wanted))
         return S.LOADING
 
@@ -300,7 +304,7 @@ class Worker(Machine):
             num_host_blocks=found.get("num_host_blocks", 0),
             modes=self._modes,
             step_costs=[(int(tokens), float(ms)) for tokens, ms in found.get("step_costs", ())],
-            keeps_host=self._keeps_host,
+            keeps_host=self.is_same_device,
             error=error,
         )
         self._send("engine", ready)
@@ -387,7 +391,6 @@ class Worker(Machine):
         self._stood_by = False  # it has shown that it can come up
         if in_place:
             self.epoch += 1
-            self._keeps_host = True
             return self._fit()
         if self._policy.may_kill:  # elsewhere the device lets go of what it has by itself
             self._start(Kill(self.epoch))
@@ -397,7 +400,7 @@ class Worker(Machine):
     def _go_back(self, event: JobFailed) -> WorkerState:
         """What was wanted cannot be: be again what it was, and say why."""
         self._error, self._wanted = event.message, None
-        return self._change(in_place=self._keeps_host)
+        return self._change(in_place=self.is_same_device)
 
     # ---- going down, and up again --------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from novainfer.fsm.messages.step import Logprobs
 from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.text import Vocabulary
 
+ENDED_AS = {FinishReason.STOP: RequestState.FINISHED_STOPPED, FinishReason.LENGTH: RequestState.FINISHED_LENGTH}
+
 
 def next_output(
     request: Request,
@@ -22,8 +24,8 @@ def next_output(
     logprob: Logprobs | None,
     vocabulary: Vocabulary,
     eos_token_ids: Sequence[int],
-) -> tuple[Output, RequestState | None]:
-    """Append `token_id` to `request`: what its client is given, and the state in which it ends, if it does.
+) -> Output:
+    """Append `token_id` to `request`: what its client is given, with an end if this is one (`ENDED_AS`).
 
     Log probabilities are of the token, and of those that it competed with.
     """
@@ -46,16 +48,14 @@ def next_output(
         if params.include_stop_str_in_output and not is_eos:
             output.text += vocabulary.bytes_of(token_id).decode("utf-8", "replace")
         output.end = _good_end(request, FinishReason.STOP, None if is_eos else token_id)
-        return output, RequestState.FINISHED_STOPPED
+        return output
     output.text = text.push(token_id, may_stop=may_stop)
     if text.stopped_by is not None:
         output.end = _good_end(request, FinishReason.STOP, text.stopped_by)
-        return output, RequestState.FINISHED_STOPPED
-    if len(token_ids) >= request.max_len:
+    elif len(token_ids) >= request.max_len:
         output.text += text.flush()
         output.end = _good_end(request, FinishReason.LENGTH)
-        return output, RequestState.FINISHED_LENGTH
-    return output, None
+    return output
 
 
 def refusal(submit: Submit, max_len: int) -> End | None:

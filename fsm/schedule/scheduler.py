@@ -552,9 +552,9 @@ class Scheduler(Machine):
             if request.is_first_output:
                 self._note_first(request)
             logprob = logprobs[at] if logprobs else None
-            output, ended_as = answer.next_output(request, token_id, logprob, self._vocabulary, self._eos_token_ids)
-            if output.end is not None and ended_as is not None:
-                self._end(request, ended_as, output.end)
+            output = answer.next_output(request, token_id, logprob, self._vocabulary, self._eos_token_ids)
+            if (end := output.end) is not None and end.finish_reason is not None:
+                self._end(request, answer.ENDED_AS[end.finish_reason], end)
             outputs.append(output)
             num_generated += 1
         self._generated += num_generated

@@ -148,8 +148,8 @@ RECONFIGURATION_MUTANTS = [
         "a worker that was made anew has the host's memory",
         Worker,
         "_spawn",
-        "self._keeps_host, self.device_epoch = False, self.epoch",
         "self.device_epoch = self.epoch",
+        "pass",
     ),
     Mutant(
         "what cannot be is tried again",

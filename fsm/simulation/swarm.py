@@ -336,7 +336,7 @@ class Seed:
             return False
         self.world.counts[f"{kind.__name__} hangs"] += 1
         process = processes.roster.worker if processes is not None else None
-        is_warm = process.is_warm if process is not None else self.world.worker._keeps_host  # it makes another cache
+        is_warm = process.is_warm if process is not None else self.world.worker.is_same_device  # it makes another cache
         is_cold = kind in (Load, Fit, Warm) and not is_warm
         if kind is Load and draw() < 0.3:
             self._observe(Hang("worker", kind, is_silent=False, is_cold=True, seconds_per_sign=SIGN_S))
