@@ -164,6 +164,17 @@ class Runtime:
             threads=self._threads,
             worker_pid=lambda: self._link.pid,
         )
+        self._others: dict[str, Callable[[Any], None]] = {  # that machines speak to, and that have no mailbox
+            "streams": self._to_streams,
+            "tokenizer": self._threads.put,
+            "client": self._to_client,
+            "incidents": self._to_incidents,
+        }
+        self._notes: dict[type, Callable[[Any], None]] = {  # what is done besides, when one of these is sent
+            MakeBatch: lambda event: self.steps.asked(event.outcome),
+            Launch: lambda event: self.steps.planned(event.plan),
+            Departed: self._note_departed,
+        }
         self._loop: asyncio.AbstractEventLoop | None = None
         self._root: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[WorkerReady] | None = None
@@ -420,43 +431,39 @@ class Runtime:
         return Actor(name, machine, route=self._route, start=self._start_job, died=self._died, limit=limit)
 
     def _route(self, to: str, event: Any, urgent: bool) -> None:
-        if to == "streams":
-            # Not a mailbox but a call, once per step; after the turn of the worker, so that the device starts first.
-            assert self._loop is not None
-            self._undelivered.append(event)
-            self.steps.handed_on()
-            self._loop.call_soon(self._deliver)
-        elif to == "tokenizer":
-            self._threads.put(event)
-        elif to == "client":
-            self._to_client(event)
-        elif to == "incidents":
-            if event.kind in WORKER_INCIDENTS and not event.stream_ids:  # it concerns all that the worker computes
-                event = msgspec.structs.replace(event, stream_ids=self._engine.live_streams)
-            is_up = self._ready is not None and self._ready.done()
-            self.incidents.take(event, is_logged=is_up or event.kind != "gave_up")  # a failed start is told by `start`
-        else:
-            if type(event) is MakeBatch:
-                self.steps.asked(event.outcome)
-            elif type(event) is Launch:
-                self.steps.planned(event.plan)
-            elif type(event) is Departed:
-                self._admission.note_departed(event)
-                self._threads.forget(event.stream_ids)  # credits come back, so nothing of theirs may wait
-                if self._idle is not None and self._loop is not None:
-                    self._loop.call_soon(self._idle.set)
-            self._pass(to, event, urgent)
+        actor = self._actors.get(to)
+        if actor is None:
+            self._others[to](event)
+            return
+        note = self._notes.get(type(event))
+        if note is not None:
+            note(event)
+        if not actor.tell(event, urgent):
+            _must_be_dead(actor)
+
+    def _to_streams(self, event: Any) -> None:
+        """Not a mailbox but a call, once per step; after the turn of the worker, so that the device starts first."""
+        assert self._loop is not None
+        self._undelivered.append(event)
+        self.steps.handed_on()
+        self._loop.call_soon(self._deliver)
+
+    def _to_incidents(self, event: Incident) -> None:
+        if event.kind in WORKER_INCIDENTS and not event.stream_ids:  # it concerns all that the worker computes
+            event = msgspec.structs.replace(event, stream_ids=self._engine.live_streams)
+        is_up = self._ready is not None and self._ready.done()
+        self.incidents.take(event, is_logged=is_up or event.kind != "gave_up")  # a failed start is told by `start`
+
+    def _note_departed(self, event: Departed) -> None:
+        self._admission.note_departed(event)
+        self._threads.forget(event.stream_ids)  # credits come back, so nothing of theirs may wait
+        if self._idle is not None and self._loop is not None:
+            self._loop.call_soon(self._idle.set)
 
     def _tell(self, to: str, event: Any, urgent: bool = False) -> None:
         """Put what comes from outside the machines into an actor's mailbox; it is recorded in full."""
         actor = self._actors[to]
         if not actor.told(event, urgent):
-            _must_be_dead(actor)
-
-    def _pass(self, to: str, event: Any, urgent: bool = False) -> None:
-        """Put what one machine says to another into its mailbox."""
-        actor = self._actors[to]
-        if not actor.tell(event, urgent):
             _must_be_dead(actor)
 
     def _deliver(self) -> None:

@@ -79,7 +79,8 @@ class Actor:
         """Begin to take turns on `loop`; what was told before is waiting."""
         self._loop = loop
         self._state_since_s = loop.time()
-        self._wake()
+        if self._data or self._control:
+            self._wake()
 
     def close(self) -> None:
         """Take no more turns, and forget timers and messages."""
@@ -195,7 +196,8 @@ class Actor:
                 self._start(effect.job)  # type: ignore[union-attr]
 
     def _wake(self) -> None:
-        if self._loop is not None and (self._data or self._control):
+        """Ask for a turn; there is something to take."""
+        if self._loop is not None:
             self._is_awake = True
             self._loop.call_soon(self._turn)
 
@@ -204,24 +206,27 @@ class Actor:
         if self._is_frozen:
             return
         self._turns += 1
-        data, control, _ = self._codes
-        num_control = min(len(self._control), TURN_MESSAGES)
-        num_data = min(len(self._data), TURN_MESSAGES - num_control)
-        lanes = ((self._control, num_control, control), (self._data, num_data, data))
+        control, data, codes = self._control, self._data, self._codes
+        num_control, num_data = len(control), len(data)
         try:
-            for lane, count, codes in lanes:
-                for _ in range(count):
-                    if not lane:  # a timer that had run out was dropped
-                        break
-                    self._take(lane.popleft(), codes)
-                    if self._is_dead:
-                        return
+            if num_control:
+                self._take_some(control, min(num_control, TURN_MESSAGES), codes[1])
+            if num_data and num_control < TURN_MESSAGES:
+                self._take_some(data, min(num_data, TURN_MESSAGES - num_control), codes[0])
         except Exception as error:
             self.close()
             self._died(self.name, error)
         finally:
             self._is_awake = False
-            self._wake()
+            if data or control:
+                self._wake()
+
+    def _take_some(self, lane: deque[Any], count: int, codes: Codes | None) -> None:
+        """Take `count` messages of `lane`, if so many are left: a timer that had run out may be dropped, or all die."""
+        take, pop = self._take, lane.popleft
+        while count and lane:
+            take(pop(), codes)
+            count -= 1
 
     def _set_timer(self, effect: After) -> None:
         assert self._loop is not None

@@ -105,8 +105,12 @@ class StepLog:
 
     def launched(self, plan: StepPlan) -> None:
         """The plan goes to the device."""
-        found = [at for step_id, epoch, at in self._planned if (step_id, epoch) == (plan.step_id, plan.epoch)]
-        step = _Step(plan, found[0] if found else self._asked_s, self._clock())
+        asked_s = self._asked_s
+        for step_id, epoch, at in self._planned:
+            if step_id == plan.step_id and epoch == plan.epoch:
+                asked_s = at
+                break
+        step = _Step(plan, asked_s, self._clock())
         self._steps.append(step)
         self._add(0, step.launched_s - step.asked_s)
 
@@ -135,8 +139,10 @@ class StepLog:
             step.outputs_s = seconds
 
     def _find(self, step_id: int, epoch: int) -> _Step | None:
-        last = islice(reversed(self._steps), IN_FLIGHT_MAX + 1)  # the one that is committed has left the device
-        return next((step for step in last if (step.step_id, step.epoch) == (step_id, epoch)), None)
+        for step in islice(reversed(self._steps), IN_FLIGHT_MAX + 1):  # the one that is committed has left the device
+            if step.step_id == step_id and step.epoch == epoch:
+                return step
+        return None
 
     def totals(self) -> PhaseTotals:
         """Seconds and counts since the start."""
