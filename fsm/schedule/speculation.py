@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush, nlargest
+from heapq import heapify, heappop, heappush, nlargest, nsmallest
 from itertools import accumulate, compress
-from math import ceil
+from math import ceil, inf
 from typing import Protocol
 
 import msgspec
@@ -27,7 +27,7 @@ TRIALS_LEAST = 0.5  # as which what is known of all requests counts at least, ho
 TRIALS_BEFORE = 2.0  # what is known of all requests counts as so many drafts of one that is new
 WEIGHT = 0.25  # of the latest step in what steps of its kind take
 SLOW = 1.5  # of the average, as which a step counts that took longer
-CATCHING_UP = 4.0  # of what its passes take, as which a draft model's part in a step counts that took longer
+SLOW_PASSES = 4.0  # of what its passes take, as which a draft model's part in a step counts that took longer
 CORRECT = 0.1  # of the difference between what a step took and what it was thought to, by which that is corrected
 OTHERS = 0.75  # of that for steps of other sizes
 PLACES_PER_LOOK = 1024  # tokens that one look adds to the index of a text: a quarter of a millisecond of the loop
@@ -42,9 +42,9 @@ LOOK_STEPS = 4  # without, where guesses pay: what a plain step takes now
 REST_STEPS = 32, 4096  # without, where they do not: at least and at most
 MEASURED_STEPS = 3  # of a stretch without guesses, its last ones; nothing is noted of those before
 TRY_STEPS = 8  # of a stretch after a rest, every other one of which tries drafts that seem not to pay, if the last did
-TRY_ROWS = 8  # in such a step
+TRY_ROWS = 8  # in such a step, at most: as many as a draft model catches up with in the time of one plain step
 # What guesses may cost, in the time of plain steps: a share of the steps without them, and of what they have brought.
-CREDIT_SHARE = 0.01
+CREDIT_SHARE = 0.005
 CREDIT_FIRST = 2.0
 CREDIT_AGAIN = 1.0  # after a rest
 CREDIT_MOST = 6.0  # however much they have brought: the text may have changed
@@ -167,6 +167,15 @@ class Stretches(msgspec.Struct):
         if self.at > TRY_STEPS:
             self.is_trying = False
 
+    def goes_on_resting(self) -> bool:
+        """One more step is planned in the midst of a rest, of which nothing is noted; else nothing is changed."""
+        if self.has_guesses or self.at <= TRY_STEPS or self.left <= MEASURED_STEPS:
+            return False
+        self.num_steps += 1
+        self.at += 1
+        self.left -= 1
+        return True
+
     def rest(self) -> None:
         """Guesses do not pay now: plain steps from the next one on, until what they have cost is a share of those."""
         num_steps = ceil((CREDIT_AGAIN - self.credit) / CREDIT_SHARE)
@@ -203,8 +212,13 @@ class Stretches(msgspec.Struct):
                 self.rest()
 
     def took_passes(self, ms: float) -> None:
-        """A pass of the draft model took so long; the first of a stretch catches up on what it has missed."""
+        """A pass of the draft model took so long; that of the first step of a stretch is but reckoned."""
         self.pass_ms = min(self.pass_ms or ms, ms) if self.at == 1 else _latest(self.pass_ms, ms)
+
+
+def _num_missed(request: Request) -> int:
+    """Tokens of `request` that the device's model has to compute before it guesses, as far as can be told from here."""
+    return max(len(request.token_ids) - (request.drafted_at if request.draft_trials else 0), 0) + 1
 
 
 def _latest(before: float, found: float) -> float:
@@ -225,6 +239,7 @@ class Speculation:
         self.is_noted = True  # whether the outcome of the step planned last is to be told
         self._hits, self._trials = 1.0, 2.0  # of all requests, the latest count most
         self._drafting_ms = 0.0  # what the device's model took for the drafts that the next step verifies
+        self._num_wanting = self._num_missed = 0  # rows that want some of the step planned last, and what it missed
         self._errors = 0  # of the device's model, since it did well
         self._drafts = self._drafted = 0
         self._accepted = [0] * num_speculative_tokens
@@ -254,6 +269,10 @@ class Speculation:
 
         If not, it costs what it does without speculation, and nothing of it is noted but now and then.
         """
+        known = self._stretches.get(num_rows.bit_length())
+        if known is not None and known.goes_on_resting():
+            self.is_noted = False
+            return False
         self.is_noted = True
         if not num_rows:
             return True
@@ -328,6 +347,8 @@ class Speculation:
         rooms = [min(self.num_tokens_max, r.max_len - len(r.token_ids) - 2) for r in rows]
         chances = [self._chance(request) for request in rows]
         pays = [at for at, chance in enumerate(chances) if chance * cost > price * len(rows)]
+        if known.is_trying:
+            pays = [at for at in pays if at in self._soonest(known, rows)]
         found = [0] * len(rows)
         for count in range(1, self.num_tokens_max + 1):
             pays = [at for at in pays if rooms[at] >= count and chances[at] ** count * cost > price * len(rows)]
@@ -341,6 +362,8 @@ class Speculation:
         for at in probes:
             if not found[at] and rooms[at] > 0:
                 found[at] = 1
+        self._num_wanting = sum(map(bool, found))
+        self._num_missed = sum(_num_missed(request) for request in compress(rows, found))
         return found if any(found) else []
 
     def _probes(self, known: Stretches, rows: Sequence[Request], ahead: int) -> set[int]:
@@ -352,6 +375,8 @@ class Speculation:
         turn, phase = divmod(known.num_steps + ahead, PROBE_EVERY)
         if phase and not known.has_try(ahead):
             return set()
+        if known.has_try(ahead) and self.is_on_device:
+            return self._soonest(known, rows) if ahead else {at for at, request in enumerate(rows) if request.drafts}
         ages = [(len(request.token_ids) + ahead - request.drafted_at, at) for at, request in enumerate(rows)]
         if known.has_try(ahead):
             return {at for _, at in nlargest(TRY_ROWS, ages)}
@@ -361,6 +386,17 @@ class Speculation:
             return set()
         most = max(int((budget - known.pass_ms) / price), 1) if price > 0 else len(rows)
         return {at for age, at in nlargest(most, ages) if age >= PROBE_EVERY}
+
+    def _soonest(self, known: Stretches, rows: Sequence[Request]) -> set[int]:
+        """Which of `rows` try a draft after a rest: those that the draft model catches up with first."""
+        most = known.plain_ms * self._cost.of(len(rows)) / known.pass_ms if known.pass_ms else inf
+        num_missed, found = 0, set[int]()
+        for num_tokens, at in nsmallest(TRY_ROWS, ((_num_missed(request), at) for at, request in enumerate(rows))):
+            num_missed += num_tokens
+            if found and self._cost.of(num_missed) > most:
+                break
+            found.add(at)
+        return found
 
     def _stretches_of(self, num_rows: int) -> Stretches:
         size = num_rows.bit_length()
@@ -419,15 +455,18 @@ class Speculation:
         """
         known, num_sampled = self._stretches_of(num_rows), len(outcome.token_ids)
         drafting_ms, self._drafting_ms = self._drafting_ms, 1e3 * outcome.draft_s
+        # It computes as the target does, in a share of the time: also the tokens that it has missed, in its first pass.
+        work = self._cost.of(self._num_missed) + max(num_passes - 1, 0) * self._cost.of(self._num_wanting)
+        pass_ms, passes = self._drafting_ms * self._cost.of(num_rows) / work, work / self._cost.of(num_rows)
         if num_passes and known.pass_ms:
-            self._drafting_ms = min(self._drafting_ms, CATCHING_UP * num_passes * known.pass_ms)
+            self._drafting_ms = min(self._drafting_ms, SLOW_PASSES * passes * known.pass_ms)
         if num_tokens > num_rows and num_sampled == num_rows:
             known.is_trying = False
         if not outcome.took_s:
             return
         self._cost.took(num_tokens, 1e3 * (outcome.took_s - outcome.draft_s))
         if num_passes and self._cost.is_measured:
-            known.took_passes(1e3 * outcome.draft_s / num_passes)
+            known.took_passes(pass_ms)
         known.took(1e3 * ((outcome.cycle_s or outcome.took_s) - outcome.draft_s), drafting_ms, num_sampled, num_rows)
 
     def _chance(self, request: Request) -> float:

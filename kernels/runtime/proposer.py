@@ -2,10 +2,11 @@
 
 Its KV cache is parallel to the target's: block for block the same tokens, read through the same block tables, so prefix
 sharing, copies and preemption need no word about it. `drafted[block]` says how many of a block's positions it has
-computed since the target last wrote there; what is missing (a prefix that was computed before, a block that came back
-from the host, steps in which no drafts were wanted) is caught up before the next guess. Behind the blocks that a
-sequence has lie scratch blocks of its slot: drafts go on where the target has no room yet. Drafts are greedy, so they
-depend on the tokens alone. They are guesses: whatever is wrong here costs acceptance, never a token.
+computed, of tokens that were no guesses, since the block was given to a sequence; what is missing (a prefix that was
+computed before, a block that came back from the host, steps in which no drafts were wanted) is caught up before the
+next guess. Behind the blocks that a sequence has lie scratch blocks of its slot: drafts go on where the target has no
+room yet. Drafts are greedy, so they depend on the tokens alone. They are guesses: whatever is wrong here costs
+acceptance, never a token.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["Proposer", "load_proposer"]
 
 logger = logging.getLogger(__name__)
 
-# Steps without drafts, of which is noted later what they have written and sampled: all at once costs as much as one.
+# Steps without drafts, of which is noted later what they have sampled: all at once costs as much as one.
 LATE_STEPS = 64
 
 
@@ -115,7 +116,6 @@ class Proposer:
         self._tokens: npt.NDArray[np.int32] = np.zeros((buffers.max_num_seqs, 0), dtype=np.int32)
         self._is_known = np.zeros(buffers.max_num_seqs, dtype=np.bool_)
         self._drafted: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._late_written: list[npt.NDArray[np.int64]] = []
         self._late_tokens: list[tuple[StepPlan, list[int]]] = []
 
     @property
@@ -149,7 +149,6 @@ class Proposer:
         self._tokens = np.zeros((self._buffers.max_num_seqs, max_model_len + 1), dtype=np.int32)
         self._is_known[:] = False
         self._drafted = np.zeros(num_blocks, dtype=np.int64)
-        self._late_written.clear()
         self._late_tokens.clear()
 
     def detach(self) -> None:
@@ -161,32 +160,29 @@ class Proposer:
         self._decoder.detach()
         self._decoder.layers.clear()
 
-    def follow(self, plan: StepPlan, written: npt.NDArray[np.int64]) -> None:
-        """The target is about to compute `plan`, and to write keys and values at `written` (its slot mapping)."""
-        if not (plan.admissions or plan.swap_in_blocks or plan.copy_to_blocks or _has_drafts(plan)):
-            if len(self._late_written) >= LATE_STEPS:
-                self._note_late()
-            self._late_written.append(written.copy())  # it is of the buffers
-            return
-        self._note_late()
+    def follow(self, plan: StepPlan) -> None:
+        """The target is about to compute `plan`: blocks come to sequences, and sequences to slots."""
+        if plan.admissions:
+            self._note_late()
         for params in plan.admissions:
             self._is_known[params.slot] = params.token_ids is not None
             if params.token_ids is not None:
                 self._tokens[params.slot, : len(params.token_ids)] = params.token_ids
+        if plan.table_blocks:
+            self._drafted[self._given(plan)] = 0
         if plan.swap_in_blocks or plan.copy_to_blocks:
             self._drafted[plan.swap_in_blocks] = self._drafted[plan.copy_to_blocks] = 0
-        self._note_written(written)
 
-    def _note_written(self, written: npt.NDArray[np.int64]) -> None:
-        blocks, places = np.divmod(written, self._size)
-        if (self._drafted[blocks] > places).any():  # seldom: `at` takes as long as all the rest of a plain step
-            np.minimum.at(self._drafted, blocks, places)
+    def _given(self, plan: StepPlan) -> list[int]:
+        """The blocks that sequences are given, but for those of the prefix that they are admitted with."""
+        admitted = {params.slot for params in plan.admissions}
+        rows = zip(plan.slots, plan.context_lens, plan.query_lens, strict=True)
+        prefix_lens = {slot: context - query for slot, context, query in rows if slot in admitted}
+        updates = zip(plan.table_slots, plan.table_indexes, plan.table_blocks, strict=True)
+        return [block for slot, at, block in updates if at * self._size >= prefix_lens.get(slot, 0)]
 
     def _note_late(self) -> None:
         """What was put off, all at once, before anything looks at it or changes whose it is."""
-        if self._late_written:
-            self._note_written(np.concatenate(self._late_written))
-            self._late_written.clear()
         if self._late_tokens:
             slots, places, token_ids = list[int](), list[int](), list[int]()
             for plan, sampled in self._late_tokens:
@@ -202,7 +198,9 @@ class Proposer:
         As many as `plan.num_drafts_wanted` says, at most; none where a row has ended in `NO_TOKEN`, where the context
         is full, and while more is to be caught up than a step holds.
         """
-        if not _has_drafts(plan):
+        if not (plan.num_drafts or plan.num_drafts_wanted):
+            if len(self._late_tokens) == LATE_STEPS:
+                self._note_late()
             self._late_tokens.append((plan, done.token_ids))
             return []
         self._note_late()
@@ -292,12 +290,7 @@ class Proposer:
         return found
 
     def _note_drafted(self) -> None:
-        """What the last pass has written in blocks of sequences is there until the target writes over it."""
+        """What the last pass, of no guesses, has written in blocks of sequences is there as long as they are theirs."""
         written = self._buffers.written
         written = written[written < len(self._drafted) * self._size]
         np.maximum.at(self._drafted, written // self._size, written % self._size + 1)
-
-
-def _has_drafts(plan: StepPlan) -> bool:
-    """Whether the step verifies drafts, or asks for some."""
-    return bool(plan.num_drafts or plan.num_drafts_wanted)

@@ -441,11 +441,11 @@ class ModelRunner:
         if not plan.slots:
             self._buffers.update_table(plan)
             if self._proposer is not None:
-                self._proposer.follow(plan, self._buffers.written[:0])
+                self._proposer.follow(plan)
             return None
         step = self._buffers.fill(plan)
         if self._proposer is not None:
-            self._proposer.follow(plan, self._buffers.written)
+            self._proposer.follow(plan)
         return self._decoder.forward(step)
 
     def _wait(self) -> None:

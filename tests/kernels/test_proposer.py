@@ -120,10 +120,10 @@ def test_it_catches_up_on_what_it_did_not_compute(folder: Path, smaller: Path) -
     kept = runner._proposer
     assert kept is not None
     assert kept._drafted[first.blocks[0]] == 16
-    kept.follow(StepPlan(swap_in_blocks=[first.blocks[0]]), kept._buffers.written[:0])
+    kept.follow(StepPlan(swap_in_blocks=[first.blocks[0]]))
     assert kept._drafted[first.blocks[0]] == 0
     kept._drafted[first.blocks[1]] = 16
-    kept.follow(StepPlan(copy_from_blocks=[0], copy_to_blocks=[first.blocks[1]]), kept._buffers.written[:0])
+    kept.follow(StepPlan(copy_from_blocks=[0], copy_to_blocks=[first.blocks[1]]))
     assert kept._drafted[first.blocks[1]] == 0
     driver.step(first)
     check_drafts(driver, smaller, first)
