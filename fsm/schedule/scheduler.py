@@ -590,7 +590,10 @@ class Scheduler(Machine):
         """What the step took says whether guesses pay; and it may have brought some for the next one."""
         speculation = self.planner.speculation
         assert speculation is not None
-        if flight.samples and not flight.num_prompt_tokens:
+        if flight.num_prompt_tokens:
+            num_more = len(outcome.token_ids) - len(flight.samples)
+            speculation.took_beside_prompt(outcome, sum(flight.drafts.values()), num_more, flight.num_passes)
+        elif flight.samples:
             num_tokens = sum(count for _, count, _ in flight.rows)
             speculation.took(outcome, num_tokens, len(flight.rows), flight.num_passes)
         speculation.proposed(flight.samples, outcome)

@@ -206,10 +206,17 @@ class Stretches(msgspec.Struct):
         ms = min(ms, SLOW * self.guessed_ms) if self.guessed_ms else ms
         self.guessed_ms = _latest(self.guessed_ms, ms)
         if self.plain_ms:
-            self.credit -= (ms + drafting_ms) / self.plain_ms - num_tokens / num_rows
-            self.credit = min(self.credit, CREDIT_MOST)
-            if self.credit <= 0:
-                self.rest()
+            self._charge((ms + drafting_ms) / self.plain_ms - num_tokens / num_rows)
+
+    def took_beside_prompt(self, ms: float, num_tokens: int, num_rows: int) -> None:
+        """Guesses took so long in a step with a prompt, which took longer itself, and gave so many tokens more."""
+        if self.plain_ms and self.has_guesses:
+            self._charge(ms / self.plain_ms - num_tokens / num_rows)
+
+    def _charge(self, num_steps: float) -> None:
+        self.credit = min(self.credit - num_steps, CREDIT_MOST)
+        if self.credit <= 0:
+            self.rest()
 
     def took_passes(self, ms: float) -> None:
         """A pass of the draft model took so long; that of the first step of a stretch is but reckoned."""
@@ -237,6 +244,7 @@ class Speculation:
         self._cost = Cost(costs)
         self._stretches: dict[int, Stretches] = {}  # by the number of requests, to powers of two
         self.is_noted = True  # whether the outcome of the step planned last is to be told
+        self._num_rows = 0  # in it that may have drafts
         self._hits, self._trials = 1.0, 2.0  # of all requests, the latest count most
         self._drafting_ms = 0.0  # what the device's model took for the drafts that the next step verifies
         self._num_wanting = self._num_missed = 0  # rows that want some of the step planned last, and what it missed
@@ -269,6 +277,7 @@ class Speculation:
 
         If not, it costs what it does without speculation, and nothing of it is noted but now and then.
         """
+        self._num_rows = num_rows
         known = self._stretches.get(num_rows.bit_length())
         if known is not None and known.goes_on_resting():
             self.is_noted = False
@@ -454,20 +463,38 @@ class Speculation:
         last tokens from the step before, so all the time since that ended is this one's.
         """
         known, num_sampled = self._stretches_of(num_rows), len(outcome.token_ids)
-        drafting_ms, self._drafting_ms = self._drafting_ms, 1e3 * outcome.draft_s
-        # It computes as the target does, in a share of the time: also the tokens that it has missed, in its first pass.
-        work = self._cost.of(self._num_missed) + max(num_passes - 1, 0) * self._cost.of(self._num_wanting)
-        pass_ms, passes = self._drafting_ms * self._cost.of(num_rows) / work, work / self._cost.of(num_rows)
-        if num_passes and known.pass_ms:
-            self._drafting_ms = min(self._drafting_ms, SLOW_PASSES * passes * known.pass_ms)
+        drafting_ms = self._drafted_beside(outcome, known, num_rows, num_passes)
         if num_tokens > num_rows and num_sampled == num_rows:
             known.is_trying = False
         if not outcome.took_s:
             return
         self._cost.took(num_tokens, 1e3 * (outcome.took_s - outcome.draft_s))
-        if num_passes and self._cost.is_measured:
-            known.took_passes(pass_ms)
         known.took(1e3 * ((outcome.cycle_s or outcome.took_s) - outcome.draft_s), drafting_ms, num_sampled, num_rows)
+
+    def took_beside_prompt(self, outcome: StepDone, num_drafts: int, num_more: int, num_passes: int) -> None:
+        """The same of a step with a prompt, whose time says nothing: of the drafts in it, `num_more` were right."""
+        if num_rows := self._num_rows:
+            known = self._stretches_of(num_rows)
+            drafting_ms = self._drafted_beside(outcome, known, num_rows, num_passes)
+            known.took_beside_prompt(drafting_ms + num_drafts * self._price(num_rows), num_more, num_rows)
+        else:
+            self._drafting_ms += 1e3 * outcome.draft_s
+
+    def _drafted_beside(self, outcome: StepDone, known: Stretches, num_rows: int, num_passes: int) -> float:
+        """Note what the draft model took for the next step; gives what it took for this one, in milliseconds.
+
+        It computes as the target does, in a share of the time: also the tokens that it has missed, in its first pass.
+        """
+        before_ms, found_ms = self._drafting_ms, 1e3 * outcome.draft_s
+        if num_passes:
+            pass_cost, first_cost = self._cost.of(num_rows), self._cost.of(self._num_missed)
+            num_as_such = (first_cost + (num_passes - 1) * self._cost.of(self._num_wanting)) / pass_cost
+            pass_ms, most_ms = found_ms / num_as_such, SLOW_PASSES * num_as_such * known.pass_ms
+            found_ms = min(found_ms, most_ms) if known.pass_ms else found_ms
+            if outcome.took_s and self._cost.is_measured:
+                known.took_passes(pass_ms)
+        self._drafting_ms = found_ms
+        return before_ms
 
     def _chance(self, request: Request) -> float:
         """How likely the next draft of `request` is right, as far as those before it tell, or those of all."""

@@ -13,6 +13,7 @@ from novainfer.fsm.schedule.speculation import (
     REST_STEPS,
     STRETCH_STEPS,
     Cost,
+    DraftModel,
     Lookup,
     Speculation,
     Stretches,
@@ -198,6 +199,37 @@ def test_what_guesses_have_cost_is_made_up_for_by_plain_steps_before_they_are_tr
     assert rested >= cost / CREDIT_SHARE
     assert known.credit == CREDIT_AGAIN
     assert known.is_trying
+
+
+def test_guesses_beside_prompts_count_too_and_what_those_take_does_not():
+    """Requests come and go, and hardly a step has no prompt: where guesses are wrong, they end all the same."""
+    for num_more, ends in ((0, True), (2, False)):
+        speculation, one = Speculation(DraftModel(), 2, FLAT), request(8, 10_000)
+        speculation.begin_step(1)
+        known = speculation._stretches[1]
+        known.plain_ms, known.left = 10.0, 1000
+        for _ in range(20):
+            speculation.begin_step(1)
+            speculation.wanted([one])
+            outcome = took(0.3, 1 + num_more, draft_s=0.005)
+            speculation.took_beside_prompt(outcome, 2, num_more, num_passes=2)
+        assert known.has_guesses is not ends
+        assert known.guessed_ms == 0.0
+        assert known.plain_ms == 10.0
+
+
+def test_after_a_rest_those_guess_first_that_a_draft_model_catches_up_with_soonest():
+    """As many as it catches up with in the time of one plain step."""
+    speculation = Speculation(DraftModel(), 2, [(1, 10.0), (1000, 1009.0)])
+    rows = [request(num_tokens, 10_000) for num_tokens in (400, 20, 900, 30)]
+    speculation.begin_step(4)
+    known = speculation._stretches[3]
+    known.plain_ms, known.pass_ms = 13.0, 13.0 / 5  # a fifth of what the target takes
+    known.is_trying, known.at = True, 1
+    wanted = speculation.wanted(rows)
+    assert [count > 0 for count in wanted] == [False, True, False, True]
+    known.pass_ms = 13.0 / 200
+    assert all(speculation.wanted(rows))
 
 
 def test_drafts_that_nothing_verifies_have_cost_as_much():
