@@ -52,14 +52,14 @@ def count_messages(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Counter
 
 
 def listen(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, hear: Callable[[Any], None]) -> None:
-    """Have `hear` called with each message to an actor: from outside the machines (`_tell`), or inside (`_pass`)."""
+    """Have `hear` called with each message that is put into a mailbox."""
 
-    def heard(tell: Callable[..., None], to: str, event: Any, urgent: bool = False) -> None:
+    def heard(tell: Callable[[Any, bool], bool], event: Any, urgent: bool = False) -> bool:
         hear(event)
-        tell(to, event, urgent)
+        return tell(event, urgent)
 
-    for name in ("_tell", "_pass"):
-        monkeypatch.setattr(runtime, name, partial(heard, getattr(runtime, name)))
+    for actor in runtime._actors.values():
+        monkeypatch.setattr(actor, "tell", partial(heard, actor.tell))
 
 
 @pytest.mark.parametrize("batch", [1, 8, 60])
