@@ -104,7 +104,7 @@ class Planner:
         self.enqueue(request)
 
     def lose(self) -> None:
-        """The worker is gone, and with it every block, here and on the host; nothing is in flight."""
+        """The worker is gone, and with it every block; nothing is in flight. Copies on the host go with `refit`."""
         for request in list(self.running.values()):
             del self.running[request.request_id]
             self.release(request)
@@ -113,8 +113,6 @@ class Planner:
                 self.enqueue(request)
             else:
                 self.parked[request.request_id] = request
-        for request in (*self.waiting, *self.parked.values()):
-            self.cache.drop_copy(request)
         self.overstayed.clear()
         self.cache.forget()
 

@@ -282,7 +282,7 @@ MUTANTS = [
     Mutant("who comes back is not queued", Planner, "unpark", "self.enqueue(request)", "pass"),
     # ---- a lost worker
     Mutant("prefixes outlive the worker that held them", Planner, "lose", "self.cache.forget()", "pass"),
-    Mutant("copies on the host outlive the worker", Planner, "lose", "self.cache.drop_copy(request)", "pass"),
+    Mutant("copies on the host outlive the worker", Planner, "refit", "if not keeps_host:", "if False:"),
     Mutant(
         "paused requests are lost with the worker",
         Planner,

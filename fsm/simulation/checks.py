@@ -199,6 +199,8 @@ class Checks:
             del self.world.cache.pool.open
             if self.world.planned is not None and len(scheduler.flights) == 1:  # else the savepoint is an older one
                 self._quiet = True
+            elif any(output.end is not None for output in _outputs(effects)):  # while a step was planned behind one
+                self._quiet = False
             if "rollback" in planner.__dict__:
                 raise Violation("a step failed and was not taken back")
             if self._oldest is not None and self._oldest.state is RequestState.PREEMPTED:
@@ -234,8 +236,7 @@ class Checks:
 
     def _ended_whole(self, effects: Sequence[Effect]) -> None:
         """A queue deadline ends all choices of a stream at once: one that went on could get its first token yet."""
-        outputs = [o for e in effects if isinstance(e, Send) and isinstance(e.event, Outputs) for o in e.event.outputs]
-        ended = {output.stream_id for output in outputs}
+        ended = {output.stream_id for output in _outputs(effects)}
         for request in self.world.scheduler.requests.values() if ended else ():
             if request.stream_id in ended:
                 raise Violation(f"stream {request.stream_id} ended in the queue, but not its choice {request.choice}")
@@ -255,22 +256,17 @@ class Checks:
 
     def _outcomes(self, effects: Sequence[Effect]) -> None:
         """An error ends a request that failed twice with no other in its step, and had no token since."""
-        for effect in effects:
-            if not isinstance(effect, Send) or not isinstance(effect.event, Batch | Outputs):
-                continue
-            for output in effect.event.outputs:
-                end = output.end
-                if end is not None and end.error is not None and end.code == "step_failed":
-                    is_no_number = self._not_a_number.pop(output.request_id, None) is not None
-                    if not is_no_number and self._failed_alone[output.request_id] < FAILED_ALONE_MIN:
-                        raise Violation(
-                            f"request {output.request_id} ended with {end}, and no two failures were its own"
-                        )
-                    if is_no_number and any(output.request_id in each for each in self.world.cache.tails.values()):
-                        raise Violation(f"request {output.request_id} gave no number, and its prompt can be found")
-                    self.world.clients[output.stream_id].was_blamed = True
-                if end is not None or output.token_ids:
-                    self._failed_alone.pop(output.request_id, None)
+        for output in _outputs(effects):
+            end = output.end
+            if end is not None and end.error is not None and end.code == "step_failed":
+                is_no_number = self._not_a_number.pop(output.request_id, None) is not None
+                if not is_no_number and self._failed_alone[output.request_id] < FAILED_ALONE_MIN:
+                    raise Violation(f"request {output.request_id} ended with {end}, and no two failures were its own")
+                if is_no_number and any(output.request_id in each for each in self.world.cache.tails.values()):
+                    raise Violation(f"request {output.request_id} gave no number, and its prompt can be found")
+                self.world.clients[output.stream_id].was_blamed = True
+            if end is not None or output.token_ids:
+                self._failed_alone.pop(output.request_id, None)
         if self._not_a_number:
             raise Violation(f"{self._not_a_number} gave no number, and go on")
 
@@ -518,6 +514,12 @@ class Checks:
             raise Violation(f"something is left behind: {stats}, {scheduler._tombstones}, {engine._tombstones}")
         if set(scheduler.statistics().finished_total) != set(ENDED):
             raise Violation("the counts by end are not complete")
+
+
+def _outputs(effects: Sequence[Effect]) -> list[Output]:
+    """What these effects bring to streams."""
+    events = [effect.event for effect in effects if isinstance(effect, Send)]
+    return [output for event in events if isinstance(event, Batch | Outputs) for output in event.outputs]
 
 
 def _differences(before: Any, now: Any) -> list[str]:

@@ -46,6 +46,7 @@ class Mix:
         is_large: bool = False,
         is_uneven: bool = False,
         is_slow: bool = False,
+        is_languid: bool = False,
         is_scarce: bool = False,
         plague: Plague | None = None,
         is_slow_step: bool = False,
@@ -114,6 +115,8 @@ class Mix:
             self.rates = {name: rate / 8 for name, rate in self.rates.items()}
             self.hop_s = min(self.hop_s, 1e-4)  # one message at a time: more, and the deadlines of all would pass
 
+        if is_languid:
+            self._be_languid()
         if self.plague is not None:
             self._be_crashing(self.plague)
         if is_slow_step:
@@ -135,6 +138,22 @@ class Mix:
             self.rates = dict.fromkeys(self.rates, 0.0)
             self.is_watched, self.come_up_fails, self.is_brisk = False, False, True
             self.num_clients = self.burst = pace.num_clients if pace is not None else 60 if self.lasts else 24
+
+    def _be_languid(self) -> None:
+        """Nearly all readers are slow, and there are so few slots that not all of those can be parked for long."""
+        rng = self.rng
+        self.shape = msgspec.structs.replace(
+            self.shape,
+            max_num_seqs=2,
+            max_num_queued_reqs=64,
+            max_num_queued_tokens=1 << 20,
+            stall_high=rng.choice([1, 6]),
+            stall_low=0,
+            stall_keep_s=rng.choice([0.1, 10.0]),
+            stall_timeout_s=3000.0,
+        )
+        self.rates = {name: rate / 8 for name, rate in self.rates.items()} | {"stall": 0.9, "timeout": 0.0}
+        self.num_clients = self.burst = 32
 
     def _be_crashing(self, plague: Plague) -> None:
         """Few clients, long times between them, and nothing else that goes wrong."""

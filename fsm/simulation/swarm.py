@@ -40,6 +40,7 @@ STEADY_EVERY = 60  # has equal requests that come faster than they are computed
 PACED_EVERY = 60  # has steps that take their time by what they hold
 CROWD_EVERY = 50  # has more that wait than a step looks at
 SLOW_EVERY = 11  # has a slow tokenizer, and clients in a hurry
+LANGUID_EVERY = 40  # has slow readers, more than can be parked
 SCARCE_EVERY = 25  # has a shortage, and no other fault
 CRASHING_EVERY = 12  # loses its processes again and again
 SLOW_STEP_EVERY = 25  # has steps of seconds, and a watch that looks on
@@ -91,6 +92,7 @@ class Seed:
             is_large=seed % LARGE_EVERY == LARGE_EVERY - 1,
             is_uneven=seed % UNEVEN_EVERY == UNEVEN_EVERY - 1,
             is_slow=seed % SLOW_EVERY == SLOW_EVERY - 1 and not is_scarce,
+            is_languid=seed % LANGUID_EVERY == LANGUID_EVERY - 3 and not is_odd,
             is_scarce=is_scarce,
             plague=PLAGUES[seed // CRASHING_EVERY % len(PLAGUES)] if is_crashing else None,
             is_slow_step=is_slow_step,
