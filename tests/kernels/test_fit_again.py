@@ -192,10 +192,9 @@ def test_what_a_draft_model_has_put_off_is_forgotten_with_the_old_cache(folder: 
     driver.generate([driver.add(slot, LONG) for slot in range(3)], 20)
     proposer = runner._proposer
     assert proposer is not None
-    assert max(written.max() for written in proposer._late_written) >= 12 * 16
     assert proposer._late_tokens
     fit(runner, 12)
-    assert (proposer._late_written, proposer._late_tokens, proposer._is_known.any()) == ([], [], False)
+    assert (proposer._late_tokens, proposer._is_known.any(), len(proposer._drafted)) == ([], False, 12)
     again = Driver(runner, num_drafts=4)
     row = again.add(0, LONG)
     again.step(row)
