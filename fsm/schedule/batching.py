@@ -21,8 +21,9 @@ becomes the producer itself when the first one ends.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from heapq import nsmallest
+from itertools import chain
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -65,9 +66,13 @@ class Flight(msgspec.Struct, gc=False):
     is_noted: bool = False  # whether speculation is to know how it has ended
     canary: list[int] = []  # the blocks that a canary is computed in: such a step computes nothing of any request
 
+    def held(self) -> Iterator[Request]:
+        """The requests of which the step computes something, or that it copies back."""
+        return chain((request for request, _, _ in self.rows), self.fetched)
+
     def holds(self, request: Request) -> bool:
-        """Whether the step computes something of `request`, or copies it back."""
-        return any(row[0] is request for row in self.rows) or any(other is request for other in self.fetched)
+        """Whether `request` is among those."""
+        return any(other is request for other in self.held())
 
 
 class StepBuilder:

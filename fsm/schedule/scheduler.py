@@ -701,15 +701,17 @@ class Scheduler(Machine):
         assert slots == list(range(self._limits.max_num_seqs)), "a slot has two owners, or none"
         assert all(r.ended for r in departed), "a departed request is not ended"
         queued = {RequestState.WAITING, RequestState.PREEMPTED, RequestState.RECOVERING}
+        held = {request.request_id for flight in self.flights for request in flight.held()}
+        waiting = {request.request_id for request in planner.waiting}
         for request in self.requests.values():
             assert not request.ended, f"ended request {request.request_id} is still known"
             is_parked = request.request_id in planner.parked
             is_running = request.state not in queued and not is_parked
             assert request.state is RequestState.PAUSED or not is_parked
             assert is_running == (request.request_id in planner.running)
-            assert (request.state in queued) == (request in planner.waiting)
+            assert (request.state in queued) == (request.request_id in waiting)
             if not is_running:
                 assert not request.kv.capacity, f"waiting request {request.request_id} owns blocks"
                 assert request.slot < 0, f"waiting request {request.request_id} owns a slot"
-            is_held = any(flight.holds(request) for flight in self.flights)
+            is_held = request.request_id in held
             assert request.is_in_flight == is_held, f"request {request.request_id} is in no step, or in one"

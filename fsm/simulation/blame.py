@@ -215,5 +215,5 @@ def ends_in_flight(request: Request) -> bool:
 
 def _held(flight: Flight) -> tuple[set[int], list[int]]:
     """The requests that a step computes or fetches, and, in order, those of them that have not ended."""
-    requests = [*(request for request, _, _ in flight.rows), *flight.fetched]
+    requests = list(flight.held())
     return {r.request_id for r in requests}, [r.request_id for r in requests if not r.ended]

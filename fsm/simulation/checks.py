@@ -157,7 +157,7 @@ class Checks:
 
     def _note_failure(self, flight: Flight) -> None:
         """A step has failed, or was lost: if one request stood alone in it, that one may be to blame."""
-        held = [*(request for request, _, _ in flight.rows), *flight.fetched]
+        held = list(flight.held())
         members = [request.stream_id for request in held if not request.ended]
         self._failed = flight.step_id, set(members)
         if len(held) == len(members) == 1:
