@@ -53,7 +53,7 @@ BLOCKS = (
     Mutant(
         "the copy of a parked request outlives the worker",
         Planner,
-        "lose",
+        "refit",
         "for request in (*self.waiting, *self.parked.values()):",
         "for request in self.waiting:",
     ),
