@@ -576,4 +576,37 @@ SMALL_WORLDS = [
         clients=[([1], _ask(2)), ("a", _ask(1))],
         budget={"stop": 1, "fail_encode": 1},
     ),
+    SmallWorld(
+        name="two steps in flight, and all is cancelled",
+        shape=_shape(3, 1, 1, max_in_flight=2, max_restarts=0),
+        clients=[([1], _ask(3)), ([2], _ask(1))],
+        budget={"cancel_all": 1},
+    ),
+    SmallWorld(
+        name="two steps in flight, and a reader that is away for long and comes back",
+        shape=_shape(4, stall_high=0, stall_low=0, max_in_flight=2),
+        clients=[([1], _ask(2)), ([2], _ask(2))],
+        budget={"read": 1, "fire_early": 1},
+        slow_readers=frozenset([0]),
+    ),
+    SmallWorld(
+        name="another KV cache, and a prompt that is encoded or cancelled meanwhile",
+        shape=_shape(3, 1, 1),
+        clients=[("a", _ask(1))],
+        budget={"reconfigure": 1, "cancel_all": 1, "fail_encode": 1},
+        wishes=((4, None),),
+    ),
+    SmallWorld(
+        name="another KV cache, and the failure of a step that comes twice",
+        shape=_shape(3, 1, 1),
+        clients=[([1], _ask(1))],
+        budget={"reconfigure": 1, "exception": 1, "duplicate": 1},
+        wishes=((4, None),),
+    ),
+    SmallWorld(
+        name="a death that is told twice, and a device without memory",
+        shape=_shape(2, 1, 1),
+        clients=[([1], _ask(1))],
+        budget={"die": 1, "duplicate": 1, "oom": 1},
+    ),
 ]
