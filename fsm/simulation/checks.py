@@ -90,6 +90,7 @@ class Checks:
         self._cancelled: set[int] = set()  # requests
         self._paused: dict[int, tuple[int, int]] = {}  # the last pause of each request, and its stream, in their order
         self._leaving: Request | None = None  # the one being cancelled
+        self._paused_as: int | None = None  # which pause the one is in that is told to pause; None: in none
         self._to_be_told: set[int] = set()  # requests that the event at the engine concerns
         self._gate_heard: set[type] = set()  # kinds of events
         self._sampled: list[Request] = []  # who got a token in the step being committed
@@ -117,6 +118,9 @@ class Checks:
             self._cancelled.add(event.request_id)
             self._leaving = self.world.scheduler.requests.get(event.request_id)
         scheduler = self.world.scheduler
+        if isinstance(event, PauseRequest):
+            known = scheduler.requests.get(event.request_id)
+            self._paused_as = known.paused_as if known is not None and known.state is RequestState.PAUSED else None
         self._rung = scheduler.recovery.ladder.rung
         flight = scheduler.oldest_flight
         self._on_trial = None if flight is None or not flight.canary else self._last_alone
@@ -224,6 +228,9 @@ class Checks:
             self._look_closely(event)
         if isinstance(event, PauseRequest):
             paused = scheduler.requests.get(event.request_id)
+            if self._paused_as is not None and (paused is None or paused.paused_as != self._paused_as):
+                raise Violation(f"request {event.request_id} was paused already, and counts as paused anew")
+            self._paused_as = None
             self._note_pause(paused)
             if paused is not None and paused.state is RequestState.DECODE:
                 raise Violation(f"request {event.request_id} was paused and decodes")
