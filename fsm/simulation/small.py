@@ -578,7 +578,7 @@ SMALL_WORLDS = [
     ),
     SmallWorld(
         name="two steps in flight, and all is cancelled",
-        shape=_shape(3, 1, 1, max_in_flight=2, max_restarts=0),
+        shape=_shape(4, 1, 1, max_in_flight=2),
         clients=[([1], _ask(3)), ([2], _ask(1))],
         budget={"cancel_all": 1},
     ),
