@@ -25,6 +25,15 @@ ARGUED: dict[RowId, str] = {
         "Answered",
     ): "the roster drops what a process says that was ended; a shell without one may not",
     ("Process", "DYING", "End"): "the roster lets go of a process with its end; a shell without one may end it twice",
+    **{
+        (
+            "Worker",
+            state,
+            "Overdue any other",
+        ): "an alarm waits in the mailbox before all that brings the next worker so "
+        "far; a shell that keeps no order may bring it later"
+        for state in ("OOM", "RUNNING", "SWITCHING")
+    },
     ("Process", "STARTING", "Ended"): "a process that cannot be started never ends; the system may kill it in between",
 }
 

@@ -609,4 +609,25 @@ SMALL_WORLDS = [
         clients=[([1], _ask(1))],
         budget={"die": 1, "duplicate": 1, "oom": 1},
     ),
+    SmallWorld(
+        name="a death that is told twice, and a switch of mode",
+        shape=_shape(3, 1, 1, modes=(BEST, LEAN)),
+        clients=[([1], _ask(2))],
+        budget={"die": 1, "duplicate": 1},
+        opening=(Fault.OOM, Fault.OOM, Fault.OOM),
+    ),
+    SmallWorld(
+        name="a switch that fails when the request that it was for has gone, and all has been quiet",
+        shape=_shape(3, 1, 1, modes=(BEST, LEAN)),
+        clients=[([1], _ask(2))],
+        budget={"fire_early": 1, "fail_job": 1, "cancel": 1},
+        opening=(Fault.OOM, Fault.OOM, Fault.OOM),
+    ),
+    SmallWorld(
+        name="smaller steps, and a switch that fails when the request that it was for has gone",
+        shape=_shape(8, 1, 2, modes=(BEST, LEAN)),
+        clients=[([1, 2, 3], _ask(2))],
+        budget={"fire_early": 1, "fail_job": 1, "cancel": 1},
+        opening=(Fault.OOM, Fault.OOM, Fault.OOM, Fault.OOM),
+    ),
 ]
