@@ -25,6 +25,8 @@ ARGUED: dict[RowId, str] = {
         "Answered",
     ): "the roster drops what a process says that was ended; a shell without one may not",
     ("Process", "DYING", "End"): "the roster lets go of a process with its end; a shell without one may end it twice",
+    ("Roster", "FINDING", "Answered"): "a process is asked nothing before its model is found; it may say something all "
+    "the same",
     **{
         (
             "Worker",
