@@ -357,7 +357,7 @@ class Speculation:
         chances = [self._chance(request) for request in rows]
         pays = [at for at, chance in enumerate(chances) if chance * cost > price * len(rows)]
         if known.is_trying:
-            pays = [at for at in pays if at in self._soonest(known, rows)]
+            pays = sorted(self._soonest(known, rows).intersection(pays))
         found = [0] * len(rows)
         for count in range(1, self.num_tokens_max + 1):
             pays = [at for at in pays if rooms[at] >= count and chances[at] ** count * cost > price * len(rows)]
