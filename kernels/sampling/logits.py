@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from novainfer.fsm.messages.step import SeqParams
 
-__all__ = ["apply_masks", "apply_penalties"]
+__all__ = ["apply_masks", "apply_penalties", "changes_until"]
+
+
+def changes_until(row: SeqParams) -> float:
+    """The position from which on the two below change nothing: inf where they always may."""
+    if row.allowed_token_ids is not None or row.banned_token_ids or row.logit_bias or row.needs_history:
+        return math.inf
+    return row.min_position if row.stop_token_ids else 0
 
 
 def apply_masks(logits: Tensor, row: SeqParams, position: int) -> None:

@@ -19,7 +19,7 @@ from novainfer.fsm.messages.step import NO_TOKEN, Logprobs, SeqParams
 from novainfer.kernels.memory import lazy_zeros
 from novainfer.kernels.sampling.draw import draw
 from novainfer.kernels.sampling.draw_row import argmax, draw_row, logprobs_of_row
-from novainfer.kernels.sampling.logits import apply_masks, apply_penalties
+from novainfer.kernels.sampling.logits import apply_masks, apply_penalties, changes_until
 from novainfer.kernels.sampling.uniform import uniforms
 from novainfer.kernels.step import must_lie_in
 
@@ -183,7 +183,6 @@ class Sampler:
 
 def _plain_from(row: SeqParams) -> float:
     """From which position on the row is greedy, without anything that changes or reports its logits."""
-    is_changed = row.allowed_token_ids is not None or row.banned_token_ids or row.logit_bias or row.needs_history
-    if is_changed or row.logprobs is not None or row.temperature >= TEMPERATURE_GREEDY_MAX:
+    if row.logprobs is not None or row.temperature >= TEMPERATURE_GREEDY_MAX:
         return math.inf
-    return row.min_position if row.stop_token_ids else 0
+    return changes_until(row)
