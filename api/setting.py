@@ -21,6 +21,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     group: str  # the section of `--help` that it stands in
     flag: str  # "": it has none of its own
     unset: str  # what None leads to, where that is worth a word
+    takes_object: bool  # whether it may be an object, which a flag spells as JSON and a file as a mapping
     choices: tuple[str, ...]  # what it may be, where that is a list of words
 
 
@@ -48,17 +49,23 @@ def _setting(field: msgspec.structs.FieldInfo) -> Setting:
         group=extra["group"],
         flag=f"--{field.name.replace('_', '-')}" if flag is None else flag,
         unset=extra["unset"],
+        takes_object=any(isinstance(one, type) and issubclass(one, msgspec.Struct) for one in get_args(kind)),
         choices=extra["choices"] or tuple(choice for literal in literals for choice in get_args(literal)),
     )
 
 
 def schema_of(record: type[msgspec.Struct], title: str) -> dict[str, Any]:
     """A JSON schema of a YAML file that holds flags of this record: flags are its keys, without their hyphens."""
+    properties = {one.flag.lstrip("-"): _schema(one) for one in settings_of(record) if one.flag}
+    records: dict[str, Any] = {}  # that properties refer to, from the root of the document
+    for found in properties.values():
+        records |= found.pop("$defs", {})
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": title,
         "type": "object",
-        "properties": {one.flag.lstrip("-"): _schema(one) for one in settings_of(record) if one.flag},
+        "properties": properties,
+        "$defs": records,
     }
 
 

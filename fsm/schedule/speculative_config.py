@@ -13,6 +13,8 @@ PROMPT_LOOKUP_DEFAULT = 5  # vLLM's, for both bounds
 PROMPT_LOOKUP_MAX = 32  # tokens compared at each place looked at; matches of more than ten are as good as certain
 NUM_SPECULATIVE_TOKENS_MAX = 64  # a draft is verified at the cost of a prompt token, and few runs are as long
 
+NO_METHOD = "Invalid enum value "  # msgspec's words; no other field is a word of a list
+
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which drafts are proposed, and how many; raises `InvalidParameter` for what cannot be.
@@ -61,7 +63,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         except msgspec.ValidationError as error:
             if isinstance(error.__cause__, InvalidParameter):
                 raise error.__cause__ from None
-            raise _wrong(str(error)) from None
+            what = str(error)
+            if what.startswith(NO_METHOD):
+                value = what.removeprefix(NO_METHOD).partition(" - at ")[0]
+                what = f"method must be 'ngram' or 'draft_model', not {value}"
+            raise _wrong(what) from None
         except msgspec.DecodeError as error:
             raise _wrong(f"it must be a JSON object: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ MORE: dict[str, dict[str, Any]] = {
     "recorder_dir": {"type": click.Path(file_okay=False)},
     "worker": {"help": "A process is restarted when it is lost. [default: process for serve, else thread]"},
 }
+TAKE_OBJECTS = {setting.name for setting in settings_of(EngineConfig) if setting.takes_object}
 ALIASES = {"kv_cache_memory_utilization": ("--gpu-memory-utilization",)}
 
 
@@ -65,6 +67,8 @@ def _load_config(ctx: click.Context, param: click.Parameter, value: Path | None)
         assert option.name is not None
         if option.multiple if isinstance(option, click.Option) else False:
             item = item if isinstance(item, list) else [item]
+        elif isinstance(item, dict) and option.name in TAKE_OBJECTS:
+            item = json.dumps(item, default=str)
         elif isinstance(item, dict | list):
             raise click.BadParameter(f"{value}: {key} must be one value", ctx=ctx, param=param)
         if not is_positive:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from novainfer import (
     NovaInferError,
     SamplingParams,
 )
+from novainfer.fsm.schedule.speculative_config import SpeculativeConfig
 from novainfer.server.cli import chat as cli_chat
 from novainfer.server.cli import generate as cli_generate
 from novainfer.server.cli import serve as cli_serve
@@ -393,6 +395,25 @@ def test_the_schema_of_a_file_of_flags_has_every_setting_and_nothing_that_is_no_
         "type": "number",
         "default": 60.0,
     }
+
+
+def test_what_the_schema_refers_to_is_in_it() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "config.schema.json").read_text(encoding="utf-8")
+    found = re.findall(r'"\$ref": "#/([^"]*)"', text)
+    assert found
+    for reference in found:
+        place = json.loads(text)
+        for name in reference.split("/"):
+            place = place[name]
+
+
+def test_a_file_holds_an_object_as_its_schema_says(served: Any, tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text("speculative-config:\n  method: ngram\n  num_speculative_tokens: 3\n")
+    config, _ = served("--config", str(file))
+    assert config.speculative_config == SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    config, _ = served("--config", str(file), "--speculative-config", '{"num_speculative_tokens": 2}')
+    assert config.speculative_config == SpeculativeConfig(num_speculative_tokens=2)
 
 
 def test_help_has_a_section_for_each_group(capsys: pytest.CaptureFixture[str]) -> None:
