@@ -442,7 +442,7 @@ class Engine:
         return None
 
     def _reconfigured(self, answer: asyncio.Future[Reconfigured]) -> None:
-        """The worker is as it was asked to be, or as it was, whoever waits for that."""
+        """The worker is as it was asked to be, or as it was, whether a caller still waits for that or not."""
         if not answer.exception() and (ready := answer.result().ready) is not None:
             info = self.model_info
             found = model_info(self.config, ready, created=info.created)

@@ -1,4 +1,4 @@
-"""Progress bars: for people at a terminal, and for nobody else."""
+"""Progress bars: for people at a terminal only."""
 
 from __future__ import annotations
 

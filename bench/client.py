@@ -2,7 +2,7 @@
 
 `connect` gives one of two connections with the same way of use: `post` yields pieces of the body as they come. An
 HTTP/1.1 connection carries one request at a time; an HTTP/2 one as many as the server allows (prior knowledge on
-http, ALPN on https). Certificates are not checked: whoever measures a server knows it.
+http, ALPN on https). Certificates are not checked: who measures a server knows it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Connection(Protocol):
 
 
 async def connect(origin: Origin, version: Version) -> Connection:
-    """Open a connection; raises OSError when nobody listens."""
+    """Open a connection; raises OSError when no server listens."""
     context = None
     if origin.tls:
         context = ssl.create_default_context()

@@ -106,12 +106,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """True when everybody moves."""
+        """True when every actor moves."""
         return not self.late
 
 
 class _Entry:
-    """What the watch remembers of one actor; times are watched seconds, which do not count what nobody saw."""
+    """What the watch remembers of one actor; times are watched seconds, which do not count what was not looked at."""
 
     __slots__ = ("dwell_s", "num_signs", "num_turns", "seen_in", "silent_s", "silent_seen_s", "since_s", "wait_s")
 

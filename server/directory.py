@@ -28,7 +28,7 @@ class LiveRequest:
 class RequestDirectory:
     """A directory of generations by public id (`chatcmpl-…`) and by the client's own id, apart for each owner.
 
-    `sees` is the owner whose generations are found, or None for everybody's.
+    `sees` is the owner whose generations are found, or None for all owners'.
     """
 
     def __init__(self) -> None:

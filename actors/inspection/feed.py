@@ -1,4 +1,4 @@
-"""The event feed: transitions and incidents as they happen, for whoever listens, and free when nobody does.
+"""The event feed: transitions and incidents as they happen, for listeners, and free where there are none.
 
 Each listener has a bounded queue of its own. One that is slow loses events and is told how many it has lost: the
 engine never waits for it, and never keeps more for it.
@@ -73,7 +73,7 @@ class Feed:
         return subscription
 
     def publish(self, event: FeedEvent, owner: str = "") -> None:
-        """Tell everybody; `owner` is whose request it is about."""
+        """Tell all listeners; `owner` is whose request it is about."""
         for subscription in self._subscriptions:
             subscription.push(event, owner)
 

@@ -107,7 +107,7 @@ class Incidents:
 
 
 def _seen_by(owner: str, record: IncidentRecord, owners: list[str]) -> IncidentRecord | None:
-    """An incident that touched nobody's requests is everybody's."""
+    """An incident that touched no request is told to all owners."""
     if not record.requests:
         return record
     own = [name for name, whose in zip(record.requests, owners, strict=True) if whose == owner]

@@ -1,8 +1,8 @@
 """The inspector exists because a request's own state does not say since when, why, or where it was before.
 
 It observes the requests of the scheduler (a few transitions in the life of each, none per token), and remembers the
-newest ended ones. Everything else is worked out when somebody asks: whom a waiting request waits for,
-whose the blocks are. Nothing here decides anything.
+newest ended ones. Everything else is worked out when it is asked for: for what a waiting request waits,
+which request has which blocks. Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Inspector(Observer):
                 note.choices.clear()
 
     def forgotten(self, stream: Stream) -> None:
-        """Nobody reads this stream any more; one that never came to the scheduler has ended with that."""
+        """This stream is not read any more; one that never came to the scheduler has ended with that."""
         note = self._notes.get(stream.stream_id)
         if note is None or note.choices:
             return
@@ -195,7 +195,7 @@ class Inspector(Observer):
     def requests(self, owner: str | None = None, ids: Collection[str] | None = None) -> list[RequestRecord]:
         """Those that live, in order of arrival, then those that ended, the newest first.
 
-        `owner`: only this one's; None: everybody's. `ids`: only these.
+        `owner`: only this one's; None: all owners'. `ids`: only these.
         """
         now_s = self._clock()
         positions = self._positions()

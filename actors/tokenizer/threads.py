@@ -95,7 +95,7 @@ class TokenizerThreads:
         (self._small if num_bytes <= LARGE_BYTES else self._large).put(job, num_bytes)
 
     def forget(self, stream_ids: Iterable[int]) -> None:
-        """These streams have left the queue: their prompts, if they still wait, are nobody's."""
+        """These streams have left the queue: their prompts, if they still wait, are tokenised for nothing."""
         for stream_id in stream_ids:
             self._small.forget(stream_id)
             self._large.forget(stream_id)

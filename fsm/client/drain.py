@@ -19,14 +19,15 @@ RETRY_AFTER_S_MAX = 60.0  # openai-python gives up above 120 s
 class DrainRate:
     """How fast requests leave a queue that is not empty, over the last minute at most.
 
-    An interval counts only if somebody waited all through it, and still waits: what an idle engine takes at once says
-    nothing of what a busy one can take. Requests leave in bursts, so each interval counts with the burst at its end.
+    An interval counts only if a stream waited all through it, and one still waits: what an idle engine takes at once
+    says nothing of what a busy one can take. Requests leave in bursts, so each interval counts with the burst at
+    its end.
     """
 
     def __init__(self) -> None:
         self._bursts: deque[tuple[float, int, float]] = deque(maxlen=DRAIN_RATE_WINDOW)  # when, how many, since when
-        self._since_s: float | None = None  # the last departure, if somebody waited after it
-        self._filled_s: float | None = None  # when somebody came to an empty queue, until somebody leaves it
+        self._since_s: float | None = None  # the last departure, if a stream waited after it
+        self._filled_s: float | None = None  # when a stream came to an empty queue, until one leaves it
         self._leaving: set[int] = set()  # streams that have left, of which the gate has yet to hear
 
     # ---- at the gate ---------------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ class DrainRate:
     # ---- the rate ------------------------------------------------------------------------------------------------
 
     def fills(self, now_s: float) -> None:
-        """Somebody comes to an empty queue."""
+        """A stream comes to an empty queue."""
         self._filled_s = now_s
 
     def note(self, now_s: float, num_left: int, *, num_waiting: int) -> None:

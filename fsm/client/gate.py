@@ -7,7 +7,7 @@
                                         ──no room, or no room to wait in──▶ Rejected
 
 A queued stream holds credits, one for each of its choices and one for each token of its prompt, until it runs for the
-first time or ends. Nobody overtakes: while somebody is in OVERFLOW, others wait behind it or are refused. Every cancel
+first time or ends. No stream overtakes: while one is in OVERFLOW, others wait behind it or are refused. Every cancel
 and every deadline comes here first: who is in OVERFLOW is ended here, the rest is the engine's.
 """
 
@@ -66,10 +66,10 @@ class Gate(Machine):
         on(S.DRAINING, Arrive, "_refuse_draining", S.DRAINING),
         stay((S.OPEN, S.DRAINING), Departed, "_departed"),
         never(S.STARTING, Departed, "nothing was let in"),
-        ignore(S.CLOSED, Departed, "nobody waits for credits"),
+        ignore(S.CLOSED, Departed, "no stream waits for credits"),
         stay((S.OPEN, S.DRAINING), Settled, "_settled"),
         never(S.STARTING, Settled, "nothing was let in"),
-        ignore(S.CLOSED, Settled, "nobody waits for credits"),
+        ignore(S.CLOSED, Settled, "no stream waits for credits"),
         stay((S.OPEN, S.DRAINING), Cancel, "_cancel"),
         ignore(S.STARTING, Cancel, "nothing was let in"),
         ignore(S.CLOSED, Cancel, "every stream hears of the stop"),
@@ -199,7 +199,7 @@ class Gate(Machine):
         return self._let_in_who_fits()
 
     def _let_in_who_fits(self) -> StrEnum:
-        """Whoever waits in OVERFLOW, in order, until one does not fit."""
+        """The streams in OVERFLOW, in order, until one does not fit."""
         while self._overflow:
             stream_id = next(iter(self._overflow))
             if not self._queue.has_room(self._waiting_room.held[stream_id]):

@@ -5,7 +5,7 @@
                   └──nothing read for stall_timeout_s──▶ CLOSED
 
 Outputs that were not read yet merge into one delta per choice, so a slow reader costs text, not objects. Above the
-high-water mark the request is paused; it leaves the batch and nobody else notices. A reader that takes nothing for too
+high-water mark the request is paused; it leaves the batch, and no other notices. A reader that takes nothing for too
 long loses its requests, and finds one error when it comes back. A stream has exactly one end: all its choices
 finished, or one error. What came before the end can still be read after it.
 """

@@ -192,7 +192,7 @@ class BlockPool:
         return self._refs[block] - num_reading == 1 and not self._name[block]
 
     def is_cached(self, block: int) -> bool:
-        """True when nobody owns `block`, so that sharing it takes it from what is available."""
+        """True when no request owns `block`, so that sharing it takes it from what is available."""
         return self._refs[block] == 0
 
     # ---- how a step ends -----------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class BlockPool:
         revived = False
         overwritten: list[int] = []
         for did, block, name in reversed(journal.entries):
-            assert self._refs[block] > 0, f"undo of {did.name} for block {block}, which nobody owns"
+            assert self._refs[block] > 0, f"undo of {did.name} for block {block}, which no request owns"
             self._refs[block] -= 1
             if did is _Did.TOOK:
                 assert self._refs[block] == 0, f"block {block} is shared beyond its step"
@@ -256,8 +256,8 @@ class BlockPool:
             self._cached = OrderedDict.fromkeys(sorted(self._cached, key=self._released_at.__getitem__))
 
     def forget(self) -> None:
-        """What the blocks held is gone; nobody owns any: all are free, and none has a name."""
-        assert not any(self._refs), "blocks that somebody owns cannot be forgotten"
+        """What the blocks held is gone; no request owns any: all are free, and none has a name."""
+        assert not any(self._refs), "blocks that a request owns cannot be forgotten"
         self.unname_all()
 
     def unname_all(self) -> None:
@@ -303,7 +303,7 @@ class BlockPool:
         names, named = self._name, set(self._index.values())
         assert all(names[block] == name for name, block in self._index.items()), "a name that finds another block"
         assert len(named) == len(names) - names.count(b""), "a block's name that finds none"
-        assert self._cached.keys() <= named, "a cached block nobody can find"
+        assert self._cached.keys() <= named, "a cached block that no name finds"
         assert named.isdisjoint(self._free), "a free block has a name"
 
 
@@ -316,7 +316,7 @@ class HostPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody owns."""
+        """Blocks that no request owns."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:

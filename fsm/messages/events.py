@@ -355,7 +355,7 @@ class WorkerLost(msgspec.Struct, frozen=True):
 
 
 class WorkerFailed(msgspec.Struct, frozen=True):
-    """The worker will not come up (any more); `message` is one clear sentence for whoever started it."""
+    """The worker will not come up (any more); `message` is one clear sentence for the caller that started it."""
 
     message: str
 
@@ -404,7 +404,7 @@ class StallOver(msgspec.Struct, frozen=True):
     stream_id: int
 
 
-# ---- anybody -> incidents ------------------------------------------------------------------------------------------
+# ---- any actor -> incidents ------------------------------------------------------------------------------------------
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):

@@ -426,7 +426,7 @@ class _Run:
         except KeyError:
             if actor == "gate" and event.stream_id not in self._streams:  # no snapshot holds it
                 return
-            raise _Differs(f"a timer of {actor} ran out that nobody has set: {event}") from None
+            raise _Differs(f"a timer of {actor} ran out that was never set: {event}") from None
 
 
 def _said(error: BaseException) -> str:

@@ -11,7 +11,7 @@ where A is the work of it and all older ones, and S that of all with at most twi
 many, hold up a short one, nor do many short ones hold up a long one. docs/fairness.md holds all rules of this kind.
 
 A waiting request is admitted when its whole prompt, and one block to go on, fit beside what the prompts before it
-still need and a headroom for those that run; it waits for nobody's blocks half-way.
+still need and a headroom for those that run; half-way it waits for no blocks.
 
 A prefix that another request is computing is not computed twice: planned in the same step or cached, its blocks are
 shared; if its turn comes in a later step, the newcomer waits for it by name, unless it would be done first itself. It
@@ -227,7 +227,7 @@ class StepBuilder:
         return found
 
     def _whom_to_look_at(self, waiting: list[Request]) -> dict[int, int] | None:
-        """The ids to look at in this step, each with its purse; None: everybody, with the first one."""
+        """The ids to look at in this step, each with its purse; None: all, with the first one."""
         planner = self.planner
         if len(waiting) <= 3 * LOOKS:
             return None
@@ -320,7 +320,7 @@ class StepBuilder:
             return 0
         needed = self._needed(request, prefix) + self._headroom(request)
         if needed > self.cache.room - self.reserved and (self.had_running or request is not self.oldest):
-            self.barrier = request.request_id  # first come, first served: nobody overtakes by being small
+            self.barrier = request.request_id  # first come, first served: none overtakes by being small
             return 0
         used = 0
         if is_swapped:

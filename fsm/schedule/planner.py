@@ -168,7 +168,7 @@ class Planner:
                 return builder.plan, builder.flight
             if builder.is_cut:  # nothing else is to be done than to look on
                 continue
-            # Nothing fits. If somebody wants to run, take the blocks of whoever loses least, and try again.
+            # Nothing fits. If a request could run, take the blocks of the one that loses least, and try again.
             wants_to_run = [r for r in (*self.running.values(), *self.waiting) if runnable(r, only)]
             if not wants_to_run or not self._preempt_one(keep=min(wants_to_run, key=arrival)):
                 return None
@@ -188,7 +188,7 @@ class Planner:
         return (builder.plan, builder.flight) if builder.flight.rows or builder.flight.fetched else None
 
     def plan_canary(self, step_id: int, epoch: int, num_tokens: int) -> tuple[StepPlan, Flight] | None:
-        """A step over `num_tokens` tokens of nobody's, in a free slot and free blocks; None if there are none.
+        """A step over `num_tokens` tokens of no request, in a free slot and free blocks; None if there are none.
 
         It takes nothing: its blocks are free again when its flight is taken back or `dismissed`.
         """

@@ -109,7 +109,7 @@ VACATE, FETCH, FETCHED, LOSE, RECOVER = Vacate(), Fetch(), Fetched(), Lose(), Re
 
 
 class Request(Machine):
-    """A request's state and everything that is known of it. The scheduler owns it, and nobody else changes it."""
+    """A request's state and everything that is known of it. The scheduler owns it, and nothing else changes it."""
 
     TABLE: ClassVar[Table] = table(
         S,
@@ -141,7 +141,7 @@ class Request(Machine):
         on((S.PREFILL, S.DECODE), Preempt, "_preempt", S.PREEMPTED),
         on(S.PAUSED, Preempt, "_stay_paused", S.PAUSED),
         never((*QUEUED, S.RECOVERING), Preempt, "it owns nothing that could be taken"),
-        never(FETCHING, Preempt, "its step is on the device, and nobody is preempted then"),
+        never(FETCHING, Preempt, "its step is on the device, and no request is preempted then"),
         never(ENDED, Preempt, "it owns nothing that could be taken"),
         on((S.PREFILL, S.DECODE), Vacate, "_vacate", S.PREEMPTED),
         on(S.PAUSED, Vacate, "_vacate_paused", S.PAUSED),

@@ -102,7 +102,7 @@ struct Pool {
         for (Spin spin; spin.goes_on();)
           while (take()) spin = Spin();
       sleepers.fetch_add(1);
-      // Whoever publishes a loop either sees this sleeper, or has raised `calls` before it falls asleep.
+      // The caller that publishes a loop either sees this sleeper, or has raised `calls` before it falls asleep.
       if (number >= wanted.load() || (uint32_t)ticket.load() == 0) sleep_while(calls, call);
       sleepers.fetch_sub(1);
     }

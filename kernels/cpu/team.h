@@ -1,7 +1,7 @@
 // A team of threads that shares out the items of loops.
 //
 // One thread, the caller, runs the program; the helpers only take items. On a shared machine a thread loses its core
-// for milliseconds at any time, so nobody ever waits for a thread, only for an item that somebody has begun: a helper
+// for milliseconds at any time, so no thread ever waits for another, only for an item that another has begun: a helper
 // that is late or asleep costs nothing but its help. (OpenMP's barriers wait for every thread; with the spinning
 // ones, 2 threads on 2 busy cores took 100 to 400 times as long.) Which thread computes an item never changes its
 // bits.

@@ -1,6 +1,6 @@
 """One copy of the packed weights for several processes: a file in memory (memfd) that the first one fills.
 
-Whoever starts the processes makes the file (`os.memfd_create("novainfer-weights", os.MFD_ALLOW_SEALING)`) and has
+The process that starts the others makes the file (`os.memfd_create("novainfer-weights", os.MFD_ALLOW_SEALING)`) and has
 them inherit it. The first to load packs its weights into it; the others map it read-only and pack nothing. A process
 never waits for another one: where the file is being filled, or was filled from other files, with another dtype or by
 other kernels, it loads a copy of its own. One that dies half way leaves a file that the next may fill anew.
@@ -99,7 +99,7 @@ class Arena:
     @classmethod
     def _to_be_filled(cls, fd: int, fingerprint: str, num_bytes_max: int) -> Arena:
         try:
-            os.ftruncate(fd, 0)  # of somebody who died over it
+            os.ftruncate(fd, 0)  # of a process that died over it
             os.pwrite(fd, MAGIC + bytes(8), 0)
             os.ftruncate(fd, DATA_BEGIN + _whole_pages(num_bytes_max))
             return cls(fd, os.fstat(fd).st_size, fingerprint, None)
@@ -127,7 +127,7 @@ class Arena:
         return None if place is None else self._at(place)
 
     def finish(self) -> None:
-        """Everything is in place: from now on others may map it, and nobody can write to it."""
+        """Everything is in place: from now on other processes may map it, and none can write to it."""
         table = json.dumps(
             {
                 "fingerprint": self._fingerprint,
@@ -170,7 +170,7 @@ class Arena:
 
 
 class _Map:
-    """The file's pages at an address that is a multiple of the huge page, until nobody refers to them."""
+    """The file's pages at an address that is a multiple of the huge page, until nothing refers to them."""
 
     def __init__(self, fd: int, size: int, *, is_writable: bool) -> None:
         self.size = size

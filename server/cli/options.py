@@ -166,7 +166,7 @@ def _model(ctx: click.Context, options: dict[str, Any]) -> str | None:
 
 
 def set_up_logging(options: dict[str, Any], *, access_log: bool = False) -> None:
-    """Our loggers to stderr at the level asked for; everybody else's from warnings on."""
+    """Our loggers to stderr at the level asked for; all others from warnings on."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     level = "DEBUG" if options["verbose"] else str(options["log_level"]).upper()
     logging.getLogger("novainfer").setLevel(level)

@@ -1,7 +1,7 @@
 """Who asks: which key a request carries, whose requests it may see and cancel, and whether it may do drills.
 
-Without API keys everybody sees everything. With them, a key sees and cancels its own requests only; the admin key, all.
-Another's request answers as if there were none: an error would tell that its id is in use.
+Without API keys every client sees everything. With them, a key sees and cancels its own requests only; the
+admin key, all. Another's request answers as if there were none: an error would tell that its id is in use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OWNER_CHARS = 16  # of a key's SHA-256: tells keys apart, and keeps them out of 
 
 
 class Keys:
-    """The keys of a server; without any, nobody needs one."""
+    """The keys of a server; without any, no client needs one."""
 
     def __init__(self, api_keys: Sequence[str], admin_key: str | None) -> None:
         self._has_api_keys = bool(api_keys)

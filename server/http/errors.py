@@ -129,7 +129,7 @@ class ModelLoading(ServerError):
 
 
 class NotMoving(ServerError):
-    """An actor has been beyond its deadline; nobody can say when it will go on."""
+    """An actor has been beyond its deadline; and none knows when it will go on."""
 
     code = "engine_stuck"
 

@@ -1,6 +1,6 @@
 """What one HTTP/2 client may make its server do for nothing: so much at once, and so much a second.
 
-A frame costs the loop 10 to 100 µs, whoever sent it, and others wait. Requests and their bodies are work; what is
+A frame costs the loop 10 to 100 µs, and other clients wait. Requests and their bodies are work; what is
 limited here is the rest: floods of PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, CONTINUATION, frames on streams
 that have ended, and requests that are reset again ("rapid reset").
 """

@@ -42,7 +42,7 @@ class Stream:
 class Inbox:
     """ASGI's `receive`: joins the body's frames, and opens the client's window only for what the app has taken.
 
-    So a body that nobody reads costs at most WINDOW_BYTES, and holds up nobody else.
+    So a body that is not read costs at most WINDOW_BYTES, and holds up no other stream.
     """
 
     def __init__(self, on_taken: Callable[[int], None]) -> None:

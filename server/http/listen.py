@@ -50,7 +50,7 @@ def bind(settings: ServerSettings) -> socket.socket:
         timeout_ms = min(timeout_ms, USER_TIMEOUT_MS_MAX)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        # The kernel would take megabytes of an answer that its client does not read, and nobody would know.
+        # The kernel would take megabytes of an answer that its client does not read, and nothing would tell.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)
     return sock
 

@@ -206,7 +206,7 @@ async def list_actors(service: Service, request: Request) -> Response:
 
 
 async def get_kv(service: Service, request: Request) -> Response:
-    """KV blocks by the state of whoever owns them."""
+    """KV blocks by the state of the request that owns them."""
     found = _engine(service).kv()
     if found is None:
         service.ready_engine()  # raises: the model is loading, or the engine has stopped
