@@ -124,7 +124,13 @@ def _type(kind: Any) -> str:
 
 
 def _bounds(record: Any, name: str) -> str:
-    """What the record demands of the field, in its own words."""
+    """What the record demands of the field, in its own words; of one that may be an object, what that has."""
+    kinds = get_args(get_type_hints(record)[name])
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            return (
+                f"an object with {', '.join(f'`{field.name}`' for field in msgspec.structs.fields(kind))}; or as JSON"
+            )
     said: list[str] = []
     for wrong in WRONG:
         try:
