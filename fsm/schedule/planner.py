@@ -157,8 +157,8 @@ class Planner:
             builder = StepBuilder(self, step_id, epoch, chunk, only)
             builder.add_decodes()
             builder.add_prefills()
-            if self.speculation is not None:
-                if only is None and self.speculation.begin_step(builder.num_decodes):
+            if self.speculation is not None and only is None:
+                if self.speculation.begin_step(builder.num_decodes):
                     builder.add_drafts(self.speculation)
                     builder.plan.num_drafts_wanted = self.speculation.wanted(builder.flight.samples)
                     builder.flight.num_passes = max(builder.plan.num_drafts_wanted, default=0)

@@ -189,6 +189,7 @@ class Request(Machine):
         "draft_trials",
         "drafted_at",
         "drafts",
+        "drafts_at",
         "failures",
         "is_degraded",
         "is_first_output",
@@ -254,7 +255,8 @@ class Request(Machine):
         self.drafted_at = self.num_prompt  # its tokens when a step last verified a guess
         self.draft_state: Any = None  # the proposer's
         self.num_indexed = 0  # tokens whose places it knows: what is made again from a recording knows as many
-        self.drafts: list[int] = []  # what the device's draft model has proposed behind its tokens
+        self.drafts: list[int] = []  # what the device's draft model has proposed behind its tokens,
+        self.drafts_at = 0  # when they were so many
         self.tells_tokens = False  # whether the device must know them: for its draft model
         self.queued_as = S.WAITING  # the state it was admitted from
         self.is_first_output = True

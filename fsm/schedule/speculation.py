@@ -76,8 +76,8 @@ class DraftModel:
     """Drafts by a second model on the device, which proposes them with a step's tokens, for the next step."""
 
     def propose(self, request: Request, count: int) -> list[int]:
-        """What was proposed when the last token of `request` was sampled."""
-        return request.drafts[:count]
+        """What was proposed when the last token of `request` was sampled; of any before, nothing is of use."""
+        return request.drafts[:count] if request.drafts_at == len(request.token_ids) else []
 
 
 class SpeculationStatistics(msgspec.Struct, frozen=True):
@@ -200,8 +200,7 @@ class Stretches(msgspec.Struct):
         if not self.has_guesses:
             if self.at > 1:  # the first one comes after the commit of guesses
                 self.plain_ms = _latest(self.plain_ms, ms)
-            elif self.plain_ms:  # drafts that are not verified have cost as much
-                self.left += int(drafting_ms / self.plain_ms / CREDIT_SHARE)
+            self._note_unverified(drafting_ms)
             return
         ms = min(ms, SLOW * self.guessed_ms) if self.guessed_ms else ms
         self.guessed_ms = _latest(self.guessed_ms, ms)
@@ -210,8 +209,16 @@ class Stretches(msgspec.Struct):
 
     def took_beside_prompt(self, ms: float, num_tokens: int, num_rows: int) -> None:
         """Guesses took so long in a step with a prompt, which took longer itself, and gave so many tokens more."""
-        if self.plain_ms and self.has_guesses:
+        if not self.has_guesses:
+            self._note_unverified(ms)
+        elif self.plain_ms:
             self._charge(ms / self.plain_ms - num_tokens / num_rows)
+
+    def _note_unverified(self, ms: float) -> None:
+        """Drafts that a stretch without any finds when it begins have cost so much, and bring nothing."""
+        if self.at <= 1 and self.plain_ms:
+            _, most = REST_STEPS
+            self.left = min(self.left + int(ms / self.plain_ms / CREDIT_SHARE), most)
 
     def _charge(self, num_steps: float) -> None:
         self.credit = min(self.credit - num_steps, CREDIT_MOST)
@@ -279,7 +286,7 @@ class Speculation:
         """
         self._num_rows = num_rows
         known = self._stretches.get(num_rows.bit_length())
-        if known is not None and known.goes_on_resting():
+        if self._errors >= ERRORS_MAX or (known is not None and known.goes_on_resting()):
             self.is_noted = False
             return False
         self.is_noted = True
@@ -345,7 +352,7 @@ class Speculation:
         None where the next step is to be a plain one. Each further draft is one more pass of the draft model for all
         rows that want it: it must bring more tokens a second than that pass and verifying take.
         """
-        if not self.is_on_device or not rows or self._errors >= ERRORS_MAX:
+        if not self.is_on_device or not rows:
             return []
         known = self._stretches.get(len(rows).bit_length()) or Stretches()
         if not known.has_guesses or not known.left:
@@ -385,7 +392,9 @@ class Speculation:
         if phase and not known.has_try(ahead):
             return set()
         if known.has_try(ahead) and self.is_on_device:
-            return self._soonest(known, rows) if ahead else {at for at, request in enumerate(rows) if request.drafts}
+            if ahead:
+                return self._soonest(known, rows)
+            return {at for at, request in enumerate(rows) if self.proposer.propose(request, 1)}
         ages = [(len(request.token_ids) + ahead - request.drafted_at, at) for at, request in enumerate(rows)]
         if known.has_try(ahead):
             return {at for _, at in nlargest(TRY_ROWS, ages)}
@@ -432,7 +441,7 @@ class Speculation:
             elif outcome.draft_token_ids:
                 self._errors = 0
             for request, found in zip(rows, outcome.draft_token_ids or [[]] * len(rows), strict=True):
-                request.drafts = found
+                request.drafts, request.drafts_at = found, len(request.token_ids)
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """A step has verified `num_drafts` drafts of `request`; the first `num_accepted` were right."""

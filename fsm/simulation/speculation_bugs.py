@@ -157,7 +157,7 @@ SPECULATION_MUTANTS = [
         "what fails is tried alone with guesses, which may be what fails",
         Planner,
         "plan",
-        "if only is None and self.speculation.begin_step(builder.num_decodes):",
-        "if self.speculation.begin_step(builder.num_decodes):",
+        "if self.speculation is not None and only is None:",
+        "if self.speculation is not None:",
     ),
 ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -196,7 +197,7 @@ class Proposer:
         """Drafts for each of `plan.sample_seqs`, behind the tokens that it got; `block_table` is the target's.
 
         As many as `plan.num_drafts_wanted` says, at most; none where a row has ended in `NO_TOKEN`, where the context
-        is full, and while more is to be caught up than a step holds.
+        is full, while more is to be caught up than a step holds, and where the last block is not the row's own yet.
         """
         if not (plan.num_drafts or plan.num_drafts_wanted):
             if len(self._late_tokens) == LATE_STEPS:
@@ -208,11 +209,13 @@ class Proposer:
         rows = self._take_tokens(plan, done)
         if not rows:
             return drafts
+        lasts = Counter(self._last_block(plan, seq, block_table) for seq in plan.sample_seqs)
         first, ready, left = StepPlan(), [], self._buffers.max_num_batched_tokens
         for row, seq, length, wanted in rows:
             slot = plan.slots[seq]
             count = min(wanted, self.num_speculative_tokens, self._buffers.max_model_len - length)
-            if count <= 0 or left <= 0:
+            last = self._last_block(plan, seq, block_table)
+            if count <= 0 or left <= 0 or (last >= 0 and lasts[last] > 1):  # they would write over each other
                 continue
             if not self._is_known[slot]:
                 raise ValueError(f"drafts are wanted for slot {slot}, whose tokens so far were not given")
@@ -247,6 +250,11 @@ class Proposer:
                 )
             )
         return drafts
+
+    def _last_block(self, plan: StepPlan, seq: int, block_table: npt.NDArray[np.int32]) -> int:
+        """The block into which a sequence of `plan` writes its next token; -1: one that it does not have yet."""
+        index, place = divmod(plan.context_lens[seq], self._size)
+        return int(block_table[plan.slots[seq], index]) if place else -1
 
     def _take_tokens(self, plan: StepPlan, done: StepDone) -> list[tuple[int, int, int, int]]:
         """Keep what the step has sampled; (row, sequence, tokens so far, drafts wanted) of rows that want drafts."""

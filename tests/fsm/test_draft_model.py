@@ -75,6 +75,10 @@ def test_what_was_proposed_is_there_for_one_step() -> None:
     speculation.proposed(rows, done(0, 2, drafts=[[7, 8], []]))
     assert speculation.drafts(rows, 2, 60) == [[7, 8], []]
     assert speculation.drafts(rows, 2, 1) == [[7], []]
+    rows[0].token_ids.append(6)  # by a step of which nothing was noted: others had joined, whose rest goes on
+    assert speculation.drafts(rows, 2, 60) == [[], []]
+    speculation.proposed(rows, done(0, 2, drafts=[[7], [8]]))
+    assert speculation.drafts(rows, 2, 60) == [[7], [8]]
     speculation.proposed(rows, done(0, 2))
     assert speculation.drafts(rows, 2, 60) == [[], []]
 
@@ -163,9 +167,9 @@ def test_nothing_is_asked_for_where_no_draft_would_be_verified() -> None:
             wanted = speculation.wanted(rows)
         asked += any(wanted)
         speculation.took(done(0.001 * size, 16), size, 16, max(wanted, default=0))
-        speculation.proposed(rows, done(0.016, 16, drafts=[[7] * count for count in wanted]))
         for one in rows:
             one.token_ids.append(6)
+        speculation.proposed(rows, done(0.016, 16, drafts=[[7] * count for count in wanted]))
     assert asked <= 40
 
 
@@ -174,12 +178,16 @@ def test_a_draft_model_that_fails_again_and_again_is_asked_for_nothing_until_the
     failed = StepDone(1, 1, [5], draft_error="no memory")
     for outcome in [failed] * (ERRORS_MAX - 1) + [done(0, 1, drafts=[[7]])] + [failed] * (ERRORS_MAX - 1):
         speculation.proposed([one], outcome)
+    assert speculation.begin_step(1)
     assert speculation.wanted([one])
     speculation.proposed([one], failed)
     assert asked(speculation, [one]) == []
+    assert not speculation.begin_step(1)  # nor is anything thought of
+    assert not speculation.is_noted
     speculation.proposed([one], done(0, 1))  # nothing was asked for, and nothing went wrong
-    assert speculation.wanted([one]) == []
+    assert not speculation.begin_step(1)
     speculation.measured(())
+    assert speculation.begin_step(1)
     assert speculation.wanted([one])
 
 
@@ -202,22 +210,27 @@ def test_what_is_tried_costs_a_hundredth_of_the_time_however_slow_the_draft_mode
 
 
 def test_who_is_tried_alone_is_tried_without_drafts() -> None:
-    bench = Bench(speculation=Speculation(DraftModel(), 2))
+    speculation = Speculation(DraftModel(), 2)
+    bench = Bench(speculation=speculation)
     for _ in range(2):
         bench.submit([5, 6, 7], max_tokens=30)
     for _ in range(3):  # both prompts, a step that asks, and the one that verifies
-        bench.step()
+        bench.step(took_s=0.01)
     assert bench.plan is not None
     assert bench.plan.num_drafts
     bench.fail()
     num_tried = 0
+    known = speculation._stretches[2]
+    num_steps = known.num_steps
     while bench.scheduler.recovery.is_searching:
         assert bench.plan is not None
         assert not bench.plan.num_drafts
         assert not bench.plan.num_drafts_wanted
         num_tried += 1
-        bench.step()
+        bench.step(took_s=0.01)
     assert num_tried == 2
+    assert known.num_steps == num_steps + 1  # the step that was planned behind the last of them
+    assert 1 not in speculation._stretches  # what one row takes alone was not noted as a step with guesses
     bench.run()
     assert bench.text(0) == bench.text(1)
 

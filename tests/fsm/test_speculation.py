@@ -241,6 +241,30 @@ def test_drafts_that_nothing_verifies_have_cost_as_much():
     assert wasted.left - paid.left == int(0.5 / CREDIT_SHARE)
 
 
+def test_drafts_that_nothing_verifies_beside_a_prompt_have_cost_as_much():
+    """They were asked for in a step after which a rest began, and the next one has a prompt in it."""
+    speculation, one = Speculation(DraftModel(), 2, FLAT), request(8, 10_000)
+    speculation.begin_step(1)
+    known = speculation._stretches[1]
+    known.plain_ms = 10.0
+    speculation.wanted([one])
+    speculation.took_beside_prompt(took(0.3, 1, draft_s=0.005), 0, 0, num_passes=2)
+    known.rest()
+    for _ in range(2):  # what they have cost is told once
+        speculation.begin_step(1)
+        least, _ = REST_STEPS
+        speculation.took_beside_prompt(took(0.3, 1), 0, 0, num_passes=0)
+        assert known.at + known.left == least + int(0.5 / CREDIT_SHARE)
+
+
+def test_a_rest_has_an_end_however_long_drafts_took_that_nothing_verified():
+    known = Stretches(plain_ms=1.0)
+    known.rest()
+    known.next_step()
+    known.took(1.0, 60_000.0, 1, 1)
+    assert known.left == REST_STEPS[1]
+
+
 def test_nothing_is_noted_in_a_rest_but_for_its_beginning_and_its_end():
     known = Stretches(plain_ms=10.0)
     known.rest()

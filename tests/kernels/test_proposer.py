@@ -130,6 +130,25 @@ def test_it_catches_up_on_what_it_did_not_compute(folder: Path, smaller: Path) -
     assert kept._drafted[first.blocks[0]] == 16
 
 
+def test_rows_that_share_their_last_block_are_drafted_when_each_has_its_own(folder: Path, smaller: Path) -> None:
+    """Two choices of one prompt, and what they say first differs: it must not be written into one cell."""
+    driver = Driver(drafting(folder, smaller), num_drafts=K)
+    rows = [driver.add(slot, PROMPT, SeqParams(slot=slot, temperature=2.0, seed=slot)) for slot in (0, 1)]
+    first, second = rows
+    driver._grow(first, len(PROMPT))
+    second.blocks, second.num_computed = list(first.blocks), len(PROMPT) - 1
+    driver.step(first, second)
+    assert first.tokens[-1] != second.tokens[-1]
+    expected = [alone(smaller, row.tokens, K) for row in rows]  # [42, 42, 77], and [42, 42, 42] behind the other token
+    assert driver.last.draft_token_ids in ([], expected)
+    second.blocks[1:], second.num_sent_blocks = [driver.free.pop()], 1
+    copied = StepPlan(copy_from_blocks=[first.blocks[1]], copy_to_blocks=[second.blocks[1]])
+    driver.runner.execute(copied)
+    for _ in range(3):
+        driver.step(first, second)
+        check_drafts(driver, smaller, first, second)
+
+
 def test_a_block_of_another_owner_holds_nothing_of_the_last_one(folder: Path, smaller: Path) -> None:
     driver = Driver(drafting(folder, smaller, num_blocks=16), num_drafts=K)
     first = driver.add(0, PROMPT)
