@@ -215,8 +215,8 @@ class Stretches(msgspec.Struct):
             self._charge(ms / self.plain_ms - num_tokens / num_rows)
 
     def _note_unverified(self, ms: float) -> None:
-        """Drafts that a stretch without any finds when it begins have cost so much, and bring nothing."""
-        if self.at <= 1 and self.plain_ms:
+        """Drafts that a stretch without any has found have cost so much, and bring nothing."""
+        if self.plain_ms:
             _, most = REST_STEPS
             self.left = min(self.left + int(ms / self.plain_ms / CREDIT_SHARE), most)
 

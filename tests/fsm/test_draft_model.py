@@ -140,6 +140,28 @@ def test_what_is_asked_for_is_verified() -> None:
         assert lost <= 0.02 * NUM_STEPS
 
 
+def test_who_gains_nothing_is_looked_at_again_beside_one_who_does() -> None:
+    """The one's drafts are right, so no rest begins; the other's were wrong for long, and are tried once in a while."""
+    costs = ((1, 10.0), (64, 10.0 + 63 * 4.0))
+    speculation, rows = Speculation(DraftModel(), 1, costs), [request(i, max_len=10_000) for i in range(2)]
+    for _ in range(50):
+        speculation.verified(rows[0], 1, 1)
+        speculation.verified(rows[1], 1, 0)
+    tried = 0
+    for _ in range(8 * PROBE_EVERY):
+        drafts: list[list[int]] = [[], []]
+        wanted: list[int] = []
+        if speculation.begin_step(2):
+            drafts, wanted = speculation.drafts(rows, 2, 60), speculation.wanted(rows)
+        tried += len(drafts[1])
+        for one, found, kept in zip(rows, drafts, (1, 0), strict=True):
+            if found:
+                speculation.verified(one, 1, kept)
+            one.token_ids += [6] * (1 + len(found) * kept)
+        speculation.proposed(rows, done(0.01, 2, drafts=[[7] * count for count in wanted]))
+    assert 1 <= tried <= 8
+
+
 def test_asking_changes_nothing() -> None:
     speculation, one = Speculation(DraftModel(), 3, FLAT), request()
     speculation.took(done(0.01, 1), 1, 1)
@@ -233,6 +255,56 @@ def test_who_is_tried_alone_is_tried_without_drafts() -> None:
     assert 1 not in speculation._stretches  # what one row takes alone was not noted as a step with guesses
     bench.run()
     assert bench.text(0) == bench.text(1)
+
+
+class Listening(Speculation):
+    """Keeps what it is told of the steps that have ended."""
+
+    def __init__(self) -> None:
+        super().__init__(DraftModel(), 2, FLAT)
+        self.told: list[tuple[str, StepDone, int, int, int]] = []
+
+    def took(self, outcome: StepDone, num_tokens: int, num_rows: int, num_passes: int = 0) -> None:
+        """As it is."""
+        self.told.append(("alone", outcome, num_tokens, num_rows, num_passes))
+        super().took(outcome, num_tokens, num_rows, num_passes)
+
+    def took_beside_prompt(self, outcome: StepDone, num_drafts: int, num_more: int, num_passes: int) -> None:
+        """As it is."""
+        self.told.append(("beside", outcome, num_drafts, num_more, num_passes))
+        super().took_beside_prompt(outcome, num_drafts, num_more, num_passes)
+
+
+@pytest.mark.parametrize("num_plain", [0.1, 20], ids="a pass takes {} plain steps".format)
+def test_what_is_told_of_a_step_is_what_it_held(num_plain: float) -> None:
+    """Prompts come in chunks beside rows that decode, with guesses and without."""
+    speculation, held = Listening(), set[tuple[str, bool, bool]]()
+    bench = Bench(speculation=speculation, max_model_len=128, num_blocks=96, prefill_chunk_tokens=4, max_num_seqs=3)
+    bench.device._wrong_drafts_of_16 = 5
+    for _ in range(2):
+        bench.submit([5, 6, 7], max_tokens=100)
+    bench.step()
+    for at in range(60):
+        if at % 12 == 4:
+            bench.submit([5, 6 + at % 50, *range(7, 20)], max_tokens=3)
+        plan, is_noted = bench.plan, speculation.is_noted
+        assert plan is not None
+        speculation.told.clear()
+        num_passes = max(plan.num_drafts_wanted, default=0)
+        draft_s = num_passes * num_plain * PLAIN_MS / 1e3
+        bench.step(took_s=PLAIN_MS / 1e3 + draft_s, draft_s=draft_s)
+        drafts = dict(zip(plan.sample_seqs, plan.num_drafts, strict=False))
+        has_prompt = any(count > 1 + drafts.get(seq, 0) for seq, count in enumerate(plan.query_lens))
+        assert len(speculation.told) == is_noted
+        if is_noted:
+            ((kind, outcome, one, other, passes),) = speculation.told
+            num_drafts, num_more = sum(plan.num_drafts), len(outcome.token_ids) - len(plan.sample_seqs)
+            assert kind == "beside" if has_prompt else "alone"
+            assert (one, other) == ((num_drafts, num_more) if has_prompt else (len(plan.input_ids), len(plan.slots)))
+            assert passes == num_passes
+            held.add((kind, num_drafts > 0, num_more > 0))
+    expected = {(kind, *what) for kind in ("alone", "beside") for what in ((False, False), (True, False), (True, True))}
+    assert held == expected if num_plain < 1 else held >= {("alone", False, False), ("beside", False, False)}
 
 
 def test_in_a_rest_nothing_is_asked_for_and_what_was_proposed_before_is_not_kept() -> None:

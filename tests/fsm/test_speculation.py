@@ -8,6 +8,7 @@ from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.speculation import (
     CREDIT_AGAIN,
     CREDIT_SHARE,
+    LOOK_STEPS,
     PLACES_PER_LOOK,
     PROBE_EVERY,
     REST_STEPS,
@@ -216,6 +217,37 @@ def test_guesses_beside_prompts_count_too_and_what_those_take_does_not():
         assert known.has_guesses is not ends
         assert known.guessed_ms == 0.0
         assert known.plain_ms == 10.0
+        assert 2.4 < known.pass_ms < 2.5  # two passes in 5 ms, the first of which has nine tokens to catch up on
+
+
+def test_guesses_beside_prompts_cost_what_their_tokens_do():
+    speculation = Speculation(Always(), 2, STEEP)
+    speculation.begin_step(1)
+    known = speculation._stretches[1]
+    known.plain_ms = 10.0
+    before = known.credit
+    speculation.took_beside_prompt(took(0.3, 2), 2, 1, num_passes=0)
+    assert known.credit == pytest.approx(before - 2 + 1)  # two tokens as dear as steps, and one token more for them
+
+
+def test_that_no_guess_pays_beside_a_prompt_says_nothing_of_other_steps():
+    speculation, one = Speculation(Always(), 2, [(1, 10.0), (30, 11.0), (31, 111.0)]), request(8, 10_000)
+    assert speculation.begin_step(1)
+    assert counts(speculation, [one], num_tokens=30) == [0]
+    assert speculation._stretches[1].has_guesses
+    assert counts(speculation, [one]) == [2]
+
+
+def test_what_was_drafted_in_several_steps_of_prompts_alone_counts_for_the_first_that_may_verify():
+    speculation = Speculation(DraftModel(), 2, FLAT)
+    for _ in range(2):
+        assert speculation.begin_step(0)
+        speculation.took_beside_prompt(took(0.3, 1, draft_s=0.005), 0, 0, num_passes=2)
+    speculation.begin_step(1)
+    known = speculation._stretches[1]
+    known.plain_ms, before = 10.0, known.credit
+    speculation.took_beside_prompt(took(0.3, 1), 0, 0, num_passes=0)
+    assert known.credit == pytest.approx(before - 1)
 
 
 def test_after_a_rest_those_guess_first_that_a_draft_model_catches_up_with_soonest():
@@ -230,6 +262,8 @@ def test_after_a_rest_those_guess_first_that_a_draft_model_catches_up_with_soone
     assert [count > 0 for count in wanted] == [False, True, False, True]
     known.pass_ms = 13.0 / 200
     assert all(speculation.wanted(rows))
+    known.pass_ms = 13.0 * 2  # with none of them: one is tried all the same
+    assert [count > 0 for count in speculation.wanted(rows)] == [False, True, False, False]
 
 
 def test_drafts_that_nothing_verifies_have_cost_as_much():
@@ -274,6 +308,46 @@ def test_nothing_is_noted_in_a_rest_but_for_its_beginning_and_its_end():
         known.next_step()
         noted.append(known.is_noted)
     assert noted == [True] + [False] * (least - 4) + [True] * 3
+
+
+def test_whether_a_step_is_noted_is_the_same_where_a_rest_is_passed_over():
+    speculation = Speculation(Always(), 5, FLAT)
+    speculation.begin_step(1)
+    speculation._stretches[1].rest()
+    noted, least = [], REST_STEPS[0]
+    for _ in range(least):
+        assert not speculation.begin_step(1)
+        noted.append(speculation.is_noted)
+    assert noted == [True] + [False] * (least - 4) + [True] * 3
+    assert speculation.begin_step(1)
+    assert speculation.is_noted
+
+
+def test_the_first_step_of_a_rest_is_no_plain_one_and_a_look_is_no_rest():
+    """The loop has still to commit what was guessed."""
+    known = Stretches(plain_ms=10.0)
+    known._begin(has_guesses=False, num_steps=LOOK_STEPS)
+    for ms in (15.0, *[10.0] * (LOOK_STEPS - 1)):
+        known.next_step()
+        known.took(ms, 0.0, 1, 1)
+    assert known.plain_ms == 10.0
+    known.next_step()
+    assert known.has_guesses
+    assert not known.is_trying
+
+
+def test_what_is_tried_after_a_rest_goes_on_while_it_is_right():
+    for num_right, goes_on in ((0, False), (1, True)):
+        speculation, one = Speculation(Always(), 1, FLAT), request(8, 10_000)
+        speculation.begin_step(1)
+        known = speculation._stretches[1]
+        known.rest()
+        while not speculation.begin_step(1):
+            pass
+        assert known.is_trying
+        assert speculation.drafts([one], 1, 100) == [[0]]
+        speculation.took(took(0.01, 1 + num_right), 2, 1)
+        assert known.is_trying is goes_on
 
 
 def test_what_passes_between_two_steps_counts():
