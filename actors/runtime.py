@@ -25,6 +25,7 @@ import msgspec
 from novainfer.actors.admission import Admission, AdmissionStatistics
 from novainfer.actors.core.mailbox import Actor, ActorStatistics
 from novainfer.actors.core.streams import StreamHandle, Streams
+from novainfer.actors.core.turns import MESSAGES_MAX, Turns
 from novainfer.actors.core.watchdog import Watchdog
 from novainfer.actors.device.device import sentence_of, with_limit
 from novainfer.actors.device.link import DeviceLink, MakeLink
@@ -81,6 +82,7 @@ logger = logging.getLogger(__name__)
 
 DEVICE_WORD_S = 5.0  # for the device to say what is wrong with a model whose tokenizer cannot be loaded
 DRAIN_GRACE_S = 10.0  # for cancels to reach everything: two turns, or a step where an actor is slow
+STEP_ENDS = (StepDone, StepFailed)
 WORKER_INCIDENTS = (Fault.LOST, Fault.TIMEOUT, "gave_up")
 MAILBOX_SPARE = 1024  # messages that belong to no stream: steps, drain, stop, cancels sent twice
 
@@ -171,11 +173,12 @@ class Runtime:
             "incidents": self._to_incidents,
         }
         self._notes: dict[type, Callable[[Any], None]] = {  # what is done besides, when one of these is sent
-            MakeBatch: lambda event: self.steps.asked(event.outcome),
-            Launch: lambda event: self.steps.planned(event.plan),
+            MakeBatch: self.steps.asked,
+            Launch: self.steps.planned,
             Departed: self._note_departed,
         }
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._turns: Turns  # from the start on
         self._root: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[WorkerReady] | None = None
         self._stopping: anyio.Event | None = None
@@ -192,6 +195,7 @@ class Runtime:
     async def start(self) -> WorkerReady:
         """Load tokenizer and model, fit and warm; raises `ModelLoadError` with one clear sentence."""
         self._loop = asyncio.get_running_loop()
+        self._turns = Turns(self._loop)
         self._ready = self._loop.create_future()
         self._stopping = anyio.Event()
         self._idle = asyncio.Event()
@@ -276,7 +280,7 @@ class Runtime:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._watch, "device", self._link)
                 group.start_soon(self._watch, "tokenizer thread", self._threads)
-                self._actors["worker"].open(self._loop)
+                self._actors["worker"].open(self._turns)
                 self._tell("worker", Begin())
                 self.watchdog.start(self._loop)
                 self._threads.begin()
@@ -338,7 +342,7 @@ class Runtime:
         self.inspector.watch(self._scheduler)
         self.recorder.begin(self._actors, self._streams, self._undelivered, vocabulary, self._loop)
         for name in ("scheduler", "gate", "engine"):
-            self._actors[name].open(self._loop)
+            self._actors[name].open(self._turns)
 
     def _shut(self) -> None:
         """Stop every actor, also when some of them are broken; what streams are left hear why."""
@@ -443,10 +447,9 @@ class Runtime:
 
     def _to_streams(self, event: Any) -> None:
         """Not a mailbox but a call, once per step; after the turn of the worker, so that the device starts first."""
-        assert self._loop is not None
         self._undelivered.append(event)
         self.steps.handed_on()
-        self._loop.call_soon(self._deliver)
+        self._turns.ask(self._deliver)
 
     def _to_incidents(self, event: Incident) -> None:
         if event.kind in WORKER_INCIDENTS and not event.stream_ids:  # it concerns all that the worker computes
@@ -466,13 +469,14 @@ class Runtime:
         if not actor.told(event, urgent):
             _must_be_dead(actor)
 
-    def _deliver(self) -> None:
+    def _deliver(self) -> int:
         started_s = time.perf_counter()
         try:
             self._streams.take(self._undelivered.popleft())
             self.steps.delivered(time.perf_counter() - started_s)
         except Exception as error:
             self._died("streams", error)
+        return MESSAGES_MAX  # readers are next
 
     def _start_job(self, job: Any) -> None:
         if type(job) is Run:
@@ -485,15 +489,19 @@ class Runtime:
         if isinstance(event, Incident):
             self.incidents.take(event)
             return
-        if isinstance(event, StepDone | StepFailed):
+        if isinstance(event, STEP_ENDS):
             self.steps.returned(event)
-        elif isinstance(event, JobFailed):
+        else:
+            self._note_job(event)
+        self._tell("worker", event)
+
+    def _note_job(self, event: Any) -> None:
+        if isinstance(event, JobFailed):
             self._device_error = self._device_error or event.message
             if event.job == "Close":  # nobody waits for it, but somebody should know
                 logger.warning("the device could not be closed: %s", event.message)
         if isinstance(event, JobFailed | DeviceLost) or (isinstance(event, JobDone) and event.job == "Load"):
             self._loaded.set()
-        self._tell("worker", event)
 
     def _has_vocabulary(self, found: Vocabulary | Exception) -> None:
         assert self._vocabulary is not None

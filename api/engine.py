@@ -227,7 +227,7 @@ class Engine:
         """
         name = self.add_request(prompt, params, request_id=request_id, owner=owner)
         try:
-            while (delta := await self.wait_result(name)) is not None:
+            while (delta := self._take(name, await self._handle(name).read())) is not None:
                 yield delta
         finally:
             self._leave(name)
@@ -277,11 +277,12 @@ class Engine:
 
     async def wait_result(self, request_id: str) -> Delta | None:
         """Wait for what is new, one choice at a time; None when all choices have finished."""
-        handle = self._handle(request_id)
-        return self._take(request_id, await handle.read())
+        must_be("request_id", request_id, str, "a string")
+        return self._take(request_id, await self._handle(request_id).read())
 
     def poll_result(self, request_id: str) -> Delta | None:
         """What is new, if anything; all deltas with a finish reason come before the id is forgotten."""
+        must_be("request_id", request_id, str, "a string")
         handle = self._handle(request_id)
         delta = self._take(request_id, handle.read_nowait())
         if delta is not None and handle.state is StreamState.CLOSED and not handle.has_deltas and handle.ended_well:
@@ -424,7 +425,6 @@ class Engine:
     # ---- inside --------------------------------------------------------------------------------------------------
 
     def _handle(self, request_id: str) -> StreamHandle:
-        must_be("request_id", request_id, str, "a string")
         self._home.check()
         handle = self._handles.get(request_id)
         if handle is None:

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from novainfer.fsm.client.gate import Gate
 from novainfer.fsm.client.stream import Stream
-from novainfer.fsm.core.machine import Machine
+from novainfer.fsm.core.machine import Machine, each_row
 from novainfer.fsm.device.process import Process
 from novainfer.fsm.device.roster import Roster
 from novainfer.fsm.device.worker import Worker
@@ -20,4 +20,4 @@ MACHINES: tuple[type[Machine], ...] = (Gate, Engine, Scheduler, Request, Worker,
 
 def states(machine: type[Machine]) -> list[StrEnum]:
     """The states of `machine`, in the order of their definition; the first is where it begins."""
-    return list(type(next(iter(machine.TABLE))[0]))
+    return list(type(next(state for state, _, _ in each_row(machine.TABLE))))

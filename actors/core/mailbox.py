@@ -1,9 +1,9 @@
 """A bounded mailbox with two lanes, and the shell that gives a machine its turns.
 
 `tell` never waits: it says whether there was room. A turn handles what was in the mailbox when it began, but no more
-than 64 messages, control messages (cancel, stop) first, so that a full data lane never delays a cancel. One wake-up
-(`call_soon`) is pending at most, however many messages come. An asyncio queue would cost twice, an anyio stream
-thirteen times as much a message.
+than 64 messages, control messages (cancel, stop) first, so that a full data lane never delays a cancel. One turn is
+asked for at most, however many messages come. An asyncio queue would cost twice, an anyio stream thirteen times as much
+a message.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from novainfer.actors.core.turns import MESSAGES_MAX, Turns
 from novainfer.fsm.core.machine import After, Drop, Effect, Machine, Send
 from novainfer.fsm.health import Sighting
 
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 # Messages, where nobody says how many can be in flight.
 MAILBOX_LIMIT = 65_536
-# Messages that one turn takes at most; the rest has the next one. 4,096 requests that come or go at once made turns of
-# 40 to 90 ms, in which nothing else happens; 64 take a millisecond.
-TURN_MESSAGES = 64
 
 
 class ActorStatistics(msgspec.Struct, frozen=True):
@@ -61,6 +59,7 @@ class Actor:
         self._data: deque[Any] = deque()
         self._control: deque[Any] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._turns: Turns
         self._is_awake = False
         self._is_dead = False
         self._is_frozen = False
@@ -73,12 +72,12 @@ class Actor:
         self._codes: tuple[Codes | None, Codes | None, Codes | None] = (None, None, None)  # data, control, direct
         self._state_since_s = 0.0
         self._handled = 0
-        self._turns = 0
+        self._num_turns = 0
 
-    def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to take turns on `loop`; what was told before is waiting."""
-        self._loop = loop
-        self._state_since_s = loop.time()
+    def open(self, turns: Turns) -> None:
+        """Begin to take `turns`; what was told before is waiting."""
+        self._turns, self._loop = turns, turns.loop
+        self._state_since_s = self._loop.time()
         if self._data or self._control:
             self._wake()
 
@@ -119,8 +118,7 @@ class Actor:
     def ask_turn(self) -> None:
         """Take a turn even if there is no message: who has taken none when asked again is stuck."""
         if self._loop is not None and not self._is_dead and not self._is_awake:
-            self._is_awake = True
-            self._loop.call_soon(self._turn)
+            self._wake()
 
     def freeze(self) -> None:
         """Take no turns until `thaw`: a fault for tests and drills. What its owner lets it handle, it handles."""
@@ -129,14 +127,14 @@ class Actor:
     def thaw(self) -> None:
         """Take turns again, beginning with what has waited."""
         if self._is_frozen and self._loop is not None and self._is_awake:
-            self._loop.call_soon(self._turn)
+            self._turns.ask(self._turn)
         self._is_frozen = False
 
     def sighting(self) -> Sighting | None:
         """What the watchdog sees; None before it has been opened, and once it is dead."""
         if self._loop is None or self._is_dead or self.machine is None:
             return None
-        return Sighting(self.name, self.machine.state, self._state_since_s, self._turns)
+        return Sighting(self.name, self.machine.state, self._state_since_s, self._num_turns)
 
     def told(self, event: Any, urgent: bool = False) -> bool:
         """As `tell`, for what comes from outside the machines: the recorder keeps it in full."""
@@ -199,20 +197,20 @@ class Actor:
         """Ask for a turn; there is something to take."""
         if self._loop is not None:
             self._is_awake = True
-            self._loop.call_soon(self._turn)
+            self._turns.ask(self._turn)
 
-    def _turn(self) -> None:
-        # The actor stays awake for the turn: what comes meanwhile waits for the next one, which is asked for once.
+    def _turn(self) -> int:
+        """How many messages it has taken. It stays awake meanwhile: what comes waits for the next, asked for once."""
         if self._is_frozen:
-            return
-        self._turns += 1
+            return 0
+        self._num_turns += 1
         control, data, codes = self._control, self._data, self._codes
         num_control, num_data = len(control), len(data)
         try:
             if num_control:
-                self._take_some(control, min(num_control, TURN_MESSAGES), codes[1])
-            if num_data and num_control < TURN_MESSAGES:
-                self._take_some(data, min(num_data, TURN_MESSAGES - num_control), codes[0])
+                self._take_some(control, min(num_control, MESSAGES_MAX), codes[1])
+            if num_data and num_control < MESSAGES_MAX:
+                self._take_some(data, min(num_data, MESSAGES_MAX - num_control), codes[0])
         except Exception as error:
             self.close()
             self._died(self.name, error)
@@ -220,6 +218,7 @@ class Actor:
             self._is_awake = False
             if data or control:
                 self._wake()
+        return min(num_control + num_data, MESSAGES_MAX)
 
     def _take_some(self, lane: deque[Any], count: int, codes: Codes | None) -> None:
         """Take `count` messages of `lane`, if so many are left: a timer that had run out may be dropped, or all die."""

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from novainfer.fsm.recording.log import Codes
 
 
+READ = Read()
+
+
 class StreamHandle:
     """One stream's reading end; for one reader at a time."""
 
@@ -61,12 +64,13 @@ class StreamHandle:
 
     def read_nowait(self) -> Delta | Finished | End | None:
         """What is new: a delta, the good end, the bad end, or None when there is nothing yet."""
+        effects = self._stream.handle(READ)
+        if not effects:  # a look that finds nothing changes nothing
+            return None
+        if self._log is not None:
+            self._log += self._read_code
         found: Delta | Finished | End | None = None
-        effects = self._stream.handle(Read())
         more: list[Effect] = []
-        log = self._log
-        if log is not None and effects:  # a look that finds nothing changes nothing
-            log += self._read_code
         for effect in effects:
             if type(effect) is Send and effect.to == "reader":
                 found = effect.event
@@ -74,7 +78,7 @@ class StreamHandle:
                 more.append(effect)
         if more:
             self._perform(self._stream, more)
-        if isinstance(found, Finished | End):
+        if found is not None and type(found) is not Delta:
             self.is_over = True
             self._forget(self._stream.stream_id)
         return found

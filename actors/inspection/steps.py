@@ -12,11 +12,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
 
 import msgspec
 
-from novainfer.fsm.messages.events import StepFailed
+from novainfer.fsm.messages.events import Launch, MakeBatch, StepFailed
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import StepDone, StepPlan
 
@@ -48,28 +47,17 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     outputs_us: float | None
 
 
-class _Step:
-    __slots__ = (
-        *("asked_s", "began_s", "done_s", "epoch", "launched_s", "lengths", "mode", "outcome", "outputs_s", "step_id"),
-    )
-
-    def __init__(self, plan: StepPlan, asked_s: float, launched_s: float) -> None:
-        self.step_id = plan.step_id
-        self.epoch = plan.epoch
-        self.mode = plan.mode
-        self.lengths = (
-            len(plan.slots),
-            len(plan.input_ids),
-            len(plan.sample_seqs),
-            len(plan.swap_out_blocks),
-            len(plan.swap_in_blocks),
-        )
-        self.asked_s = asked_s
-        self.launched_s = launched_s
-        self.began_s = launched_s
-        self.done_s: float | None = None
-        self.outputs_s: float | None = None
-        self.outcome = ""  # no answer yet
+class _Step(msgspec.Struct, gc=False, eq=False):
+    step_id: int
+    epoch: int
+    mode: Mode
+    lengths: tuple[int, int, int, int, int]  # requests, tokens, samples, blocks swapped out and in
+    asked_s: float
+    launched_s: float
+    began_s: float
+    done_s: float | None = None
+    outputs_s: float | None = None
+    outcome: str = ""  # no answer yet
 
 
 class PhaseTotals(msgspec.Struct, frozen=True):
@@ -78,6 +66,20 @@ class PhaseTotals(msgspec.Struct, frozen=True):
     schedule: tuple[float, int] = (0.0, 0)
     device: tuple[float, int] = (0.0, 0)
     outputs: tuple[float, int] = (0.0, 0)
+
+
+class _Total:
+    __slots__ = ("count", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds, self.count = 0.0, 0
+
+    def add(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.count += 1
+
+    def all(self) -> tuple[float, int]:
+        return self.seconds, self.count
 
 
 class StepLog:
@@ -89,42 +91,55 @@ class StepLog:
         self._epoch_s = time.time() - clock()  # turns the clock into the time of day
         self._asked_s = clock()
         self._planned: deque[tuple[int, int, float]] = deque(maxlen=IN_FLIGHT_MAX)  # (id, epoch, asked), not launched
+        self._newest: deque[_Step] = deque(maxlen=IN_FLIGHT_MAX + 1)  # the one that is committed has left the device
         self._done_s = 0.0  # when the device answered last
-        self._committing: tuple[int, int] | None = None  # (id, epoch) of the step that was given to be committed
-        self._handed_on: deque[tuple[int, int] | None] = deque()  # the steps of outputs that are not delivered yet
-        self._totals = [[0.0, 0], [0.0, 0], [0.0, 0]]
+        self._committing: _Step | None = None  # that was given to be committed
+        self._handed_on: deque[_Step | None] = deque()  # the steps of outputs that are not delivered yet
+        self._schedule, self._device, self._outputs = _Total(), _Total(), _Total()
 
-    def asked(self, outcome: StepDone | StepFailed | None = None) -> None:
-        """The engine asks the scheduler for a step, and gives it the `outcome` of one."""
+    def asked(self, question: MakeBatch) -> None:
+        """The engine asks the scheduler for a step, and gives it the outcome of one."""
+        outcome = question.outcome
         self._asked_s = self._clock()
-        self._committing = None if outcome is None else (outcome.step_id, outcome.epoch)
+        self._committing = None if outcome is None else self._find(outcome.step_id, outcome.epoch)
 
-    def planned(self, plan: StepPlan) -> None:
+    def planned(self, launch: Launch) -> None:
         """The engine has the plan that it has asked for last."""
+        plan = launch.plan
         self._planned.append((plan.step_id, plan.epoch, self._asked_s))
 
     def launched(self, plan: StepPlan) -> None:
-        """The plan goes to the device."""
-        asked_s = self._asked_s
-        for step_id, epoch, at in self._planned:
-            if step_id == plan.step_id and epoch == plan.epoch:
-                asked_s = at
+        """The plan goes to the device; those that were planned before it, and have not gone there, never will."""
+        step_id, epoch, asked_s = plan.step_id, plan.epoch, self._asked_s
+        while self._planned:
+            planned_id, planned_epoch, at_s = self._planned.popleft()
+            if planned_id == step_id and planned_epoch == epoch:
+                asked_s = at_s
                 break
-        step = _Step(plan, asked_s, self._clock())
+        lengths = (
+            len(plan.slots),
+            len(plan.input_ids),
+            len(plan.sample_seqs),
+            len(plan.swap_out_blocks),
+            len(plan.swap_in_blocks),
+        )
+        now_s = self._clock()
+        step = _Step(step_id, epoch, plan.mode, lengths, asked_s, now_s, now_s)
         self._steps.append(step)
-        self._add(0, step.launched_s - step.asked_s)
+        self._newest.append(step)
+        self._schedule.add(now_s - asked_s)
 
     def returned(self, event: StepDone | StepFailed) -> None:
         """The device has answered; an answer that comes twice, or for none of the last steps, is not noted."""
         step = self._find(event.step_id, event.epoch)
         if step is not None and step.done_s is None:
-            step.began_s = max(step.launched_s, self._done_s)
-            step.done_s = self._done_s = self._clock()
+            began_s = step.began_s = step.launched_s if step.launched_s > self._done_s else self._done_s
+            step.done_s = self._done_s = now_s = self._clock()
             if isinstance(event, StepDone):
                 step.outcome = "done"
             else:
                 step.outcome = str(event.fault) if event.launched else "discarded"
-            self._add(1, step.done_s - step.began_s)
+            self._device.add(now_s - began_s)
 
     def handed_on(self) -> None:
         """What the scheduler's last answer brought is on its way to the streams."""
@@ -132,22 +147,20 @@ class StepLog:
 
     def delivered(self, seconds: float) -> None:
         """The oldest outputs that were handed on are with the streams, which took so long."""
-        self._add(2, seconds)
-        committed = self._handed_on.popleft()
-        step = self._find(*committed) if committed is not None else None
+        self._outputs.add(seconds)
+        step = self._handed_on.popleft()
         if step is not None:
             step.outputs_s = seconds
 
     def _find(self, step_id: int, epoch: int) -> _Step | None:
-        for step in islice(reversed(self._steps), IN_FLIGHT_MAX + 1):  # the one that is committed has left the device
+        for step in reversed(self._newest):
             if step.step_id == step_id and step.epoch == epoch:
                 return step
         return None
 
     def totals(self) -> PhaseTotals:
         """Seconds and counts since the start."""
-        schedule, device, outputs = ((float(s), int(n)) for s, n in self._totals)
-        return PhaseTotals(schedule, device, outputs)
+        return PhaseTotals(self._schedule.all(), self._device.all(), self._outputs.all())
 
     def records(self, last: int, *, is_running: bool) -> list[StepRecord]:
         """The newest `last` steps, the newest one at the end; `is_running`: those without an answer are on the device.
@@ -158,11 +171,6 @@ class StepLog:
         num_done = next((i for i in range(len(steps), 0, -1) if steps[i - 1].outcome), 0)
         running = [step for step in steps[num_done:] if is_running and step.epoch == steps[-1].epoch]
         return [self._record(step, is_running=step in running) for step in steps[-last:]] if last > 0 else []
-
-    def _add(self, phase: int, seconds: float) -> None:
-        total = self._totals[phase]
-        total[0] += seconds
-        total[1] += 1
 
     def _record(self, step: _Step, *, is_running: bool) -> StepRecord:
         outcome = step.outcome or ("running" if is_running else "lost")

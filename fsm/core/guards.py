@@ -20,7 +20,7 @@ class OfEpoch(Guard):
     @staticmethod
     def holds(machine: Any, event: Any) -> bool:
         """As `Guard.holds`."""
-        return bool(event.epoch == machine.epoch)
+        return event.epoch == machine.epoch  # type: ignore[no-any-return]
 
 
 class OfStep(Guard):
@@ -32,7 +32,7 @@ class OfStep(Guard):
     @staticmethod
     def holds(machine: Any, event: Any) -> bool:
         """As `Guard.holds`."""
-        return bool((event.step_id, event.epoch) == machine.step)
+        return machine.step == (event.step_id, event.epoch)  # type: ignore[no-any-return]
 
 
 class OfJob(Guard):

@@ -1,6 +1,6 @@
 """The core that all machines share: a table as data, one way in, and effects as the only way out.
 
-A machine is a synchronous object. `handle(event)` looks `(state, type of event)` up in the table, calls the row's
+A machine is a synchronous object. `handle(event)` looks its type and the state up in the table, calls the row's
 action, checks that the state the action answers with is one the row allows, and returns the effects. The table is
 total: every pair has a row, and "ignored, because …" or "cannot happen, because …" are rows too. An event that
 cannot happen raises `IllegalEvent`, and the machine is unchanged. Where a state waits for one answer and others may
@@ -89,7 +89,7 @@ class Row(msgspec.Struct, frozen=True):
     is_plain: bool = False  # it has an action, and no guard: no other row is looked for
 
 
-Table: TypeAlias = Mapping[tuple[StrEnum, type], Row]
+Table: TypeAlias = Mapping[type, Mapping[StrEnum, Row]]  # by event and state: a pair as a key costs twice as much
 Rows: TypeAlias = dict[tuple[StrEnum, type], Row]
 
 
@@ -139,12 +139,14 @@ def table(states: type[StrEnum], events: Iterable[type], *parts: Rows) -> Table:
         its = [state for state in states if (state, event) in found]
         elsewhere = never((s for s in states if s not in its), event, f"the timer ends with {', '.join(its)}")
         found.update({key: [row] for key, row in elsewhere.items()})
-    rows: Rows = {key: _chain(*key, chain) for key, chain in found.items()}
     wanted = {(state, event) for state in states for event in events}
-    if missing := wanted - rows.keys():
+    if missing := wanted - found.keys():
         raise TypeError("no row for " + ", ".join(sorted(f"({s}, {e.__name__})" for s, e in missing)))
-    if unknown := rows.keys() - wanted:
+    if unknown := found.keys() - wanted:
         raise TypeError("rows for unknown pairs " + ", ".join(sorted(f"({s}, {e.__name__})" for s, e in unknown)))
+    rows: dict[type, dict[StrEnum, Row]] = {event: {} for _, event in found}
+    for (state, event), chain in found.items():
+        rows[event][state] = _chain(state, event, chain)
     return rows
 
 
@@ -165,11 +167,12 @@ def _chain(state: StrEnum, event: type, rows: list[Row]) -> Row:
 
 def each_row(table: Table) -> Iterator[tuple[StrEnum, type, Row]]:
     """All rows of `table`, with state and event."""
-    for (state, event), first in table.items():
-        row: Row | None = first
-        while row is not None:
-            yield state, event, row
-            row = row.otherwise
+    for event, rows in table.items():
+        for state, first in rows.items():
+            row: Row | None = first
+            while row is not None:
+                yield state, event, row
+                row = row.otherwise
 
 
 def _each(states: StrEnum | Iterable[StrEnum]) -> Iterable[StrEnum]:
@@ -211,8 +214,11 @@ class Machine:
     def handle(self, event: Any) -> list[Effect]:
         """Take `event`; return its effects in order. Raises `IllegalEvent`, changing nothing, if it cannot come."""
         state = self.state
-        row = self.TABLE.get((state, type(event)))
-        if row is None or not row.is_plain:
+        try:
+            row = self.TABLE[type(event)][state]
+        except KeyError:
+            raise IllegalEvent(f"{type(self).__name__} knows no event {type(event).__name__}") from None
+        if not row.is_plain and (row.only is None or not row.only.holds(self, event)):
             row = self._row_for(event, row)
         observer = self.observer
         if observer is not None:
@@ -232,13 +238,11 @@ class Machine:
             observer.took(self, state, event)
         return self._effects
 
-    def _row_for(self, event: Any, row: Row | None) -> Row:
+    def _row_for(self, event: Any, row: Row) -> Row:
         """The first of the chain that begins with `row` whose guard holds for `event`, which it says can come."""
-        if row is None:
-            raise IllegalEvent(f"{type(self).__name__} knows no event {type(event).__name__}")
         while row.only is not None and not row.only.holds(self, event):
+            assert row.otherwise is not None
             row = row.otherwise
-            assert row is not None
         if row.impossible:
             raise IllegalEvent(f"{type(self).__name__} in {self.state}: {type(event).__name__} cannot come: {row.why}")
         return row

@@ -294,8 +294,9 @@ class BlockCache:
     def commit(self, journal: Journal) -> None:
         """The step ran to its end: what was expected of it can be found for good, and rows are committed one by one."""
         self.pool.commit(journal)
-        self._end_copies(journal)
-        self.pool.release(journal.copies.values())
+        if journal.copies:
+            self._end_copies(journal)
+            self.pool.release(journal.copies.values())
 
     def commit_row(self, request: Request, end: int) -> None:
         """The first `end` tokens of `request` are computed: name the blocks that they fill.

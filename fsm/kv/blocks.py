@@ -71,38 +71,24 @@ class BlockTable(msgspec.Struct, gc=False, eq=False):
     tail_name: bytes = b""  # of the whole prompt, where it was needed
 
 
-class Journal:
+class Journal(msgspec.Struct, gc=False, eq=False):
     """What one planned step did to a cache: `BlockPool.undo` and `BlockCache.undo` take it back."""
 
-    __slots__ = (
-        "admitted",
-        "copies",
-        "entries",
-        "expected",
-        "fulfilled",
-        "grown",
-        "leaving",
-        "num_blocks_in",
-        "tails",
-        "unshared",
-    )
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[_Did, int, bytes]] = []  # in order
-        self.expected: list[bytes] = []  # names of blocks that the step fills
-        self.grown: list[tuple[BlockTable, int, int]] = []  # tables, how many blocks each had before, and room
-        self.unshared: list[tuple[BlockTable, int]] = []  # of those, the last block, which it shared with others
-        self.copies: dict[int, int] = {}  # blocks that the step copies: to which, from which
-        self.tails: dict[int, BlockTable] = {}  # of requests whose prompt the step completes, by id
-        self.admitted: dict[int, BlockTable] = {}  # of requests that had no block before, by id
-        self.fulfilled: list[tuple[bytes, int]] = []  # promised names that the step computes, and who had promised them
-        self.leaving: dict[int, tuple[BlockTable, list[int]]] = {}  # blocks that it copies to the host, by request
-        self.num_blocks_in = 0  # that it copies back
+    entries: list[tuple[_Did, int, bytes]] = []  # in order
+    expected: list[bytes] = []  # names of blocks that the step fills
+    grown: list[tuple[BlockTable, int, int]] = []  # tables, how many blocks each had before, and room
+    unshared: list[tuple[BlockTable, int]] = []  # of those, the last block, which it shared with others
+    copies: dict[int, int] = {}  # blocks that the step copies: to which, from which
+    tails: dict[int, BlockTable] = {}  # of requests whose prompt the step completes, by id
+    admitted: dict[int, BlockTable] = {}  # of requests that had no block before, by id
+    fulfilled: list[tuple[bytes, int]] = []  # promised names that the step computes, and who had promised them
+    leaving: dict[int, tuple[BlockTable, list[int]]] = {}  # blocks that it copies to the host, by request
+    num_blocks_in: int = 0  # that it copies back
 
     @property
     def num_blocks_out(self) -> int:
         """Blocks that the step copies to the host."""
-        return sum(len(blocks) for _, blocks in self.leaving.values())
+        return sum(len(blocks) for _, blocks in self.leaving.values()) if self.leaving else 0
 
 
 class BlockPool:

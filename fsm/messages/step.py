@@ -18,7 +18,7 @@ Logprobs = tuple[float, list[int], list[float]]
 """Log probability of the sampled token, the most likely token ids, their log probabilities."""
 
 
-class SeqParams(msgspec.Struct, kw_only=True):
+class SeqParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """All that the device must know to sample one sequence, sent once, when the sequence is given a slot.
 
     Names are those of `SamplingParams`, values are final: `temperature` of 0 is greedy; `top_k` of 0, `top_p` of 1 and
@@ -53,7 +53,7 @@ class SeqParams(msgspec.Struct, kw_only=True):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-class StepPlan(msgspec.Struct):
+class StepPlan(msgspec.Struct, omit_defaults=True):
     """One step for the device, as flat lists of integers. Sequences are numbered in the order of `slots`.
 
     Before anything is computed, and in this order: `mode` (one of the device's) is switched to if it is another; block
@@ -100,7 +100,7 @@ class StepPlan(msgspec.Struct):
     after: int = 0  # the step that must have ended well just before this one is begun; 0: any
 
 
-class StepDone(msgspec.Struct, frozen=True):
+class StepDone(msgspec.Struct, frozen=True, omit_defaults=True):
     """The step ran, and gave the tokens of each of the plan's `sample_seqs`, one after the other.
 
     `num_tokens` says how many tokens each of them got: at least 1, at most 1 + its drafts, the last of them being no

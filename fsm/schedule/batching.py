@@ -100,6 +100,7 @@ class StepBuilder:
         self.barrier: float = inf  # the id of the oldest request that did not fit: nothing younger is admitted
         self.oldest: Request | None = None  # of those that the first half goes to
         self.kept_slots = 0
+        self.others: list[Request] = []  # those that run, and do not decode in it
         self.had_running = is_ahead or bool(planner.running)  # else the oldest one has everything to itself
         self.served: set[int] = set()
         self.expecting: list[Request] = []  # they wait for a prefix
@@ -123,6 +124,7 @@ class StepBuilder:
         decode, is_ahead = RequestState.DECODE, self.is_ahead
         for request in self.planner.running.values():
             if request.state is not decode and not (is_ahead and request.is_prefill_planned):
+                self.others.append(request)
                 continue
             if only is not None and request.request_id not in only:
                 continue
@@ -152,14 +154,14 @@ class StepBuilder:
         self.left = min(self.chunk, self.budget)
         if self.left <= 0:
             return
+        if not self.others and not planner.waiting:
+            return
         prefilling = [
-            r
-            for r in planner.running.values()
-            if r.state is RequestState.PREFILL and r.num_remaining > 0 and allowed(r, self.only)
+            r for r in self.others if r.state is RequestState.PREFILL and r.num_remaining > 0 and allowed(r, self.only)
         ]
         if not prefilling and not planner.waiting:
             return
-        fetching = (r for r in planner.running.values() if r.state is RequestState.WAITING_FOR_REMOTE_KVS)
+        fetching = (r for r in self.others if r.state is RequestState.WAITING_FOR_REMOTE_KVS)
         self.reserved = sum(self.cache.room_for(r, len(r.token_ids)) for r in (*prefilling, *fetching))
         self.oldest = min(prefilling, key=arrival, default=None)
         candidates = sorted([*prefilling, *self._admissible()], key=arrival)

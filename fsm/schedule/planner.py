@@ -270,7 +270,7 @@ class Planner:
 
     def _park_overstayed(self) -> None:
         """Requests whose reader was away for too long while a step held them give up what they keep, once none does."""
-        for request_id in sorted(self.overstayed):
+        for request_id in sorted(self.overstayed) if self.overstayed else ():
             request = self.running.get(request_id)
             if request is not None and request.state is RequestState.PAUSED:
                 if request.is_in_flight:

@@ -560,9 +560,10 @@ class Scheduler(Machine):
         self._generated += num_generated
         if flight.is_noted:
             self._note_speed(flight, outcome)
-        for request in flight.samples if drafts else ():
-            if request.request_id in drafts and not request.ended:
-                self.planner.drop_drafts(request)
+        if drafts:
+            for request in flight.samples:
+                if request.request_id in drafts and not request.ended:
+                    self.planner.drop_drafts(request)
         if outcome.draft_error is not None:
             self._report_draft_model(outcome, outcome.draft_error)
         self.planner.settle(flight)

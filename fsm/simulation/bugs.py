@@ -302,8 +302,8 @@ MUTANTS = [
         "a step is known by its number alone",
         OfStep,
         "holds",
-        "(event.step_id, event.epoch) == machine.step",
-        "event.step_id == machine.step[0]",
+        "machine.step == (event.step_id, event.epoch)",
+        "machine.step[0] == event.step_id",
     ),
     Mutant(
         "answers of a dead device count",

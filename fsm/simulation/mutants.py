@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import msgspec
 
-from novainfer.fsm.core.machine import Machine, Row, Rows
+from novainfer.fsm.core.machine import Machine, Row
 from novainfer.fsm.simulation.explore import explore
 from novainfer.fsm.simulation.report import run_seeds
 from novainfer.fsm.simulation.small import SMALL_WORLDS
@@ -137,26 +137,31 @@ def _edited(name: str, edit: Edit) -> Iterator[None]:
 
 @contextmanager
 def _unguarded(name: str, machine: type[Any], event: str) -> Iterator[None]:
-    rows = cast("Rows", machine.TABLE)
-    found = {key: row for key, row in rows.items() if key[1].__name__ == event and row.only is not None}
+    rows = next((_rows(machine, kind) for kind in machine.TABLE if kind.__name__ == event), {})
+    found = {state: row for state, row in rows.items() if row.only is not None}
     assert found, f"{name}: no row of {machine.__name__} for {event} has a guard"
-    rows.update({key: msgspec.structs.replace(row, only=None, otherwise=None) for key, row in found.items()})
+    rows.update({state: msgspec.structs.replace(row, only=None, otherwise=None) for state, row in found.items()})
     try:
         yield
     finally:
         rows.update(found)
 
 
+def _rows(machine: type[Machine], event: type) -> dict[StrEnum, Row]:
+    """The rows of a table for one event, to be changed."""
+    return cast("dict[StrEnum, Row]", machine.TABLE[event])
+
+
 @contextmanager
 def row_changed(machine: type[Machine], state: StrEnum, event: type) -> Iterator[None]:
     """While this lasts, one row of a table is wrong: what had an action is ignored, what was ignored cannot come."""
-    rows = cast("Rows", machine.TABLE)
-    original = rows[state, event]
+    rows = _rows(machine, event)
+    original = rows[state]
     if original.action:
-        rows[state, event] = Row("", frozenset([state]), "a mutant")
+        rows[state] = Row("", frozenset([state]), "a mutant")
     else:
-        rows[state, event] = Row("", frozenset(), "a mutant", impossible=True)
+        rows[state] = Row("", frozenset(), "a mutant", impossible=True)
     try:
         yield
     finally:
-        rows[state, event] = original
+        rows[state] = original

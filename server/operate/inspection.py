@@ -253,7 +253,7 @@ def _table(machine: type[Machine]) -> MachineTable:
             MachineState(name=str(state), deadline_s=machine.DWELLS[state].limit_s, why=machine.DWELLS[state].why)
             for state in order
         ],
-        events=list(dict.fromkeys(event.__name__ for _, event in machine.TABLE)),
+        events=[event.__name__ for event in machine.TABLE],
         rows=[
             MachineRow(
                 state=str(state),

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from novainfer.actors.core.mailbox import TURN_MESSAGES, Actor
+from novainfer.actors.core.mailbox import Actor
+from novainfer.actors.core.turns import MESSAGES_MAX, Turns
 from novainfer.fsm.core.machine import Effect, Machine, Table, on, table
 
 
@@ -79,6 +80,13 @@ class World:
         return [self.actor.tell(Say(word), urgent) for word in words]
 
 
+class Apart(Turns):
+    """Each turn in a callback of its own, to look at what one does."""
+
+    def ask(self, turn: Callable[[], int]) -> None:
+        self.loop.call_soon(turn)
+
+
 async def a_turn() -> None:
     """Let the loop go round once."""
     await asyncio.sleep(0)
@@ -86,7 +94,7 @@ async def a_turn() -> None:
 
 async def test_messages_are_handled_in_order_on_the_next_turn_of_the_loop() -> None:
     world = World()
-    world.actor.open(asyncio.get_running_loop())
+    world.actor.open(Turns(asyncio.get_running_loop()))
     world.say("a", "b", "c")
     assert world.machine.heard == []
     await a_turn()
@@ -98,14 +106,14 @@ async def test_what_was_told_before_the_actor_opened_waits_for_it() -> None:
     world.say("early")
     await a_turn()
     assert world.machine.heard == []
-    world.actor.open(asyncio.get_running_loop())
+    world.actor.open(Turns(asyncio.get_running_loop()))
     await a_turn()
     assert world.machine.heard == ["early"]
 
 
 async def test_a_full_lane_says_no_and_keeps_what_it_has() -> None:
     world = World(limit=2)
-    world.actor.open(asyncio.get_running_loop())
+    world.actor.open(Turns(asyncio.get_running_loop()))
     assert world.say("a", "b", "c") == [True, True, False]
     await a_turn()
     assert world.machine.heard == ["a", "b"]
@@ -115,7 +123,7 @@ async def test_a_full_lane_says_no_and_keeps_what_it_has() -> None:
 
 async def test_a_control_message_overtakes_a_full_data_lane() -> None:
     world = World(limit=2)
-    world.actor.open(asyncio.get_running_loop())
+    world.actor.open(Turns(asyncio.get_running_loop()))
     assert world.say("a", "b", "c") == [True, True, False]
     assert world.say("stop", urgent=True) == [True]
     await a_turn()
@@ -131,7 +139,7 @@ async def test_a_turn_handles_only_what_was_there_when_it_began() -> None:
     world = World()
     machine = world.machine
     machine.on_word = lambda word: machine.send("self", "echo") if word == "data" else None
-    world.actor.open(asyncio.get_running_loop())
+    world.actor.open(Apart(asyncio.get_running_loop()))
     world.say("data")
     await a_turn()
     assert machine.heard == ["data"]
@@ -140,22 +148,22 @@ async def test_a_turn_handles_only_what_was_there_when_it_began() -> None:
 
 
 async def test_a_turn_takes_so_many_messages_and_no_more_control_first_and_the_next_one_goes_on() -> None:
-    world = World(limit=10 * TURN_MESSAGES)
-    world.actor.open(asyncio.get_running_loop())
-    world.say(*["data"] * 2 * TURN_MESSAGES)
-    world.say(*["control"] * (TURN_MESSAGES - 1), urgent=True)
+    world = World(limit=10 * MESSAGES_MAX)
+    world.actor.open(Turns(asyncio.get_running_loop()))
+    world.say(*["data"] * 2 * MESSAGES_MAX)
+    world.say(*["control"] * (MESSAGES_MAX - 1), urgent=True)
     await a_turn()
-    assert world.machine.heard == ["control"] * (TURN_MESSAGES - 1) + ["data"]
+    assert world.machine.heard == ["control"] * (MESSAGES_MAX - 1) + ["data"]
     for turns in (1, 2):
         await a_turn()
-        assert len(world.machine.heard) == min((1 + turns) * TURN_MESSAGES, 3 * TURN_MESSAGES - 1)
+        assert len(world.machine.heard) == min((1 + turns) * MESSAGES_MAX, 3 * MESSAGES_MAX - 1)
 
 
 async def test_data_written_while_the_control_lane_is_read_waits_for_the_next_turn() -> None:
     world = World()
     machine = world.machine
     machine.on_word = lambda word: machine.send("self", "echo") if word == "control" else None
-    world.actor.open(asyncio.get_running_loop())
+    world.actor.open(Apart(asyncio.get_running_loop()))
     world.say("control", urgent=True)
     await a_turn()
     assert machine.heard == ["control"]
@@ -170,15 +178,15 @@ async def test_one_wake_up_is_pending_however_many_messages_come(monkeypatch: An
     turns = 0
     take_turn = world.actor._turn
 
-    def counted() -> None:
+    def counted() -> int:
         nonlocal turns
         turns += 1
-        take_turn()
+        return take_turn()
 
     monkeypatch.setattr(world.actor, "_turn", counted)
     # Each of the first ten answers itself, in its turn: one more turn is due, not eleven.
     machine.on_word = lambda word: machine.send("self", "echo") if word != "echo" else None
-    world.actor.open(loop)
+    world.actor.open(Turns(loop))
     world.say(*(f"word {i}" for i in range(10)))
     for _ in range(10):
         await a_turn()
@@ -194,7 +202,7 @@ async def test_a_machine_that_raises_is_dead_and_reported_once() -> None:
             raise ValueError("a bug")
 
     world.machine.on_word = fall
-    world.actor.open(asyncio.get_running_loop())
+    world.actor.open(Turns(asyncio.get_running_loop()))
     world.say("good", "bad", "never", "bad")
     for _ in range(3):
         await a_turn()
@@ -208,7 +216,7 @@ async def test_a_machine_that_raises_is_dead_and_reported_once() -> None:
 async def test_closing_in_the_middle_of_a_turn_ends_the_turn() -> None:
     world = World()
     world.machine.on_word = lambda word: world.actor.close()
-    world.actor.open(asyncio.get_running_loop())
+    world.actor.open(Turns(asyncio.get_running_loop()))
     world.say("a", "b")
     await a_turn()
     assert world.machine.heard == ["a"]
@@ -225,7 +233,7 @@ async def test_a_job_starts_and_a_message_goes_out_in_the_order_of_the_effects()
         machine.send("south", "second")
 
     machine.on_word = answer
-    world.actor.open(asyncio.get_running_loop())
+    world.actor.open(Turns(asyncio.get_running_loop()))
     world.say("go")
     await a_turn()
     assert world.routed == [("north", "first"), ("south", "second")]
@@ -244,7 +252,7 @@ async def test_a_timer_brings_its_event_back_on_the_control_lane() -> None:
             rang.set()
 
     machine.on_word = answer
-    world.actor.open(asyncio.get_running_loop())
+    world.actor.open(Turns(asyncio.get_running_loop()))
     world.say("go")
     await asyncio.wait_for(rang.wait(), 5)
     assert machine.heard == ["go", "ring"]
@@ -254,7 +262,7 @@ async def test_closing_an_actor_cancels_its_timers() -> None:
     world = World()
     machine = world.machine
     machine.on_word = lambda word: machine.after(3600.0, "ring")
-    world.actor.open(asyncio.get_running_loop())
+    world.actor.open(Turns(asyncio.get_running_loop()))
     world.say("go")
     await a_turn()
     (timer,) = world.actor._timers.values()
@@ -265,7 +273,7 @@ async def test_closing_an_actor_cancels_its_timers() -> None:
 async def test_statistics_tell_state_depth_and_how_long_it_has_been_so() -> None:
     world = World()
     loop = asyncio.get_running_loop()
-    world.actor.open(loop)
+    world.actor.open(Turns(loop))
     world.say("loud", "loud")
     before = world.actor.statistics()
     assert (before.state, before.mailbox_depth, before.handled_total) == ("CALM", 2, 0)
@@ -299,7 +307,7 @@ async def test_a_state_that_is_renewed_has_its_whole_time_again() -> None:
     now_s = 10.0
     loop = asyncio.get_running_loop()
     actor = Actor("a", Renewing(), route=lambda *_: None, start=lambda _: None, died=lambda *_: None)
-    actor.open(loop)
+    actor.open(Turns(loop))
     loop.time, real_time = lambda: now_s, loop.time  # type: ignore[method-assign]
     try:
         actor.handle(Again())
@@ -326,7 +334,7 @@ def ringing(world: World) -> None:
             machine.after(0.0 if word == "go" else 3600.0, "ring")
 
     machine.on_word = on_word
-    world.actor.open(asyncio.get_running_loop())
+    world.actor.open(Turns(asyncio.get_running_loop()))
 
 
 async def let_run_out(world: World) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from novainfer.actors.inspection.steps import StepLog
-from novainfer.fsm.messages.events import Fault, StepFailed
+from novainfer.fsm.messages.events import Fault, Launch, MakeBatch, StepFailed
 from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.simulation.shape import SAFE
 
@@ -20,10 +20,10 @@ class World:
         self.now_s += us / 1e6
 
     def step(self, step_id: int, *, schedule_us: float = 0, device_us: float | None = 0, epoch: int = 0) -> None:
-        self.log.asked(self.outcome)
+        self.log.asked(MakeBatch(self.outcome))
         self.outcome = None
         self.wait(schedule_us)
-        self.log.planned(plan(step_id, epoch))
+        self.log.planned(Launch(plan(step_id, epoch)))
         self.log.handed_on()
         self.log.launched(plan(step_id, epoch))
         if device_us is not None:
@@ -80,15 +80,15 @@ def test_two_steps_in_flight_share_the_time_of_the_device_and_each_has_its_own_o
     log, done = world.log, [StepDone(i, 0, [7, 8]) for i in range(4)]
 
     def plan_and_launch(step_id: int, schedule_us: float, outcome: StepDone | None) -> None:
-        log.asked(outcome)
+        log.asked(MakeBatch(outcome))
         world.wait(schedule_us)
-        log.planned(plan(step_id))
+        log.planned(Launch(plan(step_id)))
         log.handed_on()
 
     plan_and_launch(1, 100, None)
     log.launched(plan(1))
     plan_and_launch(2, 40, None)
-    log.asked()  # for the third one, before the worker has its turn
+    log.asked(MakeBatch())  # for the third one, before the worker has its turn
     log.launched(plan(2))
     world.wait(60)
     log.returned(done[1])

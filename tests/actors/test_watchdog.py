@@ -168,8 +168,8 @@ async def test_a_silent_process_is_overdue_in_any_state_that_is_up(monkeypatch: 
 
 async def test_the_timer_looks_by_itself_and_leaves_nothing_behind() -> None:
     async with running() as runtime:
-        begun = runtime._actors["gate"]._turns
-        await eventually(lambda: runtime._actors["gate"]._turns >= begun + 2)
+        begun = runtime._actors["gate"]._num_turns
+        await eventually(lambda: runtime._actors["gate"]._num_turns >= begun + 2)
         assert runtime.watchdog.verdict.ok
 
 
