@@ -41,6 +41,7 @@ from novainfer.fsm.client.gate import Gate, GateState
 from novainfer.fsm.client.stream import STALL_TIMEOUT_S, Stream
 from novainfer.fsm.device.worker import RestartPolicy, Worker, WorkerState
 from novainfer.fsm.engine import Engine, EngineState
+from novainfer.fsm.kv.blocks import tokens_in
 from novainfer.fsm.messages.errors import (
     EngineClosed,
     EngineDead,
@@ -533,7 +534,7 @@ class Runtime:
 
     def _limit_prompts(self, ready: WorkerReady) -> None:
         """No prompt has more tokens than the context and the KV cache hold."""
-        max_tokens = min(ready.max_model_len, ready.num_blocks * self._limits.block_size)
+        max_tokens = min(ready.max_model_len, tokens_in(ready.num_blocks, self._limits.block_size))
         self._threads.limit(num_ids=ready.vocab_size, max_tokens=max_tokens)
 
     # ---- looking in ----------------------------------------------------------------------------------------------

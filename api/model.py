@@ -8,6 +8,7 @@ import msgspec
 
 from novainfer.arguments import must_be
 from novainfer.config import AT_MOST, EngineConfig
+from novainfer.fsm.kv.blocks import blocks_for, tokens_in
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.events import WorkerReady
 from novainfer.fsm.messages.mode import PRECISIONS, Mode
@@ -42,7 +43,7 @@ def model_info(config: EngineConfig, ready: WorkerReady, *, created: int) -> Mod
     """What a worker that came up has said of its model."""
     return ModelInfo(
         name=config.served_model_name or str(config.model),
-        max_model_len=min(ready.max_model_len, ready.num_blocks * config.block_size),
+        max_model_len=min(ready.max_model_len, tokens_in(ready.num_blocks, config.block_size)),
         vocab_size=ready.vocab_size,
         dtype=str(ready.facts.get("dtype", "unknown")),
         device=config.device,
@@ -74,7 +75,7 @@ def checked_reconfiguration(info: ModelInfo, num_kv_blocks: Any, precision: Any)
     must_be("num_kv_blocks", num_kv_blocks, int, "an integer")
     if num_kv_blocks > (most := AT_MOST["num_kv_blocks"]):
         raise InvalidParameter(f"num_kv_blocks must be at most {most}, not {num_kv_blocks}", param="num_kv_blocks")
-    least = -(-info.max_model_len // info.block_size)
+    least = blocks_for(info.max_model_len, info.block_size)
     if num_kv_blocks < least:
         raise InvalidParameter(
             f"num_kv_blocks must be at least {least}, not {num_kv_blocks}: a request of {info.max_model_len} tokens "

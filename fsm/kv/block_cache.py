@@ -15,7 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from novainfer.fsm.kv.blocks import NEVER, BlockPool, BlockTable, HostPool, Journal, PoolStatistics, block_name
+from novainfer.fsm.kv.blocks import (
+    NEVER,
+    BlockPool,
+    BlockTable,
+    HostPool,
+    Journal,
+    PoolStatistics,
+    block_name,
+    blocks_for,
+    tokens_in,
+)
 from novainfer.fsm.kv.cache import Prefix
 
 if TYPE_CHECKING:
@@ -52,12 +62,12 @@ class BlockCache:
     @property
     def num_tokens_free(self) -> int:
         """Tokens that the free and cached blocks could hold."""
-        return self.pool.num_available * self._size
+        return tokens_in(self.pool.num_available, self._size)
 
     @property
     def num_tokens_max(self) -> int:
         """Tokens that one request could have, if it had every block."""
-        return self.pool.num_blocks * self._size
+        return tokens_in(self.pool.num_blocks, self._size)
 
     @property
     def num_host_blocks(self) -> int:
@@ -71,7 +81,7 @@ class BlockCache:
 
     def room_for(self, request: Request, num_tokens: int, prefix: Prefix | None = None) -> int:
         """Blocks that `reserve(request, num_tokens)` takes from what is available, if it shares `prefix` first."""
-        needed = max(-(-num_tokens // self._size) - len(request.kv.blocks), 0)
+        needed = max(blocks_for(num_tokens, self._size) - len(request.kv.blocks), 0)
         if request.kv.is_tail_shared and num_tokens > request.kv.capacity:
             needed += not self._is_writable(request.kv.blocks[-1])
         if prefix is not None:
@@ -262,7 +272,7 @@ class BlockCache:
         """Blocks for `num_tokens` tokens of no request, in the table of a free slot, until the step is undone."""
         plan = self._plan
         assert plan is not None
-        blocks = [self.pool.allocate() for _ in range(-(-num_tokens // self._size))]
+        blocks = [self.pool.allocate() for _ in range(blocks_for(num_tokens, self._size))]
         plan.table_slots += [slot] * len(blocks)
         plan.table_indexes += range(len(blocks))
         plan.table_blocks += blocks
@@ -353,7 +363,7 @@ class BlockCache:
         """Give back the blocks of `request` beyond so many tokens."""
         table = request.kv
         assert not table.is_tail_shared, "it has written into its last block, which is its own since"
-        num_blocks = -(-num_tokens // self._size)
+        num_blocks = blocks_for(num_tokens, self._size)
         self.pool.release(reversed(table.blocks[num_blocks:]))
         del table.blocks[num_blocks:]
         table.capacity = num_blocks * self._size
@@ -361,7 +371,7 @@ class BlockCache:
     def swap_out(self, request: Request) -> bool:
         """Have the next step copy what `request` has computed to the host; False when there is no room for it."""
         table = request.kv
-        num_blocks = -(-request.num_computed // self._size)
+        num_blocks = blocks_for(request.num_computed, self._size)
         if not 0 < num_blocks <= self.host.num_free:
             return False
         table.host_blocks = self.host.allocate(num_blocks)

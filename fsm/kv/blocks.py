@@ -38,6 +38,16 @@ def block_name(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(array("I", token_ids).tobytes(), key=parent, digest_size=BLOCK_NAME_BYTES).digest()
 
 
+def tokens_in(num_blocks: int, block_size: int) -> int:
+    """Tokens that so many blocks hold."""
+    return num_blocks * block_size
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that so many tokens need."""
+    return -(-num_tokens // block_size)
+
+
 class PoolStatistics(msgspec.Struct, frozen=True):
     """Blocks by place; `num_free + num_cached + num_owned = num_blocks`."""
 

@@ -38,7 +38,7 @@ SPECULATION_MUTANTS = [
         "one block too many is given back with wrong guesses",
         BlockCache,
         "truncate",
-        "num_blocks = -(-num_tokens // self._size)",
+        "num_blocks = blocks_for(num_tokens, self._size)",
         "num_blocks = num_tokens // self._size",
     ),
     Mutant(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from novainfer.fsm.kv.blocks import tokens_in
 from novainfer.fsm.messages.mode import CHECKPOINT
 from novainfer.server.engine import ServedEngine
 
@@ -19,7 +20,7 @@ INTERVAL_S = 10.0  # between lines of throughput, and only when there was work: 
 def about(engine: ServedEngine) -> str:
     """Lines that say what the engine has: model, memory, limits, process, recorder."""
     info = engine.model_info
-    tokens = info.num_kv_blocks * info.block_size
+    tokens = tokens_in(info.num_kv_blocks, info.block_size)
     weights, cache = _size(info.weight_bytes), _size(info.num_kv_blocks * info.kv_bytes_per_block)
     pids = sorted({actor.pid for actor in engine.actors() if actor.name.startswith("worker")})
     worker = f"; the worker's process is {', '.join(map(str, pids))}" if pids else ""
