@@ -142,7 +142,9 @@ def check_attention(attention: Any, shape: AttentionShape, dtype: torch.dtype, d
     """
     small = AttentionShape(2, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size)
     size = shape.block_size
-    contexts, query_lens = [size + 3, 2 * size + 1, 3 * size, 1, size + 2], [size + 3, 5, 1, 1, 2]
+    more = min(3, size), min(2, size)  # so that two blocks hold them, however small
+    contexts = [size + more[0], 2 * size + 1, 3 * size, 1, size + more[1]]
+    query_lens = [contexts[0], min(5, contexts[1]), 1, 1, 2]
     tables = torch.full((5, 3), 10**9, dtype=torch.int32)  # what is behind the context must not be read
     tables[0, :2] = torch.tensor([9, 2])
     tables[1] = torch.tensor([4, 7, 0])

@@ -128,7 +128,8 @@ def test_every_registered_kernel_passes_its_own_self_test(dtype: torch.dtype) ->
     for ops in registry.implementations("ops"):
         assert check_row_ops(ops, dtype, CPU) is None, ops
     for attention in registry.implementations("attention"):
-        for shape in (SHAPE, AttentionShape(2, 4, 4, 8, 16), AttentionShape(2, 7, 1, 128, 8)):
+        smallest = (AttentionShape(2, 4, 2, 16, block_size) for block_size in (1, 2, 3))
+        for shape in (SHAPE, AttentionShape(2, 4, 4, 8, 16), AttentionShape(2, 7, 1, 128, 8), *smallest):
             assert check_attention(attention, shape, dtype, CPU) is None, (attention, shape)
 
 
