@@ -216,7 +216,7 @@ class Runtime:
         with anyio.CancelScope(shield=True):
             await asyncio.wait([self._root])
         if self._ready is not None and self._ready.done() and not self._ready.cancelled():
-            self._ready.exception()  # seen: nobody else will look
+            self._ready.exception()  # seen: nothing else will look
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new streams; wait until those here have ended, `timeout_s` at most; end the rest.
@@ -299,7 +299,7 @@ class Runtime:
             if self._ready is not None and not self._ready.done():
                 closed = EngineClosed("the engine was closed while it was starting")
                 self._ready.set_exception(ModelLoadError(self.error) if self.error else closed)
-                self._ready.exception()  # seen: whoever started it may have left
+                self._ready.exception()  # seen: the caller that started it may have left
 
     async def _tokens(self) -> Vocabulary | None:
         """The tokenizer's vocabulary; when it has none, the device may know better why."""
@@ -367,7 +367,7 @@ class Runtime:
             self._idle.set()
 
     def _fail(self, error: BaseException) -> None:
-        """The start failed by `error`: whoever waits for it is told."""
+        """The start failed by `error`: the callers that wait for it are told."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         # A damaged folder fails tokenizer and device alike, and the device's reader says more exactly what is wrong.
@@ -425,7 +425,7 @@ class Runtime:
             await self._idle.wait()
 
     def _forgotten(self, stream: Stream) -> None:
-        """Nobody reads this stream any more."""
+        """This stream is not read any more."""
         self._actors["gate"].drop_timers(stream.stream_id)
         self.inspector.forgotten(stream)
 
@@ -499,7 +499,7 @@ class Runtime:
     def _note_job(self, event: Any) -> None:
         if isinstance(event, JobFailed):
             self._device_error = self._device_error or event.message
-            if event.job == "Close":  # nobody waits for it, but somebody should know
+            if event.job == "Close":  # nothing waits for it, but the operator should know
                 logger.warning("the device could not be closed: %s", event.message)
         if isinstance(event, JobFailed | DeviceLost) or (isinstance(event, JobDone) and event.job == "Load"):
             self._loaded.set()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from novainfer.actors.inspection.recorder import Recorder
     from novainfer.fsm.recording.log import Codes
 
-# Messages, where nobody says how many can be in flight.
+# Messages, where it is not said how many can be in flight.
 MAILBOX_LIMIT = 65_536
 
 

@@ -147,7 +147,7 @@ class Streams:
         return entry[0] if entry is not None else None
 
     def forget(self, stream_id: int) -> None:
-        """Nobody will read this stream (any more); its outputs, if more come, go nowhere."""
+        """This stream will not be read (any more); its outputs, if more come, go nowhere."""
         entry = self._streams.pop(stream_id, None)
         if entry is not None:
             self._stop_timer(stream_id)

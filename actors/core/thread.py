@@ -110,7 +110,7 @@ class JobThread:
             self._tell(self._ended.set)
 
     def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
-        """Call `callback` on the loop, which may be gone if nobody waits for this thread any more."""
+        """Call `callback` on the loop, which may be gone if this thread is not waited for any more."""
         assert self._loop is not None
         if not self._is_abandoned:
             self._loop.call_soon_threadsafe(callback, *arguments)

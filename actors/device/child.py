@@ -1,13 +1,13 @@
 """One process that holds a device, seen from the loop: its socket, its end, and how to end it.
 
 Everything it says arrives in order, then its end, exactly once, when the process is gone and reaped. It ends when it
-wants to, when it is killed, and when it breaks the link: a process that nobody can talk to is of no use.
+wants to, when it is killed, and when it breaks the link: a process that cannot be talked to is of no use.
 
     starting ──▶ talking ──EOF, exit, garbage, kill──▶ dying ──reaped──▶ gone
 
 A process that was killed gives its memory back before anything else of it can be seen to end: 0.1 s for torch alone, as
 much again for each half GiB. So there is a pipe that one thread of it holds, in a table of files of its own: that is
-closed within 0.1 ms, and whoever can go on without the memory (a spare that has its own) need not wait for the rest.
+closed within 0.1 ms, and a spare, which has memory of its own, need not wait for the rest.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Child:
             return False
         except OSError:
             data = b""
-        if not data:  # it is ending; or it has closed the link and lives on, of no use to anybody
+        if not data:  # it is ending; or it has closed the link and lives on, of no use
             self._is_dead = True
             self._forget(self._sock)
             self._process.kill()

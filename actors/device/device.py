@@ -95,7 +95,7 @@ class Jobs:
             return JobFailed(name, sentence_of(error), job.epoch)
 
     def forget(self) -> None:
-        """The last step has not ended well after all: whoever asked for it was told that it failed."""
+        """The last step has not ended well after all: the worker was told that it failed."""
         self._last_step = 0
 
     def _run(self, plan: StepPlan) -> StepDone | StepFailed:

@@ -64,7 +64,7 @@ class FaultyDevice:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        # Appended by anybody, changed by the device's thread; the oldest makes room.
+        # Appended by any thread, changed by the device's thread; the oldest makes room.
         self._armed: deque[Injection] = deque(maxlen=ARMED_MAX)
 
     def arm(self, fault: Injection) -> None:
@@ -106,7 +106,7 @@ class FaultyDevice:
         return self.device.is_usable()
 
     def _fail(self, plan: StepPlan) -> None:
-        given = {spec.slot for spec in plan.admissions}  # whoever they were meant for has them no more
+        given = {spec.slot for spec in plan.admissions}  # the requests that they were meant for have them no more
         for void in tuple(self._armed):  # a copy: another thread may arm one meanwhile
             if void.slot in given:
                 self._armed.remove(void)

@@ -48,10 +48,10 @@ class DeviceLink(Protocol):
         """Live from now until `stop`, and end with nothing left; raises what killed the link itself."""
 
     def silence_s(self) -> float | None:
-        """Seconds since the device's process last said that it lives; None where nobody says so."""
+        """Seconds since the device's process last said that it lives; None where none says so."""
 
     def num_signs(self) -> int | None:
-        """A number that grows with each sign that the device gets on; None where nobody says so."""
+        """A number that grows with each sign that the device gets on; None where none comes."""
 
     def sightings(self, silence_limit_s: float) -> Iterable[Sighting]:
         """What there is to be watched beside the worker: its spare, and processes that are ending."""
@@ -81,7 +81,7 @@ class ThreadLink:
         return os.getpid()
 
     def put(self, job: Any) -> None:
-        """Do `job` after those before it. Nobody can end a thread: to kill it is not to wait for it any more."""
+        """Do `job` after those before it. No thread can be ended: to kill it is not to wait for it any more."""
         if type(job) is Kill:
             self._thread.abandon()
             return

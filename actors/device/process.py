@@ -96,7 +96,7 @@ class ProcessLink:
         self.roster = Roster(warm_spare=warm_spare)
         self._inbox: deque[Any] = deque()
         self._is_turning = False
-        self._was_up = False  # before, whoever starts the engine is told by an error, and needs no warning as well
+        self._was_up = False  # before, who starts the engine is told by an error, and needs no warning as well
         self._seen: dict[int, _Seen] = {}  # all whose process is not reaped, by serial
         self._serials: dict[Child, int] = {}
         self._probed = -1  # the process that was asked for a sign of life

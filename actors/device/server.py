@@ -1,8 +1,8 @@
 """The program of a device's process: it does what it is told over a socket that it has inherited.
 
 The main thread takes one job after the other from the socket, does it on the device, and answers. Another one says ten
-times a second that the process lives, and ends it when the other end of the socket is gone: nobody would ever ask for
-anything again. Neither needs the other, so a long step is no silence, and a step that hangs keeps nothing alive.
+times a second that the process lives, and ends it when the other end of the socket is gone: nothing more would
+be asked. Neither needs the other, so a long step is no silence, and a step that hangs keeps nothing alive.
 
 What comes while a step is computed is read by that other thread: the next step is there, decoded, when the one before
 it ends. It is woken for that only: the main thread says when by changing what the epoll that it waits on looks for.
@@ -199,7 +199,7 @@ class DeviceServer:
                     self._read_ahead()
 
     def _watch(self, left_s: float) -> bool:
-        """Wait for so long; True when there is something to be read. Ends the process when nobody talks to it."""
+        """Wait for so long; True when there is something to be read. Ends the process when the other end is gone."""
         if self._watched is None:
             gone = select.poll()
             gone.register(self._sock, 0)

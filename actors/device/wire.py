@@ -164,7 +164,7 @@ class FrameReader:
                 raise LinkError(f"frame {seq} came where frame {self._seq} was due")
             decoder = self._bodies.get(name)
             if decoder is None:
-                raise LinkError(f"a message {name!r}, which nobody knows here")
+                raise LinkError(f"a message {name!r}, which is not known here")
             return epoch, decoder.decode(raw)
         except msgspec.DecodeError as error:  # ValidationError is one
             raise LinkError(f"a frame that cannot be read: {error}") from None

@@ -175,7 +175,7 @@ class Process(Machine):
         stay((S.IDLE, S.AHEAD, S.READY), Adopt, "_adopt"),
         never((S.STARTING, S.BUSY, S.RUNNING, S.CLOSING, *OVER), Adopt, "only a spare that has shown its life"),
         on((S.READY, S.RUNNING), Shut, "_shut", S.CLOSING),
-        ignore(COLD, Shut, "nothing is lost when it is ended, and whoever stops it now is in a hurry"),
+        ignore(COLD, Shut, "nothing is lost when it is ended, and it is stopped in a hurry"),
         never((S.CLOSING, *OVER), Shut, "a worker is stopped once"),
         on((*COLD, *WARM), End, "_end", S.DYING),
         ignore(S.DYING, End, "it is ending already"),
@@ -202,7 +202,7 @@ class Process(Machine):
         self.pid = 0
         self._ahead: Any = None  # the job that was begun last before it was asked for
         self.asked: list[tuple[str, int, int]] = []  # jobs under way: of which kind, asked in which epoch, which step
-        self.ahead: dict[str, JobDone] = {}  # answers that nobody has asked for yet
+        self.ahead: dict[str, JobDone] = {}  # answers that were not asked for yet
 
     @property
     def is_ready_to_step_in(self) -> bool:
@@ -256,7 +256,7 @@ class Process(Machine):
             return S.AHEAD
         if not _is_same(self._ahead, event.job):
             self.asked.clear()
-            self._tell(event.job)  # after the one under way, whose answer nobody needs then
+            self._tell(event.job)  # after the one under way, whose answer is not needed then
         return S.BUSY
 
     def _go_ahead(self, event: GoAhead) -> ProcessState:

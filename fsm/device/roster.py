@@ -222,7 +222,7 @@ class Roster(Machine):
         stay(S.CLOSING, StartFailed, "_never_started"),
         never((S.NEW, S.HOLDING, S.EMPTY, S.STOPPED), StartFailed, "what was to start has started, or was ended"),
         on(S.FINDING, Found, "_found", S.SINGLE, S.EMPTY),
-        ignore((S.EMPTY, *DOWN), Found, "nobody waits for it any more"),
+        ignore((S.EMPTY, *DOWN), Found, "no process waits for it any more"),
         never((S.NEW, S.SINGLE, S.HOLDING, S.PAIR, S.SPARED, S.PROBING), Found, "it is found once"),
         on(S.SINGLE, Answered, "_pass_and_note", S.SINGLE, S.PAIR, only=OfWorker),
         stay((S.HOLDING, S.PAIR, *DOWN), Answered, "_pass_and_note", only=OfWorker),

@@ -162,12 +162,12 @@ class Worker(Machine):
         on(S.SWITCHING, JobDone, "_switched", S.RUNNING, only=OfJob),
         on(S.OOM, JobDone, "_reclaimed", S.READY, only=OfJob),
         ignore((S.READY, S.RUNNING, S.RESTARTING), JobDone, LATE),
-        ignore(DOWN, JobDone, "nobody waits for it"),
+        ignore(DOWN, JobDone, "no job is waited for"),
         on(COMING_UP, JobFailed, "_job_failed", S.FAILED, S.RESTARTING, S.LOADING, S.FITTING, only=OfJob),
         on(S.SWITCHING, JobFailed, "_switch_failed", S.READY, only=OfJob),
         on(S.OOM, JobFailed, "_job_failed", S.FAILED, S.RESTARTING, only=OfJob),
         ignore((S.READY, S.RUNNING, S.RESTARTING), JobFailed, LATE),
-        ignore(DOWN, JobFailed, "nobody waits for it"),
+        ignore(DOWN, JobFailed, "no job is waited for"),
         on(S.READY, Launch, "_launch", S.RUNNING, S.SWITCHING, S.READY, only=OfPlan),
         stay(S.RUNNING, Launch, "_launch_behind", only=OfPlan),
         stay(S.SWITCHING, Launch, "_wait_behind", only=OfPlan),
@@ -189,10 +189,10 @@ class Worker(Machine):
         ignore((*COMING_UP, S.RESTARTING), StepFailed, OLD),
         on((*COMING_UP, *UP), DeviceLost, "_device_lost", S.RESTARTING, S.FAILED, only=OfDevice),
         ignore(S.RESTARTING, DeviceLost, "it is being replaced already"),
-        ignore(DOWN, DeviceLost, "nobody needs it any more"),
+        ignore(DOWN, DeviceLost, "the device is not needed any more"),
         on((*COMING_UP, *UP), Overdue, "_overdue", S.RESTARTING, S.FAILED, only=OfDevice),
         ignore(S.RESTARTING, Overdue, "it is being replaced already"),
-        ignore(DOWN, Overdue, "nobody waits for it"),
+        ignore(DOWN, Overdue, "no job is waited for"),
         timer(S.RESTARTING, Restart, "_restart", S.LOADING),
         on((*COMING_UP, *UP, S.RESTARTING, S.FAILED), Stop, "_stop", S.STOPPED),
         ignore(S.STOPPED, Stop, "stopping twice is stopping once"),
@@ -444,7 +444,7 @@ class Worker(Machine):
         if self.state is S.SWITCHING and self._plans[0].mode != self._modes[0]:
             mode = self._plans[0].mode  # to the first mode it need not be switched again: it comes up in it
             self._fatal[mode] = self._fatal.get(mode, 0) + 1
-        if not self._was_ready:  # it never came up: whoever starts it should hear that at once
+        if not self._was_ready:  # it never came up: the caller that starts it should hear that at once
             return self._give_up(fault, message)
         if len(self._losses) > policy.max_restarts:
             times = f" {len(self._losses)} times in a row" if policy.max_restarts else ""

@@ -202,11 +202,11 @@ class Recording:
     def adds(self, stream: Stream, is_alone: bool) -> None:
         """A new stream will be there; `is_alone`: it is the only one."""
         if is_alone and len(self.log) > self._segment_bytes // 2:
-            self._turn_over()  # nobody waits now, and the snapshot is small
+            self._turn_over()  # no message waits now, and the snapshot is small
         self._put(ADDED, pack(stream, self._kinds, self._known))
 
     def forgot(self, stream_id: int) -> None:
-        """Nobody reads this stream any more."""
+        """This stream is not read any more."""
         self.log += bytes([FORGOT]) + varint(stream_id)
 
     def raised(self, codes: Codes, before: str, event: Any, error: BaseException) -> None:

@@ -571,7 +571,7 @@ class Scheduler(Machine):
         return outputs
 
     def _note_first(self, request: Request) -> None:
-        """Its first token is there: its prompt counts, and nobody waits for it any more."""
+        """Its first token is there: its prompt counts, and the deadline of a first token is over."""
         self._hurried.discard(request.stream_id)
         self._prompt_tokens += request.num_prompt
         self._queried += request.num_prompt

@@ -115,7 +115,7 @@ NO_FRAMES: dict[str, tuple[bytes, str]] = {
     "too long": (struct.pack("!I", 2**28 + 1), "a frame of 268435457 bytes"),
     "no msgpack": (struct.pack("!I", 3) + b"\xc1\xc1\xc1", "cannot be read"),
     "no array": (struct.pack("!I", 1) + b"\x05", "cannot be read"),
-    "unknown": (frame(0, 0, "Hello", {}), "a message 'Hello', which nobody knows here"),
+    "unknown": (frame(0, 0, "Hello", {}), "a message 'Hello', which is not known here"),
     "wrong body": (frame(0, 0, "StepDone", {"step_id": "x"}), "cannot be read"),
     "out of order": (frame(0, 1, "Beat", {}), "frame 1 came where frame 0 was due"),
     "twice": (frame(0, 0, "Beat", {}) * 2, "frame 0 came where frame 1 was due"),
