@@ -101,9 +101,10 @@ async def test_messages_are_handled_in_order_on_the_next_turn_of_the_loop() -> N
     assert world.machine.heard == ["a", "b", "c"]
 
 
-async def test_what_was_told_before_the_actor_opened_waits_for_it() -> None:
+@pytest.mark.parametrize("urgent", [False, True])
+async def test_what_was_told_before_the_actor_opened_waits_for_it(urgent: bool) -> None:
     world = World()
-    world.say("early")
+    world.say("early", urgent=urgent)
     await a_turn()
     assert world.machine.heard == []
     world.actor.open(Turns(asyncio.get_running_loop()))
@@ -157,6 +158,19 @@ async def test_a_turn_takes_so_many_messages_and_no_more_control_first_and_the_n
     for turns in (1, 2):
         await a_turn()
         assert len(world.machine.heard) == min((1 + turns) * MESSAGES_MAX, 3 * MESSAGES_MAX - 1)
+
+
+async def test_more_control_messages_than_a_turn_takes_have_the_next_one_and_data_waits_for_them() -> None:
+    world = World(limit=10 * MESSAGES_MAX)
+    world.actor.open(Turns(asyncio.get_running_loop()))
+    for num_data in (0, 1):
+        world.say(*["data"] * num_data)
+        world.say(*["control"] * (MESSAGES_MAX + 3), urgent=True)
+        await a_turn()
+        assert world.machine.heard == ["control"] * MESSAGES_MAX
+        await a_turn()
+        assert world.machine.heard == ["control"] * (MESSAGES_MAX + 3) + ["data"] * num_data
+        world.machine.heard.clear()
 
 
 async def test_data_written_while_the_control_lane_is_read_waits_for_the_next_turn() -> None:
@@ -213,11 +227,13 @@ async def test_a_machine_that_raises_is_dead_and_reported_once() -> None:
     assert world.say("anyone?") == [False]
 
 
-async def test_closing_in_the_middle_of_a_turn_ends_the_turn() -> None:
+@pytest.mark.parametrize("urgent", [False, True])
+async def test_closing_in_the_middle_of_a_turn_ends_the_turn(urgent: bool) -> None:
     world = World()
     world.machine.on_word = lambda word: world.actor.close()
     world.actor.open(Turns(asyncio.get_running_loop()))
-    world.say("a", "b")
+    world.say("a", "b", urgent=urgent)
+    world.say("c")
     await a_turn()
     assert world.machine.heard == ["a"]
     assert world.deaths == []

@@ -11,7 +11,7 @@ import pytest
 from novainfer.actors.device.fake import ByteTokenizer, FakeDevice
 from novainfer.actors.runtime import Runtime
 from novainfer.fsm.messages.errors import EngineClosed, ModelLoadError
-from novainfer.fsm.messages.events import Cause
+from novainfer.fsm.messages.events import CancelRequest, Cause, Fault, Incident
 from novainfer.fsm.messages.params import NUM_CHOICES_MAX
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.scheduler import PARKED_PER_SLOT
@@ -99,11 +99,15 @@ async def test_many_streams_at_once_get_their_own_tokens() -> None:
 
 
 @pytest.mark.parametrize("job", ["load", "fit", "warm"])
-async def test_a_device_that_fails_to_come_up_says_why_in_one_sentence(job: str) -> None:
+async def test_a_device_that_fails_to_come_up_says_why_in_one_sentence(
+    job: str, caplog: pytest.LogCaptureFixture
+) -> None:
     device = FailingDevice(job, RuntimeError("there is a hole in the disk"))
     runtime = make_runtime(device)
     with pytest.raises(ModelLoadError, match=r"^RuntimeError: there is a hole in the disk$"):
         await runtime.start()
+    assert caplog.messages == []  # who has started it is told
+    assert [record.kind for record in runtime.incidents.records()] == ["gave_up"]
     assert device.is_closed
     assert other_tasks() == set()
 
@@ -347,6 +351,49 @@ async def test_what_was_computed_before_the_close_can_still_be_read() -> None:
     found = await read_all(handle)
     assert found.token_ids == expected([65], 3)
     assert found.end.code == "draining"
+
+
+async def test_a_drain_ends_with_the_last_stream() -> None:
+    async with running() as runtime:
+        reader = asyncio.create_task(answer(runtime, "last", params(5)))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(WAIT_S):
+            await runtime.drain(timeout_s=100 * WAIT_S)
+        assert (await reader).is_well
+
+
+async def test_what_is_urgent_waits_on_the_control_lane() -> None:
+    async with running() as runtime:
+        late = CancelRequest(0, Cause.CLIENT)
+        for urgent in (False, True):
+            runtime._route("scheduler", late, urgent)
+        assert runtime._actors["scheduler"].waiting() == ([late], [late], [])
+
+
+async def test_an_incident_of_the_worker_touches_all_that_it_computes() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve)) as runtime:
+        for name in ("one", "two"):
+            runtime.add(name, [65], params(4), 0)
+        await valve.step_arrived()
+        for stream_ids in ([], [1]):
+            incident = Incident(kind=Fault.LOST, message="gone", action="none", stream_ids=stream_ids)
+            runtime._route("incidents", incident, False)
+        whole, single = runtime.incidents.records()
+        assert (whole.requests, single.requests) == (["one", "two"], ["two"])
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+async def test_each_step_is_noted_when_it_is_asked_for_planned_launched_and_handed_on(max_in_flight: int) -> None:
+    async with running(max_in_flight=max_in_flight) as runtime:
+        await answer(runtime, "abc", params(6))
+        last, _, _ = runtime.steps._planned[-1]
+        await eventually(lambda: runtime.steps.totals().outputs[1] >= 6)
+        records = runtime.last_steps(10)
+        assert last == records[-1].step_id
+        asked = [record.time - record.schedule_us / 1e6 for record in records]
+        assert asked == sorted(set(asked))
+        assert all(record.outputs_us is not None for record in records[:6])
 
 
 async def test_a_drain_ends_though_an_actor_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:

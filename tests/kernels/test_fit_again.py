@@ -188,11 +188,15 @@ def test_a_draft_model_begins_anew(folder: Path) -> None:
 def test_what_a_draft_model_has_put_off_is_forgotten_with_the_old_cache(folder: Path) -> None:
     runner = make_runner(folder, "native", draft_dir=folder, num_speculative_tokens=4, max_model_len=160)
     fit(runner, 64)
-    driver = Driver(runner)
-    driver.generate([driver.add(slot, LONG) for slot in range(3)], 20)
+    driver = Driver(runner, num_drafts=4)
+    rows = [driver.add(slot, LONG) for slot in range(3)]
+    driver.step(*rows)
+    driver.num_drafts = 0
+    driver.generate(rows, 20)
     proposer = runner._proposer
     assert proposer is not None
     assert proposer._late_tokens
+    assert proposer._is_known.any()
     fit(runner, 12)
     assert (proposer._late_tokens, proposer._is_known.any(), len(proposer._drafted)) == ([], False, 12)
     again = Driver(runner, num_drafts=4)

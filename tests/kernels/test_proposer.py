@@ -12,7 +12,7 @@ from driver import Driver, Sequence, backend_registry, make_runner
 
 from novainfer.fsm.messages.step import SeqParams, StepPlan
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.runtime.proposer import Proposer
+from novainfer.kernels.runtime.proposer import LATE_STEPS, Proposer
 from novainfer.kernels.runtime.runner import DRAFT_FAILURES_MAX, GIVEN_UP, ModelRunner
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)
@@ -43,9 +43,14 @@ def alone(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
 
 
 def check_drafts(driver: Driver, draft: Path, *rows: Sequence) -> None:
-    """The drafts of the last step are what the draft model says behind all tokens so far."""
+    """The drafts of the last step are what the draft model says behind all tokens so far, and it has computed those."""
+    proposer = driver.runner._proposer
+    assert proposer is not None
     assert driver.last.draft_error is None
     for row, drafts in zip(rows, driver.last.draft_token_ids, strict=True):
+        assert proposer._tokens[row.slot, : len(row.tokens)].tolist() == row.tokens
+        left = [max(len(row.tokens) - at * driver.block_size, 0) for at in range(len(row.blocks))]
+        assert proposer._drafted[row.blocks].tolist() == [min(count, driver.block_size) for count in left]
         assert drafts == alone(draft, row.tokens, K)
 
 
@@ -73,6 +78,9 @@ def test_drafts_beyond_the_blocks_of_a_sequence_lie_in_blocks_of_its_slot(folder
     scratch = [{int(block) for block in tables[slot] if block >= num_blocks} for slot in range(3)]
     assert all(scratch)
     assert len(set.union(*scratch)) == sum(map(len, scratch))
+    for _ in range(20):  # at every place in a block
+        driver.step(*rows)
+        check_drafts(driver, smaller, *rows)
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(folder: Path) -> None:
@@ -112,6 +120,11 @@ def test_it_catches_up_on_what_it_did_not_compute(folder: Path, smaller: Path) -
     driver.step(first)
     driver.generate([first], 7)
     assert driver.last.draft_token_ids == []
+    driver.num_drafts = K
+    driver.step(first)
+    check_drafts(driver, smaller, first)
+    driver.num_drafts = 0
+    driver.generate([first], 2)
     sharing = driver.share(1, [*PROMPT, 40, 41], first)
     driver.num_drafts = K
     driver.step(sharing, first)
@@ -122,8 +135,12 @@ def test_it_catches_up_on_what_it_did_not_compute(folder: Path, smaller: Path) -
     assert kept._drafted[first.blocks[0]] == 16
     kept.follow(StepPlan(swap_in_blocks=[first.blocks[0]]))
     assert kept._drafted[first.blocks[0]] == 0
+    driver.step(first)
+    check_drafts(driver, smaller, first)
+    assert kept._drafted[first.blocks[0]] == 16  # though it has the block behind it
+    kept._drafted[first.blocks[0]] = 0
     kept._drafted[first.blocks[1]] = 16
-    kept.follow(StepPlan(copy_from_blocks=[0], copy_to_blocks=[first.blocks[1]]))
+    runner.execute(StepPlan(copy_from_blocks=[0], copy_to_blocks=[first.blocks[1]]))  # and nothing is computed
     assert kept._drafted[first.blocks[1]] == 0
     driver.step(first)
     check_drafts(driver, smaller, first)
@@ -157,8 +174,30 @@ def test_a_block_of_another_owner_holds_nothing_of_the_last_one(folder: Path, sm
     driver.release(first)
     second = driver.add(0, [50, 51, 52])
     second.blocks = blocks[:1]
+    for _ in range(20):  # it grows into another one
+        driver.step(second)
+        check_drafts(driver, smaller, second)
+    assert blocks[1] in second.blocks
+
+
+def test_what_a_slot_was_given_late_is_not_taken_for_its_next_owners(folder: Path, smaller: Path) -> None:
+    """Of steps without drafts the tokens are noted later; by then the slot may have another owner."""
+    driver = Driver(drafting(folder, smaller), num_drafts=K)
+    proposer = driver.runner._proposer
+    assert proposer is not None
+    first, other, third = driver.add(0, PROMPT), driver.add(1, PROMPT[:4]), driver.add(2, [5, 6])
+    driver.step((other, 1), first, third)
+    driver.num_drafts = 0
+    for step in range(LATE_STEPS + 3):
+        driver.step((other, 1), first, third) if step < 3 else driver.step(first, third)
+    assert len(proposer._late_tokens) == 3
+    driver.release(first)
+    driver.num_drafts = K
+    second = driver.add(0, [*range(20, 80), *range(20, 80)])
     driver.step(second)
     check_drafts(driver, smaller, second)
+    driver.step(other, third)
+    check_drafts(driver, smaller, other, third)
 
 
 def test_more_than_a_step_holds_is_caught_up_in_several(folder: Path, smaller: Path) -> None:
@@ -170,6 +209,18 @@ def test_more_than_a_step_holds_is_caught_up_in_several(folder: Path, smaller: P
     assert driver.last.draft_token_ids == []
     driver.step(first)
     check_drafts(driver, smaller, first)
+
+
+def test_what_several_rows_catch_up_on_is_no_more_than_a_step_holds(folder: Path, smaller: Path) -> None:
+    driver = Driver(drafting(folder, smaller, max_num_batched_tokens=40), num_drafts=K)
+    first, second = driver.add(0, PROMPT), driver.add(1, PROMPT[::-1])
+    driver.step((first, 20))
+    driver.step((second, 20))
+    driver.step(first, second)
+    assert driver.last.draft_error is None
+    assert [len(drafts) for drafts in driver.last.draft_token_ids] == [K, 0]
+    driver.step(first, second)
+    check_drafts(driver, smaller, first, second)
 
 
 def test_no_draft_goes_beyond_a_context(folder: Path, smaller: Path) -> None:
@@ -201,6 +252,7 @@ def test_an_error_of_the_draft_model_costs_drafts_and_no_tokens(
             patch.setattr(proposer, "_compute", fail)
             driver.step(first)
         assert (driver.last.draft_error, driver.last.draft_token_ids) == ("RuntimeError: planted", [])
+        assert driver.last.draft_s > 0  # it took its time all the same
         if round_ == 0:
             driver.step(first)
             check_drafts(driver, smaller, first)
