@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from typing import Any
 
 import pytest
@@ -383,14 +384,26 @@ async def test_an_incident_of_the_worker_touches_all_that_it_computes() -> None:
         assert (whole.requests, single.requests) == (["one", "two"], ["two"])
 
 
+class Planned(deque[tuple[int, int, float]]):
+    """Remembers of which steps it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step_ids: list[int] = []
+
+    def append(self, item: tuple[int, int, float]) -> None:
+        self.step_ids.append(item[0])
+        super().append(item)
+
+
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 async def test_each_step_is_noted_when_it_is_asked_for_planned_launched_and_handed_on(max_in_flight: int) -> None:
     async with running(max_in_flight=max_in_flight) as runtime:
+        planned = runtime.steps._planned = Planned()
         await answer(runtime, "abc", params(6))
-        last, _, _ = runtime.steps._planned[-1]
         await eventually(lambda: runtime.steps.totals().outputs[1] >= 6)
         records = runtime.last_steps(10)
-        assert last == records[-1].step_id
+        assert planned.step_ids == [record.step_id for record in records]
         asked = [record.time - record.schedule_us / 1e6 for record in records]
         assert asked == sorted(set(asked))
         assert all(record.outputs_us is not None for record in records[:6])
