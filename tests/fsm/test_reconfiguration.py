@@ -25,13 +25,16 @@ from novainfer.fsm.messages.events import (
     Fit,
     JobDone,
     JobFailed,
+    KeepOver,
     Kill,
     Launch,
     Load,
     MakeBatch,
+    PauseRequest,
     Reconfigure,
     Reconfigured,
     Restart,
+    ResumeRequest,
     Spawn,
     StepFailed,
     Stop,
@@ -361,6 +364,47 @@ def test_what_a_failed_step_was_to_copy_out_is_computed_again():
     bench.run()
     assert bench.scheduler.statistics().swapped_in_blocks_total == 0
     assert bench.scheduler.statistics().finished_total["FINISHED_LENGTH"] == 1
+
+
+def test_what_the_host_had_before_the_step_that_failed_is_there_and_what_that_was_to_copy_of_who_is_paused_is_not():
+    bench = Bench(num_host_blocks=16)
+    copied, paused, _ = (bench.submit([1 + i, 2, 3, 4, 5], max_tokens=20) for i in range(3))
+    bench.start()
+    bench.step()
+    bench.tell(PauseRequest(copied))
+    bench.step()
+    bench.tell(KeepOver(copied))
+    bench.step()
+    bench.step()
+    num_copied = bench.scheduler.planner.cache.num_copied(bench.request(copied))
+    assert num_copied == bench.scheduler.statistics().swapped_out_blocks_total == 2
+    bench.tell(PauseRequest(paused))
+    bench.step()
+    bench.tell(MakeBatch(bench.device.run(bench.plan), vacates=True))
+    assert bench.plan is not None
+    assert len(bench.plan.swap_out_blocks) > 3
+    failed = StepFailed(bench.plan.step_id, 0, Fault.EXCEPTION, "broken", launched=False)
+    bench.tell(MakeBatch(failed, vacates=True))
+    refit(bench, 32)
+    for request_id in (copied, paused):
+        bench.tell(ResumeRequest(request_id))
+    bench.run()
+    assert bench.scheduler.statistics().swapped_in_blocks_total == num_copied
+    assert bench.scheduler.statistics().finished_total["FINISHED_LENGTH"] == 3
+    alone = Bench()
+    for i in range(3):
+        alone.submit([1 + i, 2, 3, 4, 5], max_tokens=20)
+    alone.run()
+    assert texts(bench) == texts(alone)
+
+
+def test_the_host_has_as_many_blocks_as_the_worker_says():
+    bench = Bench(num_host_blocks=16)
+    for num_host_blocks in (4, 20):
+        bench.configuration = msgspec.structs.replace(bench.configuration, num_host_blocks=num_host_blocks)
+        bench.lose()
+        bench.recover()
+        assert bench.scheduler.statistics().num_host_blocks == num_host_blocks
 
 
 def test_a_worker_that_dies_while_requests_leave_clears_none_of_those_that_are_to_be_tried_alone():
