@@ -12,7 +12,7 @@ import pytest
 from novainfer.actors.device.fake import ByteTokenizer, FakeDevice
 from novainfer.actors.runtime import Runtime
 from novainfer.fsm.messages.errors import EngineClosed, ModelLoadError
-from novainfer.fsm.messages.events import CancelRequest, Cause, Fault, Incident
+from novainfer.fsm.messages.events import CancelRequest, Cause, Departed, Fault, Incident, Output, Outputs
 from novainfer.fsm.messages.params import NUM_CHOICES_MAX
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.scheduler import PARKED_PER_SLOT
@@ -369,6 +369,32 @@ async def test_what_is_urgent_waits_on_the_control_lane() -> None:
         for urgent in (False, True):
             runtime._route("scheduler", late, urgent)
         assert runtime._actors["scheduler"].waiting() == ([late], [late], [])
+
+
+async def test_what_finds_no_room_in_a_mailbox_is_a_bug_that_is_told() -> None:
+    async with running() as runtime:
+        gate = runtime._actors["gate"]
+        gate._limit = 0
+        with pytest.raises(AssertionError, match="the mailbox of gate is full"):
+            runtime._route("gate", Departed([]), False)
+        gate.close()
+        runtime._route("gate", Departed([]), False)  # whoever is dead hears nothing, and the system stops already
+
+
+async def test_streams_are_told_one_after_the_other_in_turns_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After that of the worker, which was asked for before: the device begins first. Readers are next."""
+    async with running() as runtime:
+        told: list[Any] = []
+        monkeypatch.setattr(runtime._streams, "take", lambda outputs: told.append(outputs.outputs))
+        runtime._turns.ask(lambda: told.append("the worker") or 1)  # type: ignore[func-returns-value]
+        outputs: list[list[Any]] = [[Output(i, i, 0, [], "")] for i in range(2)]
+        for each in outputs:
+            runtime._route("streams", Outputs(each), False)
+        asyncio.get_running_loop().call_soon(told.append, "readers")
+        assert told == []
+        await eventually(lambda: len(told) == 4)
+        assert told == ["the worker", outputs[0], "readers", outputs[1]]
+        monkeypatch.undo()
 
 
 async def test_an_incident_of_the_worker_touches_all_that_it_computes() -> None:

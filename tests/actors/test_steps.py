@@ -113,6 +113,32 @@ def test_two_steps_in_flight_share_the_time_of_the_device_and_each_has_its_own_o
     assert round(1e6 * log.totals().device[0]) == 400
 
 
+def test_steps_that_go_to_the_device_together_were_asked_for_one_after_the_other() -> None:
+    """They wait for a switch of mode, say. One that was planned before, and never went there, is passed over."""
+    world = World()
+    log = world.log
+    for step_id, schedule_us in ((1, 5), (2, 100), (3, 40)):
+        log.asked(MakeBatch())
+        world.wait(schedule_us)
+        log.planned(Launch(plan(step_id)))
+    log.asked(MakeBatch())
+    for step_id in (2, 3):
+        log.launched(plan(step_id))
+    assert [record.schedule_us for record in log.records(5, is_running=True)] == [140.0, 40.0]
+
+
+def test_outputs_that_come_without_a_step_are_those_of_none() -> None:
+    world = World()
+    world.step(1)
+    world.step(2, device_us=None)
+    world.log.delivered(1e-6)
+    world.log.delivered(5e-6)
+    world.log.asked(MakeBatch())
+    world.log.handed_on()
+    world.log.delivered(99e-6)
+    assert [record.outputs_us for record in world.log.records(5, is_running=True)] == [5.0, None]
+
+
 def test_a_failed_step_says_how() -> None:
     world = World()
     world.log.launched(plan(1))

@@ -85,6 +85,21 @@ async def test_one_callback_is_pending_however_many_turns_are_asked_for(monkeypa
     assert told.took == ["a", "c", "e", "b", "d"]
 
 
+async def test_one_callback_is_pending_too_while_turns_wait_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, callbacks = asyncio.get_running_loop(), []
+    call_soon = loop.call_soon
+    told = Told()
+    told.ask("a", "b", messages=MESSAGES_MAX)
+    monkeypatch.setattr(loop, "call_soon", lambda call, *a, **k: (callbacks.append(call), call_soon(call, *a, **k))[1])
+    await once_around()
+    told.ask("d")
+    assert callbacks.count(told.turns._run) == 1
+    monkeypatch.undo()
+    for _ in range(3):
+        await once_around()
+    assert told.took == ["a", "b", "d"]
+
+
 async def test_a_turn_that_raises_takes_no_other_along() -> None:
     told, errors = Told(), []
     loop = asyncio.get_running_loop()
