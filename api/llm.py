@@ -215,7 +215,8 @@ async def _generate_one(engine: Engine, prompt: Any, params: SamplingParams | No
             choice.stop_reason = delta.stop_reason
             choice.seed = delta.seed
             output.request_id, output.seed = delta.request_id, choices[0].seed
-            output.num_cached_tokens = delta.num_cached_tokens
+            if delta.index == 0:  # what the others find in the prefix cache is the work of the first
+                output.num_cached_tokens = delta.num_cached_tokens
             output.prompt_token_ids = delta.prompt_token_ids or output.prompt_token_ids
     except NovaInferError as error:
         output.error, output.outputs = error, []

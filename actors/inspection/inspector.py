@@ -330,7 +330,7 @@ class Inspector(Observer):
             time=note.came.time,
             dwell_s=shown.dwell_s,
             prompt_tokens=request.num_prompt,
-            cached_tokens=shown.cached_tokens if is_one else sum(c.cached_tokens for c in choices),
+            cached_tokens=choices[0].cached_tokens,
             generated_tokens=shown.generated_tokens if is_one else sum(c.generated_tokens for c in choices),
             draft_tokens=sum(c.draft_tokens for c in choices),
             accepted_draft_tokens=sum(c.accepted_draft_tokens for c in choices),

@@ -40,8 +40,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `reason` is "overflow", "tokenizing", "queue", "blocks", "slots", "prefix", "swapped", "recovering",
     "reconfiguring" or "paused: slow reader"; None when nothing keeps it from running. `position` is its place in the
     queue. With several choices, state, reason and history are those of the first one that has not ended; counts of
-    blocks and tokens are sums. Of the guesses that steps have verified (`draft_tokens`), `accepted_draft_tokens` were
-    right.
+    blocks and tokens are sums, but for the prompt, which counts once: `cached_tokens` of it were in the prefix cache
+    when the first choice ran. Of the guesses that steps have verified (`draft_tokens`), `accepted_draft_tokens`
+    were right.
     """
 
     id: str

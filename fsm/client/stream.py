@@ -112,7 +112,7 @@ class Stream(Machine):
         self.name = name
         self._num_open = num_choices
         self._pending: dict[int, Delta] = {}  # choice -> what it has that was not read
-        self._begun: tuple[int, int] = (0, 0)  # prompt tokens, cached tokens
+        self._begun: tuple[int, int] = (0, 0)  # prompt tokens, and those that were cached for the first choice
         self._seeds = [0] * num_choices
         self._generated = [0] * num_choices
         self._weights: dict[int, int] = {}  # choice -> what its unread tokens count, if more than one each
@@ -150,7 +150,8 @@ class Stream(Machine):
         delta = self._pending.get(choice)
         if event.first is not None:
             first = event.first
-            self._begun = (first.num_prompt_tokens, max(first.num_cached_tokens, self._begun[1]))
+            # What the other choices find in the prefix cache is mostly the work of the first.
+            self._begun = (first.num_prompt_tokens, first.num_cached_tokens if choice == 0 else self._begun[1])
             self._seeds[choice] = first.seed
         if delta is None:
             num_prompt, num_cached = self._begun

@@ -31,8 +31,9 @@ class Delta(msgspec.Struct, kw_only=True):
 
     `text` never splits a UTF-8 character or a stop string; `token_ids` may therefore run ahead of it.
     `finish_reason` is set on the last delta of each choice. `prompt_token_ids` is set on the first delta.
-    Counts are totals so far, in tokens; `num_cached_tokens` of the prompt came from the prefix cache. On the last delta
-    of each choice, `num_draft_tokens` guesses were verified for it, and `num_accepted_tokens` of them were right.
+    Counts are totals so far, in tokens; `num_cached_tokens` of the prompt came from the prefix cache when its first
+    choice ran. On the last delta of each choice, `num_draft_tokens` guesses were verified for it, and
+    `num_accepted_tokens` of them were right.
     `is_degraded`: some of it was computed in a degraded mode (plainer kernels or a lower precision than the engine was
     started with), and may differ from what it says otherwise.
     """

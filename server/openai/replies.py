@@ -122,7 +122,11 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class Tally:
-    """Counts tokens of one HTTP request as its deltas pass; choice i belongs to prompt i // n."""
+    """Counts tokens of one HTTP request as its deltas pass; choice i belongs to prompt i // n.
+
+    A prompt counts once, and so does what the prefix cache had of it: when its first choice ran. What the others find
+    there is the work of the first.
+    """
 
     def __init__(self, num_prompts: int, n: int) -> None:
         self._n = n
@@ -134,7 +138,8 @@ class Tally:
     def add(self, delta: Delta) -> None:
         prompt_index = delta.index // self._n
         self._prompt_tokens[prompt_index] = delta.num_prompt_tokens
-        self._cached_tokens[prompt_index] = delta.num_cached_tokens
+        if delta.index % self._n == 0:
+            self._cached_tokens[prompt_index] = delta.num_cached_tokens
         self.completion_tokens += len(delta.token_ids)
         self._draft_tokens += delta.num_draft_tokens  # the last delta of a choice has them
         self._accepted_tokens += delta.num_accepted_tokens

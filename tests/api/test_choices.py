@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from novainfer import Engine, EngineConfig, SamplingParams
+from novainfer import LLM, Engine, EngineConfig, SamplingParams
 from novainfer.assembly import model_spec
 from novainfer.fsm.messages.step import StepDone, StepPlan
 from tests.api.helpers import blocks_back
@@ -89,3 +89,21 @@ async def test_choices_are_the_same_with_drafts(right: list[Any]) -> None:
     found, statistics = await answers(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     assert found == right
     assert statistics.copied_blocks > 0
+
+
+def test_what_was_cached_of_a_prompt_is_what_its_first_choice_found() -> None:
+    """The others find what the first has computed, whichever ends last."""
+    with LLM(max_num_seqs=8, seed=0) as llm:
+        (cold,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], SamplingParams(n=3, max_tokens=2), use_tqdm=False)
+        assert cold.num_cached_tokens == 0
+        (warm,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], SamplingParams(n=3, max_tokens=2), use_tqdm=False)
+        assert 0 < warm.num_cached_tokens < len(PROMPTS[0])
+
+
+async def test_a_request_is_shown_with_what_its_first_choice_found_in_the_prefix_cache() -> None:
+    async with Engine(EngineConfig(max_num_seqs=8, seed=0)) as engine:
+        async for _ in engine.generate(PROMPTS[0], SamplingParams(n=3, max_tokens=2)):
+            pass
+        (found,) = engine.requests()
+        assert [choice.cached_tokens for choice in found.choices] == [0, len(PROMPTS[0]) - 1, len(PROMPTS[0]) - 1]
+        assert (found.prompt_tokens, found.cached_tokens) == (len(PROMPTS[0]), 0)

@@ -54,6 +54,18 @@ def test_outputs_that_were_not_read_merge_into_one_delta():
     assert delta.prompt_token_ids == [1, 2, 3]
 
 
+def test_a_prompt_was_cached_as_far_as_its_first_choice_found_it():
+    """What the second one finds there is what the first has computed."""
+    s = Stream(1, "r", 2)
+    s.handle(output(65, first=Begun(8, 4, [], 42)))
+    s.handle(output(65, choice=1, first=Begun(8, 7, [], 43)))
+    found = [read(s), read(s)]
+    s.handle(output(66, end=WELL))
+    s.handle(output(66, choice=1, end=WELL))
+    found += [read(s), read(s)]
+    assert [delta.num_cached_tokens for delta in found if isinstance(delta, Delta)] == [4, 4, 4, 4]
+
+
 def test_merged_deltas_keep_every_log_probability():
     s = stream()
     logprobs = [TokenLogprob(i, b"", -1.0, []) for i in (65, 66)]

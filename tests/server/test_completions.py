@@ -5,6 +5,8 @@ from typing import Any
 import httpx
 import pytest
 
+from novainfer import Delta
+from novainfer.server.openai.replies import Tally
 from tests.server.fakes import FakeEngine
 from tests.server.test_chat import events
 
@@ -71,3 +73,13 @@ async def test_one_bad_prompt_ends_the_others(client: httpx.AsyncClient, engine:
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert not engine.active
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 3, 0, 2), (3, 2, 1, 0)])
+def test_a_prompt_was_cached_as_far_as_its_first_choice_found_it_whichever_ends_last(order: tuple[int, ...]) -> None:
+    tally = Tally(2, 2)
+    cached = {0: 0, 1: 15, 2: 8, 3: 15}  # the second choice of each finds what the first has computed
+    for index in order:
+        tally.add(Delta(request_id="r", index=index, num_prompt_tokens=16, num_cached_tokens=cached[index]))
+    usage = tally.usage()
+    assert (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens) == (32, 8)
