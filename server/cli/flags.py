@@ -29,11 +29,18 @@ def flag(group: str, *names: str, **how: Any) -> Callable[[Command], Command]:
     return click.option(*names, cls=Flag, group=group, **how)
 
 
-def flag_of_setting(setting: Setting, *names: str, **how: Any) -> Callable[[Command], Command]:
-    """The flag of an engine's setting; `names` are other ones for it, and `how` is what it has beside its type."""
+def flag_of_setting(
+    setting: Setting, *names: str, more: str = "", shown: str | None = None, **how: Any
+) -> Callable[[Command], Command]:
+    """The flag of an engine's setting; `names` are other ones for it, and `how` is what it has beside its type.
+
+    Its help is the setting's own sentence, which ends with what is `more`, and the default, or what is `shown` of it.
+    """
     default, kind = setting.default, setting.kind
-    shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
-    shown = setting.unset if default is None else shown
+    if shown is None and isinstance(default, bool):
+        shown = "on" if default else "off"
+    elif shown is None:
+        shown = setting.unset if default is None else str(default)
     name = setting.flag
     if default is True or (default is None and bool in get_args(kind)):
         name = f"{name}/--no-{name.removeprefix('--')}"
@@ -43,7 +50,8 @@ def flag_of_setting(setting: Setting, *names: str, **how: Any) -> Callable[[Comm
         how.setdefault("type", click.Choice(setting.choices))
     else:
         how.setdefault("type", next((one for one in (int, float) if one is kind or one in get_args(kind)), str))
-    how.setdefault("help", f"{setting.text} [default: {shown}]" if shown != "" else setting.text)
+    text = f"{setting.text.removesuffix('.')}; {more}" if more else setting.text
+    how["help"] = f"{text} [default: {shown}]" if shown else text
     return flag(setting.group, name, *names, setting.name, default=None, **how)
 
 

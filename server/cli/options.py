@@ -27,15 +27,12 @@ MODEL_SOURCES = {
     "hf_checkpoint": "--hf-checkpoint",
     "checkpoint_path": "--checkpoint-path",
 }
-# What a flag has beside what the setting says of it.
+# What a flag has beside what the setting says of it (see `flag_of_setting`).
 MORE: dict[str, dict[str, Any]] = {
-    "device": {
-        "type": click.Choice(["cpu", "cuda", "nvidia"]),
-        "help": "Where the model runs; nvidia is another word for cuda. [default: cpu]",
-    },
+    "device": {"type": click.Choice(["cpu", "cuda", "nvidia"]), "more": "nvidia is another word for cuda."},
     "dtype": {"metavar": "NAME"},
     "recorder_dir": {"type": click.Path(file_okay=False)},
-    "worker": {"help": "A process is restarted when it is lost. [default: process for serve, else thread]"},
+    "worker": {"shown": "process for serve, else thread"},
 }
 TAKE_OBJECTS = {setting.name for setting in settings_of(EngineConfig) if setting.takes_object}
 ALIASES = {"kv_cache_memory_utilization": ("--gpu-memory-utilization",)}
