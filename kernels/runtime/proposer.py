@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -197,7 +196,8 @@ class Proposer:
         """Drafts for each of `plan.sample_seqs`, behind the tokens that it got; `block_table` is the target's.
 
         As many as `plan.num_drafts_wanted` says, at most; none where a row has ended in `NO_TOKEN`, where the context
-        is full, while more is to be caught up than a step holds, and where the last block is not the row's own yet.
+        is full, while more is to be caught up than a step holds, and where a row before it, which shares its last
+        block yet, goes on with another token.
         """
         if not (plan.num_drafts or plan.num_drafts_wanted):
             if len(self._late_tokens) == LATE_STEPS:
@@ -206,16 +206,14 @@ class Proposer:
             return []
         self._note_late()
         drafts: list[list[int]] = [[] for _ in plan.sample_seqs]
-        rows = self._take_tokens(plan, done)
+        rows = self._take_tokens(plan, done, block_table)
         if not rows:
             return drafts
-        lasts = Counter(self._last_block(plan, seq, block_table) for seq in plan.sample_seqs)
         first, ready, left = StepPlan(), [], self._buffers.max_num_batched_tokens
         for row, seq, length, wanted in rows:
             slot = plan.slots[seq]
             count = min(wanted, self.num_speculative_tokens, self._buffers.max_model_len - length)
-            last = self._last_block(plan, seq, block_table)
-            if count <= 0 or left <= 0 or (last >= 0 and lasts[last] > 1):  # they would write over each other
+            if count <= 0 or left <= 0:
                 continue
             if not self._is_known[slot]:
                 raise ValueError(f"drafts are wanted for slot {slot}, whose tokens so far were not given")
@@ -251,22 +249,23 @@ class Proposer:
             )
         return drafts
 
-    def _last_block(self, plan: StepPlan, seq: int, block_table: npt.NDArray[np.int32]) -> int:
-        """The block into which a sequence of `plan` writes its next token; -1: one that it does not have yet."""
-        index, place = divmod(plan.context_lens[seq], self._size)
-        return int(block_table[plan.slots[seq], index]) if place else -1
-
-    def _take_tokens(self, plan: StepPlan, done: StepDone) -> list[tuple[int, int, int, int]]:
+    def _take_tokens(
+        self, plan: StepPlan, done: StepDone, block_table: npt.NDArray[np.int32]
+    ) -> list[tuple[int, int, int, int]]:
         """Keep what the step has sampled; (row, sequence, tokens so far, drafts wanted) of rows that want drafts."""
         none = [0] * len(plan.sample_seqs)
         counts = done.num_tokens or [1] * len(plan.sample_seqs)
         num_drafts, wanted = plan.num_drafts or none, plan.num_drafts_wanted or none
-        rows, end = [], 0
+        rows, end, lasts = [], 0, dict[int, int]()  # the tokens that blocks end with
         for row, (seq, count) in enumerate(zip(plan.sample_seqs, counts, strict=True)):
             begin, end = end, end + count
             start = plan.context_lens[seq] - num_drafts[row]
             self._tokens[plan.slots[seq], start : start + count] = done.token_ids[begin:end]
-            if wanted[row] > 0 and done.token_ids[end - 1] != NO_TOKEN:
+            index, place = divmod(start + count - 1, self._size)
+            last = found = done.token_ids[end - 1]
+            if place:  # choices of one prompt share its last block, and each would write its own token there
+                last = lasts.setdefault(int(block_table[plan.slots[seq], index]), found)
+            if wanted[row] > 0 and found != NO_TOKEN and found == last:
                 rows.append((row, seq, start + count, wanted[row]))
         return rows
 

@@ -147,17 +147,23 @@ def test_it_catches_up_on_what_it_did_not_compute(folder: Path, smaller: Path) -
     assert kept._drafted[first.blocks[0]] == 16
 
 
-def test_rows_that_share_their_last_block_are_drafted_when_each_has_its_own(folder: Path, smaller: Path) -> None:
-    """Two choices of one prompt, and what they say first differs: it must not be written into one cell."""
+@pytest.mark.parametrize("is_same", [False, True])
+def test_of_rows_that_share_their_last_block_those_are_drafted_that_go_on_alike(
+    folder: Path, smaller: Path, is_same: bool
+) -> None:
+    """Two choices of one prompt: where what they say first differs, it must not be written into one cell."""
     driver = Driver(drafting(folder, smaller), num_drafts=K)
-    rows = [driver.add(slot, PROMPT, SeqParams(slot=slot, temperature=2.0, seed=slot)) for slot in (0, 1)]
+    seeds = (0, 0) if is_same else (0, 1)
+    rows = [
+        driver.add(slot, PROMPT, SeqParams(slot=slot, temperature=2.0, seed=seed)) for slot, seed in enumerate(seeds)
+    ]
     first, second = rows
     driver._grow(first, len(PROMPT))
     second.blocks, second.num_computed = list(first.blocks), len(PROMPT) - 1
     driver.step(first, second)
-    assert first.tokens[-1] != second.tokens[-1]
-    expected = [alone(smaller, row.tokens, K) for row in rows]  # [42, 42, 77], and [42, 42, 42] behind the other token
-    assert driver.last.draft_token_ids in ([], expected)
+    assert (first.tokens[-1] == second.tokens[-1]) == is_same
+    expected = [alone(smaller, row.tokens, K) for row in rows]  # [42, 42, 77]; [42, 42, 42] where the other is read
+    assert driver.last.draft_token_ids == [expected[0], expected[1] if is_same else []]
     second.blocks[1:], second.num_sent_blocks = [driver.free.pop()], 1
     copied = StepPlan(copy_from_blocks=[first.blocks[1]], copy_to_blocks=[second.blocks[1]])
     driver.runner.execute(copied)
