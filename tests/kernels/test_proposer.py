@@ -148,18 +148,19 @@ def test_it_catches_up_on_what_it_did_not_compute(folder: Path, smaller: Path) -
 
 
 @pytest.mark.parametrize("is_same", [False, True])
+@pytest.mark.parametrize("length", [25, 17, 31], ids="{} tokens".format)
 def test_of_rows_that_share_their_last_block_those_are_drafted_that_go_on_alike(
-    folder: Path, smaller: Path, is_same: bool
+    folder: Path, smaller: Path, is_same: bool, length: int
 ) -> None:
     """Two choices of one prompt: where what they say first differs, it must not be written into one cell."""
-    driver = Driver(drafting(folder, smaller), num_drafts=K)
+    driver, prompt = Driver(drafting(folder, smaller), num_drafts=K), (2 * PROMPT)[:length]
     seeds = (0, 0) if is_same else (0, 1)
     rows = [
-        driver.add(slot, PROMPT, SeqParams(slot=slot, temperature=2.0, seed=seed)) for slot, seed in enumerate(seeds)
+        driver.add(slot, prompt, SeqParams(slot=slot, temperature=2.0, seed=seed)) for slot, seed in enumerate(seeds)
     ]
     first, second = rows
-    driver._grow(first, len(PROMPT))
-    second.blocks, second.num_computed = list(first.blocks), len(PROMPT) - 1
+    driver._grow(first, length)
+    second.blocks, second.num_computed = list(first.blocks), length - 1
     driver.step(first, second)
     assert (first.tokens[-1] == second.tokens[-1]) == is_same
     expected = [alone(smaller, row.tokens, K) for row in rows]  # [42, 42, 77]; [42, 42, 42] where the other is read
