@@ -487,11 +487,11 @@ class Runtime:
             self.recorder.launched(job.plan)
 
     def _from_device(self, event: Any) -> None:
-        if isinstance(event, Incident):
-            self.incidents.take(event)
-            return
         if isinstance(event, STEP_ENDS):
             self.steps.returned(event)
+        elif isinstance(event, Incident):
+            self.incidents.take(event)
+            return
         else:
             self._note_job(event)
         self._tell("worker", event)

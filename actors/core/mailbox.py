@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from novainfer.actors.core.turns import MESSAGES_MAX, Turns
-from novainfer.fsm.core.machine import After, Drop, Effect, Machine, Send
+from novainfer.fsm.core.machine import After, Drop, Machine, Send
 from novainfer.fsm.health import Sighting
 
 if TYPE_CHECKING:
@@ -179,10 +179,6 @@ class Actor:
                 self._append(codes.short[type(event)][after])
             except KeyError:  # it happens for the first time, or has a code of two bytes
                 self._log += codes[type(event), after]
-        self.perform(effects)
-
-    def perform(self, effects: Sequence[Effect]) -> None:
-        """Send, start, and set timers."""
         for effect in effects:
             if type(effect) is Send:
                 self._route(effect.to, effect.event, effect.urgent)
@@ -207,9 +203,10 @@ class Actor:
         control, data, codes = self._control, self._data, self._codes
         num_control, num_data = len(control), len(data)
         try:
-            if num_control:
+            if num_data == 1 and not num_control:  # as mostly
+                self._take(data.popleft(), codes[0])
+            else:
                 self._take_some(control, min(num_control, MESSAGES_MAX), codes[1])
-            if num_data and num_control < MESSAGES_MAX:
                 self._take_some(data, min(num_data, MESSAGES_MAX - num_control), codes[0])
         except Exception as error:
             self.close()
@@ -223,7 +220,7 @@ class Actor:
     def _take_some(self, lane: deque[Any], count: int, codes: Codes | None) -> None:
         """Take `count` messages of `lane`, if so many are left: a timer that had run out may be dropped, or all die."""
         take, pop = self._take, lane.popleft
-        while count and lane:
+        while count > 0 and lane:
             take(pop(), codes)
             count -= 1
 
