@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import click
 from tqdm import tqdm
 
-from novainfer.fsm.simulation.bugs import MUTANTS, SURVIVORS
-from novainfer.fsm.simulation.coverage import ARGUED, Coverage, coverage
-from novainfer.fsm.simulation.explore import Exploration, explore
-from novainfer.fsm.simulation.mutants import Hunt, hunt
-from novainfer.fsm.simulation.paths import condense, explain, path_of, shorten, to_line
-from novainfer.fsm.simulation.report import Report, median, merge, run_seeds
-from novainfer.fsm.simulation.small import SMALL_WORLDS
+from novainfer.fsm.simulation.bugs.mutants import Hunt, hunt
+from novainfer.fsm.simulation.bugs.planted import MUTANTS, SURVIVORS
+from novainfer.fsm.simulation.explore.coverage import ARGUED, Coverage, coverage
+from novainfer.fsm.simulation.explore.explore import Exploration, explore
+from novainfer.fsm.simulation.explore.small import SMALL_WORLDS
+from novainfer.fsm.simulation.swarm.report import Report, median, merge, run_seeds
+from novainfer.fsm.simulation.world.paths import condense, explain, path_of, shorten, to_line
 
 SEEDS_PER_CHUNK = 100  # a second: short for a progress bar, long for handing it to a process
 SECONDS_PER_DAY = 86_400

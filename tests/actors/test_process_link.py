@@ -33,7 +33,7 @@ from novainfer.fsm.messages.events import (
     Warm,
 )
 from novainfer.fsm.messages.step import StepDone
-from novainfer.fsm.simulation.shape import SAFE
+from novainfer.fsm.simulation.world.shape import SAFE
 from tests.actors.devices import model, spec
 from tests.actors.helpers import WAIT_S, eventually
 from tests.actors.links import Line, appears, is_gone, linked, plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from novainfer.actors.inspection.steps import StepLog
 from novainfer.fsm.messages.events import Fault, Launch, MakeBatch, StepFailed
 from novainfer.fsm.messages.step import StepDone, StepPlan
-from novainfer.fsm.simulation.shape import SAFE
+from novainfer.fsm.simulation.world.shape import SAFE
 
 
 class World:

@@ -36,7 +36,7 @@ from novainfer.fsm.messages.events import (
     Switch,
 )
 from novainfer.fsm.messages.step import SeqParams, StepDone, StepPlan
-from novainfer.fsm.simulation.shape import LEAN, SAFE
+from novainfer.fsm.simulation.world.shape import LEAN, SAFE
 
 PLAN = StepPlan(
     step_id=2**40,

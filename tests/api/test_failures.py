@@ -19,7 +19,7 @@ from novainfer.assembly import model_spec
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.schedule.ladder import Rung
-from novainfer.fsm.simulation.shape import BEST, LEAN
+from novainfer.fsm.simulation.world.shape import BEST, LEAN
 from tests.api.helpers import ask, blocks_back, eventually, greedy
 
 pytestmark = pytest.mark.slow

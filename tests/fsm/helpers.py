@@ -30,9 +30,9 @@ from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.schedule.speculation import Speculation
-from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE, ScriptedDevice
-from novainfer.fsm.simulation.oracle import VOCABULARY
-from novainfer.fsm.simulation.shape import BEST
+from novainfer.fsm.simulation.checks.oracle import VOCABULARY
+from novainfer.fsm.simulation.world.device import EOS, VOCAB_SIZE, ScriptedDevice
+from novainfer.fsm.simulation.world.shape import BEST
 
 
 class Bench:

@@ -38,8 +38,8 @@ from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, StepDone, StepPlan
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.scheduler import Scheduler, SchedulerState
-from novainfer.fsm.simulation.oracle import VOCABULARY
-from novainfer.fsm.simulation.shape import BEST, LEAN
+from novainfer.fsm.simulation.checks.oracle import VOCABULARY
+from novainfer.fsm.simulation.world.shape import BEST, LEAN
 
 EOS = 0
 A = 65

@@ -6,7 +6,7 @@ from novainfer.fsm.messages.events import CancelRequest, Cause, KeepOver, PauseR
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.schedule.request import ENDED, LIVE, RequestState
 from novainfer.fsm.schedule.scheduler import STATE_OF_CAUSE
-from novainfer.fsm.simulation.oracle import expected_run
+from novainfer.fsm.simulation.checks.oracle import expected_run
 from tests.fsm.helpers import Bench
 
 VICTIM, SIBLING, OLD = [1] * 5, [2] * 5, [3] * 5

@@ -2,7 +2,7 @@
 
 from novainfer.fsm.messages.events import PauseRequest, ResumeRequest
 from novainfer.fsm.schedule.request import RequestState
-from novainfer.fsm.simulation.shape import BEST, LEAN
+from novainfer.fsm.simulation.world.shape import BEST, LEAN
 from tests.fsm.helpers import Bench
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9]  # one block of four, and three tokens of the next

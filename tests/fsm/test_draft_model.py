@@ -19,7 +19,7 @@ from novainfer.fsm.schedule.speculation import (
     DraftModel,
     Speculation,
 )
-from novainfer.fsm.simulation.oracle import VOCABULARY
+from novainfer.fsm.simulation.checks.oracle import VOCABULARY
 from tests.fsm.helpers import Bench
 
 COSTS = ((1, 1.0), (2, 1.3), (3, 1.9), (64, 90.0))  # a second token is cheap, a third costs half a step

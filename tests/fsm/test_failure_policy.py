@@ -10,8 +10,8 @@ from novainfer.fsm.schedule.allowance import PATIENCE, PATIENCE_MAX
 from novainfer.fsm.schedule.ladder import Rung
 from novainfer.fsm.schedule.recovery import TRIES_ALONE
 from novainfer.fsm.schedule.request import RequestState
-from novainfer.fsm.simulation.oracle import expected_run
-from novainfer.fsm.simulation.shape import ALL_MODES, BEST, LEAN, SAFE
+from novainfer.fsm.simulation.checks.oracle import expected_run
+from novainfer.fsm.simulation.world.shape import ALL_MODES, BEST, LEAN, SAFE
 from tests.fsm.helpers import Bench
 
 

@@ -14,7 +14,7 @@ from novainfer.fsm.schedule.ladder import (
     Switched,
     SwitchFailed,
 )
-from novainfer.fsm.simulation.shape import ALL_MODES, BEST, LEAN, SAFE
+from novainfer.fsm.simulation.world.shape import ALL_MODES, BEST, LEAN, SAFE
 
 SHORT = Pressure("no memory")
 BROKEN = Broken("a bad kernel")

@@ -114,7 +114,7 @@ def test_an_object_of_another_package_cannot_be_written() -> None:
         "subprocess:Popen",
         "novainfer.fsm.core.machine:Machine.handle",
         "novainfer.fsm.recording.pack:import_module",
-        "novainfer.fsm.simulation.mutants:Mutant",
+        "novainfer.fsm.simulation.bugs.mutants:Mutant",
         "novainfer.fsm.messages.errors:NovaInferError",
         "",
     ],

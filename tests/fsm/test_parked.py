@@ -14,8 +14,8 @@ from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.request import RequestState
 from novainfer.fsm.schedule.scheduler import PARKED_PER_SLOT, Scheduler
-from novainfer.fsm.simulation.oracle import VOCABULARY
-from novainfer.fsm.simulation.shape import BEST, SAFE
+from novainfer.fsm.simulation.checks.oracle import VOCABULARY
+from novainfer.fsm.simulation.world.shape import BEST, SAFE
 from tests.fsm.helpers import Bench
 
 SLOTS = 2

@@ -47,8 +47,8 @@ from novainfer.fsm.messages.events import Open as OpenGate
 from novainfer.fsm.messages.mode import INT8
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone, StepPlan
-from novainfer.fsm.simulation.device import EOS, VOCAB_SIZE
-from novainfer.fsm.simulation.shape import BEST, LEAN
+from novainfer.fsm.simulation.world.device import EOS, VOCAB_SIZE
+from novainfer.fsm.simulation.world.shape import BEST, LEAN
 from tests.fsm.helpers import Bench
 
 READY = WorkerReady(0, 8, 64, 100, [0])

@@ -7,7 +7,7 @@ from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.schedule.recovery import LOSSES_SUSPECT, TRIES_ALONE
 from novainfer.fsm.schedule.request import RequestState
 from novainfer.fsm.schedule.scheduler import SchedulerState
-from novainfer.fsm.simulation.oracle import expected_run
+from novainfer.fsm.simulation.checks.oracle import expected_run
 from tests.fsm.helpers import Bench
 
 

@@ -8,9 +8,9 @@ from novainfer.fsm.schedule.allowance import PATIENCE_MAX
 from novainfer.fsm.schedule.ladder import Rung
 from novainfer.fsm.schedule.recovery import TRIES_ALONE
 from novainfer.fsm.schedule.request import RequestState
-from novainfer.fsm.simulation.device import EOS
-from novainfer.fsm.simulation.oracle import TOKEN_BYTES, expected_run
-from novainfer.fsm.simulation.shape import ALL_MODES, BEST
+from novainfer.fsm.simulation.checks.oracle import TOKEN_BYTES, expected_run
+from novainfer.fsm.simulation.world.device import EOS
+from novainfer.fsm.simulation.world.shape import ALL_MODES, BEST
 from tests.fsm.helpers import Bench
 
 A, B, AB = TOKEN_BYTES.index(b"a"), TOKEN_BYTES.index(b"b"), TOKEN_BYTES.index(b"ab")

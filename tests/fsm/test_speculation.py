@@ -20,7 +20,7 @@ from novainfer.fsm.schedule.speculation import (
     Stretches,
 )
 from novainfer.fsm.schedule.speculative_config import SpeculativeConfig
-from novainfer.fsm.simulation.oracle import VOCABULARY
+from novainfer.fsm.simulation.checks.oracle import VOCABULARY
 
 FLAT = [(1, 10.0), (64, 11.0)]  # a draft costs next to nothing
 STEEP = [(1, 10.0), (64, 640.0)]  # as much as a token does

@@ -16,7 +16,7 @@ from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.speculation import DraftModel, Speculation
-from novainfer.fsm.simulation.oracle import VOCABULARY
+from novainfer.fsm.simulation.checks.oracle import VOCABULARY
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # Milliseconds of a step by its tokens: about those of Qwen2.5-0.5B on two cores, of memory alone, and of arithmetic.

@@ -8,7 +8,7 @@ import novainfer.fsm
 from novainfer.fsm.core.machine import IllegalEvent, Machine, each_row
 from novainfer.fsm.diagram import page
 from novainfer.fsm.machines import MACHINES, states
-from novainfer.fsm.simulation.coverage import ARGUED, coverage
+from novainfer.fsm.simulation.explore.coverage import ARGUED, coverage
 
 each_machine = pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.__name__)
 ROOT = Path(__file__).parents[2]

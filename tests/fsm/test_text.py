@@ -2,7 +2,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from novainfer.fsm.simulation.oracle import whole_characters
+from novainfer.fsm.simulation.checks.oracle import whole_characters
 from novainfer.fsm.text import TextAssembler, Vocabulary
 
 PIECES = [b"a", b"b", b"ab", b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", b"\xf0\x9f\x98", b"\x80", b"\xff", b"", b"<s>"]

@@ -29,7 +29,7 @@ from novainfer.fsm.messages.events import (
 )
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import StepDone, StepPlan
-from novainfer.fsm.simulation.shape import BEST, LEAN, SAFE
+from novainfer.fsm.simulation.world.shape import BEST, LEAN, SAFE
 
 LOADED = {"max_model_len": 64, "vocab_size": 100, "eos_token_ids": [0]}
 

@@ -15,10 +15,10 @@ from click.testing import CliRunner, Result
 from novainfer.fsm.recording.dumpfile import About, encode_dump
 from novainfer.fsm.recording.log import Image
 from novainfer.fsm.recording.replay import replay
-from novainfer.fsm.simulation.bugs import MUTANTS
-from novainfer.fsm.simulation.mutants import Mutant, planted
-from novainfer.fsm.simulation.recorded import RecordedWorld
-from novainfer.fsm.simulation.swarm import Seed
+from novainfer.fsm.simulation.bugs.mutants import Mutant, planted
+from novainfer.fsm.simulation.bugs.planted import MUTANTS
+from novainfer.fsm.simulation.swarm.recorded import RecordedWorld
+from novainfer.fsm.simulation.swarm.swarm import Seed
 from novainfer.server.cli import replay as command
 from novainfer.server.cli.main import main
 from novainfer.server.cli.replay import replay_command

@@ -1,6 +1,6 @@
 import pytest
 
-from novainfer.fsm.simulation.report import Report, run_seeds
+from novainfer.fsm.simulation.swarm.report import Report, run_seeds
 
 NUM_SEEDS = 1000  # about twenty seconds of one core
 

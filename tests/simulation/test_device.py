@@ -9,8 +9,8 @@ import pytest
 
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import NO_TOKEN, SeqParams, StepPlan
-from novainfer.fsm.simulation.device import NAN_TOKEN, VOCAB_SIZE, ScriptedDevice, expected_logprob
-from novainfer.fsm.simulation.oracle import device_params, expected_run
+from novainfer.fsm.simulation.checks.oracle import device_params, expected_run
+from novainfer.fsm.simulation.world.device import NAN_TOKEN, VOCAB_SIZE, ScriptedDevice, expected_logprob
 
 SIZE = 4
 

@@ -1,14 +1,14 @@
 import pytest
 
-from novainfer.fsm.simulation.bugs import MUTANTS
-from novainfer.fsm.simulation.explore import explore
-from novainfer.fsm.simulation.moves import make, next_moves
-from novainfer.fsm.simulation.mutants import planted
-from novainfer.fsm.simulation.oracle import is_refused
-from novainfer.fsm.simulation.small import SMALL_WORLDS
-from novainfer.fsm.simulation.snapshot import fingerprint, load, save
-from novainfer.fsm.simulation.swarm import Seed
-from novainfer.fsm.simulation.world import World
+from novainfer.fsm.simulation.bugs.mutants import planted
+from novainfer.fsm.simulation.bugs.planted import MUTANTS
+from novainfer.fsm.simulation.checks.oracle import is_refused
+from novainfer.fsm.simulation.explore.explore import explore
+from novainfer.fsm.simulation.explore.small import SMALL_WORLDS
+from novainfer.fsm.simulation.explore.snapshot import fingerprint, load, save
+from novainfer.fsm.simulation.swarm.swarm import Seed
+from novainfer.fsm.simulation.world.moves import make, next_moves
+from novainfer.fsm.simulation.world.world import World
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take many times what a quiet one does
 QUICK = {"coming up, draining and stopping"}

@@ -4,12 +4,12 @@ import pytest
 
 from novainfer.fsm.kv.blocks import BlockPool
 from novainfer.fsm.schedule.scheduler import Scheduler
-from novainfer.fsm.simulation.bugs import MUTANTS
-from novainfer.fsm.simulation.checks import Checks
-from novainfer.fsm.simulation.ledger import Ledger
-from novainfer.fsm.simulation.mutants import planted
-from novainfer.fsm.simulation.oracle import Violation
-from novainfer.fsm.simulation.swarm import Seed
+from novainfer.fsm.simulation.bugs.mutants import planted
+from novainfer.fsm.simulation.bugs.planted import MUTANTS
+from novainfer.fsm.simulation.checks.checks import Checks
+from novainfer.fsm.simulation.checks.ledger import Ledger
+from novainfer.fsm.simulation.checks.oracle import Violation
+from novainfer.fsm.simulation.swarm.swarm import Seed
 
 pytestmark = pytest.mark.timeout(600)
 SEEDS = 60

@@ -1,10 +1,10 @@
 import pytest
 
 from novainfer.fsm.machines import MACHINES
-from novainfer.fsm.simulation.bugs import MUTANTS, SURVIVORS
-from novainfer.fsm.simulation.coverage import ARGUED
-from novainfer.fsm.simulation.mutants import hunt, planted, row_changed
-from novainfer.fsm.simulation.report import run_seeds
+from novainfer.fsm.simulation.bugs.mutants import hunt, planted, row_changed
+from novainfer.fsm.simulation.bugs.planted import MUTANTS, SURVIVORS
+from novainfer.fsm.simulation.explore.coverage import ARGUED
+from novainfer.fsm.simulation.swarm.report import run_seeds
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take many times what a quiet one does
 SAMPLE = [m for m in MUTANTS if m.seeds][::7]  # what `make test` has the time for; `make test-long` hunts them all

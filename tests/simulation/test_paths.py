@@ -2,13 +2,13 @@ from pathlib import Path as FilePath
 
 import pytest
 
-from novainfer.fsm.simulation.bugs import MUTANTS
-from novainfer.fsm.simulation.moves import is_possible, make
-from novainfer.fsm.simulation.mutants import planted
-from novainfer.fsm.simulation.paths import Path, condense, explain, from_line, path_of, replay, shorten, to_line
-from novainfer.fsm.simulation.report import run_seeds
-from novainfer.fsm.simulation.swarm import Seed
-from novainfer.fsm.simulation.world import World
+from novainfer.fsm.simulation.bugs.mutants import planted
+from novainfer.fsm.simulation.bugs.planted import MUTANTS
+from novainfer.fsm.simulation.swarm.report import run_seeds
+from novainfer.fsm.simulation.swarm.swarm import Seed
+from novainfer.fsm.simulation.world.moves import is_possible, make
+from novainfer.fsm.simulation.world.paths import Path, condense, explain, from_line, path_of, replay, shorten, to_line
+from novainfer.fsm.simulation.world.world import World
 
 LINES = FilePath(__file__).with_name("regressions.jsonl").read_text().splitlines()
 PATHS = [pytest.param(from_line(line), id=f"{at}: {from_line(line).bug or 'fixed'}") for at, line in enumerate(LINES)]

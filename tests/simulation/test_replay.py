@@ -15,10 +15,10 @@ from novainfer.fsm.recording.dumpfile import About, decode_dump, encode_dump
 from novainfer.fsm.recording.log import CALLED, CODES_FIRST, CODES_MAX, RAISED, Image, Recording, entries, varint
 from novainfer.fsm.recording.pack import Kinds, pack
 from novainfer.fsm.recording.replay import DamagedRecording, Replayed, replay, slim
-from novainfer.fsm.simulation.bugs import MUTANTS
-from novainfer.fsm.simulation.mutants import Mutant, planted
-from novainfer.fsm.simulation.recorded import RecordedWorld
-from novainfer.fsm.simulation.swarm import Seed
+from novainfer.fsm.simulation.bugs.mutants import Mutant, planted
+from novainfer.fsm.simulation.bugs.planted import MUTANTS
+from novainfer.fsm.simulation.swarm.recorded import RecordedWorld
+from novainfer.fsm.simulation.swarm.swarm import Seed
 
 pytestmark = pytest.mark.timeout(1800)
 ABOUT = About(version="0.1.0", created=1.8e9, reason="test")

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
-from novainfer.fsm.simulation.coverage import ARGUED, RowId, coverage
-from novainfer.fsm.simulation.explore import explore
-from novainfer.fsm.simulation.report import run_seeds
-from novainfer.fsm.simulation.small import SMALL_WORLDS
+from novainfer.fsm.simulation.explore.coverage import ARGUED, RowId, coverage
+from novainfer.fsm.simulation.explore.explore import explore
+from novainfer.fsm.simulation.explore.small import SMALL_WORLDS
+from novainfer.fsm.simulation.swarm.report import run_seeds
 
 SEEDS_MAX = 6000  # the rarest row that no small world has needs about two thousand
 SEEDS_AT_ONCE = 250

@@ -3,10 +3,10 @@ import json
 from click.testing import CliRunner
 
 import novainfer.server.cli.simulate as simulate_module
-from novainfer.fsm.simulation.bugs import MUTANTS, SURVIVORS
-from novainfer.fsm.simulation.mutants import planted
-from novainfer.fsm.simulation.report import run_seeds
-from novainfer.fsm.simulation.small import SMALL_WORLDS
+from novainfer.fsm.simulation.bugs.mutants import planted
+from novainfer.fsm.simulation.bugs.planted import MUTANTS, SURVIVORS
+from novainfer.fsm.simulation.explore.small import SMALL_WORLDS
+from novainfer.fsm.simulation.swarm.report import run_seeds
 
 simulate = simulate_module.simulate
 
@@ -51,8 +51,8 @@ def test_the_same_seeds_give_the_same_hash_from_any_starting_point():
 def test_planted_bugs_are_hunted_and_those_that_survive_are_named(monkeypatch):
     found, survivor = MUTANTS[0], next(m for m in MUTANTS if m.name in SURVIVORS)
     monkeypatch.setattr(simulate_module, "MUTANTS", [found, survivor])
-    monkeypatch.setattr("novainfer.fsm.simulation.mutants.SEEDS", 20)
-    monkeypatch.setattr("novainfer.fsm.simulation.mutants.STATES_MAX", 10)
+    monkeypatch.setattr("novainfer.fsm.simulation.bugs.mutants.SEEDS", 20)
+    monkeypatch.setattr("novainfer.fsm.simulation.bugs.mutants.STATES_MAX", 10)
     result = CliRunner().invoke(simulate, ["--mutants", "--json"])
     assert result.exit_code == 0
     said = json.loads(result.stdout.splitlines()[-1])
@@ -64,8 +64,8 @@ def test_a_survivor_that_nobody_has_argued_is_a_failure(monkeypatch):
     survivor = next(m for m in MUTANTS if m.name in SURVIVORS)
     monkeypatch.setattr(simulate_module, "MUTANTS", [survivor])
     monkeypatch.setattr(simulate_module, "SURVIVORS", {})
-    monkeypatch.setattr("novainfer.fsm.simulation.mutants.SEEDS", 1)
-    monkeypatch.setattr("novainfer.fsm.simulation.mutants.STATES_MAX", 1)
+    monkeypatch.setattr("novainfer.fsm.simulation.bugs.mutants.SEEDS", 1)
+    monkeypatch.setattr("novainfer.fsm.simulation.bugs.mutants.STATES_MAX", 1)
     assert CliRunner().invoke(simulate, ["--mutants"]).exit_code == 1
 
 

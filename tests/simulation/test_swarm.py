@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from novainfer.fsm.simulation import coverage
-from novainfer.fsm.simulation.report import median, merge, run_seeds
-from novainfer.fsm.simulation.swarm import Seed, run_seed
+from novainfer.fsm.simulation.explore import coverage
+from novainfer.fsm.simulation.swarm.report import median, merge, run_seeds
+from novainfer.fsm.simulation.swarm.swarm import Seed, run_seed
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take many times what a quiet one does
 
@@ -50,7 +50,7 @@ def test_the_sample_takes_nearly_every_row_of_every_table(sample):
 
 def test_a_seed_gives_the_same_trace_whatever_the_hash_seed_of_the_process():
     program = (
-        "from novainfer.fsm.simulation.report import run_seeds\n"
+        "from novainfer.fsm.simulation.swarm.report import run_seeds\n"
         "report = run_seeds(range(40))\n"
         "print(report.trace_hash, report.moves, report.tokens, report.faults)"
     )

@@ -1,0 +1,1 @@
+"""Bugs that are planted, to see that they are found."""

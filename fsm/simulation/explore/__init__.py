@@ -1,0 +1,1 @@
+"""Small worlds, explored completely, and what was reached."""

@@ -1,0 +1,1 @@
+"""Worlds that seeds draw, and what came of them."""

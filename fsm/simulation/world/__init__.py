@@ -1,0 +1,1 @@
+"""The world: machines, links, a device, clients and time, and what may go wrong in it."""
