@@ -88,7 +88,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: Annotated[int, says(BATCHING, "Most requests in a step.")] = 256
     max_num_batched_tokens: Annotated[int, says(BATCHING, "Most tokens in a step.")] = 2048
     prefill_chunk_tokens: Annotated[int, says(BATCHING, "Most tokens of prompts in a step.")] = 512
-    block_size: Annotated[int, says(MEMORY, "Tokens in a KV block.")] = 16
+    block_size: Annotated[
+        int, says(MEMORY, "Tokens in a KV block; where they are no multiple of 16, the last bits differ.")
+    ] = 16
     enable_prefix_caching: Annotated[
         bool, says(MEMORY, "Keep the KV of finished requests for prompts that begin alike.")
     ] = True
