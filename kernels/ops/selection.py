@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,23 +30,24 @@ NATIVE_VARIABLE = "NOVAINFER_NATIVE"
 def build_registry(device: torch.device, *, native: str | None = None, batch_invariant: bool = False) -> Registry:
     """All kernels for a device, fastest first.
 
-    `native` (default: the environment's NOVAINFER_NATIVE, else "1") is "0" for torch alone, "1" for native
-    kernels where they run, "require" to raise `LoadError` where they do not.
+    `native` (default: the environment's NOVAINFER_NATIVE, else "1") is "0" for torch alone, "1" for kernels of our
+    own where they run (native ones on the CPU, Triton's on CUDA), "require" to raise `LoadError` where they do not.
     """
     mode = native if native is not None else os.environ.get(NATIVE_VARIABLE, "1")
     if mode not in ("0", "1", "require"):
         raise LoadError(f'{NATIVE_VARIABLE} must be "0", "1" or "require", not {mode!r}')
-    registry = Registry(batch_invariant=batch_invariant, require="native" if mode == "require" else None)
-    natives: list[tuple[Operation, type[Any]]] = []
-    if device.type == "cpu" and mode != "0":
-        natives = _native_implementations(required=mode == "require")
-    for operation, implementation in natives:
+    ours = OURS.get(device.type)
+    registry = Registry(batch_invariant=batch_invariant, require=ours.prefix if ours and mode == "require" else None)
+    own: list[tuple[Operation, type[Any]]] = []
+    if ours is not None and mode != "0":
+        own = _own_implementations(ours, required=mode == "require")
+    for operation, implementation in own:
         registry.register(operation, implementation)
     for name in PRECISIONS:
         for linear in precision_of(name).linears:
             registry.register("linear", linear)
     registry.register("attention", TorchAttention)
-    if natives:  # not one to begin with, but one that goes on with the cache of the native kernels
+    if own and device.type == "cpu":  # not one to begin with, but one that goes on with the native kernels' cache
         from novainfer.kernels.cpu.plain_attention import NativeLayoutAttention
 
         registry.register("attention", NativeLayoutAttention)
@@ -56,18 +58,40 @@ def build_registry(device: torch.device, *, native: str | None = None, batch_inv
     return registry
 
 
-def _native_implementations(*, required: bool) -> list[tuple[Operation, type[Any]]]:
-    try:
-        # Here and not at the top: the library is built when its module is first asked for it.
-        from novainfer.kernels.cpu import native
+class Ours(NamedTuple):
+    """The kernels of our own for one kind of device."""
 
-        found: list[tuple[Operation, type[Any]]] = native.implementations()
+    prefix: str  # of their names
+    title: str  # for people
+    implementations: Callable[[], list[tuple[Operation, type[Any]]]]
+
+
+def _own_implementations(ours: Ours, *, required: bool) -> list[tuple[Operation, type[Any]]]:
+    try:
+        return ours.implementations()
     except (ImportError, KernelUnavailableError) as error:
         if required:
-            raise LoadError(f"native CPU kernels are required, but cannot be used: {error}") from None
-        logger.warning("native CPU kernels cannot be used (%s); torch computes instead", error)
+            raise LoadError(f"{ours.title} are required, but cannot be used: {error}") from None
+        logger.warning("%s cannot be used (%s); torch computes instead", ours.title, error)
         return []
-    return found
+
+
+def _on_cpu() -> list[tuple[Operation, type[Any]]]:
+    from novainfer.kernels.cpu import native  # here and not at the top: the library is built when it is first asked for
+
+    return native.implementations()
+
+
+def _on_cuda() -> list[tuple[Operation, type[Any]]]:
+    from novainfer.kernels.cuda import kernels  # likewise: it imports Triton
+
+    return kernels.implementations()
+
+
+OURS = {
+    "cpu": Ours("native", "native CPU kernels", _on_cpu),
+    "cuda": Ours("triton", "Triton's kernels", _on_cuda),
+}
 
 
 @dataclass(slots=True)

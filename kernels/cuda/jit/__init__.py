@@ -1,0 +1,1 @@
+"""The Triton functions themselves: what runs on the GPU, and nothing else."""

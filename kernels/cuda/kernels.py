@@ -1,0 +1,18 @@
+"""The list of implementations on a GPU, for the registry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from novainfer.kernels.cuda.language import check_version
+
+if TYPE_CHECKING:
+    from novainfer.kernels.ops.registry import Operation
+
+__all__ = ["implementations"]
+
+
+def implementations() -> list[tuple[Operation, type[Any]]]:
+    """All there are, fastest first; raises `KernelUnavailableError` where Triton cannot be used."""
+    check_version()
+    return []
