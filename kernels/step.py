@@ -44,6 +44,7 @@ class StepTensors:
     logit_rows: Tensor | None  # int64 [num_samples]; None when every token row is sampled, in order
     num_samples: int  # positions: one a sampled sequence, and one more for each of its drafts
     max_context_len: int
+    token_pool: Tensor | None = None  # int64 [max_num_seqs]: what `-1 - slot` in input_ids stands for; None: none does
 
 
 class StepBuffers:

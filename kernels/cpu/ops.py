@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.cpu.native import DTYPE_CODES, library, num_threads, refuses
+from novainfer.kernels.ops.row_ops import TorchRowOps
 
 __all__ = ["NativeRowOps"]
 
@@ -29,6 +30,11 @@ class NativeRowOps:
     def refuses(cls, dtype: torch.dtype, device: torch.device) -> str | None:
         """None when rows of this dtype can be computed on this device; else the reason."""
         return refuses(dtype, device)
+
+    @staticmethod
+    def embed(weight: Tensor, ids: Tensor, token_pool: Tensor | None) -> Tensor:
+        """Rows of weight [V, K] by int64 [T] -> new [T, K], by torch."""
+        return TorchRowOps.embed(weight, ids, token_pool)
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -15,4 +15,6 @@ __all__ = ["implementations"]
 def implementations() -> list[tuple[Operation, type[Any]]]:
     """All there are, fastest first; raises `KernelUnavailableError` where Triton cannot be used."""
     check_version()
-    return []
+    from novainfer.kernels.cuda.row_ops import TritonRowOps
+
+    return [("ops", TritonRowOps)]

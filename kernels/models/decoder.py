@@ -11,7 +11,9 @@ from torch import Tensor
 
 from novainfer.kernels.models.config import ModelConfig
 from novainfer.kernels.ops.forward import DecoderParts, Forward, Layer
+from novainfer.kernels.ops.linear import TorchLinear
 from novainfer.kernels.ops.registry import AttentionBackend, AttentionShape, Linear, RowOps
+from novainfer.kernels.ops.row_ops import resolved
 from novainfer.kernels.step import StepTensors
 
 __all__ = ["Decoder", "Embedding"]
@@ -24,9 +26,14 @@ class Embedding:
         self.weight = weight
         self.head = head
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden_size], a tensor of its own."""
-        return self.head.rows(ids) if self.weight is None else self.weight.index_select(0, ids)
+    def __call__(self, ids: Tensor, token_pool: Tensor | None, ops: type[RowOps]) -> Tensor:
+        """int64 [T] -> [T, hidden_size], a tensor of its own; `ids` and `token_pool` as in `RowOps.embed`."""
+        weight = self.weight
+        if weight is None and isinstance(self.head, TorchLinear):
+            weight = self.head.weight
+        if weight is None:  # packed, or rounded: the head knows how
+            return self.head.rows(resolved(ids, token_pool))
+        return ops.embed(weight, ids, token_pool)
 
 
 @dataclass(slots=True)
@@ -69,4 +76,4 @@ class Decoder:
         """
         if self.compute is None:
             raise RuntimeError("the KV cache is not fitted")
-        return self.compute(self.embedding(step.input_ids), step)
+        return self.compute(self.embedding(step.input_ids, step.token_pool, self.ops), step)

@@ -52,6 +52,12 @@ class ReferenceRowOps:
         return None
 
     @staticmethod
+    def embed(weight: Tensor, ids: Tensor, token_pool: Tensor | None) -> Tensor:
+        """Token by token -> [T, K]."""
+        tokens = [token if token >= 0 or token_pool is None else max(int(token_pool[-1 - token]), 0) for token in ids]
+        return torch.stack([weight[int(token)] for token in tokens])
+
+    @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[M, K], [K] -> [M, K]."""
         wide = _wide(x)

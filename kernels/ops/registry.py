@@ -191,6 +191,14 @@ class RowOps(Protocol):
         """None when rows of this dtype can be computed on this device; else the reason."""
 
     @staticmethod
+    def embed(weight: Tensor, ids: Tensor, token_pool: Tensor | None) -> Tensor:
+        """Rows of weight [V, K] by ids int64 [T] -> new [T, K].
+
+        An id `-1 - slot` is the token that `token_pool` int64 [max_num_seqs] holds for the slot, and 0 where that is
+        `NO_TOKEN`; without a pool there are none such.
+        """
+
+    @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[M, K], [K] -> new [M, K]: `x / sqrt(mean(x**2) + eps) * weight`, the mean in fp32."""
 

@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-__all__ = ["TorchRowOps"]
+__all__ = ["TorchRowOps", "resolved"]
+
+
+def resolved(ids: Tensor, token_pool: Tensor | None) -> Tensor:
+    """Tokens int64 [T]: each `-1 - slot` among ids is what the pool int64 [max_num_seqs] holds, 0 for `NO_TOKEN`."""
+    if token_pool is None:
+        return ids
+    last = token_pool.index_select(0, (-1 - ids).clamp_min_(0)).clamp_min_(0)
+    return torch.where(ids < 0, last, ids)
 
 
 class TorchRowOps:
@@ -21,6 +29,11 @@ class TorchRowOps:
     def refuses(cls, dtype: torch.dtype, device: torch.device) -> str | None:
         """Takes everything."""
         return None
+
+    @staticmethod
+    def embed(weight: Tensor, ids: Tensor, token_pool: Tensor | None) -> Tensor:
+        """Rows of weight [V, K] by int64 [T] -> new [T, K]."""
+        return weight.index_select(0, resolved(ids, token_pool))
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

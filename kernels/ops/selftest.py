@@ -98,6 +98,7 @@ def check_row_ops(ops: Any, dtype: torch.dtype, device: torch.device) -> str | N
                 or _wrong("add_rms_norm", ops.add_rms_norm(x, residual, weight, EPS), expected)
                 or _wrong("the sum of add_rms_norm", residual, expected_residual)
                 or _wrong("silu_mul", ops.silu_mul(x), ReferenceRowOps.silu_mul(x))
+                or _check_embed(ops, rows, width, dtype, device)
                 or _check_qk_norm(ops, rows, width, dtype, device)
                 or _check_rope(ops, rows, width, dtype, device)
             )
@@ -107,6 +108,18 @@ def check_row_ops(ops: Any, dtype: torch.dtype, device: torch.device) -> str | N
                 ops.rms_norm(x[-1:].clone(), weight, EPS)[0], ops.rms_norm(x, weight, EPS)[-1]
             ):
                 return "a row's rms_norm differs from the same row in a larger batch"
+    return None
+
+
+def _check_embed(ops: Any, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Tokens as they are, and tokens that slots were given last, one of which was given none."""
+    weight = _normal((9, width), 12, dtype, device)
+    pool = torch.tensor([8, -1, 3], device=device)
+    for ids, token_pool in ((torch.arange(rows) % 9, None), (torch.arange(rows) * 5 % 12 - 3, pool)):
+        if not torch.equal(
+            ops.embed(weight, ids.to(device), token_pool), ReferenceRowOps.embed(weight, ids.to(device), token_pool)
+        ):
+            return "embed gives other rows than were asked for"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The small operations between matrix products, one program a row or a part of one."""
+"""The small operations between matrix products, one program a row, a head of one or a part of one; computed in fp32."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,91 @@ from novainfer.kernels.cuda.jit.numbers import rounded
 
 @triton.jit
 def silu_mul(gate_up, out, intermediate_size, BLOCK: tl.constexpr):
-    """`silu(gate) * up` of [M, 2 * I] into [M, I]; a program computes BLOCK elements of one row, in fp32."""
+    """`silu(gate) * up` of [M, 2 * I] into [M, I]; a program computes BLOCK elements of one row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < intermediate_size
     gate = tl.load(gate_up + row * 2 * intermediate_size + at, inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * intermediate_size + intermediate_size + at, inside, other=0.0).to(tl.float32)
-    # Rounded in between, as torch rounds what `F.silu` gives.
-    silu = rounded(gate / (1.0 + tl.exp(-gate)), out.dtype.element_ty).to(tl.float32)
+    silu = gate / (1.0 + tl.exp(-gate))
     tl.store(out + row * intermediate_size + at, rounded(silu * up, out.dtype.element_ty), inside)
+
+
+@triton.jit
+def rms_norm(x, residual, weight, out, x_stride, width, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+    """The norm of rows of x [M, width] into out; with a residual [M, width], of what that is when x is added to it."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    wide = tl.load(x + row * x_stride + at, inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        sums = residual + row * width + at
+        added = rounded(wide + tl.load(sums, inside, other=0.0).to(tl.float32), residual.dtype.element_ty)
+        tl.store(sums, added, inside)
+        wide = added.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    normed = wide * scale * tl.load(weight + at, inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, rounded(normed, out.dtype.element_ty), inside)
+
+
+@triton.jit
+def head_normed(low, high, weight, at, inside, eps, HEAD_DIM: tl.constexpr):
+    """The halves of a head, normed by `weight` [HEAD_DIM], in fp32."""
+    scale = tl.rsqrt(tl.sum(low * low + high * high, 0) / HEAD_DIM + eps)
+    low *= scale
+    high *= scale
+    low *= tl.load(weight + at, inside, other=0.0).to(tl.float32)
+    high *= tl.load(weight + HEAD_DIM // 2 + at, inside, other=0.0).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def rotated(low, high, cos_sin, position, at, inside, HEAD_DIM: tl.constexpr):
+    """The halves of a head at `position`, rotated by the angles of cos_sin fp32 [max_positions, HEAD_DIM]."""
+    angles = cos_sin + position * HEAD_DIM + at
+    cos = tl.load(angles, inside, other=0.0)
+    sin = tl.load(angles + HEAD_DIM // 2, inside, other=0.0)
+    # Contracted here and not by the compiler, which may choose otherwise from one function to the next.
+    return tl.fma(low, cos, -(high * sin)), tl.fma(high, cos, low * sin)
+
+
+@triton.jit
+def qk_norm(qkv, q_norm, k_norm, stride, num_heads, eps, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Norm one head of one row in place: a query by `q_norm`, what comes behind by `k_norm`."""
+    head = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < HEAD_DIM // 2
+    begin = qkv + tl.program_id(0).to(tl.int64) * stride + head * HEAD_DIM + at
+    low = tl.load(begin, inside, other=0.0).to(tl.float32)
+    high = tl.load(begin + HEAD_DIM // 2, inside, other=0.0).to(tl.float32)
+    weight = q_norm if head < num_heads else k_norm
+    low, high = head_normed(low, high, weight, at, inside, eps, HEAD_DIM)
+    tl.store(begin, rounded(low, qkv.dtype.element_ty), inside)
+    tl.store(begin + HEAD_DIM // 2, rounded(high, qkv.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions"])
+def rope(qkv, cos_sin, positions, stride, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Rotate one head of one row in place."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < HEAD_DIM // 2
+    begin = qkv + row * stride + tl.program_id(1) * HEAD_DIM + at
+    low = tl.load(begin, inside, other=0.0).to(tl.float32)
+    high = tl.load(begin + HEAD_DIM // 2, inside, other=0.0).to(tl.float32)
+    low, high = rotated(low, high, cos_sin, tl.load(positions + row), at, inside, HEAD_DIM)
+    tl.store(begin, rounded(low, qkv.dtype.element_ty), inside)
+    tl.store(begin + HEAD_DIM // 2, rounded(high, qkv.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["ids"])
+def embed(weight, ids, token_pool, out, width, HAS_POOL: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK elements of the embedding of one token; -1 - slot is the token that the pool holds for the slot."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    token = tl.load(ids + row)
+    if HAS_POOL:
+        last = tl.load(token_pool - 1 - token, token < 0, other=0)
+        token = tl.where(token < 0, tl.maximum(last, 0), token)
+    tl.store(out + row * width + at, tl.load(weight + token * width + at, inside), inside)
