@@ -25,7 +25,7 @@ first, which builds or loads its library and raises `KernelUnavailableError` wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, Self, get_args, runtime_checkable
 
@@ -229,6 +229,26 @@ class RowOps(Protocol):
         """[M, 2 * I] (gate, then up) -> new [M, I]: `silu(gate) * up`."""
 
 
+class BlockMover(Protocol):
+    """Moves blocks of one cache of parts [num_layers, num_blocks, ...] (`AttentionBackend.parts`), bit for bit.
+
+    A block of all parts and layers is a record: `record_bytes` that lie together. What is asked for is done in order
+    with all else on the stream, and nothing is allocated for it.
+    """
+
+    record_bytes: int
+    blocks_max: int  # that `gather` and `scatter` move at once
+
+    def gather(self, blocks: Sequence[int], records: Tensor) -> None:
+        """Block `blocks[i]` of all parts to `records[i]`, uint8 [at most `blocks_max`, record_bytes] on the device."""
+
+    def scatter(self, records: Tensor, blocks: Sequence[int]) -> None:
+        """`records[i]` to block `blocks[i]` of all parts; the blocks are distinct."""
+
+    def copy(self, sources: Sequence[int], blocks: Sequence[int]) -> None:
+        """Block `sources[i]` to block `blocks[i]`; none is in both, nor twice among `blocks`."""
+
+
 @dataclass(slots=True)
 class Registry:
     """Implementations in order of preference; `select` proves one before it is used.
@@ -247,6 +267,10 @@ class Registry:
     def register(self, operation: Operation, implementation: type[Any]) -> None:
         """Add an implementation behind those that are there; register the fastest first."""
         self._entries[operation].append(implementation)
+
+    def has(self, prefix: str) -> bool:
+        """Whether there is an implementation whose name begins so."""
+        return any(kernel.name.startswith(prefix) for kernels in self._entries.values() for kernel in kernels)
 
     def without(self, prefix: str) -> Registry:
         """The same without the implementations whose names begin so, and without `require`."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from novainfer.fsm.messages.mode import CHECKPOINT, PRECISIONS
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
@@ -16,7 +17,7 @@ from novainfer.kernels.ops.attention import TorchAttention
 from novainfer.kernels.ops.forward import DecoderKind, OpByOpForward
 from novainfer.kernels.ops.precision import Precision, precision_of
 from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceRowOps
-from novainfer.kernels.ops.registry import AttentionShape, Operation, Registry
+from novainfer.kernels.ops.registry import AttentionShape, BlockMover, Operation, Registry
 from novainfer.kernels.ops.row_ops import TorchRowOps
 from novainfer.kernels.ops.selftest import check_attention, check_forward, check_row_ops
 
@@ -171,6 +172,17 @@ class Selection:
                 (kind, self.dtype, self.device),
             ),
         )
+
+    def block_mover(self, parts: Sequence[Tensor]) -> BlockMover | None:
+        """What moves blocks of a KV cache of these parts, where kernels do that: on CUDA, where Triton's are in use.
+
+        It is no operation: what it moves has the same bits whatever moves it, so no mode differs in that.
+        """
+        if not self.registry.has(OURS["cuda"].prefix):
+            return None
+        from novainfer.kernels.cuda import blocks
+
+        return blocks.BlockMover(parts)
 
     def _take(self, operation: str, kernel: Any) -> Any:
         self.row_invariant &= kernel.row_invariant

@@ -25,7 +25,7 @@ from novainfer.kernels.memory import free_bytes, is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.ops.precision import quantization_of
-from novainfer.kernels.ops.registry import AttentionBackend, Registry
+from novainfer.kernels.ops.registry import AttentionBackend, BlockMover, Registry
 from novainfer.kernels.ops.selection import Selection, build_registry
 from novainfer.kernels.runtime.copies import copy_blocks
 from novainfer.kernels.runtime.modes import Modes, selections_by_mode
@@ -91,6 +91,7 @@ class ModelRunner:
         self.num_host_blocks = 0
         self._host_pool: HostPool | None = None
         self._kv_parts: tuple[Tensor, ...] = ()  # of the KV cache, when it has been fitted
+        self._mover: BlockMover | None = None  # of its blocks, where kernels move them
         self._decoder = decoder
         self._kernels = kernels
         self._modes = modes
@@ -255,6 +256,7 @@ class ModelRunner:
             raise LoadError(f"{wanted} KV blocks ({size / GIB:.2f} GiB) cannot be allocated: {error}") from None
         self._modes.attach(cache)
         self._kv_parts = cache.parts
+        self._mover = self._kernels.block_mover(cache.parts)
         if self._proposer is not None:
             self._proposer.fit(wanted, info.max_model_len)
         self.num_blocks = wanted
@@ -301,7 +303,7 @@ class ModelRunner:
             self._proposer.detach()
         if self._host_pool is not None:
             self._host_pool.detach()
-        self._kv_parts = ()
+        self._kv_parts, self._mover = (), None
         self.num_blocks = 0
         if self._kernels.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -310,7 +312,7 @@ class ModelRunner:
         """`free` bytes of the host's memory are left beside the KV cache."""
         num_host_blocks = swap_space_bytes // self.info.kv_bytes_per_block
         if self._host_pool is not None and num_host_blocks == self.num_host_blocks:
-            self._host_pool.attach(cache.parts)
+            self._host_pool.attach(cache.parts, self._mover)
             return
         self.num_host_blocks, self._host_pool = num_host_blocks, None
         if num_host_blocks == 0:
@@ -321,7 +323,7 @@ class ModelRunner:
                 "GiB of the host's memory are free beside the KV cache"
             )
         try:
-            self._host_pool = HostPool(cache.parts, self.num_host_blocks)
+            self._host_pool = HostPool(cache.parts, self.num_host_blocks, self._mover)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -435,7 +437,7 @@ class ModelRunner:
             self._host_pool.swap_out(plan.swap_out_blocks, plan.swap_out_hosts)
             self._host_pool.swap_in(plan.swap_in_hosts, plan.swap_in_blocks)
         if plan.copy_to_blocks or plan.copy_from_blocks:
-            copy_blocks(self._kv_parts, plan.copy_from_blocks, plan.copy_to_blocks)
+            copy_blocks(self._kv_parts, plan.copy_from_blocks, plan.copy_to_blocks, self._mover)
         for params in plan.admissions:
             self._sampler.admit(params)
         if not plan.slots:
