@@ -1,8 +1,12 @@
 """From a plan of lists to the record of tensors that drives one forward pass.
 
 The persistent block table and the arithmetic on positions live on the host, in numpy on memory that torch
-shares: at one token a step, a numpy call costs a tenth of a torch call. On the CPU nothing is copied; on
-CUDA two pinned buffers go over, one of each integer width.
+shares: at one token a step, a numpy call costs a tenth of a torch call. On the CPU nothing is copied.
+
+On CUDA ("staged") two pinned buffers go over, one of each integer width, and nothing is waited for: while a step is
+computed, the next one is laid out in other pinned buffers. The device's own buffers are single, since copies run on the
+stream of the computation, behind the step before. There the block table lies on the device as well, and only what
+changes of it goes over; and sampled tokens stay in a pool of one a slot, where the next step finds them.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ from torch import Tensor
 
 from novainfer.fsm.messages.step import SAMPLED, StepPlan
 
-__all__ = ["StepBuffers", "StepTensors", "must_lie_in"]
+__all__ = ["STEPS_IN_FLIGHT_MAX", "StepBuffers", "StepTensors", "must_lie_in"]
+
+STEPS_IN_FLIGHT_MAX = 2  # on the device: one that is computed, and one that waits for it there
 
 Ints32 = npt.NDArray[np.int32]
 Ints64 = npt.NDArray[np.int64]
@@ -33,18 +39,47 @@ def must_lie_in(name: str, numbers: Sequence[int], end: int, *, first: int = 0) 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """The flat arrays of one step, on the device; valid until the next `StepBuffers.fill`."""
+    """The flat arrays of one step, on the device; valid until the next `StepBuffers.fill`.
 
-    input_ids: Tensor  # int64 [num_tokens]
+    Where the step is padded to `bucket` rows of one token each (a CUDA graph is captured for so many), num_tokens and
+    num_seqs are `bucket`: a row that is none has `slot_mapping` -1 (nothing is written) and `context_lens` 0.
+    """
+
+    input_ids: Tensor  # int64 [num_tokens]; below 0: see `token_pool`
     positions: Tensor  # int64 [num_tokens]
     slot_mapping: Tensor  # int64 [num_tokens]: where each token's key and value go
-    block_tables: Tensor  # int32 [num_seqs, blocks of the longest context]
+    block_tables: Tensor  # int32 [num_seqs, blocks of the longest context]; padded: [num_seqs, blocks of any context]
     query_start: Tensor  # int32 [num_seqs + 1]
     context_lens: Tensor  # int32 [num_seqs]
-    logit_rows: Tensor | None  # int64 [num_samples]; None when every token row is sampled, in order
+    logit_rows: Tensor | None  # int64 [num_samples]; None when every row that is one is sampled, in order
     num_samples: int  # positions: one a sampled sequence, and one more for each of its drafts
     max_context_len: int
     token_pool: Tensor | None = None  # int64 [max_num_seqs]: what `-1 - slot` in input_ids stands for; None: none does
+    bucket: int = 0  # the rows that the step is padded to; 0: it is not
+    sample_slots: Tensor | None = None  # int64 [num_samples]: whose they are; beside a token pool, without drafts
+
+
+class _Staging:
+    """Pinned memory of one step on its way to the device; free again when that has copied it."""
+
+    def __init__(self, num64: int, num32: int, device: torch.device) -> None:
+        self.host64 = torch.zeros(num64, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.host32 = torch.zeros(num32, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.ints64: Ints64 = self.host64.numpy()
+        self.ints32: Ints32 = self.host32.numpy()
+        self._copied: torch.cuda.Event | None = None  # without CUDA `copy_` returns when it is done
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Until it may be written: at once, unless more steps are in flight than there are stagings."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def sent(self) -> None:
+        """All copies from it are on the stream."""
+        if self._copied is not None:
+            self._copied.record()
 
 
 class StepBuffers:
@@ -70,18 +105,24 @@ class StepBuffers:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._staged = device.type != "cpu" if staged is None else staged
-        pinned = device.type == "cuda"
-        num64 = 4 * max_num_batched_tokens
-        num32 = 2 * max_num_seqs + 1 + max_num_seqs * max_blocks
-        self._host64 = torch.zeros(num64, dtype=torch.int64, pin_memory=pinned)
-        self._host32 = torch.zeros(num32, dtype=torch.int32, pin_memory=pinned)
-        self._device64 = torch.zeros_like(self._host64, device=device) if self._staged else self._host64
-        self._device32 = torch.zeros_like(self._host32, device=device) if self._staged else self._host32
-        self._ints64: Ints64 = self._host64.numpy()
-        self._ints32: Ints32 = self._host32.numpy()
+        num_rows = max(max_num_batched_tokens, max_num_seqs)  # a step may be padded to as many as there are slots
+        num_cells = max_num_seqs * max_blocks
+        num64 = 4 * num_rows + (2 * num_rows + max_num_seqs + num_cells if self._staged else 0)
+        num32 = 2 * max_num_seqs + 1 + num_cells
+        self._stagings = [_Staging(num64, num32, device) for _ in range(STEPS_IN_FLIGHT_MAX if self._staged else 1)]
         self._table_tensor = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
         self.block_table: Ints32 = self._table_tensor.numpy()
-        self.written: Ints64 = self._ints64[:0]  # the slot mapping of the last step, on the host
+        self.token_pool: Tensor | None = None
+        first = self._stagings[0]
+        self._device64, self._device32 = first.host64, first.host32
+        if self._staged:
+            self.token_pool = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+            self._device64 = torch.zeros_like(first.host64, device=device)
+            self._device32 = torch.zeros_like(first.host32, device=device)
+            self._device_table = torch.zeros_like(self._table_tensor, device=device)
+            self._table_rows = torch.zeros_like(self._table_tensor, device=device)  # in the order of the step
+        self.written: Ints64 = first.ints64[:0]  # the slot mapping of the last step, on the host
+        self._changed: list[Ints64] = []  # cells of the block table that the device does not have yet, as they are now
         self._arange: Ints64 = np.arange(max_num_batched_tokens, dtype=np.int64)
         # Of each slot: the token that it was given last, and where that stands; nowhere before the first one.
         self._last_tokens: Ints64 = np.zeros(max_num_seqs, dtype=np.int64)
@@ -91,6 +132,9 @@ class StepBuffers:
         """There is a new KV cache, of so many blocks: what tables say of the one before points to nothing in it."""
         self.num_blocks = num_blocks
         self.block_table[:] = 0
+        self._changed.clear()
+        if self._staged:
+            self._device_table.zero_()
 
     def update_table(self, plan: StepPlan) -> None:
         """Apply the block-table updates; raises ValueError for a place or a block that is not there."""
@@ -100,6 +144,19 @@ class StepBuffers:
             must_lie_in("table_indexes", plan.table_indexes, num_indexes)
             must_lie_in("table_blocks", plan.table_blocks, self.num_blocks)
             self.block_table[plan.table_slots, plan.table_indexes] = plan.table_blocks
+            if self._staged:
+                cells = np.array(plan.table_slots, dtype=np.int64) * num_indexes
+                cells += plan.table_indexes
+                self._changed.append(cells)
+
+    def keep_on_device(self, plan: StepPlan, step: StepTensors, token_ids: Tensor) -> None:
+        """As `keep`, of tokens that the device has drawn or is going to draw: int64 [num_samples], without drafts."""
+        assert self.token_pool is not None
+        assert step.sample_slots is not None, "beside drafts the host keeps what was sampled"
+        slots = [plan.slots[seq] for seq in plan.sample_seqs]
+        self._last_positions[slots] = -1
+        self.token_pool.index_copy_(0, step.sample_slots, token_ids)
+        self._last_positions[slots] = [plan.context_lens[seq] for seq in plan.sample_seqs]
 
     def keep(self, plan: StepPlan, token_ids: Sequence[int], num_tokens: Sequence[int]) -> None:
         """The step has ended well, and given these tokens; a step handed over meanwhile may say `SAMPLED` for the last.
@@ -113,6 +170,10 @@ class StepBuffers:
             counts = np.array(num_tokens, dtype=np.int64)
             positions += counts - 1 - np.array(plan.num_drafts, dtype=np.int64)
             tokens = tokens[counts.cumsum() - 1]
+        if self.token_pool is not None and slots:
+            device = self.token_pool.device
+            self._last_positions[slots] = -1
+            self.token_pool[torch.tensor(slots, device=device)] = torch.from_numpy(tokens).to(device)
         self._last_tokens[slots] = tokens
         self._last_positions[slots] = positions
 
@@ -126,7 +187,11 @@ class StepBuffers:
                 f"a step wants the token that slot {slots[wrong[0]]} was given at position {positions[at[wrong[0]]]}, "
                 f"but its last one stands at {self._last_positions[slots[wrong[0]]]}"
             )
-        ids[at] = np.maximum(self._last_tokens[slots], 0)  # NO_TOKEN is none that can be computed with
+        if self._staged:
+            np.subtract(-1, slots, out=slots)
+            ids[at] = slots
+        else:
+            ids[at] = np.maximum(self._last_tokens[slots], 0)  # NO_TOKEN is none that can be computed with
 
     def _check(self, plan: StepPlan) -> None:
         """Kernels read what these numbers point to without asking: a wrong one must not get that far."""
@@ -156,24 +221,40 @@ class StepBuffers:
         if len(plan.sample_seqs) + sum(plan.num_drafts) > num_tokens:
             raise ValueError("a step samples more positions than it holds")
 
-    def fill(self, plan: StepPlan) -> StepTensors:
-        """Apply the block-table updates and lay out the step; raises ValueError for a plan over the limits."""
+    def fill(self, plan: StepPlan, *, bucket: int = 0) -> StepTensors:
+        """Apply the block-table updates and lay out the step; raises ValueError for a plan over the limits.
+
+        `bucket` pads a step of one token a row to so many rows, at most `max_num_seqs`, on a device. Each array of such
+        a step has the address and the strides that it has in every other step of this bucket.
+        """
         num_seqs, num_tokens = len(plan.slots), len(plan.input_ids)
         num_samples = len(plan.sample_seqs) + sum(plan.num_drafts)
         self._check(plan)
         max_context_len = max(plan.context_lens)
+        is_decode = max(plan.query_lens) == 1
+        if bucket and not (self._staged and is_decode and num_seqs <= bucket <= self.max_num_seqs):
+            raise ValueError(
+                f"a step of {num_seqs} sequences and {num_tokens} tokens cannot be padded to {bucket} rows"
+            )
         self.update_table(plan)
 
-        i64, i32 = self._ints64, self._ints32
-        ids, positions = i64[:num_tokens], i64[num_tokens : 2 * num_tokens]
-        slots, logit_rows = i64[2 * num_tokens : 3 * num_tokens], i64[3 * num_tokens : 3 * num_tokens + num_samples]
-        starts, contexts = i32[: num_seqs + 1], i32[num_seqs + 1 : 2 * num_seqs + 1]
+        staging = self._stagings[0]
+        self._stagings.append(self._stagings.pop(0))
+        staging.wait()
+        i64, i32 = staging.ints64, staging.ints32
+        num_rows, num_places = bucket or num_tokens, bucket or num_seqs
+        ids, positions = i64[:num_tokens], i64[num_rows : num_rows + num_tokens]
+        slots = i64[2 * num_rows : 2 * num_rows + num_tokens]
+        logit_rows = i64[3 * num_rows : 3 * num_rows + num_samples]
+        starts, contexts = i32[: num_places + 1], i32[num_places + 1 : num_places + 1 + num_seqs]
         ids[:] = plan.input_ids
         contexts[:] = plan.context_lens
         starts[0] = 0
         seq_slots = np.array(plan.slots, dtype=np.int64)
-        if max(plan.query_lens) == 1:
-            starts[1:] = self._arange[1 : num_seqs + 1] if num_seqs < len(self._arange) else range(1, num_seqs + 1)
+        if is_decode:
+            starts[1:] = (
+                self._arange[1 : num_places + 1] if num_places < len(self._arange) else range(1, num_places + 1)
+            )
             np.subtract(contexts, 1, out=positions, casting="unsafe")
             token_slots = seq_slots
         else:
@@ -198,27 +279,91 @@ class StepBuffers:
                 np.subtract(ends, 1, out=logit_rows)
 
         num_blocks = -(-max_context_len // self.block_size)
-        num32 = 2 * num_seqs + 1
+        num32 = 2 * num_places + 1
         first = plan.slots[0]
-        if not self._staged and plan.slots == list(range(first, first + num_seqs)):
+        sample_slots = None
+        if self._staged:
+            i64[num_tokens:num_rows] = i64[num_rows + num_tokens : 2 * num_rows] = 0
+            i64[2 * num_rows + num_tokens : 3 * num_rows] = -1
+            i32[num_places + 1 + num_seqs : num32] = 0
+            sample_slots = self._send(staging, plan, seq_slots, num_rows, num_places)
+            tables = self._table_rows[:num_places] if bucket else self._table_rows[:num_seqs, :num_blocks]
+        elif plan.slots == list(range(first, first + num_seqs)):
             tables = self._table_tensor[first : first + num_seqs, :num_blocks]
         else:
             rows = i32[num32 : num32 + num_seqs * num_blocks].reshape(num_seqs, num_blocks)
             rows[:] = self.block_table[seq_slots, :num_blocks]
             tables = self._device32[num32 : num32 + num_seqs * num_blocks].view(num_seqs, num_blocks)
-        if self._staged:
-            used64, used32 = 3 * num_tokens + num_samples, num32 + num_seqs * num_blocks
-            self._device64[:used64].copy_(self._host64[:used64], non_blocking=True)
-            self._device32[:used32].copy_(self._host32[:used32], non_blocking=True)
+        return self._tensors(num_rows, num_places, tables, num_samples, all_rows, max_context_len, bucket, sample_slots)
+
+    def blank(self, bucket: int) -> StepTensors:
+        """The tensors of a step padded to `bucket` rows of which none is one: to capture a CUDA graph with."""
+        assert self._staged, "on the CPU no step is padded"
+        self._device64[: 2 * bucket] = 0
+        self._device64[2 * bucket : 3 * bucket] = -1
+        self._device32[: bucket + 1] = torch.arange(bucket + 1, dtype=torch.int32, device=self._device32.device)
+        self._device32[bucket + 1 : 2 * bucket + 1] = 0
+        self._table_rows[:bucket] = 0
+        return self._tensors(bucket, bucket, self._table_rows[:bucket], 0, True, 0, bucket, None)
+
+    def _tensors(
+        self,
+        num_rows: int,
+        num_places: int,
+        tables: Tensor,
+        num_samples: int,
+        all_rows: bool,
+        max_context_len: int,
+        bucket: int,
+        sample_slots: Tensor | None,
+    ) -> StepTensors:
+        """Views of the device's buffers, laid out for `num_rows` tokens of `num_places` sequences."""
         d64, d32 = self._device64, self._device32
         return StepTensors(
-            input_ids=d64[:num_tokens],
-            positions=d64[num_tokens : 2 * num_tokens],
-            slot_mapping=d64[2 * num_tokens : 3 * num_tokens],
+            input_ids=d64[:num_rows],
+            positions=d64[num_rows : 2 * num_rows],
+            slot_mapping=d64[2 * num_rows : 3 * num_rows],
             block_tables=tables,
-            query_start=d32[: num_seqs + 1],
-            context_lens=d32[num_seqs + 1 : num32],
-            logit_rows=None if all_rows else d64[3 * num_tokens : 3 * num_tokens + num_samples],
+            query_start=d32[: num_places + 1],
+            context_lens=d32[num_places + 1 : 2 * num_places + 1],
+            logit_rows=None if all_rows else d64[3 * num_rows : 3 * num_rows + num_samples],
             num_samples=num_samples,
             max_context_len=max_context_len,
+            token_pool=self.token_pool,
+            bucket=bucket,
+            sample_slots=sample_slots,
         )
+
+    def _send(
+        self, staging: _Staging, plan: StepPlan, seq_slots: Ints64, num_rows: int, num_places: int
+    ) -> Tensor | None:
+        """Copy what is laid out, with what has changed of the block table, and put the table's rows in order.
+
+        Gives the slots that are sampled. Cells whose copy fails go with the next step.
+        """
+        i64, i32 = staging.ints64, staging.ints32
+        num_seqs, num_samples = len(seq_slots), 0 if plan.num_drafts else len(plan.sample_seqs)
+        begin = 4 * num_rows
+        at_samples = begin + num_places
+        at_cells, at_blocks = at_samples + num_samples, 2 * num_places + 1
+        i64[begin : begin + num_seqs] = seq_slots
+        i64[begin + num_seqs : at_samples] = 0
+        if num_samples:
+            i64[at_samples:at_cells] = seq_slots[plan.sample_seqs]
+        table = self.block_table.reshape(-1)
+        cells: Ints64 = np.concatenate(self._changed) if self._changed else self._arange[:0]
+        if len(cells) > len(table):  # of many plans without a step
+            cells = np.arange(len(table), dtype=np.int64)
+        end_cells, end_blocks = at_cells + len(cells), at_blocks + len(cells)
+        i64[at_cells:end_cells] = cells
+        i32[at_blocks:end_blocks] = table[cells]
+        d64, d32 = self._device64, self._device32
+        d64[:end_cells].copy_(staging.host64[:end_cells], non_blocking=True)
+        d32[:end_blocks].copy_(staging.host32[:end_blocks], non_blocking=True)
+        staging.sent()
+        if len(cells):
+            self._device_table.view(-1).index_copy_(0, d64[at_cells:end_cells], d32[at_blocks:end_blocks])
+        rows = self._table_rows[:num_places]
+        torch.index_select(self._device_table, 0, d64[begin:at_samples], out=rows)
+        self._changed.clear()
+        return d64[at_samples:at_cells] if num_samples else None

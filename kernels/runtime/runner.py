@@ -10,7 +10,9 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -33,14 +35,14 @@ from novainfer.kernels.runtime.proposer import Proposer, load_proposer
 from novainfer.kernels.runtime.swap import HostPool
 from novainfer.kernels.sampling.sampler import LOGIT_ROWS_MAX, Sampled, Sampler
 from novainfer.kernels.sampling.verify import Positions, accept, sampled_positions
-from novainfer.kernels.step import StepBuffers
+from novainfer.kernels.step import StepBuffers, StepTensors
 from novainfer.kernels.threads import use_threads
 from novainfer.kernels.weights.checkpoint import Checkpoint
 from novainfer.kernels.weights.header import tensor_shapes
 from novainfer.kernels.weights.loader import GIB, choose_dtype, load_decoder
 from novainfer.kernels.weights.sharing import Weights, load_shared
 
-__all__ = ["ModelInfo", "ModelRunner"]
+__all__ = ["Flight", "ModelInfo", "ModelRunner"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,32 @@ class ModelInfo:
     row_invariant: bool
     modes: tuple[Mode, ...]  # what `switch` can be asked for, best first (kernels/runtime/modes.py)
     weights: Weights  # in this process's own memory, or shared: packed by this process, or mapped as found
+
+
+class Flight:
+    """A step that the device was told to compute; `wait` and `done` may be called by another thread, in this order.
+
+    Neither touches what later steps use. Nothing is left to wait for where `is_through`.
+    """
+
+    def __init__(self, done: Callable[[], StepDone], ended: torch.cuda.Event | None = None) -> None:
+        """`ended` comes behind the step on the device; `done` reads what the step has copied to the host by then."""
+        self._done = done
+        self._ended = ended
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the step had ended when it was handed out."""
+        return self._ended is None
+
+    def wait(self) -> None:
+        """Block until the step has ended; raises what the device raises, which may be for a step beside it."""
+        if self._ended is not None:
+            self._ended.synchronize()
+
+    def done(self) -> StepDone:
+        """What it gives, once it has ended."""
+        return self._done()
 
 
 class ModelRunner:
@@ -106,6 +134,7 @@ class ModelRunner:
             device=kernels.device,
         )
         self._sampler = Sampler(info.vocab_size, max_num_seqs, info.max_model_len, kernels.device)
+        self._is_ahead = kernels.device.type != "cpu"  # it is told of steps, and computes them beside the host
         self._proposer = proposer
         self._draft_failures = 0  # since the draft model did well
 
@@ -393,21 +422,45 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepDone:
         """Copy blocks, compute one step and sample; what the device raises (out of memory among it) comes through."""
+        flight = self.launch(plan)
+        flight.wait()
+        return flight.done()
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Have the device do all of `execute`, and do not wait for it where it is CUDA: see `Flight`.
+
+        `STEPS_IN_FLIGHT_MAX` steps may have been launched that were not waited for, this one among them. What the
+        device raises at once comes through when it is through with what it was told before; the rest `Flight.wait`
+        raises. A step with drafts, and one beside a draft model, is waited for here: what comes behind it depends on
+        its tokens.
+        """
         with torch.inference_mode():
-            hidden = self._forward(plan)
-            if not plan.sample_seqs:
-                self._wait()
-            if hidden is None:
-                return StepDone(plan.step_id, plan.epoch)
-            at = sampled_positions(plan)
-            sampled, counts = self._sample(hidden, at), list[int]()
-            if plan.num_drafts:
-                sampled, counts = accept(sampled, at.drafts, plan.num_drafts)
-            self._buffers.keep(plan, sampled.token_ids, counts)
-            done = StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs, num_tokens=counts)
+            try:
+                return self._launch(plan)
+            except BaseException:
+                with suppress(Exception):  # what it was told goes on to read buffers that are about to be used again
+                    self._wait()
+                raise
+
+    def _launch(self, plan: StepPlan) -> Flight:
+        step = self._lay_out(plan)
+        hidden = None if step is None else self._decoder.forward(step)
+        at = sampled_positions(plan)
+        draw = None if hidden is None else self._draw(hidden, at)
+        if self._is_ahead and self._proposer is None and not (plan.num_drafts or plan.num_drafts_wanted):
+            if step is not None and draw is not None:
+                self._buffers.keep_on_device(plan, step, draw.token_ids)
+            return Flight(partial(_outcome, plan, at, draw), _recorded(self._kernels.device))
+        if self._is_ahead:
+            self._wait()
+        done = _outcome(plan, at, draw)
+        if draw is not None:
+            self._buffers.keep(plan, done.token_ids, done.num_tokens)
             if self._proposer is not None:
-                return self._propose(self._proposer, plan, done)
-            return msgspec.structs.replace(done, draft_error=GIVEN_UP) if plan.num_drafts_wanted else done
+                done = self._propose(self._proposer, plan, done)
+            elif plan.num_drafts_wanted:
+                done = msgspec.structs.replace(done, draft_error=GIVEN_UP)
+        return Flight(lambda: done)
 
     def _propose(self, proposer: Proposer, plan: StepPlan, done: StepDone) -> StepDone:
         """`done` with drafts, or with the reason for none: the tokens are there, whatever becomes of guesses."""
@@ -429,8 +482,8 @@ class ModelRunner:
         found = drafts if any(drafts) else []
         return msgspec.structs.replace(done, draft_token_ids=found, draft_s=time.perf_counter() - began_s)
 
-    def _forward(self, plan: StepPlan) -> Tensor | None:
-        """All but the sampling: hidden states [num_samples, hidden_size], or None when nothing is sampled."""
+    def _lay_out(self, plan: StepPlan) -> StepTensors | None:
+        """All that comes before the computation; None where nothing is computed."""
         if plan.swap_out_blocks or plan.swap_in_blocks:
             if self._host_pool is None:
                 raise ValueError("a step swaps blocks, but there is no swap space")
@@ -448,25 +501,20 @@ class ModelRunner:
         step = self._buffers.fill(plan)
         if self._proposer is not None:
             self._proposer.follow(plan)
-        return self._decoder.forward(step)
+        return step
 
     def _wait(self) -> None:
-        """Sampled tokens are waited for; without any, a GPU has only been told what to do, and goes on to read buffers.
-
-        The next step would be laid out in them, and this one would have taken no time.
-        """
+        """Until the device is through with all that it was told."""
         if self._kernels.device.type == "cuda":
             torch.cuda.synchronize(self._kernels.device)
 
-    def _sample(self, hidden: Tensor, at: Positions) -> Sampled:
-        if len(at.slots) <= LOGIT_ROWS_MAX:
-            return self._sampler.sample(self._decoder.head(hidden), at.slots, at.positions, at.drafts)
+    def _draw(self, hidden: Tensor, at: Positions) -> _Drawn:
         parts = []
         for begin in range(0, len(at.slots), LOGIT_ROWS_MAX):
             part = slice(begin, begin + LOGIT_ROWS_MAX)
             logits = self._decoder.head(hidden[part])
             parts.append(self._sampler.sample(logits, at.slots[part], at.positions[part], at.drafts[part]))
-        return _joined(parts)
+        return _Drawn(_joined(parts), self._kernels.device)
 
     def close(self) -> None:
         """Let weights and cache go; the runner cannot be used afterwards."""
@@ -477,6 +525,39 @@ class ModelRunner:
             self._proposer = None
         self._host_pool = None
         del self._decoder, self._modes, self._sampler, self._buffers, self._kernels
+
+
+class _Drawn:
+    def __init__(self, sampled: Sampled, device: torch.device) -> None:
+        self._sampled = sampled
+        self._device = device
+
+    @property
+    def token_ids(self) -> Tensor:
+        return torch.tensor(self._sampled.token_ids, dtype=torch.int64, device=self._device)
+
+    def read(self) -> Sampled:
+        return self._sampled
+
+
+def _outcome(plan: StepPlan, at: Positions, draw: _Drawn | None) -> StepDone:
+    """What a step that has ended gives, but for what a draft model makes of it."""
+    if draw is None:
+        return StepDone(plan.step_id, plan.epoch)
+    sampled, counts = draw.read(), list[int]()
+    if plan.num_drafts:
+        sampled, counts = accept(sampled, at.drafts, plan.num_drafts)
+    return StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs, num_tokens=counts)
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event | None:
+    """An event behind all that the device was told; None where it has done it when it was told."""
+    if device.type != "cuda":
+        return None
+    # Others take a core to be waited for, and torch.Event ignores the flag.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _joined(parts: list[Sampled]) -> Sampled:

@@ -110,7 +110,7 @@ def test_a_step_that_fails_leaves_what_was_sampled_and_what_penalties_count(
     """Whether it fails before anything was drawn or behind it: computed again, it gives what it would have given."""
     runner = make_runner(folder, "native")
     expected = generation(Driver(runner))
-    for name in ("_forward", "_sample"):
+    for name in ("_lay_out", "_draw"):
         driver = Driver(runner, ahead=True)
         real, calls = getattr(runner, name), iter(range(10**6))
 

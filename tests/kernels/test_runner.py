@@ -283,16 +283,25 @@ def test_step_costs_are_measured_by_size_until_that_took_long_enough(
 
 
 def test_a_step_that_samples_nothing_is_over_when_it_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU nothing else would wait for it, and the next step is laid out in the same pinned buffers."""
+    """On a GPU nothing else would wait for it, and what it was told to read would be used again."""
     runner = load(folder)
     runner.fit(mode="fixed", num_blocks=64)
-    waits: list[torch.device] = []
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(runner._kernels, "device", cuda)
-    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    plan = StepPlan([0], [8], [8], [0] * 8, [0], [0], [0], [])
-    assert runner.execute(plan).token_ids == []
-    assert waits == [cuda]
-    plan.sample_seqs = [0]
-    assert len(runner.execute(plan).token_ids) == 1
-    assert waits == [cuda]
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking, "a core would be busy with waiting"
+
+        def record(self) -> None:
+            done.append("recorded")
+
+        def synchronize(self) -> None:
+            done.append("waited for")
+
+    monkeypatch.setattr(runner, "_is_ahead", True)
+    monkeypatch.setattr(runner._kernels, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    flight = runner.launch(StepPlan([0], [8], [8], [0] * 8, [0], [0], [0], []))
+    assert (flight.is_through, done) == (False, ["recorded"])
+    flight.wait()
+    assert (flight.done().token_ids, done) == ([], ["recorded", "waited for"])
