@@ -1,7 +1,7 @@
 """Which implementation of an operation runs here: fastest first, each proved against the torch reference
 before use.
 
-There are four operations. Each is a small class, so that an implementation may keep packed weights or
+There are five operations. Each is a small class, so that an implementation may keep packed weights or
 buffers:
 
 - `linear`: one weight matrix, packed at load, applied to rows of activations (`Linear`); each implementation keeps
@@ -10,6 +10,7 @@ buffers:
 - `attention`: the paged KV cache and attention over it (`AttentionBackend`)
 - `ops`: the small row-wise operations between them (`RowOps`)
 - `forward`: all of these over all layers of a decoder (`Forward`, kernels/ops/forward.py), proved against one by one
+- `sampler`: how each slot samples, and the draw from logits (`Sampler`)
 
 An implementation declares what it can do with `refuses(...)`: None, or the reason why not.
 `Registry.select` takes the first one that does not refuse and passes its self-test (kernels/ops/selftest.py);
@@ -32,7 +33,10 @@ from typing import Any, ClassVar, Literal, Protocol, Self, get_args, runtime_che
 import torch
 from torch import Tensor
 
+from novainfer.fsm.messages.step import SeqParams
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.sampling.drawn import Draw
+from novainfer.kernels.sampling.verify import Positions
 from novainfer.kernels.step import StepTensors
 
 __all__ = [
@@ -43,12 +47,13 @@ __all__ = [
     "QuantisedLinear",
     "Registry",
     "RowOps",
+    "Sampler",
     "SharedLinear",
 ]
 
 logger = logging.getLogger(__name__)
 
-Operation = Literal["linear", "attention", "ops", "forward"]
+Operation = Literal["linear", "attention", "ops", "forward", "sampler"]
 
 
 class Linear(Protocol):
@@ -247,6 +252,43 @@ class BlockMover(Protocol):
 
     def copy(self, sources: Sequence[int], blocks: Sequence[int]) -> None:
         """Block `sources[i]` to block `blocks[i]`; none is in both, nor twice among `blocks`."""
+
+
+class Sampler(Protocol):
+    """How the sequence in each slot samples, and one token a row of logits (kernels/sampling/sampler.py says how).
+
+    What is drawn depends on a row's logits, its sequence's parameters, its tokens so far and its position alone, so a
+    position that is drawn from again, with the same logits, gives the same token. A slot to which nothing was admitted
+    is greedy.
+    """
+
+    name: ClassVar[str]
+    row_invariant: ClassVar[bool]
+    rows_max: ClassVar[int]  # rows of logits that should exist at once, for their memory
+
+    @classmethod
+    def refuses(cls, vocab_size: int, device: torch.device) -> str | None:
+        """None when tokens of such a vocabulary can be drawn on this device; else the reason."""
+
+    @classmethod
+    def over(cls, vocab_size: int, max_num_seqs: int, max_model_len: int, device: torch.device) -> Self:
+        """A sampler of slots 0 to `max_num_seqs - 1`, each for a sequence of at most `max_model_len` tokens."""
+
+    def admit(self, row: SeqParams) -> None:
+        """A sequence takes a slot: how it samples and, where penalties need them, its tokens so far.
+
+        Steps that were drawn before are not disturbed, also where the device has not come to them yet. Raises
+        ValueError for a slot or a token that is not there.
+        """
+
+    def draw(self, logits: Tensor, at: Positions) -> Draw:
+        """Have one token a row drawn; `NO_TOKEN` where the logits hold a NaN or an infinity above all others.
+
+        logits [n, vocab_size] in the model's dtype, rows contiguous (may be overwritten); `at` [n]: whose rows they are
+        and where the drawn tokens will stand. Where there are drafts, the row behind one is the sequence's next
+        position, drawn as if the draft were its token; behind a draft that was not drawn itself it is of no use, and
+        may be left out, as `NO_TOKEN`. On a device that runs beside the host nothing is waited for.
+        """
 
 
 @dataclass(slots=True)

@@ -19,7 +19,8 @@ from novainfer.kernels.ops.precision import Precision, precision_of
 from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceRowOps
 from novainfer.kernels.ops.registry import AttentionShape, BlockMover, Operation, Registry
 from novainfer.kernels.ops.row_ops import TorchRowOps
-from novainfer.kernels.ops.selftest import check_attention, check_forward, check_row_ops
+from novainfer.kernels.ops.selftest import check_attention, check_forward, check_row_ops, check_sampler
+from novainfer.kernels.sampling.sampler import RowSampler, TorchSampler
 
 __all__ = ["Selection", "build_registry"]
 
@@ -56,6 +57,8 @@ def build_registry(device: torch.device, *, native: str | None = None, batch_inv
     for ops in (TorchRowOps, ReferenceRowOps):
         registry.register("ops", ops)
     registry.register("forward", OpByOpForward)
+    for sampler in (RowSampler, TorchSampler):
+        registry.register("sampler", sampler)
     return registry
 
 
@@ -183,6 +186,18 @@ class Selection:
         from novainfer.kernels.cuda import blocks
 
         return blocks.BlockMover(parts)
+
+    def sampler(self, vocab_size: int) -> Any:
+        """The class that draws tokens of this vocabulary."""
+        return self._take(
+            "sampler",
+            self.registry.select(
+                "sampler",
+                lambda sampler: sampler.refuses(vocab_size, self.device),
+                lambda sampler: check_sampler(sampler, self.dtype, self.device),
+                (self.dtype, self.device),
+            ),
+        )
 
     def _take(self, operation: str, kernel: Any) -> Any:
         self.row_invariant &= kernel.row_invariant

@@ -10,16 +10,20 @@ import dataclasses
 import functools
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from novainfer.fsm.messages.step import NO_TOKEN, SeqParams
 from novainfer.kernels.ops.forward import SHAPES, DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
 from novainfer.kernels.ops.int8 import PART_ROWS, ReferenceInt8Linear
 from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
 from novainfer.kernels.ops.registry import AttentionShape
+from novainfer.kernels.sampling.sampler import TorchSampler
+from novainfer.kernels.sampling.verify import Positions, Sampled
 from novainfer.kernels.step import StepTensors
 
-__all__ = ["check_attention", "check_forward", "check_int8_linear", "check_linear", "check_row_ops"]
+__all__ = ["check_attention", "check_forward", "check_int8_linear", "check_linear", "check_row_ops", "check_sampler"]
 
 # Largest error over the largest value. bf16 rounds to 2**-9 and may round twice on the way.
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -27,6 +31,7 @@ LINEAR_SHAPES = ((64, 96), (160, 64), (33, 48))  # (N, K); those that the kernel
 ROWS = (1, 2, 7, 33)
 EPS = 1e-6
 HIDDEN_SIZE = 64  # of the decoder that a forward is proved on
+VOCAB_SIZE = 1300  # of the logits that a sampler is proved on
 INTERMEDIATE_SIZES = (40, 64)  # halves of a product that share a panel, and halves that do not
 
 
@@ -345,3 +350,66 @@ def _step(
         num_samples=sum(query_lens) if sampled is None else len(sampled),
         max_context_len=max(contexts),
     )
+
+
+def check_sampler(sampler: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Each way of sampling, three steps of each: apart, as drafts that are right, and a step computed again."""
+    if sampler is TorchSampler:
+        return None  # it is what the others are compared with
+    prompt = [5, 9, 5, 700]
+    ways = [
+        SeqParams(slot=0),
+        SeqParams(slot=0, logprobs=3),
+        SeqParams(slot=0, temperature=1.0),
+        SeqParams(slot=0, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, logprobs=0),
+        SeqParams(slot=0, temperature=1.0, top_p=0.95),
+        SeqParams(slot=0, temperature=1.3, top_k=300, min_p=0.01),
+        SeqParams(slot=0, temperature=0.2, presence_penalty=0.5, frequency_penalty=5.0, num_prompt_tokens=2),
+        SeqParams(slot=0, min_position=6, stop_token_ids=[17, 40], banned_token_ids=[3], logit_bias={40: 50.0}),
+        SeqParams(slot=0, temperature=1.0, allowed_token_ids=list(range(0, VOCAB_SIZE, 3))),
+    ]
+    rows = [msgspec.structs.replace(row, slot=slot, token_ids=prompt) for slot, row in enumerate(ways)]
+    # A row's logits stay, so that penalties decide what is next.
+    logits = _normal((len(rows), VOCAB_SIZE), 60, dtype, device).repeat_interleave(3, dim=0) * 3
+    logits[4 * 3 + 2, 800] = torch.nan
+    slots = [row.slot for row in rows for _ in range(3)]
+    positions = [len(prompt) + step for _ in rows for step in range(3)]
+    every = list(range(len(slots)))
+    first, second, third = every[::3], every[1::3], every[2::3]
+
+    def run(kernel: Any, *steps: list[int], drafts: list[int] | None = None) -> list[tuple[int, Any]]:
+        found: list[tuple[int, Any]] = [(NO_TOKEN, None)] * len(every)
+        drawing = kernel.over(VOCAB_SIZE, len(rows), 16, device)
+        for row in rows:
+            drawing.admit(row)
+        for step in steps:
+            at = Positions([slots[i] for i in step], [positions[i] for i in step], drafts or [])
+            sampled: Sampled = drawing.draw(logits[step], at).read()
+            for number, i in enumerate(step):
+                found[i] = sampled.token_ids[number], sampled.logprobs[number] if sampled.logprobs else None
+        return found
+
+    expected = run(TorchSampler, first, second, third)
+    wrong = _other_draws(run(sampler, first, second, third), expected)
+    if wrong is None:
+        wrong = _other_draws(run(sampler, first, second, second, first, second, third), expected, "drawn again")
+    if wrong is None:
+        drafts = [NO_TOKEN if i % 3 == 2 else expected[i][0] for i in every]
+        wrong = _other_draws(run(sampler, every, drafts=drafts), expected, "behind drafts")
+    return wrong
+
+
+def _other_draws(got: list[tuple[int, Any]], expected: list[tuple[int, Any]], how: str = "drawn") -> str | None:
+    for i, ((token_id, logprobs), (right, right_logprobs)) in enumerate(zip(got, expected, strict=True)):
+        what = f"step {i % 3} of way {i // 3} of sampling, {how},"
+        if token_id != right:
+            return f"{what} gives token {token_id} in the place of {right}"
+        if (logprobs is None) != (right_logprobs is None):
+            return f"{what} gives log probabilities where there are none, or none where there are"
+        if logprobs is not None:
+            if logprobs[1] != right_logprobs[1]:
+                return f"{what} finds other tokens most likely"
+            values, right_values = ([own[0], *own[2]] for own in (logprobs, right_logprobs))
+            if not torch.allclose(torch.tensor(values), torch.tensor(right_values), rtol=0, atol=1e-4):
+                return f"{what} gives other log probabilities"
+    return None

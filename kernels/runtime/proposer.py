@@ -24,9 +24,10 @@ from novainfer.kernels.errors import LoadError
 from novainfer.kernels.memory import is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
-from novainfer.kernels.ops.registry import Registry
+from novainfer.kernels.ops.registry import Registry, Sampler
 from novainfer.kernels.ops.selection import Selection
-from novainfer.kernels.sampling.sampler import LOGIT_ROWS_MAX, Sampler
+from novainfer.kernels.sampling.drawn import joined
+from novainfer.kernels.sampling.verify import Positions
 from novainfer.kernels.step import StepBuffers
 from novainfer.kernels.weights.checkpoint import Checkpoint
 from novainfer.kernels.weights.loader import GIB, choose_dtype, load_decoder
@@ -111,7 +112,9 @@ class Proposer:
         self._size = buffers.block_size
         self._num_scratch = -(-num_speculative_tokens // self._size) + 1  # blocks a slot
         # Every slot of a sampler to which nothing was admitted is greedy.
-        self._sampler = Sampler(buffers.vocab_size, buffers.max_num_seqs, buffers.max_model_len, kernels.device)
+        self._sampler: Sampler = kernels.sampler(buffers.vocab_size).over(
+            buffers.vocab_size, buffers.max_num_seqs, buffers.max_model_len, kernels.device
+        )
         # Tokens so far of each slot, one more than its context holds; and whether they were all given.
         self._tokens: npt.NDArray[np.int32] = np.zeros((buffers.max_num_seqs, 0), dtype=np.int32)
         self._is_known = np.zeros(buffers.max_num_seqs, dtype=np.bool_)
@@ -290,11 +293,8 @@ class Proposer:
             return []
         slots = [plan.slots[seq] for seq in plan.sample_seqs]
         positions = [plan.context_lens[seq] for seq in plan.sample_seqs]
-        found: list[int] = []
-        for begin in range(0, len(slots), LOGIT_ROWS_MAX):
-            part = slice(begin, begin + LOGIT_ROWS_MAX)
-            found += self._sampler.sample(self._decoder.head(hidden[part]), slots[part], positions[part]).token_ids
-        return found
+        parts = Positions(slots, positions).parts(self._sampler.rows_max)
+        return joined([self._sampler.draw(self._decoder.head(hidden[rows]), part) for rows, part in parts]).read()[0]
 
     def _note_drafted(self) -> None:
         """What the last pass, of no guesses, has written in blocks of sequences is there as long as they are theirs."""

@@ -27,13 +27,13 @@ from novainfer.kernels.memory import free_bytes, is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.ops.precision import quantization_of
-from novainfer.kernels.ops.registry import AttentionBackend, BlockMover, Registry
+from novainfer.kernels.ops.registry import AttentionBackend, BlockMover, Registry, Sampler
 from novainfer.kernels.ops.selection import Selection, build_registry
 from novainfer.kernels.runtime.copies import copy_blocks
 from novainfer.kernels.runtime.modes import Modes, selections_by_mode
 from novainfer.kernels.runtime.proposer import Proposer, load_proposer
 from novainfer.kernels.runtime.swap import HostPool
-from novainfer.kernels.sampling.sampler import LOGIT_ROWS_MAX, Sampled, Sampler
+from novainfer.kernels.sampling.drawn import Draw, joined
 from novainfer.kernels.sampling.verify import Positions, accept, sampled_positions
 from novainfer.kernels.step import StepBuffers, StepTensors
 from novainfer.kernels.threads import use_threads
@@ -133,7 +133,9 @@ class ModelRunner:
             vocab_size=info.vocab_size,
             device=kernels.device,
         )
-        self._sampler = Sampler(info.vocab_size, max_num_seqs, info.max_model_len, kernels.device)
+        self._sampler: Sampler = kernels.sampler(info.vocab_size).over(
+            info.vocab_size, max_num_seqs, info.max_model_len, kernels.device
+        )
         self._is_ahead = kernels.device.type != "cpu"  # it is told of steps, and computes them beside the host
         self._proposer = proposer
         self._draft_failures = 0  # since the draft model did well
@@ -190,6 +192,7 @@ class ModelRunner:
             decoder, weight_bytes = loaded
             shape = decoder.attention_shape(block_size)
             attention = kernels.attention(shape)
+            kernels.sampler(config.vocab_size)
             selections = selections_by_mode(kernels, config, shape)
             if weights != "own":
                 selections = {mode: found for mode, found in selections.items() if mode.precision == precision.name}
@@ -508,13 +511,9 @@ class ModelRunner:
         if self._kernels.device.type == "cuda":
             torch.cuda.synchronize(self._kernels.device)
 
-    def _draw(self, hidden: Tensor, at: Positions) -> _Drawn:
-        parts = []
-        for begin in range(0, len(at.slots), LOGIT_ROWS_MAX):
-            part = slice(begin, begin + LOGIT_ROWS_MAX)
-            logits = self._decoder.head(hidden[part])
-            parts.append(self._sampler.sample(logits, at.slots[part], at.positions[part], at.drafts[part]))
-        return _Drawn(_joined(parts), self._kernels.device)
+    def _draw(self, hidden: Tensor, at: Positions) -> Draw:
+        size = self._sampler.rows_max
+        return joined([self._sampler.draw(self._decoder.head(hidden[rows]), part) for rows, part in at.parts(size)])
 
     def close(self) -> None:
         """Let weights and cache go; the runner cannot be used afterwards."""
@@ -527,20 +526,7 @@ class ModelRunner:
         del self._decoder, self._modes, self._sampler, self._buffers, self._kernels
 
 
-class _Drawn:
-    def __init__(self, sampled: Sampled, device: torch.device) -> None:
-        self._sampled = sampled
-        self._device = device
-
-    @property
-    def token_ids(self) -> Tensor:
-        return torch.tensor(self._sampled.token_ids, dtype=torch.int64, device=self._device)
-
-    def read(self) -> Sampled:
-        return self._sampled
-
-
-def _outcome(plan: StepPlan, at: Positions, draw: _Drawn | None) -> StepDone:
+def _outcome(plan: StepPlan, at: Positions, draw: Draw | None) -> StepDone:
     """What a step that has ended gives, but for what a draft model makes of it."""
     if draw is None:
         return StepDone(plan.step_id, plan.epoch)
@@ -558,14 +544,6 @@ def _recorded(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def _joined(parts: list[Sampled]) -> Sampled:
-    joined = Sampled([token_id for part in parts for token_id in part.token_ids], [])
-    if any(part.logprobs for part in parts):
-        for part in parts:
-            joined.logprobs.extend(part.logprobs or [None] * len(part.token_ids))
-    return joined
 
 
 def _device(name: str) -> torch.device:

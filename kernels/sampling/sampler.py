@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, Self
 
 import msgspec
 import torch
@@ -19,11 +19,13 @@ from novainfer.fsm.messages.step import NO_TOKEN, Logprobs, SeqParams
 from novainfer.kernels.memory import lazy_zeros
 from novainfer.kernels.sampling.draw import draw
 from novainfer.kernels.sampling.draw_row import argmax, draw_row, logprobs_of_row
+from novainfer.kernels.sampling.drawn import Draw, DrawnAtOnce
 from novainfer.kernels.sampling.logits import apply_masks, apply_penalties, changes_until
 from novainfer.kernels.sampling.uniform import uniforms
+from novainfer.kernels.sampling.verify import Positions, Sampled
 from novainfer.kernels.step import must_lie_in
 
-__all__ = ["LOGIT_ROWS_MAX", "Sampled", "Sampler"]
+__all__ = ["LOGIT_ROWS_MAX", "RowSampler", "TorchSampler"]
 
 # Rows whose logits exist at once: bounds their memory (64 rows of 152k tokens: 20 MB in bf16 and 39 MB in fp32),
 # and a matrix product of 64 rows is already bound by arithmetic.
@@ -32,29 +34,35 @@ LOGIT_ROWS_MAX = 64
 TEMPERATURE_GREEDY_MAX = 1e-5  # vLLM's bound: below it, dividing logits overflows before it changes a draw
 
 
-class Sampled(NamedTuple):
-    """One token (or `NO_TOKEN`) a row; `logprobs` is empty when no row asked for them."""
-
-    token_ids: list[int]
-    logprobs: list[Logprobs | None]
-
-
-class Sampler:
-    """Sampling state of every slot, and the draw.
+class TorchSampler:
+    """Sampling state of every slot, and the draw: all rows at once, with plain torch on any device.
 
     `history[slot, position]` holds the tokens of the sequences whose penalties need them. What is sampled
     is written at its own position, so that computing a rolled-back step again overwrites what it had
     written.
     """
 
+    name: ClassVar[str] = "torch"
+    row_invariant: ClassVar[bool] = False  # its reductions are torch's
+    rows_max: ClassVar[int] = LOGIT_ROWS_MAX
+
     def __init__(self, vocab_size: int, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self._on_cpu = device.type == "cpu"
         self._rows: list[SeqParams] = [SeqParams(slot=slot) for slot in range(max_num_seqs)]
         self._plain_from = [0.0] * max_num_seqs  # the position from which a slot's token is an argmax, or inf
         self._history_shape = (max_num_seqs, max_model_len + 1)  # the last token is sampled, never computed
         self._history: Tensor | None = None
+
+    @classmethod
+    def refuses(cls, vocab_size: int, device: torch.device) -> str | None:
+        """As in `Sampler`: nothing is refused."""
+        return None
+
+    @classmethod
+    def over(cls, vocab_size: int, max_num_seqs: int, max_model_len: int, device: torch.device) -> Self:
+        """As in `Sampler`."""
+        return cls(vocab_size, max_num_seqs, max_model_len, device)
 
     def admit(self, row: SeqParams) -> None:
         """A sequence takes a slot: keep how it samples and, where penalties need it, its tokens so far."""
@@ -68,28 +76,20 @@ class Sampler:
             tokens = torch.tensor(row.token_ids, dtype=torch.int32)
             self._tokens()[row.slot, : len(tokens)] = tokens.to(self.device)
 
-    def sample(
-        self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], drafts: Sequence[int] = ()
-    ) -> Sampled:
-        """Draw one token a row; `NO_TOKEN` where the logits hold a NaN or an infinity above all others.
+    def draw(self, logits: Tensor, at: Positions) -> Draw:
+        """As in `Sampler`; the tokens are waited for."""
+        return DrawnAtOnce(self._sample(logits, at), self.device)
 
-        logits [n, vocab_size] in the model's dtype (may be overwritten); slots and positions [n]: whose row
-        it is, and the absolute position that the sampled token will have. `drafts` [n], if there are any: the draft
-        that stands at that position, where the next row is the sequence's next position; else `NO_TOKEN`. What is drawn
-        behind a draft that was not drawn itself is of no use; it may be left out, as `NO_TOKEN`.
-        """
-        plain = [self._plain_from[slot] <= at for slot, at in zip(slots, positions, strict=True)]
+    def _sample(self, logits: Tensor, at: Positions) -> Sampled:
+        slots, positions, drafts = at
+        plain = [self._plain_from[slot] <= position for slot, position in zip(slots, positions, strict=True)]
         if all(plain):
-            if self._on_cpu:
-                return Sampled(argmax(logits).tolist(), [])
-            largest, ids = logits.max(-1)
-            return Sampled(ids.masked_fill_(~largest.isfinite(), NO_TOKEN).tolist(), [])
+            return Sampled(self._most_likely(logits), [])
         rows = [self._rows[slot] for slot in slots]
         if drafts:
             self._suppose(rows, slots, positions, drafts)
         u = uniforms([row.seed for row in rows], positions).tolist()
-        sampled = self._sample_rows if self._on_cpu else self._sample_batch
-        token_ids, logprobs = sampled(logits, rows, slots, positions, drafts, plain, u)
+        token_ids, logprobs = self._sample_rows(logits, rows, slots, positions, drafts, plain, u)
         self._suppose(rows, slots, positions, token_ids)
         return Sampled(token_ids, logprobs if any(entry is not None for entry in logprobs) else [])
 
@@ -101,6 +101,11 @@ class Sampler:
             if row.needs_history and token_id != NO_TOKEN:
                 self._tokens()[slot, position] = token_id
 
+    def _most_likely(self, logits: Tensor) -> list[int]:
+        largest, ids = logits.max(-1)
+        found: list[int] = ids.masked_fill_(~largest.isfinite(), NO_TOKEN).tolist()
+        return found
+
     def _sample_rows(
         self,
         logits: Tensor,
@@ -111,45 +116,6 @@ class Sampler:
         plain: list[bool],
         u: list[float],
     ) -> tuple[list[int], list[Logprobs | None]]:
-        """Row by row: a row of fp32 logits stays in the cache of a CPU core, a batch of them does not."""
-        token_ids: list[int] = []
-        logprobs: list[Logprobs | None] = []
-        for i, row in enumerate(rows):
-            if i and drafts and drafts[i - 1] not in (NO_TOKEN, token_ids[-1]):
-                token_ids.append(NO_TOKEN)
-                logprobs.append(None)
-                continue
-            if plain[i]:
-                token_ids.append(int(argmax(logits[i : i + 1])[0]))
-                logprobs.append(None)
-                continue
-            x = logits[i].float()
-            raw = x.clone() if row.logprobs is not None else None
-            self._apply(x, row, slots[i], positions[i])
-            if raw is not None and not raw.amax().isfinite():
-                token_id = NO_TOKEN  # its log probabilities would be none, wherever the NaN lies
-            elif row.temperature < TEMPERATURE_GREEDY_MAX:
-                token_id = int(argmax(x[None])[0])
-            else:
-                token_id = draw_row(x.numpy(), row, u[i])
-            token_ids.append(token_id)
-            if raw is None or token_id == NO_TOKEN:
-                logprobs.append(None)
-            else:
-                logprobs.append(logprobs_of_row(raw.numpy(), token_id, row.logprobs or 0))
-        return token_ids, logprobs
-
-    def _sample_batch(
-        self,
-        logits: Tensor,
-        rows: list[SeqParams],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        drafts: Sequence[int],
-        plain: list[bool],
-        u: list[float],
-    ) -> tuple[list[int], list[Logprobs | None]]:
-        """All rows at once, on a device that numpy cannot read."""
         logits = logits.float()
         asked = [i for i, row in enumerate(rows) if row.logprobs is not None]
         raw = logits[asked]  # a copy: masks overwrite
@@ -179,6 +145,59 @@ class Sampler:
         if self._history is None:
             self._history = lazy_zeros(self._history_shape, torch.int32, self.device)
         return self._history
+
+
+class RowSampler(TorchSampler):
+    """The same on the CPU, row by row: a row of fp32 logits stays in the cache of a core, a batch of them does not."""
+
+    name = "numpy"
+    row_invariant = True
+
+    @classmethod
+    def refuses(cls, vocab_size: int, device: torch.device) -> str | None:
+        """As in `Sampler`: numpy reads the CPU's memory only."""
+        return None if device.type == "cpu" else f"numpy cannot read the memory of {device.type}"
+
+    def _most_likely(self, logits: Tensor) -> list[int]:
+        found: list[int] = argmax(logits).tolist()
+        return found
+
+    def _sample_rows(
+        self,
+        logits: Tensor,
+        rows: list[SeqParams],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        drafts: Sequence[int],
+        plain: list[bool],
+        u: list[float],
+    ) -> tuple[list[int], list[Logprobs | None]]:
+        token_ids: list[int] = []
+        logprobs: list[Logprobs | None] = []
+        for i, row in enumerate(rows):
+            if i and drafts and drafts[i - 1] not in (NO_TOKEN, token_ids[-1]):
+                token_ids.append(NO_TOKEN)
+                logprobs.append(None)
+                continue
+            if plain[i]:
+                token_ids.append(int(argmax(logits[i : i + 1])[0]))
+                logprobs.append(None)
+                continue
+            x = logits[i].float()
+            raw = x.clone() if row.logprobs is not None else None
+            self._apply(x, row, slots[i], positions[i])
+            if raw is not None and not raw.amax().isfinite():
+                token_id = NO_TOKEN  # its log probabilities would be none, wherever the NaN lies
+            elif row.temperature < TEMPERATURE_GREEDY_MAX:
+                token_id = int(argmax(x[None])[0])
+            else:
+                token_id = draw_row(x.numpy(), row, u[i])
+            token_ids.append(token_id)
+            if raw is None or token_id == NO_TOKEN:
+                logprobs.append(None)
+            else:
+                logprobs.append(logprobs_of_row(raw.numpy(), token_id, row.logprobs or 0))
+        return token_ids, logprobs
 
 
 def _plain_from(row: SeqParams) -> float:

@@ -8,42 +8,55 @@ deterministic proposer is accepted as often as their rejection sampling would, a
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from novainfer.fsm.messages.step import NO_TOKEN, StepPlan
-from novainfer.kernels.sampling.sampler import Sampled
+from novainfer.fsm.messages.step import NO_TOKEN, Logprobs, StepPlan
 
-__all__ = ["Positions", "accept", "sampled_positions"]
+__all__ = ["Positions", "Sampled", "accept", "sampled_positions"]
 
 
 class Positions(NamedTuple):
     """The sampled positions of a step, [num_positions] each, those of a row one after the other."""
 
-    slots: list[int]  # whose they are
-    positions: list[int]  # absolute: where the sampled token will stand
-    drafts: list[int]  # the draft that stands there; NO_TOKEN behind the last one of a row
+    slots: Sequence[int]  # whose they are
+    positions: Sequence[int]  # absolute: where the sampled token will stand
+    drafts: Sequence[int] = ()  # the draft that stands there, NO_TOKEN behind the last one of a row; empty: no drafts
+
+    def parts(self, size: int) -> Iterator[tuple[slice, Positions]]:
+        """At most `size` of them at a time, and which those are."""
+        for begin in range(0, len(self.slots), size):
+            part = slice(begin, begin + size)
+            yield part, Positions(self.slots[part], self.positions[part], self.drafts[part])
+
+
+class Sampled(NamedTuple):
+    """One token (or `NO_TOKEN`) a position; `logprobs` is empty when no row asked for them."""
+
+    token_ids: list[int]
+    logprobs: list[Logprobs | None]
 
 
 def sampled_positions(plan: StepPlan) -> Positions:
     """All positions that `plan` samples."""
     if not plan.num_drafts:
         slots = [plan.slots[seq] for seq in plan.sample_seqs]
-        return Positions(slots, [plan.context_lens[seq] for seq in plan.sample_seqs], [])
-    found = Positions([], [], [])
+        return Positions(slots, [plan.context_lens[seq] for seq in plan.sample_seqs])
+    slots, positions, drafts = list[int](), list[int](), list[int]()
     ends, end = [], 0
     for query_len in plan.query_lens:
         end += query_len
         ends.append(end)
     for seq, num_drafts in zip(plan.sample_seqs, plan.num_drafts, strict=True):
         context_len = plan.context_lens[seq]
-        found.slots.extend([plan.slots[seq]] * (num_drafts + 1))
-        found.positions.extend(range(context_len - num_drafts, context_len + 1))
-        found.drafts.extend(plan.input_ids[ends[seq] - num_drafts : ends[seq]])
-        found.drafts.append(NO_TOKEN)
-    return found
+        slots += [plan.slots[seq]] * (num_drafts + 1)
+        positions += range(context_len - num_drafts, context_len + 1)
+        drafts += plan.input_ids[ends[seq] - num_drafts : ends[seq]]
+        drafts.append(NO_TOKEN)
+    return Positions(slots, positions, drafts)
 
 
-def accept(sampled: Sampled, drafts: list[int], num_drafts: list[int]) -> tuple[Sampled, list[int]]:
+def accept(sampled: Sampled, drafts: Sequence[int], num_drafts: Sequence[int]) -> tuple[Sampled, list[int]]:
     """What counts of `sampled`, which holds one token for each position; and how many tokens each row got."""
     token_ids, logprobs = sampled
     kept, counts = Sampled([], []), []

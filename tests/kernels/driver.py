@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -17,14 +17,16 @@ from novainfer.fsm.messages.mode import INT8
 from novainfer.fsm.messages.step import SAMPLED, SeqParams, StepDone, StepPlan
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.ops.linear import MkldnnLinear
-from novainfer.kernels.ops.registry import Registry
+from novainfer.kernels.ops.registry import Operation, Registry
 from novainfer.kernels.ops.selection import build_registry
 from novainfer.kernels.runtime.runner import ModelRunner
-from novainfer.kernels.sampling.sampler import Sampled
+from novainfer.kernels.sampling.drawn import Draw, DrawnAtOnce
+from novainfer.kernels.sampling.verify import Positions, Sampled
 
 __all__ = ["BACKENDS", "Driver", "Sequence", "make_runner", "seated"]
 
 CPU = torch.device("cpu")
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 BACKENDS = ("reference", "torch", "mkldnn", "native")
 
 
@@ -45,9 +47,9 @@ def backend_registry(backend: str) -> Registry:
     """Kernels of one family only; what the family lacks (mkldnn has only linears) is torch's."""
     everything = build_registry(CPU, native="1")
     chosen = Registry()
-    for operation in ("linear", "attention", "ops", "forward"):
+    for operation in OPERATIONS:
         names = {kernel.name: kernel for kernel in everything.implementations(operation)}
-        for name in (backend, "torch", "reference", "op-by-op"):
+        for name in (backend, "numpy", "torch", "reference", "op-by-op"):
             if name in names:
                 chosen.register(operation, names[name])
     for kernel in everything.implementations("linear", INT8):
@@ -65,9 +67,7 @@ def make_runner(folder: Path, backend: str = "torch", num_blocks: int = 64, **op
     defaults = {"max_num_seqs": 6, "max_num_batched_tokens": 256, "max_model_len": None, "registry": registry}
     runner = ModelRunner.load(folder, **(defaults | options))
     if registry is options.get("registry", registry):
-        offered = {
-            op: [k.name for k in registry.implementations(op)] for op in ("linear", "attention", "ops", "forward")
-        }
+        offered = {op: [k.name for k in registry.implementations(op)] for op in OPERATIONS}
         skip_without(backend, runner.info.dtype)
         used = {op: offered[op][0] for op in offered}
         if options.get("quantization") is not None:
@@ -97,16 +97,18 @@ class Sequence:
 class CapturingSampler:
     """Stands where the sampler does: takes the most likely token and keeps the logits of the step."""
 
+    rows_max = 64
+
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
     def admit(self, params: SeqParams) -> None:
         """Nothing to keep."""
 
-    def sample(self, logits: Tensor, slots: Items[int], positions: Items[int], drafts: Items[int] = ()) -> Sampled:
+    def draw(self, logits: Tensor, at: Positions) -> Draw:
         """Greedy."""
         self.logits += list(logits.float().clone())
-        return Sampled(logits.argmax(-1).tolist(), [])
+        return DrawnAtOnce(Sampled(logits.argmax(-1).tolist(), []), CPU)
 
 
 def seated(slot: int, params: SeqParams, token_ids: Items[int] | None = None) -> SeqParams:

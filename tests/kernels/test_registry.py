@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceLinear,
 from novainfer.kernels.ops.registry import AttentionShape, Registry
 from novainfer.kernels.ops.row_ops import TorchRowOps
 from novainfer.kernels.ops.selection import Selection, build_registry
-from novainfer.kernels.ops.selftest import check_attention, check_linear, check_row_ops
+from novainfer.kernels.ops.selftest import check_attention, check_linear, check_row_ops, check_sampler
+from novainfer.kernels.sampling.sampler import RowSampler, TorchSampler
+from novainfer.kernels.sampling.verify import Positions
 from novainfer.kernels.step import StepTensors
 
 CPU = torch.device("cpu")
@@ -117,6 +120,28 @@ class HalfTurnOps(TorchRowOps):
         TorchRowOps.rope(qkv, cos_sin, positions, qkv.shape[1] // head_dim, head_dim)
 
 
+class ForgetfulSampler(RowSampler):
+    """Counts no token that was drawn."""
+
+    name = "forgetful"
+
+    def _suppose(self, *args: Any) -> None:
+        pass
+
+
+class SecondChanceSampler(RowSampler):
+    """Draws other tokens when a step is computed again."""
+
+    name = "second-chance"
+    num_drawn = 0
+
+    def draw(self, logits: Tensor, at: Positions) -> Any:
+        self.num_drawn += 1
+        if self.num_drawn == 4:
+            self._rows = [msgspec.structs.replace(row, seed=1) for row in self._rows]
+        return super().draw(logits, at)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_registered_kernel_passes_its_own_self_test(dtype: torch.dtype) -> None:
     registry = build_registry(CPU)
@@ -127,6 +152,8 @@ def test_every_registered_kernel_passes_its_own_self_test(dtype: torch.dtype) ->
             assert precision_of(precision).check(linear, dtype, CPU) is None, linear
     for ops in registry.implementations("ops"):
         assert check_row_ops(ops, dtype, CPU) is None, ops
+    assert registry.implementations("sampler") == (RowSampler, TorchSampler)
+    assert check_sampler(RowSampler, dtype, CPU) is None
     for attention in registry.implementations("attention"):
         smallest = (AttentionShape(2, 4, 2, 16, block_size) for block_size in (1, 2, 3))
         for shape in (SHAPE, AttentionShape(2, 4, 4, 8, 16), AttentionShape(2, 7, 1, 128, 8), *smallest):
@@ -149,6 +176,8 @@ def test_self_tests_find_what_is_wrong() -> None:
     assert "attention with a window" in (check_attention(FarSightedAttention, SHAPE, torch.float32, CPU) or "")
     assert "must not rotate" in (check_row_ops(HalfTurnOps, torch.float32, CPU) or "")
     assert "qk_norm is off by" in (check_row_ops(OneNormOps, torch.float32, CPU) or "")
+    assert "drawn, gives token" in (check_sampler(ForgetfulSampler, torch.float32, CPU) or "")
+    assert "drawn again, gives token" in (check_sampler(SecondChanceSampler, torch.float32, CPU) or "")
 
 
 def kernels(*linears: Any, **options: Any) -> Selection:

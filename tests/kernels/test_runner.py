@@ -17,8 +17,9 @@ from novainfer.bench.make_checkpoint import SHAPES, make_checkpoint
 from novainfer.fsm.messages.step import SeqParams, StepPlan
 from novainfer.kernels import threads
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.runtime.runner import COST_TOKENS, LOGIT_ROWS_MAX, ModelRunner
+from novainfer.kernels.runtime.runner import COST_TOKENS, ModelRunner
 from novainfer.kernels.sampling.draw_row import draw_row
+from novainfer.kernels.sampling.sampler import LOGIT_ROWS_MAX
 from novainfer.kernels.sampling.uniform import uniforms
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)
@@ -43,7 +44,7 @@ def test_info_says_what_was_loaded(folder: Path) -> None:
     assert info.num_parameters == weights
     assert info.weight_bytes >= 4 * weights
     assert info.kv_bytes_per_block >= 2 * 2 * 2 * 16 * 16 * 4
-    assert set(info.kernels) == {"linear", "attention", "ops", "forward"}
+    assert set(info.kernels) == {"linear", "attention", "ops", "forward", "sampler"}
 
 
 def test_auto_capacity_is_what_all_sequences_can_use(folder: Path) -> None:
@@ -267,7 +268,9 @@ def test_batch_invariant_takes_the_native_kernels_throughout(folder: Path, dtype
     except LoadError as error:
         pytest.skip(str(error))
     assert runner.info.row_invariant
-    assert set(runner.info.kernels.values()) == {"native"}
+    assert runner.info.kernels == dict.fromkeys(("linear", "attention", "ops", "forward"), "native") | {
+        "sampler": "numpy"
+    }
 
 
 def test_step_costs_are_measured_by_size_until_that_took_long_enough(

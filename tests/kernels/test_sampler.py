@@ -12,8 +12,9 @@ import torch
 from novainfer.fsm.messages.step import NO_TOKEN, SeqParams
 from novainfer.kernels.sampling.draw import draw
 from novainfer.kernels.sampling.draw_row import draw_row
-from novainfer.kernels.sampling.sampler import Sampled, Sampler
+from novainfer.kernels.sampling.sampler import RowSampler, TorchSampler
 from novainfer.kernels.sampling.uniform import uniforms
+from novainfer.kernels.sampling.verify import Positions, Sampled
 from tests.kernels.driver import seated
 
 CPU = torch.device("cpu")
@@ -26,10 +27,10 @@ def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB, std: float = 3.0) ->
 
 def sample(logits: torch.Tensor, *rows: SeqParams, position: int = 5, tokens: Any = None) -> Sampled:
     """One step of a fresh sampler, row i in slot i."""
-    sampler = Sampler(logits.shape[1], len(rows), 4096, CPU)
+    sampler = RowSampler(logits.shape[1], len(rows), 4096, CPU)
     for slot, row in enumerate(rows):
         sampler.admit(seated(slot, row, tokens))
-    return sampler.sample(logits.clone(), range(len(rows)), [position] * len(rows))
+    return sampler.draw(logits.clone(), Positions(range(len(rows)), [position] * len(rows))).read()
 
 
 def expected_distribution(
@@ -79,12 +80,12 @@ FILTERS: list[dict[str, Any]] = [
 def test_draws_follow_the_exact_distribution(filters: dict[str, Any]) -> None:
     logits = logits_of(1, vocab=1300)[0]
     p = expected_distribution(logits, **filters)
-    sampler = Sampler(VOCAB, 1, 40_000, CPU)
+    sampler = RowSampler(VOCAB, 1, 40_000, CPU)
     row = SeqParams(slot=0, seed=7, **({"temperature": 1.0} | filters))
     sampler.admit(seated(0, row))
     counts = np.zeros(VOCAB)
     for position in range(4000):
-        counts[sampler.sample(logits[None].clone(), [0], [position]).token_ids[0]] += 1
+        counts[sampler.draw(logits[None].clone(), Positions([0], [position])).read().token_ids[0]] += 1
     assert counts[p == 0].sum() == 0, "a filtered token was drawn"
     assert chi_square_fits(counts, p)
 
@@ -174,12 +175,11 @@ def test_rows_on_the_cpu_and_batches_on_a_device_sample_alike() -> None:
         ]
         history = [rng.integers(900, size=6).tolist() for _ in rows]
         results = []
-        for on_cpu in (True, False):
-            sampler = Sampler(900, 30, 64, CPU)
-            sampler._on_cpu = on_cpu  # the way of devices that numpy cannot read
+        for kernel in (RowSampler, TorchSampler):
+            sampler = kernel.over(900, 30, 64, CPU)
             for slot, row in enumerate(rows):
                 sampler.admit(seated(slot, row, history[slot]))
-            steps = [sampler.sample(logits.clone(), range(30), [at] * 30) for at in (6, 7, 8)]
+            steps = [sampler.draw(logits.clone(), Positions(range(30), [at] * 30)).read() for at in (6, 7, 8)]
             results.append(([step.token_ids for step in steps], [step.logprobs for step in steps]))
         assert results[0] == results[1]
         assert len({tuple(tokens) for tokens in results[0][0]}) > 1
@@ -253,25 +253,25 @@ def test_penalties_are_those_of_transformers_and_openai() -> None:
 def penalised(logits: torch.Tensor, row: SeqParams, tokens: list[int]) -> torch.Tensor:
     """The logits as the draw sees them: the sampler works in the memory it is given."""
     logits = logits.clone()
-    sampler = Sampler(logits.shape[1], 1, 64, CPU)
+    sampler = RowSampler(logits.shape[1], 1, 64, CPU)
     row.temperature = 0.0
     sampler.admit(seated(0, row, tokens))
-    sampler.sample(logits, [0], [len(tokens)])
+    sampler.draw(logits, Positions([0], [len(tokens)])).read()
     return logits
 
 
 def test_sampled_tokens_join_the_history_and_a_repeated_step_overwrites_them() -> None:
-    sampler = Sampler(6, 2, 64, CPU)
+    sampler = RowSampler(6, 2, 64, CPU)
     row = SeqParams(slot=0, frequency_penalty=2.0, num_prompt_tokens=1)
     sampler.admit(seated(1, row, [0]))
     logits = torch.tensor([[0.0, 3.0, 2.5, 0.0, 0.0, 0.0]])
-    drawn = [sampler.sample(logits.clone(), [1], [position]).token_ids[0] for position in (1, 2, 3)]
+    drawn = [sampler.draw(logits.clone(), Positions([1], [position])).read().token_ids[0] for position in (1, 2, 3)]
     assert drawn == [1, 2, 1]
     # A rolled-back step is computed again at its own position: what it had written does not count twice.
-    assert sampler.sample(logits.clone(), [1], [2]).token_ids == [2]
-    assert sampler.sample(logits.clone(), [1], [3]).token_ids == [1]
+    assert sampler.draw(logits.clone(), Positions([1], [2])).read().token_ids == [2]
+    assert sampler.draw(logits.clone(), Positions([1], [3])).read().token_ids == [1]
     sampler.admit(seated(1, row, [0, 1, 1, 1]))  # the slot's next owner knows nothing of the last one
-    assert sampler.sample(logits.clone(), [1], [4]).token_ids == [2]
+    assert sampler.draw(logits.clone(), Positions([1], [4])).read().token_ids == [2]
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
@@ -320,9 +320,9 @@ WAYS: list[SeqParams] = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("kernel", [RowSampler, TorchSampler])
 def test_a_row_that_is_not_a_number_gets_no_token_and_the_others_get_theirs(
-    on_cpu: bool, fault: str, dtype: torch.dtype
+    kernel: type[TorchSampler], fault: str, dtype: torch.dtype
 ) -> None:
     whole = logits_of(30, rows=3).to(dtype)
     broken = whole.clone()
@@ -330,11 +330,10 @@ def test_a_row_that_is_not_a_number_gets_no_token_and_the_others_get_theirs(
     for row in WAYS:
         results = []
         for logits in (whole, broken):
-            sampler = Sampler(VOCAB, 3, 64, CPU)
-            sampler._on_cpu = on_cpu
+            sampler = kernel.over(VOCAB, 3, 64, CPU)
             for slot in range(3):
                 sampler.admit(seated(slot, row, [1, 2]))
-            results.append(sampler.sample(logits.clone(), range(3), [5] * 3))
+            results.append(sampler.draw(logits.clone(), Positions(range(3), [5] * 3)).read())
         expected, found = results
         assert found.token_ids == [expected.token_ids[0], NO_TOKEN, expected.token_ids[2]], row
         if row.logprobs is not None:
@@ -344,8 +343,7 @@ def test_a_row_that_is_not_a_number_gets_no_token_and_the_others_get_theirs(
 def test_logits_too_large_for_their_temperature_give_no_token() -> None:
     logits = logits_of(31)
     logits[0, 9] = 3e38
-    for on_cpu in (True, False):
-        sampler = Sampler(VOCAB, 1, 64, CPU)
-        sampler._on_cpu = on_cpu
+    for kernel in (RowSampler, TorchSampler):
+        sampler = kernel.over(VOCAB, 1, 64, CPU)
         sampler.admit(SeqParams(slot=0, temperature=0.5))
-        assert sampler.sample(logits.clone(), [0], [5]).token_ids == [NO_TOKEN]
+        assert sampler.draw(logits.clone(), Positions([0], [5])).read().token_ids == [NO_TOKEN]

@@ -14,9 +14,8 @@ from checkpoints import Shape, save_checkpoint
 from driver import BACKENDS, Driver, Sequence, make_runner, seated
 
 from novainfer.fsm.messages.step import NO_TOKEN, Logprobs, SeqParams, StepPlan
-from novainfer.kernels.runtime.runner import LOGIT_ROWS_MAX
-from novainfer.kernels.sampling.sampler import Sampled, Sampler
-from novainfer.kernels.sampling.verify import accept, sampled_positions
+from novainfer.kernels.sampling.sampler import LOGIT_ROWS_MAX, RowSampler, TorchSampler
+from novainfer.kernels.sampling.verify import Positions, Sampled, accept, sampled_positions
 from novainfer.kernels.step import StepBuffers
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)
@@ -128,9 +127,9 @@ def random_params(chance: random.Random, prompt: list[int]) -> SeqParams:
     )
 
 
-@pytest.mark.parametrize("on_cpu", [True, False], ids=["row by row", "batch"])
+@pytest.mark.parametrize("kernel", [RowSampler, TorchSampler])
 @pytest.mark.parametrize("seed", range(8))
-def test_all_positions_at_once_draw_what_one_after_the_other_draws(seed: int, on_cpu: bool) -> None:
+def test_all_positions_at_once_draw_what_one_after_the_other_draws(seed: int, kernel: type[TorchSampler]) -> None:
     """Tokens, log probabilities, and what penalties count afterwards; drafts right, and wrong from anywhere on."""
     chance = random.Random(seed)
     num_rows, length = 5, 12
@@ -139,9 +138,8 @@ def test_all_positions_at_once_draw_what_one_after_the_other_draws(seed: int, on
     # The logits of a position depend on nothing but the position, so penalties decide much.
     table = torch.randn(num_rows, 64, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2.0
 
-    def fresh() -> Sampler:
-        sampler = Sampler(VOCAB, num_rows, 64, CPU)
-        sampler._on_cpu = on_cpu
+    def fresh() -> TorchSampler:
+        sampler = kernel.over(VOCAB, num_rows, 64, CPU)
         for slot, (row, prompt) in enumerate(zip(params, prompts, strict=True)):
             sampler.admit(seated(slot, row, prompt))
         return sampler
@@ -151,7 +149,7 @@ def test_all_positions_at_once_draw_what_one_after_the_other_draws(seed: int, on
     for step in range(length + 6):
         at = [len(prompt) + step for prompt in prompts]
         logits = torch.stack([table[slot, position] for slot, position in enumerate(at)])
-        got = plain.sample(logits, range(num_rows), at)
+        got = plain.draw(logits, Positions(range(num_rows), at)).read()
         for slot in range(num_rows):
             expected[slot].append((got.token_ids[slot], got.logprobs[slot] if got.logprobs else None))
 
@@ -168,7 +166,7 @@ def test_all_positions_at_once_draw_what_one_after_the_other_draws(seed: int, on
             drafts += [*guesses, NO_TOKEN]
             num_drafts.append(len(guesses))
         logits = torch.stack([table[slot, position] for slot, position in zip(slots, positions, strict=True)])
-        kept, counts = accept(sampler.sample(logits, slots, positions, drafts), drafts, num_drafts)
+        kept, counts = accept(sampler.draw(logits, Positions(slots, positions, drafts)).read(), drafts, num_drafts)
         logprobs = kept.logprobs or [None] * len(kept.token_ids)
         at = 0
         for slot, count in enumerate(counts):
