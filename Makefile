@@ -17,7 +17,7 @@ endif
 
 export OMP_WAIT_POLICY := passive
 
-.PHONY: setup serve test test-long check format lint types imports docs bench wheel clean help
+.PHONY: setup serve test test-long check format lint types imports docs bench gpu-check wheel clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -70,6 +70,13 @@ docs: setup      ## write the generated pages again: state machines, the tree, t
 bench: setup     ## the benchmarks, with ratios to roofline and transformers
 	$(BIN)/novainfer bench all $(ARGS)
 
+# No venv and no network: what such a machine has is its own torch, and WHEELS is a folder of wheels for what it lacks.
+gpu-check:       ## on a machine with a CUDA GPU: what is right, and how fast it is, into docs/benchmarks/gpu-*.json
+	rm -rf .gpu && mkdir -p .gpu/novainfer
+	ln -s $(CURDIR)/api/* $(addprefix $(CURDIR)/,fsm kernels actors server bench) .gpu/novainfer/
+	$(if $(WHEELS),$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --target .gpu $(WHEELS)/*.whl)
+	PYTHONPATH=$(CURDIR)/.gpu $(PYTHON) -m novainfer.server.cli.main bench gpu-check $(ARGS)
+
 # The libraries lie in the tree only while the wheel is made; the same commit gives the same bytes.
 wheel: setup     ## make dist/*.whl, with the native kernels of every instruction set: no compiler where it is installed
 	rm -rf build/lib build/bdist.* dist kernels/cpu/prebuilt
@@ -79,4 +86,4 @@ wheel: setup     ## make dist/*.whl, with the native kernels of every instructio
 	ls -l dist
 
 clean:           ## remove the venv and caches
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .gpu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

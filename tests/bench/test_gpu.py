@@ -1,0 +1,105 @@
+"""What a check of a GPU measures, as far as that can be seen without one."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from novainfer.bench.cli import bench
+from novainfer.bench.gpu.attention import DECODES, PREFILLS, Case
+from novainfer.bench.gpu.check import SECTIONS, GpuCheck
+from novainfer.bench.gpu.clock import Clock
+from novainfer.bench.gpu.serving import requests
+from novainfer.bench.gpu.steps import Steps, idle_share, plans
+from novainfer.fsm.messages.step import SAMPLED
+
+CPU = torch.device("cpu")
+
+
+def test_idle_is_what_no_span_covers() -> None:
+    assert idle_share([]) is None
+    assert idle_share([(0, 10)]) == 0
+    assert idle_share([(0, 4), (5, 10)]) == pytest.approx(0.1)
+    assert idle_share([(0, 8), (2, 3), (7, 9), (10, 20)]) == pytest.approx(0.05)
+
+
+def test_every_step_after_the_first_leaves_its_tokens_to_the_device() -> None:
+    found = list(plans(Steps("tiny", 3, 30), 4, block_size=16))
+    assert [plan.input_ids[0] == SAMPLED for plan in found] == [False, True, True, True]
+    assert [plan.context_lens for plan in found] == [[31] * 3, [32] * 3, [33] * 3, [34] * 3]
+    assert [plan.after for plan in found] == [0, 1, 2, 3]
+    assert sorted(found[0].table_blocks) == list(range(9)), "34 tokens are three blocks each"
+
+
+def test_the_workload_is_that_of_nano_vllm() -> None:
+    """256 requests and 133,966 output tokens, as its README has them."""
+    prompts, lengths = requests()
+    assert (len(prompts), sum(lengths)) == (256, 133_966)
+    assert {len(prompt) for prompt in prompts} <= set(range(100, 1025))
+    assert random.Random(0).random() == pytest.approx(0.8444218515250481)
+
+
+def test_bytes_and_operations_of_a_case() -> None:
+    decode = Case("x", 14, 2, 64, batch=2, context=100)
+    assert decode.num_bytes == 2 * 100 * (2 * 2 * 64) * 2 + 2 * (2 * 2 * 14 * 64)
+    assert decode.flops == 4 * 2 * 100 * 14 * 64
+    quantised = Case("x", 14, 2, 64, batch=2, context=100, kv_dtype="int8")
+    assert quantised.num_bytes == 2 * 100 * (2 * 2 * 64 + 2 * 2 * 4) + 2 * (2 * 2 * 14 * 64)
+    prefill = Case("x", 1, 1, 1, batch=1, context=4, query=2)
+    assert prefill.flops == 4 * (3 + 4), "the rows see three tokens and four"
+    assert len(set(DECODES + PREFILLS)) == len(DECODES + PREFILLS)
+
+
+def test_the_clock_divides_by_the_sets() -> None:
+    counts = [0, 0]
+
+    def work(which: int) -> None:
+        counts[which] += 1
+
+    spread = Clock(CPU, num_replays=5).measure([lambda: work(0), lambda: work(1)])
+    assert counts[0] == counts[1] > 5
+    assert 0 < spread.low_s <= spread.median_s <= spread.high_s
+
+
+def test_a_check_is_refused_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = CliRunner().invoke(bench, ["gpu-check", "--out", str(tmp_path)])
+    assert found.exit_code == 1
+    assert "there is no GPU here" in found.output
+    assert "--rehearse" in found.output
+    found = CliRunner().invoke(bench, ["gpu-check", "--only", "atention", "--rehearse"])
+    assert found.exit_code == 2
+    assert "must be one of" in found.output
+
+
+def test_a_section_that_fails_is_written_and_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(check: GpuCheck) -> dict[str, object]:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setitem(SECTIONS, "attention", broken)
+    check = GpuCheck(tmp_path, checkout=tmp_path, rehearse=True, say=lambda _: None)
+    assert not check.run(["attention", "roof"])
+    report = json.loads(check.file.read_text())
+    assert report["rehearsal"] is True
+    assert report["sections"]["attention"]["error"] == "RuntimeError: an illegal memory access"
+    assert report["sections"]["roof"]["took_s"] >= 0
+    assert report["roof"]["read_bytes_per_s"] > 0
+    assert report["targets"]
+
+
+@pytest.mark.slow
+def test_a_rehearsal_goes_through_every_section(tmp_path: Path) -> None:
+    check = GpuCheck(tmp_path, checkout=tmp_path, rehearse=True, say=lambda _: None)
+    assert check.run(tuple(SECTIONS)), json.dumps(check.report["sections"], indent=1)[:4000]
+    sections = json.loads(check.file.read_text())["sections"]
+    assert sections["answers"]["cases"]["as it is served"] == {"ok": True, "answers": 72, "different": 0}
+    assert {record["backend"] for record in sections["attention"]["found"]["decode"]} >= {"torch"}
+    assert sections["steps"]["found"][0]["ms"] > 0
+    assert sections["serving"]["tokens_per_s"]["novainfer"] > 0
