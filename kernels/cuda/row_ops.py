@@ -13,10 +13,11 @@ from novainfer.kernels.cuda.jit import rows
 from novainfer.kernels.cuda.language import can_compute_on, element
 from novainfer.kernels.cuda.variant import Config, Variant
 
-__all__ = ["DTYPES", "TritonRowOps", "head_config", "refuses", "variants"]
+__all__ = ["DTYPES", "TritonRowOps", "head_config", "heads_grid", "refuses", "variants"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EMBED_BLOCK_MAX = 1024
+HEADS = 8  # of a row in one program
 
 
 def refuses(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -25,7 +26,7 @@ def refuses(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 class TritonRowOps:
-    """Row operations in bf16, fp16 and fp32; computed in fp32 and rounded once. A row, or head of one, is a program."""
+    """Row operations in bf16, fp16 and fp32; computed in fp32 and rounded once. A row is summed in one program."""
 
     name: ClassVar[str] = "triton"
     row_invariant: ClassVar[bool] = True
@@ -66,14 +67,16 @@ class TritonRowOps:
     @staticmethod
     def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
         """Norm each query and key head of each row in place."""
-        grid, config = (len(qkv), num_heads + num_kv_heads), head_config(q_norm.shape[0])
-        rows.qk_norm[grid](qkv, q_norm, k_norm, qkv.stride(0), num_heads, eps, **config.arguments)
+        num_normed, config = num_heads + num_kv_heads, head_config(q_norm.shape[0])
+        rows.qk_norm[heads_grid(len(qkv), num_normed)](
+            qkv, q_norm, k_norm, qkv.stride(0), num_heads, num_normed, eps, **config.arguments
+        )
 
     @staticmethod
     def rope(qkv: Tensor, cos_sin: Tensor, positions: Tensor, num_rotated: int, head_dim: int) -> None:
         """Rotate the first `num_rotated` heads of each row in place."""
-        grid, config = (len(qkv), num_rotated), head_config(head_dim)
-        rows.rope[grid](qkv, cos_sin, positions, qkv.stride(0), **config.arguments)
+        grid, config = heads_grid(len(qkv), num_rotated), head_config(head_dim)
+        rows.rope[grid](qkv, cos_sin, positions, qkv.stride(0), num_rotated, **config.arguments)
 
     @staticmethod
     def silu_mul(gate_up: Tensor) -> Tensor:
@@ -86,9 +89,15 @@ class TritonRowOps:
         return out
 
 
+def heads_grid(num_rows: int, num_heads: int) -> tuple[int, int]:
+    """Of the functions that `head_config` is for."""
+    return num_rows, triton.cdiv(num_heads, HEADS)
+
+
 def head_config(head_dim: int) -> Config:
-    """A warp for a head, by its halves."""
-    return Config({"HEAD_DIM": head_dim, "BLOCK": triton.next_power_of_2(head_dim // 2)}, num_warps=1, num_stages=1)
+    """Some heads of a row, by their halves; two heads a warp, so that a head's sum is of one warp."""
+    constants = {"HEAD_DIM": head_dim, "BLOCK": triton.next_power_of_2(head_dim // 2), "HEADS": HEADS}
+    return Config(constants, num_warps=4, num_stages=1)
 
 
 def _rms_norm_config(width: int, *, has_residual: bool) -> Config:
@@ -139,14 +148,14 @@ def _variants(
             f"qk_norm {kind} d{head_dim}",
             rows.qk_norm,
             dict.fromkeys(("qkv", "q_norm", "k_norm"), f"*{kind}")
-            | {"stride": "i32", "num_heads": "i32", "eps": "fp32"},
+            | {"stride": "i32", "num_heads": "i32", "num_normed": "i32", "eps": "fp32"},
             head_config(head_dim),
             aligned=frozenset({"stride"}),
         )
         yield Variant(
             f"rope {kind} d{head_dim}",
             rows.rope,
-            {"qkv": f"*{kind}", "cos_sin": "*fp32", "positions": "*i64", "stride": "i32"},
+            {"qkv": f"*{kind}", "cos_sin": "*fp32", "positions": "*i64", "stride": "i32", "num_rotated": "i32"},
             head_config(head_dim),
             aligned=frozenset({"stride"}),
         )

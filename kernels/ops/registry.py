@@ -341,8 +341,12 @@ class Registry:
         reason. A self-test runs once per (implementation, key).
         """
         reasons: list[str] = []
+        required: str | None = None  # why the first of those that are required cannot be used
         for implementation in self.implementations(operation, precision):
             name = implementation.name
+            is_required = self.require is not None and name.startswith(self.require)
+            if required is not None and not is_required:
+                continue
             reason = refuses(implementation)
             if reason is None and self.batch_invariant and not implementation.row_invariant:
                 reason = "not row-invariant"
@@ -350,9 +354,11 @@ class Registry:
                 reason = self._prove(implementation, selftest, key)
             if reason is None:
                 return implementation
-            if self.require is not None and name.startswith(self.require):
-                raise LoadError(f"the required {operation} kernel {name} cannot be used: {reason}")
+            if is_required:
+                required = required or f"{name} cannot be used: {reason}"
             reasons.append(f"{name}: {reason}")
+        if required is not None:
+            raise LoadError(f"the required {operation} kernel {required}")
         wanted = "row-invariant " if self.batch_invariant else ""
         raise LoadError(f"no {wanted}{operation} kernel can be used here ({'; '.join(reasons) or 'none registered'})")
 

@@ -1,4 +1,4 @@
-"""The small operations between matrix products, one program a row, a head of one or a part of one; computed in fp32."""
+"""The small operations between matrix products, one program a row or a part of one; computed in fp32."""
 
 import triton
 import triton.language as tl
@@ -36,19 +36,40 @@ def rms_norm(x, residual, weight, out, x_stride, width, eps, HAS_RESIDUAL: tl.co
 
 
 @triton.jit
-def head_normed(low, high, weight, at, inside, eps, HEAD_DIM: tl.constexpr):
-    """The halves of a head, normed by `weight` [HEAD_DIM], in fp32."""
-    scale = tl.rsqrt(tl.sum(low * low + high * high, 0) / HEAD_DIM + eps)
-    low *= scale
-    high *= scale
-    low *= tl.load(weight + at, inside, other=0.0).to(tl.float32)
-    high *= tl.load(weight + HEAD_DIM // 2 + at, inside, other=0.0).to(tl.float32)
-    return low, high
+def halves(rows, head, last_head, at, HEAD_DIM: tl.constexpr):
+    """Both halves in fp32 of heads [HEADS, 1] before `last_head` at places [1, BLOCK], and which places are theirs."""
+    inside = (head < last_head) & (at < HEAD_DIM // 2)
+    begin = rows + head * HEAD_DIM + at
+    low = tl.load(begin, inside, other=0.0).to(tl.float32)
+    return low, tl.load(begin + HEAD_DIM // 2, inside, other=0.0).to(tl.float32), inside
 
 
 @triton.jit
-def rotated(low, high, cos_sin, position, at, inside, HEAD_DIM: tl.constexpr):
-    """The halves of a head at `position`, rotated by the angles of cos_sin fp32 [max_positions, HEAD_DIM]."""
+def put_halves(rows, head, at, low, high, inside, HEAD_DIM: tl.constexpr):
+    """Both halves of heads, rounded."""
+    begin = rows + head * HEAD_DIM + at
+    tl.store(begin, rounded(low, rows.dtype.element_ty), inside)
+    tl.store(begin + HEAD_DIM // 2, rounded(high, rows.dtype.element_ty), inside)
+
+
+@triton.jit
+def head_normed(low, high, head, num_heads, q_norm, k_norm, at, eps, HEAD_DIM: tl.constexpr):
+    """The halves of heads, normed: by `q_norm` [HEAD_DIM] before `num_heads`, by `k_norm` from there on."""
+    inside = at < HEAD_DIM // 2
+    scale = tl.rsqrt(tl.sum(low * low + high * high, 1, keep_dims=True) / HEAD_DIM + eps)
+    is_query = head < num_heads
+    of_q = tl.load(q_norm + at, inside, other=0.0).to(tl.float32)
+    of_k = tl.load(k_norm + at, inside, other=0.0).to(tl.float32)
+    low = low * scale * tl.where(is_query, of_q, of_k)
+    of_q = tl.load(q_norm + HEAD_DIM // 2 + at, inside, other=0.0).to(tl.float32)
+    of_k = tl.load(k_norm + HEAD_DIM // 2 + at, inside, other=0.0).to(tl.float32)
+    return low, high * scale * tl.where(is_query, of_q, of_k)
+
+
+@triton.jit
+def rotated(low, high, cos_sin, position, at, HEAD_DIM: tl.constexpr):
+    """The halves of heads at `position`, rotated by the angles of cos_sin fp32 [max_positions, HEAD_DIM]."""
+    inside = at < HEAD_DIM // 2
     angles = cos_sin + position * HEAD_DIM + at
     cos = tl.load(angles, inside, other=0.0)
     sin = tl.load(angles + HEAD_DIM // 2, inside, other=0.0)
@@ -57,32 +78,39 @@ def rotated(low, high, cos_sin, position, at, inside, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def qk_norm(qkv, q_norm, k_norm, stride, num_heads, eps, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Norm one head of one row in place: a query by `q_norm`, what comes behind by `k_norm`."""
-    head = tl.program_id(1)
-    at = tl.arange(0, BLOCK)
-    inside = at < HEAD_DIM // 2
-    begin = qkv + tl.program_id(0).to(tl.int64) * stride + head * HEAD_DIM + at
-    low = tl.load(begin, inside, other=0.0).to(tl.float32)
-    high = tl.load(begin + HEAD_DIM // 2, inside, other=0.0).to(tl.float32)
-    weight = q_norm if head < num_heads else k_norm
-    low, high = head_normed(low, high, weight, at, inside, eps, HEAD_DIM)
-    tl.store(begin, rounded(low, qkv.dtype.element_ty), inside)
-    tl.store(begin + HEAD_DIM // 2, rounded(high, qkv.dtype.element_ty), inside)
+def qk_norm(
+    qkv,
+    q_norm,
+    k_norm,
+    stride,
+    num_heads,
+    num_normed,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Norm HEADS heads of one row in place: queries by `q_norm`, keys behind them by `k_norm`."""
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    row = qkv + tl.program_id(0).to(tl.int64) * stride
+    low, high, inside = halves(row, head, num_normed, at, HEAD_DIM)
+    low, high = head_normed(low, high, head, num_heads, q_norm, k_norm, at, eps, HEAD_DIM)
+    put_halves(row, head, at, low, high, inside, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
-def rope(qkv, cos_sin, positions, stride, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Rotate one head of one row in place."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < HEAD_DIM // 2
-    begin = qkv + row * stride + tl.program_id(1) * HEAD_DIM + at
-    low = tl.load(begin, inside, other=0.0).to(tl.float32)
-    high = tl.load(begin + HEAD_DIM // 2, inside, other=0.0).to(tl.float32)
-    low, high = rotated(low, high, cos_sin, tl.load(positions + row), at, inside, HEAD_DIM)
-    tl.store(begin, rounded(low, qkv.dtype.element_ty), inside)
-    tl.store(begin + HEAD_DIM // 2, rounded(high, qkv.dtype.element_ty), inside)
+def rope(
+    qkv, cos_sin, positions, stride, num_rotated, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr
+):
+    """Rotate HEADS heads of one row in place."""
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    token = tl.program_id(0).to(tl.int64)
+    row = qkv + token * stride
+    low, high, inside = halves(row, head, num_rotated, at, HEAD_DIM)
+    low, high = rotated(low, high, cos_sin, tl.load(positions + token), at, HEAD_DIM)
+    put_halves(row, head, at, low, high, inside, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
