@@ -54,6 +54,8 @@ class StepTensors:
     logit_rows: Tensor | None  # int64 [num_samples]; None when every row that is one is sampled, in order
     num_samples: int  # positions: one a sampled sequence, and one more for each of its drafts
     max_context_len: int
+    min_query_len: int  # token rows of a sequence, at least and at most: what kernels launch depends on them
+    max_query_len: int
     token_pool: Tensor | None = None  # int64 [max_num_seqs]: what `-1 - slot` in input_ids stands for; None: none does
     bucket: int = 0  # the rows that the step is padded to; 0: it is not
     sample_slots: Tensor | None = None  # int64 [num_samples]: whose they are; beside a token pool, without drafts
@@ -230,8 +232,8 @@ class StepBuffers:
         num_seqs, num_tokens = len(plan.slots), len(plan.input_ids)
         num_samples = len(plan.sample_seqs) + sum(plan.num_drafts)
         self._check(plan)
-        max_context_len = max(plan.context_lens)
-        is_decode = max(plan.query_lens) == 1
+        max_context_len, max_query_len = max(plan.context_lens), max(plan.query_lens)
+        is_decode = max_query_len == 1
         if bucket and not (self._staged and is_decode and num_seqs <= bucket <= self.max_num_seqs):
             raise ValueError(
                 f"a step of {num_seqs} sequences and {num_tokens} tokens cannot be padded to {bucket} rows"
@@ -294,7 +296,10 @@ class StepBuffers:
             rows = i32[num32 : num32 + num_seqs * num_blocks].reshape(num_seqs, num_blocks)
             rows[:] = self.block_table[seq_slots, :num_blocks]
             tables = self._device32[num32 : num32 + num_seqs * num_blocks].view(num_seqs, num_blocks)
-        return self._tensors(num_rows, num_places, tables, num_samples, all_rows, max_context_len, bucket, sample_slots)
+        bounds = min(plan.query_lens), max_query_len
+        return self._tensors(
+            num_rows, num_places, tables, num_samples, all_rows, max_context_len, bounds, bucket, sample_slots
+        )
 
     def blank(self, bucket: int) -> StepTensors:
         """The tensors of a step padded to `bucket` rows of which none is one: to capture a CUDA graph with."""
@@ -304,7 +309,7 @@ class StepBuffers:
         self._device32[: bucket + 1] = torch.arange(bucket + 1, dtype=torch.int32, device=self._device32.device)
         self._device32[bucket + 1 : 2 * bucket + 1] = 0
         self._table_rows[:bucket] = 0
-        return self._tensors(bucket, bucket, self._table_rows[:bucket], 0, True, 0, bucket, None)
+        return self._tensors(bucket, bucket, self._table_rows[:bucket], 0, True, 0, (1, 1), bucket, None)
 
     def _tensors(
         self,
@@ -314,6 +319,7 @@ class StepBuffers:
         num_samples: int,
         all_rows: bool,
         max_context_len: int,
+        query_lens: tuple[int, int],
         bucket: int,
         sample_slots: Tensor | None,
     ) -> StepTensors:
@@ -329,6 +335,8 @@ class StepBuffers:
             logit_rows=None if all_rows else d64[3 * num_rows : 3 * num_rows + num_samples],
             num_samples=num_samples,
             max_context_len=max_context_len,
+            min_query_len=query_lens[0],
+            max_query_len=query_lens[1],
             token_pool=self.token_pool,
             bucket=bucket,
             sample_slots=sample_slots,

@@ -99,7 +99,7 @@ def measure_attention(backend: type[AttentionBackend], case: Case, clock: Clock)
 
 def _fill(part: Tensor) -> None:
     """Random numbers, as a cache holds; scales positive, and bits of 8-bit numbers finite."""
-    if part.dtype == torch.float8_e4m3fn or part.dtype == torch.int8:
+    if part.itemsize == 1:
         part.view(torch.int8).random_(-100, 100)
     elif part.dim() == 4:
         part.uniform_(0.01, 0.02)
@@ -127,4 +127,6 @@ def _step(case: Case, num_blocks: int, device: torch.device) -> StepTensors:
         logit_rows=None,
         num_samples=num_tokens,
         max_context_len=case.context,
+        min_query_len=case.query,
+        max_query_len=case.query,
     )

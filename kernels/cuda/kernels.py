@@ -15,7 +15,13 @@ __all__ = ["implementations"]
 def implementations() -> list[tuple[Operation, type[Any]]]:
     """All there are, fastest first; raises `KernelUnavailableError` where Triton cannot be used."""
     check_version()
+    from novainfer.kernels.cuda.attention import TritonAttention
     from novainfer.kernels.cuda.forward import TritonBiasForward, TritonForward
     from novainfer.kernels.cuda.row_ops import TritonRowOps
 
-    return [("ops", TritonRowOps), ("forward", TritonBiasForward), ("forward", TritonForward)]
+    return [
+        ("attention", TritonAttention),
+        ("ops", TritonRowOps),
+        ("forward", TritonBiasForward),
+        ("forward", TritonForward),
+    ]

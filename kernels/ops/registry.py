@@ -178,10 +178,10 @@ class AttentionBackend(Protocol):
         blocks of a sequence's context are valid, the rest is arbitrary; rows may lie apart. query_start int32
         [S + 1]: sequence s owns query rows `query_start[s]:query_start[s + 1]`, at least one. context_lens int32
         [S]: tokens in the cache including those rows, so row i of a sequence of q rows sees positions
-        `<= context_len - q + i`, with a `window` the last so many of them only. max_context_len bounds them, so that
-        no device value need be read on the host. Query head h reads key head `h // (num_heads // num_kv_heads)`.
-        Layers come in order in each step: what depends on the step alone, or on the step and a window, may be prepared
-        once and kept until layer 0 comes again.
+        `<= context_len - q + i`, with a `window` the last so many of them only. max_context_len bounds them, and
+        min_query_len and max_query_len their rows, so that no device value need be read on the host. Query head h
+        reads key head `h // (num_heads // num_kv_heads)`. Layers come in order in each step: what depends on the step
+        alone, or on the step and a window, may be prepared once and kept until layer 0 comes again.
         """
 
 

@@ -159,7 +159,7 @@ def check_attention(attention: Any, shape: AttentionShape, dtype: torch.dtype, d
 
     With whole contexts, and with a window that begins within a block.
     """
-    small = AttentionShape(2, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size)
+    small = dataclasses.replace(shape, num_layers=2)
     size = shape.block_size
     more = min(3, size), min(2, size)  # so that two blocks hold them, however small
     contexts = [size + more[0], 2 * size + 1, 3 * size, 1, size + more[1]]
@@ -350,6 +350,8 @@ def _step(
         logit_rows=None if sampled is None else torch.tensor(sampled, dtype=torch.int64, device=device),
         num_samples=sum(query_lens) if sampled is None else len(sampled),
         max_context_len=max(contexts),
+        min_query_len=min(query_lens),
+        max_query_len=max(query_lens),
     )
 
 

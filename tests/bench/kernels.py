@@ -117,7 +117,7 @@ def bench_attention(dtype: torch.dtype, clock: Clock) -> None:
         starts = torch.arange(0, seqs * rows + 1, rows, dtype=torch.int32)
         lens = torch.full((seqs,), context, dtype=torch.int32)
         nothing = torch.empty(0, dtype=torch.int64)
-        step = StepTensors(nothing, nothing, nothing, tables, starts, lens, None, 0, context)
+        step = StepTensors(nothing, nothing, nothing, tables, starts, lens, None, 0, context, rows, rows)
         variants: dict[str, list[Callable[[], object]]] = {}
         for backend in (NativeAttention, TorchAttention):
             cache = backend.allocate(shape, blocks, dtype, cpu)

@@ -37,7 +37,10 @@ pytestmark = pytest.mark.usefixtures("level")
 def step_of(tables: Tensor, starts: Tensor, lens: Tensor) -> StepTensors:
     """What attention reads of a step."""
     nothing = torch.empty(0, dtype=torch.int64)
-    return StepTensors(nothing, nothing, nothing, tables, starts, lens, None, 0, int(lens.max()))
+    rows = starts.diff()
+    return StepTensors(
+        nothing, nothing, nothing, tables, starts, lens, None, 0, int(lens.max()), int(rows.min()), int(rows.max())
+    )
 
 
 @dataclass

@@ -95,6 +95,8 @@ def make_step(sequences: tuple[tuple[int, int], ...], sampled: tuple[int, ...] |
         logit_rows=ends,
         num_samples=len(sequences) if ends is None else len(ends),
         max_context_len=max(context for context, _ in sequences),
+        min_query_len=min(new for _, new in sequences),
+        max_query_len=max(new for _, new in sequences),
     )
 
 

@@ -117,6 +117,8 @@ def decode(num_rows: int, device: torch.device, slots: list[int] | None = None) 
         logit_rows=None,
         num_samples=num_rows,
         max_context_len=1,
+        min_query_len=1,
+        max_query_len=1,
     )
 
 

@@ -1,0 +1,222 @@
+"""Paged attention against fp64 over scattered blocks: rows that decode, chunks, windows, and what must not be read."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from novainfer.kernels.cuda import attention
+from novainfer.kernels.cuda.attention import TritonAttention
+from novainfer.kernels.ops.attention import TorchAttention
+from novainfer.kernels.ops.registry import AttentionShape
+from novainfer.kernels.ops.selftest import check_attention
+from novainfer.kernels.step import StepTensors
+
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the largest value
+# Heads, key heads, head_dim, block_size: Qwen2.5-0.5B; no groups; one wide key head; dims and blocks that are no powers
+# of two.
+GEOMETRIES = ((14, 2, 64, 16), (2, 2, 16, 32), (6, 1, 128, 128), (5, 1, 24, 5))
+# Context and query rows of each sequence, around the edges of blocks and tiles.
+DECODES = ((150, 1), (1, 1), (129, 1), (16, 1), (17, 1))
+MIXED = ((150, 1), (7, 1), (140, 20), (1, 1), (66, 2), (65, 64))
+VERIFIES = ((150, 4), (33, 1), (4, 4))
+STEPS = pytest.mark.parametrize("sequences", [DECODES, MIXED, VERIFIES], ids=["decodes", "mixed", "verifies"])
+
+
+@dataclass
+class World:
+    """Sequences in a cache whose every other cell is NaN."""
+
+    cache: Any
+    queries: list[Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
+    tables: Tensor
+    lens: Tensor
+    scale: float
+    window: int | None = None
+
+    def attend(self, seq_rows: list[tuple[int, int, int]]) -> Tensor:
+        """Rows [first, last) of some sequences' queries, each with the context up to its last row."""
+        query = torch.cat([self.queries[seq][first:last] for seq, first, last in seq_rows])
+        lengths = [last - first for _, first, last in seq_rows]
+        seqs = torch.tensor([seq for seq, _, _ in seq_rows])
+        cut = torch.tensor([len(self.queries[seq]) - last for seq, _, last in seq_rows])
+        step = step_of(self.tables[seqs], lengths, self.lens[seqs] - cut, self.cache.parts[0].device)
+        rows = torch.zeros(len(query), 3, *query.shape[1:], dtype=query.dtype)  # they lie apart
+        rows[:, 1] = query
+        out: Tensor = self.cache.attend(1, rows.to(step.query_start.device)[:, 1], step, self.scale, self.window)
+        return out.cpu()
+
+    def everything(self) -> list[tuple[int, int, int]]:
+        return [(seq, 0, len(rows)) for seq, rows in enumerate(self.queries)]
+
+    def expected(self) -> Tensor:
+        found = (
+            in_double(*of, self.scale, self.window) for of in zip(self.queries, self.keys, self.values, strict=True)
+        )
+        return torch.cat(list(found))
+
+
+def step_of(tables: Tensor, query_lens: list[int], contexts: Tensor, device: torch.device) -> StepTensors:
+    """What attention reads of a step."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int().to(device)
+    return StepTensors(
+        nothing, nothing, nothing, tables.to(device), starts, contexts.int().to(device), None, 0,
+        int(contexts.max()), min(query_lens), max(query_lens),
+    )  # fmt: skip
+
+
+def make_world(
+    backend: Any,
+    geometry: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    sequences: tuple[tuple[int, int], ...],
+    device: torch.device,
+    seed: int = 0,
+) -> World:
+    heads, kv_heads, dim, size = geometry
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    num_blocks = sum(-(-context // size) for context, _ in sequences) + 3
+    cache = backend.allocate(AttentionShape(2, heads, kv_heads, dim, size), num_blocks, dtype, device)
+    for part in cache.parts:  # what an earlier owner left
+        part.fill_(float("nan"))
+    free = list(range(num_blocks))
+    random.Random(seed).shuffle(free)
+    longest = max(-(-context // size) for context, _ in sequences)
+    tables = torch.full((len(sequences), longest), 10**9, dtype=torch.int32)  # far behind the cache
+    queries, keys, values, slots = [], [], [], []
+    for seq, (context, rows) in enumerate(sequences):
+        blocks = [free.pop() for _ in range(-(-context // size))]
+        tables[seq, : len(blocks)] = torch.tensor(blocks)
+        slots += [blocks[token // size] * size + token % size for token in range(context)]
+        queries.append(normal(rows, heads, dim))
+        keys.append(normal(context, kv_heads, dim))
+        values.append(normal(context, kv_heads, dim))
+    cache.write(1, torch.cat(keys).to(device), torch.cat(values).to(device), torch.tensor(slots).to(device))
+    lens = torch.tensor([context for context, _ in sequences], dtype=torch.int32)
+    return World(cache, queries, keys, values, tables, lens, dim**-0.5)
+
+
+def in_double(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None = None) -> Tensor:
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("nhd,chd->hnc", query.double(), keys) * scale
+    rows, context = query.shape[0], keys.shape[0]
+    distances = torch.arange(context - rows, context)[:, None] - torch.arange(context)[None, :]
+    hidden = (distances < 0) | (distances >= (window or context))
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hnc,chd->nhd", weights, values).flatten(1)
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    assert not got.isnan().any()
+    return float((got.double() - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@STEPS
+def test_a_step_equals_double_precision(
+    geometry: tuple[int, int, int, int], sequences: tuple[tuple[int, int], ...], device: torch.device
+) -> None:
+    world = make_world(TritonAttention, geometry, torch.float32, sequences, device)
+    assert error(world.attend(world.everything()), world.expected()) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("window", [1, 13, 100])  # within a block, across blocks, across tiles
+@STEPS
+def test_a_window_hides_what_is_before_it(
+    sequences: tuple[tuple[int, int], ...], window: int, device: torch.device
+) -> None:
+    world = make_world(TritonAttention, (3, 1, 32, 16), torch.float16, sequences, device)
+    world.window = window
+    assert error(world.attend(world.everything()), world.expected()) <= TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("window", [None, 13])
+@STEPS
+def test_contexts_that_no_programs_share_need_no_merge(
+    sequences: tuple[tuple[int, int], ...], window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there are many sequences."""
+    monkeypatch.setattr(attention, "PROCESSORS", dict.fromkeys(attention.PROCESSORS, 1))
+    monkeypatch.delattr(attention.jit, "merge")
+    world = make_world(TritonAttention, (3, 1, 32, 16), torch.float16, sequences, device)
+    world.window = window
+    assert error(world.attend(world.everything()), world.expected()) <= TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@STEPS
+def test_narrow_rows_are_rounded_once(
+    sequences: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    world = make_world(TritonAttention, (7, 1, 64, 16), dtype, sequences, device)
+    assert error(world.attend(world.everything()), world.expected()) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_it_passes_the_proof_that_is_asked_of_it_at_load(dtype: torch.dtype, device: torch.device) -> None:
+    assert check_attention(TritonAttention, AttentionShape(2, 4, 2, 32, 16), dtype, device) is None
+
+
+def test_torch_goes_on_with_its_cache(device: torch.device) -> None:
+    world = make_world(TritonAttention, GEOMETRIES[0], torch.float32, MIXED, device)
+    got = world.attend(world.everything())
+    world.cache = TorchAttention.over(world.cache.shape, world.cache.parts)
+    assert error(world.attend(world.everything()), got.double()) <= TOLERANCE[torch.float32]
+    assert TorchAttention.bytes_per_block(world.cache.shape, torch.float32) == TritonAttention.bytes_per_block(
+        world.cache.shape, torch.float32
+    )
+
+
+def test_a_block_that_sequences_share_is_read_for_each(device: torch.device) -> None:
+    world = make_world(TritonAttention, GEOMETRIES[0], torch.float32, ((40, 1), (50, 1)), device)
+    world.tables[1, :2] = world.tables[0, :2]
+    for part in (world.keys, world.values):
+        part[1][:32] = part[0][:32]
+    assert error(world.attend(world.everything()), world.expected()) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("padding", [1, 10])
+def test_the_padding_of_a_captured_step_is_zeros_and_written_nowhere(padding: int, device: torch.device) -> None:
+    """Rows with a context of 0 and slots below 0, and tables that hold anything."""
+    world = make_world(TritonAttention, GEOMETRIES[0], torch.float32, DECODES, device)
+    expected = world.attend(world.everything())
+    before = [part.clone() for part in world.cache.parts]
+    rows = torch.full((padding, 2, 64), 7.0, device=device)
+    world.cache.write(1, rows, rows, torch.full((padding,), -1, device=device))
+    assert all(
+        torch.equal(part.nan_to_num(5.0), was.nan_to_num(5.0))
+        for part, was in zip(world.cache.parts, before, strict=True)
+    )
+    tables = torch.cat((world.tables, torch.full((padding, world.tables.shape[1]), -5, dtype=torch.int32)))
+    lens = torch.cat((world.lens, torch.zeros(padding, dtype=torch.int32)))
+    query = torch.cat((*world.queries, torch.full((padding, 14, 64), float("nan")))).to(device)
+    step = step_of(tables, [1] * len(lens), lens, device)
+    got = world.cache.attend(1, query, step, world.scale).cpu()
+    assert not got[len(world.lens) :].any()
+    assert error(got[: len(world.lens)], expected.double()) <= TOLERANCE[torch.float32]
+
+
+def test_what_it_cannot_do_is_refused_by_its_reason(device: torch.device) -> None:
+    def refuses(heads: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> str:
+        return str(TritonAttention.refuses(AttentionShape(1, heads, kv_heads, dim, 16), dtype, device))
+
+    assert refuses(14, 2, 64) == "None"
+    assert "evenly" in refuses(5, 2, 64)
+    assert "head_dim must be at most 128, not 256" in refuses(4, 2, 256)
+    assert "at most 64 heads" in refuses(65, 1, 64)
+    assert "not in torch.float64" in refuses(4, 2, 64, torch.float64)
+    shape = AttentionShape(1, 4, 2, 64, 16)
+    assert "not on meta" in str(TritonAttention.refuses(shape, torch.bfloat16, torch.device("meta")))
