@@ -7,6 +7,7 @@ from enum import StrEnum
 from novainfer.fsm.client.gate import Gate
 from novainfer.fsm.client.stream import Stream
 from novainfer.fsm.core.machine import Machine, each_row
+from novainfer.fsm.device.flights import Flights
 from novainfer.fsm.device.process import Process
 from novainfer.fsm.device.roster import Roster
 from novainfer.fsm.device.worker import Worker
@@ -15,7 +16,18 @@ from novainfer.fsm.schedule.ladder import Ladder
 from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.scheduler import Scheduler
 
-MACHINES: tuple[type[Machine], ...] = (Gate, Engine, Scheduler, Request, Worker, Roster, Process, Ladder, Stream)
+MACHINES: tuple[type[Machine], ...] = (
+    Gate,
+    Engine,
+    Scheduler,
+    Request,
+    Worker,
+    Roster,
+    Process,
+    Flights,
+    Ladder,
+    Stream,
+)
 
 
 def states(machine: type[Machine]) -> list[StrEnum]:

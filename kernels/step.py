@@ -20,11 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from novainfer.fsm.messages.step import SAMPLED, StepPlan
+from novainfer.fsm.messages.step import SAMPLED, STEPS_IN_FLIGHT_MAX, StepPlan
 
-__all__ = ["STEPS_IN_FLIGHT_MAX", "StepBuffers", "StepTensors", "must_lie_in"]
-
-STEPS_IN_FLIGHT_MAX = 2  # on the device: one that is computed, and one that waits for it there
+__all__ = ["StepBuffers", "StepTensors", "must_lie_in"]
 
 Ints32 = npt.NDArray[np.int32]
 Ints64 = npt.NDArray[np.int64]

@@ -18,15 +18,20 @@ import anyio
 
 
 class JobThread:
-    """`work(job)` runs in the thread, one job after the other; `deliver(result)` on the loop."""
+    """`work(job)` runs in the thread, one job after the other; `deliver(result)` on the loop.
+
+    Where `work` gives None, `tell` may give the result later. The thread calls `at_end` before it ends.
+    """
 
     def __init__(
         self,
         name: str,
         work: Callable[[Any], Any],
         deliver: Callable[[Any], None],
+        at_end: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
+        self._at_end = at_end
         self._work = work
         self._deliver = deliver
         self._jobs: SimpleQueue[Any] = SimpleQueue()
@@ -55,6 +60,10 @@ class JobThread:
             self._held.append(job)
         else:
             self._jobs.put(job)
+
+    def tell(self, result: Any) -> None:
+        """From any thread: a result that `work` did not give."""
+        self._tell(self._deliver, result)
 
     def freeze(self) -> None:
         """Begin no job that is put from now until `thaw`: a fault for tests and drills."""
@@ -99,9 +108,12 @@ class JobThread:
     def _main(self) -> None:
         try:
             while (job := self._jobs.get()) is not None and not self._is_dropping:
-                self._tell(self._deliver, self._work(job))
+                if (result := self._work(job)) is not None:
+                    self._tell(self._deliver, result)
                 self.num_done += 1
                 self.since_s = time.monotonic()
+            if self._at_end is not None:
+                self._at_end()
         except Exception as error:
             self._error = error
         except BaseException as error:  # raised as it is, a SystemExit would go through the caller's loop and end it

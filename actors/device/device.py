@@ -1,15 +1,16 @@
-"""The worker's device side: what a device must be able to do, and the one that runs a model.
+"""What a device must be able to do, and the one that runs a model.
 
-Everything here is called from the device's thread. A device knows plans, not requests; `novainfer.kernels` knows
-tensors. This is the only file of the actors that touches the kernels, and it loads them (and torch) on first use.
+Everything here is called from the device's thread, but for `Flight`. A device knows plans, not requests;
+`novainfer.kernels` knows tensors. This is the only file of the actors that touches the kernels, and it loads them (and
+torch) on first use.
 """
 
 from __future__ import annotations
 
 import gc
 import resource
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
@@ -17,25 +18,22 @@ import msgspec
 from novainfer.actors.device.location import ModelLocation
 from novainfer.actors.device.sampling_defaults import sampling_defaults
 from novainfer.fsm.messages.errors import NovaInferError
-from novainfer.fsm.messages.events import (
-    Close,
-    Fault,
-    Fit,
-    JobDone,
-    JobFailed,
-    Load,
-    Reclaim,
-    Run,
-    Spawn,
-    StepFailed,
-    Switch,
-    Warm,
-)
 from novainfer.fsm.messages.mode import CHECKPOINT, Mode
 from novainfer.fsm.messages.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
+    from novainfer.kernels.runtime.runner import Flight as KernelFlight
     from novainfer.kernels.runtime.runner import ModelRunner
+
+
+class Flight(Protocol):
+    """A step that the device computes beside its host; called from the thread that waits for steps, in this order."""
+
+    def wait(self) -> None:
+        """Block until it has ended; raises what `Device.run` raises, and perhaps for the step behind it."""
+
+    def done(self) -> StepDone:
+        """What it gave, in memory that is its own until then."""
 
 
 class Device(Protocol):
@@ -58,8 +56,11 @@ class Device(Protocol):
     def warm(self) -> dict[str, Any] | None:
         """Run the kernels once, so that the first request finds them ready; may give `step_costs`."""
 
-    def run(self, plan: StepPlan) -> StepDone:
-        """Compute one step; raises MemoryError when memory was short, anything else when it failed."""
+    def run(self, plan: StepPlan) -> StepDone | Flight:
+        """Compute one step, or have it computed: beside a `Flight` the next step may be begun, and nothing else.
+
+        Raises MemoryError when memory was short, anything else when it failed.
+        """
 
     def switch(self, mode: Mode) -> None:
         """Compute in `mode` from the next step on; raises when it cannot, and then computes as before."""
@@ -71,58 +72,10 @@ class Device(Protocol):
         """Free everything."""
 
     def is_usable(self) -> bool:
-        """False when nothing can be computed any more, whatever is asked: only a new process helps then."""
+        """False when nothing can be computed any more, whatever is asked: only a new process helps then.
 
-
-class Jobs:
-    """The device's work, one job after the other; the thread that calls `do` is the device's."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._last_step = 0  # its id, if it has ended well; 0 where none has
-        self._ended_s = 0.0  # and when
-
-    def do(self, job: Any) -> Any:
-        """One job, and the event that says how it went; a step is begun if the one that it follows has ended well."""
-        if type(job) is Run:
-            answer = self._run(job.plan)
-            self._last_step = job.plan.step_id if type(answer) is StepDone else 0
-            return answer
-        name = type(job).__name__
-        try:
-            return JobDone(name, _OTHER_JOBS[type(job)](self._device, job), job.epoch)
-        except Exception as error:
-            return JobFailed(name, sentence_of(error), job.epoch)
-
-    def forget(self) -> None:
-        """The last step has not ended well after all: the worker was told that it failed."""
-        self._last_step = 0
-
-    def _run(self, plan: StepPlan) -> StepDone | StepFailed:
-        if plan.after not in (0, self._last_step):
-            why = f"step {plan.after}, which it follows, did not end well just before it"
-            return StepFailed(plan.step_id, plan.epoch, Fault.EXCEPTION, why, launched=False)
-        began_s = time.monotonic()
-        try:
-            done = self._device.run(plan)
-            before_s, self._ended_s = self._ended_s, time.monotonic()
-            cycle_s = self._ended_s - before_s if self._last_step else 0.0
-            return msgspec.structs.replace(done, took_s=self._ended_s - began_s, cycle_s=cycle_s)
-        except MemoryError as error:
-            return StepFailed(plan.step_id, plan.epoch, Fault.OOM, sentence_of(error))
-        except Exception as error:
-            return StepFailed(plan.step_id, plan.epoch, Fault.EXCEPTION, sentence_of(error))
-
-
-_OTHER_JOBS: dict[type, Callable[[Device, Any], Any]] = {
-    Spawn: lambda device, job: None,  # the device is here already
-    Load: lambda device, job: device.load(job.precision),
-    Fit: lambda device, job: device.fit(job.num_blocks, is_new=job.is_new),
-    Warm: lambda device, job: device.warm(),
-    Switch: lambda device, job: device.switch(job.mode),
-    Reclaim: lambda device, job: device.reclaim(),
-    Close: lambda device, job: device.close(),
-}
+        Waits for the device; the thread that waits for steps may ask as well.
+        """
 
 
 def sentence_of(error: BaseException) -> str:
@@ -255,16 +208,11 @@ class ModelDevice:
             self._step_costs = self._model.measure_step_costs()
         return {"step_costs": self._step_costs} if self._step_costs is not None else {}
 
-    def run(self, plan: StepPlan) -> StepDone:
+    def run(self, plan: StepPlan) -> StepDone | Flight:
         """One step; the allocators' out-of-memory errors become MemoryError."""
-        from novainfer.kernels.memory import is_out_of_memory
-
-        try:
-            return self._model.execute(plan)
-        except Exception as error:
-            if is_out_of_memory(error) and not isinstance(error, MemoryError):
-                raise MemoryError(str(error)) from error
-            raise
+        with _memory_errors():
+            flight = self._model.launch(plan)
+            return flight.done() if flight.is_through else _ModelFlight(flight)
 
     def switch(self, mode: Mode) -> None:
         """Other kernels, or weights in another precision (kernels/runtime/modes.py)."""
@@ -302,3 +250,28 @@ class ModelDevice:
     def _model(self) -> ModelRunner:
         assert self._runner is not None, "load comes first"
         return self._runner
+
+
+class _ModelFlight:
+    def __init__(self, flight: KernelFlight) -> None:
+        self._flight = flight
+
+    def wait(self) -> None:
+        with _memory_errors():
+            self._flight.wait()
+
+    def done(self) -> StepDone:
+        return self._flight.done()
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """What the allocators raise becomes MemoryError."""
+    try:
+        yield
+    except Exception as error:
+        from novainfer.kernels.memory import is_out_of_memory
+
+        if is_out_of_memory(error) and not isinstance(error, MemoryError):
+            raise MemoryError(str(error)) from error
+        raise

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from novainfer.actors.device.device import Device
+from novainfer.actors.device.device import Device, Flight
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import StepDone, StepPlan
@@ -71,7 +71,7 @@ class FaultyDevice:
         """Fail so from the next step that it concerns; one of a slot is void when the slot is given to another."""
         self._armed.append(fault)
 
-    def run(self, plan: StepPlan) -> StepDone:
+    def run(self, plan: StepPlan) -> StepDone | Flight:
         """One step, or the fault that is due."""
         if self._armed:
             self._fail(plan)

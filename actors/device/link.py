@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from novainfer.actors.core.thread import JobThread
-from novainfer.actors.device.device import Device, Jobs
+from novainfer.actors.device.device import Device
 from novainfer.actors.device.faulty import PROCESS_ONLY, FaultyDevice, injection
+from novainfer.actors.device.jobs import Jobs
 from novainfer.fsm.health import Sighting
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.events import Kill, Run
@@ -72,7 +73,8 @@ class ThreadLink:
     def __init__(self, device: Device, deliver: Deliver, *, patience_s: float = 60.0) -> None:
         self._patience_s = patience_s
         self._device = FaultyDevice(device)
-        self._thread = JobThread("novainfer-device", Jobs(self._device).do, deliver)
+        jobs = Jobs(self._device, lambda answer: self._thread.tell(answer))
+        self._thread = JobThread("novainfer-device", jobs.do, deliver, jobs.end)
         self._giving_up: asyncio.TimerHandle | None = None
 
     @property

@@ -1,8 +1,9 @@
 """The program of a device's process: it does what it is told over a socket that it has inherited.
 
-The main thread takes one job after the other from the socket, does it on the device, and answers. Another one says ten
-times a second that the process lives, and ends it when the other end of the socket is gone: nothing more would
-be asked. Neither needs the other, so a long step is no silence, and a step that hangs keeps nothing alive.
+The main thread takes one job after the other from the socket, does it on the device, and answers; where a device
+computes beside its host, a thread of its jobs waits for steps and answers (jobs.py). Another one says ten times a
+second that the process lives, and ends it when the other end of the socket is gone: nothing more would be asked.
+Neither needs the other, so a long step is no silence, and a step that hangs keeps nothing alive.
 
 What comes while a step is computed is read by that other thread: the next step is there, decoded, when the one before
 it ends. It is woken for that only: the main thread says when by changing what the epoll that it waits on looks for.
@@ -26,8 +27,8 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from novainfer.actors.device.device import Jobs
 from novainfer.actors.device.faulty import FaultyDevice, Injection
+from novainfer.actors.device.jobs import Jobs
 from novainfer.actors.device.wire import (
     EXIT_LINK,
     EXIT_MEMORY,
@@ -48,6 +49,9 @@ from novainfer.actors.device.wire import (
 )
 from novainfer.fsm.device.process import SPARE_EPOCH
 from novainfer.fsm.messages.events import Close, Fault, JobFailed, Run, StepFailed
+from novainfer.fsm.messages.step import StepDone
+
+logger = logging.getLogger("novainfer.actors.device.server")  # this is `__main__`
 
 BEAT_S = 0.1
 SHORT_S = 0.01  # after which what found no memory is tried again
@@ -74,6 +78,7 @@ class DeviceServer:
         self._writer = FrameWriter()
         self._lock = threading.Lock()
         self._epoch = SPARE_EPOCH  # of the job under way
+        self._epochs: dict[int, int] = {}  # of the steps that are not answered, by their id
         self._device: FaultyDevice | None = None
         self._jobs: Jobs | None = None
 
@@ -98,11 +103,11 @@ class DeviceServer:
             traceback.print_exc()
             _exit(1)
 
-    def say(self, message: Any) -> None:
+    def say(self, message: Any, epoch: int | None = None) -> None:
         """Send; waits while the engine does not read, and ends the process when it is gone."""
         try:
             with self._lock:
-                self._sock.sendall(self._writer.frame(self._epoch, message))
+                self._sock.sendall(self._writer.frame(self._epoch if epoch is None else epoch, message))
         except OSError:
             _exit(EXIT_ORPHANED)
 
@@ -112,7 +117,7 @@ class DeviceServer:
             if message.weights_fd is not None:
                 os.set_inheritable(message.weights_fd, False)
             self._device = FaultyDevice(message.spec.make(self._on_progress, message.weights_fd))
-            self._jobs = Jobs(self._device)
+            self._jobs = Jobs(self._device, self._answer)
             return
         if type(message) is Ping:
             self.say(Beat())
@@ -123,20 +128,41 @@ class DeviceServer:
             self._device.arm(message)
             return
         if type(message) is Unsent:
-            self._jobs.forget()
-            self.say(message.failed)
+            self.say(self._jobs.unsent(message.failed))
             return
-        answer = self._step(message) if type(message) is Run else self._jobs.do(message)
+        if type(message) is Run:
+            self._epochs[message.plan.step_id] = self._epoch
+            if (answer := self._step(message)) is not None and (why := self._answer(answer)) is not None:
+                plan = message.plan
+                self.say(self._jobs.unsent(StepFailed(plan.step_id, plan.epoch, Fault.EXCEPTION, why)))
+            return
+        answer = self._jobs.do(message)
         try:
             self.say(answer)
         except UnsendableError as error:
-            self._jobs.forget()
-            answer = _failure(message, str(error))
+            answer = JobFailed(type(message).__name__, str(error), message.epoch)
             self.say(answer)
         if type(message) is Close:
             _exit(0)
-        if _is_failure(answer) and not self._device.is_usable():
+        if type(answer) is JobFailed and not self._device.is_usable():
             _exit(EXIT_UNUSABLE)
+
+    def _answer(self, answer: StepDone | StepFailed) -> str | None:
+        """Answer a step, from either thread; or why that cannot be sent.
+
+        A device that is of no more use is not answered for: its step is lost with the process, and blamed once.
+        """
+        epoch = self._epochs.pop(answer.step_id, self._epoch)
+        if type(answer) is StepFailed and answer.fault is not Fault.OOM:
+            assert self._device is not None
+            if answer.launched and not self._device.is_usable():
+                logger.error("the device is of no more use: %s", answer.message)
+                _exit(EXIT_UNUSABLE)
+        try:
+            self.say(answer, epoch)
+        except UnsendableError as error:
+            return str(error)
+        return None
 
     def _on_progress(self, num_done: int, num_all: int) -> None:
         self.say(Progress(num_done, num_all))
@@ -210,19 +236,6 @@ class DeviceServer:
         if what and what[0][1] & ~select.EPOLLIN:
             _exit(EXIT_ORPHANED)
         return bool(what)
-
-
-def _failure(job: Any, why: str) -> StepFailed | JobFailed:
-    """The answer to a job whose own answer cannot be sent."""
-    if type(job) is Run:
-        return StepFailed(job.plan.step_id, job.plan.epoch, Fault.EXCEPTION, why)
-    return JobFailed(type(job).__name__, why, job.epoch)
-
-
-def _is_failure(answer: Any) -> bool:
-    if type(answer) is StepFailed:
-        return answer.fault is not Fault.OOM
-    return type(answer) is JobFailed
 
 
 class _Forward(logging.Handler):

@@ -314,13 +314,17 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class StepFailed(msgspec.Struct, frozen=True):
-    """The step did not run to its end. `launched`: the device may have written into the step's blocks."""
+    """The step did not run to its end. `launched`: the device may have written into the step's blocks.
+
+    `launched_behind`: into those of the steps as well that were planned behind it, which have failed with it.
+    """
 
     step_id: int
     epoch: int
     fault: Fault
     message: str
     launched: bool = True
+    launched_behind: bool = False
 
 
 class WorkerReady(msgspec.Struct, frozen=True):

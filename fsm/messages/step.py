@@ -14,6 +14,8 @@ from novainfer.fsm.messages.mode import Mode
 SAMPLED = -1  # in `input_ids`: the token that the step before has given this slot, which only the device knows yet
 NO_TOKEN = -1  # what a row gets from which no token can be drawn: its logits hold a NaN, or their largest is infinite
 
+STEPS_IN_FLIGHT_MAX = 2  # on a device: one that is computed, and one that waits for it there
+
 Logprobs = tuple[float, list[int], list[float]]
 """Log probability of the sampled token, the most likely token ids, their log probabilities."""
 

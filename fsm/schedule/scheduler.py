@@ -627,7 +627,8 @@ class Scheduler(Machine):
 
     def _roll_back(self, flight: Flight, outcome: StepFailed) -> list[Output]:
         self._failures += 1
-        self._discard_behind(flight)
+        behind = {other.step_id for other in self.flights} if outcome.launched_behind else set[int]()
+        self._discard_behind(flight, behind)
         self.planner.rollback(flight, launched=outcome.launched)
         return self._end_doomed(self.recovery.step_failed(flight, outcome, self._effects))
 
@@ -636,7 +637,7 @@ class Scheduler(Machine):
         lost = next((flight for flight in self.flights if flight.step_id == event.step_id), None)
         if self.flights:
             first = self.flights.pop(0)
-            self._discard_behind(first, event.step_id)
+            self._discard_behind(first, {event.step_id})
             self.planner.rollback(first, launched=first is lost)
         if lost is not None and not lost.is_vacating:  # else nothing was computed, and no request is to blame
             self._failures += 1
@@ -646,13 +647,13 @@ class Scheduler(Machine):
         self._keep_parked()
         return S.RECOVERING
 
-    def _discard_behind(self, first: Flight, launched_id: int = -1) -> None:
+    def _discard_behind(self, first: Flight, launched: set[int]) -> None:
         """Take back what was planned behind `first`, latest first; what departed leaves with `first`, which is next."""
         while self.flights:
             flight = self.flights.pop()
             first.departed += flight.departed
             flight.departed = []
-            self.planner.rollback(flight, launched=flight.step_id == launched_id)
+            self.planner.rollback(flight, launched=flight.step_id in launched)
 
     def _end_doomed(self, doomed: Doomed) -> list[Output]:
         state = RequestState.FINISHED_ERROR

@@ -18,6 +18,7 @@ from novainfer.actors.device.fake import FakeDevice, successor
 from novainfer.actors.device.location import ModelLocation
 from novainfer.actors.device.spec import FactorySpec, ModelSpec
 from novainfer.fsm.messages.step import NO_TOKEN, StepDone, StepPlan
+from tests.actors.gpu import ILLEGAL, FakeGpu
 
 
 def spec(name: str = "fake", **arguments: Any) -> FactorySpec:
@@ -150,6 +151,30 @@ def unusable() -> FakeDevice:
             return False
 
     return Unusable()
+
+
+def gpu(**arguments: Any) -> FakeGpu:
+    """It computes beside its host."""
+    return FakeGpu(**arguments)
+
+
+def gpu_beyond(number: int = 70, **arguments: Any) -> FakeGpu:
+    """It computes beside its host, and after one token its answer is a number that no message can carry."""
+    return FakeGpu(next_token=lambda token: 2**number if token == ord("!") else successor(token), **arguments)
+
+
+def gpu_offended(bad: int = -2, poison: int = -2) -> FakeGpu:
+    """A GPU that fails late where a step holds the token `bad`, and is poisoned by the token `poison`."""
+    device = FakeGpu()
+
+    def fails_with(plan: StepPlan) -> BaseException | None:
+        if poison in plan.input_ids:
+            device.poison = ILLEGAL
+            return RuntimeError(ILLEGAL)
+        return ValueError("bad luck") if bad in plan.input_ids else None
+
+    device._fails_with = fails_with
+    return device
 
 
 def telling(line: str) -> FakeDevice:

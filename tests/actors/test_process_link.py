@@ -164,15 +164,16 @@ async def test_a_device_that_leaves_the_interpreter_is_lost(capfd: pytest.Captur
     assert "enough" in capfd.readouterr().err
 
 
-async def test_a_device_of_no_more_use_says_so_first_and_then_its_process_ends() -> None:
+async def test_a_device_of_no_more_use_is_lost_with_its_step_which_is_blamed_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with linked(spec("unusable")) as line:
         await line.up()
-        failed = await line.step()
-        assert isinstance(failed, StepFailed)
-        assert "illegal memory access" in failed.message
-        lost = await line.next()
+        lost = await line.step()
         assert isinstance(lost, DeviceLost)
         assert lost.message.endswith("its device had failed in a way that only a new process recovers from")
+        assert line.nothing_came()
+    assert "the device is of no more use: RuntimeError: an illegal memory access was encountered" in caplog.messages
 
 
 async def test_a_frozen_process_is_silent_and_a_hung_one_is_not(tmp_path: Path) -> None:

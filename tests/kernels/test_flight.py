@@ -13,10 +13,10 @@ from checkpoints import Shape, save_checkpoint
 from driver import Driver, make_runner
 from test_ahead import PROMPTS, ROWS, generation
 
-from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, StepPlan
+from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, STEPS_IN_FLIGHT_MAX, StepPlan
 from novainfer.kernels.ops.row_ops import resolved
 from novainfer.kernels.runtime.runner import Flight, ModelRunner
-from novainfer.kernels.step import STEPS_IN_FLIGHT_MAX, StepBuffers
+from novainfer.kernels.step import StepBuffers
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)
 CPU = torch.device("cpu")

@@ -12,7 +12,9 @@ from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.bugs.mutants import Mutant
 
 AHEAD_MUTANTS = [
-    Mutant("a step behind one that failed is kept", Scheduler, "_roll_back", "self._discard_behind(flight)", "pass"),
+    Mutant(
+        "a step behind one that failed is kept", Scheduler, "_roll_back", "self._discard_behind(flight, behind)", "pass"
+    ),
     Mutant(
         "what departed with a step behind is given back before the one before is taken back",
         Scheduler,
