@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["CHECKPOINT", "FAST", "INT8", "PLAIN", "PRECISIONS", "QUANTIZATIONS", "Mode"]
+__all__ = [
+    "CHECKPOINT",
+    "EAGER",
+    "FAST",
+    "INT8",
+    "KERNELS",
+    "PLAIN",
+    "PRECISIONS",
+    "QUANTIZATIONS",
+    "SDPA",
+    "Mode",
+]
 
-FAST = "fast"  # kernels made for this device where there are any
+FAST = "fast"  # kernels made for this device where there are any, and captured as graphs where it can do that
+EAGER = "eager"  # the same kernels, launched one after the other: for a device whose fast ones are captured
+SDPA = "sdpa"  # the same, but for attention, which is torch's
 PLAIN = "plain"  # torch's own for every operation
+KERNELS = (FAST, EAGER, SDPA, PLAIN)  # best first
 CHECKPOINT = "checkpoint"  # weights in the dtype of the run
 INT8 = "int8"  # weights rounded to int8 by row, activations in the dtype of the run
 PRECISIONS = (CHECKPOINT, INT8)  # best first
@@ -19,6 +33,11 @@ class Mode(msgspec.Struct, frozen=True):
 
     kernels: str = FAST
     precision: str = CHECKPOINT
+
+    def computes_as(self, other: Mode) -> bool:
+        """Whether the arithmetic is that of `other`: a graph launches the kernels that are launched without it."""
+        kernels = {self.kernels, other.kernels}
+        return self.precision == other.precision and (len(kernels) == 1 or kernels == {FAST, EAGER})
 
     def __str__(self) -> str:
         return f"{self.kernels} kernels in precision {self.precision}"

@@ -1,17 +1,19 @@
 """The ladder of degraded modes: when memory stays short, or kernels fail whatever they compute, the engine works worse.
 
     FULL ⇄ SMALLER_BATCH                      Held: steps hold less than configured; Freed: they may again
-    FULL, SMALLER_BATCH ──Broken──▶ DEGRADED: plainer kernels      ──Quiet──▶ FULL, SMALLER_BATCH
-    FULL, SMALLER_BATCH ──Pressure──▶ DEGRADED: a lower precision  ──Quiet──▶ FULL, SMALLER_BATCH
-    DEGRADED ──Broken, Pressure──▶ DEGRADED: on the other axis, too, where it was on one only
+    FULL, SMALLER_BATCH ──Broken──▶ OTHER_MODE: the next kernels                         ──Quiet──▶ FULL, SMALLER_BATCH
+    FULL, SMALLER_BATCH ──Pressure──▶ OTHER_MODE: without graphs, or a lower precision  ──Quiet──▶ FULL, SMALLER_BATCH
+    OTHER_MODE ──Broken, Pressure──▶ OTHER_MODE: further down on that axis
 
 FULL and SMALLER_BATCH compute in the mode that the device came up in, with the kernels and in the precision that the
-engine was started with: there answers are exact. DEGRADED is every other mode that the device offers, and only there
-answers may change. Broken keeps the precision and Pressure the kernels. For people each of them is a rung of its own,
-named by what differs: PLAIN_KERNELS, INT8, PLAIN_KERNELS+INT8.
+engine was started with: there answers are exact. OTHER_MODE is every other mode that the device offers. Only there
+answers may change; without graphs they do not, those are the same kernels. Broken keeps the precision and leads to the
+kernels that come next: on CUDA without graphs, other attention, torch's own. Pressure keeps the kernels, but for
+graphs: they hold memory and are let go first. For people each of these modes is a rung of its own, named by what
+differs: NO_GRAPHS, OTHER_ATTENTION, PLAIN_KERNELS, INT8, and the first three with +INT8.
 
-Pressure and Broken are what a canary proves, a step that holds nothing of any client (see `recovery`). DEGRADED is left
-after a quiet time, a timer that finds nothing wrong since it was set. Trouble before the next quiet time is over
+Pressure and Broken are what a canary proves, a step that holds nothing of any client (see `recovery`). OTHER_MODE is
+left after a quiet time, a timer that finds nothing wrong since it was set. Trouble before the next quiet time is over
 doubles it, up to 16 times: once for each way up that came to nothing, and not for each rung on the way down. A quiet
 time in an exact mode makes it as long as at first.
 A mode that the device cannot switch to is left out from then on; one it cannot switch back from is stayed in until
@@ -29,7 +31,7 @@ import msgspec
 from novainfer.fsm.core.dwell import Dwell, any_time
 from novainfer.fsm.core.machine import Guard, Machine, Table, ignore, never, on, stay, table
 from novainfer.fsm.messages.events import Incident, Quiet
-from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.mode import EAGER, FAST, PLAIN, SDPA, Mode
 
 
 class Rung(StrEnum):
@@ -37,11 +39,12 @@ class Rung(StrEnum):
 
     FULL = "FULL"
     SMALLER_BATCH = "SMALLER_BATCH"
-    DEGRADED = "DEGRADED"
+    OTHER_MODE = "OTHER_MODE"
 
 
 S = Rung
-EXACT = (S.FULL, S.SMALLER_BATCH)  # where answers are those of the mode that the engine was started in
+FIRST_MODE = (S.FULL, S.SMALLER_BATCH)  # where it computes in the mode that the engine was started in
+RUNGS = {EAGER: "NO_GRAPHS", SDPA: "OTHER_ATTENTION", PLAIN: "PLAIN_KERNELS"}  # for people, by the kernels
 BACKOFF_MAX = 16  # quiet times in one: a quarter of an hour between two ways up that come to nothing
 
 
@@ -109,24 +112,24 @@ class Ladder(Machine):
         S,
         (Held, Freed, Pressure, Broken, Steady, Offered, Switched, SwitchFailed, Quiet),
         on(S.FULL, Held, "_hold", S.SMALLER_BATCH),
-        stay(S.DEGRADED, Held, "_still_held"),
+        stay(S.OTHER_MODE, Held, "_still_held"),
         never(S.SMALLER_BATCH, Held, "they are held already, and that is told once"),
         never(S.FULL, Freed, "none are held"),
         on(S.SMALLER_BATCH, Freed, "_free", S.FULL),
-        stay(S.DEGRADED, Freed, "_note_freed"),
-        on(S.FULL, Pressure, "_down", S.FULL, S.DEGRADED),
-        on(S.FULL, Broken, "_down", S.FULL, S.DEGRADED),
-        on(S.SMALLER_BATCH, Pressure, "_down", S.SMALLER_BATCH, S.DEGRADED),
-        on(S.SMALLER_BATCH, Broken, "_down", S.SMALLER_BATCH, S.DEGRADED),
-        stay(S.DEGRADED, Pressure, "_down"),
-        stay(S.DEGRADED, Broken, "_down"),
-        stay(S.DEGRADED, Steady, "_bear"),
-        ignore(EXACT, Steady, "it was left while nothing was there to be computed"),
+        stay(S.OTHER_MODE, Freed, "_note_freed"),
+        on(S.FULL, Pressure, "_down", S.FULL, S.OTHER_MODE),
+        on(S.FULL, Broken, "_down", S.FULL, S.OTHER_MODE),
+        on(S.SMALLER_BATCH, Pressure, "_down", S.SMALLER_BATCH, S.OTHER_MODE),
+        on(S.SMALLER_BATCH, Broken, "_down", S.SMALLER_BATCH, S.OTHER_MODE),
+        stay(S.OTHER_MODE, Pressure, "_down"),
+        stay(S.OTHER_MODE, Broken, "_down"),
+        stay(S.OTHER_MODE, Steady, "_bear"),
+        ignore(FIRST_MODE, Steady, "it was left while nothing was there to be computed"),
         on(S, Offered, "_offer", *S),
         stay(S, Switched, "_note"),
         on(S, SwitchFailed, "_back", *S, only=OfMode),
-        stay(EXACT, Quiet, "_settle"),
-        on(S.DEGRADED, Quiet, "_up", *S),
+        stay(FIRST_MODE, Quiet, "_settle"),
+        on(S.OTHER_MODE, Quiet, "_up", *S),
     )
     DWELLS: ClassVar[Mapping[Any, Dwell]] = {
         **dict.fromkeys(S, any_time("it climbs back when it has been quiet for a while")),
@@ -150,19 +153,25 @@ class Ladder(Machine):
         return self._offered[0]
 
     @property
-    def is_exact(self) -> bool:
-        """True where answers are those of the mode that the engine was started in."""
-        return self.state in EXACT
+    def is_down(self) -> bool:
+        """True where it computes in another mode than the engine was started in."""
+        return self.state is S.OTHER_MODE
 
     @property
     def rung(self) -> str:
         """Where it is, for people."""
-        return self._name(self.mode) if self.state is S.DEGRADED else str(self.state)
+        return self._name(self.mode) if self.state is S.OTHER_MODE else str(self.state)
 
     @property
     def rungs(self) -> tuple[str, ...]:
         """All that `rung` may be with this device, best first."""
-        return (*EXACT, *(self._name(mode) for mode in self._offered[1:]))
+        return (*FIRST_MODE, *(self._name(mode) for mode in self._offered[1:]))
+
+    @property
+    def depth(self) -> int:
+        """How many modes may be tried on one way down, the first among them: one axis after the other."""
+        kernels, precisions = {mode.kernels for mode in self._offered}, {mode.precision for mode in self._offered}
+        return len(kernels) + len(precisions) - 1
 
     def helps(self, event: type[Pressure | Broken]) -> bool:
         """Whether there is a rung for that."""
@@ -191,17 +200,20 @@ class Ladder(Machine):
     def _down(self, event: Pressure | Broken) -> Rung:
         mode = self._below(type(event))
         if mode is None:
-            return self.state if self.is_exact else self._bear(event)
+            return self._bear(event) if self.is_down else self.state
         if self._is_settling:
             self._backoff = min(2 * self._backoff, BACKOFF_MAX)
             self._is_settling = False
         return self._go(mode, event.message)
 
     def _below(self, event: type[Pressure | Broken]) -> Mode | None:
-        """The next mode on the axis that helps."""
-        axis, other = ("precision", "kernels") if event is Pressure else ("kernels", "precision")
-        for mode in self._modes[self._modes.index(self.mode) + 1 :]:
-            if getattr(mode, other) == getattr(self.mode, other) and getattr(mode, axis) != getattr(self.mode, axis):
+        """The next mode that helps."""
+        now = self.mode
+        for mode in self._modes[self._modes.index(now) + 1 :]:
+            if mode.precision == now.precision:
+                if event is Broken or (now.kernels, mode.kernels) == (FAST, EAGER):
+                    return mode
+            elif mode.kernels == now.kernels and event is Pressure:
                 return mode
         return None
 
@@ -230,7 +242,7 @@ class Ladder(Machine):
         self.mode = self.device_mode = self.exact_mode
         self._backoff, self._is_settling = 1, False
         rung = S.SMALLER_BATCH if self._is_held else S.FULL
-        if self.state is S.DEGRADED:
+        if self.state is S.OTHER_MODE:
             message, action = f"the engine computes with {self.mode} from now on", f"{before} -> {rung}"
             self._send("incidents", Incident(kind="ladder", message=message, action=action))
         return rung
@@ -248,7 +260,7 @@ class Ladder(Machine):
     def _go(self, mode: Mode, why: str) -> Rung:
         """To `mode`; where that is the exact one, to the rung that says whether steps are held."""
         before, self.mode = self.rung, mode
-        rung = S.DEGRADED
+        rung = S.OTHER_MODE
         if mode == self.exact_mode:
             rung = S.SMALLER_BATCH if self._is_held else S.FULL
         else:
@@ -261,10 +273,10 @@ class Ladder(Machine):
         """What differs from the exact mode; empty when nothing does."""
         exact, words = self.exact_mode, []
         if mode.kernels != exact.kernels:
-            words.append(f"{mode.kernels}_KERNELS")
+            words.append(RUNGS[mode.kernels])
         if mode.precision != exact.precision:
-            words.append(mode.precision)
-        return "+".join(words).upper()
+            words.append(mode.precision.upper())
+        return "+".join(words)
 
     def _set_timer(self) -> None:
         self._after(self._quiet_s * self._backoff, Quiet())

@@ -135,8 +135,10 @@ class Planner:
                 request.handle(RECOVER)
 
     def change_mode(self, mode: Mode) -> None:
-        """Steps compute in `mode` from now on: what was computed in another is not shared with any other request."""
-        self.mode = mode
+        """Steps compute in `mode` from now on: what was computed otherwise is not shared with any other request."""
+        before, self.mode = self.mode, mode
+        if mode.computes_as(before):
+            return
         self.cache.distrust_all(self.running.values(), (*self.waiting, *self.parked.values()))
 
     # ---- planning ------------------------------------------------------------------------------------------------

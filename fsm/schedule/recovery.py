@@ -34,7 +34,7 @@ OOM_STEPS_MAX = 2  # steps of several requests out of memory, with fewer than PA
 LOSSES_SUSPECT = 2  # workers lost under a request since its last token: once is chance, twice is a reason to look
 LOST_DIVISOR = 8  # a step that cost its worker is made so much smaller: the next try may cost another
 TRIES_ALONE = 2  # a request that fails alone is tried once more: the first failure may have been another program's
-FAILURES_MAX = 3 * TRIES_ALONE  # of one request alone: in every mode that there may be
+MODES_TRIED = 3  # in which one request is tried alone; as many as there are on the way down, where those are more
 
 HOW = {Fault.OOM: "ran out of memory", Fault.LOST: "ended the worker", Fault.TIMEOUT: "never ended"}
 Doomed = list[tuple[Request, str]]  # requests that must end, and the sentence that their clients are told
@@ -214,7 +214,8 @@ class FailurePolicy:
         action = "it is tried once more"
         if request.failures % TRIES_ALONE == 0:
             may_be_innocent = isinstance(what, StepFailed) and self.ladder.helps(_trouble_of(what))
-            if request.failures >= FAILURES_MAX or not isinstance(what, StepFailed) or not may_be_innocent:
+            failures_max = TRIES_ALONE * max(MODES_TRIED, self.ladder.depth)
+            if request.failures >= failures_max or not isinstance(what, StepFailed) or not may_be_innocent:
                 self._report(what, flight, [request], "the request ended with an error", effects)
                 self._excuse(effects)
                 return [(request, _sentence(what))]
@@ -296,7 +297,7 @@ class FailurePolicy:
 
         When no request is left there will be none, and the time begins then.
         """
-        if requests and not self._good_steps and not self.ladder.is_exact:
+        if requests and not self._good_steps and self.ladder.is_down:
             self._is_quiet_due = True
         else:
             self.climb(event, effects)

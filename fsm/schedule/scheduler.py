@@ -50,7 +50,7 @@ from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.schedule import answer
 from novainfer.fsm.schedule.batching import Flight
-from novainfer.fsm.schedule.ladder import EXACT, Offered, Rung
+from novainfer.fsm.schedule.ladder import FIRST_MODE, Offered, Rung
 from novainfer.fsm.schedule.planner import Limits, Planner
 from novainfer.fsm.schedule.recovery import Doomed, FailurePolicy, Trial
 from novainfer.fsm.schedule.request import ENDED, PREFILLED, Finish, Request, RequestState
@@ -114,7 +114,7 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks_free: int = 0
     rung: str = Rung.FULL
     speculation: SpeculationStatistics | None = None  # where the engine speculates
-    rungs: tuple[str, ...] = tuple(EXACT)  # all that it may be, best first
+    rungs: tuple[str, ...] = tuple(FIRST_MODE)  # all that it may be, best first
     mode: Mode = Mode()  # that the next step asks for
 
 
@@ -527,7 +527,7 @@ class Scheduler(Machine):
         if outcome.num_tokens:
             samples = [r for r, count in zip(samples, outcome.num_tokens, strict=True) for _ in range(count)]
         assert len(outcome.token_ids) == len(samples), "one token per sampled row, or as many as the outcome says"
-        if flight.mode != self.recovery.ladder.exact_mode:
+        if not flight.mode.computes_as(self.recovery.ladder.exact_mode):
             for request, _, _ in flight.rows:
                 request.is_degraded = True
         prefill, finished = RequestState.PREFILL, ENDED

@@ -2,7 +2,7 @@ import pytest
 
 from novainfer.fsm.core.machine import After, Send
 from novainfer.fsm.messages.events import Incident, Quiet
-from novainfer.fsm.messages.mode import INT8, PLAIN, Mode
+from novainfer.fsm.messages.mode import EAGER, INT8, PLAIN, SDPA, Mode
 from novainfer.fsm.schedule.ladder import (
     BACKOFF_MAX,
     Broken,
@@ -14,7 +14,7 @@ from novainfer.fsm.schedule.ladder import (
     Switched,
     SwitchFailed,
 )
-from novainfer.fsm.simulation.world.shape import ALL_MODES, BEST, LEAN, SAFE
+from novainfer.fsm.simulation.world.shape import ALL_MODES, BEST, GPU_MODES, LEAN, SAFE
 
 SHORT = Pressure("no memory")
 BROKEN = Broken("a bad kernel")
@@ -35,7 +35,7 @@ def ladder() -> Ladder:
 def test_smaller_steps_are_a_rung_that_computes_as_the_full_one(ladder):
     (send,) = ladder.handle(HELD)
     assert send.event == Incident(kind="ladder", message="steps fail", action="FULL -> SMALLER_BATCH")
-    assert (ladder.mode, ladder.is_exact, ladder.rung) == (BEST, True, "SMALLER_BATCH")
+    assert (ladder.mode, ladder.is_down, ladder.rung) == (BEST, False, "SMALLER_BATCH")
     ladder.handle(Freed())
     assert ladder.state is Rung.FULL
 
@@ -48,7 +48,7 @@ def test_each_trouble_leads_to_the_rung_that_helps_and_quiet_leads_back(ladder, 
     before = ladder.state
     assert ladder.helps(type(event))
     quiet, delay_s = timer(ladder.handle(event))
-    assert (ladder.rung, ladder.mode, ladder.is_exact, delay_s) == (rung, mode, False, 30.0)
+    assert (ladder.rung, ladder.mode, ladder.is_down, delay_s) == (rung, mode, True, 30.0)
     assert not ladder.helps(type(event))
     ladder.handle(quiet)
     assert ladder.state is before
@@ -71,6 +71,52 @@ def test_the_rungs_are_what_the_device_offers_best_first():
     assert Ladder((SAFE,)).rungs == ("FULL", "SMALLER_BATCH")
 
 
+def test_the_rungs_of_a_gpu_have_names_of_their_own():
+    kernels = ("NO_GRAPHS", "OTHER_ATTENTION", "PLAIN_KERNELS")
+    lower = ("INT8", *(f"{name}+INT8" for name in kernels))
+    assert Ladder(GPU_MODES).rungs == ("FULL", "SMALLER_BATCH", *kernels, *lower)
+    assert Ladder((Mode(EAGER), Mode(SDPA), SAFE)).rungs == ("FULL", "SMALLER_BATCH", *kernels[1:])
+
+
+def test_memory_that_is_short_has_graphs_let_go_before_weights_are_rounded():
+    ladder = Ladder(GPU_MODES, quiet_s=30.0)
+    for rung in ("NO_GRAPHS", "NO_GRAPHS+INT8"):
+        assert ladder.helps(Pressure)
+        quiet, _ = timer(ladder.handle(SHORT))
+        assert ladder.rung == rung
+    assert not ladder.helps(Pressure)
+    ladder.handle(quiet)
+    ladder.handle(BROKEN)
+    ladder.handle(SHORT)
+    assert ladder.rung == "NO_GRAPHS+INT8", "there are no graphs to let go of"
+
+
+def test_without_a_mode_without_graphs_memory_that_is_short_leads_to_a_lower_precision():
+    ladder = Ladder(GPU_MODES)
+    ladder.handle(SHORT)
+    ladder.handle(SwitchFailed(Mode(EAGER), "no"))
+    ladder.handle(SHORT)
+    assert ladder.mode == LEAN
+
+
+def test_kernels_that_fail_are_left_one_after_the_other_and_the_precision_stays():
+    ladder = Ladder(GPU_MODES)
+    seen = []
+    while ladder.helps(Broken):
+        ladder.handle(BROKEN)
+        seen.append(ladder.mode)
+    assert seen == [Mode(EAGER), Mode(SDPA), SAFE]
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_same"),
+    [(BEST, True), (Mode(EAGER), True), (Mode(SDPA), False), (SAFE, False), (LEAN, False), (Mode(EAGER, INT8), False)],
+)
+def test_a_graph_computes_what_its_kernels_compute_and_no_other_mode_does(mode, is_same):
+    assert mode.computes_as(BEST) is BEST.computes_as(mode) is is_same
+    assert mode.computes_as(mode)
+
+
 def test_a_mode_that_is_not_offered_is_no_rung():
     ladder = Ladder((BEST, SAFE, LEAN))
     ladder.handle(BROKEN)
@@ -80,13 +126,13 @@ def test_a_mode_that_is_not_offered_is_no_rung():
 
 def test_an_engine_that_was_started_quantised_is_exact_so_and_has_plainer_kernels_below():
     ladder = Ladder((LEAN, Mode(PLAIN, INT8)))
-    assert (ladder.mode, ladder.is_exact, ladder.rung) == (LEAN, True, "FULL")
+    assert (ladder.mode, ladder.is_down, ladder.rung) == (LEAN, False, "FULL")
     assert ladder.rungs == ("FULL", "SMALLER_BATCH", "PLAIN_KERNELS")
     assert not ladder.helps(Pressure)
     quiet, _ = timer(ladder.handle(BROKEN))
-    assert (ladder.mode, ladder.is_exact, ladder.rung) == (Mode(PLAIN, INT8), False, "PLAIN_KERNELS")
+    assert (ladder.mode, ladder.is_down, ladder.rung) == (Mode(PLAIN, INT8), True, "PLAIN_KERNELS")
     ladder.handle(quiet)
-    assert (ladder.mode, ladder.is_exact) == (LEAN, True)
+    assert (ladder.mode, ladder.is_down) == (LEAN, False)
 
 
 def test_steps_that_may_be_large_again_while_it_is_elsewhere_are_remembered(ladder):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.schedule.allowance import Allowance, Sizes
 from novainfer.fsm.schedule.ladder import Ladder
+from novainfer.fsm.schedule.planner import Planner
 from novainfer.fsm.schedule.recovery import FailurePolicy
 from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.bugs.mutants import Mutant
@@ -127,15 +129,29 @@ LADDER_MUTANTS = [
         "memory that is short leads back to the kernels that failed",
         Ladder,
         "_below",
-        "getattr(mode, other) == getattr(self.mode, other) and ",
-        "",
+        "elif mode.kernels == now.kernels and event is Pressure:",
+        "elif event is Pressure:",
     ),
     Mutant(
         "memory that is short makes kernels plainer",
         Ladder,
         "_below",
-        "if event is Pressure else",
-        "if event is not Pressure else",
+        "if event is Broken or (now.kernels, mode.kernels) == (FAST, EAGER):",
+        "if True:",
+    ),
+    Mutant(
+        "graphs are kept where memory is short",
+        Ladder,
+        "_below",
+        "if event is Broken or (now.kernels, mode.kernels) == (FAST, EAGER):",
+        "if event is Broken:",
+    ),
+    Mutant(
+        "kernels that fail are left for the plainest at once",
+        Ladder,
+        "_below",
+        "for mode in self._modes[self._modes.index(now) + 1 :]:",
+        "for mode in self._modes[:: -1]:",
     ),
     Mutant(
         "the way up leads to the best mode that there could be",
@@ -150,14 +166,42 @@ LADDER_MUTANTS = [
         "an engine that was started quantised calls its answers degraded",
         Scheduler,
         "_commit",
-        "if flight.mode != self.recovery.ladder.exact_mode:",
-        "if flight.mode != Mode():",
+        "if not flight.mode.computes_as(self.recovery.ladder.exact_mode):",
+        "if not flight.mode.computes_as(Mode()):",
     ),
     Mutant(
         "everything is called degraded while the engine is",
         Scheduler,
         "_commit",
+        "if not flight.mode.computes_as(self.recovery.ladder.exact_mode):",
+        "if self.recovery.ladder.is_down:",
+    ),
+    Mutant(
+        "what is computed without graphs is called degraded",
+        Scheduler,
+        "_commit",
+        "if not flight.mode.computes_as(self.recovery.ladder.exact_mode):",
         "if flight.mode != self.recovery.ladder.exact_mode:",
-        "if not self.recovery.ladder.is_exact:",
+    ),
+    Mutant(
+        "other kernels are taken for the same ones",
+        Mode,
+        "computes_as",
+        "kernels == {FAST, EAGER}",
+        "True",
+    ),
+    Mutant(
+        "prefixes are forgotten with the graphs",
+        Planner,
+        "change_mode",
+        "if mode.computes_as(before):",
+        "if mode == before:",
+    ),
+    Mutant(
+        "prefixes are kept for other kernels of the same precision",
+        Planner,
+        "change_mode",
+        "if mode.computes_as(before):",
+        "if mode.precision == before.precision:",
     ),
 ]

@@ -48,8 +48,8 @@ LADDER = [
         "a quiet time with good steps does not count",
         FailurePolicy,
         "quiet",
-        "if requests and not self._good_steps and not self.ladder.is_exact:",
-        "if requests and self._good_steps and not self.ladder.is_exact:",
+        "if requests and not self._good_steps and self.ladder.is_down:",
+        "if requests and self._good_steps and self.ladder.is_down:",
     ),
     Mutant(  # a canary that raises takes the engine to INT8, which runs on the broken kernels
         "the rung is chosen by what the request did, and not by what its canary did",
@@ -142,12 +142,12 @@ BLAME = [
         "max(num_tokens, 1)",
         "1",
     ),
-    Mutant(  # a request lives on after its sixth failure
+    Mutant(  # a request lives on after its last failure
         "a seventh failure is waited for",
         FailurePolicy,
         "_blame",
-        "if request.failures >= FAILURES_MAX or",
-        "if request.failures > FAILURES_MAX or",
+        "if request.failures >= failures_max or",
+        "if request.failures > failures_max or",
     ),
     Mutant(  # who came a moment ago is computed apart, and waits for its first token
         "all requests of a lost step are suspected when one of them is",

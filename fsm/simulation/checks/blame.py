@@ -23,15 +23,14 @@ from novainfer.fsm.messages.events import Batch, Fault, MakeBatch, Output, Outpu
 from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.simulation.checks.oracle import Violation
-from novainfer.fsm.simulation.world.shape import mode_against
+from novainfer.fsm.simulation.world.shape import modes_against
 
 if TYPE_CHECKING:
     from novainfer.fsm.schedule.batching import Flight
     from novainfer.fsm.simulation.world.world import World
 
 LOSSES_MIN = 2  # of workers under a request, before it is suspected
-ENDS_AFTER = 6  # failures alone, whatever the canaries say
-FAILURES_MAX = 9  # alone, and as small as can be: nothing is tried for ever
+ENDS_AFTER = 6  # failures alone, whatever the canaries say: two in each of three modes, or of as many as there are
 
 
 class Blame:
@@ -133,7 +132,7 @@ class Blame:
         world = self._world
         flight, trial = world.planned, world.scheduler.recovery.trial
         for request_id, count in self._failures.items():
-            if count >= ENDS_AFTER and self._is_live(request_id):
+            if count >= self._ends_after and self._is_live(request_id):
                 raise Violation(f"request {request_id} has failed alone {count} times, and goes on")
         if plan is None or flight is None or not flight.canary or trial is None:
             return
@@ -142,7 +141,7 @@ class Blame:
             raise Violation(f"a canary is computed for request {trial.request_id} after {count} failures, by {fault}")
         now, is_again = world.scheduler.recovery.ladder.mode, (trial.request_id, count) == self._on_trial
         self._on_trial = trial.request_id, count  # the device could not be switched for it: it is computed all the same
-        if not is_again and ((mode := mode_against(fault, now)) == now or mode not in world.modes):
+        if not is_again and not any(mode in world.modes for mode in modes_against(fault, now)):
             raise Violation(f"a canary is computed for {fault}, and there is no rung for that")
         pool = world.cache.pool
         room = (pool.num_available + len(flight.canary)) * world.shape.block_size
@@ -172,6 +171,13 @@ class Blame:
             if request.state is RequestState.DECODE and request.request_id not in held and not ends_in_flight(request):
                 raise Violation(f"request {request.request_id} decodes, is not suspected, and is not in the step")
 
+    @property
+    def _ends_after(self) -> int:
+        modes = self._world.modes
+        return max(
+            ENDS_AFTER, 2 * (len({mode.kernels for mode in modes}) + len({mode.precision for mode in modes}) - 1)
+        )
+
     # ---- details -------------------------------------------------------------------------------------------------
 
     def _split(self, live: Sequence[int]) -> None:
@@ -194,7 +200,7 @@ class Blame:
 
     def _check_patience(self, live: Sequence[int]) -> None:
         for request_id in live:
-            if self._smallest[request_id] > FAILURES_MAX:
+            if 2 * self._smallest[request_id] > 3 * self._ends_after:  # nothing is tried for ever
                 raise Violation(
                     f"request {request_id} has failed alone {self._smallest[request_id]} times, and goes on"
                 )

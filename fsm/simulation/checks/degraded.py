@@ -1,4 +1,4 @@
-"""What is called degraded: all that was computed in another mode than the engine was started in, and nothing else.
+"""What is called degraded: all that was computed otherwise than in the mode of the start, and nothing else.
 
 The device marks what it computes. A token is degraded when its context holds a mark, however that came there: by its
 own prompt, through the host, or from blocks that another request had computed. So are all later tokens of its request.
@@ -13,6 +13,7 @@ from novainfer.fsm.messages.events import MakeBatch, Output
 from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.simulation.checks.oracle import Violation
 from novainfer.fsm.simulation.world.device import ScriptedDevice
+from novainfer.fsm.simulation.world.shape import is_exact
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world.world import World
@@ -42,7 +43,7 @@ class Degraded:
             return
         marks = self._steps.get((event.outcome.step_id, event.outcome.epoch), ())
         self._marked.update(r.request_id for r, is_marked in zip(flight.samples, marks, strict=False) if is_marked)
-        if flight.mode != self._world.modes[0]:
+        if not is_exact(flight.mode, self._world.modes[0]):
             self._held.update(request.request_id for request, _, _ in flight.rows)
 
     def given(self, output: Output) -> None:

@@ -3,7 +3,7 @@
 A prefix is all tokens up to a block's end. A step that fills a block with a prefix that no other block has makes it
 findable, as it is planned or as it ends; so does one that fetches it from the host. It is lost when the block is given
 to something else, when its tokens gave no number, when the step that computed it fails, with the worker, and when steps
-compute in another mode. What was computed in several modes is never findable.
+compute in another mode; without graphs they compute as with them. What was computed in several modes is never findable.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.simulation.checks.oracle import Violation
 from novainfer.fsm.simulation.checks.verified import without_number
+from novainfer.fsm.simulation.world.shape import is_exact
 
 if TYPE_CHECKING:
     from novainfer.fsm.schedule.batching import Flight
@@ -132,10 +133,10 @@ class Prefixes:
                 self._fill_blocks(kept[at].request, kept[at].start + 1, kept[at].count, kept[at].blocks)
         self._spoilt.clear()
         mode = self._world.scheduler.planner.mode
-        if mode != self._mode:
-            self._mode = mode
+        if not is_exact(mode, self._mode):
             self._forget()
             self._mixed = set(self._world.scheduler.requests)
+        self._mode = mode
 
     def planned(self, flight: Flight) -> None:
         """The device is about to compute this step."""

@@ -3,8 +3,8 @@
 The words are those of docs/reliability.md and of `ladder`. Readers are told what their streams were told (`degraded`
 looks at that).
 
-    down        only by a failed canary: to int8 for want of memory, to plain kernels after an exception, or after a
-                step without a number; the other axis stays as it is
+    down        only by a failed canary: for want of memory without graphs, where there are any, and then to int8; to
+                the next kernels after an exception, or after a step without a number; the other axis stays as it is
     up          a quiet time after the last trouble: not before it, and not later once steps go well
     too soon    trouble before the first quiet time up there is over doubles the next one, up to 16 times; once for each
                 way up, however many modes are tried on the way down
@@ -24,7 +24,7 @@ from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.schedule.ladder import Rung
 from novainfer.fsm.schedule.scheduler import SchedulerState as S
 from novainfer.fsm.simulation.checks.oracle import Violation
-from novainfer.fsm.simulation.world.shape import mode_against
+from novainfer.fsm.simulation.world.shape import modes_against
 
 if TYPE_CHECKING:
     from novainfer.fsm.schedule.batching import Flight
@@ -149,18 +149,16 @@ class Rungs:
 
     def _below(self, fault: Fault) -> Mode:
         """Where a failed canary leads; that it failed is trouble, wherever it leads."""
-        world, mode = self._world, mode_against(fault, self._mode)
-        is_there = mode in self._modes and mode not in self._left_out
-        may_go = mode != self._mode
+        there = [m for m in modes_against(fault, self._mode) if m in self._modes and m not in self._left_out]
         if self._mode != self._exact:
-            self._trouble_s = world.now_s
-        if not (is_there and may_go):
+            self._trouble_s = self._world.now_s
+        if not there:
             return self._mode
         self._settle()
         if self._up_s is not None:
             self._times = min(2 * self._times, QUIET_TIMES_MAX)
             self._up_s = None
-        return mode
+        return there[0]
 
     def _stayed(self, flight: Flight) -> Mode:
         """The device could not be switched: it goes on in the mode that it is in."""

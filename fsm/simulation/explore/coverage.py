@@ -16,7 +16,7 @@ ARGUED: dict[RowId, str] = {
     ("Gate", "STARTING", "Cancel"): "nobody has a stream yet; a program that embeds the engine may try all the same",
     (
         "Ladder",
-        "DEGRADED",
+        "OTHER_MODE",
         "SwitchFailed any other",
     ): "while a step is on the device the ladder goes up only; a shell may repeat an answer all the same",
     (

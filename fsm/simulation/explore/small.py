@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from novainfer.fsm.messages.events import Fault
-from novainfer.fsm.messages.mode import INT8
+from novainfer.fsm.messages.mode import EAGER, INT8, Mode
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.simulation.explore.explore import SmallWorld
-from novainfer.fsm.simulation.world.shape import ALL_MODES, BEST, LEAN, Shape
+from novainfer.fsm.simulation.world.shape import ALL_MODES, BEST, GPU_MODES, LEAN, Shape
 
 NEVER_STALLS = 1 << 20  # unread tokens
 
@@ -336,6 +336,27 @@ SMALL_WORLDS = [
         clients=[([1], _ask(1))],
         budget={"oom": 4, "fail_job": 1, "fire_early": 1},
         opening=(Fault.OOM, Fault.OOM, Fault.OOM, Fault.OOM),
+    ),
+    SmallWorld(
+        name="the ladder of a GPU, down by each fault and up",
+        shape=_shape(2, 1, 1, modes=GPU_MODES),
+        clients=[([1], _ask(1))],
+        budget={"exception": 2, "oom": 2, "fail_job": 1, "fire_early": 1},
+        opening=(Fault.EXCEPTION, Fault.EXCEPTION, Fault.EXCEPTION),
+    ),
+    SmallWorld(
+        name="kernels of a GPU that fail one after the other",
+        shape=_shape(2, 1, 1, modes=GPU_MODES),
+        clients=[([1], _ask(1))],
+        budget={"exception": 3, "oom": 1, "fire_early": 1},
+        opening=(Fault.EXCEPTION,) * 6,
+    ),
+    SmallWorld(
+        name="graphs that are let go for memory, and what was computed with them",
+        shape=_shape(4, 1, 1, modes=(BEST, Mode(EAGER), LEAN)),
+        clients=[([1], _ask(2)), ([1], _ask(1))],
+        budget={"oom": 2, "fire_early": 1},
+        opening=(Fault.OOM, Fault.OOM, Fault.OOM),
     ),
     SmallWorld(
         name="a switch of mode, interrupted",

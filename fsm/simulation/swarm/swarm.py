@@ -28,7 +28,7 @@ from novainfer.fsm.simulation.world.device import POISON_HANG
 from novainfer.fsm.simulation.world.drafts import going_ahead, speculating
 from novainfer.fsm.simulation.world.moves import MOVES, Move, is_possible
 from novainfer.fsm.simulation.world.pace import Pace, Paces
-from novainfer.fsm.simulation.world.shape import mode_against
+from novainfer.fsm.simulation.world.shape import modes_against
 from novainfer.fsm.simulation.world.shortage import STEP_DEADLINE_S, Scarcity, Shortage
 from novainfer.fsm.simulation.world.world import TO_WORKER, Timer, World
 
@@ -412,7 +412,8 @@ class Seed:
         """From when to when every step of the first mode fails, whatever it holds: what a ladder is there for."""
         rng = self.rng
         first, *others = self.mix.shape.modes
-        found = [fault for fault in (Fault.OOM, Fault.EXCEPTION) if mode_against(fault, first) in others]
+        faults = (Fault.OOM, Fault.EXCEPTION)
+        found = [fault for fault in faults if any(mode in others for mode in modes_against(fault, first))]
         if not found or rng.random() < 0.5:
             return []
         begins = [self._moment_s() for _ in range(rng.randint(1, 3))]

@@ -2,8 +2,8 @@
 
 Faults by chance strike a step here and there, and a canary hardly ever. Here the same steps fail each time: those in
 some mode, with so many tokens or requests. A lower precision needs less memory and runs on the same kernels; plain
-kernels are other ones and need as much memory. Some kernels that fail make no number of a canary, which holds tokens of
-no prompt.
+kernels are other ones and need as much memory. On a GPU graphs may be what takes the memory or fails, or attention.
+Some kernels that fail make no number of a canary, which holds tokens of no prompt.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import random
 import msgspec
 
 from novainfer.fsm.messages.events import Fault
-from novainfer.fsm.messages.mode import INT8, Mode
+from novainfer.fsm.messages.mode import EAGER, FAST, INT8, KERNELS, PLAIN, SDPA, Mode
 from novainfer.fsm.messages.step import StepPlan
-from novainfer.fsm.simulation.world.shape import ALL_MODES, BEST, LEAN, SAFE, Shape, mode_against
+from novainfer.fsm.simulation.world.shape import ALL_MODES, BEST, LEAN, SAFE, Shape, on_gpu
 
 SHARE = 0.2  # of all seeds
 NO_NUMBER = "no number"  # what becomes of a canary
@@ -38,14 +38,22 @@ class Broken:
         self._by_step = rng.random() < 0.3  # the faults take turns step by step, and not time by time
         self._makes_no_number = rng.random() < 0.5
         self._is_quantised = rng.random() < 0.15  # from the start
+        self._is_gpu = rng.random() < 0.3
+        self._is_eager = rng.random() < 0.15  # from the start
+        self._works_from = rng.choice([EAGER, SDPA, PLAIN])  # of the kernels, best first
+        self._graphs_are_much = rng.random() < 0.5  # without them there is memory enough
 
     def shape(self, shape: Shape) -> Shape:
         """The shape of a world that has the time to go down and up again."""
+        modes = shape.modes
+        if self.is_there:
+            modes = ALL_MODES if self._has_all_modes else modes
+            if self._is_quantised:
+                modes = tuple(mode for mode in modes if mode.precision == INT8) or (LEAN,)
+        if self._is_gpu:
+            modes = on_gpu(modes, is_eager=self._is_eager)
         if not self.is_there:
-            return shape
-        modes = ALL_MODES if self._has_all_modes else shape.modes
-        if self._is_quantised:
-            modes = tuple(mode for mode in modes if mode.precision == INT8) or (LEAN,)
+            return msgspec.structs.replace(shape, modes=modes)
         return msgspec.structs.replace(shape, modes=modes, ladder_quiet_s=self._quiet_s)
 
     def fault_of(self, plan: StepPlan, now_s: float, *, is_canary: bool) -> Fault | str:
@@ -56,9 +64,15 @@ class Broken:
         nth, within_s = divmod(since_s, self._lasts_s + self._well_s)
         fault = self._faults[(plan.step_id if self._by_step else int(nth)) % len(self._faults)]
         size = len(plan.slots) if self._counts_rows else len(plan.input_ids)
-        if within_s >= self._lasts_s or size < self._least or mode_against(fault, plan.mode) == plan.mode:
+        if within_s >= self._lasts_s or size < self._least or self._bears(fault, plan.mode):
             return ""
         return NO_NUMBER if is_canary and self._makes_no_number and fault is Fault.EXCEPTION else fault
+
+    def _bears(self, fault: Fault, mode: Mode) -> bool:
+        """Whether steps of `mode` go well all the same."""
+        if fault is Fault.OOM:
+            return mode.precision == INT8 or (self._is_gpu and self._graphs_are_much and mode.kernels != FAST)
+        return KERNELS.index(mode.kernels) >= KERNELS.index(self._works_from)
 
 
 class Relapse:

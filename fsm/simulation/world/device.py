@@ -8,8 +8,8 @@ banned and biased ids, and the stop ids, which are banned before `min_tokens`. A
 overwritten, swapped or freed wrongly changes a context, and with it a token; a slot with parameters that are
 another's, too old or not there changes it too. `Sampler` and `fold` say what it should have been.
 
-Beside each cell stands whether it was computed in another mode than it came up in; `degraded` says of each row that the
-last step sampled whether such a cell was in its context.
+Beside each cell stands whether it was computed otherwise than in the mode that it came up in; `degraded` says of each
+row that the last step sampled whether such a cell was in its context.
 
 One device is one epoch: whoever replaces it begins with garbage in every block, on the device and on the host.
 """
@@ -22,7 +22,7 @@ from zlib import crc32
 
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, Logprobs, SeqParams, StepDone, StepPlan
-from novainfer.fsm.simulation.world.shape import BEST
+from novainfer.fsm.simulation.world.shape import BEST, is_exact
 
 VOCAB_SIZE = 64
 EOS = 0
@@ -132,7 +132,7 @@ class ScriptedDevice:
         self.is_closed = False
         self.degraded: list[bool] = []
         self._was_exact = True  # at all times: there is nothing to mark
-        self._marks = [bytearray(block_size) for _ in range(num_blocks)]  # 1: computed in another mode
+        self._marks = [bytearray(block_size) for _ in range(num_blocks)]  # 1: computed otherwise
         self._host_marks = [bytearray(block_size) for _ in range(num_host_blocks)]
         self._kv = [bytearray(GARBAGE * block_size) for _ in range(num_blocks)]
         self._host = [bytearray(GARBAGE * block_size) for _ in range(num_host_blocks)]
@@ -229,7 +229,8 @@ class ScriptedDevice:
     def _write(self, plan: StepPlan, *, spoil: bool) -> None:
         assert plan.epoch == self.epoch, f"step {plan.step_id} is of epoch {plan.epoch}, the device of {self.epoch}"
         assert plan.mode == self.mode, f"step {plan.step_id} is for mode {plan.mode}, the device is in {self.mode}"
-        was_exact = self._was_exact = self._was_exact and self.mode == self._exact_mode
+        now_exact = is_exact(self.mode, self._exact_mode)
+        was_exact = self._was_exact = self._was_exact and now_exact
         self._swap(plan, spoil=spoil)
         self._copy(plan, spoil=spoil)
         for spec in plan.admissions:
@@ -247,7 +248,7 @@ class ScriptedDevice:
                 offset = position % size * CELL
                 kv[table[position // size]][offset : offset + CELL] = found
                 if not was_exact:
-                    self._marks[table[position // size]][position % size] = self.mode != self._exact_mode
+                    self._marks[table[position // size]][position % size] = not now_exact
                 context = crc32(found, context)
                 at += 1
         assert at == len(ids), "input_ids do not match query_lens"
@@ -270,7 +271,7 @@ class ScriptedDevice:
             self._marks[block] = marks
 
     def _is_degraded(self, slot: int, length: int) -> bool:
-        """Whether one of the first `length` tokens was computed in another mode than it came up in."""
+        """Whether one of the first `length` tokens was computed otherwise than in the mode that it came up in."""
         if self._was_exact:
             return False
         table, size = self._tables[slot], self.block_size

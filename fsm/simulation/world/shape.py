@@ -5,26 +5,49 @@ from __future__ import annotations
 import msgspec
 
 from novainfer.fsm.messages.events import Fault
-from novainfer.fsm.messages.mode import INT8, PLAIN, Mode
+from novainfer.fsm.messages.mode import EAGER, FAST, INT8, KERNELS, PLAIN, PRECISIONS, SDPA, Mode
 
 BEST = Mode()
 LEAN = Mode(precision=INT8)  # needs less memory
 SAFE = Mode(kernels=PLAIN)  # runs on other kernels
 ALL_MODES = (BEST, SAFE, LEAN, Mode(PLAIN, INT8))
+GPU_MODES = tuple(Mode(kernels, precision) for precision in PRECISIONS for kernels in KERNELS)
 
 
-def mode_against(fault: Fault, mode: Mode) -> Mode:
-    """The mode that a ladder leads to from `mode` when a canary fails by `fault`; the same where there is none."""
-    return Mode(mode.kernels, INT8) if fault is Fault.OOM else Mode(PLAIN, mode.precision)
+def modes_against(fault: Fault, mode: Mode) -> tuple[Mode, ...]:
+    """Where a ladder may lead from `mode` when a canary fails by `fault`: to the first of these that is there."""
+    if fault is not Fault.OOM:
+        return tuple(Mode(kernels, mode.precision) for kernels in KERNELS[KERNELS.index(mode.kernels) + 1 :])
+    without_graphs = [Mode(EAGER, mode.precision)] if mode.kernels == FAST else []
+    return (*without_graphs, *(Mode(mode.kernels, low) for low in PRECISIONS[PRECISIONS.index(mode.precision) + 1 :]))
+
+
+def is_exact(mode: Mode, first: Mode) -> bool:
+    """Whether `mode` computes what a device computes that came up in `first`: a graph is the same kernels."""
+    return mode.precision == first.precision and (
+        mode.kernels == first.kernels or not {mode.kernels, first.kernels} & {SDPA, PLAIN}
+    )
+
+
+def on_gpu(modes: tuple[Mode, ...], *, is_eager: bool) -> tuple[Mode, ...]:
+    """What a device offers that captures graphs, or may not (`is_eager`), where another one offers `modes`."""
+    found: list[Mode] = []
+    for mode in modes:
+        if mode.kernels == FAST:
+            found += [] if is_eager else [mode]
+            found.append(Mode(EAGER, mode.precision))
+            found += [Mode(SDPA, mode.precision)] if Mode(PLAIN, mode.precision) in modes else []
+        else:
+            found.append(mode)
+    return tuple(found)
 
 
 def modes_in(precision: str | None, modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
     """What a device offers that offers `modes`, when it is loaded in `precision` (None: as it was first)."""
     if precision in (None, modes[0].precision):
         return modes
-    return tuple(
-        mode for mode in ALL_MODES if mode.precision == precision and mode.kernels in (modes[0].kernels, PLAIN)
-    )
+    kernels = {PLAIN, *(mode.kernels for mode in modes)}
+    return tuple(mode for mode in GPU_MODES if mode.precision == precision and mode.kernels in kernels)
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
