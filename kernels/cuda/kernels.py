@@ -18,10 +18,12 @@ def implementations() -> list[tuple[Operation, type[Any]]]:
     from novainfer.kernels.cuda.attention import TritonAttention
     from novainfer.kernels.cuda.forward import TritonBiasForward, TritonForward
     from novainfer.kernels.cuda.row_ops import TritonRowOps
+    from novainfer.kernels.cuda.sampler import TritonSampler
 
     return [
         ("attention", TritonAttention),
         ("ops", TritonRowOps),
         ("forward", TritonBiasForward),
         ("forward", TritonForward),
+        ("sampler", TritonSampler),
     ]
