@@ -314,10 +314,10 @@ class Registry:
         """Whether there is an implementation whose name begins so."""
         return any(kernel.name.startswith(prefix) for kernels in self._entries.values() for kernel in kernels)
 
-    def without(self, prefix: str) -> Registry:
-        """The same without the implementations whose names begin so, and without `require`."""
+    def without(self, prefix: str, only: Operation | None = None) -> Registry:
+        """The same without the implementations (of the operation `only`) whose names begin so, nor `require`."""
         entries = {
-            operation: [kernel for kernel in kernels if not kernel.name.startswith(prefix)]
+            operation: [k for k in kernels if not k.name.startswith(prefix) or only not in (None, operation)]
             for operation, kernels in self._entries.items()
         }
         return Registry(self.batch_invariant, None, entries, self._proved)

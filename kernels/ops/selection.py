@@ -92,6 +92,7 @@ def _on_cuda() -> list[tuple[Operation, type[Any]]]:
     return kernels.implementations()
 
 
+GRAPHS = "triton-graphs"  # how the names of forwards begin that replay CUDA graphs
 OURS = {
     "cpu": Ours("native", "native CPU kernels", _on_cpu),
     "cuda": Ours("triton", "Triton's kernels", _on_cuda),

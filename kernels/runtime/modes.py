@@ -2,8 +2,9 @@
 
 A mode is two things (fsm/messages/mode.py), and a machine offers every pair that it can compute:
 
-- kernels, `fast`: native ones wherever they are there; `plain`: torch's for every operation, over the same KV cache,
-  for when a native kernel misbehaves
+- kernels, `fast`: those of our own wherever they are there, as CUDA graphs where they can be captured; `plain`: torch's
+  for every operation, over the same KV cache, for when one of our own misbehaves. Between them on CUDA: `eager`,
+  without graphs, and `sdpa`, where attention alone is torch's
 - precision, `checkpoint`: weights in the dtype of the run; `int8`: rounded, for when memory has run short
 
 A switch replaces one product after the other. What it needs beside the larger of both layouts is, on the way to a
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from novainfer.fsm.messages.mode import CHECKPOINT, FAST, PLAIN, PRECISIONS, Mode
+from novainfer.fsm.messages.mode import CHECKPOINT, EAGER, FAST, PLAIN, PRECISIONS, SDPA, Mode
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.memory import free_bytes, is_out_of_memory, release_freed_pages
 from novainfer.kernels.models.config import ModelConfig
@@ -34,8 +35,8 @@ from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.ops.forward import PRODUCTS, DecoderKind, LayerKind
 from novainfer.kernels.ops.int8 import part_rows, put_in_parts
 from novainfer.kernels.ops.precision import precision_of
-from novainfer.kernels.ops.registry import AttentionBackend, AttentionShape, Linear
-from novainfer.kernels.ops.selection import Selection
+from novainfer.kernels.ops.registry import AttentionBackend, AttentionShape, Linear, Registry
+from novainfer.kernels.ops.selection import GRAPHS, OURS, Selection
 from novainfer.kernels.weights.checkpoint import Checkpoint
 from novainfer.kernels.weights.header import tensor_shapes
 from novainfer.kernels.weights.loader import LinearSpec, WeightReader, linear_specs, vector_names
@@ -55,9 +56,7 @@ def selections_by_mode(first: Selection, config: ModelConfig, shape: AttentionSh
     """
     first.forward(_decoder_kind(first, config, shape))
     layout = first.attention(shape).layout
-    registries = {PLAIN: first.registry.without("native")}
-    if any(name.startswith("native") for name in first.names.values()):
-        registries = {FAST: first.registry, **registries}
+    registries = _registries(first)
     found = {Mode(next(iter(registries)), first.precision.name): first}
     for precision in PRECISIONS[PRECISIONS.index(first.precision.name) :]:
         for kernels, registry in registries.items():
@@ -72,6 +71,25 @@ def selections_by_mode(first: Selection, config: ModelConfig, shape: AttentionSh
             else:
                 found[mode] = selection
     return found
+
+
+def _registries(first: Selection) -> dict[str, Registry]:
+    """Which kernels there are to choose among, best first: only what differs from the one before is another choice."""
+    registry, plain = first.registry, first.registry
+    for ours in OURS.values():
+        plain = plain.without(ours.prefix)
+    own = {name.split("+")[0].split("-")[0] for name in first.names.values()}
+    if OURS["cpu"].prefix in own:
+        return {FAST: registry, PLAIN: plain}
+    if OURS["cuda"].prefix not in own:
+        return {PLAIN: registry}
+    eager, found = registry.without(GRAPHS), {}
+    if first.names["forward"].startswith(GRAPHS):
+        found[FAST] = registry
+    found[EAGER] = eager
+    if first.names["attention"].startswith(OURS["cuda"].prefix):
+        found[SDPA] = eager.without(OURS["cuda"].prefix, "attention")
+    return {**found, PLAIN: plain}
 
 
 def _decoder_kind(selection: Selection, config: ModelConfig, shape: AttentionShape) -> DecoderKind:
@@ -146,7 +164,7 @@ class Modes:
         self._reserve = None
         self._decoder.compute = None  # it would keep the old weights alive
         try:
-            if mode != self._first or not self._kept:
+            if (mode != self._first or not self._kept) and not all(self._is_same(spec, mode) for spec in self._specs):
                 self._check_room(mode)
                 if not self._is_made_in_memory(mode):
                     self._checkpoint.check_unchanged()
@@ -154,6 +172,8 @@ class Modes:
             self.mode = mode
         finally:
             self._decoder.ops = self._selections[self.mode].ops()
+            if self._selections[self.mode].device.type == "cuda":
+                torch.cuda.empty_cache()  # graphs that were let go
             if self._decoder.attention is not None:
                 self.attach(self._decoder.attention)
             self._checkpoint.close()
@@ -201,6 +221,9 @@ class Modes:
     def _put(self, spec: LinearSpec, mode: Mode, *, in_memory: bool) -> None:
         """Replace one product by the same in another mode; the old one goes when the new one stands."""
         selection, old = self._selections[mode], self._product(spec)
+        if self._is_same(spec, mode):
+            self._modes_of[spec] = mode
+            return
         new: Linear
         if mode == self._first and spec in self._kept:
             new = self._kept[spec]
@@ -226,6 +249,12 @@ class Modes:
         else:
             setattr(self._decoder.layers[spec.layer], spec.part, new)
         self._modes_of[spec] = mode
+
+    def _is_same(self, spec: LinearSpec, mode: Mode) -> bool:
+        """Whether the product that is there is the one of `mode`: only other operations have other kernels then."""
+        selection, old = self._selections[mode], self._product(spec)
+        kernel = selection.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
+        return self._modes_of[spec].precision == mode.precision and type(old) is kernel
 
     def _product(self, spec: LinearSpec) -> Linear:
         product: Linear = (
