@@ -36,8 +36,8 @@ __all__ = ["TritonSampler", "variants"]
 Words = npt.NDArray[np.int64]
 
 # Logits and what is made of them, 256 rows of 152k tokens: 78 MB in bf16, and 156 MB each for what penalties change and
-# count; and a product of as many rows is bound by arithmetic on an H100.
-ROWS_MAX = 256
+# count; and a product of as many rows is bound by arithmetic on an H100. Few sequences may have many drafts.
+ROWS_MIN, ROWS_MAX = 64, 256
 VOCAB_SIZE_MAX = 1 << 21  # ids are 32-bit, and so many weights of 2**40 can be summed
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Bits of a logit, seen as fp32, that are the same in all numbers of one sign; even, since two are found in a pass.
@@ -94,11 +94,11 @@ class TritonSampler:
 
     name: ClassVar[str] = "triton"
     row_invariant: ClassVar[bool] = True
-    rows_max: ClassVar[int] = ROWS_MAX
 
     def __init__(self, vocab_size: int, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
+        self.rows_max = min(max(_power_of_2(max_num_seqs), ROWS_MIN), ROWS_MAX)
         self._layout = _Layout(vocab_size)
         self._records: Words = np.zeros((max_num_seqs, RECORD), dtype=np.int64)
         self._plain_from = np.zeros(max_num_seqs)  # the position from which a slot's token is an argmax, or inf
@@ -108,6 +108,9 @@ class TritonSampler:
         self._history: Tensor | None = None
         self._counts: Tensor | None = None  # all 0 between draws
         self._compiled: set[torch.dtype] = set()
+        mask_bytes = max_num_seqs * vocab_size // 8
+        row_bytes = 8 * vocab_size + self._layout.row_bytes  # edited, and counted
+        self.scratch_bytes = 4 * math.prod(self._history_shape) + mask_bytes + self.rows_max * row_bytes
         self._records[:, FLAGS] = ACTIVE
         self._records[:, LOGPROBS] = -1
 
@@ -275,6 +278,9 @@ class _Layout:
         self.segment = 128 if is_large else 16
         self.num_chunks = -(-vocab_size // self.chunk)
         self.num_segments = self.num_chunks * (self.chunk // self.segment)
+        self.row_bytes = (
+            2 * (16 * self.num_chunks + 4 * self.num_segments) + 20 * CANDIDATES
+        )  # what is found on the way
 
     def most_likely(self, logits: Tensor, tokens: Tensor) -> None:
         """The first most likely token of each row."""

@@ -264,7 +264,8 @@ class Sampler(Protocol):
 
     name: ClassVar[str]
     row_invariant: ClassVar[bool]
-    rows_max: ClassVar[int]  # rows of logits that should exist at once, for their memory
+    rows_max: int  # rows of logits that should exist at once, for their memory
+    scratch_bytes: int  # of the device's memory that draws may take over time, beside the logits
 
     @classmethod
     def refuses(cls, vocab_size: int, device: torch.device) -> str | None:

@@ -44,7 +44,7 @@ class TorchSampler:
 
     name: ClassVar[str] = "torch"
     row_invariant: ClassVar[bool] = False  # its reductions are torch's
-    rows_max: ClassVar[int] = LOGIT_ROWS_MAX
+    rows_max = LOGIT_ROWS_MAX
 
     def __init__(self, vocab_size: int, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -53,6 +53,8 @@ class TorchSampler:
         self._plain_from = [0.0] * max_num_seqs  # the position from which a slot's token is an argmax, or inf
         self._history_shape = (max_num_seqs, max_model_len + 1)  # the last token is sampled, never computed
         self._history: Tensor | None = None
+        # Tokens so far; and of a part's rows copies, weights, sums and their order in 32 and 64 bits.
+        self.scratch_bytes = 4 * math.prod(self._history_shape) + 64 * LOGIT_ROWS_MAX * vocab_size
 
     @classmethod
     def refuses(cls, vocab_size: int, device: torch.device) -> str | None:

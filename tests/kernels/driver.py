@@ -98,6 +98,7 @@ class CapturingSampler:
     """Stands where the sampler does: takes the most likely token and keeps the logits of the step."""
 
     rows_max = 64
+    scratch_bytes = 0
 
     def __init__(self) -> None:
         self.logits: list[Tensor] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ from novainfer.kernels.cuda.sampler import CANDIDATES, GUESS, TritonSampler
 from novainfer.kernels.sampling.sampler import RowSampler, TorchSampler
 from novainfer.kernels.sampling.uniform import uniforms
 from novainfer.kernels.sampling.verify import Positions, Sampled
+from tests.kernels.checkpoints import Shape, save_checkpoint
+from tests.kernels.driver import Driver, backend_registry, make_runner
 
 CPU = torch.device("cpu")
 INF, NAN = float("inf"), float("nan")
@@ -232,7 +235,7 @@ def random_rows(seed: int, count: int, vocab: int) -> tuple[list[SeqParams], lis
     return rows, [rng.integers(vocab, size=6).tolist() for _ in range(count)]
 
 
-@pytest.mark.parametrize(("count", "dtype"), [(4, torch.float32), (9, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(("count", "dtype"), [(3, torch.float32), (7, torch.bfloat16)], ids=str)
 def test_everything_at_once_is_the_cpus(count: int, dtype: torch.dtype, device: torch.device) -> None:
     """Steps one after the other, so that what was drawn counts; then some again, and a slot's next sequence."""
     vocab = 1103
@@ -340,6 +343,43 @@ def test_log_probabilities_are_those_of_the_models_logits(dtype: torch.dtype, de
     assert check(logits[:2], [SeqParams(slot=0)] * 2, device).logprobs == []
 
 
+# ---- in the runner ---------------------------------------------------------------------------------------------------
+
+PROMPTS = [[7, 8, 9] * 7, [40], [i % 150 for i in range(30)], [11, 12]]
+ROWS = [
+    SeqParams(slot=0),
+    SeqParams(slot=0, temperature=1.0, seed=5, logprobs=2),
+    SeqParams(slot=0, temperature=0.8, seed=6, frequency_penalty=0.7, repetition_penalty=1.2, num_prompt_tokens=30),
+    SeqParams(slot=0, presence_penalty=1.0, num_prompt_tokens=2, min_position=12, stop_token_ids=[3, 5, 7]),
+]
+
+
+def test_a_model_gives_the_tokens_that_it_gives_on_the_cpu(tmp_path: Path, device: torch.device) -> None:
+    """Admissions step by step, a slot given on, a sequence preempted, and drafts in parts of a step."""
+    folder = save_checkpoint(Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3), tmp_path)
+    generated = []
+    for kernel in (RowSampler if device.type == "cpu" else TorchSampler, TritonSampler):
+        registry = backend_registry("torch")
+        registry._entries["sampler"] = [kernel]
+        driver = Driver(make_runner(folder, "torch", registry=registry, device=device.type))
+        assert driver.runner.info.kernels["sampler"] == kernel.name
+        driver.runner._sampler.rows_max = 3
+        rows, found = [], []
+        for slot, (prompt, row) in enumerate(zip(PROMPTS, ROWS, strict=True)):
+            rows.append(driver.add(slot, prompt, row))
+            driver.step(*rows)
+            found.append(driver.last.logprobs)
+        driver.release(rows[2])
+        driver.step(*rows)
+        rows[0] = driver.add(0, PROMPTS[1], ROWS[2])
+        driver.step(*rows)
+        driver.verify(rows, [row.tokens[-2:] for row in rows])
+        driver.verify(rows, [[5], [], [6, 7, 8], [9]])
+        generated.append([row.tokens for row in rows])
+        assert any(found)
+    assert generated[0] == generated[1]
+
+
 # ---- contract --------------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +401,15 @@ def test_rows_of_a_padded_graph_are_harmless(device: torch.device) -> None:
     assert found[4 + 5 :].tolist() == [77] * 15
     assert ours._history is not None
     assert ours._history[:, 3:].count_nonzero() == 0
+
+
+def test_what_draws_may_take_over_time_is_told_before(device: torch.device) -> None:
+    """All that stays, and what a draw of as many rows as there may be holds at once."""
+    for num_slots, num_rows in ((3, 64), (100, 128), (1000, 256)):
+        sampler = TritonSampler.over(50, num_slots, 20, device)
+        assert sampler.rows_max == num_rows
+        stays = 4 * num_slots * 21 + num_rows * 50 * 4
+        assert stays + num_rows * 50 * 4 < sampler.scratch_bytes < 2 * (stays + num_rows * 50 * 4) + num_rows * 4000
 
 
 def test_tokens_are_on_the_device_before_they_are_read(device: torch.device) -> None:
