@@ -5,11 +5,14 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
+    "ATTENTION_BACKENDS",
+    "AUTO",
     "CHECKPOINT",
     "EAGER",
     "FAST",
     "INT8",
     "KERNELS",
+    "KV_CACHE_DTYPES",
     "PLAIN",
     "PRECISIONS",
     "QUANTIZATIONS",
@@ -26,6 +29,9 @@ CHECKPOINT = "checkpoint"  # weights in the dtype of the run
 INT8 = "int8"  # weights rounded to int8 by row, activations in the dtype of the run
 PRECISIONS = (CHECKPOINT, INT8)  # best first
 QUANTIZATIONS = PRECISIONS[1:]  # what the setting `quantization` may ask for
+AUTO = "auto"  # of the two below: as the model computes; the fastest that is there
+KV_CACHE_DTYPES = (AUTO, "int8", "fp8")
+ATTENTION_BACKENDS = (AUTO, "triton", "cudnn", "sdpa")
 
 
 class Mode(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from novainfer.fsm.messages.mode import AUTO
 from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.cpu.native import DTYPE_CODES, CacheDesc, library, num_threads, refuses
 from novainfer.kernels.ops.registry import AttentionShape
@@ -64,6 +65,8 @@ class NativeAttention:
         """None when this geometry can be served; else the reason."""
         if shape.num_heads % shape.num_kv_heads:
             return f"{shape.num_heads} heads cannot share {shape.num_kv_heads} key heads evenly"
+        if shape.kv_dtype != AUTO:
+            return f"keeps keys and values as they were computed, not in {shape.kv_dtype}"
         return refuses(dtype, device)
 
     @classmethod

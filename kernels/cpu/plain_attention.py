@@ -66,7 +66,7 @@ class NativeLayoutAttention(TorchAttention):
         unit, element = lane // self._per_unit, lane % self._per_unit
         self._values[layer][block, :, group, unit, : self.shape.head_dim, element] = value
 
-    def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of blocks (int64 [n]), in that order -> [n * block_size, num_kv_heads, head_dim]."""
         # [n, heads, groups, units, tokens, elements] and [n, heads, groups, units, columns, elements]
         keys = self._keys[layer].index_select(0, blocks).permute(0, 2, 4, 1, 3, 5)

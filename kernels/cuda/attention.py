@@ -11,14 +11,16 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from novainfer.fsm.messages.mode import AUTO
 from novainfer.kernels.cuda.jit import attention as jit
 from novainfer.kernels.cuda.language import can_compute_on, element
 from novainfer.kernels.cuda.variant import Config, Variant
+from novainfer.kernels.ops import kv_cache
 from novainfer.kernels.ops.attention import TorchAttention
 from novainfer.kernels.ops.registry import AttentionShape
 from novainfer.kernels.step import StepTensors
 
-__all__ = ["TritonAttention", "variants"]
+__all__ = ["TritonAttention", "TritonInvariantAttention", "variants"]
 
 HEAD_DIM_MAX = 128  # the accumulators of a larger one do not fit the registers
 GROUP_MAX = 64  # query heads of a key head: all of them are rows of one tile
@@ -29,6 +31,8 @@ BUSY = 0.75
 SPLITS_MAX = 128
 VERIFY_ROWS = 64  # of the tile that verifies drafts: query rows times the heads of a group
 VERIFY_QUERIES_MAX = 16
+INVARIANT_SPLIT = 256  # tokens
+INVARIANT_SCRATCH_BYTES_MAX = 64 * 1024 * 1024  # of the parts of contexts; above it programs do not share a context
 
 
 @functools.cache
@@ -50,7 +54,7 @@ class _Kind:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    is_quantised: bool = False
+    kv_dtype: str = AUTO
     is_windowed: bool = False
 
     @property
@@ -73,7 +77,7 @@ class _Kind:
             "PADDED_DIM": self.padded_dim,
             "BLOCK_SIZE": self.block_size,
             "WINDOWED": self.is_windowed,
-            "QUANTISED": self.is_quantised,
+            "QUANTISED": self.kv_dtype != AUTO,
         }
 
 
@@ -122,10 +126,31 @@ def _prefill_config(kind: _Kind) -> Config:
     elif kind.padded_dim == 128:
         # All registers of a processor are one program's; on sm_80 the accumulators leave room for 32 tokens.
         block_n, num_stages = (32, 5) if kind.generation == 80 else (128, 3)
-    elif kind.padded_dim < 64 and kind.generation == 80:
+    elif kind.generation == 100 or (kind.padded_dim < 64 and kind.generation == 80):
         num_stages = 3
     constants = kind.constants | {"BLOCK_M": block_m, "BLOCK_N": block_n, "QUERIES_MAX": 1}
     return Config(constants, num_warps=8, num_stages=num_stages)
+
+
+@functools.cache
+def _invariant_config(kind: _Kind) -> Config:
+    if kind.dtype == torch.float32:
+        block_m, block_n, num_warps, num_stages = max(32, _rows(kind.group, 1)), 16, 8, 2
+    else:
+        # The least that each generation's own matrix instructions take, since most of it is empty in a decode.
+        # Twice the accumulators want twice the threads where they are wide.
+        block_m, block_n, num_warps, num_stages = 64, 64, 4, 3
+        if kind.padded_dim == 128:
+            block_n, num_warps = 32 if kind.generation == 80 else 64, 8
+    constants = kind.constants | {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT": INVARIANT_SPLIT}
+    return Config(constants, num_warps=num_warps, num_stages=num_stages)
+
+
+@functools.cache
+def _invariant_merge_config(kind: _Kind) -> Config:
+    config = _invariant_config(kind).constants
+    constants = {name: config[name] for name in ("HEAD_DIM", "PADDED_DIM", "SPLIT", "WINDOWED")}
+    return Config(constants | {"NUM_HEADS": kind.num_heads}, num_warps=1, num_stages=1)
 
 
 def _num_splits(kind: _Kind, num_seqs: int) -> int:
@@ -151,7 +176,14 @@ class TritonAttention:
     def __init__(self, shape: AttentionShape, parts: tuple[Tensor, ...]) -> None:
         self.shape = shape
         self.parts = parts  # as `TorchAttention` has them
-        self._layers = list(zip(*(part.unbind(0) for part in parts), strict=True))
+        if shape.kv_dtype == "fp8":
+            parts = (*(part.view(torch.float8_e4m3fn) for part in parts[:2]), *parts[2:])
+        nothing = [(None, None)] * shape.num_layers
+        scales = list(zip(parts[2].unbind(0), parts[3].unbind(0), strict=True)) if parts[2:] else nothing
+        self._layers = [
+            {"keys": keys, "values": values, "key_scales": of_keys, "value_scales": of_values}
+            for keys, values, (of_keys, of_values) in zip(parts[0].unbind(0), parts[1].unbind(0), scales, strict=True)
+        ]
         self._generation = _generation(parts[0].device)
 
     @classmethod
@@ -165,6 +197,8 @@ class TritonAttention:
             return f"at most {GROUP_MAX} heads can share a key head, not {shape.num_heads // shape.num_kv_heads}"
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"computes in bfloat16, float16 and float32, not in {dtype}"
+        if shape.kv_dtype == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            return "this GPU has no fp8"
         return can_compute_on(device)
 
     @classmethod
@@ -185,27 +219,18 @@ class TritonAttention:
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store rows [T, num_kv_heads, head_dim] at their slots; a slot below 0 is none."""
         shape = self.shape
-        config = _write_config(shape.num_kv_heads, shape.head_dim)
-        keys, values = self._layers[layer]
+        config = _write_config(shape.num_kv_heads, shape.head_dim, shape.kv_dtype)
         jit.write[shape.num_kv_heads, len(key)](
-            key, value, slot_mapping, keys, values, key.stride(0), value.stride(0), **config.arguments
-        )
+            key, value, slot_mapping, key_stride=key.stride(0), value_stride=value.stride(0),
+            **self._layers[layer], **config.arguments,
+        )  # fmt: skip
 
     def attend(self, layer: int, query: Tensor, step: StepTensors, scale: float, window: int | None = None) -> Tensor:
         """Causal attention of each sequence's last tokens over its context -> [T, num_heads * head_dim]."""
-        shape = self.shape
-        kind = _Kind(
-            self._generation, query.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size,
-            is_windowed=window is not None,
-        )  # fmt: skip
-        keys, values = self._layers[layer]
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         arguments = {
+            **self._layers[layer],
             "query": query,
-            "keys": keys,
-            "values": values,
-            "key_scales": None,
-            "value_scales": None,
             "block_tables": step.block_tables,
             "query_start": step.query_start,
             "context_lens": step.context_lens,
@@ -215,26 +240,31 @@ class TritonAttention:
             "scale_log2e": scale * math.log2(math.e),
             "window": window or 0,
         }
-        num_seqs = len(step.context_lens)
-        verifies = 1 < step.max_query_len <= _verify_queries(kind)
+        self._launch(self._kind(query.dtype, is_windowed=window is not None), step, arguments)
+        return out.flatten(1)
+
+    def _kind(self, dtype: torch.dtype, *, is_windowed: bool) -> _Kind:
+        shape = self.shape
+        return _Kind(
+            self._generation, dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size,
+            shape.kv_dtype, is_windowed,
+        )  # fmt: skip
+
+    def _launch(self, kind: _Kind, step: StepTensors, arguments: dict[str, Any]) -> None:
+        num_seqs, verify_queries = len(step.context_lens), _verify_queries(kind)
+        verifies = 1 < step.max_query_len <= verify_queries
         if verifies or step.min_query_len == 1:
             self._decode(kind, num_seqs, arguments, verifies=verifies)
         if step.max_query_len > 1 and not verifies:
             config = _prefill_config(kind)
-            num_tiles = len(query) // (config.constants["BLOCK_M"] // kind.group) + num_seqs
-            jit.prefill[(num_tiles * kind.num_kv_heads,)](**arguments, num_seqs=num_seqs, **config.arguments)
-        return out.flatten(1)
+            grid = (_num_tiles(kind, config, arguments["query"], num_seqs),)
+            jit.prefill[grid](**arguments, num_seqs=num_seqs, **config.arguments)
 
     @staticmethod
     def _decode(kind: _Kind, num_seqs: int, arguments: dict[str, Any], *, verifies: bool) -> None:
         config, out = _decode_config(kind, verifies=verifies), arguments["out"]
         num_splits = _num_splits(kind, num_seqs)
-        sums = stats = out
-        if num_splits > 1:
-            sums = torch.empty(
-                (len(out), kind.num_heads, num_splits, kind.padded_dim), dtype=torch.float32, device=out.device
-            )
-            stats = torch.empty((len(out), kind.num_heads, num_splits, 2), dtype=torch.float32, device=out.device)
+        sums, stats = _parts(kind, out, num_splits) if num_splits > 1 else (out, out)
         jit.decode[kind.num_kv_heads, num_seqs, num_splits](
             **arguments, sums=sums, stats=stats, num_splits=num_splits, **config.arguments
         )
@@ -246,9 +276,55 @@ class TritonAttention:
             )  # fmt: skip
 
 
+class TritonInvariantAttention(TritonAttention):
+    """A row has the same bits in every step: one tile for rows of all sorts, contexts cut at fixed tokens.
+
+    Whether one program walks over a whole context or each over a part of it changes nothing in the result, and is
+    chosen by the number of programs alone.
+    """
+
+    name: ClassVar[str] = "triton-invariant"
+    row_invariant: ClassVar[bool] = True
+
+    def _launch(self, kind: _Kind, step: StepTensors, arguments: dict[str, Any]) -> None:
+        config, out, num_seqs = _invariant_config(kind), arguments["out"], len(step.context_lens)
+        num_tiles = _num_tiles(kind, config, out, num_seqs)
+        # A captured step is launched again with other contexts: only the table's width bounds them.
+        bound = step.block_tables.shape[1] * kind.block_size if step.bucket else step.max_context_len
+        num_splits = -(-bound // INVARIANT_SPLIT)
+        is_busy = num_tiles > BUSY * PROCESSORS[kind.generation]
+        scratch_bytes = out.shape[0] * kind.num_heads * num_splits * (kind.padded_dim + 2) * 4
+        if num_splits <= 1 or is_busy or scratch_bytes > INVARIANT_SCRATCH_BYTES_MAX:
+            num_splits = 0
+        sums, stats = _parts(kind, out, num_splits) if num_splits else (out, out)
+        jit.invariant[num_tiles, max(1, num_splits)](
+            **arguments, sums=sums, stats=stats, num_seqs=num_seqs, num_splits=num_splits, **config.arguments
+        )
+        if num_splits:
+            config = _invariant_merge_config(kind)
+            jit.merge_invariant[kind.num_heads, num_seqs, step.max_query_len](
+                out, sums, stats, arguments["query_start"], arguments["context_lens"], num_splits, arguments["window"],
+                **config.arguments,
+            )  # fmt: skip
+
+
+def _num_tiles(kind: _Kind, config: Config, query: Tensor, num_seqs: int) -> int:
+    """Programs of a grid of tiles of all sequences; see `_sequence` in jit/attention.py."""
+    rows: int = config.constants["BLOCK_M"] // kind.group
+    return (len(query) // rows + num_seqs) * kind.num_kv_heads
+
+
+def _parts(kind: _Kind, out: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+    """Room for what programs that share contexts leave: see `_put_part` in jit/attention.py."""
+    sums = torch.empty((len(out), kind.num_heads, num_splits, kind.padded_dim), dtype=torch.float32, device=out.device)
+    return sums, sums.new_empty((len(out), kind.num_heads, num_splits, 2))
+
+
 @functools.cache
-def _write_config(num_kv_heads: int, head_dim: int) -> Config:
+def _write_config(num_kv_heads: int, head_dim: int, kv_dtype: str) -> Config:
     constants = {
+        "LARGEST": kv_cache.LARGEST.get(kv_dtype),
+        "ROUNDS": kv_dtype == "int8",
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": max(16, 1 << (head_dim - 1).bit_length()),
@@ -284,7 +360,7 @@ def _variant(name: str, function: Any, kind: _Kind, config: Config, pointers: di
 def variants(capability: int) -> Iterator[Variant]:
     """What is launched for the models and settings that people use."""
 
-    def kind(model: int, dtype: torch.dtype = torch.bfloat16, block_size: int = 16, **more: bool) -> _Kind:
+    def kind(model: int, dtype: torch.dtype = torch.bfloat16, block_size: int = 16, **more: Any) -> _Kind:
         heads, kv_heads, dim = MODELS[model]
         return _Kind(capability, dtype, heads, kv_heads, dim, block_size, **more)
 
@@ -295,19 +371,26 @@ def variants(capability: int) -> Iterator[Variant]:
         for block_size in (32, 128):
             yield from _variants_of(kind(model, block_size=block_size), verifies=(False,))
         yield from _variants_of(kind(model, is_windowed=True))
+        for kv_dtype in ("int8", "fp8") if capability > 80 else ("int8",):
+            yield from _variants_of(kind(model, kv_dtype=kv_dtype))
     for model in (0, 2, 5):
         yield from _variants_of(kind(model, torch.float32), verifies=(False,))
 
 
 def _variants_of(kind: _Kind, verifies: tuple[bool, ...] = (False, True)) -> Iterator[Variant]:
     name = element(kind.dtype)
+    cell = {AUTO: name, "int8": "i8", "fp8": "fp8e4nv"}[kind.kv_dtype]
     pointers = {
-        **dict.fromkeys(("query", "keys", "values", "out", "key", "value"), f"*{name}"),
+        **dict.fromkeys(("query", "out", "key", "value"), f"*{name}"),
+        **dict.fromkeys(("keys", "values"), f"*{cell}"),
         **dict.fromkeys(("block_tables", "query_start", "context_lens"), "*i32"),
         **dict.fromkeys(("sums", "stats"), "*fp32"),
         "slot_mapping": "*i64",
     }
+    if kind.kv_dtype != AUTO:
+        pointers |= {"key_scales": "*fp32", "value_scales": "*fp32"}
     label = f"{name} {kind.num_heads}/{kind.num_kv_heads} d{kind.head_dim} block {kind.block_size}"
+    label += f" kv {kind.kv_dtype}" if kind.kv_dtype != AUTO else ""
     label += " windowed" if kind.is_windowed else ""
     for verify in verifies:
         what = "verify" if verify else "decode"
@@ -315,6 +398,9 @@ def _variants_of(kind: _Kind, verifies: tuple[bool, ...] = (False, True)) -> Ite
         config = _merge_config(kind, verifies=verify)
         yield _variant(f"attention {what} merge {label}", jit.merge, kind, config, pointers)
     yield _variant(f"attention prefill {label}", jit.prefill, kind, _prefill_config(kind), pointers)
+    yield _variant(f"attention invariant {label}", jit.invariant, kind, _invariant_config(kind), pointers)
+    config = _invariant_merge_config(kind)
+    yield _variant(f"attention invariant merge {label}", jit.merge_invariant, kind, config, pointers)
     if not kind.is_windowed:
-        config = _write_config(kind.num_kv_heads, kind.head_dim)
+        config = _write_config(kind.num_kv_heads, kind.head_dim, kind.kv_dtype)
         yield _variant(f"attention write {label}", jit.write, kind, config, pointers)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from novainfer.fsm.messages.mode import AUTO
 from novainfer.kernels.cuda.jit import forward
 from novainfer.kernels.cuda.language import element
 from novainfer.kernels.cuda.row_ops import TritonRowOps, head_config, heads_grid
@@ -43,6 +44,8 @@ class TritonForward:
             return f"its row operations are {kind.ops.name}"
         if kind.attention.layout != "tokens":
             return f"its keys and values lie as {kind.attention.layout!r}"
+        if kind.attention_shape.kv_dtype != AUTO:
+            return f"its keys and values lie in {kind.attention_shape.kv_dtype}"
         return None
 
     @classmethod

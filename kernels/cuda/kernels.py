@@ -15,13 +15,14 @@ __all__ = ["implementations"]
 def implementations() -> list[tuple[Operation, type[Any]]]:
     """All there are, fastest first; raises `KernelUnavailableError` where Triton cannot be used."""
     check_version()
-    from novainfer.kernels.cuda.attention import TritonAttention
+    from novainfer.kernels.cuda.attention import TritonAttention, TritonInvariantAttention
     from novainfer.kernels.cuda.forward import TritonBiasForward, TritonForward
     from novainfer.kernels.cuda.row_ops import TritonRowOps
     from novainfer.kernels.cuda.sampler import TritonSampler
 
     return [
         ("attention", TritonAttention),
+        ("attention", TritonInvariantAttention),
         ("ops", TritonRowOps),
         ("forward", TritonBiasForward),
         ("forward", TritonForward),

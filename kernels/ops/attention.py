@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from novainfer.kernels.memory import lazy_zeros
+from novainfer.kernels.ops import kv_cache
 from novainfer.kernels.ops.registry import AttentionShape
 from novainfer.kernels.step import StepTensors
 
@@ -55,7 +55,7 @@ class TorchAttention:
 
     def __init__(self, shape: AttentionShape, parts: tuple[Tensor, ...]) -> None:
         self.shape = shape
-        self.parts = parts  # keys and values [num_layers, num_blocks, block_size, num_kv_heads, head_dim]
+        self.parts = parts  # keys and values [num_layers, num_blocks, block_size, num_kv_heads, head_dim], scales
         self._plans: dict[int | None, tuple[list[_Decodes], list[_Chunk]]] = {}  # of a step, by window
 
     @classmethod
@@ -66,14 +66,12 @@ class TorchAttention:
     @classmethod
     def bytes_per_block(cls, shape: AttentionShape, dtype: torch.dtype) -> int:
         """Keys and values of one block in all layers."""
-        per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
-        return per_token * shape.block_size * dtype.itemsize
+        return kv_cache.block_bytes(shape, dtype)
 
     @classmethod
     def allocate(cls, shape: AttentionShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Self:
         """A cache of zeros (resident on the CPU only where it was written)."""
-        size = (shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        return cls(shape, (lazy_zeros(size, dtype, device), lazy_zeros(size, dtype, device)))
+        return cls(shape, kv_cache.allocate(shape, num_blocks, dtype, device))
 
     @classmethod
     def over(cls, shape: AttentionShape, parts: tuple[Tensor, ...]) -> Self:
@@ -82,13 +80,13 @@ class TorchAttention:
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store rows [T, num_kv_heads, head_dim] at their slots."""
-        for part, rows in zip(self.parts, (key, value), strict=True):
+        for part, rows in zip(self.parts, kv_cache.rows_of(self.shape, key, value), strict=True):
             part[layer].flatten(0, 1).index_copy_(0, slot_mapping, rows)
 
-    def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of blocks (int64 [n]), in that order -> [n * block_size, num_kv_heads, head_dim]."""
-        keys, values = (part[layer].index_select(0, blocks).flatten(0, 1) for part in self.parts)
-        return keys, values
+        rows = [part[layer].index_select(0, blocks).flatten(0, 1) for part in self.parts]
+        return kv_cache.read(self.shape, rows, dtype)
 
     def attend(self, layer: int, query: Tensor, step: StepTensors, scale: float, window: int | None = None) -> Tensor:
         """Decoding sequences in groups, chunks one by one -> [T, num_heads * head_dim]."""
@@ -102,7 +100,7 @@ class TorchAttention:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for decodes in all_decodes:
             n = len(decodes.rows)
-            k, v = self.gather(layer, decodes.blocks)
+            k, v = self.gather(layer, decodes.blocks, query.dtype)
             for x in (k, v):  # a mask is not enough: what an earlier owner of a block left may be infinite or NaN
                 x.index_fill_(0, decodes.hidden, 0)
             k, v = (x.reshape(n, -1, shape.num_kv_heads, shape.head_dim) for x in (k, v))
@@ -112,7 +110,7 @@ class TorchAttention:
             )
             out.index_copy_(0, decodes.rows, o.reshape(n, shape.num_heads, shape.head_dim))
         for chunk in chunks:
-            k, v = (x[: chunk.context_len].transpose(0, 1) for x in self.gather(layer, chunk.blocks))
+            k, v = (x[: chunk.context_len].transpose(0, 1) for x in self.gather(layer, chunk.blocks, query.dtype))
             if query.device.type == "cpu" and not math.isfinite(k.sum() + v.sum()):
                 self._attend_rows(chunk, query, k, v, scale, window, out)
             else:

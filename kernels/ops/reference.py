@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from novainfer.kernels.ops import kv_cache
 from novainfer.kernels.ops.attention import TorchAttention
 from novainfer.kernels.ops.linear import TorchLinear
 from novainfer.kernels.ops.registry import AttentionShape
@@ -104,12 +105,12 @@ class ReferenceAttention(TorchAttention):
 
     def __init__(self, shape: AttentionShape, parts: tuple[Tensor, ...]) -> None:
         super().__init__(shape, parts)
-        self.keys, self.values = (part.flatten(1, 2) for part in parts)  # views by slot
+        self.cells = [part.flatten(1, 2) for part in parts]  # views by slot
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store rows at their slots."""
-        self.keys[layer, slot_mapping] = key
-        self.values[layer, slot_mapping] = value
+        for cells, rows in zip(self.cells, kv_cache.rows_of(self.shape, key, value), strict=True):
+            cells[layer, slot_mapping] = rows
 
     def attend(self, layer: int, query: Tensor, step: StepTensors, scale: float, window: int | None = None) -> Tensor:
         """Row by row over the context of each -> [T, num_heads * head_dim]."""
@@ -117,11 +118,12 @@ class ReferenceAttention(TorchAttention):
         group = self.shape.num_heads // self.shape.num_kv_heads
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts, contexts = step.query_start.tolist(), step.context_lens.tolist()
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         for seq, context_len in enumerate(contexts):
             tokens = torch.arange(context_len, device=query.device)
             slots = step.block_tables[seq].long()[tokens // size] * size + tokens % size
-            keys = _wide(self.keys[layer, slots]).repeat_interleave(group, dim=1)  # [context, heads, head_dim]
-            values = _wide(self.values[layer, slots]).repeat_interleave(group, dim=1)
+            found = kv_cache.read(self.shape, [cells[layer, slots] for cells in self.cells], wide)
+            keys, values = (x.repeat_interleave(group, dim=1) for x in found)  # [context, heads, head_dim]
             first, last = starts[seq], starts[seq + 1]
             for row in range(first, last):
                 visible = context_len - (last - first) + (row - first) + 1

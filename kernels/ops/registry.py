@@ -33,6 +33,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, get_args, runtime_che
 import torch
 from torch import Tensor
 
+from novainfer.fsm.messages.mode import AUTO
 from novainfer.fsm.messages.step import SeqParams
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.sampling.drawn import Draw
@@ -132,6 +133,7 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     block_size: int  # tokens per block
+    kv_dtype: str = AUTO  # how keys and values lie in it: one of `KV_CACHE_DTYPES` (kernels/ops/kv_cache.py)
 
 
 class AttentionBackend(Protocol):

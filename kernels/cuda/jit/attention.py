@@ -11,7 +11,7 @@ The cache of a layer is [num_blocks, block_size, num_kv_heads, head_dim]; quanti
 import triton
 import triton.language as tl
 
-from novainfer.kernels.cuda.jit.numbers import dot, rounded
+from novainfer.kernels.cuda.jit.numbers import dot, rounded, row_dot
 
 
 @triton.jit
@@ -47,11 +47,12 @@ def _walk(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
     QUANTISED: tl.constexpr,
+    INVARIANT: tl.constexpr,
 ):
     """Add tokens `begin` (a multiple of BLOCK_N) to `end` to the rows q [M, PADDED_DIM].
 
     Row i sees tokens `first_seen[i]` (WINDOWED; `lowest` or later) to `last_seen[i]`; without MASKED every row sees all
-    of them. Products and sums that could be contracted are, so that no compiler chooses which bits come out.
+    of them.
     """
     columns = tl.arange(0, PADDED_DIM)
     for start in range(begin, end, BLOCK_N):
@@ -68,18 +69,20 @@ def _walk(
         at = cells[:, None] * HEAD_DIM + columns[None, :]
         if HEAD_DIM != PADDED_DIM:
             read = inside[:, None] & (columns[None, :] < HEAD_DIM)
-            k = tl.load(keys + at, read, other=0)
-            v = tl.load(values + at, read, other=0)
+            k = tl.load(keys + at, read, other=0.0)
+            v = tl.load(values + at, read, other=0.0)
         elif MASKED:
-            k = tl.load(keys + at, inside[:, None], other=0)
-            v = tl.load(values + at, inside[:, None], other=0)
+            k = tl.load(keys + at, inside[:, None], other=0.0)
+            v = tl.load(values + at, inside[:, None], other=0.0)
         else:
             k = tl.load(keys + at)
             v = tl.load(values + at)
         if QUANTISED:  # exact: neither has more than eight bits
             k = k.to(tl.float32).to(q.dtype)
             v = v.to(tl.float32).to(q.dtype)
-        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32)) * scale_log2e
+        scores = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
+        scores = row_dot(q, tl.trans(k), scores) if INVARIANT else dot(q, tl.trans(k), scores)
+        scores = scores * scale_log2e
         if QUANTISED:
             scores = scores * tl.load(key_scales + cells, inside, other=0.0)[None, :]
         if MASKED:
@@ -94,7 +97,9 @@ def _walk(
         total = tl.fma(total, shrink, tl.sum(weights, 1))
         if QUANTISED:
             weights = weights * tl.load(value_scales + cells, inside, other=0.0)[None, :]
-        acc = dot(rounded(weights, q.dtype), v, acc * shrink[:, None])
+        acc = acc * shrink[:, None]
+        weights = rounded(weights, q.dtype)
+        acc = row_dot(weights, v, acc) if INVARIANT else dot(weights, v, acc)
         peak = higher
     return peak, total, acc
 
@@ -263,7 +268,7 @@ def decode(
         q, peak, total, acc, keys, values, key_scales, value_scales,
         block_tables + seq.to(tl.int64) * table_stride, kv_head, first * BLOCK_N, end * BLOCK_N,
         lowest, first_seen, last_seen, context_len, scale_log2e,
-        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, True, WINDOWED, QUANTISED,
+        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, True, WINDOWED, QUANTISED, False,
     )  # fmt: skip
     if num_splits == 1:
         _put(out, total, acc, row, kv_head, used, GROUP, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_M)
@@ -392,21 +397,181 @@ def prefill(
         peak, total, acc = _walk(
             q, peak, total, acc, keys, values, key_scales, value_scales, table, kv_head, begin, all_begin,
             lowest, first_seen, last_seen, context_len, scale_log2e,
-            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, True, WINDOWED, QUANTISED,
+            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, True, WINDOWED, QUANTISED, False,
         )  # fmt: skip
         begin = all_begin
         all_end = tl.maximum(all_end, begin)
     peak, total, acc = _walk(
         q, peak, total, acc, keys, values, key_scales, value_scales, table, kv_head, begin, all_end,
         lowest, first_seen, last_seen, context_len, scale_log2e,
-        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, False, WINDOWED, QUANTISED,
+        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, False, WINDOWED, QUANTISED, False,
     )  # fmt: skip
     peak, total, acc = _walk(
         q, peak, total, acc, keys, values, key_scales, value_scales, table, kv_head, all_end, end,
         lowest, first_seen, last_seen, context_len, scale_log2e,
-        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, True, WINDOWED, QUANTISED,
+        NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, True, WINDOWED, QUANTISED, False,
     )  # fmt: skip
     _put(out, total, acc, row, kv_head, used, GROUP, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_M)
+
+
+@triton.jit
+def _merged(peak, total, acc, other_peak, other_total, other_acc):
+    """Rows [N] and [N, PADDED_DIM] with those of later tokens put to them.
+
+    A product and a sum are one `fma` each, so that no compiler chooses which bits come out.
+    """
+    higher = tl.maximum(peak, other_peak)
+    relative = _weight(higher)
+    shrink = tl.exp2(peak - relative)
+    share = tl.exp2(other_peak - relative)
+    total = tl.fma(total, shrink, other_total * share)
+    acc = tl.fma(acc, tl.broadcast_to(shrink[:, None], acc.shape), other_acc * share[:, None])
+    return higher, total, acc
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_seqs", "num_splits", "window"])
+def invariant(
+    query,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    block_tables,
+    query_start,
+    context_lens,
+    out,
+    sums,
+    stats,
+    query_stride,
+    table_stride,
+    num_seqs,
+    num_splits,
+    scale_log2e,
+    window,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    QUANTISED: tl.constexpr,
+):
+    """A tile of any rows of a sequence, so that a row has the same bits in every step.
+
+    A context is cut every SPLIT tokens, each part is walked over by itself, and parts are put together in their order:
+    here, where `num_splits` is 0, or else by `merge_invariant` from what the programs of each part leave in `sums` and
+    `stats`. One function with one tile serves prefill, chunks and decode, since tiles of other sizes are multiplied by
+    other instructions, which add up in another order. What a row does not see adds exactly nothing to it.
+
+    Grid [(T // BLOCK_Q + num_seqs) * NUM_KV_HEADS, max(num_splits, 1)], BLOCK_Q = BLOCK_M // GROUP.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    tile = tl.num_programs(0) // NUM_KV_HEADS - 1 - tl.program_id(0) // NUM_KV_HEADS
+    seq = _sequence(query_start, tile, num_seqs, BLOCK_Q)
+    row = tl.load(query_start + seq)
+    num_queries = tl.load(query_start + seq + 1) - row
+    context_len = tl.load(context_lens + seq)
+    first_query = (tile - row // BLOCK_Q - seq) * BLOCK_Q
+    if first_query >= num_queries:
+        return
+    last = context_len - num_queries + first_query
+    num_rows = tl.minimum(num_queries - first_query, BLOCK_Q)
+    row += first_query
+    lowest = tl.maximum(last - window + 1, 0) if WINDOWED else 0
+    first = lowest // SPLIT
+    end = tl.cdiv(last + num_rows, SPLIT)
+    if num_splits > 0:
+        split = tl.program_id(1)
+        if (split < first) | (split >= end):
+            return
+        first = split
+        end = split + 1
+    q, used, first_seen, last_seen = _rows(
+        query, row, num_rows, last, kv_head, query_stride, window, GROUP, HEAD_DIM, PADDED_DIM, BLOCK_M
+    )
+    table = block_tables + seq.to(tl.int64) * table_stride
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    for split in range(first, end):
+        part_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        part_total = tl.zeros([BLOCK_M], tl.float32)
+        part = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+        part_peak, part_total, part = _walk(
+            q, part_peak, part_total, part, keys, values, key_scales, value_scales, table, kv_head,
+            tl.maximum(split * SPLIT, lowest // BLOCK_N * BLOCK_N), tl.minimum((split + 1) * SPLIT, last + num_rows),
+            lowest, first_seen, last_seen, context_len, scale_log2e,
+            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, True, WINDOWED, QUANTISED, True,
+        )  # fmt: skip
+        peak, total, acc = _merged(peak, total, acc, part_peak, part_total, part)
+    if num_splits > 0:
+        _put_part(
+            sums, stats, peak, total, acc, row, kv_head, used, first, num_splits,
+            GROUP, NUM_KV_HEADS, PADDED_DIM, BLOCK_M,
+        )  # fmt: skip
+    else:
+        _put(out, total, acc, row, kv_head, used, GROUP, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=["num_splits", "window"])
+def merge_invariant(
+    out,
+    sums,
+    stats,
+    query_start,
+    context_lens,
+    num_splits,
+    window,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """The parts of one row and head that `invariant` left, put together. Grid [NUM_HEADS, num_seqs, max_query_len]."""
+    head = tl.program_id(0)
+    seq = tl.program_id(1)
+    query = tl.program_id(2)
+    row = tl.load(query_start + seq)
+    num_queries = tl.load(query_start + seq + 1) - row
+    last = tl.load(context_lens + seq) - num_queries + query
+    if query >= num_queries:
+        return
+    first = tl.maximum(last - window + 1, 0) // SPLIT if WINDOWED else 0
+    end = tl.cdiv(last + 1, SPLIT)
+    one = tl.arange(0, 1)
+    columns = tl.arange(0, PADDED_DIM)[None, :]
+    at = ((row + query).to(tl.int64) * NUM_HEADS + head) * num_splits + one
+    peak = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, PADDED_DIM], tl.float32)
+    for split in range(first, end):
+        peak, total, acc = _merged(
+            peak, total, acc,
+            tl.load(stats + (at + split) * 2),
+            tl.load(stats + (at + split) * 2 + 1),
+            tl.load(sums + (at + split)[:, None] * PADDED_DIM + columns),
+        )  # fmt: skip
+    to = out + ((row + query).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + columns
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(to, rounded(acc, out.dtype.element_ty), columns < HEAD_DIM)
+
+
+@triton.jit
+def quantised(x, LARGEST: tl.constexpr, ROUNDS: tl.constexpr):
+    """(x fp32 [N] in units of its scale, the scale), as `kernels.ops.kv_cache.quantise` has it, to the last bit."""
+    size = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 0)
+    scale = tl.div_rn(size, LARGEST)
+    cells = tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale) + tl.zeros_like(x))
+    cells = tl.where(cells == cells, cells, 0.0)  # the scale says what was not finite
+    cells = tl.minimum(tl.maximum(cells, -LARGEST), LARGEST)
+    if ROUNDS:
+        cells = (cells + 12582912.0) - 12582912.0  # 1.5 * 2**23: nothing is left behind the point, ties are even
+    return cells, scale
 
 
 @triton.jit
@@ -416,20 +581,34 @@ def write(
     slot_mapping,
     keys,
     values,
+    key_scales,
+    value_scales,
     key_stride,
     value_stride,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
-    """A token's key and value of one head to its slot; none where that is below 0. Grid [NUM_KV_HEADS, T]."""
+    """A token's key and value of one head to its slot; none where that is below 0. Grid [NUM_KV_HEADS, T].
+
+    LARGEST is what a cell holds at most where the cache is quantised, else None.
+    """
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping + row)
     columns = tl.arange(0, PADDED_DIM)
-    inside = columns < tl.where(slot >= 0, HEAD_DIM, 0)
-    k = tl.load(key + row * key_stride + head * HEAD_DIM + columns, inside)
-    v = tl.load(value + row * value_stride + head * HEAD_DIM + columns, inside)
-    at = (slot * NUM_KV_HEADS + head) * HEAD_DIM + columns
-    tl.store(keys + at, k, inside)
-    tl.store(values + at, v, inside)
+    inside = columns < HEAD_DIM
+    kept = columns < tl.where(slot >= 0, HEAD_DIM, 0)
+    k = tl.load(key + row * key_stride + head * HEAD_DIM + columns, inside, other=0.0)
+    v = tl.load(value + row * value_stride + head * HEAD_DIM + columns, inside, other=0.0)
+    cell = slot * NUM_KV_HEADS + head
+    if LARGEST is not None:
+        k, key_scale = quantised(k.to(tl.float32), LARGEST, ROUNDS)
+        v, value_scale = quantised(v.to(tl.float32), LARGEST, ROUNDS)
+        tl.store(key_scales + cell, key_scale, slot >= 0)
+        tl.store(value_scales + cell, value_scale, slot >= 0)
+        k, v = rounded(k, keys.dtype.element_ty), rounded(v, values.dtype.element_ty)
+    tl.store(keys + cell * HEAD_DIM + columns, k, kept)
+    tl.store(values + cell * HEAD_DIM + columns, v, kept)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from novainfer.fsm.messages.mode import KV_CACHE_DTYPES
 from novainfer.kernels.cuda import attention
-from novainfer.kernels.cuda.attention import TritonAttention
+from novainfer.kernels.cuda.attention import TritonAttention, TritonInvariantAttention
 from novainfer.kernels.ops.attention import TorchAttention
 from novainfer.kernels.ops.registry import AttentionShape
 from novainfer.kernels.ops.selftest import check_attention
@@ -79,20 +80,20 @@ def make_world(
     dtype: torch.dtype,
     sequences: tuple[tuple[int, int], ...],
     device: torch.device,
-    seed: int = 0,
+    kv_dtype: str = "auto",
 ) -> World:
     heads, kv_heads, dim, size = geometry
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     num_blocks = sum(-(-context // size) for context, _ in sequences) + 3
-    cache = backend.allocate(AttentionShape(2, heads, kv_heads, dim, size), num_blocks, dtype, device)
+    cache = backend.allocate(AttentionShape(2, heads, kv_heads, dim, size, kv_dtype), num_blocks, dtype, device)
     for part in cache.parts:  # what an earlier owner left
-        part.fill_(float("nan"))
+        part.fill_(float("nan") if part.is_floating_point() else 127)
     free = list(range(num_blocks))
-    random.Random(seed).shuffle(free)
+    random.Random(0).shuffle(free)
     longest = max(-(-context // size) for context, _ in sequences)
     tables = torch.full((len(sequences), longest), 10**9, dtype=torch.int32)  # far behind the cache
     queries, keys, values, slots = [], [], [], []
@@ -165,9 +166,22 @@ def test_narrow_rows_are_rounded_once(
     assert error(world.attend(world.everything()), world.expected()) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_it_passes_the_proof_that_is_asked_of_it_at_load(dtype: torch.dtype, device: torch.device) -> None:
-    assert check_attention(TritonAttention, AttentionShape(2, 4, 2, 32, 16), dtype, device) is None
+@pytest.mark.parametrize(
+    ("backend", "dtype", "kv_dtype"),
+    [
+        *((TritonAttention, dtype, "auto") for dtype in TOLERANCE),
+        *((TritonInvariantAttention, dtype, "auto") for dtype in TOLERANCE),
+        *((TorchAttention, torch.bfloat16, kv_dtype) for kv_dtype in KV_CACHE_DTYPES),
+        (TritonAttention, torch.float32, "int8"),
+        (TritonAttention, torch.bfloat16, "fp8"),
+        (TritonInvariantAttention, torch.float16, "int8"),
+        (TritonInvariantAttention, torch.float32, "fp8"),
+    ],
+)
+def test_it_passes_the_proof_that_is_asked_of_it_at_load(
+    backend: Any, dtype: torch.dtype, kv_dtype: str, device: torch.device
+) -> None:
+    assert check_attention(backend, AttentionShape(2, 3, 1, 16, 8, kv_dtype), dtype, device) is None
 
 
 def test_torch_goes_on_with_its_cache(device: torch.device) -> None:
@@ -178,6 +192,37 @@ def test_torch_goes_on_with_its_cache(device: torch.device) -> None:
     assert TorchAttention.bytes_per_block(world.cache.shape, torch.float32) == TritonAttention.bytes_per_block(
         world.cache.shape, torch.float32
     )
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_in_every_step_and_however_programs_share_its_context(
+    dtype: torch.dtype, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(TritonInvariantAttention, (3, 1, 16, 16), dtype, ((530, 1), (520, 25), (256, 2)), device)
+    world.window = window
+    shared = world.attend(world.everything())
+    assert error(shared, world.expected()) <= TOLERANCE[dtype]
+    assert torch.equal(world.attend([(1, 0, 7)]), shared[1:8])
+    assert torch.equal(world.attend([(1, 7, 8)]), shared[8:9])
+    monkeypatch.setattr(attention, "PROCESSORS", dict.fromkeys(attention.PROCESSORS, 1))
+    monkeypatch.delattr(attention.jit, "merge_invariant")
+    assert torch.equal(world.attend([(1, 0, 25), (2, 1, 2), (0, 0, 1)]), shared[[*range(1, 26), 27, 0]])
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_torch_and_triton_write_the_same_cells_and_read_each_others(kv_dtype: str, device: torch.device) -> None:
+    sequences = ((20, 1), (30, 4), (17, 17))
+    ours, theirs = (
+        make_world(backend, (3, 1, 24, 16), torch.float32, sequences, device, kv_dtype)
+        for backend in (TritonAttention, TorchAttention)
+    )
+    for part, expected in zip(ours.cache.parts, theirs.cache.parts, strict=True):
+        assert torch.equal(part.nan_to_num(7), expected.nan_to_num(7))
+    got = ours.attend(ours.everything())
+    ours.cache = TorchAttention.over(ours.cache.shape, ours.cache.parts)
+    assert error(ours.attend(ours.everything()), got.double()) <= TOLERANCE[torch.float32]
+    assert error(got, ours.expected()) <= {"int8": 0.02, "fp8": 0.08}[kv_dtype]
 
 
 def test_a_block_that_sequences_share_is_read_for_each(device: torch.device) -> None:

@@ -64,6 +64,8 @@ def test_what_it_cannot_compute_is_refused_with_the_reason() -> None:
     of = kind(*QWEN3, AttentionShape(2, 4, 2, 8, 4))
     assert TritonForward.refuses(replace(of, ops=ReferenceRowOps)) == "its row operations are reference"
     assert TritonForward.refuses(replace(of, attention=Elsewhere)) == "its keys and values lie as 'elsewhere'"
+    quantised = replace(of, attention_shape=AttentionShape(2, 4, 2, 8, 4, "int8"))
+    assert TritonForward.refuses(quantised) == "its keys and values lie in int8"
     assert TritonBiasForward.refuses(of) == "no product of torch's has a bias to take"
 
 
