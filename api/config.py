@@ -74,7 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None,
         says(
             MODEL,
-            "The precision that weights are rounded to while they are loaded; int8 takes half the memory of bfloat16.",
+            "The precision that weights are rounded to while they are loaded; int8 and fp8 are half of bfloat16.",
             unset="as in the checkpoint",
             choices=QUANTIZATIONS,
         ),

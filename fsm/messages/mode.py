@@ -10,6 +10,7 @@ __all__ = [
     "CHECKPOINT",
     "EAGER",
     "FAST",
+    "FP8",
     "INT8",
     "KERNELS",
     "KV_CACHE_DTYPES",
@@ -26,9 +27,10 @@ SDPA = "sdpa"  # the same, but for attention, which is torch's
 PLAIN = "plain"  # torch's own for every operation
 KERNELS = (FAST, EAGER, SDPA, PLAIN)  # best first
 CHECKPOINT = "checkpoint"  # weights in the dtype of the run
-INT8 = "int8"  # weights rounded to int8 by row, activations in the dtype of the run
-PRECISIONS = (CHECKPOINT, INT8)  # best first
-QUANTIZATIONS = PRECISIONS[1:]  # what the setting `quantization` may ask for
+INT8 = "int8"  # weights rounded to int8 by row
+FP8 = "fp8"  # weights rounded to fp8 (e4m3) by row: no smaller than in int8, so no way down from the checkpoint's
+PRECISIONS = (CHECKPOINT, INT8)  # what a model as the checkpoint has it can be computed in, best first
+QUANTIZATIONS = (INT8, FP8)  # what the setting `quantization` may ask for
 AUTO = "auto"  # of the two below: as the model computes; the fastest that is there
 KV_CACHE_DTYPES = (AUTO, "int8", "fp8")
 ATTENTION_BACKENDS = (AUTO, "triton", "cudnn", "sdpa")

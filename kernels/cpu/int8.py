@@ -12,7 +12,7 @@ from novainfer.fsm.messages.mode import INT8
 from novainfer.kernels.cpu.linear import PackedLinear, padded
 from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.cpu.native import library, num_threads
-from novainfer.kernels.ops.int8 import PART_ROWS, put_in_parts
+from novainfer.kernels.ops.quantised import PART_ROWS, put_in_parts
 
 __all__ = ["NativeInt8Linear"]
 
@@ -22,6 +22,7 @@ class NativeInt8Linear(PackedLinear):
 
     name: ClassVar[str] = "native-int8"
     precision: ClassVar[str] = INT8
+    rounds_activations: ClassVar[bool] = False
 
     @classmethod
     def empty(

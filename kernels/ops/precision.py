@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from novainfer.fsm.messages.mode import CHECKPOINT, INT8, PRECISIONS, QUANTIZATIONS
+from novainfer.fsm.messages.mode import CHECKPOINT, FP8, INT8, PRECISIONS, QUANTIZATIONS
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.ops.int8 import ReferenceInt8Linear, TorchInt8Linear
 from novainfer.kernels.ops.linear import MkldnnLinear, TorchLinear
+from novainfer.kernels.ops.quantised import ReferenceFp8Linear, ReferenceInt8Linear, TorchFp8Linear, TorchInt8Linear
 from novainfer.kernels.ops.reference import ReferenceLinear
-from novainfer.kernels.ops.selftest import check_int8_linear, check_linear
+from novainfer.kernels.ops.selftest import check_linear, check_quantised_linear
 
-__all__ = ["Precision", "precision_of", "quantization_of"]
+__all__ = ["ALL_PRECISIONS", "Precision", "precision_of", "quantization_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,14 +46,16 @@ _PRECISIONS = {
     precision.name: precision
     for precision in (
         Precision(CHECKPOINT, (MkldnnLinear, TorchLinear, ReferenceLinear), check_linear),
-        Precision(INT8, (TorchInt8Linear, ReferenceInt8Linear), check_int8_linear, bits=8),
+        Precision(INT8, (TorchInt8Linear, ReferenceInt8Linear), check_quantised_linear, bits=8),
+        Precision(FP8, (TorchFp8Linear, ReferenceFp8Linear), check_quantised_linear, bits=8),
     )
 }
-assert tuple(_PRECISIONS) == PRECISIONS
+assert set(_PRECISIONS) == {*PRECISIONS, *QUANTIZATIONS}
+ALL_PRECISIONS = tuple(_PRECISIONS)
 
 
 def precision_of(name: str) -> Precision:
-    """The precision of this name, which is one of `PRECISIONS`."""
+    """The precision of this name."""
     return _PRECISIONS[name]
 
 

@@ -114,6 +114,8 @@ class QuantisedLinear(Linear, Protocol):
     It is filled part by part, so that the full weight need not lie beside it in one piece.
     """
 
+    rounds_activations: ClassVar[bool]  # whether it rounds each row it is given as a row of its weight
+
     @classmethod
     def empty(
         cls, out_features: int, in_features: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
@@ -121,7 +123,7 @@ class QuantisedLinear(Linear, Protocol):
         """Room for a weight [out_features, in_features]."""
 
     def put(self, first: int, rows: Tensor) -> None:
-        """Quantise rows [n, K] as rows `first` on; `first` is a multiple of `kernels.ops.int8.PART_ROWS`."""
+        """Quantise rows [n, K] as rows `first` on; `first` is a multiple of `kernels.ops.quantised.PART_ROWS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +312,9 @@ class Registry:
     _proved: dict[tuple[type[Any], object], str | None] = field(default_factory=dict)
 
     def register(self, operation: Operation, implementation: type[Any]) -> None:
-        """Add an implementation behind those that are there; register the fastest first."""
-        self._entries[operation].append(implementation)
+        """Add an implementation behind those that are there; register the fastest first. One that is there stays."""
+        if implementation not in self._entries[operation]:
+            self._entries[operation].append(implementation)
 
     def has(self, prefix: str) -> bool:
         """Whether there is an implementation whose name begins so."""

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from novainfer.fsm.messages.mode import CHECKPOINT, PRECISIONS
+from novainfer.fsm.messages.mode import CHECKPOINT
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
 from novainfer.kernels.ops.attention import TorchAttention
 from novainfer.kernels.ops.forward import DecoderKind, OpByOpForward
-from novainfer.kernels.ops.precision import Precision, precision_of
+from novainfer.kernels.ops.precision import ALL_PRECISIONS, Precision, precision_of
 from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceRowOps
 from novainfer.kernels.ops.registry import AttentionShape, BlockMover, Operation, Registry
 from novainfer.kernels.ops.row_ops import TorchRowOps
@@ -45,7 +45,7 @@ def build_registry(device: torch.device, *, native: str | None = None, batch_inv
         own = _own_implementations(ours, required=mode == "require")
     for operation, implementation in own:
         registry.register(operation, implementation)
-    for name in PRECISIONS:
+    for name in ALL_PRECISIONS:
         for linear in precision_of(name).linears:
             registry.register("linear", linear)
     registry.register("attention", TorchAttention)

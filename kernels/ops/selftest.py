@@ -16,20 +16,42 @@ from torch import Tensor
 
 from novainfer.fsm.messages.step import NO_TOKEN, SeqParams
 from novainfer.kernels.ops.forward import SHAPES, DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
-from novainfer.kernels.ops.int8 import PART_ROWS, ReferenceInt8Linear
+from novainfer.kernels.ops.quantised import (
+    PART_ROWS,
+    ReferenceFp8ActivationsLinear,
+    ReferenceFp8Linear,
+    ReferenceInt8ActivationsLinear,
+    ReferenceInt8Linear,
+)
 from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceLinear, ReferenceRowOps
 from novainfer.kernels.ops.registry import AttentionShape
 from novainfer.kernels.sampling.sampler import TorchSampler
 from novainfer.kernels.sampling.verify import Positions, Sampled
 from novainfer.kernels.step import StepTensors
 
-__all__ = ["check_attention", "check_forward", "check_int8_linear", "check_linear", "check_row_ops", "check_sampler"]
+__all__ = [
+    "check_attention",
+    "check_forward",
+    "check_linear",
+    "check_quantised_linear",
+    "check_row_ops",
+    "check_sampler",
+]
 
 # Largest error over the largest value. bf16 rounds to 2**-9 and may round twice on the way.
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 LINEAR_SHAPES = ((64, 96), (160, 64), (33, 48))  # (N, K); those that the kernel refuses are left out
 ROWS = (1, 2, 7, 33)
 EPS = 1e-6
+ORACLES = {
+    (oracle.precision, oracle.rounds_activations): oracle
+    for oracle in (
+        ReferenceInt8Linear,
+        ReferenceInt8ActivationsLinear,
+        ReferenceFp8Linear,
+        ReferenceFp8ActivationsLinear,
+    )
+}
 LAYERS = 2  # of the decoder that a forward is proved on, at least: one error on the other
 HIDDEN_SIZE = 64  # of the decoder that a forward is proved on
 VOCAB_SIZE = 1300  # of the logits that a sampler is proved on
@@ -54,8 +76,8 @@ def check_linear(linear: Any, dtype: torch.dtype, device: torch.device) -> str |
     return _check_linear(linear, ReferenceLinear, dtype, device)
 
 
-def check_int8_linear(linear: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """The same against the reference's own int8 weights; and a weight put in parts."""
+def check_quantised_linear(linear: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The same against the reference's own weights of this precision; and a weight put in parts."""
     n, k = LINEAR_SHAPES[1]
     weight = _normal((n, k), 9, dtype, device)
     in_parts = linear.empty(n, k, None, dtype, device)
@@ -64,7 +86,7 @@ def check_int8_linear(linear: Any, dtype: torch.dtype, device: torch.device) -> 
     x = _normal((3, k), 10, dtype, device)
     if not torch.equal(in_parts(x), linear.pack(weight, None)(x)):
         return "a weight put in parts is not the weight put at once"
-    return _check_linear(linear, ReferenceInt8Linear, dtype, device)
+    return _check_linear(linear, ORACLES[linear.precision, linear.rounds_activations], dtype, device)
 
 
 def _check_linear(linear: Any, oracle: Any, dtype: torch.dtype, device: torch.device) -> str | None:

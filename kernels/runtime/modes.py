@@ -33,8 +33,8 @@ from novainfer.kernels.memory import free_bytes, is_out_of_memory, release_freed
 from novainfer.kernels.models.config import ModelConfig
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.ops.forward import PRODUCTS, DecoderKind, LayerKind
-from novainfer.kernels.ops.int8 import part_rows, put_in_parts
 from novainfer.kernels.ops.precision import precision_of
+from novainfer.kernels.ops.quantised import part_rows, put_in_parts
 from novainfer.kernels.ops.registry import AttentionBackend, AttentionShape, Linear, Registry
 from novainfer.kernels.ops.selection import GRAPHS, OURS, Selection
 from novainfer.kernels.weights.checkpoint import Checkpoint
@@ -52,13 +52,14 @@ SCRATCH_BYTES_PER_ELEMENT = 20  # of a part that is quantised: the rows, four fp
 def selections_by_mode(first: Selection, config: ModelConfig, shape: AttentionShape) -> dict[Mode, Selection]:
     """The modes that this machine can compute this model in, best first, and the kernels of each.
 
-    `first` is what the model is loaded with; no mode has a better precision than that.
+    `first` is what the model is loaded with; where that is rounded, there is no other precision.
     """
     first.forward(_decoder_kind(first, config, shape))
     layout = first.attention(shape).layout
     registries = _registries(first)
     found = {Mode(next(iter(registries)), first.precision.name): first}
-    for precision in PRECISIONS[PRECISIONS.index(first.precision.name) :]:
+    own = first.precision.name
+    for precision in PRECISIONS if own == CHECKPOINT else (own,):
         for kernels, registry in registries.items():
             mode = Mode(kernels, precision)
             if mode in found:

@@ -18,7 +18,9 @@ PROMPT = "5 years ago there was a fox that"
 
 @pytest.mark.parametrize("unknown", ["int4", "checkpoint", ""])
 def test_an_unknown_quantization_is_refused_by_name_with_what_is_possible(unknown: str) -> None:
-    with pytest.raises(InvalidParameter, match=r"quantization must be one of 'int8', or None for weights as") as info:
+    with pytest.raises(
+        InvalidParameter, match=r"quantization must be one of 'int8', 'fp8', or None for weights as"
+    ) as info:
         EngineConfig(quantization=unknown)
     assert info.value.param == "quantization"
     with pytest.raises(InvalidParameter, match="quantization"):

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from novainfer.fsm.messages.mode import INT8
 from novainfer.fsm.messages.step import SAMPLED, SeqParams, StepDone, StepPlan
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.ops.linear import MkldnnLinear
@@ -52,8 +51,8 @@ def backend_registry(backend: str) -> Registry:
         for name in (backend, "numpy", "torch", "reference", "op-by-op"):
             if name in names:
                 chosen.register(operation, names[name])
-    for kernel in everything.implementations("linear", INT8):
-        if kernel.name == "torch-int8" or (kernel.name == "native-int8" and backend == "native"):
+    for kernel in everything.implementations("linear"):
+        if kernel.name in ("torch-int8", "torch-fp8") or (kernel.name == "native-int8" and backend == "native"):
             chosen.register("linear", kernel)
     for attention in everything.implementations("attention"):
         if backend == "native" and attention.name == "torch-native-layout":

@@ -73,6 +73,17 @@ def test_it_offers_plainer_kernels_and_no_better_precision_and_comes_back_bit_fo
         runner.switch(Mode())
 
 
+def test_fp8_is_loaded_as_it_is_asked_for_and_never_gone_to(folder: Path) -> None:
+    exact = make_runner(folder)
+    assert all(mode.precision != "fp8" for mode in exact.info.modes)  # it would give back no more than int8
+    runner = make_runner(folder, quantization="fp8")
+    assert runner.info.modes == (Mode(PLAIN, "fp8"),)
+    assert runner.info.kernels["linear"] == "torch-fp8"
+    assert runner.weight_bytes == make_runner(folder, quantization="int8").weight_bytes
+    first, expected = logits_of(runner)[0], logits_of(exact)[0]
+    assert 0 < (first - expected).norm() < 0.15 * expected.norm()
+
+
 @pytest.mark.skipif(not NATIVE, reason="there are no native kernels here")
 def test_a_switch_needs_room_for_a_product_as_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(folder, "native", quantization="int8")
@@ -87,7 +98,7 @@ def test_a_switch_needs_room_for_a_product_as_it_is_read(folder: Path, monkeypat
 
 @pytest.mark.parametrize("unknown", ["int4", "checkpoint", ""])
 def test_a_precision_that_is_not_there_is_refused_with_those_that_are(unknown: str, folder: Path) -> None:
-    with pytest.raises(LoadError, match=rf"quantization must be one of 'int8', or None, not '{unknown}'"):
+    with pytest.raises(LoadError, match=rf"quantization must be one of 'int8', 'fp8', or None, not '{unknown}'"):
         make_runner(folder, quantization=unknown)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.cpu.int8 import NativeInt8Linear
-from novainfer.kernels.ops.int8 import PART_ROWS, ReferenceInt8Linear, put_in_parts, quantised
+from novainfer.kernels.ops.quantised import PART_ROWS, ReferenceInt8Linear, put_in_parts, quantised
 
 DTYPES = (torch.bfloat16, torch.float32)
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 2e-6}  # of the largest value

@@ -1,7 +1,11 @@
-"""Weights in int8 by row with one fp32 scale each: half or a quarter of the memory.
+"""Weights in eight bits by row with one fp32 scale each: half or a quarter of the memory.
 
-Activations are not quantised, so a row of the weight is the only thing that loses: each element is off by at most
-half a step, a step being the row's largest element over 127.
+One definition holds on every device (`quantised`): a row's scale is its largest element over the largest number of the
+element type, and each element the nearest of its row's steps. In int8 an element is off by at most half a step, a 254th
+of its row's largest; in fp8 (e4m3) by at most a 16th of itself.
+
+What a product makes of activations is its kernel's own choice, and said by `rounds_activations`: they stay as they are,
+or each row is rounded by the same definition, so that the tensor cores multiply eight bits by eight bits.
 """
 
 from __future__ import annotations
@@ -13,21 +17,35 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from novainfer.fsm.messages.mode import INT8
+from novainfer.fsm.messages.mode import FP8, INT8
 
-__all__ = ["PART_ROWS", "ReferenceInt8Linear", "TorchInt8Linear", "part_rows", "put_in_parts", "quantised"]
+__all__ = [
+    "PART_ROWS",
+    "ReferenceFp8ActivationsLinear",
+    "ReferenceFp8Linear",
+    "ReferenceInt8ActivationsLinear",
+    "ReferenceInt8Linear",
+    "TorchFp8Linear",
+    "TorchInt8Linear",
+    "part_rows",
+    "put_in_parts",
+    "quantised",
+]
 
 PART_ROWS = 64  # parts begin at multiples of this: a multiple of every kernel's panel
 PART_BYTES_MAX = 2 << 20  # of the fp32 rows that are quantised at once: bounds the scratch of a switch
 TILE_ELEMENTS_MAX = 4 << 20  # weights widened at once by torch: bounds the scratch of a product
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [n, K] as int8 [n, K] and fp32 scales [n]: `rows` is about `q * scale`; each row by itself."""
+def quantised(rows: Tensor, element: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Rows [n, K] as [n, K] of the element type and fp32 scales [n]: `rows` is about `q * scale`, row by row."""
     wide = rows.float()
-    scale = wide.abs().amax(1) / 127
-    steps = torch.where(scale > 0, scale, 1.0)
-    return torch.round(wide / steps[:, None]).to(torch.int8), scale
+    largest = wide.abs().amax(1)
+    # A tensor, because torch on CUDA multiplies by a number's reciprocal: scales would be others than on the CPU.
+    scale = largest / torch.full_like(largest, LARGEST[element])
+    steps = wide / torch.where(scale > 0, scale, 1.0)[:, None]
+    return (torch.round(steps) if element == torch.int8 else steps).to(element), scale
 
 
 class _Filled(Protocol):
@@ -56,16 +74,23 @@ class TorchInt8Linear:
 
     name: ClassVar[str] = "torch-int8"
     precision: ClassVar[str] = INT8
+    element: ClassVar[torch.dtype] = torch.int8
     row_invariant: ClassVar[bool] = False
     gathers_rows: ClassVar[bool] = True
+    rounds_activations: ClassVar[bool] = False
 
     def __init__(self, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        self.q = q  # int8 [N, K]
+        self.q = q  # int8 [N, K]: the elements, or their bits, which are what every operation of torch can move
         self.scale = scale  # fp32 [N]
         self.bias = bias
         self.dtype = dtype
         self.out_features, self.in_features = q.shape
         self.weight_bytes = q.nbytes + scale.nbytes + (0 if bias is None else bias.nbytes)
+
+    @property
+    def elements(self) -> Tensor:
+        """The weight [N, K] in its element type, without its scales."""
+        return self.q.view(self.element)
 
     @classmethod
     def refuses(cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -99,7 +124,8 @@ class TorchInt8Linear:
     def put(self, first: int, rows: Tensor) -> None:
         """Quantise rows [n, K] as rows `first` on."""
         last = first + len(rows)
-        self.q[first:last], self.scale[first:last] = quantised(rows)
+        elements, self.scale[first:last] = quantised(rows, self.element)
+        self.q[first:last] = elements.view(torch.int8)
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:
@@ -114,13 +140,21 @@ class TorchInt8Linear:
         step = max(1, TILE_ELEMENTS_MAX // self.in_features)
         for first in range(0, self.out_features, step):
             part = slice(first, first + step)
-            y = F.linear(x, self.q[part].to(x.dtype)) * self.scale[part]
+            y = F.linear(x, self.elements[part].to(x.dtype)) * self.scale[part]
             out[:, part] = y if self.bias is None else y + self.bias[part]
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
         """int64 [n] -> [n, K], each element times its row's scale, rounded to the dtype."""
-        return (self.q[ids] * self.scale[ids, None]).to(self.dtype)
+        return (self.q[ids].view(self.element).float() * self.scale[ids, None]).to(self.dtype)
+
+
+class TorchFp8Linear(TorchInt8Linear):
+    """The same with weights in fp8 (e4m3)."""
+
+    name: ClassVar[str] = "torch-fp8"
+    precision: ClassVar[str] = FP8
+    element: ClassVar[torch.dtype] = torch.float8_e4m3fn
 
 
 class ReferenceInt8Linear(TorchInt8Linear):
@@ -130,5 +164,34 @@ class ReferenceInt8Linear(TorchInt8Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] -> [M, N]."""
-        y = x.float() @ (self.q * self.scale[:, None]).T
+        y = x.float() @ (self.elements.float() * self.scale[:, None]).T
         return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+class ReferenceFp8Linear(ReferenceInt8Linear):
+    """The oracle of weights in fp8."""
+
+    name: ClassVar[str] = "reference-fp8"
+    precision: ClassVar[str] = FP8
+    element: ClassVar[torch.dtype] = torch.float8_e4m3fn
+
+
+class ReferenceInt8ActivationsLinear(ReferenceInt8Linear):
+    """The oracle of kernels that round activations, too: products and sums of the elements are exact."""
+
+    name: ClassVar[str] = "reference-int8-activations"
+    rounds_activations: ClassVar[bool] = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M, K] -> [M, N]."""
+        q, scale = quantised(x, self.element)
+        y = (q.double() @ self.elements.double().T).float() * scale[:, None] * self.scale
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+class ReferenceFp8ActivationsLinear(ReferenceInt8ActivationsLinear):
+    """The same with weights and activations in fp8."""
+
+    name: ClassVar[str] = "reference-fp8-activations"
+    precision: ClassVar[str] = FP8
+    element: ClassVar[torch.dtype] = torch.float8_e4m3fn
