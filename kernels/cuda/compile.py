@@ -113,7 +113,7 @@ def _disassembled(cubin: bytes) -> tuple[dict[str, str], str]:
 
 def all_variants(capability: int) -> Iterable[Variant]:
     """Of every module that launches functions."""
-    from novainfer.kernels.cuda import attention, blocks, forward, row_ops, sampler
+    from novainfer.kernels.cuda import attention, blocks, forward, linear, row_ops, sampler
 
-    for module in (attention, blocks, forward, row_ops, sampler):
+    for module in (attention, blocks, forward, linear, row_ops, sampler):
         yield from module.variants(capability)

@@ -17,12 +17,18 @@ def implementations() -> list[tuple[Operation, type[Any]]]:
     check_version()
     from novainfer.kernels.cuda.attention import TritonAttention, TritonInvariantAttention
     from novainfer.kernels.cuda.forward import TritonBiasForward, TritonForward
+    from novainfer.kernels.cuda.linear import TritonFp8Linear, TritonInt8Linear, TritonLinear
     from novainfer.kernels.cuda.row_ops import TritonRowOps
     from novainfer.kernels.cuda.sampler import TritonSampler
+    from novainfer.kernels.ops.linear import TorchLinear
 
     return [
         ("attention", TritonAttention),
         ("attention", TritonInvariantAttention),
+        ("linear", TorchLinear),  # cuBLAS, where rows need not be invariant
+        ("linear", TritonLinear),
+        ("linear", TritonInt8Linear),
+        ("linear", TritonFp8Linear),
         ("ops", TritonRowOps),
         ("forward", TritonBiasForward),
         ("forward", TritonForward),

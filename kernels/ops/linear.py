@@ -11,11 +11,22 @@ from torch import Tensor
 from novainfer.fsm.messages.mode import CHECKPOINT
 from novainfer.kernels.memory import use_huge_pages
 
-__all__ = ["MkldnnLinear", "TorchLinear"]
+__all__ = ["MkldnnLinear", "TorchLinear", "sum_in_fp32"]
 
 # One packing serves every M; only large M cares about the hint, and 512 was best there (223 against 157 GF/s
 # at M = 256 with bf16 weights [9728, 896] on one Zen 4 core; M <= 64 within noise for every hint).
 PACK_ROWS_HINT = 512
+
+
+def sum_in_fp32() -> None:
+    """Let cuBLAS multiply fp32 as it is, not as TF32, and add parts of a sum of bf16 or fp16 in fp32; of a process."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):
+        matmul.fp32_precision = "ieee"
+    else:  # before torch 2.9
+        matmul.allow_tf32 = False
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
 
 
 class TorchLinear:

@@ -26,6 +26,7 @@ from novainfer.kernels.errors import LoadError
 from novainfer.kernels.memory import free_bytes, is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
+from novainfer.kernels.ops.linear import sum_in_fp32
 from novainfer.kernels.ops.precision import quantization_of
 from novainfer.kernels.ops.registry import AttentionBackend, BlockMover, Registry, Sampler
 from novainfer.kernels.ops.selection import Selection, build_registry
@@ -552,5 +553,6 @@ def _device(name: str) -> torch.device:
     if name in ("cuda", "nvidia"):
         if not torch.cuda.is_available():
             raise LoadError("device cuda was asked for, but torch finds no CUDA device here")
+        sum_in_fp32()
         return torch.device("cuda", torch.cuda.current_device())
     raise LoadError(f"device must be cpu or cuda, not {name!r}")

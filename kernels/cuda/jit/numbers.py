@@ -23,7 +23,7 @@ def rounded(x, dtype: tl.constexpr):
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
         small = (x + 24576.0) - 24576.0  # 1.5 * 2**14: steps of 2**-9, as fp8 has below 2**-6
-        x = tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+        x = tl.where(tl.abs(x) < 0.015625, small, tl.where(x == x, bits.to(tl.float32, bitcast=True), x))
     return x.to(dtype)
 
 
