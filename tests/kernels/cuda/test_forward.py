@@ -24,7 +24,6 @@ from novainfer.kernels.ops.registry import AttentionShape
 from novainfer.kernels.ops.selftest import check_forward
 from novainfer.kernels.step import StepTensors
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NORMS = frozenset({"input_norm", "post_norm"})
 QWEN2 = (frozenset({"qkv"}), NORMS)
 QWEN3 = (frozenset(), NORMS | {"q_norm", "k_norm"})
@@ -36,10 +35,7 @@ def kind(biased: frozenset[str], norms: frozenset[str], shape: AttentionShape, *
     return replace(DecoderKind(frozenset({layer}), TritonRowOps, TorchAttention, shape), **more)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [(QWEN2, torch.float32), (QWEN3, torch.float32), *((BOTH, dtype) for dtype in DTYPES)],
-)
+@pytest.mark.parametrize(("family", "dtype"), [(QWEN2, torch.float16), (QWEN3, torch.float32), (BOTH, torch.bfloat16)])
 def test_a_step_has_the_bits_of_its_parts(
     family: tuple[frozenset[str], frozenset[str]], dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -48,7 +44,7 @@ def test_a_step_has_the_bits_of_its_parts(
     assert check_forward(TritonForward, of, dtype, device) is None
 
 
-@pytest.mark.parametrize(("family", "dtype"), [(BOTH, torch.float32), (QWEN2, torch.float16), (QWEN2, torch.bfloat16)])
+@pytest.mark.parametrize(("family", "dtype"), [(BOTH, torch.float32), (QWEN2, torch.bfloat16)])
 def test_with_the_bias_behind_the_product_numbers_are_the_same(
     family: tuple[frozenset[str], frozenset[str]], dtype: torch.dtype, device: torch.device
 ) -> None:
