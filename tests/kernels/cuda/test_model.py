@@ -86,7 +86,7 @@ def test_a_model_of_eight_bits_computes_on_the_tensor_cores_near_what_torch_wide
     runner = runner_of(folder, dtype="bfloat16", quantization=quantization)
     assert runner.info.kernels["linear"] == f"triton-{quantization}"
     assert runner.info.kernels["forward"] == "triton"
-    assert [mode.precision for mode in runner.info.modes] == [quantization]
+    assert {mode.precision for mode in runner.info.modes} == {quantization}
     plain = make_runner(folder, "torch", dtype="bfloat16", quantization=quantization, block_size=4)
     assert runner.weight_bytes == plain.weight_bytes
     logits, widened = (_first_logits(run) for run in (runner, plain))
