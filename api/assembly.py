@@ -120,6 +120,8 @@ def model_spec(config: EngineConfig) -> ModelSpec:
         generation_config=config.generation_config,
         measures_step_costs=speculative is not None,
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        attention_backend=config.attention_backend,
         draft=_draft(config),
         num_speculative_tokens=speculative.num_speculative_tokens if speculative is not None else 0,
     )

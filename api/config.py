@@ -94,6 +94,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: Annotated[
         bool, says(MEMORY, "Keep the KV of finished requests for prompts that begin alike.")
     ] = True
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        says(
+            MEMORY,
+            "How keys and values are kept: auto as they are computed; int8 and fp8 in a byte each, with a scale for "
+            "each token and head.",
+        ),
+    ] = "auto"
     kv_cache_capacity_mode: Annotated[
         Literal["auto", "fixed"], says(MEMORY, "auto: by the free memory; fixed: by the number of blocks.")
     ] = "auto"
@@ -116,6 +124,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["0", "1", "require"] | None,
         says(BATCHING, "C++ kernels: 0 never, 1 where they can be had, require: or no start.", unset="1"),
     ] = None
+    attention_backend: Annotated[
+        Literal["auto", "triton", "cudnn", "sdpa"],
+        says(
+            BATCHING,
+            "Kernels of attention: auto the fastest that is there; triton our own on CUDA; cudnn and sdpa torch's, "
+            "over keys and values gathered together.",
+        ),
+    ] = "auto"
     batch_invariant: Annotated[bool, says(BATCHING, "Only kernels that compute a row alike in every batch.")] = False
     worker: Annotated[
         Literal["thread", "process"], says(WORKER, "Where the device lives; a process is restarted when it is lost.")

@@ -18,7 +18,7 @@ import msgspec
 from novainfer.actors.device.location import ModelLocation
 from novainfer.actors.device.sampling_defaults import sampling_defaults
 from novainfer.fsm.messages.errors import NovaInferError
-from novainfer.fsm.messages.mode import CHECKPOINT, Mode
+from novainfer.fsm.messages.mode import AUTO, CHECKPOINT, Mode
 from novainfer.fsm.messages.step import StepDone, StepPlan
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: Literal["auto", "none"] = "auto"
     measures_step_costs: bool = False
     quantization: str | None = None
+    kv_cache_dtype: str = AUTO
+    attention_backend: str = AUTO
     draft: ModelLocation | None = None  # the model that proposes drafts
     num_speculative_tokens: int = 0
 
@@ -159,6 +161,8 @@ class ModelDevice:
             device=s.device,
             dtype=s.dtype,
             quantization=quantization,
+            kv_cache_dtype=s.kv_cache_dtype,
+            attention_backend=s.attention_backend,
             draft_dir=s.draft.path() if s.draft is not None else None,
             num_speculative_tokens=s.num_speculative_tokens,
             max_num_seqs=s.max_num_seqs,

@@ -125,7 +125,7 @@ def _prefill_config(kind: _Kind) -> Config:
         block_m, block_n, num_stages = max(32, _rows(kind.group, 1)), 16, 2
     elif kind.padded_dim == 128:
         # All registers of a processor are one program's; on sm_80 the accumulators leave room for 32 tokens.
-        block_n, num_stages = (32, 5) if kind.generation == 80 else (128, 3)
+        block_n, num_stages = (32, 5) if kind.generation == 80 else (64 if kind.kv_dtype != AUTO else 128, 3)
     elif kind.generation == 100 or (kind.padded_dim < 64 and kind.generation == 80):
         num_stages = 3
     constants = kind.constants | {"BLOCK_M": block_m, "BLOCK_N": block_n, "QUERIES_MAX": 1}
@@ -141,7 +141,9 @@ def _invariant_config(kind: _Kind) -> Config:
         # Twice the accumulators want twice the threads where they are wide.
         block_m, block_n, num_warps, num_stages = 64, 64, 4, 3
         if kind.padded_dim == 128:
-            block_n, num_warps = 32 if kind.generation == 80 else 64, 8
+            num_warps = 8
+        if kind.generation == 80:
+            block_n = 32
     constants = kind.constants | {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT": INVARIANT_SPLIT}
     return Config(constants, num_warps=num_warps, num_stages=num_stages)
 

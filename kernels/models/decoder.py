@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from novainfer.fsm.messages.mode import AUTO
 from novainfer.kernels.models.config import ModelConfig
 from novainfer.kernels.ops.forward import DecoderParts, Forward, Layer
 from novainfer.kernels.ops.linear import TorchLinear
@@ -47,6 +48,7 @@ class Decoder:
     head: Linear
     ops: type[RowOps]
     cos_sin: Tensor  # fp32 [max_model_len, head_dim]
+    kv_dtype: str = AUTO  # how keys and values are kept: `AttentionShape.kv_dtype`
     attention: AttentionBackend | None = None
     compute: Forward | None = None  # all layers, over these parts and this cache
 
@@ -66,7 +68,9 @@ class Decoder:
     def attention_shape(self, block_size: int) -> AttentionShape:
         """The geometry its KV cache must have."""
         config = self.config
-        return AttentionShape(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, block_size)
+        return AttentionShape(
+            config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, block_size, self.kv_dtype
+        )
 
     def forward(self, step: StepTensors) -> Tensor | None:
         """Compute one step and fill its part of the KV cache.

@@ -8,13 +8,14 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from novainfer.kernels.ops import kv_cache
 from novainfer.kernels.ops.registry import AttentionShape
 from novainfer.kernels.step import StepTensors
 
-__all__ = ["TorchAttention"]
+__all__ = ["CudnnAttention", "TorchAttention"]
 
 # Elements of keys gathered at once for a group of decoding sequences: bounds the scratch memory (64 MB of bf16).
 GATHERED_ELEMENTS_MAX = 32 * 1024 * 1024
@@ -202,3 +203,21 @@ class TorchAttention:
             hidden = (~visible).flatten().nonzero().flatten()
             all_decodes.append(_Decodes(rows, blocks.flatten(), mask, hidden))
         return all_decodes, chunks
+
+
+class CudnnAttention(TorchAttention):
+    """The same, by cuDNN alone: a check on other kernels, and another one to go to."""
+
+    name: ClassVar[str] = "cudnn"
+
+    @classmethod
+    def refuses(cls, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
+        """None when this geometry can be served; else the reason."""
+        if device.type != "cuda":
+            return f"cuDNN computes on CUDA devices, not on {device.type}"
+        return None if dtype in (torch.bfloat16, torch.float16) else f"computes in bfloat16 and float16, not in {dtype}"
+
+    def attend(self, layer: int, query: Tensor, step: StepTensors, scale: float, window: int | None = None) -> Tensor:
+        """As `TorchAttention` does it -> [T, num_heads * head_dim]; raises RuntimeError for what cuDNN cannot do."""
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return super().attend(layer, query, step, scale, window)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from novainfer.fsm.messages.mode import CHECKPOINT
+from novainfer.fsm.messages.mode import AUTO, CHECKPOINT
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
-from novainfer.kernels.ops.attention import TorchAttention
+from novainfer.kernels.ops.attention import CudnnAttention, TorchAttention
 from novainfer.kernels.ops.forward import DecoderKind, OpByOpForward
 from novainfer.kernels.ops.precision import ALL_PRECISIONS, Precision, precision_of
 from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceRowOps
@@ -49,6 +49,8 @@ def build_registry(device: torch.device, *, native: str | None = None, batch_inv
         for linear in precision_of(name).linears:
             registry.register("linear", linear)
     registry.register("attention", TorchAttention)
+    if device.type == "cuda":
+        registry.register("attention", CudnnAttention)
     if own and device.type == "cpu":  # not one to begin with, but one that goes on with the native kernels' cache
         from novainfer.kernels.cpu.plain_attention import NativeLayoutAttention
 
@@ -97,13 +99,16 @@ OURS = {
     "cpu": Ours("native", "native CPU kernels", _on_cpu),
     "cuda": Ours("triton", "Triton's kernels", _on_cuda),
 }
+# How the names of kernels begin that a setting `attention_backend` asks for.
+ATTENTION_PREFIXES = {"triton": OURS["cuda"].prefix, "cudnn": CudnnAttention.name, "sdpa": TorchAttention.name}
 
 
 @dataclass(slots=True)
 class Selection:
     """Answers "which class for this operation", each proved by its self-test first, and remembers what it gave.
 
-    Linears keep weights in `precision`; `layout` asks for attention over a KV cache that lies in this layout.
+    Linears keep weights in `precision`; `layout` asks for attention over a KV cache that lies in this layout, and
+    `attention_backend` for one of `ATTENTION_BACKENDS`.
     """
 
     registry: Registry
@@ -113,6 +118,7 @@ class Selection:
     layout: str | None = None
     names: dict[str, str] = field(default_factory=dict)  # operation -> names in use, for people
     row_invariant: bool = True  # whether all kernels given so far are
+    attention_backend: str = AUTO
 
     def linear(self, out_features: int, in_features: int, *, gathers_rows: bool = False) -> Any:
         """The class for a weight [out_features, in_features]; with `gathers_rows`, one that gives rows back."""
@@ -136,8 +142,11 @@ class Selection:
 
     def attention(self, shape: AttentionShape) -> Any:
         """The class for attention of this geometry."""
+        prefix = self._attention_prefix()
 
         def refuses(kernel: Any) -> str | None:
+            if not kernel.name.startswith(prefix):
+                return f"attention_backend {self.attention_backend!r} was asked for"
             if self.layout not in (None, kernel.layout):
                 return f"the cache lies in the layout {self.layout!r}, not in {kernel.layout!r}"
             reason: str | None = kernel.refuses(shape, self.dtype, self.device)
@@ -152,6 +161,21 @@ class Selection:
                 (shape, self.dtype, self.device),
             ),
         )
+
+    def _attention_prefix(self) -> str:
+        if self.attention_backend == AUTO:
+            return ""
+        names = [kernel.name for kernel in self.registry.implementations("attention")]
+        there = [
+            backend for backend, prefix in ATTENTION_PREFIXES.items() if any(name.startswith(prefix) for name in names)
+        ]
+        if self.attention_backend not in there:
+            offered = ", ".join(map(repr, (AUTO, *there)))
+            raise LoadError(
+                f"attention_backend must be one of {offered} on this machine's {self.device.type}, not "
+                f"{self.attention_backend!r}"
+            )
+        return ATTENTION_PREFIXES[self.attention_backend]
 
     def ops(self) -> Any:
         """The class of the row operations."""

@@ -65,6 +65,8 @@ def selections_by_mode(first: Selection, config: ModelConfig, shape: AttentionSh
             if mode in found:
                 continue
             selection = Selection(registry, first.dtype, first.device, precision_of(precision), layout)
+            if kernels in (FAST, EAGER):  # the others are there for when that misbehaves
+                selection.attention_backend = first.attention_backend
             try:
                 selection.forward(_decoder_kind(selection, config, shape))
             except LoadError as error:

@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.mode import ATTENTION_BACKENDS, AUTO, KV_CACHE_DTYPES, Mode
 from novainfer.fsm.messages.step import SeqParams, StepDone, StepPlan
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.memory import free_bytes, is_out_of_memory
@@ -149,6 +149,8 @@ class ModelRunner:
         device: str = "cpu",
         dtype: str = "auto",
         quantization: str | None = None,
+        kv_cache_dtype: str = AUTO,
+        attention_backend: str = AUTO,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int | None,
@@ -165,12 +167,14 @@ class ModelRunner:
         """Read, check and pack a Hugging Face folder; raises `LoadError` with one clear sentence.
 
         `quantization` is the precision that weights are rounded to as they are read, one product after the other (None:
-        as the checkpoint has them). `max_model_len` (tokens) defaults to the model's own. `native` is "0", "1" or
-        "require" (default: the environment's NOVAINFER_NATIVE, else "1"). `on_progress(tensors read, tensors in all)`
-        is called on the way. `weights_fd` is a memfd that processes share (kernels/weights/arena.py): the weights are
-        packed into it or found there, and `info.weights` says what happened; a runner with shared weights offers no
-        lower precision, which would give no memory back. The model in `draft_dir` proposes up to
-        `num_speculative_tokens` drafts where a step wants them; it must have this one's tokenizer.
+        as the checkpoint has them), `kv_cache_dtype` one of `KV_CACHE_DTYPES` and `attention_backend` one of
+        `ATTENTION_BACKENDS` (those of a draft model are "auto"). `max_model_len` (tokens) defaults to the model's own.
+        `native` is "0", "1" or "require" (default: the environment's NOVAINFER_NATIVE, else "1"). `on_progress(tensors
+        read, tensors in all)` is called on the way. `weights_fd` is a memfd that processes share
+        (kernels/weights/arena.py): the weights are packed into it or found there, and `info.weights` says what
+        happened; a runner with shared weights offers no lower precision, which would give no memory back. The model in
+        `draft_dir` proposes up to `num_speculative_tokens` drafts where a step wants them; it must have this one's
+        tokenizer.
         """
         torch_device = _device(device)
         use_threads(num_threads)
@@ -183,7 +187,14 @@ class ModelRunner:
         if registry is None:
             registry = build_registry(torch_device, native=native, batch_invariant=batch_invariant)
         precision = quantization_of(quantization)
+        for name, value, offered in (
+            ("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES),
+            ("attention_backend", attention_backend, ATTENTION_BACKENDS),
+        ):
+            if value not in offered:
+                raise LoadError(f"{name} must be one of {', '.join(map(repr, offered))}, not {value!r}")
         kernels = Selection(registry, choose_dtype(dtype, config, checkpoint, torch_device), torch_device, precision)
+        kernels.attention_backend = attention_backend
         with torch.inference_mode():
             weights: Weights
             if weights_fd is None:
@@ -191,6 +202,7 @@ class ModelRunner:
             else:
                 loaded, weights = load_shared(config, checkpoint, kernels, context, on_progress, weights_fd)
             decoder, weight_bytes = loaded
+            decoder.kv_dtype = kv_cache_dtype
             shape = decoder.attention_shape(block_size)
             attention = kernels.attention(shape)
             kernels.sampler(config.vocab_size)

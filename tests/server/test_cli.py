@@ -97,6 +97,7 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         *("--max-restarts", "7", "--restart-window", "30", "--ladder-quiet-s", "6", "--swap-space-gib", "0.5"),
         *("--stall-keep-s", "3", "--stall-timeout", "40", "--max-num-overflow-reqs", "11", "--no-recorder"),
         *("--recorder-dir", str(tmp_path / "recordings"), "--quantization", "int8"),
+        *("--kv-cache-dtype", "fp8", "--attention-backend", "sdpa"),
     )
     assert config == EngineConfig(
         model="org/model",
@@ -105,6 +106,8 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         device="cuda",
         dtype="float16",
         quantization="int8",
+        kv_cache_dtype="fp8",
+        attention_backend="sdpa",
         seed=3,
         max_model_len=99,
         max_num_seqs=4,
@@ -213,7 +216,9 @@ WRONG: list[tuple[list[str], str]] = [
     (["--kv-cache-capacity-mode", "fixed"], "--num-kv-blocks"),
     (["--kv-cache-capacity-mode", "huge"], "--kv-cache-capacity-mode"),
     (["--dtype", "int3"], "--dtype"),
-    (["--quantization", "int4"], "'--quantization': 'int4' is not 'int8'"),
+    (["--quantization", "int4"], "'--quantization': 'int4' is not one of 'int8', 'fp8'"),
+    (["--kv-cache-dtype", "int4"], "'--kv-cache-dtype': 'int4' is not one of 'auto', 'int8', 'fp8'"),
+    (["--attention-backend", "flash"], "--attention-backend"),
     (["--device", "tpu"], "--device"),
     (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
     (["--max-body-bytes", "0"], "--max-body-bytes"),
