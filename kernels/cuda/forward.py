@@ -8,6 +8,7 @@ Products, attention and norms are those that the decoder was given.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import ClassVar, Self
 
@@ -20,6 +21,7 @@ from novainfer.kernels.cuda.jit import forward
 from novainfer.kernels.cuda.language import element
 from novainfer.kernels.cuda.row_ops import TritonRowOps, head_config, heads_grid
 from novainfer.kernels.cuda.variant import Config, Variant
+from novainfer.kernels.ops import kv_cache
 from novainfer.kernels.ops.forward import DecoderKind, DecoderParts, Layer
 from novainfer.kernels.ops.linear import TorchLinear
 from novainfer.kernels.step import StepTensors
@@ -35,7 +37,11 @@ class TritonForward:
 
     def __init__(self, parts: DecoderParts) -> None:
         self._parts = parts
-        self._caches = list(zip(*parts.attention.parts, strict=True))  # keys and values of each layer
+        kv_parts = parts.attention.parts
+        if parts.attention.shape.kv_dtype == "fp8":
+            kv_parts = (*(part.view(torch.float8_e4m3fn) for part in kv_parts[:2]), *kv_parts[2:])
+        # Keys and values of each layer, and their scales where they are quantised
+        self._caches = [(*cache, None, None)[:4] for cache in zip(*kv_parts, strict=True)]
 
     @classmethod
     def refuses(cls, kind: DecoderKind) -> str | None:
@@ -44,8 +50,6 @@ class TritonForward:
             return f"its row operations are {kind.ops.name}"
         if kind.attention.layout != "tokens":
             return f"its keys and values lie as {kind.attention.layout!r}"
-        if kind.attention_shape.kv_dtype != AUTO:
-            return f"its keys and values lie in {kind.attention_shape.kv_dtype}"
         return None
 
     @classmethod
@@ -61,8 +65,8 @@ class TritonForward:
         """Queries [T, num_heads, head_dim]; keys and values lie in the cache then."""
         parts, shape = self._parts, self._parts.attention.shape
         num_all = shape.num_heads + 2 * shape.num_kv_heads
-        keys, values = self._caches[index]
-        config = _config(shape.head_dim, has_bias=bias is not None, has_norm=layer.q_norm is not None)
+        has_bias, has_norm = bias is not None, layer.q_norm is not None
+        config = _config(shape.head_dim, shape.kv_dtype, has_bias=has_bias, has_norm=has_norm)
         forward.place_heads[heads_grid(len(qkv), num_all)](
             qkv,
             qkv if bias is None else bias,
@@ -71,8 +75,7 @@ class TritonForward:
             parts.cos_sin,
             step.positions,
             step.slot_mapping,
-            keys,
-            values,
+            *self._caches[index],
             shape.num_heads,
             shape.num_kv_heads,
             parts.rms_norm_eps,
@@ -127,26 +130,45 @@ class TritonBiasForward(TritonForward):
         return super()._heads(layer, x)
 
 
-def _config(head_dim: int, *, has_bias: bool, has_norm: bool) -> Config:
+@functools.cache
+def _config(head_dim: int, kv_dtype: str, *, has_bias: bool, has_norm: bool) -> Config:
     config = head_config(head_dim)
-    return Config({**config.constants, "HAS_BIAS": has_bias, "HAS_NORM": has_norm}, config.num_warps, config.num_stages)
+    constants = {
+        **config.constants,
+        "HAS_BIAS": has_bias,
+        "HAS_NORM": has_norm,
+        "LARGEST": kv_cache.LARGEST.get(kv_dtype),
+        "ROUNDS": kv_dtype == "int8",
+    }
+    return Config(constants, config.num_warps, config.num_stages)
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """With a bias (Qwen2.5), with norms of heads (Qwen3), and in another dtype."""
-    for dtype, head_dim, has_bias in (
-        (torch.bfloat16, 64, True),
-        (torch.bfloat16, 128, True),
-        (torch.bfloat16, 128, False),
-        (torch.float16, 128, True),
-        (torch.float32, 64, False),
+    """With a bias (Qwen2.5), with norms of heads (Qwen3), in another dtype, and with keys and values quantised."""
+    for dtype, head_dim, has_bias, kv_dtype in (
+        (torch.bfloat16, 64, True, AUTO),
+        (torch.bfloat16, 128, True, AUTO),
+        (torch.bfloat16, 128, False, AUTO),
+        (torch.float16, 128, True, AUTO),
+        (torch.float32, 64, False, AUTO),
+        (torch.bfloat16, 128, True, "int8"),
+        (torch.bfloat16, 128, False, "fp8"),
     ):
-        kind = element(dtype)
+        if kv_dtype == "fp8" and capability == 80:
+            continue
+        kind, cell = element(dtype), {"int8": "i8", "fp8": "fp8e4nv"}.get(kv_dtype, element(dtype))
+        config = _config(head_dim, kv_dtype, has_bias=has_bias, has_norm=not has_bias)
+        scales = {} if kv_dtype == AUTO else dict.fromkeys(("key_scales", "value_scales"), "*fp32")
+        if not scales:
+            nothing = {"key_scales": None, "value_scales": None}
+            config = Config({**config.constants, **nothing}, config.num_warps, config.num_stages)
         yield Variant(
-            f"place_heads {kind} d{head_dim} {'bias' if has_bias else 'norms'}",
+            f"place_heads {kind} d{head_dim} {'bias' if has_bias else 'norms'}{f' kv {kv_dtype}' if scales else ''}",
             forward.place_heads,
-            dict.fromkeys(("qkv", "bias", "q_norm", "k_norm", "keys", "values"), f"*{kind}")
+            dict.fromkeys(("qkv", "bias", "q_norm", "k_norm"), f"*{kind}")
             | {"cos_sin": "*fp32", "positions": "*i64", "slot_mapping": "*i64"}
+            | dict.fromkeys(("keys", "values"), f"*{cell}")
+            | scales
             | {"num_heads": "i32", "num_kv_heads": "i32", "eps": "fp32"},
-            _config(head_dim, has_bias=has_bias, has_norm=not has_bias),
+            config,
         )

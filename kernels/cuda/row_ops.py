@@ -95,7 +95,7 @@ def heads_grid(num_rows: int, num_heads: int) -> tuple[int, int]:
 
 
 def head_config(head_dim: int) -> Config:
-    """Some heads of a row, by their halves; two heads a warp, so that a head's sum is of one warp."""
+    """Some heads of a row, by their halves."""
     constants = {"HEAD_DIM": head_dim, "BLOCK": triton.next_power_of_2(head_dim // 2), "HEADS": HEADS}
     return Config(constants, num_warps=4, num_stages=1)
 

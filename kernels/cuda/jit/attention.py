@@ -562,16 +562,27 @@ def merge_invariant(
 
 
 @triton.jit
-def quantised(x, LARGEST: tl.constexpr, ROUNDS: tl.constexpr):
-    """(x fp32 [N] in units of its scale, the scale), as `kernels.ops.kv_cache.quantise` has it, to the last bit."""
-    size = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 0)
-    scale = tl.div_rn(size, LARGEST)
+def size_of(x):
+    """What a scale is measured by: absolute values, infinite where x is not a number."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def cells_of(x, scale, LARGEST: tl.constexpr, ROUNDS: tl.constexpr):
+    """x fp32 in units of its scale, as `kernels.ops.kv_cache.quantise` has it, to the last bit."""
     cells = tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale) + tl.zeros_like(x))
     cells = tl.where(cells == cells, cells, 0.0)  # the scale says what was not finite
     cells = tl.minimum(tl.maximum(cells, -LARGEST), LARGEST)
     if ROUNDS:
         cells = (cells + 12582912.0) - 12582912.0  # 1.5 * 2**23: nothing is left behind the point, ties are even
-    return cells, scale
+    return cells
+
+
+@triton.jit
+def quantised(x, LARGEST: tl.constexpr, ROUNDS: tl.constexpr):
+    """(x fp32 [N] in units of its scale, the scale)."""
+    scale = tl.div_rn(tl.max(size_of(x), 0), LARGEST)
+    return cells_of(x, scale, LARGEST, ROUNDS), scale
 
 
 @triton.jit

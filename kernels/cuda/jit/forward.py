@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from novainfer.kernels.cuda.jit.attention import cells_of, size_of
 from novainfer.kernels.cuda.jit.numbers import rounded
 from novainfer.kernels.cuda.jit.rows import halves, head_normed, put_halves, rotated
 
@@ -18,6 +19,8 @@ def place_heads(
     slot_mapping,
     keys,
     values,
+    key_scales,
+    value_scales,
     num_heads,
     num_kv_heads,
     eps,
@@ -26,17 +29,21 @@ def place_heads(
     HEADS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     """HEADS heads of one row of qkv [T, heads, HEAD_DIM]: their bias, norm and rotation, and where they go.
 
     A query stays where it is; a key and a value go to their slot of one layer's keys and values [slots, num_kv_heads,
-    HEAD_DIM], or nowhere where that is negative.
+    HEAD_DIM], or nowhere where that is negative. LARGEST is what a cell of these holds at most where they are
+    quantised, with scales [slots, num_kv_heads]; else None.
     """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     num_rotated = num_heads + num_kv_heads
     num_all = num_rotated + num_kv_heads
+    element = qkv.dtype.element_ty
     row = qkv + token * num_all * HEAD_DIM
     low, high, inside = halves(row, head, num_all, at, HEAD_DIM)
     if HAS_BIAS:
@@ -46,15 +53,24 @@ def place_heads(
     new_low, new_high = low, high
     if HAS_NORM:
         new_low, new_high = head_normed(low, high, head, num_heads, q_norm, k_norm, at, eps, HEAD_DIM)
-        element = qkv.dtype.element_ty  # rounded as where the norm is an operation of its own
+        # Rounded as where the norm is an operation of its own, and so are keys and values before they are quantised.
         new_low, new_high = rounded(new_low, element).to(tl.float32), rounded(new_high, element).to(tl.float32)
     new_low, new_high = rotated(new_low, new_high, cos_sin, tl.load(positions + token), at, HEAD_DIM)
-    put_halves(row, head, at, new_low, new_high, inside & (head < num_heads), HEAD_DIM)
+    low, high = tl.where(head < num_rotated, new_low, low), tl.where(head < num_rotated, new_high, high)
+    put_halves(row, head, at, low, high, inside & (head < num_heads), HEAD_DIM)
     slot = tl.load(slot_mapping + token)
     last_key = tl.where(slot >= 0, num_rotated, 0)  # no head is before it where nothing is kept
     last_value = tl.where(slot >= 0, num_all, 0)
-    begin = slot * num_kv_heads - num_heads  # of the keys; the head follows
-    is_key = inside & (head >= num_heads) & (head < last_key)
-    put_halves(keys, begin + head, at, new_low, new_high, is_key, HEAD_DIM)
-    is_value = inside & (head >= num_rotated) & (head < last_value)
-    put_halves(values, begin - num_kv_heads + head, at, low, high, is_value, HEAD_DIM)
+    is_key = (head >= num_heads) & (head < last_key)
+    is_value = (head >= num_rotated) & (head < last_value)
+    key = slot * num_kv_heads + head - num_heads
+    value = key - num_kv_heads
+    if LARGEST is not None:
+        low, high = rounded(low, element).to(tl.float32), rounded(high, element).to(tl.float32)
+        largest = tl.max(tl.maximum(size_of(low), size_of(high)), 1, keep_dims=True)
+        scale = tl.div_rn(largest, LARGEST)
+        tl.store(key_scales + key, scale, is_key)
+        tl.store(value_scales + value, scale, is_value)
+        low, high = cells_of(low, scale, LARGEST, ROUNDS), cells_of(high, scale, LARGEST, ROUNDS)
+    put_halves(keys, key, at, low, high, inside & is_key, HEAD_DIM)
+    put_halves(values, value, at, low, high, inside & is_value, HEAD_DIM)
