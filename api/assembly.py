@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from novainfer.fsm.messages.errors import InvalidParameter, ModelLoadError
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.speculation import Speculation
 from novainfer.fsm.schedule.speculative_config import PARAM, SpeculativeConfig
+
+logger = logging.getLogger(__name__)
 
 
 def make_runtime(
@@ -101,6 +104,8 @@ def _link(config: EngineConfig, device: Device | DeviceSpec, on_progress: Progre
 
 def model_spec(config: EngineConfig) -> ModelSpec:
     """What makes the device that runs the configured model, and the one that drafts for it."""
+    if (ignored := config.ignored) is not None:
+        logger.warning("%s", ignored)
     speculative = _speculative(config)
     settings = ModelSettings(
         location=ModelLocation(config.model),
@@ -117,6 +122,7 @@ def model_spec(config: EngineConfig) -> ModelSpec:
         native=config.native,
         batch_invariant=config.batch_invariant,
         swap_space_gib=config.swap_space_gib,
+        gpu_memory_utilization=config.gpu_memory_utilization,
         generation_config=config.generation_config,
         measures_step_costs=speculative is not None,
         quantization=config.quantization,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -106,12 +106,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "fixed"], says(MEMORY, "auto: by the free memory; fixed: by the number of blocks.")
     ] = "auto"
     kv_cache_memory_utilization: Annotated[
-        float, says(MEMORY, "Largest share of the free memory that the KV cache may take.")
+        float,
+        says(MEMORY, "On a CPU: largest share of the memory, free beside the weights, that the KV cache may take."),
     ] = 0.6
     gpu_memory_utilization: Annotated[
-        float | None,
-        says(MEMORY, "vLLM's name for `kv_cache_memory_utilization`, under which it is read back.", flag=""),
-    ] = None
+        float,
+        says(
+            MEMORY,
+            "On CUDA: the share of the device's memory that may be in use, by weights, steps, graphs, others and the "
+            "KV cache, which gets what is left.",
+        ),
+    ] = 0.9
     num_kv_blocks: Annotated[int | None, says(MEMORY, "Blocks of the KV cache; only with the capacity mode fixed.")] = (
         None
     )
@@ -208,8 +213,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise InvalidParameter(f"{name} must be a finite number, not {value}", param=name)
-        if self.gpu_memory_utilization is not None:
-            self._take_vllms_name(self.gpu_memory_utilization)
         for name in ("model", "tokenizer"):
             value = getattr(self, name)
             if not (is_path(value) and value != "") and not (name == "tokenizer" and value is None):
@@ -245,10 +248,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.warm_spare and self.worker != "process":
             raise InvalidParameter('warm_spare needs worker "process"', param="warm_spare")
-        if not 0 < self.kv_cache_memory_utilization <= 1:
-            value = self.kv_cache_memory_utilization
+        for name in ("kv_cache_memory_utilization", "gpu_memory_utilization"):
+            if not 0 < (value := getattr(self, name)) <= 1:
+                raise InvalidParameter(f"{name} must be more than 0 and at most 1, not {value}", param=name)
+        if self.device == "cuda" and self.kv_cache_memory_utilization != _default("kv_cache_memory_utilization"):
             raise InvalidParameter(
-                f"kv_cache_memory_utilization must be more than 0 and at most 1, not {value}",
+                "kv_cache_memory_utilization is a share of a CPU's free memory; on cuda gpu_memory_utilization says "
+                "what share of the device's memory may be in use",
                 param="kv_cache_memory_utilization",
             )
         if self.kv_cache_capacity_mode == "fixed" and self.num_kv_blocks is None:
@@ -269,16 +275,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return self.async_scheduling
         return self.speculative_config is None and (self.worker == "process" or self.device == "cuda")
 
-    def _take_vllms_name(self, share: float) -> None:
-        """`gpu_memory_utilization` was given: it is read back under its own name."""
-        default = type(self).__struct_defaults__[type(self).__struct_fields__.index("kv_cache_memory_utilization")]
-        if self.kv_cache_memory_utilization not in (default, share):
-            raise InvalidParameter(
-                "gpu_memory_utilization is another name for kv_cache_memory_utilization: give one of them",
-                param="gpu_memory_utilization",
-            )
-        msgspec.structs.force_setattr(self, "kv_cache_memory_utilization", share)
-        msgspec.structs.force_setattr(self, "gpu_memory_utilization", None)
+    @property
+    def ignored(self) -> str | None:
+        """A sentence about a setting that was given and does nothing on this device; None where there is none."""
+        if self.device == "cuda" or self.gpu_memory_utilization == _default("gpu_memory_utilization"):
+            return None
+        return (
+            f"gpu_memory_utilization {self.gpu_memory_utilization:g} is ignored on a CPU, where "
+            f"kv_cache_memory_utilization says what share of the free memory the KV cache may take "
+            f"({self.kv_cache_memory_utilization:g})"
+        )
+
+
+def _default(name: str) -> Any:
+    return EngineConfig.__struct_defaults__[EngineConfig.__struct_fields__.index(name)]
 
 
 def is_path(value: object) -> bool:

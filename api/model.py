@@ -20,6 +20,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     `modes` are those that it can be computed in, best first: it comes up in the first, and goes on in another when
     memory stays short or kernels fail. `kernels` names, for each operation, the implementations of the first;
     `num_threads` is theirs on the CPU, 0 where it is not known. A step computes for at most `max_num_seqs` requests.
+    `memory` says what a GPU's is used for, in bytes: `total_bytes`, `model_bytes` (weights and buffers), the peak of
+    `activation_bytes`, `graph_bytes`, `other_bytes` (outside torch), `kv_cache_bytes`, `free_bytes`. On a CPU, and
+    where the number of KV blocks was fixed, it is empty.
     """
 
     name: str
@@ -37,6 +40,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     max_num_seqs: int = 256
     num_threads: int = 0
+    memory: dict[str, int] = {}
 
 
 def model_info(config: EngineConfig, ready: WorkerReady, *, created: int) -> ModelInfo:
@@ -57,6 +61,7 @@ def model_info(config: EngineConfig, ready: WorkerReady, *, created: int) -> Mod
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         num_threads=int(ready.facts.get("num_threads", 0)),
+        memory=dict(ready.facts.get("memory", {})),
     )
 
 

@@ -8,9 +8,11 @@ torch) on first use.
 from __future__ import annotations
 
 import gc
+import logging
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
@@ -24,6 +26,8 @@ from novainfer.fsm.messages.step import StepDone, StepPlan
 if TYPE_CHECKING:
     from novainfer.kernels.runtime.runner import Flight as KernelFlight
     from novainfer.kernels.runtime.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 
 class Flight(Protocol):
@@ -54,7 +58,10 @@ class Device(Protocol):
         """
 
     def warm(self) -> dict[str, Any] | None:
-        """Run the kernels once, so that the first request finds them ready; may give `step_costs`."""
+        """Run the kernels once, so that the first request finds them ready; may give `step_costs`.
+
+        And `num_blocks`, where there was no memory for that beside as many as `fit` has given.
+        """
 
     def run(self, plan: StepPlan) -> StepDone | Flight:
         """Compute one step, or have it computed: beside a `Flight` the next step may be begun, and nothing else.
@@ -100,6 +107,9 @@ def with_limit(message: str) -> str:
     return f"{message}; this is likely for want of memory: the address space is limited to {mib:,} MiB (ulimit -v)"
 
 
+FEWER_EIGHTHS = (7, 6, 4)  # of the blocks before: each time twice as much is given back
+
+
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `ModelDevice` needs to know; see `EngineConfig` for meanings and units."""
 
@@ -117,6 +127,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     native: str | None
     batch_invariant: bool
     swap_space_gib: float = 0.0
+    gpu_memory_utilization: float = 0.9
     generation_config: Literal["auto", "none"] = "auto"
     measures_step_costs: bool = False
     quantization: str | None = None
@@ -141,6 +152,7 @@ class ModelDevice:
         self._weights_fd = weights_fd
         self._runner: ModelRunner | None = None
         self._step_costs: list[tuple[int, float]] | None = None  # of what is loaded, where they were measured
+        self._may_fit_less = False  # the number of blocks is nobody's wish
 
     def load(self, precision: str | None = None) -> dict[str, Any]:
         """Import torch and the kernels, and read the weights."""
@@ -196,18 +208,55 @@ class ModelDevice:
     def fit(self, num_blocks: int | None = None, *, is_new: bool = False) -> dict[str, Any]:
         """Allocate the KV cache."""
         s = self._settings
+        self._may_fit_less = s.kv_cache_capacity_mode == "auto" and not is_new
         num_blocks = self._model.fit(
             again=num_blocks is not None and not is_new,
             mode="fixed" if num_blocks is not None else s.kv_cache_capacity_mode,
             num_blocks=num_blocks if num_blocks is not None else s.num_kv_blocks,
-            memory_utilization=s.kv_cache_memory_utilization,
+            memory_utilization=s.gpu_memory_utilization if s.device == "cuda" else s.kv_cache_memory_utilization,
             swap_space_bytes=int(s.swap_space_gib * 1024**3),
         )
-        return {"num_blocks": num_blocks, "num_host_blocks": self._model.num_host_blocks}
+        return self._fitted(num_blocks)
+
+    def _fitted(self, num_blocks: int) -> dict[str, Any]:
+        found = {"num_blocks": num_blocks, "num_host_blocks": self._model.num_host_blocks}
+        return found if self._model.memory is None else found | {"memory": asdict(self._model.memory)}
 
     def warm(self) -> dict[str, Any]:
-        """A small prefill and a decode step; and what steps cost by their tokens, if that was asked for."""
-        self._model.warm()
+        """A small prefill and a decode step; and what steps cost by their tokens, if that was asked for.
+
+        Where they, or CUDA graphs, find no memory beside a cache that was fitted to what is there, it is fitted again
+        with less, three times at most: then the answer gives the number of blocks, too.
+        """
+        found: dict[str, Any] = {}
+        for eighths in FEWER_EIGHTHS:
+            try:
+                self._model.warm()
+                break
+            except Exception as error:
+                found = self._fit_less(eighths, error)
+        else:
+            self._model.warm()
+        return found | self._measured()
+
+    def _fit_less(self, eighths: int, error: Exception) -> dict[str, Any]:
+        from novainfer.kernels.memory import is_out_of_memory
+
+        if not (self._may_fit_less and is_out_of_memory(error)):
+            raise error
+        before = self._model.num_blocks
+        error.__traceback__ = None  # it would keep what the step had allocated
+        self.reclaim()
+        num_blocks = self._model.fit(
+            again=True,
+            mode="fixed",
+            num_blocks=before * eighths // 8,
+            swap_space_bytes=int(self._settings.swap_space_gib * 1024**3),
+        )
+        logger.warning("%d KV blocks left no memory for a step (%s); %d are there now", before, error, num_blocks)
+        return self._fitted(num_blocks)
+
+    def _measured(self) -> dict[str, Any]:
         if self._settings.measures_step_costs and self._step_costs is None:  # they do not depend on the KV cache
             self._step_costs = self._model.measure_step_costs()
         return {"step_costs": self._step_costs} if self._step_costs is not None else {}

@@ -29,11 +29,12 @@ from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.ops.linear import sum_in_fp32
 from novainfer.kernels.ops.precision import quantization_of
 from novainfer.kernels.ops.registry import AttentionBackend, BlockMover, Registry, Sampler
-from novainfer.kernels.ops.selection import Selection, build_registry
+from novainfer.kernels.ops.selection import GRAPHS, Selection, build_registry
+from novainfer.kernels.runtime.capacity import GpuMemory, MemoryUse, graph_bytes, largest_steps
 from novainfer.kernels.runtime.copies import copy_blocks
 from novainfer.kernels.runtime.modes import Modes, selections_by_mode
 from novainfer.kernels.runtime.proposer import Proposer, load_proposer
-from novainfer.kernels.runtime.swap import HostPool
+from novainfer.kernels.runtime.swap import STAGING_BYTES, HostPool
 from novainfer.kernels.sampling.drawn import Draw, joined
 from novainfer.kernels.sampling.verify import Positions, accept, sampled_positions
 from novainfer.kernels.step import StepBuffers, StepTensors
@@ -119,6 +120,8 @@ class ModelRunner:
         self.num_blocks = 0
         self.num_host_blocks = 0
         self._host_pool: HostPool | None = None
+        self._gpu = GpuMemory(kernels.device) if kernels.device.type == "cuda" else None
+        self.memory: MemoryUse | None = None  # of a GPU, when its KV cache was fitted to it
         self._kv_parts: tuple[Tensor, ...] = ()  # of the KV cache, when it has been fitted
         self._mover: BlockMover | None = None  # of its blocks, where kernels move them
         self._decoder = decoder
@@ -261,9 +264,10 @@ class ModelRunner:
     ) -> int:
         """Allocate the KV cache, in the place of one that is there, and give its number of blocks.
 
-        "auto" takes what `max_num_seqs` sequences of `max_model_len` tokens can use, within
-        `memory_utilization` of the free memory; "fixed" takes `num_blocks`. Raises `LoadError` when one
-        sequence of `max_model_len` tokens would not fit: then the message says how many tokens would.
+        "auto" takes on the CPU what `max_num_seqs` sequences of `max_model_len` tokens can use, within
+        `memory_utilization` of the free memory; on CUDA all that is left of `memory_utilization` of the device's memory
+        (`kernels.runtime.capacity`; `memory` says what is used for what). "fixed" takes `num_blocks`. Raises
+        `LoadError` when one sequence of `max_model_len` tokens would not fit: the message says how many tokens would.
 
         `swap_space_bytes` of the host's memory hold blocks that are swapped out: `num_host_blocks` says how many. What
         they hold stays, if as many were there before. `again`: a cache of this size was in use a moment ago, and free
@@ -272,7 +276,6 @@ class ModelRunner:
         What is asked for and can never be is refused before the old cache is touched; it goes before the new one is
         made, since there may be no room for both, and is gone when that turns out to be too large.
         """
-        info = self.info
         if mode == "fixed":
             if num_blocks is None:
                 raise LoadError('the KV cache capacity mode "fixed" needs a number of blocks')
@@ -284,31 +287,91 @@ class ModelRunner:
             self._let_cache_go()
             if not is_lazy:
                 self._check_room(wanted)
+        elif self._gpu is not None:
+            self._let_cache_go()
+            self.memory = self._profile(self._gpu)
+            wanted = self._blocks_left(self.memory, memory_utilization, STAGING_BYTES if swap_space_bytes else 0)
         else:
             self._let_cache_go()
             budget = int(free_bytes(self._kernels.device) * memory_utilization)
             limit = max(budget - self._cache_bytes(0), 0) // self._bytes_per_block
             self._must_hold_a_sequence(limit, f"{budget / GIB:.2f} GiB ({memory_utilization:g} of the free memory)")
             wanted = min(limit, self._max_num_seqs * self._max_blocks)
-        shape = self._decoder.attention_shape(info.block_size)
+        cache = self._put_cache(wanted)
+        on_device = self._cache_bytes(wanted) if self._kernels.device.type == "cpu" else 0
+        self._fit_host_pool(cache, swap_space_bytes, free_bytes(torch.device("cpu")) - on_device)
+        if self._gpu is not None and self.memory is not None:
+            self.memory = self.memory.with_cache(self._cache_bytes(wanted), self._gpu.snapshot().free_bytes)
+        return wanted
+
+    def _put_cache(self, num_blocks: int) -> AttentionBackend:
+        """Allocate a cache of so many blocks and compute on it from now on."""
+        shape = self._decoder.attention_shape(self.info.block_size)
         kernel = self._kernels.attention(shape)
         try:
-            cache = kernel.allocate(shape, wanted, self._kernels.dtype, self._kernels.device)
+            cache: AttentionBackend = kernel.allocate(shape, num_blocks, self._kernels.dtype, self._kernels.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            size = wanted * info.kv_bytes_per_block
-            raise LoadError(f"{wanted} KV blocks ({size / GIB:.2f} GiB) cannot be allocated: {error}") from None
+            size = num_blocks * self.info.kv_bytes_per_block
+            raise LoadError(f"{num_blocks} KV blocks ({size / GIB:.2f} GiB) cannot be allocated: {error}") from None
         self._modes.attach(cache)
         self._kv_parts = cache.parts
         self._mover = self._kernels.block_mover(cache.parts)
         if self._proposer is not None:
-            self._proposer.fit(wanted, info.max_model_len)
-        self.num_blocks = wanted
-        self._buffers.begin(wanted)
-        on_device = self._cache_bytes(wanted) if self._kernels.device.type == "cpu" else 0
-        self._fit_host_pool(cache, swap_space_bytes, free_bytes(torch.device("cpu")) - on_device)
-        return wanted
+            self._proposer.fit(num_blocks, self.info.max_model_len)
+        self.num_blocks = num_blocks
+        self._buffers.begin(num_blocks)
+        return cache
+
+    def _profile(self, gpu: GpuMemory) -> MemoryUse:
+        """Run the largest steps over a small cache, which goes again, and say what they took; there is no cache yet."""
+        limits = {"max_num_seqs": self._max_num_seqs, "max_num_batched_tokens": self._buffers.max_num_batched_tokens}
+        plans = largest_steps(**limits, max_model_len=self.info.max_model_len, block_size=self.info.block_size)
+        peaks, loaded = [], gpu.snapshot().allocated_bytes
+        try:
+            self._put_cache(1 + max(max(plan.table_blocks) for plan in plans))
+            before = gpu.snapshot()
+            for plan in plans:
+                gpu.begin_peak()
+                self.execute(plan)
+                peaks.append(gpu.snapshot().peak_bytes - before.allocated_bytes)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise LoadError(
+                f"the largest step (max_num_batched_tokens {limits['max_num_batched_tokens']}, max_num_seqs "
+                f"{limits['max_num_seqs']}) finds no memory beside the weights: make it smaller, or run a smaller model"
+            ) from None
+        finally:
+            self._let_cache_go()
+        found = gpu.snapshot()
+        has_graphs = self._kernels.names.get("forward", "").startswith(GRAPHS)
+        return MemoryUse(
+            total_bytes=found.total_bytes,
+            model_bytes=loaded + max(self._sampler.scratch_bytes, found.allocated_bytes - loaded),
+            activation_bytes=max(peaks),
+            graph_bytes=graph_bytes(self._max_num_seqs, peaks[1]) if has_graphs else 0,
+            other_bytes=max(found.total_bytes - found.free_bytes - found.reserved_bytes, 0),
+        )
+
+    def _blocks_left(self, use: MemoryUse, utilization: float, staging_bytes: int) -> int:
+        """How many blocks fit into what is left; raises `LoadError` where one sequence would not fit."""
+        besides = self._cache_bytes(0) + staging_bytes
+        left = use.left(utilization) - besides
+        num_blocks = max(left, 0) // self._bytes_per_block
+        if num_blocks < self._max_blocks:
+            share = use.utilization_for(self._max_blocks * self._bytes_per_block + besides)
+            enough = (
+                "no share of it is enough" if share is None else f"gpu_memory_utilization must be at least {share:g}"
+            )
+            self._must_hold_a_sequence(
+                num_blocks,
+                f"{max(left, 0) / GIB:.2f} GiB (gpu_memory_utilization {utilization:g} of {use.total_bytes / GIB:.2f} "
+                f"GiB, beside {use})",
+                f"; for that length {enough}",
+            )
+        return num_blocks
 
     @property
     def _bytes_per_block(self) -> int:
@@ -320,13 +383,13 @@ class ModelRunner:
         scratch_bytes = self._proposer.scratch_bytes if self._proposer is not None else 0
         return num_blocks * self._bytes_per_block + scratch_bytes
 
-    def _must_hold_a_sequence(self, num_blocks: int, where: str) -> None:
+    def _must_hold_a_sequence(self, num_blocks: int, where: str, more: str = "") -> None:
         info = self.info
         if num_blocks < self._max_blocks:
             raise LoadError(
                 f"one sequence of max_model_len {info.max_model_len} needs {self._max_blocks} KV blocks of "
                 f"{info.block_size} tokens, but {where} hold {num_blocks}: max_model_len must be at most "
-                f"{num_blocks * info.block_size}"
+                f"{num_blocks * info.block_size}{more}"
             )
 
     def _check_room(self, num_blocks: int, freed: int = 0) -> None:

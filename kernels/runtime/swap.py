@@ -16,7 +16,7 @@ from novainfer.kernels.memory import lazy_zeros
 from novainfer.kernels.ops.registry import BlockMover
 from novainfer.kernels.step import must_lie_in
 
-__all__ = ["HostPool"]
+__all__ = ["STAGING_BYTES", "HostPool"]
 
 STAGING_BYTES = 32 * 1024**2  # on the device: more than half a millisecond of its link, so launches do not count
 

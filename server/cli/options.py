@@ -35,7 +35,6 @@ MORE: dict[str, dict[str, Any]] = {
     "worker": {"shown": "process for serve, else thread"},
 }
 TAKE_OBJECTS = {setting.name for setting in settings_of(EngineConfig) if setting.takes_object}
-ALIASES = {"kv_cache_memory_utilization": ("--gpu-memory-utilization",)}
 
 
 def _load_config(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
@@ -87,7 +86,7 @@ def _engine_options() -> list[Callable[[Command], Command]]:
     own = [setting for setting in settings_of(EngineConfig) if setting.flag]
     return [
         click.argument("model_argument", metavar="[MODEL]", required=False),
-        *(flag_of_setting(one, *ALIASES.get(one.name, ()), **MORE.get(one.name, {})) for one in own),
+        *(flag_of_setting(one, **MORE.get(one.name, {})) for one in own),
         *_model_options(),
         *_general_options(),
     ]

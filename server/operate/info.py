@@ -41,7 +41,8 @@ class ModelList(msgspec.Struct, kw_only=True):
 class Health(msgspec.Struct, kw_only=True):
     """The answer of the health probes when all is well; `state` is what the engine does.
 
-    `rung` is that of the ladder, and `mode` the kernels and the precision that steps are computed with there.
+    `rung` is that of the ladder, and `mode` the kernels and the precision that steps are computed with there. `memory`
+    is that of `ModelInfo`, where it is not empty.
     """
 
     status: str = "ok"
@@ -49,6 +50,7 @@ class Health(msgspec.Struct, kw_only=True):
     state: str
     rung: str
     mode: Mode
+    memory: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Alive(msgspec.Struct, kw_only=True):
@@ -101,7 +103,9 @@ async def health(service: Service, request: Request) -> Response:
     if not found.is_ready:
         raise NotMoving(f"The engine stands still: {found.reason}")
     stats = engine.statistics()
-    return json_response(Health(model=engine.model_info.name, state=found.state, rung=stats.rung, mode=stats.mode))
+    info = engine.model_info
+    memory = info.memory or msgspec.UNSET
+    return json_response(Health(model=info.name, state=found.state, rung=stats.rung, mode=stats.mode, memory=memory))
 
 
 async def live(service: Service, request: Request) -> Response:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from novainfer import Engine, EngineClosed, EngineConfig, InvalidParameter, NovaInferError, SamplingParams, WrongLoop
+from novainfer import Engine, EngineClosed, EngineConfig, InvalidParameter, SamplingParams, WrongLoop
 from novainfer.testing import ByteTokenizer, FakeDevice
 
 
@@ -164,12 +164,23 @@ def test_a_program_that_forgets_to_close_ends() -> None:
 # ---- names of vLLM ---------------------------------------------------------------------------------------------------
 
 
+def test_each_device_has_its_own_share_of_memory() -> None:
+    with pytest.raises(InvalidParameter, match="on cuda gpu_memory_utilization says what share"):
+        EngineConfig(device="cuda", kv_cache_memory_utilization=0.5)
+    assert EngineConfig(device="cuda", gpu_memory_utilization=0.5).ignored is None
+    assert EngineConfig().ignored is None
+    ignored = EngineConfig(gpu_memory_utilization=0.5, kv_cache_memory_utilization=0.3).ignored
+    assert ignored is not None
+    assert ignored.startswith("gpu_memory_utilization 0.5 is ignored on a CPU")
+    assert "kv_cache_memory_utilization says" in ignored
+    assert "(0.3)" in ignored
+
+
 def test_settings_may_have_vllms_names() -> None:
     assert EngineConfig(dtype="half") == EngineConfig(dtype="float16")
     assert EngineConfig(dtype="bf16").dtype == "bfloat16"
-    assert EngineConfig(gpu_memory_utilization=0.5) == EngineConfig(kv_cache_memory_utilization=0.5)
-    for wrong in ({"gpu_memory_utilization": 1.5}, {"gpu_memory_utilization": 0.5, "kv_cache_memory_utilization": 0.4}):
-        with pytest.raises(NovaInferError, match="memory_utilization"):
-            EngineConfig(**wrong)
+    assert EngineConfig(gpu_memory_utilization=0.5).gpu_memory_utilization == 0.5
+    with pytest.raises(InvalidParameter, match="gpu_memory_utilization must be more than 0 and at most 1, not"):
+        EngineConfig(gpu_memory_utilization=1.5)
     with pytest.raises(InvalidParameter, match="dtype must be one of auto, float32, bfloat16, float16, half"):
         EngineConfig(dtype="int3")

@@ -272,6 +272,53 @@ def test_without_a_precision_a_device_loads_as_its_settings_say(folder: Path) ->
     device.close()
 
 
+def test_a_first_step_without_memory_has_the_cache_fitted_again_with_less(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = ModelDevice(model(str(folder), native="1").settings)
+    device.load()
+    full = device.fit()["num_blocks"]
+    fitted, warm, failures = [full], ModelRunner.warm, [torch.OutOfMemoryError("out of memory")] * 2
+
+    def warmed(runner: ModelRunner) -> None:
+        if failures:
+            raise failures.pop()
+        warm(runner)
+        fitted.append(runner.num_blocks)
+
+    monkeypatch.setattr(ModelRunner, "warm", warmed)
+    assert device.warm() == {"num_blocks": full * 7 // 8 * 6 // 8, "num_host_blocks": 0}
+    assert fitted == [full, full * 7 // 8 * 6 // 8]
+    device.fit()
+    failures[:] = [torch.OutOfMemoryError("out of memory")] * 4
+    with pytest.raises(torch.OutOfMemoryError):
+        device.warm()
+    assert len(failures) == 0, "three times less, and then it is the caller's"
+    failures[:] = [RuntimeError("another thing")]
+    device.fit()
+    with pytest.raises(RuntimeError, match="another thing"):
+        device.warm()
+    assert device._model.num_blocks == full
+
+
+def test_a_number_of_blocks_that_was_asked_for_is_not_made_less(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = ModelDevice(model(str(folder), native="1").settings)
+    device.load()
+    monkeypatch.setattr(ModelRunner, "warm", _without_memory)
+    device.fit(40, is_new=True)
+    with pytest.raises(MemoryError):
+        device.warm()
+    assert device._model.num_blocks == 40
+    device.fit(40)  # as it was a moment ago
+    with pytest.raises((MemoryError, LoadError)):
+        device.warm()
+    assert device._model.num_blocks < 40
+
+
+def _without_memory(runner: ModelRunner) -> None:
+    raise MemoryError("there is none")
+
+
 def _answer(device: ModelDevice, precision: str) -> list[list[int]]:
     assert device.load(precision)["modes"][0]["precision"] == precision
     assert device.fit(40) == {"num_blocks": 40, "num_host_blocks": 0}

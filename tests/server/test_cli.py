@@ -116,7 +116,7 @@ def test_every_flag_arrives(served: Any, tmp_path: Path) -> None:
         block_size=8,
         enable_prefix_caching=False,
         kv_cache_capacity_mode="fixed",
-        kv_cache_memory_utilization=0.3,
+        gpu_memory_utilization=0.3,
         num_kv_blocks=77,
         max_num_queued_reqs=5,
         max_num_queued_tokens=600,
@@ -170,9 +170,10 @@ def test_a_file_gives_defaults_and_flags_win(served: Any, tmp_path: Path) -> Non
     )
     config, settings = served("--config", str(file), "--block-size", "32")
     assert (config.model, config.max_num_seqs, config.block_size) == ("org/from-file", 3, 32)
-    assert (config.enable_prefix_caching, config.kv_cache_memory_utilization) == (False, 0.25)
+    assert (config.enable_prefix_caching, config.gpu_memory_utilization) == (False, 0.25)
     assert (settings.api_keys, settings.access_log, settings.port) == (("x", "y"), True, 1)
     assert served("org/typed", "--config", str(file))[0].model == "org/typed"
+    assert served("--kv-cache-memory-utilization", "0.3")[0].kv_cache_memory_utilization == 0.3
 
 
 def test_with_keys_one_client_may_have_half_of_what_may_run_and_wait(served: Any) -> None:
@@ -213,6 +214,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["--num-threads", "100000"], "--num-threads must be at most 1024, not 100000"),
     (["--max-num-seqs", "512", "--max-num-batched-tokens", "100"], "--max-num-batched-tokens"),
     (["--kv-cache-memory-utilization", "1.5"], "--kv-cache-memory-utilization"),
+    (["--kv-cache-memory-utilization", "0.5", "--device", "cuda"], "on cuda --gpu-memory-utilization"),
+    (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization"),
     (["--kv-cache-capacity-mode", "fixed"], "--num-kv-blocks"),
     (["--kv-cache-capacity-mode", "huge"], "--kv-cache-capacity-mode"),
     (["--dtype", "int3"], "--dtype"),
@@ -394,7 +397,7 @@ def test_the_schema_of_a_file_of_flags_has_every_setting_and_nothing_that_is_no_
     assert set(schema["properties"]) <= flags
     own = {setting.flag.removeprefix("--") for setting in settings_of(EngineConfig) if setting.flag}
     assert set(schema["properties"]) == own
-    assert len(own) == len(EngineConfig.__struct_fields__) - 1  # vLLM's second name for a setting is no flag of its own
+    assert len(own) == len(EngineConfig.__struct_fields__)
     assert schema["properties"]["step-timeout"] == {
         "description": "Seconds after which a step counts as hung, and its worker as lost.",
         "type": "number",
