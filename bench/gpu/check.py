@@ -36,6 +36,7 @@ __all__ = ["SECTIONS", "GpuCheck"]
 
 SERVED_LIKE = "qwen2.5-0.5b"
 READY_S_MAX = 15.0
+VOCAB_SIZE = 151_936  # Qwen2.5's
 TESTS = ("tests/kernels/cuda",)
 TESTS_TIMEOUT_S = 420.0
 
@@ -174,6 +175,24 @@ class GpuCheck:
             if backend.refuses(shape, torch.bfloat16, self._device) is None:
                 yield backend
 
+    def _sampling(self) -> dict[str, Any]:
+        # Here and not at the top: it imports Triton, and interpreted or not it computes here, or says why not.
+        from novainfer.bench.gpu.sampling import BATCHES, WAYS, measure_sampling, refuses
+
+        if self.rehearse and (reason := refuses(self._device)) is not None:
+            return {"found": [], "text": reason}
+        batches, vocab_size = ((2,), 640) if self.rehearse else (BATCHES, VOCAB_SIZE)
+        found = []
+        with torch.inference_mode():
+            for way in WAYS:
+                for batch in batches:
+                    record = measure_sampling(way, batch, vocab_size, self._clock)
+                    record["share_of_read"] = record["gb_per_s"] * 1e9 / self.roof.read_bytes_per_s
+                    found.append(record)
+        header = ("way", "batch", "us", "GB/s of logits", "of read", "host us")
+        rows = [(r["way"], r["batch"], r["us"], r["gb_per_s"], r["share_of_read"], r["host_us"]) for r in found]
+        return {"found": found, "text": table(f"Drawing from {vocab_size} bf16 logits a row", header, rows)}
+
     def _steps(self) -> dict[str, Any]:
         wanted = [Steps("tiny", 2, 16, 1.0)] if self.rehearse else STEPS
         num_steps = 4 if self.rehearse else 100
@@ -292,6 +311,7 @@ SECTIONS: dict[str, Callable[[GpuCheck], dict[str, Any]]] = {
     "answers": GpuCheck._answers,
     "roof": GpuCheck._roofs,
     "attention": GpuCheck._attention,
+    "sampling": GpuCheck._sampling,
     "steps": GpuCheck._steps,
     "serving": GpuCheck._serving,
 }

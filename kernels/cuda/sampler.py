@@ -31,7 +31,7 @@ from novainfer.kernels.sampling.sampler import TEMPERATURE_GREEDY_MAX
 from novainfer.kernels.sampling.verify import Positions, Sampled
 from novainfer.kernels.step import must_lie_in
 
-__all__ = ["TritonSampler", "variants"]
+__all__ = ["TritonSampler", "num_words", "variants"]
 
 Words = npt.NDArray[np.int64]
 
@@ -205,30 +205,35 @@ class TritonSampler:
         slots, positions = np.array(at.slots), np.array(at.positions)
         if (self._plain_from[slots] <= positions).all():
             tokens = torch.empty(num_rows, dtype=torch.int64, device=self.device)
-            self._layout.most_likely(logits, tokens)
+            self.draw_greedy(logits, tokens)
             return TritonDraw(tokens, self._on_host(tokens), 0, ())
+        records, flags, width = self.lay_out(at)
+        counts: list[int] = records[:, LOGPROBS].tolist() if width >= 0 else []
+        found = torch.empty(num_words(num_rows, width), dtype=torch.int64, device=self.device)
+        on_device = self._staged(records).to(self.device, non_blocking=True)
+        self.draw_rows(logits, on_device, found, flags, width, has_drafts=bool(at.drafts))
+        return TritonDraw(found[:num_rows], self._on_host(found), width, counts)
+
+    def lay_out(self, at: Positions) -> tuple[Words, int, int]:
+        """For `draw_rows`: records [n, RECORD], what any of them has, and how many most likely tokens one asks for."""
+        slots, positions = np.array(at.slots), np.array(at.positions)
         records: Words = self._records[slots]
         records[:, POSITION] = positions
         records[:, DRAFT] = at.drafts or NO_TOKEN
         records[positions < self._stops_until[slots], FLAGS] |= CHANGED | LISTED | STOPS
-        flags = int(np.bitwise_or.reduce(records[:, FLAGS]))
-        counts: list[int] = records[:, LOGPROBS].tolist()
-        width = max(counts)
-        num_words = _reports_at(num_rows) + (num_rows * (1 + 2 * width) if width >= 0 else 0)
-        found = torch.empty(num_words, dtype=torch.int64, device=self.device)
-        staged = self._staged(records)
-        self.draw_rows(
-            logits, staged.to(self.device, non_blocking=True), found, flags, width, has_drafts=bool(at.drafts)
-        )
-        return TritonDraw(found[:num_rows], self._on_host(found), width, counts if width >= 0 else ())
+        return records, int(np.bitwise_or.reduce(records[:, FLAGS])), int(records[:, LOGPROBS].max())
+
+    def draw_greedy(self, logits: Tensor, tokens: Tensor) -> None:
+        """The launches of a batch that is greedy, and whose logits nothing changes; tokens int64 [n]."""
+        self._layout.most_likely(logits, tokens)
 
     def _compile(self, dtype: torch.dtype) -> None:
         """Launch all there is over a row that is none, so that no request waits for a compiler."""
         self._compiled.add(dtype)
         logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self.device)
         records = torch.zeros(1, RECORD, dtype=torch.int64, device=self.device)
-        found = torch.empty(_reports_at(1) + 3, dtype=torch.int64, device=self.device)
-        self._layout.most_likely(logits, found)
+        found = torch.empty(num_words(1, 1), dtype=torch.int64, device=self.device)
+        self.draw_greedy(logits, found)
         self.draw_rows(logits, records, found, CHANGED | LISTED | PENALISED, 1, has_drafts=True)
 
     def draw_rows(
@@ -236,8 +241,8 @@ class TritonSampler:
     ) -> None:
         """The launches alone, all of whose shapes depend on the arguments' shapes: they can be captured in a graph.
 
-        records int64 [n, RECORD] on the device; `flags`: what any of them has. found int64: tokens [n], and from
-        `_reports_at(n)` on what `report` says of most likely tokens, at most `width`; -1: nothing is asked.
+        records int64 [n, RECORD] on the device; `flags` and `width` as `lay_out` gives them. found int64
+        [num_words(n, width)]: tokens [n], and behind them what `report` says.
         """
         num_rows, layout = len(records), self._layout
         edited = None
@@ -265,6 +270,11 @@ class TritonSampler:
 def _reports_at(num_rows: int) -> int:
     """Where reports begin behind the tokens: 16 bytes are what Triton loads at once."""
     return num_rows + num_rows % 2
+
+
+def num_words(num_rows: int, width: int) -> int:
+    """What `draw_rows` finds: tokens, and where `width` is not -1, reports of so many most likely tokens."""
+    return _reports_at(num_rows) + (num_rows * (1 + 2 * width) if width >= 0 else 0)
 
 
 class _Layout:

@@ -14,6 +14,7 @@ from novainfer.bench.cli import bench
 from novainfer.bench.gpu.attention import DECODES, PREFILLS, Case
 from novainfer.bench.gpu.check import SECTIONS, GpuCheck
 from novainfer.bench.gpu.clock import Clock
+from novainfer.bench.gpu.sampling import WAYS
 from novainfer.bench.gpu.serving import requests
 from novainfer.bench.gpu.steps import Steps, idle_share, plans
 from novainfer.fsm.messages.step import SAMPLED
@@ -101,5 +102,6 @@ def test_a_rehearsal_goes_through_every_section(tmp_path: Path) -> None:
     sections = json.loads(check.file.read_text())["sections"]
     assert sections["answers"]["cases"]["as it is served"] == {"ok": True, "answers": 72, "different": 0}
     assert {record["backend"] for record in sections["attention"]["found"]["decode"]} >= {"torch"}
+    assert {record["way"]: record["us"] > 0 for record in sections["sampling"]["found"]} == dict.fromkeys(WAYS, True)
     assert sections["steps"]["found"][0]["ms"] > 0
     assert sections["serving"]["tokens_per_s"]["novainfer"] > 0
