@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from novainfer.kernels.cuda.jit.numbers import dot, rounded
+from novainfer.kernels.cuda.jit.numbers import rounded, row_dot
 
 
 @triton.jit
@@ -15,7 +15,7 @@ def multiplied(x, weight, sums):
         # Hopper adds fp8 in fewer bits than fp32 has: so often the sums move into registers that have all.
         sums = tl.dot(x, weight, sums, max_num_imprecise_acc=128)
     else:
-        sums = dot(x, weight, sums)
+        sums = row_dot(x, weight, sums)
     return sums
 
 

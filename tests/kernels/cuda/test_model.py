@@ -31,6 +31,7 @@ QWEN3 = Shape(
         ("layer_types", ["sliding_attention", "full_attention"]),
     ),
 )
+ATTENTION = {False: "triton", True: "triton-invariant"}
 PROMPTS = ([(7 * i + 3) % 127 for i in range(11)], [5, 6, 7])
 
 
@@ -63,22 +64,34 @@ def tokens_of(runner: ModelRunner) -> list[list[int]]:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_model_gives_the_tokens_of_the_reference(batch_invariant: bool, folder: Path) -> None:
-    if batch_invariant and not _has_row_invariant_attention():
-        pytest.skip("no row-invariant attention on CUDA")
     runner = runner_of(folder, dtype="float32", batch_invariant=batch_invariant)
     kernels = runner.info.kernels
-    assert kernels["ops"] == "triton"
+    assert (kernels["ops"], kernels["attention"]) == ("triton", ATTENTION[batch_invariant])
     assert kernels["forward"] == ("triton" if batch_invariant or "qwen3" in folder.name else "triton-bias")
     assert kernels["linear"] == ("triton" if batch_invariant else "torch")
     assert runner.info.row_invariant is batch_invariant
     assert tokens_of(runner) == tokens_of(make_runner(folder, "reference", dtype="float32", block_size=4))
 
 
-def _has_row_invariant_attention() -> bool:
-    registry = build_registry(torch.device("cuda"))
-    return any(kernel.row_invariant for kernel in registry.implementations("attention"))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_batch_invariant_model_gives_a_row_the_same_bits_in_every_step(dtype: str, folder: Path) -> None:
+    """The last row of a prompt: of a prefill, of a chunk beside another sequence, and decoded alone."""
+    runner = runner_of(folder, dtype=dtype, batch_invariant=True)
+    assert runner.info.row_invariant
+    prompt = list(PROMPTS[0])
+    found = []
+    for lengths, others in (((11,), ()), ((7, 4), (1,)), ((4, 6, 1), ())):
+        driver = Driver(runner, capture=True)
+        sequence = driver.add(0, prompt)
+        beside = [driver.add(slot, list(PROMPTS[slot])) for slot in others]
+        for length in lengths:
+            driver.step((sequence, length), *beside)
+        found.append(driver.capturing.logits[-1 - len(beside)])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("folder", [QWEN2], indirect=True, ids=lambda shape: shape.name)
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_a_model_of_eight_bits_computes_on_the_tensor_cores_near_what_torch_widens(
     quantization: str, folder: Path
