@@ -381,9 +381,11 @@ class Roster(Machine):
                 self._kv_is_lazy = answer.value.get("kv_is_lazy", False)
             elif answer.job == "Fit":
                 self._num_blocks = answer.value["num_blocks"]
-            elif answer.job == "Warm" and self._is_new and self.state is S.SINGLE:
-                self._is_new = False
-                return self._stand_by()
+            elif answer.job == "Warm":  # it may have found room for less
+                self._num_blocks = (answer.value or {}).get("num_blocks", self._num_blocks)
+                if self._is_new and self.state is S.SINGLE:
+                    self._is_new = False
+                    return self._stand_by()
         return self.state
 
     def _close(self, event: Close) -> RosterState:

@@ -157,6 +157,19 @@ def come_up(worker: Worker, epoch: int = 0, num_blocks: int = 8, loaded: dict[st
     return effects
 
 
+def test_a_first_step_without_memory_has_the_worker_come_up_with_less_and_stay_so() -> None:
+    worker = Worker(RestartPolicy(max_restarts=3))
+    worker.handle(Begin())
+    for job, value in (("Spawn", None), ("Load", LOADED), ("Fit", {"num_blocks": 8})):
+        worker.handle(JobDone(job, value))
+    assert ready_of(worker.handle(JobDone("Warm", {"num_blocks": 7}))).num_blocks == 7
+    worker.handle(DeviceLost(0, "gone"))
+    worker.handle(Restart())
+    for job, value in (("Spawn", None), ("Load", LOADED)):
+        effects = worker.handle(JobDone(job, value, 1))
+    assert jobs(effects) == [Fit(1, 7)]
+
+
 @pytest.fixture(params=[0, 3], ids=["thread", "process"])
 def worker(request) -> Worker:
     worker = Worker(RestartPolicy(max_restarts=request.param))

@@ -19,6 +19,7 @@ class Reconfigurations:
         self._shape = shape
         self._asked: dict[int, Reconfigure] = {}  # that were not answered yet, in order
         self._num_asked = 0
+        self._less: dict[int, int] = {}  # blocks for which there was room, by epoch, where those were less
         self.num_done = 0
         self.num_blocks = shape.num_blocks
         self.precision = shape.modes[0].precision
@@ -48,6 +49,10 @@ class Reconfigurations:
         if ready is not None:
             self._check(ready)
 
+    def fitted_less(self, epoch: int, num_blocks: int) -> None:
+        """A device had no memory for a step beside its cache, and has a smaller one now."""
+        self._less[epoch] = num_blocks
+
     def is_back(self, ready: WorkerReady) -> None:
         """A worker that was lost is replaced, by one that is what that was."""
         if ready.error is not None:
@@ -66,6 +71,7 @@ class Reconfigurations:
 
     def _check(self, ready: WorkerReady) -> None:
         modes = modes_in(self.precision, self._shape.modes)
+        self.num_blocks = self._less.get(ready.epoch, self.num_blocks)
         if (ready.num_blocks, ready.modes) != (self.num_blocks, modes):
             raise Violation(f"{ready} is not what it should be: of {self.num_blocks} blocks, with {modes}")
 

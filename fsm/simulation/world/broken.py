@@ -42,6 +42,7 @@ class Broken:
         self._is_eager = rng.random() < 0.15  # from the start
         self._works_from = rng.choice([EAGER, SDPA, PLAIN])  # of the kernels, best first
         self._graphs_are_much = rng.random() < 0.5  # without them there is memory enough
+        self._warms_with_less = rng.random() < 0.5
 
     def shape(self, shape: Shape) -> Shape:
         """The shape of a world that has the time to go down and up again."""
@@ -52,6 +53,7 @@ class Broken:
                 modes = tuple(mode for mode in modes if mode.precision == INT8) or (LEAN,)
         if self._is_gpu:
             modes = on_gpu(modes, is_eager=self._is_eager)
+            shape = msgspec.structs.replace(shape, warms_with_less=self._warms_with_less)
         if not self.is_there:
             return msgspec.structs.replace(shape, modes=modes)
         return msgspec.structs.replace(shape, modes=modes, ladder_quiet_s=self._quiet_s)

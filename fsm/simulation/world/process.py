@@ -86,6 +86,8 @@ class Real(msgspec.Struct):
         if answer.job == "Fit":
             self.num_blocks = answer.value["num_blocks"]
             self.done = [name for name in self.done if name not in ("Fit", "Warm")]  # which were of the cache before
+        elif answer.job == "Warm":
+            self.num_blocks = answer.value.get("num_blocks", self.num_blocks)
         self.done.append(answer.job)
 
     @property

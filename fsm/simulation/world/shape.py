@@ -81,6 +81,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     drafts_on_device: bool = False
     step_costs: int = 0  # which of `drafts.COSTS`
     max_in_flight: int = 1  # steps
+    warms_with_less: bool = False  # a process that is not the first may find no memory for its first step
 
     @property
     def context_len(self) -> int:

@@ -51,6 +51,7 @@ from novainfer.fsm.messages.events import (
     StepFailed,
     Stop,
     Switch,
+    Warm,
     WorkerReady,
 )
 from novainfer.fsm.messages.outputs import Delta
@@ -446,14 +447,27 @@ class World:
                 self.device.load(answer.value["modes"][0])
             elif isinstance(job, Fit):
                 self.device.fit(answer.value["num_blocks"])
+            elif isinstance(job, Warm) and self._warms_with_less(job):
+                self.counts["a cache that is fitted again with less"] += 1
+                num_blocks = self.device.num_blocks - 1
+                self.device.fit(num_blocks)
+                self.reconfigurations.fitted_less(job.epoch, num_blocks)
+                answer = msgspec.structs.replace(answer, value={**answer.value, "num_blocks": num_blocks})
         self.answer(answer)
+
+    def _warms_with_less(self, job: Warm) -> bool:
+        """Whether its first step finds no memory; a number of blocks that was asked for is not made less."""
+        assert self.device is not None
+        is_asked_for = self.worker._wanted is not None
+        has_more = self.device.num_blocks > self.shape.num_blocks_least
+        return self.shape.warms_with_less and job.epoch % 2 == 1 and has_more and not is_asked_for
 
     def worker_is(self, answer: JobDone | JobFailed) -> None:
         """The worker is told what its device has done, perhaps before it was asked for it."""
         if isinstance(answer, JobDone) and answer.job == "Load":
             self.modes = answer.value["modes"]
-        elif isinstance(answer, JobDone) and answer.job == "Fit":
-            self.num_blocks = answer.value["num_blocks"]
+        elif isinstance(answer, JobDone) and answer.job in ("Fit", "Warm"):
+            self.num_blocks = answer.value.get("num_blocks", self.num_blocks)
 
     def does(self, job: Any) -> JobDone | JobFailed:
         """What a device says to `job`, which is no step: what it has found out, or that there is no room for it."""
@@ -467,7 +481,9 @@ class World:
             "modes": self.modes,
             "kv_is_lazy": shape.kv_is_lazy,
         }
-        if isinstance(job, Load):
+        if isinstance(job, Warm):
+            del found["num_blocks"]
+        elif isinstance(job, Load):
             found["modes"] = modes_in(job.precision, shape.modes)
         elif isinstance(job, Fit) and job.num_blocks is not None:
             found["num_blocks"] = job.num_blocks
