@@ -121,6 +121,7 @@ def model_spec(config: EngineConfig) -> ModelSpec:
         num_threads=config.num_threads,
         native=config.native,
         batch_invariant=config.batch_invariant,
+        enforce_eager=config.enforce_eager,
         swap_space_gib=config.swap_space_gib,
         gpu_memory_utilization=config.gpu_memory_utilization,
         generation_config=config.generation_config,

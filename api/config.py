@@ -138,6 +138,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "auto"
     batch_invariant: Annotated[bool, says(BATCHING, "Only kernels that compute a row alike in every batch.")] = False
+    enforce_eager: Annotated[bool, says(BATCHING, "No CUDA graphs: each kernel of a step is launched by itself.")] = (
+        False
+    )
     worker: Annotated[
         Literal["thread", "process"], says(WORKER, "Where the device lives; a process is restarted when it is lost.")
     ] = "thread"

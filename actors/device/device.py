@@ -128,6 +128,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool
     swap_space_gib: float = 0.0
     gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
     generation_config: Literal["auto", "none"] = "auto"
     measures_step_costs: bool = False
     quantization: str | None = None
@@ -184,6 +185,7 @@ class ModelDevice:
             num_threads=s.num_threads,
             native=s.native,
             batch_invariant=s.batch_invariant,
+            enforce_eager=s.enforce_eager,
             weights_fd=self._weights_fd,
             on_progress=self._on_progress,
         )

@@ -63,12 +63,12 @@ PREFILLS = [
 ]
 
 
-def measure_attention(backend: type[AttentionBackend], case: Case, clock: Clock) -> dict[str, Any]:
-    """Seconds of one layer, as a record for the report."""
+def measure_attention(backend: type[AttentionBackend], case: Case, clock: Clock, sets_max: int = 16) -> dict[str, Any]:
+    """Seconds of one layer, as a record for the report; over caches of up to `sets_max` layers in turn."""
     dtype = torch.bfloat16
     num_blocks = case.batch * -(-case.context // case.block_size)
     per_layer = max(1, case.batch * case.context * 2 * case.num_kv_heads * case.head_dim * 2)
-    num_layers = max(1, min(16, CACHE_SETS_BYTES // per_layer + 1))
+    num_layers = max(1, min(sets_max, CACHE_SETS_BYTES // per_layer + 1))
     more = {} if case.kv_dtype == "auto" else {"kv_dtype": case.kv_dtype}
     shape = AttentionShape(num_layers, case.num_heads, case.num_kv_heads, case.head_dim, case.block_size, **more)
     cache = backend.allocate(shape, num_blocks, dtype, clock.device)

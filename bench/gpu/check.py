@@ -24,6 +24,7 @@ import torch
 from novainfer.bench.gpu import attention as attention_bench
 from novainfer.bench.gpu.clock import Clock
 from novainfer.bench.gpu.correctness import CASES, compare_answers, run_tests
+from novainfer.bench.gpu.products import PRODUCTS, measure_product
 from novainfer.bench.gpu.roof import GpuRoof, measure_roof
 from novainfer.bench.gpu.serving import measure_serving
 from novainfer.bench.gpu.steps import STEPS, Steps, measure_steps
@@ -58,7 +59,7 @@ class GpuCheck:
         self._checkout = checkout
         self._say = say
         self._models = Path()  # of random checkpoints; of one run
-        self._clock = Clock(self._device, num_replays=3 if rehearse else 30)
+        self._clock = Clock(self._device, num_replays=1 if rehearse else 30)
         self._roof: GpuRoof | None = None
         self.report: dict[str, Any] = {
             "benchmark": "gpu-check",
@@ -93,6 +94,10 @@ class GpuCheck:
         self.report["targets"] = targets_json(self.targets())
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(json.dumps(self.report, indent=1) + "\n")
+
+    @property
+    def _sets(self) -> dict[str, int]:
+        return {"sets_max": 1} if self.rehearse else {}
 
     @property
     def roof(self) -> GpuRoof:
@@ -137,11 +142,11 @@ class GpuCheck:
         found: dict[str, list[dict[str, Any]]] = {}
         with torch.inference_mode():
             for kind, cases in (("decode", attention_bench.DECODES), ("prefill", attention_bench.PREFILLS)):
-                for case in cases:
+                for case in cases[:1] if self.rehearse else cases:
                     if self.rehearse:
-                        case = replace(case, batch=min(case.batch, 2), context=64, query=min(case.query, 32))
+                        case = replace(case, num_heads=4, num_kv_heads=2, context=32, query=min(case.query, 8))
                     for backend in self._backends(case):
-                        record = attention_bench.measure_attention(backend, case, self._clock)
+                        record = attention_bench.measure_attention(backend, case, self._clock, **self._sets)
                         record["backend"] = backend.name
                         record["share_of_read"] = record["gb_per_s"] * 1e9 / self.roof.read_bytes_per_s
                         record["share_of_products"] = record["tflop_per_s"] * 1e12 / self.roof.bfloat16_flop_per_s
@@ -170,10 +175,34 @@ class GpuCheck:
         more = {} if case.kv_dtype == "auto" else {"kv_dtype": case.kv_dtype}
         shape = AttentionShape(1, case.num_heads, case.num_kv_heads, case.head_dim, case.block_size, **more)
         for backend in registry.implementations("attention"):
-            if backend.name == "reference" or (backend.name != "torch" and self.rehearse and case.query > 1):
+            if backend.name == "reference":
                 continue
             if backend.refuses(shape, torch.bfloat16, self._device) is None:
                 yield backend
+
+    def _products(self) -> dict[str, Any]:
+        registry = build_registry(torch.device("cuda"))
+        found: list[dict[str, Any]] = []
+        with torch.inference_mode():
+            for product in PRODUCTS:
+                if self.rehearse:
+                    product = replace(product, out_features=64, in_features=128, rows=min(product.rows, 3))
+                for linear in registry.implementations("linear"):
+                    if linear.name.startswith("reference"):
+                        continue
+                    if linear.refuses(product.out_features, product.in_features, torch.bfloat16, self._device) is None:
+                        found.append(measure_product(linear, product, self._clock, **self._sets))
+                if self.rehearse:
+                    break
+        torchs = {(r["product"], r["rows"]): r["us"] for r in found if r["linear"] == "torch"}
+        for record in found:
+            record["times_torch"] = torchs[record["product"], record["rows"]] / record["us"]
+        header = ("product, linear", "rows", "us", "GB/s", "TFLOP/s", "times torch's speed")
+        rows = [
+            (f"{r['product']}, {r['linear']}", r["rows"], r["us"], r["gb_per_s"], r["tflop_per_s"], r["times_torch"])
+            for r in found
+        ]
+        return {"found": found, "text": table("Matrix products, activations in bf16", header, rows)}
 
     def _sampling(self) -> dict[str, Any]:
         # Here and not at the top: it imports Triton, and interpreted or not it computes here, or says why not.
@@ -311,6 +340,7 @@ SECTIONS: dict[str, Callable[[GpuCheck], dict[str, Any]]] = {
     "answers": GpuCheck._answers,
     "roof": GpuCheck._roofs,
     "attention": GpuCheck._attention,
+    "products": GpuCheck._products,
     "sampling": GpuCheck._sampling,
     "steps": GpuCheck._steps,
     "serving": GpuCheck._serving,

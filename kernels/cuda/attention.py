@@ -13,7 +13,7 @@ from torch import Tensor
 
 from novainfer.fsm.messages.mode import AUTO
 from novainfer.kernels.cuda.jit import attention as jit
-from novainfer.kernels.cuda.language import can_compute_on, element
+from novainfer.kernels.cuda.language import INTERPRETED, can_compute_on, element
 from novainfer.kernels.cuda.variant import Config, Variant
 from novainfer.kernels.ops import kv_cache
 from novainfer.kernels.ops.attention import TorchAttention
@@ -24,6 +24,7 @@ __all__ = ["TritonAttention", "TritonInvariantAttention", "variants"]
 
 HEAD_DIM_MAX = 128  # the accumulators of a larger one do not fit the registers
 GROUP_MAX = 64  # query heads of a key head: all of them are rows of one tile
+PROCESSORS_INTERPRETED = 4  # programs come one after the other: contexts are split, but not for a whole GPU
 PROCESSORS = {80: 108, 90: 132, 100: 148}  # streaming multiprocessors of an A100, an H100 or H200, a B200
 SHARED_BYTES_MAX = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # of a block; what is not 9.x or 10.x has 99 KiB
 # A sequence is split where programs would leave processors idle: this share of them is enough for the bandwidth.
@@ -156,7 +157,8 @@ def _invariant_merge_config(kind: _Kind) -> Config:
 
 
 def _num_splits(kind: _Kind, num_seqs: int) -> int:
-    programs, processors = num_seqs * kind.num_kv_heads, PROCESSORS[kind.generation]
+    programs = num_seqs * kind.num_kv_heads
+    processors = PROCESSORS_INTERPRETED if INTERPRETED else PROCESSORS[kind.generation]
     if programs > BUSY * processors:
         return 1
     return min(SPLITS_MAX, 2 * processors // programs)

@@ -17,6 +17,7 @@ def implementations() -> list[tuple[Operation, type[Any]]]:
     check_version()
     from novainfer.kernels.cuda.attention import TritonAttention, TritonInvariantAttention
     from novainfer.kernels.cuda.forward import TritonBiasForward, TritonForward
+    from novainfer.kernels.cuda.graphs import GraphBiasForward, GraphForward
     from novainfer.kernels.cuda.linear import TritonFp8Linear, TritonInt8Linear, TritonLinear
     from novainfer.kernels.cuda.row_ops import TritonRowOps
     from novainfer.kernels.cuda.sampler import TritonSampler
@@ -30,6 +31,8 @@ def implementations() -> list[tuple[Operation, type[Any]]]:
         ("linear", TritonInt8Linear),
         ("linear", TritonFp8Linear),
         ("ops", TritonRowOps),
+        ("forward", GraphBiasForward),
+        ("forward", GraphForward),
         ("forward", TritonBiasForward),
         ("forward", TritonForward),
         ("sampler", TritonSampler),

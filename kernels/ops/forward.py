@@ -9,9 +9,9 @@ made of the parts when they are there (`over`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ __all__ = [
     "DecoderKind",
     "DecoderParts",
     "Forward",
+    "GraphedForward",
     "Layer",
     "LayerKind",
     "OpByOpForward",
@@ -130,6 +131,20 @@ class Forward(Protocol):
         hidden_size] of the rows that are sampled from, or None when there are none: then nothing behind the last
         layer's keys and values is computed.
         """
+
+
+@runtime_checkable
+class GraphedForward(Forward, Protocol):
+    """A forward that replays decode steps which are padded to some sizes, when it has captured them."""
+
+    def capture(self, max_num_rows: int, blank: Callable[[int], StepTensors]) -> None:
+        """Capture steps of up to `max_num_rows` rows; `blank(bucket)` gives one of padding alone (`StepBuffers`).
+
+        Raises what the allocator raises; then nothing is captured. What was before is let go.
+        """
+
+    def bucket(self, num_rows: int) -> int:
+        """The rows that a step of `num_rows` rows is to be padded to; 0: it is not to be padded."""
 
 
 class OpByOpForward:

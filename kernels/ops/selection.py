@@ -29,11 +29,18 @@ logger = logging.getLogger(__name__)
 NATIVE_VARIABLE = "NOVAINFER_NATIVE"
 
 
-def build_registry(device: torch.device, *, native: str | None = None, batch_invariant: bool = False) -> Registry:
+def build_registry(
+    device: torch.device,
+    *,
+    native: str | None = None,
+    batch_invariant: bool = False,
+    enforce_eager: bool = False,
+) -> Registry:
     """All kernels for a device, fastest first.
 
     `native` (default: the environment's NOVAINFER_NATIVE, else "1") is "0" for torch alone, "1" for kernels of our
     own where they run (native ones on the CPU, Triton's on CUDA), "require" to raise `LoadError` where they do not.
+    `enforce_eager` leaves out those that replay CUDA graphs.
     """
     mode = native if native is not None else os.environ.get(NATIVE_VARIABLE, "1")
     if mode not in ("0", "1", "require"):
@@ -44,7 +51,8 @@ def build_registry(device: torch.device, *, native: str | None = None, batch_inv
     if ours is not None and mode != "0":
         own = _own_implementations(ours, required=mode == "require")
     for operation, implementation in own:
-        registry.register(operation, implementation)
+        if not (enforce_eager and implementation.name.startswith(GRAPHS)):
+            registry.register(operation, implementation)
     for name in ALL_PRECISIONS:
         for linear in precision_of(name).linears:
             registry.register("linear", linear)

@@ -26,6 +26,7 @@ from novainfer.kernels.errors import LoadError
 from novainfer.kernels.memory import free_bytes, is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
+from novainfer.kernels.ops.forward import GraphedForward
 from novainfer.kernels.ops.linear import sum_in_fp32
 from novainfer.kernels.ops.precision import quantization_of
 from novainfer.kernels.ops.registry import AttentionBackend, BlockMover, Registry, Sampler
@@ -161,6 +162,7 @@ class ModelRunner:
         num_threads: int | None = None,
         native: str | None = None,
         batch_invariant: bool = False,
+        enforce_eager: bool = False,
         weights_fd: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         registry: Registry | None = None,
@@ -188,7 +190,9 @@ class ModelRunner:
         context = max_model_len or limit
         checkpoint = Checkpoint(Path(model_dir))
         if registry is None:
-            registry = build_registry(torch_device, native=native, batch_invariant=batch_invariant)
+            registry = build_registry(
+                torch_device, native=native, batch_invariant=batch_invariant, enforce_eager=enforce_eager
+            )
         precision = quantization_of(quantization)
         for name, value, offered in (
             ("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES),
@@ -438,7 +442,10 @@ class ModelRunner:
             raise LoadError(f"{swap_space_bytes / GIB:.2f} GiB of swap space cannot be allocated: {error}") from None
 
     def warm(self) -> None:
-        """Run a small prefill and a decode in block 0, so that the first request meets no first-time cost."""
+        """Run a small prefill and a decode in block 0, so that the first request meets no first-time cost.
+
+        And capture CUDA graphs, where the kernels replay them; raises what an allocator raises.
+        """
         length = max(1, min(8, self.info.max_model_len - 1, self._buffers.max_num_batched_tokens))
         self.execute(StepPlan([0], [length], [length], [0] * length, [0], [0], [0], [0]))
         if self.info.max_model_len > length:
@@ -449,6 +456,13 @@ class ModelRunner:
             plan.num_drafts_wanted = [self._proposer.num_speculative_tokens]
             if (error := self.execute(plan).draft_error) is not None:
                 raise LoadError(f"the draft model proposes nothing: {error}")
+        self._capture()
+
+    def _capture(self) -> None:
+        forward = self._decoder.compute
+        if isinstance(forward, GraphedForward):
+            with torch.inference_mode():
+                forward.capture(self._max_num_seqs, self._buffers.blank)
 
     def measure_step_costs(self) -> list[tuple[int, float]]:
         """Milliseconds of a step by its tokens, all of which are sampled: the fastest of a few tries of each."""
@@ -496,8 +510,17 @@ class ModelRunner:
         Raises ValueError when the mode is not offered, MemoryError when there is no room for its weights,
         `LoadError` when they cannot be read again; then the runner goes on as before.
         """
+        before = self.mode
         with torch.inference_mode():
             self._modes.switch(mode)
+            try:
+                self._capture()
+            except Exception as error:
+                self._modes.switch(before)
+                self._capture()
+                if is_out_of_memory(error):
+                    raise MemoryError(f"there is no room for the CUDA graphs of {mode}: {error}") from error
+                raise
 
     def execute(self, plan: StepPlan) -> StepDone:
         """Copy blocks, compute one step and sample; what the device raises (out of memory among it) comes through."""
@@ -577,10 +600,17 @@ class ModelRunner:
             if self._proposer is not None:
                 self._proposer.follow(plan)
             return None
-        step = self._buffers.fill(plan)
+        step = self._buffers.fill(plan, bucket=self._bucket(plan))
         if self._proposer is not None:
             self._proposer.follow(plan)
         return step
+
+    def _bucket(self, plan: StepPlan) -> int:
+        """The rows that the step is padded to, for a CUDA graph; 0: it is not."""
+        forward = self._decoder.compute
+        if not isinstance(forward, GraphedForward) or plan.num_drafts or max(plan.query_lens) > 1:
+            return 0
+        return forward.bucket(len(plan.slots))
 
     def _wait(self) -> None:
         """Until the device is through with all that it was told."""

@@ -150,6 +150,7 @@ def test_contexts_that_no_programs_share_need_no_merge(
     sequences: tuple[tuple[int, int], ...], window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where there are many sequences."""
+    monkeypatch.setattr(attention, "PROCESSORS_INTERPRETED", 1)
     monkeypatch.setattr(attention, "PROCESSORS", dict.fromkeys(attention.PROCESSORS, 1))
     monkeypatch.delattr(attention.jit, "merge")
     world = make_world(TritonAttention, (3, 1, 32, 16), torch.float16, sequences, device)
@@ -205,6 +206,7 @@ def test_a_row_has_the_same_bits_in_every_step_and_however_programs_share_its_co
     assert error(shared, world.expected()) <= TOLERANCE[dtype]
     assert torch.equal(world.attend([(1, 0, 7)]), shared[1:8])
     assert torch.equal(world.attend([(1, 7, 8)]), shared[8:9])
+    monkeypatch.setattr(attention, "PROCESSORS_INTERPRETED", 1)
     monkeypatch.setattr(attention, "PROCESSORS", dict.fromkeys(attention.PROCESSORS, 1))
     monkeypatch.delattr(attention.jit, "merge_invariant")
     assert torch.equal(world.attend([(1, 0, 25), (2, 1, 2), (0, 0, 1)]), shared[[*range(1, 26), 27, 0]])

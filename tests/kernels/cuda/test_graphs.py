@@ -1,0 +1,182 @@
+"""Decode steps that are replayed: which sizes, that padding changes nothing, and what happens when capture fails.
+
+A stand-in takes the place of CUDA's graphs: it computes anew at each replay, from the tensors that it was captured with
+and nothing else, so that a step whose arrays lie elsewhere gives what the step before did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from checkpoints import Shape, save_checkpoint
+from driver import Driver, make_runner
+from test_flight import beside_the_host
+from torch import Tensor
+
+from novainfer.fsm.messages.step import SeqParams
+from novainfer.kernels.cuda.graphs import GraphForward, buckets_for
+from novainfer.kernels.cuda.kernels import implementations
+from novainfer.kernels.ops.registry import Registry
+from novainfer.kernels.ops.selection import build_registry
+from novainfer.kernels.runtime.runner import ModelRunner
+
+SHAPE = Shape("plain", 4, 2, 16, 64, 160, num_layers=1)
+PROMPT = [5, 6, 7, 8, 9, 10]
+SAMPLINGS = [SeqParams(slot=0), SeqParams(slot=0, temperature=1.0, seed=3), SeqParams(slot=0)]
+
+
+class StandIn:
+    """Graphs that compute when they are replayed; the `failing`-th capture finds no memory."""
+
+    made: ClassVar[list[StandIn]] = []
+
+    def __init__(self, failing: int = -1) -> None:
+        self.failing = failing
+        self.num_captured = self.num_replayed = 0
+        self.made.append(self)
+
+    def capture(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        if self.num_captured == self.failing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.num_captured += 1
+        out = compute().clone()
+
+        def replay() -> None:
+            self.num_replayed += 1
+            out.copy_(compute())
+
+        return replay, out
+
+
+class ReplayingForward(GraphForward):
+    stand_in: ClassVar[Callable[[], StandIn]] = StandIn
+
+    def make_graphs(self) -> StandIn:
+        return type(self).stand_in()
+
+
+class Proved(dict[Any, None]):
+    """Says of every kernel that its self-test was passed."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: object) -> None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    """Triton's kernels, interpreted, with what they lack from torch; proved elsewhere, since that takes a while."""
+    found = Registry(_proved=Proved())
+    found.register("forward", ReplayingForward)
+    for operation, kernel in implementations():
+        if not issubclass(kernel, GraphForward):
+            found.register(operation, kernel)
+    for operation in ("linear", "attention", "ops", "sampler", "forward"):
+        for kernel in build_registry(torch.device("meta")).implementations(operation):
+            found.register(operation, kernel)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(SHAPE, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture
+def runner(folder: Path, registry: Registry) -> ModelRunner:
+    StandIn.made.clear()
+    made = ModelRunner.load(folder, max_num_seqs=3, max_num_batched_tokens=256, max_model_len=None, registry=registry)
+    assert made.info.kernels["forward"] == "triton-graphs"
+    made.fit(mode="fixed", num_blocks=64)
+    return beside_the_host(made)
+
+
+def tokens(driver: Driver) -> list[list[int]]:
+    """Prompts, decodes of one to three rows in any order, a chunk among them, and a row that is left out."""
+    rows = [driver.add(slot, PROMPT[slot:], SAMPLINGS[slot]) for slot in range(3)]
+    first, second, third = rows
+    work = [(first, second), (second, first), (first, (third, 3)), (second, third), (third, second, first), (third,)]
+    return [driver.step(*items) for items in work]
+
+
+def expected_tokens(folder: Path) -> list[list[int]]:
+    return tokens(Driver(make_runner(folder, "reference"), seed=1))
+
+
+def test_sizes_are_close_where_batches_are_small() -> None:
+    assert buckets_for(1) == [1]
+    assert buckets_for(6) == [1, 2, 4, 6]
+    assert buckets_for(256)[:6] == [1, 2, 4, 8, 16, 24]
+    assert buckets_for(256)[-2:] == [248, 256]
+    assert buckets_for(300)[-3:] == [272, 288, 300]
+    assert buckets_for(2000)[-1] == 512
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_replayed_steps_give_the_tokens_of_the_reference(folder: Path, runner: ModelRunner, ahead: bool) -> None:
+    runner.warm()
+    assert StandIn.made[-1].num_captured == 3
+    before = StandIn.made[-1].num_replayed
+    assert tokens(Driver(runner, seed=1, ahead=ahead)) == expected_tokens(folder)
+    assert StandIn.made[-1].num_replayed == before + 4, "all but the two steps with prompts"
+
+
+def test_a_prompt_is_computed_as_it_is(runner: ModelRunner) -> None:
+    runner.warm()
+    forward = runner._decoder.compute
+    assert isinstance(forward, GraphForward)
+    assert [forward.bucket(n) for n in range(1, 5)] == [1, 2, 3, 0]
+    graphs = StandIn.made[-1]
+    driver = Driver(runner)
+    rows = [driver.add(slot, [5, 6, 7]) for slot in range(2)]
+    before = graphs.num_replayed
+    driver.step(*rows)
+    assert graphs.num_replayed == before, "prompts are computed as they are"
+    driver.step(*rows)
+    assert graphs.num_replayed == before + 1
+
+
+def test_without_room_for_a_graph_there_is_none_and_the_steps_go_on(
+    folder: Path, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReplayingForward, "stand_in", partial(StandIn, failing=2))
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.warm()
+    forward = runner._decoder.compute
+    assert isinstance(forward, GraphForward)
+    assert forward.buckets == []
+    assert forward.bucket(1) == 0
+    assert tokens(Driver(runner, seed=1)) == expected_tokens(folder)
+
+
+def test_a_graph_that_gives_something_else_is_refused(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(StandIn):
+        def capture(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+            replay, out = super().capture(compute)
+
+            def wrong() -> None:
+                replay()
+                out[-1] += 1
+
+            return wrong, out
+
+    monkeypatch.setattr(ReplayingForward, "stand_in", Wrong)
+    with pytest.raises(RuntimeError, match=r"the CUDA graph of 3 rows is not what was captured: off by"):
+        runner.warm()
+
+
+def test_another_cache_is_captured_anew(folder: Path, runner: ModelRunner) -> None:
+    runner.warm()
+    runner.fit(mode="fixed", num_blocks=48)
+    forward = runner._decoder.compute
+    assert isinstance(forward, GraphForward)
+    assert forward.buckets == []
+    runner.warm()
+    assert tokens(Driver(runner, seed=1)) == expected_tokens(folder)
