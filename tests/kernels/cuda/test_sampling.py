@@ -156,6 +156,17 @@ def test_tied_logits_are_cut_as_on_the_cpu(vocab: int, device: torch.device) -> 
     check(torch.zeros(len(ways), vocab), rows[::2], device)
 
 
+def test_of_tied_logits_the_first_ids_are_kept_also_before_larger_ones(device: torch.device) -> None:
+    """Too many for a comparison in pairs: 100 large logits behind 300 tied ones, of which 72 fill the nucleus."""
+    logits = torch.zeros(12, 400)
+    logits[:, 300:] = 1.0
+    rows = [SeqParams(slot=0, temperature=1.0, top_p=0.6, seed=seed) for seed in range(12)]
+    found = check(logits, rows, device).token_ids
+    assert set(found) <= {*range(72), *range(300, 400)}
+    assert min(found) < 72
+    assert max(found) >= 300
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_numbers_that_are_none_give_no_token(dtype: torch.dtype, device: torch.device) -> None:
     vocab = 1100
