@@ -94,9 +94,9 @@ class Steps:
         assert batch is not None
         return batch.plan
 
-    def failed(self, fault: Fault = Fault.EXCEPTION) -> StepPlan | None:
+    def failed(self, fault: Fault = Fault.EXCEPTION, *, launched_behind: bool = False) -> StepPlan | None:
         plan, self.plans = self.plans[0], []
-        batch = self.tell(MakeBatch(StepFailed(plan.step_id, 0, fault, "broken")))
+        batch = self.tell(MakeBatch(StepFailed(plan.step_id, 0, fault, "broken", launched_behind=launched_behind)))
         assert batch is not None
         return batch.plan
 
@@ -303,6 +303,32 @@ def test_what_a_step_behind_was_to_swap_is_swapped_later_when_the_one_before_fai
     fetches = steps.done(A)
     assert fetches is not None
     assert fetches.swap_in_hosts == swaps_out.swap_out_hosts
+
+
+def test_what_a_step_behind_was_fetching_when_the_one_before_failed_is_computed_again():
+    """It had been begun on the device: what it was to copy in may have been overwritten on either side."""
+    steps = Steps(num_host_blocks=8)
+    steps.submit(0, [1, 2, 3], max_tokens=20)
+    steps.submit(1, [4, 5, 6], max_tokens=20)
+    steps.ask()
+    steps.ask()
+    steps.done(A, A)
+    steps.tell(PauseRequest(0))
+    for _ in range(2):
+        steps.done(A, A)
+    steps.tell(KeepOver(0))
+    for _ in range(3):
+        steps.done(A)
+    steps.tell(ResumeRequest(0))
+    fetches = steps.done(A)
+    assert fetches is not None
+    assert fetches.swap_in_hosts
+    steps.failed(launched_behind=True)
+    assert steps.request(0).kv.num_swapped == 0
+    again = steps.done(A)
+    assert again is not None
+    assert again.swap_in_hosts == []
+    assert max(again.query_lens) > 1, "of what was swapped nothing is computed again"
 
 
 def test_a_step_ahead_is_not_begun_while_the_mode_is_to_change():

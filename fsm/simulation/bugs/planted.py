@@ -23,6 +23,7 @@ from novainfer.fsm.simulation.bugs.copy import COPY_MUTANTS
 from novainfer.fsm.simulation.bugs.core import CORE_MUTANTS
 from novainfer.fsm.simulation.bugs.deadline import DEADLINE_MUTANTS
 from novainfer.fsm.simulation.bugs.drain import DRAIN_MUTANTS
+from novainfer.fsm.simulation.bugs.flights import FLIGHTS_MUTANTS
 from novainfer.fsm.simulation.bugs.gate import GATE_MUTANTS
 from novainfer.fsm.simulation.bugs.ladder import LADDER_MUTANTS
 from novainfer.fsm.simulation.bugs.mutants import Edit, Mutant, unguarded
@@ -220,6 +221,7 @@ MUTANTS = [
     *RECONFIGURATION_MUTANTS,
     *SPECULATION_MUTANTS,
     *AHEAD_MUTANTS,
+    *FLIGHTS_MUTANTS,
     *PROCESS_MUTANTS,
     *UNSEEN_MUTANTS,
     *UNSEEN_POLICY_MUTANTS,

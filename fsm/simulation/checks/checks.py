@@ -175,15 +175,16 @@ class Checks:
         def watched(flight: Flight, *, launched: bool) -> None:
             rollback(flight, launched=launched)
             if flight.step_id > outcome.step_id:  # it was planned behind the one that failed
-                if launched:
-                    raise Violation(f"step {flight.step_id} was never begun, and is taken back as if it had been")
+                if launched is not outcome.launched_behind:
+                    began = "was begun" if outcome.launched_behind else "was never begun"
+                    raise Violation(f"step {flight.step_id} {began}, and is taken back as launched={launched}")
                 return
             del planner.rollback
             if launched is not outcome.launched:
                 raise Violation(f"step {flight.step_id} was taken back as launched={launched}")
             if exact and self._before is not None:
                 now, before = self.world.scheduler.fingerprint(), self._before
-                if launched:  # names of blocks that were evicted for the step stay lost
+                if launched or outcome.launched_behind:  # names of blocks that were evicted for the step stay lost
                     now, before = now[1:], before[1:]
                 if now != before:
                     raise Violation(f"rollback of step {flight.step_id}: " + "; ".join(_differences(before, now)))

@@ -114,7 +114,7 @@ class Prefixes:
         elif isinstance(event.outcome, StepFailed):
             while self._steps:
                 step = self._steps.pop()
-                was_launched = not self._steps and event.outcome.launched
+                was_launched = event.outcome.launched_behind if self._steps else event.outcome.launched
                 for prefix in step.named:
                     del self._prefix_of[self._block_of.pop(prefix)]
                 for prefix, block in () if was_launched else reversed(step.evicted):

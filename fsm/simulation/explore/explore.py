@@ -133,6 +133,10 @@ def moves(world: World, small: SmallWorld) -> list[Move]:
         for fault in (Fault.OOM, Fault.EXCEPTION):
             if budget.get(fault):
                 found.append(("fail_step", fault, True))
+        if budget.get("unsend"):
+            found.append(("unsend",))
+        if budget.get("fail_launch") and world.launchable is not None:
+            found.append(("fail_launch", Fault.OOM))
         if budget.get("unlaunched"):
             found.append(("fail_step", Fault.EXCEPTION, False))
     elif job is not None and budget.get("fail_job"):

@@ -487,6 +487,37 @@ SMALL_WORLDS = [
         budget={"die": 1, "oom": 1},
     ),
     SmallWorld(
+        name="two steps on the device, and a launch, a step or an answer that fails",
+        shape=_shape(6, 2, max_in_flight=2, computes_beside=True),
+        clients=[([1], _ask(3)), ([2], _ask(1))],
+        budget={"oom": 1, "fail_launch": 1, "unsend": 1},
+    ),
+    SmallWorld(
+        name="two steps on the device, and too few blocks for both requests",
+        shape=_shape(3, max_in_flight=2, computes_beside=True),
+        clients=[([1], _ask(2)), ([2], _ask(2))],
+        budget={"exception": 1, "cancel": 1},
+    ),
+    SmallWorld(
+        name="two steps on the device, the second of which takes the blocks of a prompt that was",
+        shape=_shape(4, max_in_flight=2, computes_beside=True),
+        clients=[([1, 2], _ask(1)), ([3], _ask(3)), ([1, 2], _ask(1))],
+        budget={"exception": 1},
+    ),
+    SmallWorld(
+        name="two steps on the device of a process that dies",
+        shape=_shape(5, 1, 1, processes=True, max_in_flight=2, computes_beside=True),
+        clients=[([1], _ask(3))],
+        budget={"die": 1, "exception": 1, "fail_launch": 1},
+    ),
+    SmallWorld(
+        name="two steps on the device, another KV cache, and what the host has room for",
+        shape=_shape(4, max_model_len=3, num_host_blocks=2, max_in_flight=2, computes_beside=True),
+        clients=[([1], _ask(2)), ([2], _ask(2))],
+        budget={"reconfigure": 1, "exception": 1},
+        wishes=((6, None),),
+    ),
+    SmallWorld(
         name="another KV cache, smaller or larger, and a step that fails",
         shape=_shape(4, max_model_len=3),
         clients=[([1], _ask(2)), ([2], _ask(1))],

@@ -15,6 +15,7 @@ import msgspec
 from novainfer.fsm.client.gate import GateState
 from novainfer.fsm.client.stream import StreamState
 from novainfer.fsm.core.state import attributes_of
+from novainfer.fsm.device.flights import FlightsState
 from novainfer.fsm.device.process import ProcessState
 from novainfer.fsm.device.roster import RosterState
 from novainfer.fsm.device.worker import WorkerState
@@ -95,6 +96,7 @@ def _but_the_world(thing: Any) -> dict[str, Any]:
 
 _STATES = (
     EngineState,
+    FlightsState,
     GateState,
     ProcessState,
     RequestState,

@@ -69,6 +69,7 @@ SLOW_LOAD_EVERY = 20  # has a large model on a slow disk: its first worker reads
 LARGE_LOAD_S, LARGE_SIGN_S = (125.0, 400.0), (2.0, 110.0)
 HANG_S = (0.5, 60.0)  # after which the watchdog says so, by missed heartbeats or by the deadline of a step
 SPARE_HANG_ODDS = 0.1  # of each of its jobs
+LAUNCHES_FAIL = 2.0  # times as often as a step that is alone on the device
 KEPT_ODDS, KEPT_S = 0.2, (5.0, 300.0)  # a process that is killed and does not end: it waits for a disk, or a driver
 LOOK_COUNTS_S = 0.5  # of a sleep for the watch, at most
 SEEDS = (1, 2, 2**64 - 1)  # of streams; behind the last one its choices count on from 0
@@ -110,6 +111,7 @@ class Seed:
             self.mix.rates = dict.fromkeys(self.mix.rates, 0.0)
             self.mix.come_up_fails, self.mix.is_brisk = False, True
         self.mix.shape = going_ahead(seed, speculating(seed, self.mix.shape))
+        self._launches = random.Random(seed * 1_000_003 + 13)  # of its own: every other draw stays what it was
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()
         self.path: list[Move] | None = [] if keeps_path else None
@@ -301,6 +303,24 @@ class Seed:
         duration_s = self.mix.step_s * (1 + num_tokens / STEP_TOKENS) * (0.5 + rng.random())
         self._after(duration_s, self._finish, self._job, fate, duration_s)
 
+    def may_launch(self) -> None:
+        """The device's thread takes a moment, in which the step before may end."""
+        self._after(self._launches.random() * self.mix.step_s / 2, self._launch)
+
+    def _launch(self) -> None:
+        if not is_possible(self.world, ("launch",)):
+            return
+        for fault in (Fault.OOM, Fault.EXCEPTION):
+            if self._rates[fault] and self._launches.random() < LAUNCHES_FAIL * self._rates[fault]:
+                self._make("fail_launch", fault)
+                return
+        self._make("launch")
+
+    def _is_unsendable(self) -> bool:
+        """Whether no message can carry the answer: as rare as other faults, where two steps are on the device."""
+        rate = self._rates[Fault.EXCEPTION] if self.mix.shape.computes_beside else 0.0
+        return bool(rate) and self._launches.random() < rate / 2
+
     def _run_short(self, job: Run, shortage: Shortage) -> None:
         """A step while something is short, and nothing else is wrong."""
         shortage.step()
@@ -437,7 +457,9 @@ class Seed:
         if number != self._job or not world.jobs:
             return
         job = world.jobs[0]
-        if isinstance(fate, Fault):
+        if isinstance(job, Run) and self._is_unsendable():
+            self._make("unsend")
+        elif isinstance(fate, Fault):
             self._make("fail_step", fate, draw() >= (0.5 if self._rates["unlaunched"] else 0.0))
         elif fate == NO_NUMBER:
             self._make("no_number")

@@ -20,8 +20,9 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, repeat
 from zlib import crc32
 
+from novainfer.fsm.device.flights import Flights
 from novainfer.fsm.messages.mode import Mode
-from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, Logprobs, SeqParams, StepDone, StepPlan
+from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, STEPS_IN_FLIGHT_MAX, Logprobs, SeqParams, StepDone, StepPlan
 from novainfer.fsm.simulation.world.shape import BEST, is_exact
 
 VOCAB_SIZE = 64
@@ -141,7 +142,10 @@ class ScriptedDevice:
         self._histories: list[bytearray] = [bytearray() for _ in range(num_slots)]  # where they were given
         self._last_tokens = [0] * num_slots  # what each slot was given last
         self._wrong_drafts_of_16 = wrong_drafts_of_16
-        self.last_step_id = -1  # the step that has just ended well; -1: none has, or the last one failed
+        self.last_step_id = -1  # the step that was just computed well; -1: none was, or the last one failed
+        self.flights = Flights()  # what its thread knows of steps, and says of them
+        self.flown: list[StepDone] = []  # computed, and not said: of the oldest steps on it
+        self._staged: list[int] = []  # steps that it is told of from buffers that it still reads
 
     @property
     def num_blocks(self) -> int:
@@ -190,6 +194,19 @@ class ScriptedDevice:
         draft_s = took_s / 4 if plan.num_drafts_wanted else 0.0
         known = logprobs if any(logprobs) else []
         return StepDone(plan.step_id, plan.epoch, tokens, known, took_s, counts, drafts, error, draft_s)
+
+    def stage(self, plan: StepPlan) -> None:
+        """A step is laid out for it in the next one of as many buffers as steps may be in flight."""
+        assert len(self._staged) < STEPS_IN_FLIGHT_MAX, (
+            f"step {plan.step_id} is laid out where step {self._staged[0]} is still read"
+        )
+        assert plan.step_id not in self._staged, f"step {plan.step_id} is launched twice"
+        self._staged.append(plan.step_id)
+
+    def unstage(self, step_id: int) -> None:
+        """It has ended with a step: the oldest, or one whose launch failed and was waited for."""
+        assert step_id in (self._staged[0], self._staged[-1]), f"step {step_id} ends before an older one"
+        self._staged.remove(step_id)
 
     def begins(self, plan: StepPlan) -> bool:
         """Whether the step that `plan` was planned behind has just ended well, if there is such a step."""

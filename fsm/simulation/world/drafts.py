@@ -50,9 +50,10 @@ def speculating(seed: int, shape: Shape) -> Shape:
 
 def going_ahead(seed: int, shape: Shape) -> Shape:
     """`shape`, or one with two steps in flight, where nothing is guessed; every other draw stays what it was."""
-    if shape.num_speculative_tokens or Random(seed * 1_000_003 + 11).random() < 0.5:
+    own = Random(seed * 1_000_003 + 11)
+    if shape.num_speculative_tokens or own.random() < 0.5:
         return shape
-    return msgspec.structs.replace(shape, max_in_flight=2)
+    return msgspec.structs.replace(shape, max_in_flight=2, computes_beside=own.random() < 0.5)
 
 
 def speculation_of(shape: Shape) -> Speculation | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from novainfer.fsm.device.flights import Landed
 from novainfer.fsm.device.roster import Find, Open
 from novainfer.fsm.messages.events import (
     Cancel,
@@ -30,12 +31,7 @@ if TYPE_CHECKING:
 
 def fail_step(world: World, fault: Fault, launched: bool) -> None:
     """The device fails its oldest job, which is a step; a launched one leaves garbage behind."""
-    job = world.jobs.popleft()
-    assert world.device is not None
-    if launched:
-        world.device.spoil(job.plan)
-    world.counts[fault if launched else f"{fault} before launch"] += 1
-    world.answer(StepFailed(job.plan.step_id, job.plan.epoch, fault, "injected", launched))
+    world.fail_step(fault, launched=launched)
 
 
 def no_number(world: World) -> None:
@@ -43,8 +39,9 @@ def no_number(world: World) -> None:
     job = world.jobs.popleft()
     assert world.device is not None
     world.device.run(job.plan)
+    world.device.unstage(job.plan.step_id)
     world.counts["a canary without a number"] += 1
-    world.answer(StepDone(job.plan.step_id, job.plan.epoch, [-1]))
+    world.answer(*world.device.flights.handle(Landed(StepDone(job.plan.step_id, job.plan.epoch, [-1]))))
 
 
 def fail_job(world: World) -> None:

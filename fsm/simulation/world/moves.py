@@ -39,6 +39,31 @@ def _finish_job(world: World, took_s: float = 0.0) -> None:
         faults.fail_step(world, Fault.OOM if poison == POISON_OOM else Fault.EXCEPTION, True)
 
 
+def _launch(world: World) -> None:
+    """The device is told of a step behind the one that it computes: well, unless it is one with poison in it."""
+    job, device = world.launchable, world.device
+    poison = device.poison(job.plan) if device is not None and job is not None else None
+    if poison == POISON_LOST:
+        world.counts["worker death by the step behind"] += 1
+        faults.die(world)
+    elif poison == POISON_OOM:
+        world.fail_launch(Fault.OOM)
+    else:
+        world.launch()
+
+
+def _fail_launch(world: World, fault: Fault) -> None:
+    world.fail_launch(fault)
+
+
+def _unsend(world: World) -> None:
+    world.unsend_step()
+
+
+def _can_launch(world: World, *_: Any) -> bool:
+    return world.launchable is not None
+
+
 def _deliver(world: World, link: Link) -> None:
     world.deliver(link)  # a recorded world has its own
 
@@ -145,6 +170,9 @@ def _roster_timer(world: World, kind: str, *_: Any) -> None:
 MOVES: dict[str, tuple[Callable[..., None], Callable[..., bool]]] = {
     "deliver": (_deliver, _has_message),
     "finish_job": (_finish_job, _has_job),
+    "launch": (_launch, _can_launch),
+    "fail_launch": (_fail_launch, _can_launch),
+    "unsend": (_unsend, _has_step),
     "encode": (World.encode, _has_prompt),
     "fire_timer": (World.fire_timer, _has_timer),
     "arrive": (World.arrive, _always),
@@ -198,6 +226,8 @@ def next_moves(world: World) -> list[Move]:
     found: list[Move] = [("deliver", link) for link in world.busy]
     if _has_job(world):
         found.append(("finish_job",))
+        if world.launchable is not None:
+            found.append(("launch",))
     found += [("encode", stream_id) for stream_id in world.encodings]
     if world.shape.processes and world.processes is not None:
         found += process.next_moves(world.processes)

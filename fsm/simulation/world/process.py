@@ -236,8 +236,7 @@ class Processes:
             return  # it is written to a process that is gone: nobody answers
         if serial == self._current:
             world.jobs.append(job)
-            if len(world.jobs) == 1:
-                world._begin_job()
+            world.came_to_device()
             return
         real.jobs.append(job)
         if len(real.jobs) == 1:

@@ -82,6 +82,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     step_costs: int = 0  # which of `drafts.COSTS`
     max_in_flight: int = 1  # steps
     warms_with_less: bool = False  # a process that is not the first may find no memory for its first step
+    computes_beside: bool = False  # the device is told of a step before the one before it has ended
 
     @property
     def context_len(self) -> int:

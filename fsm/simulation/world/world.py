@@ -16,6 +16,7 @@ import msgspec
 from novainfer.fsm.client.gate import Gate
 from novainfer.fsm.client.stream import Stream
 from novainfer.fsm.core.machine import After, Drop, Effect, Machine, Observer, Row, Send, Start
+from novainfer.fsm.device.flights import Landed, LaunchStep, Unsent
 from novainfer.fsm.device.roster import Find, Open
 from novainfer.fsm.device.worker import RestartPolicy, Worker
 from novainfer.fsm.engine import Engine, EngineState
@@ -56,6 +57,7 @@ from novainfer.fsm.messages.events import (
 )
 from novainfer.fsm.messages.outputs import Delta
 from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.recording.log import TIMERS
 from novainfer.fsm.schedule.batching import Flight
 from novainfer.fsm.schedule.planner import Limits
@@ -96,6 +98,9 @@ class Driver(Protocol):
     def job_begun(self, job: Any) -> None:
         """The device begins `job`."""
 
+    def may_launch(self) -> None:
+        """The device may be told of a step behind the one that it computes."""
+
     def process_move(self, kind: str, delay_s: float, *args: Any) -> None:
         """A move of the processes is due within a time of this order."""
 
@@ -125,6 +130,10 @@ class Watcher(Observer):
             self.audit.loses_blocks(machine, event)
         kind = type(event).__name__
         self.taken[type(machine).__name__, machine.state, f"{kind} {row.of}" if row.of else kind] += 1
+
+
+def _launch_of(plan: StepPlan) -> LaunchStep:
+    return LaunchStep(plan.step_id, plan.epoch, plan.after)
 
 
 class World:
@@ -166,6 +175,7 @@ class World:
         self.num_blocks = shape.num_blocks  # of the worker's KV cache
         self.modes = shape.modes  # that the worker offers
         self.reconfigurations = Reconfigurations(shape)
+        self.watcher = Watcher(self.taken)
         self.device: ScriptedDevice | None = self._new_device(0)  # None: its process is gone
         self.is_closed = False  # the device
         self.processes: Processes | None = None  # a device that is a thread has none
@@ -182,7 +192,6 @@ class World:
         self.checks = Checks(self)
         self._trace = trace
         self._driver = driver
-        self.watcher = Watcher(self.taken)
         if driver is not None:
             self.audit = Audit(self)
             self.watcher = Watcher(self.taken, self.audit)
@@ -195,7 +204,7 @@ class World:
 
     def _new_device(self, epoch: int, num_blocks: int = 0) -> ScriptedDevice:
         shape = self.shape
-        return ScriptedDevice(
+        device = ScriptedDevice(
             num_blocks or self.num_blocks,
             shape.block_size,
             shape.max_num_seqs,
@@ -204,6 +213,8 @@ class World:
             mode=self.modes[0],
             wrong_drafts_of_16=shape.wrong_drafts_of_16,
         )
+        device.flights.observer = self.watcher
+        return device
 
     @property
     def looks_closely(self) -> bool:
@@ -319,8 +330,14 @@ class World:
         if is_for_nobody and not isinstance(job, Spawn | Close):
             return  # it is written to a process that is gone: nobody answers
         self.jobs.append(job)
+        self.came_to_device()
+
+    def came_to_device(self) -> None:
+        """A job has come to the worker's device."""
         if len(self.jobs) == 1:
             self._begin_job()
+        elif self.launchable is not None and self._driver is not None:
+            self._driver.may_launch()
 
     def follow(self, job: Any) -> None:
         """A device that goes on with another cache is the next epoch's from now on."""
@@ -329,14 +346,120 @@ class World:
 
     def _begin_job(self) -> None:
         device, job = self.device, self.jobs[0] if self.jobs else None
-        if device is not None and isinstance(job, Run) and not device.begins(job.plan):
+        is_new = device is not None and isinstance(job, Run) and not device.flights.steps
+        if device is not None and is_new and (refused := device.flights.handle(_launch_of(self.jobs[0].plan))):
             del self.jobs[0]
             self.counts["steps behind one that failed"] += 1
-            why = f"it follows step {job.plan.after}, which failed"
-            self.answer(StepFailed(job.plan.step_id, job.plan.epoch, Fault.EXCEPTION, why, launched=False))
+            self.answer(*refused)
             return
+        if device is not None and is_new:
+            device.stage(self.jobs[0].plan)
         if self.jobs and self._driver is not None:
             self._driver.job_begun(self.jobs[0])
+            if self.launchable is not None:
+                self._driver.may_launch()
+
+    # ---- steps that a device is told of while it computes the one before -----------------------------------------
+
+    @property
+    def launchable(self) -> Run | None:
+        """The step that the device's thread would begin at once, beside one that is computed; None: there is none."""
+        device = self.device
+        if not self.shape.computes_beside or device is None or len(self.jobs) < 2:
+            return None
+        num_begun = sum(not step.has_landed for step in device.flights.steps)
+        job = self.jobs[num_begun] if 0 < num_begun < len(self.jobs) else None
+        return job if isinstance(job, Run) and device.flights.takes(job.plan.after) else None
+
+    def launch(self) -> None:
+        """The device is told of a step behind another: what comes of both is settled, unless one fails late."""
+        self.counts["steps launched behind one"] += 1
+        self._fly(self._begin_behind())
+
+    def fail_launch(self, fault: Fault) -> None:
+        """The launch of a step behind another fails, in its midst."""
+        device, job = self.device, self._begin_behind()
+        assert device is not None
+        self.counts[f"{fault} in a launch"] += 1
+        plan = job.plan
+        self._fly(self.jobs[self.jobs.index(job) - 1])
+        self.jobs.remove(job)
+        device.spoil(plan)
+        device.unstage(plan.step_id)
+        failed = StepFailed(plan.step_id, plan.epoch, fault, "injected")
+        if said := device.flights.handle(Landed(failed)):
+            raise Violation(f"{said}: the step before is answered first")
+
+    def _begin_behind(self) -> Run:
+        device, job = self.device, self.launchable
+        assert device is not None
+        assert job is not None, "there is none"
+        said = device.flights.handle(_launch_of(job.plan))
+        assert not said, "it follows a step that has not failed"
+        device.stage(job.plan)
+        return job
+
+    def _fly(self, last: Run) -> None:
+        """The stream comes by all steps up to the `last`, but for those that it has come by before."""
+        device = self.device
+        assert device is not None
+        for job in list(self.jobs)[len(device.flown) : self.jobs.index(last) + 1]:
+            device.flown.append(device.run(job.plan))
+            if self.audit is not None:
+                self.audit.degraded.computed(job.plan, device)
+
+    def fail_step(self, fault: Fault, *, launched: bool) -> None:
+        """The device fails its oldest job, a step; a launched one leaves garbage, and so does one behind it."""
+        device, plan = self.device, self.jobs.popleft().plan
+        assert device is not None
+        is_new = device.flights.steps[0].failed is None  # else it has failed with the one before it
+        behind = self._take_down(plan)
+        launched = launched or behind is not None
+        if launched and is_new:
+            self._spoil(plan, behind or [])
+        self.counts[fault if launched else f"{fault} before launch"] += 1
+        failed = StepFailed(plan.step_id, plan.epoch, fault, "injected", launched)
+        self._answer_failed(device.flights.handle(Landed(failed)), behind or [])
+
+    def unsend_step(self) -> None:
+        """The oldest job, a step, goes well, but no message can carry its answer: so it has failed."""
+        device, plan = self.device, self.jobs.popleft().plan
+        assert device is not None
+        self.counts["an answer that no message carries"] += 1
+        if not device.flown:
+            device.flown.append(device.run(plan))
+        done = device.flown[0]
+        behind = self._take_down(plan) or []
+        said = device.flights.handle(Landed(done))
+        if isinstance(said[0].event, StepDone):  # type: ignore[union-attr]  # else it has failed with the one before it
+            self._spoil(plan, behind)
+            why = "no message can carry its answer"
+            failed = StepFailed(plan.step_id, plan.epoch, Fault.EXCEPTION, why, launched_behind=len(said) > 1)
+            said = [*device.flights.handle(Unsent(failed)), *said[1:]]
+        self._answer_failed(said, behind)
+
+    def _take_down(self, plan: StepPlan) -> list[StepPlan] | None:
+        """The oldest step has ended; those behind it that the stream has come by as well, None if not even by it."""
+        device = self.device
+        assert device is not None
+        device.unstage(plan.step_id)
+        if not device.flown:
+            return None
+        del device.flown[0]
+        return [job.plan for job in self.jobs if isinstance(job, Run)][: len(device.flown)]
+
+    def _spoil(self, plan: StepPlan, behind: Sequence[StepPlan]) -> None:
+        assert self.device is not None
+        for spoilt in (plan, *behind):
+            self.device.spoil(spoilt)
+        if behind:
+            self.counts["late faults, with a step behind"] += 1
+
+    def _answer_failed(self, said: Sequence[Effect], behind: Sequence[StepPlan]) -> None:
+        failed = said[0].event  # type: ignore[union-attr]
+        if behind and not failed.launched_behind:
+            raise Violation(f"step {behind[0].step_id} was begun, and the failure of the one before it does not say so")
+        self.answer(*said)
 
     @staticmethod
     def epoch_of(job: Any) -> int:
@@ -427,12 +550,7 @@ class World:
                 return
             self.processes.must_be_able(job)
         if isinstance(job, Run):
-            assert self.device is not None
-            self.counts["steps"] += 1
-            outcome = self.device.run(job.plan, took_s)
-            if self.audit is not None:
-                self.audit.degraded.computed(job.plan, self.device)
-            self.answer(outcome)
+            self._end_step(job.plan, took_s)
             return
         if isinstance(job, Close):
             self.is_closed = True
@@ -461,6 +579,20 @@ class World:
         is_asked_for = self.worker._wanted is not None
         has_more = self.device.num_blocks > self.shape.num_blocks_least
         return self.shape.warms_with_less and job.epoch % 2 == 1 and has_more and not is_asked_for
+
+    def _end_step(self, plan: StepPlan, took_s: float) -> None:
+        device = self.device
+        assert device is not None
+        self.counts["steps"] += 1
+        device.unstage(plan.step_id)
+        if device.flown:
+            found = device.flown.pop(0)
+            outcome = msgspec.structs.replace(found, took_s=took_s)
+        else:
+            outcome = device.run(plan, took_s)
+            if self.audit is not None:
+                self.audit.degraded.computed(plan, device)
+        self.answer(*device.flights.handle(Landed(outcome)))
 
     def worker_is(self, answer: JobDone | JobFailed) -> None:
         """The worker is told what its device has done, perhaps before it was asked for it."""
@@ -495,15 +627,18 @@ class World:
             found["num_blocks"] = shape.num_blocks + 1
         return JobDone(name, found, job.epoch)
 
-    def answer(self, event: Any) -> None:
-        """The device says `event`, and goes on with its next job."""
-        if isinstance(event, StepFailed) and self.device is not None:
-            self.device.last_step_id = -1
-        if self.processes is not None:
-            self.processes.answered(event)
-        else:
-            self.worker_is(event)
-            self.tell("device", "worker", event)
+    def answer(self, *events: Any) -> None:
+        """The device says `events`, and goes on with its next job."""
+        for event in events:
+            if isinstance(event, Send):
+                event = event.event
+            if isinstance(event, StepFailed) and self.device is not None:
+                self.device.last_step_id = -1
+            if self.processes is not None:
+                self.processes.answered(event)
+            else:
+                self.worker_is(event)
+                self.tell("device", "worker", event)
         self._begin_job()
 
     def end_device(self, epoch: int) -> bool:
