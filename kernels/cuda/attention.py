@@ -136,7 +136,8 @@ def _prefill_config(kind: _Kind) -> Config:
 @functools.cache
 def _invariant_config(kind: _Kind) -> Config:
     if kind.dtype == torch.float32:
-        block_m, block_n, num_warps, num_stages = max(32, _rows(kind.group, 1)), 16, 8, 2
+        num_warps = 4 if kind.padded_dim == 64 else 8
+        block_m, block_n, num_stages = max(32, _rows(kind.group, 1)), 16, 2
     else:
         # The least that each generation's own matrix instructions take, since most of it is empty in a decode.
         # Twice the accumulators want twice the threads where they are wide.
@@ -357,6 +358,7 @@ def _variant(name: str, function: Any, kind: _Kind, config: Config, pointers: di
         Config({**config.constants, **missing}, config.num_warps, config.num_stages),
         aligned=frozenset({"query_stride", "key_stride", "value_stride"} & set(function.arg_names)),
         needs_mma="BLOCK_M" in config.constants and kind.dtype != torch.float32,
+        needs_own_mma=config.constants.get("BLOCK_M", 0) >= 64 and kind.dtype != torch.float32,
         shared_bytes_max=SHARED_BYTES_MAX[kind.generation],
     )
 

@@ -24,6 +24,7 @@ __all__ = ["CAPABILITIES", "Compiled", "all_variants", "compile_variant", "fault
 CAPABILITIES = (80, 90, 100)  # A100; H100 and H200; B200
 # What each generation calls a product of its tensor cores: Ampere, Hopper, Blackwell.
 MMA = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b")
+OWN_MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:(?P<shared>\d+) LOCAL:(?P<local>\d+)")
 LOCAL_ACCESS = re.compile(r"\b(?:LDL|STL)\b")
 
@@ -41,6 +42,7 @@ class Compiled:
     has_mma: bool
     num_warps: int
     num_stages: int
+    has_own_mma: bool = False
 
 
 def compile_variant(variant: Variant, capability: int) -> Compiled:
@@ -74,6 +76,7 @@ def compile_variant(variant: Variant, capability: int) -> Compiled:
         stack_bytes=int(usage["stack"]),
         shared_bytes=int(compiled.metadata.shared),
         has_mma=MMA.search(compiled.asm["ptx"]) is not None,
+        has_own_mma=OWN_MMA.get(capability, "no instruction") in compiled.asm["ptx"],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -86,6 +89,8 @@ def faults(variant: Variant, compiled: Compiled) -> list[str]:
         found.append(f"spills registers ({compiled.spills} accesses, {compiled.stack_bytes} bytes of stack)")
     if variant.needs_mma and not compiled.has_mma:
         found.append("does not reach the tensor cores")
+    if variant.needs_own_mma and not compiled.has_own_mma:
+        found.append("does not reach the matrix instructions of its generation")
     if compiled.registers > variant.registers_max:
         found.append(f"takes {compiled.registers} registers, more than {variant.registers_max}")
     if compiled.shared_bytes > variant.shared_bytes_max:

@@ -44,5 +44,6 @@ class Variant:
     config: Config
     aligned: frozenset[str] = field(default_factory=frozenset)  # integers that are multiples of 16; pointers are
     needs_mma: bool = False  # it must reach the tensor cores
+    needs_own_mma: bool = False  # by the instructions of its generation: sm_90's are twice as fast as those before
     registers_max: int = 255  # a thread may use so many
     shared_bytes_max: int = 227 * 1024  # a block may use so much (sm_90: 227 KiB)

@@ -29,6 +29,7 @@ def changed(**more: object) -> Compiled:
         (variant(), changed(spills=3), "spills registers (3 accesses, 0 bytes of stack)"),
         (variant(), changed(stack_bytes=8), "spills registers (0 accesses, 8 bytes of stack)"),
         (variant(needs_mma=True), changed(has_mma=False), "does not reach the tensor cores"),
+        (variant(needs_own_mma=True), PLAIN, "does not reach the matrix instructions of its generation"),
         (variant(registers_max=64), PLAIN, "takes 96 registers, more than 64"),
         (variant(shared_bytes_max=1023), PLAIN, "takes 1024 bytes of shared memory, more than 1023"),
     ],
@@ -39,6 +40,7 @@ def test_what_must_not_be_is_said(wanted: Variant, compiled: Compiled, said: str
 
 def test_nothing_is_said_of_what_is_well() -> None:
     assert not faults(variant(needs_mma=True), PLAIN)
+    assert not faults(variant(needs_own_mma=True), changed(has_own_mma=True))
     assert not faults(variant(), changed(has_mma=False))
 
 

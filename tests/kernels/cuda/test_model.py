@@ -106,6 +106,17 @@ def test_a_model_of_eight_bits_computes_on_the_tensor_cores_near_what_torch_wide
     assert 0 < (logits - widened).norm() < 0.15 * widened.norm()
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_a_model_over_a_quantised_cache_gives_the_tokens_that_torch_gives_over_it(
+    kv_cache_dtype: str, folder: Path
+) -> None:
+    runner = runner_of(folder, dtype="float32", kv_cache_dtype=kv_cache_dtype)
+    assert runner.info.kernels["attention"] == "triton"
+    plain = make_runner(folder, "torch", dtype="float32", kv_cache_dtype=kv_cache_dtype, block_size=4)
+    assert runner.info.kv_bytes_per_block == plain.info.kv_bytes_per_block
+    assert tokens_of(runner) == tokens_of(plain)
+
+
 def _first_logits(runner: ModelRunner) -> torch.Tensor:
     driver = Driver(runner, capture=True)
     driver.step(driver.add(0, list(PROMPTS[1])))
