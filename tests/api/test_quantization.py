@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from novainfer import Engine, EngineConfig, InvalidParameter
-from novainfer.fsm.messages.mode import INT8
+from novainfer.fsm.messages.mode import INT8, QUANTIZATIONS
 from tests.api.helpers import ask, eventually, greedy
 from tests.api.test_failures import engine_with
 
@@ -28,11 +28,12 @@ def test_an_unknown_quantization_is_refused_by_name_with_what_is_possible(unknow
 
 
 @pytest.mark.slow
-async def test_it_is_served_so_from_the_start_and_is_not_degraded() -> None:
-    async with engine_with(quantization="int8") as (engine, device), engine_with() as (full, _):
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+async def test_it_is_served_so_from_the_start_and_is_not_degraded(quantization: str) -> None:
+    async with engine_with(quantization=quantization) as (engine, device), engine_with() as (full, _):
         info = engine.model_info
-        assert {mode.precision for mode in info.modes} == {INT8}
-        assert info.kernels["linear"].endswith("-int8")
+        assert {mode.precision for mode in info.modes} == {quantization}
+        assert info.kernels["linear"].endswith(f"-{quantization}")
         assert info.weight_bytes < 0.4 * full.model_info.weight_bytes
         answer = await ask(engine, PROMPT, greedy(24))
         assert not any(delta.is_degraded for delta in answer.deltas)
