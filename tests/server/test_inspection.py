@@ -249,6 +249,24 @@ async def test_an_actor_that_stands_still_fails_the_probes_with_the_reason(serve
             assert (await client.get(path)).json()["status"] == "ok"
 
 
+class Gpu(FakeDevice):
+    """A device that says what its memory is used for."""
+
+    def fit(self, num_blocks: int | None = None, *, is_new: bool = False) -> dict[str, Any]:
+        return super().fit(num_blocks, is_new=is_new) | {"memory": {"total_bytes": 80, "kv_cache_bytes": 60}}
+
+
+@pytest.mark.parametrize("device", [FakeDevice, Gpu])
+async def test_the_probes_say_what_the_memory_of_a_gpu_is_used_for(serve: Serve, device: type[FakeDevice]) -> None:
+    engine = Engine(EngineConfig(), device=device(), tokenizer=ByteTokenizer())
+    server = await serve(engine)
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        for path in ("/health", "/readyz"):
+            found = (await client.get(path)).json()
+            assert found.get("memory") == ({"total_bytes": 80, "kv_cache_bytes": 60} if device is Gpu else None)
+    assert engine.model_info.memory == found.get("memory", {})
+
+
 async def test_a_server_that_drains_is_alive_and_not_ready(serve: Serve) -> None:
     engine = FakeEngine(is_paced=True)
     server = await serve(engine, shutdown_timeout_s=TIMEOUT_S)
