@@ -13,16 +13,19 @@ from novainfer.bench.report import table
 __all__ = ["run"]
 
 
-def run(capabilities: Sequence[int], jobs: int, only: str = "") -> tuple[dict[str, Any], str]:
-    """The report and its table; `only` is part of the names of the variants that are wanted."""
+def run(capabilities: Sequence[int], jobs: int, only: str = "", *, sample: bool = False) -> tuple[dict[str, Any], str]:
+    """The report and its table; `only` is part of the names of the variants that are wanted.
+
+    A `sample` is the first of them of each function.
+    """
     from novainfer.kernels.cuda.compile import all_variants
 
-    names = [
-        (variant.name, capability)
-        for capability in capabilities
-        for variant in all_variants(capability)
-        if only in variant.name
-    ]
+    names = []
+    for capability in capabilities:
+        wanted = [variant for variant in all_variants(capability) if only in variant.name]
+        if sample:
+            wanted = list({variant.function: variant for variant in reversed(wanted)}.values())
+        names += [(variant.name, capability) for variant in wanted]
     # Triton and torch are no friends of fork; each process finds the variants anew, by their names.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         found = list(pool.map(_compiled, names, chunksize=max(1, len(names) // (8 * jobs))))

@@ -52,12 +52,14 @@ def test_names_are_of_one_variant_each(capability: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_every_function_compiles_for_every_generation_without_a_spill() -> None:
-    """In a process of its own: in this one Triton interprets."""
+def test_a_variant_of_each_function_compiles_without_a_spill() -> None:
+    """On Hopper, in a process of its own: in this one Triton interprets. `.ci/run` compiles all variants."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "novainfer.server.cli.main", "bench", "cuda-compile", "--json"]
+    command += ["--arch", "sm_90", "--sample"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     report = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
     assert (done.returncode, report.get("faults")) == (0, []), done.stderr[-2000:]
-    assert {kernel["arch"] for kernel in report["kernels"]} == {"sm_80", "sm_90", "sm_100"}
+    functions = {variant.function for variant in all_variants(90)}
+    assert len(report["kernels"]) == len(functions) > 20
+    assert {kernel["arch"] for kernel in report["kernels"]} == {"sm_90"}
