@@ -84,13 +84,16 @@ class Jobs:
                 self._turn.wait_for(lambda: self._flights.state is FlightsState.CLEAR)
 
     def _run(self, plan: StepPlan) -> StepDone | StepFailed | None:
-        flights = self._flights
-        with self._turn:
-            if not flights.takes(plan.after):
+        flights, begin = self._flights, LaunchStep(plan.step_id, plan.epoch, plan.after)
+        if self._waiter is None:  # no other thread looks at the machine
+            refused = flights.handle(begin)
+        else:
+            with self._turn:
                 self._turn.wait_for(lambda: flights.takes(plan.after))
-            if refused := _said(flights.handle(LaunchStep(plan.step_id, plan.epoch, plan.after))):
-                self._ended_s = 0.0
-                return refused[0]  # type: ignore[no-any-return]
+                refused = flights.handle(begin)
+        if refused:
+            self._ended_s = 0.0
+            return _said(refused)[0]  # type: ignore[no-any-return]
         began_s = time.monotonic()
         try:
             found = self._device.run(plan)
@@ -106,9 +109,12 @@ class Jobs:
 
     def _land(self, answer: StepDone | StepFailed) -> StepDone | StepFailed | None:
         """A step has ended as it was begun; its answer, unless it must wait for that of the one before it."""
-        with self._turn:
-            said = _said(self._flights.handle(Landed(answer)))
-        return said[0] if said else None
+        if self._waiter is None:
+            said = self._flights.handle(Landed(answer))
+        else:
+            with self._turn:
+                said = self._flights.handle(Landed(answer))
+        return _said(said)[0] if said else None
 
     def _timed(self, done: StepDone, began_s: float) -> StepDone:
         """`done`, with the time that the device had for this step alone, and since the step before ended."""
