@@ -125,9 +125,13 @@ def _prefill_config(kind: _Kind) -> Config:
     if kind.dtype == torch.float32:
         block_m, block_n, num_stages = max(32, _rows(kind.group, 1)), 16, 2
     elif kind.padded_dim == 128:
-        # All registers of a processor are one program's; on sm_80 the accumulators leave room for 32 tokens.
-        block_n, num_stages = (32, 5) if kind.generation == 80 else (64 if kind.kv_dtype != AUTO else 128, 3)
-    elif kind.generation == 100 or (kind.padded_dim < 64 and kind.generation == 80):
+        # All registers of a processor are one program's; on sm_80 the accumulators leave room for 32 tokens, elsewhere
+        # what is masked on both sides, or widened, for 64.
+        is_plain = kind.kv_dtype == AUTO and not kind.is_windowed
+        block_n, num_stages = (32, 5) if kind.generation == 80 else (128 if is_plain else 64, 3)
+    elif kind.generation == 100:
+        block_n, num_stages = 128 if kind.padded_dim == 64 and kind.kv_dtype == AUTO else 64, 3
+    elif kind.padded_dim < 64 and kind.generation == 80:
         num_stages = 3
     constants = kind.constants | {"BLOCK_M": block_m, "BLOCK_N": block_n, "QUERIES_MAX": 1}
     return Config(constants, num_warps=8, num_stages=num_stages)
