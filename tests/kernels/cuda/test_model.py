@@ -48,7 +48,9 @@ def proved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runner_of(folder: Path, **options: Any) -> ModelRunner:
-    registry = build_registry(torch.device("cuda"), batch_invariant=options.pop("batch_invariant", False))
+    """Launched one by one: what is captured has tests beside this one."""
+    batch_invariant = options.pop("batch_invariant", False)
+    registry = build_registry(torch.device("cuda"), batch_invariant=batch_invariant, enforce_eager=True)
     return make_runner(folder, registry=registry, device=DEVICE, block_size=4, **options)
 
 
