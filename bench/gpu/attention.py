@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,11 @@ class Case:
     kv_dtype: str = "auto"
 
     @property
+    def shape(self) -> AttentionShape:
+        """Of one layer."""
+        return AttentionShape(1, self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, self.kv_dtype)
+
+    @property
     def num_bytes(self) -> int:
         """Keys and values read, queries read and results written; bf16, each once."""
         per_token = 2 * self.num_kv_heads * self.head_dim
@@ -54,6 +60,7 @@ DECODES = [
     *(Case(name, *SHAPES[name], batch, 1024) for name in SHAPES for batch in (1, 8, 64, 256)),
     *(Case(name, *SHAPES[name], batch, 8192) for name in ("0.5B", "7B") for batch in (1, 64)),
     Case("7B", *SHAPES["7B"], 64, 1024, block_size=64),
+    *(Case("7B", *SHAPES["7B"], 64, 4096, kv_dtype=kind) for kind in ("int8", "fp8")),
 ]
 PREFILLS = [
     *(Case("7B", *SHAPES["7B"], 1, length, length) for length in (1024, 4096, 16384)),
@@ -69,8 +76,7 @@ def measure_attention(backend: type[AttentionBackend], case: Case, clock: Clock,
     num_blocks = case.batch * -(-case.context // case.block_size)
     per_layer = max(1, case.batch * case.context * 2 * case.num_kv_heads * case.head_dim * 2)
     num_layers = max(1, min(sets_max, CACHE_SETS_BYTES // per_layer + 1))
-    more = {} if case.kv_dtype == "auto" else {"kv_dtype": case.kv_dtype}
-    shape = AttentionShape(num_layers, case.num_heads, case.num_kv_heads, case.head_dim, case.block_size, **more)
+    shape = dataclasses.replace(case.shape, num_layers=num_layers)
     cache = backend.allocate(shape, num_blocks, dtype, clock.device)
     for part in cache.parts:
         _fill(part)

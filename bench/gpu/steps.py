@@ -37,14 +37,13 @@ class Steps:
     batch: int
     context: int
     wanted_ms: float | None = None  # as the project's aim has it
-    anchor: str = ""  # what is published of others
 
 
 STEPS = [
     Steps("qwen2.5-0.5b", 1, 128, 0.45),
     Steps("qwen2.5-0.5b", 64, 1024),
     Steps("qwen2.5-0.5b", 256, 1024),
-    Steps("qwen2.5-1.5b", 1, 128, 1.05, "vLLM and SGLang reach about half of the bandwidth (Hazy Research, H100)"),
+    Steps("qwen2.5-1.5b", 1, 128, 1.05),
     Steps("qwen2.5-1.5b", 64, 1024),
     Steps("qwen2.5-1.5b", 256, 1024, 3.7),
 ]
@@ -137,7 +136,6 @@ def measure_steps(
         "roof_ms": 1e3 * roof_s,
         "share_of_roof": roof_s / wall_s,
         "wanted_ms": steps.wanted_ms,
-        "anchor": steps.anchor,
         "idle_share": idle,
         "load_to_ready_s": ready_s,
         "kernels": runner.info.kernels,
