@@ -18,7 +18,9 @@ from driver import Driver, make_runner
 from test_flight import beside_the_host
 from torch import Tensor
 
+from novainfer.fsm.messages.mode import EAGER, FAST, SDPA, Mode
 from novainfer.fsm.messages.step import SeqParams
+from novainfer.kernels.cuda.forward import TritonForward
 from novainfer.kernels.cuda.graphs import GraphForward, buckets_for
 from novainfer.kernels.cuda.kernels import implementations
 from novainfer.kernels.ops.registry import Registry
@@ -179,4 +181,32 @@ def test_another_cache_is_captured_anew(folder: Path, runner: ModelRunner) -> No
     assert isinstance(forward, GraphForward)
     assert forward.buckets == []
     runner.warm()
+    assert tokens(Driver(runner, seed=1)) == expected_tokens(folder)
+
+
+def test_a_switch_to_single_launches_lets_the_graphs_go_and_the_way_back_captures_them(
+    folder: Path, runner: ModelRunner
+) -> None:
+    runner.warm()
+    assert runner.info.modes[:3] == tuple(Mode(kernels) for kernels in (FAST, EAGER, SDPA))
+    runner.switch(Mode(EAGER))
+    assert isinstance(runner._decoder.compute, TritonForward)
+    assert tokens(Driver(runner, seed=1)) == expected_tokens(folder)
+    runner.switch(Mode(FAST))
+    assert isinstance(runner._decoder.compute, GraphForward)
+    assert runner._decoder.compute.buckets == [1, 2, 3]
+    before = StandIn.made[-1].num_replayed
+    assert tokens(Driver(runner, seed=1)) == expected_tokens(folder)
+    assert StandIn.made[-1].num_replayed > before
+
+
+def test_without_room_for_its_graphs_a_mode_is_not_switched_to(
+    folder: Path, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.warm()
+    runner.switch(Mode(EAGER))
+    monkeypatch.setattr(ReplayingForward, "stand_in", partial(StandIn, failing=0))
+    with pytest.raises(MemoryError, match="there is no room for the CUDA graphs of fast kernels"):
+        runner.switch(Mode(FAST))
+    assert runner.mode == Mode(EAGER)
     assert tokens(Driver(runner, seed=1)) == expected_tokens(folder)
