@@ -201,7 +201,8 @@ void pack(const LinearDesc& d, const typename T::type* weight, typename T::type*
   });
 }
 
-// Packs rows as int8, and gives each row's scale: its largest element over 127. The arithmetic of kernels/ops/quantised.py.
+// Packs rows as int8, and gives each row's scale: its largest element over 127. The arithmetic of
+// kernels/ops/quantised.py.
 template <class T>
 void quantise(const LinearDesc& d, const typename T::type* weight, int8_t* out, float* scale, int threads) {
   constexpr int E = T::E;
