@@ -229,7 +229,7 @@ class TritonAttention:
         """Store rows [T, num_kv_heads, head_dim] at their slots; a slot below 0 is none."""
         shape = self.shape
         config = _write_config(shape.num_kv_heads, shape.head_dim, shape.kv_dtype)
-        jit.write[shape.num_kv_heads, len(key)](
+        jit.write[len(key), shape.num_kv_heads](
             key, value, slot_mapping, key_stride=key.stride(0), value_stride=value.stride(0),
             **self._layers[layer], **config.arguments,
         )  # fmt: skip
@@ -273,7 +273,7 @@ class TritonAttention:
     def _decode(kind: _Kind, num_seqs: int, arguments: dict[str, Any], *, verifies: bool) -> None:
         config, out = _decode_config(kind, verifies=verifies), arguments["out"]
         num_splits = _num_splits(kind, num_seqs)
-        sums, stats = _parts(kind, out, num_splits) if num_splits > 1 else (out, out)
+        sums, stats = _parts(kind, out, num_splits if num_splits > 1 else 0)
         jit.decode[kind.num_kv_heads, num_seqs, num_splits](
             **arguments, sums=sums, stats=stats, num_splits=num_splits, **config.arguments
         )
@@ -305,7 +305,7 @@ class TritonInvariantAttention(TritonAttention):
         scratch_bytes = out.shape[0] * kind.num_heads * num_splits * (kind.padded_dim + 2) * 4
         if num_splits <= 1 or is_busy or scratch_bytes > INVARIANT_SCRATCH_BYTES_MAX:
             num_splits = 0
-        sums, stats = _parts(kind, out, num_splits) if num_splits else (out, out)
+        sums, stats = _parts(kind, out, num_splits)
         jit.invariant[num_tiles, max(1, num_splits)](
             **arguments, sums=sums, stats=stats, num_seqs=num_seqs, num_splits=num_splits, **config.arguments
         )
@@ -324,7 +324,10 @@ def _num_tiles(kind: _Kind, config: Config, query: Tensor, num_seqs: int) -> int
 
 
 def _parts(kind: _Kind, out: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
-    """Room for what programs that share contexts leave: see `_put_part` in jit/attention.py."""
+    """Room for what programs that share contexts leave: see `_put_part` in jit/attention.py.
+
+    None is there for 0, but of the same dtype: of another one Triton would compile the function again.
+    """
     sums = torch.empty((len(out), kind.num_heads, num_splits, kind.padded_dim), dtype=torch.float32, device=out.device)
     return sums, sums.new_empty((len(out), kind.num_heads, num_splits, 2))
 

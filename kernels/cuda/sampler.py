@@ -248,11 +248,14 @@ class TritonSampler:
         edited = None
         if flags & CHANGED:
             edited = torch.empty(num_rows, self.vocab_size, dtype=torch.float32, device=self.device)
-            history_counts = self._zero_counts(num_rows) if flags & PENALISED else edited
+            # Of the same dtype where none is read, or Triton would compile the function again.
+            history_counts = self._zero_counts(num_rows if flags & PENALISED else 0)
             layout.edit(logits, edited, history_counts, records, flags, has_drafts=has_drafts)
         layout.draw(logits, edited, records, found, width)
 
     def _zero_counts(self, num_rows: int) -> Tensor:
+        if num_rows == 0:
+            return torch.empty(0, dtype=torch.int32, device=self.device)
         if self._counts is None or len(self._counts) < num_rows:
             room = 1 << (num_rows - 1).bit_length()
             self._counts = None  # first, since there may be no room for both

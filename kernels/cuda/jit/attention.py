@@ -208,7 +208,7 @@ def _tiles_of_a_split(context_len, lowest, num_splits, BLOCK_N: tl.constexpr, TI
     return first, end, tl.maximum(tl.cdiv(end - first, num_splits), TILES_MIN)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits", "window"])
+@triton.jit(do_not_specialize=["table_stride", "num_splits", "window"], do_not_specialize_on_alignment=["context_lens"])
 def decode(
     query,
     keys,
@@ -279,7 +279,7 @@ def decode(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_splits", "window"])
+@triton.jit(do_not_specialize=["num_splits", "window"], do_not_specialize_on_alignment=["context_lens"])
 def merge(
     out,
     sums,
@@ -333,7 +333,7 @@ def merge(
     tl.store(to, rounded(acc, out.dtype.element_ty), columns < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_seqs", "window"])
+@triton.jit(do_not_specialize=["table_stride", "num_seqs", "window"], do_not_specialize_on_alignment=["context_lens"])
 def prefill(
     query,
     keys,
@@ -429,7 +429,10 @@ def _merged(peak, total, acc, other_peak, other_total, other_acc):
     return higher, total, acc
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_seqs", "num_splits", "window"])
+@triton.jit(
+    do_not_specialize=["table_stride", "num_seqs", "num_splits", "window"],
+    do_not_specialize_on_alignment=["context_lens"],
+)
 def invariant(
     query,
     keys,
@@ -517,7 +520,7 @@ def invariant(
         _put(out, total, acc, row, kv_head, used, GROUP, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_M)
 
 
-@triton.jit(do_not_specialize=["num_splits", "window"])
+@triton.jit(do_not_specialize=["num_splits", "window"], do_not_specialize_on_alignment=["context_lens"])
 def merge_invariant(
     out,
     sums,
@@ -602,12 +605,12 @@ def write(
     LARGEST: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """A token's key and value of one head to its slot; none where that is below 0. Grid [NUM_KV_HEADS, T].
+    """A token's key and value of one head to its slot; none where that is below 0. Grid [T, NUM_KV_HEADS].
 
     LARGEST is what a cell holds at most where the cache is quantised, else None.
     """
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     slot = tl.load(slot_mapping + row)
     columns = tl.arange(0, PADDED_DIM)
     inside = columns < HEAD_DIM
