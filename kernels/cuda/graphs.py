@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 def buckets_for(max_num_seqs: int) -> list[int]:
     """Batch sizes that are captured: 1, 2, 4, then each multiple of 8 up to 256, of 16 up to 512, and the largest."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
-    return [*(size for size in sizes if size < max_num_seqs), min(max_num_seqs, sizes[-1])]
+    largest = min(max_num_seqs, sizes[-1])
+    return [*(size for size in sizes if size < largest), largest]
 
 
 class Graphs(Protocol):
