@@ -54,6 +54,8 @@ GIVEN_UP = "there is no draft model any more"
 
 COST_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of the steps whose time is measured
 COST_TRIES = 3
+WARM_TOKENS = 8  # of the prompt that is run once
+WARM_TOKENS_AHEAD = 32  # on CUDA, where fewer are computed as drafts are, by other kernels
 COST_LIMIT_S = 2.0  # for all of them: a worker that replaces another is waited for; larger steps cost in proportion
 
 
@@ -446,7 +448,8 @@ class ModelRunner:
 
         And capture CUDA graphs, where the kernels replay them; raises what an allocator raises.
         """
-        length = max(1, min(8, self.info.max_model_len - 1, self._buffers.max_num_batched_tokens))
+        wanted = WARM_TOKENS_AHEAD if self._is_ahead else WARM_TOKENS
+        length = max(1, min(wanted, self.info.max_model_len - 1, self._buffers.max_num_batched_tokens))
         self.execute(StepPlan([0], [length], [length], [0] * length, [0], [0], [0], [0]))
         if self.info.max_model_len > length:
             self.execute(StepPlan([0], [1], [length + 1], [0], [0], [length // self.info.block_size], [0], [0]))

@@ -60,6 +60,7 @@ SIZES = [
         "2 * max(self._patience, PATIENCE // 2)",
         "2 * self._patience",
         seeds=1000,
+        first=1099,
     ),
     Mutant(  # one step in some comes to its deadline, and its worker is killed
         "steps grow to all of what is slow",

@@ -565,20 +565,23 @@ class World:
                 self.device.load(answer.value["modes"][0])
             elif isinstance(job, Fit):
                 self.device.fit(answer.value["num_blocks"])
-            elif isinstance(job, Warm) and self._warms_with_less(job):
+            elif isinstance(job, Warm) and self._warms_with_less():
                 self.counts["a cache that is fitted again with less"] += 1
                 num_blocks = self.device.num_blocks - 1
                 self.device.fit(num_blocks)
-                self.reconfigurations.fitted_less(job.epoch, num_blocks)
+                self.reconfigurations.fitted_less(self.device.epoch, num_blocks)
                 answer = msgspec.structs.replace(answer, value={**answer.value, "num_blocks": num_blocks})
         self.answer(answer)
 
-    def _warms_with_less(self, job: Warm) -> bool:
-        """Whether its first step finds no memory; a number of blocks that was asked for is not made less."""
+    def _warms_with_less(self) -> bool:
+        """Whether its first step finds no memory; a number of blocks that was asked for is not made less.
+
+        By the device's epoch: a job may be one that it was given as a spare.
+        """
         assert self.device is not None
         is_asked_for = self.worker._wanted is not None
         has_more = self.device.num_blocks > self.shape.num_blocks_least
-        return self.shape.warms_with_less and job.epoch % 2 == 1 and has_more and not is_asked_for
+        return self.shape.warms_with_less and self.device.epoch % 2 == 1 and has_more and not is_asked_for
 
     def _end_step(self, plan: StepPlan, took_s: float) -> None:
         device = self.device
