@@ -25,6 +25,7 @@ OUT_OF_MEMORY_TEXTS = (
     "bad_alloc",
     "STATUS_ALLOC_FAILED",
     "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",  # as a kernel is loaded or launched
     "could not execute a primitive",
 )
 MADV_COLLAPSE = 25  # Linux 6.1; Python 3.11 has no name for it

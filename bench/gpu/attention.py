@@ -87,7 +87,9 @@ def measure_attention(backend: type[AttentionBackend], case: Case, clock: Clock,
     def attend(layer: int) -> Callable[[], Tensor]:
         return lambda: cache.attend(layer, query, step, scale)
 
-    spread = clock.measure([attend(layer) for layer in range(num_layers)])
+    # Torch's attention reads on the host what a step brings: it cannot be captured.
+    in_graph = backend.name.startswith("triton")
+    spread = clock.measure([attend(layer) for layer in range(num_layers)], in_graph=in_graph)
     return {
         "model": case.model,
         "batch": case.batch,

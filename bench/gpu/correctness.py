@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 def run_tests(folder: Path, paths: Sequence[str], *, timeout_s: float) -> dict[str, Any]:
     """pytest over `paths` of a checkout, on this machine's device; `ok` says whether all went well."""
     # Without the project's own settings: they name plug-ins that a machine for measurements may not have.
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-c", os.devnull, "--rootdir", str(folder)]
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(folder)]
     command += ["--import-mode=importlib", "-p", "no:cacheprovider", *(str(folder / path) for path in paths)]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)

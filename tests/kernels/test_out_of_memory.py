@@ -118,6 +118,7 @@ def test_every_allocator_is_known_by_its_error() -> None:
     assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
     assert is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
     assert is_out_of_memory(RuntimeError("std::bad_alloc"))
     assert is_out_of_memory(RuntimeError("could not execute a primitive"))

@@ -23,9 +23,12 @@ from novainfer.fsm.messages.step import SeqParams
 from novainfer.kernels.cuda.forward import TritonForward
 from novainfer.kernels.cuda.graphs import GraphForward, buckets_for
 from novainfer.kernels.cuda.kernels import implementations
+from novainfer.kernels.cuda.language import INTERPRETED
 from novainfer.kernels.ops.registry import Registry
 from novainfer.kernels.ops.selection import build_registry
 from novainfer.kernels.runtime.runner import ModelRunner
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a stand-in for CUDA graphs computes on the CPU")
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, num_layers=1)
 PROMPT = [5, 6, 7, 8, 9, 10]
