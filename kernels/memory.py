@@ -24,6 +24,7 @@ OUT_OF_MEMORY_TEXTS = (
     "allocate memory",
     "bad_alloc",
     "STATUS_ALLOC_FAILED",
+    "when calling `cublasCreate",  # CUBLAS_STATUS_NOT_INITIALIZED: its own memory found no room
     "CUDA error: out of memory",
     "Triton Error [CUDA]: out of memory",  # as a kernel is loaded or launched
     "could not execute a primitive",
@@ -32,8 +33,12 @@ MADV_COLLAPSE = 25  # Linux 6.1; Python 3.11 has no name for it
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device (on the CPU: without swapping, within the cgroup)."""
+    """Bytes that can still be allocated on the device (on the CPU: without swapping, within the cgroup).
+
+    On CUDA what torch keeps for later, and nothing uses, goes back to the driver first: it would count as taken.
+    """
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     candidates = [free for free in (_meminfo_available(), _cgroup_available()) if free is not None]
     if candidates:

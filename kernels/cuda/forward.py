@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -22,21 +22,21 @@ from novainfer.kernels.cuda.language import element
 from novainfer.kernels.cuda.row_ops import TritonRowOps, head_config, heads_grid
 from novainfer.kernels.cuda.variant import Config, Variant
 from novainfer.kernels.ops import kv_cache
-from novainfer.kernels.ops.forward import DecoderKind, DecoderParts, Layer
+from novainfer.kernels.ops.forward import DecoderKind, DecoderParts, Layer, OpByOpForward
 from novainfer.kernels.ops.linear import TorchLinear
 from novainfer.kernels.step import StepTensors
 
 __all__ = ["TritonBiasForward", "TritonForward", "variants"]
 
 
-class TritonForward:
+class TritonForward(OpByOpForward):
     """From embeddings to normed hidden states, bit for bit what the single operations give."""
 
     name: ClassVar[str] = "triton"
     row_invariant: ClassVar[bool] = True
 
     def __init__(self, parts: DecoderParts) -> None:
-        self._parts = parts
+        super().__init__(parts)
         kv_parts = parts.attention.parts
         if parts.attention.shape.kv_dtype == "fp8":
             kv_parts = (*(part.view(torch.float8_e4m3fn) for part in kv_parts[:2]), *kv_parts[2:])
@@ -52,17 +52,13 @@ class TritonForward:
             return f"its keys and values lie as {kind.attention.layout!r}"
         return None
 
-    @classmethod
-    def over(cls, parts: DecoderParts) -> Self:
-        """Over these parts."""
-        return cls(parts)
-
     def _heads(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The product [T, qkv_size], and the bias that is still to be added."""
         return layer.qkv(x), None
 
-    def _place(self, index: int, layer: Layer, qkv: Tensor, bias: Tensor | None, step: StepTensors) -> Tensor:
-        """Queries [T, num_heads, head_dim]; keys and values lie in the cache then."""
+    def _place(self, index: int, layer: Layer, x: Tensor, step: StepTensors) -> Tensor:
+        """One launch behind the product."""
+        qkv, bias = self._heads(layer, x)
         parts, shape = self._parts, self._parts.attention.shape
         num_all = shape.num_heads + 2 * shape.num_kv_heads
         has_bias, has_norm = bias is not None, layer.q_norm is not None
@@ -82,27 +78,6 @@ class TritonForward:
             **config.arguments,
         )
         return qkv.view(-1, num_all, shape.head_dim)[:, : shape.num_heads]
-
-    def __call__(self, hidden: Tensor, step: StepTensors) -> Tensor | None:
-        """[num_tokens, hidden_size] (overwritten) -> [num_samples, hidden_size], or None without samples."""
-        parts = self._parts
-        layers, ops, attention, eps = parts.layers, parts.ops, parts.attention, parts.rms_norm_eps
-        last = len(layers) - 1
-        residual = hidden
-        x = ops.rms_norm(residual, layers[0].input_norm, eps)
-        for index, layer in enumerate(layers):
-            query = self._place(index, layer, *self._heads(layer, x), step)
-            if index == last and step.num_samples == 0:
-                return None
-            x = attention.attend(index, query, step, attention.shape.head_dim**-0.5, layer.sliding_window)
-            if index == last and step.logit_rows is not None:
-                x = x.index_select(0, step.logit_rows)
-                residual = residual.index_select(0, step.logit_rows)
-            x = ops.add_rms_norm(layer.o(x), residual, layer.post_norm, eps)
-            x = layer.down(ops.silu_mul(layer.gate_up(x)))
-            norm = parts.final_norm if index == last else layers[index + 1].input_norm
-            x = ops.add_rms_norm(x, residual, norm, eps)
-        return x
 
 
 class TritonBiasForward(TritonForward):

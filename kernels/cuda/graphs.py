@@ -49,15 +49,16 @@ class Graphs(Protocol):
 class CudaGraphs:
     """torch's CUDA graphs, in one memory pool."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """On a stream of its own; other threads may go on with CUDA meanwhile."""
+        """On the stream that torch captures on: cuBLAS keeps a workspace for each stream that was ever current.
+
+        Other threads may go on with CUDA meanwhile.
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = compute()
         return graph.replay, out
 
@@ -101,7 +102,7 @@ class GraphForward:
 
     def make_graphs(self) -> Graphs:
         """What captures."""
-        return CudaGraphs(self._parts.final_norm.device)
+        return CudaGraphs()
 
     def capture(self, max_num_rows: int, blank: Callable[[int], StepTensors]) -> None:
         """As `GraphedForward.capture`; the graphs are proved to give what they were captured from."""

@@ -166,27 +166,34 @@ class OpByOpForward:
         """Over these parts."""
         return cls(parts)
 
+    def _place(self, index: int, layer: Layer, x: Tensor, step: StepTensors) -> Tensor:
+        """Normed rows x [T, hidden_size] -> queries [T, num_heads, head_dim]; keys and values are in the cache then."""
+        parts, attention = self._parts, self._parts.attention
+        shape = attention.shape
+        num_heads, dim = shape.num_heads, shape.head_dim
+        num_rotated = num_heads + shape.num_kv_heads
+        qkv = layer.qkv(x)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            parts.ops.qk_norm(qkv, layer.q_norm, layer.k_norm, num_heads, shape.num_kv_heads, parts.rms_norm_eps)
+        parts.ops.rope(qkv, parts.cos_sin, step.positions, num_rotated, dim)
+        heads = qkv.view(len(qkv), -1, dim)
+        attention.write(index, heads[:, num_heads:num_rotated], heads[:, num_rotated:], step.slot_mapping)
+        return heads[:, :num_heads]
+
     def __call__(self, hidden: Tensor, step: StepTensors) -> Tensor | None:
         """[num_tokens, hidden_size] (overwritten) -> [num_samples, hidden_size], or None without samples."""
         parts = self._parts
         layers, ops, attention, eps = parts.layers, parts.ops, parts.attention, parts.rms_norm_eps
-        shape = attention.shape
-        num_heads, dim = shape.num_heads, shape.head_dim
-        num_rotated, num_all = num_heads + shape.num_kv_heads, num_heads + 2 * shape.num_kv_heads
+        scale = attention.shape.head_dim**-0.5
         last = len(layers) - 1
 
         residual = hidden
         x = ops.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
-            qkv = layer.qkv(x)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                ops.qk_norm(qkv, layer.q_norm, layer.k_norm, num_heads, shape.num_kv_heads, eps)
-            ops.rope(qkv, parts.cos_sin, step.positions, num_rotated, dim)
-            heads = qkv.view(-1, num_all, dim)
-            attention.write(index, heads[:, num_heads:num_rotated], heads[:, num_rotated:], step.slot_mapping)
+            query = self._place(index, layer, x, step)
             if index == last and step.num_samples == 0:
                 return None
-            x = attention.attend(index, heads[:, :num_heads], step, dim**-0.5, layer.sliding_window)
+            x = attention.attend(index, query, step, scale, layer.sliding_window)
             if index == last and step.logit_rows is not None:
                 x = x.index_select(0, step.logit_rows)
                 residual = residual.index_select(0, step.logit_rows)

@@ -16,7 +16,7 @@ from checkpoints import Shape, save_checkpoint
 from novainfer.kernels.cpu import native
 from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.errors import KernelUnavailableError
-from novainfer.kernels.memory import is_out_of_memory, lazy_zeros
+from novainfer.kernels.memory import free_bytes, is_out_of_memory, lazy_zeros
 
 # Wide enough for a step of 384 tokens to need megabytes in most of its allocations.
 SHAPE = Shape("wide", 8, 2, 64, 512, 2000, intermediate_size=1024)
@@ -119,16 +119,32 @@ def test_every_allocator_is_known_by_its_error() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
-    assert is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasSgemm(handle)`"))
+    assert is_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    )
     assert is_out_of_memory(RuntimeError("std::bad_alloc"))
     assert is_out_of_memory(RuntimeError("could not execute a primitive"))
     for other in (
         RuntimeError("CUDA error: an illegal memory access"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm(handle)`"),
         ValueError("cannot allocate memory"),
         OSError(),
         OSError(errno.EIO, "Input/output error"),
     ):
         assert not is_out_of_memory(other)
+
+
+def test_what_torch_keeps_for_later_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that no tensor uses goes back to the driver before the driver is asked."""
+    free, kept = [100], [900]
+
+    def empty_cache() -> None:
+        free[0], kept[0] = free[0] + kept[0], 0
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 4000))
+    assert free_bytes(torch.device("cuda", 0)) == 1000
 
 
 def test_what_the_library_cannot_throw_comes_as_a_number() -> None:

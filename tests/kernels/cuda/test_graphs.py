@@ -6,9 +6,11 @@ and nothing else, so that a step whose arrays lie elsewhere gives what the step 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -21,7 +23,7 @@ from torch import Tensor
 from novainfer.fsm.messages.mode import EAGER, FAST, SDPA, Mode
 from novainfer.fsm.messages.step import SeqParams
 from novainfer.kernels.cuda.forward import TritonForward
-from novainfer.kernels.cuda.graphs import GraphForward, buckets_for
+from novainfer.kernels.cuda.graphs import CudaGraphs, GraphForward, buckets_for
 from novainfer.kernels.cuda.kernels import implementations
 from novainfer.kernels.cuda.language import INTERPRETED
 from novainfer.kernels.ops.registry import Registry
@@ -113,6 +115,29 @@ def tokens(driver: Driver) -> list[list[int]]:
 
 def expected_tokens(folder: Path) -> list[list[int]]:
     return tokens(Driver(make_runner(folder, "reference"), seed=1))
+
+
+def test_all_captures_are_on_the_stream_that_torch_captures_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuBLAS keeps a workspace for each stream: a new one for each switch of modes would cost one each time."""
+    captured: list[dict[str, Any]] = []
+
+    @contextmanager
+    def graph(of: Any, **options: Any) -> Iterator[None]:
+        captured.append(options)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    for _ in range(2):
+        graphs = CudaGraphs()
+        for _ in range(2):
+            _, out = graphs.capture(lambda: torch.ones(1))
+            assert out.item() == 1
+    assert [options.get("stream") for options in captured] == [None] * 4
+    pools = [options["pool"] for options in captured]
+    assert pools[0] is pools[1] is not pools[2] is pools[3]
+    assert {options["capture_error_mode"] for options in captured} == {"thread_local"}
 
 
 def test_sizes_are_close_where_batches_are_small() -> None:
