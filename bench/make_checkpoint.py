@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from novainfer.kernels.demo import model_path
 from novainfer.kernels.models.config import ModelConfig
 from novainfer.kernels.models.family import ModelFamily
-from novainfer.kernels.models.registry import QWEN2, QWEN3, read_config
+from novainfer.kernels.models.registry import LLAMA, QWEN2, QWEN3, read_config
 from novainfer.kernels.weights.header import tensor_shapes
 
 __all__ = ["SHAPES", "make_checkpoint"]
@@ -68,9 +68,31 @@ SHAPES: dict[str, dict[str, Any]] = {
     "deepseek-r1-distill-qwen-1.5b": _shape(
         QWEN2, 1536, 8960, 28, 12, 2, 151_936, 131_072, tied=False, rope_theta=10_000.0
     ),
+    "llama-3.2-1b": _shape(
+        LLAMA,
+        2048,
+        8192,
+        16,
+        32,
+        8,
+        128_256,
+        131_072,
+        tied=True,
+        head_dim=64,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-05,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
     "47m": _shape(QWEN2, 512, 2048, 8, 8, 2, 32_768, 4096, tied=True),  # 94 MB: enough to see in a process's memory
     "tiny": _shape(QWEN2, 64, 160, 2, 4, 2, 512, 2048, tied=True),
     "tiny-qwen3": _shape(QWEN3, 64, 160, 2, 4, 2, 512, 2048, tied=True, head_dim=32),
+    "tiny-llama": _shape(LLAMA, 64, 160, 2, 4, 2, 512, 2048, tied=False),
 }
 
 

@@ -92,11 +92,18 @@ class ModelConfig:
 class ConfigReader:
     """Typed reads from a config's JSON; every error names the file and the field."""
 
-    def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "") -> None:
-        """`prefix` says in which object of the file the fields stand."""
+    def __init__(
+        self, values: Mapping[str, Any], path: Path, prefix: str = "", defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        """`prefix` says in which object of the file the fields stand, `defaults` what one means that is not there."""
         self.values = values
         self.path = path
         self.prefix = prefix
+        self.defaults = defaults or {}
+
+    def given(self, name: str) -> Any:
+        """What the file says, or what saying nothing means; None for null, and where neither says anything."""
+        return self.values.get(name, self.defaults.get(name))
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
         """A whole number of at least `minimum` and at most `INTEGER_MAX`."""
@@ -146,6 +153,8 @@ class ConfigReader:
         if generation.is_file():
             sources[generation] = read_json(generation)
         found: set[int] = set()
+        if not any("eos_token_id" in source for source in sources.values()):
+            sources = {self.path: self.defaults}
         for path, source in sources.items():
             ids = source.get("eos_token_id")
             for token_id in ids if isinstance(ids, list) else [ids]:
@@ -158,7 +167,7 @@ class ConfigReader:
         return tuple(sorted(found))
 
     def _get(self, name: str, default: Any) -> Any:
-        value = self.values.get(name)
+        value = self.given(name)
         value = default if value is None else value
         if value is None:
             raise LoadError(f"{self._where(name)} is missing")

@@ -1,6 +1,6 @@
 """A loaded pre-norm decoder with rotary grouped-query attention and a gated MLP: its weights, and what computes them.
 
-The families whose tables (models/family.py) name these parts are this: Qwen2, Qwen2.5 and Qwen3.
+The families whose tables (models/family.py) name these parts are this: Qwen2, Qwen3, Llama and Mistral.
 """
 
 from __future__ import annotations

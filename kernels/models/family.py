@@ -6,13 +6,16 @@ layers of the decoder and so the native descriptor, the random checkpoints and t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.models.config import NUM_LAYERS_MAX, ConfigReader, ModelConfig, TensorSpec
 from novainfer.kernels.models.rope import max_positions, read_rope
 
-__all__ = ["ATTENTION_BIAS", "DECODER", "OUTPUT_BIAS", "QK_NORM", "ModelFamily", "parse_config"]
+__all__ = ["ATTENTION_BIAS", "DECODER", "MLP_BIAS", "OUTPUT_BIAS", "QK_NORM", "ModelFamily", "parse_config"]
 
 LAYER = "model.layers.{layer}."
 ATTENTION = LAYER + "self_attn."
@@ -35,31 +38,46 @@ DECODER = (
     TensorSpec("lm_head.weight", "head", ("vocab_size", "hidden_size"), 0, when=("tie_word_embeddings", False)),
 )
 
-# Biases of q, k and v, and of what attention gives; each query and key head normed before its rotation.
+# Biases of q, k and v, of what attention gives, and of the MLP; each query and key head normed before its rotation.
 ATTENTION_BIAS = (
     TensorSpec(ATTENTION + "q_proj.bias", "qkv", ("q_size",), shard_axis=0),
     TensorSpec(ATTENTION + "k_proj.bias", "qkv", ("kv_size",), shard_axis=0),
     TensorSpec(ATTENTION + "v_proj.bias", "qkv", ("kv_size",), shard_axis=0),
 )
 OUTPUT_BIAS = (TensorSpec(ATTENTION + "o_proj.bias", "o", ("hidden_size",)),)
+MLP_BIAS = (
+    TensorSpec(MLP + "gate_proj.bias", "gate_up", ("intermediate_size",), shard_axis=0),
+    TensorSpec(MLP + "up_proj.bias", "gate_up", ("intermediate_size",), shard_axis=0),
+    TensorSpec(MLP + "down_proj.bias", "down", ("hidden_size",)),
+)
 QK_NORM = (
     TensorSpec(ATTENTION + "q_norm.weight", "q_norm", ("head_dim",)),
     TensorSpec(ATTENTION + "k_norm.weight", "k_norm", ("head_dim",)),
 )
 
+# What a field means that is not in config.json, as transformers has it; null in config.json is not the lack of a field.
+DEFAULTS: Mapping[str, Any] = {
+    "max_position_embeddings": 32_768,
+    "max_window_layers": 28,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """One architecture: its tensors, and the fields of config.json that have other defaults than Qwen2's."""
+    """One architecture: its tensors, and what it means where config.json lacks a field, as far as not `DEFAULTS`."""
 
     architecture: str  # as `architectures` in config.json names it
     model_type: str
     tensors: tuple[TensorSpec, ...]
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that it does not read, and what they are for it
 
 
-def parse_config(family: ModelFamily, config: ConfigReader) -> ModelConfig:
+def parse_config(family: ModelFamily, values: Mapping[str, Any], path: Path) -> ModelConfig:
     """Map config.json to a `ModelConfig`; raises `LoadError` for what is missing, wrong or not supported."""
+    config = ConfigReader({**values, **family.fixed}, path, defaults={**DEFAULTS, **family.defaults})
     config.must_be("hidden_act", "silu", "silu")
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
@@ -69,19 +87,19 @@ def parse_config(family: ModelFamily, config: ConfigReader) -> ModelConfig:
             f"{config.path}: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads "
             f"({num_kv_heads})"
         )
-    if config.values.get("head_dim") is None and family.head_dim is None and hidden_size % num_heads:
+    if config.given("head_dim") is None and hidden_size % num_heads:
         raise LoadError(
             f"{config.path}: hidden_size ({hidden_size}) must be a multiple of num_attention_heads "
             f"({num_heads}) when head_dim is not given"
         )
-    head_dim = config.integer("head_dim", family.head_dim or hidden_size // num_heads)
+    head_dim = config.integer("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise LoadError(f"{config.path}: head_dim must be even for rotary positions, not {head_dim}")
     vocab_size = config.integer("vocab_size")
     num_layers = config.integer("num_hidden_layers")
     if num_layers > NUM_LAYERS_MAX:
         raise LoadError(f"{config.path}: num_hidden_layers must be at most {NUM_LAYERS_MAX}, not {num_layers}")
-    max_position_embeddings = config.integer("max_position_embeddings", 32_768)
+    max_position_embeddings = config.integer("max_position_embeddings")
     rope = read_rope(config, max_position_embeddings)
     windows = _sliding_windows(config, num_layers)
     return ModelConfig(
@@ -93,7 +111,7 @@ def parse_config(family: ModelFamily, config: ConfigReader) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=config.number("rms_norm_eps"),
         rope=rope,
         max_position_embeddings=max_positions(config, rope, max_position_embeddings),
         sliding_windows=windows,
@@ -110,12 +128,11 @@ def parse_config(family: ModelFamily, config: ConfigReader) -> ModelConfig:
 def _sliding_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     """Of each layer: how many tokens a row sees, itself among them; None: its whole context."""
     window: int | None = None
-    # null is no window, and a field that is not there the default: as in transformers
-    if config.boolean("use_sliding_window", False) and config.values.get("sliding_window", 0) is not None:
-        window = config.integer("sliding_window", 4096)
+    if config.boolean("use_sliding_window", False) and config.given("sliding_window") is not None:
+        window = config.integer("sliding_window")
     kinds = config.values.get("layer_types")
     if kinds is None:
-        first = config.integer("max_window_layers", 28, minimum=0)
+        first = config.integer("max_window_layers", minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise LoadError(f"{config.path}: layer_types must name the attention of each of {num_layers} layers")

@@ -1,7 +1,8 @@
 """Which architectures can be served: a table each, by the name in a checkpoint's config.json.
 
-Sources: "Qwen2 Technical Report" (arXiv 2407.10671), "Qwen3 Technical Report" (arXiv 2505.09388); field names and
-defaults as in transformers' Qwen2Config and Qwen3Config.
+Sources: "Qwen2 Technical Report" (arXiv 2407.10671), "Qwen3 Technical Report" (arXiv 2505.09388), "The Llama 3 Herd of
+Models" (arXiv 2407.21783), "Mistral 7B" (arXiv 2310.06825); field names and defaults as in transformers' Qwen2Config,
+Qwen3Config, LlamaConfig and MistralConfig.
 """
 
 from __future__ import annotations
@@ -10,11 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.models.config import ConfigReader, ModelConfig
-from novainfer.kernels.models.family import ATTENTION_BIAS, DECODER, OUTPUT_BIAS, QK_NORM, ModelFamily, parse_config
+from novainfer.kernels.models.config import ModelConfig, TensorSpec
+from novainfer.kernels.models.family import (
+    ATTENTION_BIAS,
+    DECODER,
+    MLP_BIAS,
+    OUTPUT_BIAS,
+    QK_NORM,
+    ModelFamily,
+    parse_config,
+)
 from novainfer.kernels.models.folder import read_json
 
-__all__ = ["FAMILIES", "QWEN2", "QWEN3", "read_config"]
+__all__ = ["FAMILIES", "LLAMA", "MISTRAL", "QWEN2", "QWEN3", "read_config"]
+
+
+def _when(field: str, tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Tensors that are there when this field of config.json is true."""
+    return tuple(replace(tensor, when=(field, True)) for tensor in tensors)
+
 
 # Qwen2 and Qwen2.5: biases on q, k and v.
 QWEN2 = ModelFamily("Qwen2ForCausalLM", "qwen2", (*DECODER, *ATTENTION_BIAS))
@@ -23,11 +38,29 @@ QWEN2 = ModelFamily("Qwen2ForCausalLM", "qwen2", (*DECODER, *ATTENTION_BIAS))
 QWEN3 = ModelFamily(
     "Qwen3ForCausalLM",
     "qwen3",
-    (*DECODER, *QK_NORM, *(replace(bias, when=("attention_bias", True)) for bias in (*ATTENTION_BIAS, *OUTPUT_BIAS))),
-    head_dim=128,
+    (*DECODER, *QK_NORM, *_when("attention_bias", (*ATTENTION_BIAS, *OUTPUT_BIAS))),
+    {"head_dim": 128},
 )
 
-FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (QWEN2, QWEN3)}
+# Llama 2 and 3, and what was made in their likeness.
+LLAMA = ModelFamily(
+    "LlamaForCausalLM",
+    "llama",
+    (*DECODER, *_when("attention_bias", (*ATTENTION_BIAS, *OUTPUT_BIAS)), *_when("mlp_bias", MLP_BIAS)),
+    {"max_position_embeddings": 2048, "eos_token_id": 2},
+    {"use_sliding_window": False},
+)
+
+# Mistral: each layer has the window, unless `sliding_window` is null.
+MISTRAL = ModelFamily(
+    "MistralForCausalLM",
+    "mistral",
+    DECODER,
+    {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "eos_token_id": 2},
+    {"use_sliding_window": True, "max_window_layers": 0},
+)
+
+FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL)}
 
 
 def read_config(model_dir: Path) -> ModelConfig:
@@ -38,6 +71,6 @@ def read_config(model_dir: Path) -> ModelConfig:
     names = [str(name) for name in architectures] if isinstance(architectures, list) else []
     for name in names:
         if name in FAMILIES:
-            return parse_config(FAMILIES[name], ConfigReader(values, path))
+            return parse_config(FAMILIES[name], values, path)
     found = ", ".join(names) if names else f"none (model_type {values.get('model_type')!r})"
     raise LoadError(f"{path}: architecture {found} is not supported; supported: {', '.join(FAMILIES)}")

@@ -41,6 +41,7 @@ def read_rope(config: ConfigReader, max_position_embeddings: int) -> Rope:
     if not isinstance(values, Mapping):
         raise LoadError(f"{config.path}: {name} must be an object, not {values!r}")
     fields = ConfigReader(values, config.path, f"{name}.")
+    _refuse_partial(config)
     rope_type = values.get("rope_type", values.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         raise LoadError(
@@ -102,11 +103,16 @@ def _attention_factor(fields: ConfigReader, factor: float) -> float:
 
 def _refuse_others(fields: ConfigReader, rope_type: str) -> None:
     known = SHARED | ROPE_TYPES[rope_type]
-    for name, value in fields.values.items():
+    for name in fields.values:
         if name not in known:
             raise LoadError(
                 f"{fields.path}: {fields.prefix}{name} is not supported with rope_type {rope_type!r}, only "
                 f"{', '.join(sorted(known))}"
             )
-        if name == "partial_rotary_factor" and value not in (None, 1.0):
-            raise LoadError(f"{fields.path}: {fields.prefix}{name} {value!r} is not supported, only 1.0")
+    _refuse_partial(fields)
+
+
+def _refuse_partial(fields: ConfigReader) -> None:
+    value = fields.values.get("partial_rotary_factor")
+    if value not in (None, 1.0):
+        raise LoadError(f"{fields.path}: {fields.prefix}partial_rotary_factor {value!r} is not supported, only 1.0")

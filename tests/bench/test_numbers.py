@@ -23,7 +23,6 @@ from novainfer.bench.statistic import (
     summary,
 )
 from novainfer.bench.workload import MAX_LEN, PREFIX, WORKLOADS, Workload, scaled
-from novainfer.kernels.models.config import ConfigReader
 from novainfer.kernels.models.family import parse_config
 from novainfer.kernels.models.registry import FAMILIES
 
@@ -31,7 +30,7 @@ from novainfer.kernels.models.registry import FAMILIES
 def geometry(like: str, **changes: Any) -> Geometry:
     values = {"hidden_act": "silu", **SHAPES[like], **changes}
     family = FAMILIES[values["architectures"][0]]
-    return Geometry(parse_config(family, ConfigReader(values, Path("config.json"))))
+    return Geometry(parse_config(family, values, Path("config.json")))
 
 
 QWEN = geometry("qwen2.5-0.5b")

@@ -32,6 +32,13 @@ class Shape:
     others: tuple[tuple[str, Any], ...] = ()  # fields of config.json
 
 
+LLAMA3 = (
+    ("rope_type", "llama3"),
+    ("factor", 8.0),
+    ("low_freq_factor", 1.0),
+    ("high_freq_factor", 4.0),
+    ("original_max_position_embeddings", 16),
+)
 YARN = (("rope_type", "yarn"), ("factor", 16.0), ("original_max_position_embeddings", 16))
 GRID = (
     Shape("mha", 4, 4, 8, 32, 257),
@@ -45,6 +52,20 @@ GRID = (
         "qwen3-biased", 6, 2, 20, 40, 301, tied=False, sharded=True, family="Qwen3", others=(("attention_bias", True),)
     ),
     Shape("yarn", 4, 2, 32, 64, 257, rope=YARN),
+    Shape("llama", 4, 2, 24, 64, 257, tied=False, sharded=True, family="Llama", rope_theta=5e5, rope=LLAMA3),
+    Shape(
+        "llama-biased",
+        4,
+        4,
+        16,
+        64,
+        130,
+        family="Llama",
+        intermediate_size=64,  # halves that share no panel
+        others=(("attention_bias", True), ("mlp_bias", True)),
+    ),
+    # Windows of all layers, whatever layer they begin with elsewhere
+    Shape("mistral", 6, 2, 32, 48, 257, tied=False, num_layers=3, family="Mistral", others=(("sliding_window", 19),)),
     # Windows of some layers, shorter than a block, and of all, across blocks
     Shape(
         "sliding",

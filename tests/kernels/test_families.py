@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Shape, greedy, load_transformers, save_checkpoint
-from driver import Driver, make_runner
+from checkpoints import Shape, save_checkpoint
 from safetensors.torch import load_file
+from transformers import LlamaConfig, MistralConfig
 
 from novainfer.bench.make_checkpoint import SHAPES
 from novainfer.kernels.cpu.native import LayerDesc
-from novainfer.kernels.models import registry
 from novainfer.kernels.models.config import Rope
-from novainfer.kernels.models.family import DECODER, ModelFamily
+from novainfer.kernels.models.family import ModelFamily
 from novainfer.kernels.models.registry import FAMILIES, read_config
 from novainfer.kernels.ops import forward
 from novainfer.kernels.ops.forward import PRODUCTS, Layer
@@ -25,7 +24,9 @@ from novainfer.kernels.weights.header import tensor_shapes
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
-@pytest.mark.parametrize("options", [{}, {"tied": False}, {"others": (("attention_bias", True),)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"tied": False}, {"others": (("attention_bias", True), ("mlp_bias", True))}], ids=str
+)
 def test_the_table_names_the_tensors_of_transformers(family: ModelFamily, options: dict, tmp_path: Path) -> None:
     name = family.architecture.removesuffix("ForCausalLM")
     folder = save_checkpoint(Shape("any", 4, 2, 24, 64, 160, family=name, **options), tmp_path)
@@ -101,20 +102,58 @@ def test_deepseek_r1_distill_qwen_is_a_qwen2(tmp_path: Path) -> None:
     assert {key: config[key] for key in made} == made
 
 
-def test_a_family_that_differs_by_its_table_alone_is_one_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Llama: Qwen2 without biases."""
-    monkeypatch.setitem(registry.FAMILIES, "LlamaForCausalLM", ModelFamily("LlamaForCausalLM", "llama", DECODER))
-    folder = save_checkpoint(Shape("llama", 4, 2, 16, 64, 160, tied=False, family="Llama"), tmp_path)
-    prompt = [1, 2, 3, 150, 20, 7]
-    expected, _ = greedy(load_transformers(folder, torch.float32), prompt, 8)
-    for backend in ("torch", "native"):
-        driver = Driver(make_runner(folder, backend))
-        assert driver.generate([driver.add(0, prompt)], 8) == [expected]
+def test_mistral_v0_1_slides_and_its_successors_do_not(tmp_path: Path) -> None:
+    """The fields of their public config.json; those that are not there mean what MistralConfig says."""
+    config = {
+        "architectures": ["MistralForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    found = read_config(tmp_path)
+    assert found.sliding_windows == (4096,) * 32
+    assert found.eos_token_ids == (2,)
+    assert sum(math.prod(shape) for shape in tensor_shapes(found).values()) == 7_241_732_096
+    path.write_text(json.dumps(config | {"sliding_window": None, "rope_theta": 1000000.0}))
+    assert read_config(tmp_path).sliding_windows == (None,) * 32
+    without = ("sliding_window", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta")
+    path.write_text(json.dumps({name: value for name, value in config.items() if name not in without}))
+    found = read_config(tmp_path)
+    theirs = MistralConfig()
+    assert found.sliding_windows == (theirs.sliding_window,) * 32
+    assert (found.num_kv_heads, found.rms_norm_eps) == (theirs.num_key_value_heads, theirs.rms_norm_eps)
+    assert (found.max_position_embeddings, found.rope) == (theirs.max_position_embeddings, Rope(10_000.0))
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
+def test_end_tokens_are_the_familys_only_where_no_file_names_any(tmp_path: Path) -> None:
+    folder = save_checkpoint(Shape("any", 4, 2, 16, 64, 160, family="Llama"), tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    assert read_config(folder).eos_token_ids == ()  # null
+    for name in (path, folder / "generation_config.json"):
+        values = json.loads(name.read_text())
+        values.pop("eos_token_id", None)
+        name.write_text(json.dumps(values))
+    assert read_config(folder).eos_token_ids == (LlamaConfig().eos_token_id,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [128, 9]}))
+    assert read_config(folder).eos_token_ids == (9, 128)
+    path.write_text(json.dumps(config | {"eos_token_id": 5}))
+    assert read_config(folder).eos_token_ids == (5, 9, 128)
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Llama", "Mistral"])
 def test_cut_along_their_axes_the_tensors_make_layers_that_add_up(name: str, tmp_path: Path) -> None:
     """Attention and MLP of two halves of a checkpoint, before the residual, sum to those of the whole."""
     folder = save_checkpoint(Shape("whole", 4, 2, 16, 64, 160, tied=False, family=name), tmp_path / "whole")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,25 +17,31 @@ SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in ran
 
 def random_shape(draw: random.Random) -> Shape:
     kv_heads = draw.choice([1, 2, 3, 4])
+    heads = kv_heads * draw.choice([1, 2, 3, 7])
+    family, hidden = draw.choice(["Qwen2", "Qwen3", "Llama", "Mistral"]), draw.choice([8, 24, 48, 90, 128])
     return Shape(
         "random",
-        num_heads=kv_heads * draw.choice([1, 2, 3, 7]),
+        num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=draw.choice([8, 16, 20, 32, 64, 80, 128]),
-        hidden_size=draw.choice([8, 24, 48, 90, 128]),
+        hidden_size=-(-hidden // heads) * heads if family == "Llama" else hidden,  # transformers wants a multiple there
         vocab_size=draw.choice([50, 127, 256, 911]),
         tied=draw.random() < 0.5,
         sharded=draw.random() < 0.3,
         rope_theta=draw.choice([100.0, 1e4, 1e6]),
         num_layers=draw.choice([1, 2, 3]),
         intermediate_size=draw.choice([8, 40, 77, 200]),
-        family=draw.choice(["Qwen2", "Qwen3"]),
+        family=family,
         rope=draw.choice([(), YARN]),
-        others=(
-            *draw.choice([(), (("use_sliding_window", True), ("max_window_layers", 1))]),
-            # Not 1: transformers' cache keeps its tokens from `1 - sliding_window` on, and from 0 on these are all
-            ("sliding_window", draw.choice([2, 7, 16, 33])),
-        ),
+        others=() if family == "Llama" else windows(draw),
+    )
+
+
+def windows(draw: random.Random) -> tuple[tuple[str, Any], ...]:
+    return (
+        *draw.choice([(), (("use_sliding_window", True), ("max_window_layers", 1))]),
+        # Not 1: transformers' cache keeps its tokens from `1 - sliding_window` on, and from 0 on these are all
+        ("sliding_window", draw.choice([2, 7, 16, 33])),
     )
 
 

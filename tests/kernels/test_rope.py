@@ -11,7 +11,7 @@ import torch
 
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.models.angles import rope_table
-from novainfer.kernels.models.config import INTEGER_MAX, ConfigReader, ModelConfig
+from novainfer.kernels.models.config import INTEGER_MAX, ModelConfig
 from novainfer.kernels.models.family import parse_config
 from novainfer.kernels.models.registry import FAMILIES
 
@@ -28,7 +28,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_76
 
 
 def read(**values: Any) -> ModelConfig:
-    return parse_config(FAMILIES["Qwen2ForCausalLM"], ConfigReader(GEOMETRY | values, Path("config.json")))
+    return parse_config(FAMILIES["Qwen2ForCausalLM"], GEOMETRY | values, Path("config.json"))
 
 
 @pytest.mark.parametrize(
