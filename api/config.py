@@ -10,7 +10,7 @@ import msgspec
 
 from novainfer.actors.device.location import DEMO_MODEL
 from novainfer.fsm.messages.errors import InvalidParameter
-from novainfer.fsm.messages.mode import QUANTIZATIONS
+from novainfer.fsm.messages.mode import QUANTIZATIONS, UNQUANTIZED
 from novainfer.fsm.messages.params import DURATION_S_MAX, check_types
 from novainfer.fsm.schedule.speculative_config import SpeculativeConfig
 from novainfer.setting import says
@@ -74,9 +74,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None,
         says(
             MODEL,
-            "The precision that weights are rounded to while they are loaded; int8 and fp8 are half of bfloat16.",
+            "The precision that weights are rounded to while they are loaded; int8 and fp8 are half of bfloat16, int4 "
+            "a third.",
             unset="as in the checkpoint",
-            choices=QUANTIZATIONS,
+            choices=(*QUANTIZATIONS, UNQUANTIZED),
         ),
     ] = None
     generation_config: Annotated[
@@ -205,11 +206,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             config = SpeculativeConfig.of(self.speculative_config)
             msgspec.structs.force_setattr(self, "speculative_config", config)
         check_types(self)
+        if self.quantization == UNQUANTIZED:
+            msgspec.structs.force_setattr(self, "quantization", None)
         if self.quantization not in (None, *QUANTIZATIONS):
             offered = ", ".join(map(repr, QUANTIZATIONS))
             raise InvalidParameter(
-                f"quantization must be one of {offered}, or None for weights as the checkpoint has them, not "
-                f"{self.quantization!r}",
+                f"quantization must be one of {offered}, or {UNQUANTIZED!r} for weights as the checkpoint has them, "
+                f"not {self.quantization!r}",
                 param="quantization",
             )
         for name in self.__struct_fields__:

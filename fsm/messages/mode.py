@@ -11,6 +11,7 @@ __all__ = [
     "EAGER",
     "FAST",
     "FP8",
+    "INT4",
     "INT8",
     "KERNELS",
     "KV_CACHE_DTYPES",
@@ -18,6 +19,7 @@ __all__ = [
     "PRECISIONS",
     "QUANTIZATIONS",
     "SDPA",
+    "UNQUANTIZED",
     "Mode",
 ]
 
@@ -28,9 +30,11 @@ PLAIN = "plain"  # torch's own for every operation
 KERNELS = (FAST, EAGER, SDPA, PLAIN)  # best first
 CHECKPOINT = "checkpoint"  # weights in the dtype of the run
 INT8 = "int8"  # weights rounded to int8 by row
+INT4 = "int4"  # weights rounded to 4 bits in groups of a row's features, the output head to int8
 FP8 = "fp8"  # weights rounded to fp8 (e4m3) by row: no smaller than in int8, so no way down from the checkpoint's
 PRECISIONS = (CHECKPOINT, INT8)  # what a model as the checkpoint has it can be computed in, best first
-QUANTIZATIONS = (INT8, FP8)  # what the setting `quantization` may ask for
+QUANTIZATIONS = (INT8, INT4, FP8)  # what the setting `quantization` may ask for
+UNQUANTIZED = "none"  # how it is said in words that it asks for nothing
 AUTO = "auto"  # of the two below: as the model computes; the fastest that is there
 KV_CACHE_DTYPES = (AUTO, "int8", "fp8")
 ATTENTION_BACKENDS = (AUTO, "triton", "cudnn", "sdpa")

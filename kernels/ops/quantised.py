@@ -21,6 +21,7 @@ from novainfer.fsm.messages.mode import FP8, INT8
 
 __all__ = [
     "PART_ROWS",
+    "TILE_ELEMENTS_MAX",
     "ReferenceFp8ActivationsLinear",
     "ReferenceFp8Linear",
     "ReferenceInt8ActivationsLinear",

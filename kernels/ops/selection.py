@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from novainfer.fsm.messages.mode import AUTO, CHECKPOINT
+from novainfer.fsm.messages.mode import AUTO, CHECKPOINT, INT4
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
 from novainfer.kernels.ops.attention import CudnnAttention, TorchAttention
 from novainfer.kernels.ops.forward import DecoderKind, OpByOpForward
+from novainfer.kernels.ops.grouped import GroupedForm
 from novainfer.kernels.ops.precision import ALL_PRECISIONS, Precision, precision_of
 from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceRowOps
 from novainfer.kernels.ops.registry import AttentionShape, BlockMover, Operation, Registry
@@ -128,13 +129,37 @@ class Selection:
     row_invariant: bool = True  # whether all kernels given so far are
     attention_backend: str = AUTO
 
-    def linear(self, out_features: int, in_features: int, *, gathers_rows: bool = False) -> Any:
-        """The class for a weight [out_features, in_features]; with `gathers_rows`, one that gives rows back."""
+    def linear(self, out_features: int, in_features: int, *, gathers_rows: bool = False, is_head: bool = False) -> Any:
+        """The class for a weight [out_features, in_features]; with `gathers_rows`, one that gives rows back.
 
+        The output head (`is_head`) may be kept in another precision than all other products.
+        """
+        precision = self.precision.of(is_head=is_head)
+        return self._linear(precision, out_features, in_features, gathers_rows=gathers_rows)
+
+    def grouped(self, out_features: int, in_features: int, form: GroupedForm, *, gathers_rows: bool = False) -> Any:
+        """The class for a weight that comes in groups (`GroupedWeight.form`), whatever the precision of others is.
+
+        It packs a weight at once (`pack_grouped`), or some rows after the other (`empty_grouped`, `put_grouped`).
+        """
+        precision = precision_of(INT4)
+        return self._linear(precision, out_features, in_features, form, gathers_rows=gathers_rows)
+
+    def _linear(
+        self,
+        precision: Precision,
+        out_features: int,
+        in_features: int,
+        form: GroupedForm | None = None,
+        *,
+        gathers_rows: bool,
+    ) -> Any:
         def refuses(kernel: Any) -> str | None:
             if gathers_rows and not kernel.gathers_rows:
                 return "cannot give embedding rows back"
             reason: str | None = kernel.refuses(out_features, in_features, self.dtype, self.device)
+            if reason is None and form is not None:
+                reason = kernel.refuses_form(in_features, form)
             return reason
 
         return self._take(
@@ -142,9 +167,9 @@ class Selection:
             self.registry.select(
                 "linear",
                 refuses,
-                lambda kernel: self.precision.check(kernel, self.dtype, self.device),
+                lambda kernel: precision.check(kernel, self.dtype, self.device),
                 (self.dtype, self.device),
-                self.precision.name,
+                precision.name,
             ),
         )
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from novainfer.fsm.messages.step import NO_TOKEN, SeqParams
 from novainfer.kernels.ops.forward import SHAPES, DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
+from novainfer.kernels.ops.grouped import GroupedWeight
+from novainfer.kernels.ops.grouped_linear import ReferenceGroupedActivationsLinear, ReferenceGroupedLinear
 from novainfer.kernels.ops.quantised import (
     PART_ROWS,
     ReferenceFp8ActivationsLinear,
@@ -32,6 +34,7 @@ from novainfer.kernels.step import StepTensors
 __all__ = [
     "check_attention",
     "check_forward",
+    "check_grouped_linear",
     "check_linear",
     "check_quantised_linear",
     "check_row_ops",
@@ -44,15 +47,20 @@ TOLERANCE: dict[torch.dtype, float] = {torch.float32: 2e-5, torch.bfloat16: 1.6e
 LINEAR_SHAPES = ((64, 96), (160, 64), (33, 48))  # (N, K); those that the kernel refuses are left out
 ROWS = (1, 2, 7, 33)
 EPS = 1e-6
-ORACLES = {
+ORACLES: dict[tuple[str, bool], Any] = {
     (oracle.precision, oracle.rounds_activations): oracle
     for oracle in (
         ReferenceInt8Linear,
         ReferenceInt8ActivationsLinear,
         ReferenceFp8Linear,
         ReferenceFp8ActivationsLinear,
+        ReferenceGroupedLinear,
+        ReferenceGroupedActivationsLinear,
     )
 }
+# (bits, group size, shifts): what files hold (GGUF: 32 and 16, GPTQ and AWQ: 32 to 128), and a group of a whole row.
+GROUPED_FORMS = ((4, 32, True), (4, 96, True), (4, 128, False), (8, 32, False), (8, 16, True), (8, 192, False))
+GROUPED_SHAPES = ((64, 192), (33, 384))  # (N, K); of each form the first that its groups divide
 LAYERS = 2  # of the decoder that a forward is proved on, at least: one error on the other
 HIDDEN_SIZE = 64  # of the decoder that a forward is proved on
 VOCAB_SIZE = 1300  # of the logits that a sampler is proved on
@@ -94,6 +102,38 @@ def check_quantised_linear(linear: Any, dtype: torch.dtype, device: torch.device
     if not torch.equal(in_parts(x), linear.pack(weight, None)(x)):
         return "a weight put in parts is not the weight put at once"
     return _check_linear(linear, ORACLES[linear.precision, linear.rounds_activations], dtype, device)
+
+
+def check_grouped_linear(linear: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The same as for rows that are rounded here, and weights as files hold them, in all forms it takes."""
+    wrong = check_quantised_linear(linear, dtype, device)
+    oracle = ORACLES[linear.precision, linear.rounds_activations]
+    for bits, group_size, has_shift in GROUPED_FORMS:
+        n, k = next((n, k) for n, k in GROUPED_SHAPES if k % group_size == 0)
+        weight = grouped_weight(n, k, bits, group_size, has_shift=has_shift)
+        if wrong is not None or linear.refuses_form(k, weight.form) is not None:
+            continue
+        bias = _normal((n,), 1, dtype, device)
+        packed, reference = (kind.pack_grouped(weight, bias, dtype, device) for kind in (linear, oracle))
+        x = _normal((max(ROWS), k), 3, dtype, device)
+        together, ids = packed(x), torch.tensor([n - 1, 0, n // 2, 0], device=device)
+        what = f"a weight of {bits} bits in groups of {group_size}"
+        wrong = _wrong(what, together, reference(x))
+        if wrong is None and linear.row_invariant and not torch.equal(packed(x[2:5]), together[2:5]):
+            wrong = f"rows of {what} differ from the same rows in a larger batch"
+        if wrong is None and not torch.equal(packed.rows(ids), reference.rows(ids)):
+            wrong = f"gathered rows of {what} are not those packed"
+    return wrong
+
+
+def grouped_weight(n: int, k: int, bits: int, group_size: int, *, has_shift: bool) -> GroupedWeight:
+    """Codes of all values with scales of several sizes, and shifts if wanted: [n, k]."""
+    generator = torch.Generator().manual_seed(n + k + bits)
+    least, most = (0, 15) if bits == 4 else (-128, 127)
+    codes = torch.randint(least, most + 1, (n, k), generator=generator, dtype=torch.int8)
+    scale = torch.rand(n, k // group_size, generator=generator) + 0.01
+    zero = torch.randint(least, most + 1, scale.shape, generator=generator)
+    return GroupedWeight(bits, group_size, codes, scale, -zero * scale if has_shift else None)
 
 
 def _check_linear(linear: Any, oracle: Any, dtype: torch.dtype, device: torch.device) -> str | None:

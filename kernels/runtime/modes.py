@@ -100,7 +100,9 @@ def _decoder_kind(selection: Selection, config: ModelConfig, shape: AttentionSha
     layers: dict[int, dict[str, Any]] = {}
     biased: set[str] = set()
     for spec in linear_specs(config):
-        linear = selection.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
+        linear = selection.linear(
+            spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head
+        )
         if spec.layer is not None:
             layers.setdefault(spec.layer, {})[spec.part] = linear
             biased |= {spec.part} if spec.has_bias else set()
@@ -233,7 +235,9 @@ class Modes:
         elif not in_memory:
             new = WeightReader(self._checkpoint, self._shapes, selection).linear(spec)
         else:
-            kernel = selection.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
+            kernel = selection.linear(
+                spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head
+            )
             whole = None if old.gathers_rows else old.rows(torch.arange(spec.out_features, device=selection.device))
 
             def rows(first: int, last: int) -> Tensor:
@@ -256,7 +260,9 @@ class Modes:
     def _is_same(self, spec: LinearSpec, mode: Mode) -> bool:
         """Whether the product that is there is the one of `mode`: only other operations have other kernels then."""
         selection, old = self._selections[mode], self._product(spec)
-        kernel = selection.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
+        kernel = selection.linear(
+            spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head
+        )
         return self._modes_of[spec].precision == mode.precision and type(old) is kernel
 
     def _product(self, spec: LinearSpec) -> Linear:
@@ -298,7 +304,8 @@ class Modes:
 
     @staticmethod
     def _bytes_of(spec: LinearSpec, selection: Selection) -> int:
-        return selection.precision.weight_bytes(spec.out_features, spec.in_features, selection.dtype)
+        precision = selection.precision.of(is_head=spec.is_head)
+        return precision.weight_bytes(spec.out_features, spec.in_features, selection.dtype)
 
     def _hold_reserve(self) -> None:
         smaller = next((mode for mode in self._selections if mode.precision != self._first.precision), None)

@@ -55,6 +55,11 @@ class LinearSpec:
     has_bias: bool = False
     gathers_rows: bool = False  # the embeddings are its rows
 
+    @property
+    def is_head(self) -> bool:
+        """Whether it is the output head."""
+        return self.layer is None
+
 
 def linear_specs(config: ModelConfig) -> list[LinearSpec]:
     """All products of the model, the output head first."""
@@ -152,10 +157,13 @@ def load_decoder(
 
 def _check_memory(config: ModelConfig, num_angles: int, kernels: Selection) -> None:
     count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
-    products = [(spec.out_features, spec.in_features) for spec in linear_specs(config)]
-    precision, sizes = kernels.precision, [n * k for n, k in products]
+    specs, precision = linear_specs(config), kernels.precision
+    sizes = [spec.out_features * spec.in_features for spec in specs]
     weight_bytes = (count - sum(sizes)) * kernels.dtype.itemsize
-    weight_bytes += sum(precision.weight_bytes(n, k, kernels.dtype) for n, k in products)
+    weight_bytes += sum(
+        precision.of(is_head=spec.is_head).weight_bytes(spec.out_features, spec.in_features, kernels.dtype)
+        for spec in specs
+    )
     if precision.is_quantised:  # the largest as it is read
         weight_bytes += max(sizes) * kernels.dtype.itemsize
     angle_bytes = 3 * num_angles * torch.float32.itemsize  # the table of cosines and sines, and what it is made from
@@ -210,7 +218,9 @@ class WeightReader:
         """The fused and packed product of a spec's projections."""
         weight = self.fused([f"{name}.weight" for name in spec.names])
         bias = self.fused([f"{name}.bias" for name in spec.names]) if spec.has_bias else None
-        kernel = self.kernels.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
+        kernel = self.kernels.linear(
+            spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head
+        )
         packed: Linear = kernel.pack(weight, bias)
         self.num_bytes += packed.weight_bytes
         return packed

@@ -22,7 +22,7 @@ __all__ = ["MappedWeights", "SharingReader", "Weights", "load_shared", "open_are
 
 Weights = Literal["own", "packed", "mapped"]
 
-TENSORS_MAX = 3  # of a product: weight, scale, bias
+TENSORS_MAX = 4  # of a product: weight, scale, shift, bias
 PANEL_MAX = 64  # rows and columns of a weight are padded to multiples of at most this
 
 
@@ -32,7 +32,9 @@ def open_arena(fd: int, config: ModelConfig, checkpoint: Checkpoint, kernels: Se
         return None
     layouts = []
     for spec in linear_specs(config):
-        kernel = kernels.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
+        kernel = kernels.linear(
+            spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head
+        )
         if not hasattr(kernel, "shared_layout"):
             return None
         layouts.append([spec.layer, spec.part, *spec.names, kernel.shared_layout()])
@@ -131,7 +133,9 @@ class MappedWeights:
 
     def linear(self, spec: LinearSpec) -> Linear:
         """A product on memory of the arena."""
-        kernel = self.kernels.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows)
+        kernel = self.kernels.linear(
+            spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head
+        )
         found = [self.arena.get(f"{_key(spec)}.{i}") for i in range(TENSORS_MAX)]
         tensors = [tensor for tensor in found if tensor is not None]
         linear: Linear = kernel.over(spec.out_features, spec.in_features, self.kernels.dtype, tensors)

@@ -16,10 +16,10 @@ from tests.api.test_failures import engine_with
 PROMPT = "5 years ago there was a fox that"
 
 
-@pytest.mark.parametrize("unknown", ["int4", "checkpoint", ""])
+@pytest.mark.parametrize("unknown", ["int3", "checkpoint", ""])
 def test_an_unknown_quantization_is_refused_by_name_with_what_is_possible(unknown: str) -> None:
     with pytest.raises(
-        InvalidParameter, match=r"quantization must be one of 'int8', 'fp8', or None for weights as"
+        InvalidParameter, match=r"quantization must be one of 'int8', 'int4', 'fp8', or 'none' for weights as"
     ) as info:
         EngineConfig(quantization=unknown)
     assert info.value.param == "quantization"

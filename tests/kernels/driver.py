@@ -16,6 +16,7 @@ from torch import Tensor
 from novainfer.fsm.messages.step import SAMPLED, SeqParams, StepDone, StepPlan
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.ops.linear import MkldnnLinear
+from novainfer.kernels.ops.precision import precision_of
 from novainfer.kernels.ops.registry import Operation, Registry
 from novainfer.kernels.ops.selection import build_registry
 from novainfer.kernels.runtime.runner import ModelRunner
@@ -52,7 +53,9 @@ def backend_registry(backend: str) -> Registry:
             if name in names:
                 chosen.register(operation, names[name])
     for kernel in everything.implementations("linear"):
-        if kernel.name in ("torch-int8", "torch-fp8") or (kernel.name == "native-int8" and backend == "native"):
+        if kernel.name in ("torch-int8", "torch-int4", "torch-fp8") or (
+            kernel.name == "native-int8" and backend == "native"
+        ):
             chosen.register("linear", kernel)
     for attention in everything.implementations("attention"):
         if backend == "native" and attention.name == "torch-native-layout":
@@ -69,8 +72,12 @@ def make_runner(folder: Path, backend: str = "torch", num_blocks: int = 64, **op
         offered = {op: [k.name for k in registry.implementations(op)] for op in OPERATIONS}
         skip_without(backend, runner.info.dtype)
         used = {op: offered[op][0] for op in offered}
-        if options.get("quantization") is not None:
-            used["linear"] = registry.implementations("linear", options["quantization"])[0].name
+        if options.get("quantization", "none") != "none":
+            precision = precision_of(options["quantization"])
+            own = [
+                registry.implementations("linear", precision.of(is_head=head).name)[0].name for head in (True, False)
+            ]
+            used["linear"] = "+".join(dict.fromkeys(own))
         elif backend == "mkldnn" and read_config(folder).tensor("head") is None:
             used["linear"] = "torch+mkldnn"  # the head's rows are the embeddings, and oneDNN gives no rows back
         # Otherwise a kernel failed its self-test, and the test would be one of its substitute.

@@ -15,7 +15,7 @@ from checkpoints import Shape, save_checkpoint
 from driver import CPU, Driver, make_runner
 
 from novainfer.bench.make_checkpoint import make_checkpoint
-from novainfer.fsm.messages.mode import FAST, INT8, PLAIN, Mode
+from novainfer.fsm.messages.mode import FAST, INT4, INT8, PLAIN, Mode
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.ops.selection import build_registry
 from novainfer.kernels.runtime import modes
@@ -84,6 +84,19 @@ def test_fp8_is_loaded_as_it_is_asked_for_and_never_gone_to(folder: Path) -> Non
     assert 0 < (first - expected).norm() < 0.15 * expected.norm()
 
 
+def test_int4_keeps_layers_in_groups_and_the_head_in_int8(folder: Path) -> None:
+    exact, runner = make_runner(folder), make_runner(folder, quantization="int4")
+    assert {mode.precision for mode in runner.info.modes} == {INT4}
+    assert (type(runner._decoder.head).precision, runner._decoder.layers[0].down.precision) == (INT8, INT4)
+    assert runner.weight_bytes < 0.35 * exact.weight_bytes
+    first, expected = logits_of(runner)[0], logits_of(exact)[0]
+    assert 0 < (first - expected).norm() < 0.4 * expected.norm()
+
+
+def test_none_is_a_word_for_the_checkpoint_as_it_is(folder: Path) -> None:
+    assert make_runner(folder, quantization="none").weight_bytes == make_runner(folder).weight_bytes
+
+
 @pytest.mark.skipif(not NATIVE, reason="there are no native kernels here")
 def test_a_switch_needs_room_for_a_product_as_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(folder, "native", quantization="int8")
@@ -96,9 +109,9 @@ def test_a_switch_needs_room_for_a_product_as_it_is_read(folder: Path, monkeypat
     assert torch.equal(logits_of(runner), before)
 
 
-@pytest.mark.parametrize("unknown", ["int4", "checkpoint", ""])
+@pytest.mark.parametrize("unknown", ["int3", "checkpoint", ""])
 def test_a_precision_that_is_not_there_is_refused_with_those_that_are(unknown: str, folder: Path) -> None:
-    with pytest.raises(LoadError, match=rf"quantization must be one of 'int8', 'fp8', or None, not '{unknown}'"):
+    with pytest.raises(LoadError, match=rf"quantization must be one of 'int8', 'int4', 'fp8', 'none', not '{unknown}'"):
         make_runner(folder, quantization=unknown)
 
 
@@ -122,14 +135,14 @@ def test_memory_is_counted_as_it_will_be_taken(folder: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shares memory by memfd")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_quantised_weights_are_shared_between_processes(backend: str, folder: Path) -> None:
+@pytest.mark.parametrize(("backend", "quantization"), [*((backend, INT8) for backend in BACKENDS), ("torch", INT4)])
+def test_quantised_weights_are_shared_between_processes(backend: str, quantization: str, folder: Path) -> None:
     fd = os.memfd_create("novainfer-test", os.MFD_ALLOW_SEALING)
     try:
-        packed = make_runner(folder, backend, weights_fd=fd, quantization="int8")
-        mapped = make_runner(folder, backend, weights_fd=fd, quantization="int8")
+        packed = make_runner(folder, backend, weights_fd=fd, quantization=quantization)
+        mapped = make_runner(folder, backend, weights_fd=fd, quantization=quantization)
         assert (packed.info.weights, mapped.info.weights) == ("packed", "mapped")
-        own = make_runner(folder, backend, quantization="int8")
+        own = make_runner(folder, backend, quantization=quantization)
         assert torch.equal(logits_of(packed), logits_of(own))
         assert torch.equal(logits_of(mapped), logits_of(own))
         assert mapped.weight_bytes == own.weight_bytes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from novainfer.fsm.messages.mode import CHECKPOINT, PRECISIONS
+from novainfer.fsm.messages.mode import CHECKPOINT, PRECISIONS, QUANTIZATIONS
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
 from novainfer.kernels.ops import selection
 from novainfer.kernels.ops.attention import TorchAttention
@@ -145,7 +145,7 @@ class SecondChanceSampler(RowSampler):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_registered_kernel_passes_its_own_self_test(dtype: torch.dtype) -> None:
     registry = build_registry(CPU)
-    for precision in PRECISIONS:
+    for precision in {*PRECISIONS, *QUANTIZATIONS}:
         linears = registry.implementations("linear", precision)
         assert len(linears) >= 2
         for linear in linears:

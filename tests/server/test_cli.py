@@ -219,7 +219,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--kv-cache-capacity-mode", "fixed"], "--num-kv-blocks"),
     (["--kv-cache-capacity-mode", "huge"], "--kv-cache-capacity-mode"),
     (["--dtype", "int3"], "--dtype"),
-    (["--quantization", "int4"], "'--quantization': 'int4' is not one of 'int8', 'fp8'"),
+    (["--quantization", "int3"], "'--quantization': 'int3' is not one of 'int8', 'int4', 'fp8', 'none'"),
     (["--kv-cache-dtype", "int4"], "'--kv-cache-dtype': 'int4' is not one of 'auto', 'int8', 'fp8'"),
     (["--attention-backend", "flash"], "--attention-backend"),
     (["--device", "tpu"], "--device"),

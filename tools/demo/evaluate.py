@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from novainfer.fsm.messages.mode import PRECISIONS
+from novainfer.fsm.messages.mode import CHECKPOINT, QUANTIZATIONS
 from novainfer.kernels.demo import model_path
 from tools.demo.in_mode import ModeModel
 from tools.demo.questions import GROUPS, Question
@@ -101,7 +101,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20261120)
     parser.add_argument("--questions", type=int, default=1000, help="per group; a tenth of that for the long chats")
     parser.add_argument("--groups", nargs="*", default=list(GROUPS), choices=list(GROUPS))
-    parser.add_argument("--precision", choices=PRECISIONS, help="compute with the engine, so (default: transformers)")
+    parser.add_argument(
+        "--precision", choices=(CHECKPOINT, *QUANTIZATIONS), help="compute with the engine, so (default: transformers)"
+    )
     parser.add_argument("--show", type=int, default=5, help="wrong answers to show per group")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from novainfer.fsm.messages.mode import CHECKPOINT, INT8, PRECISIONS, Mode
+from novainfer.fsm.messages.mode import CHECKPOINT, INT8, QUANTIZATIONS
 from novainfer.fsm.messages.step import Logprobs, SeqParams, StepDone, StepPlan
 from novainfer.kernels.demo import model_path
 from novainfer.kernels.runtime.runner import ModelRunner
@@ -39,12 +39,16 @@ class ModeModel:
 
     def __init__(self, folder: Path, precision: str = CHECKPOINT) -> None:
         self.runner = ModelRunner.load(
-            folder, max_num_seqs=_ROWS, max_num_batched_tokens=CONTEXT, max_model_len=CONTEXT, dtype="float32"
+            folder,
+            max_num_seqs=_ROWS,
+            max_num_batched_tokens=CONTEXT,
+            max_model_len=CONTEXT,
+            dtype="float32",
+            quantization=None if precision == CHECKPOINT else precision,
         )
         size = self.runner.info.block_size
         self._blocks_per_row = CONTEXT // size
         self.runner.fit(mode="fixed", num_blocks=_ROWS * self._blocks_per_row)
-        self.runner.switch(Mode(self.runner.mode.kernels, precision))
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor, *, do_sample: bool = False, max_new_tokens: int = 256
@@ -124,7 +128,7 @@ def main() -> None:
     """Prints, for each group and all together, how a precision differs from the checkpoint's; JSON in the last line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=model_path())
-    parser.add_argument("--precision", default=INT8, choices=PRECISIONS)
+    parser.add_argument("--precision", default=INT8, choices=QUANTIZATIONS)
     parser.add_argument("--seed", type=int, default=20261120)
     parser.add_argument("--questions", type=int, default=192, help="per group")
     parser.add_argument("--threads", type=int, default=2)
