@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -180,7 +181,12 @@ class ChildError(Exception):
 class Child:
     """The parent's end: start it, `run` tasks, `close`. Raises `ChildError` when the child is gone."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, *, timeout_s: float | None = None
+    ) -> None:
+        """A child that is not closed after `timeout_s` seconds is ended, whatever it does."""
+        self._timeout_s = timeout_s
+        self._is_late = False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the child
         self._process = subprocess.Popen(
             list(command),
@@ -189,6 +195,10 @@ class Child:
             stderr=self._log,
             env={**os.environ, **(environment or {})},
         )
+        self._timer = threading.Timer(timeout_s or 0.0, self._end)
+        if timeout_s is not None:
+            self._timer.daemon = True
+            self._timer.start()
         try:
             self.ready = self._answer(Ready)
         except BaseException:
@@ -205,8 +215,13 @@ class Child:
             raise ChildError(self._last_words()) from None
         return self._answer(Result)
 
+    def _end(self) -> None:
+        self._is_late = True
+        self._process.kill()
+
     def close(self) -> None:
         """End the child; any number of times."""
+        self._timer.cancel()
         if self._process.poll() is None:
             assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -237,6 +252,8 @@ class Child:
 
     def _last_words(self) -> str:
         code = self._process.wait()
+        if self._is_late:
+            return f"it took longer than {self._timeout_s:g} s"
         self._log.seek(0)
         lines = self._log.read().decode("utf-8", "replace").strip().splitlines()
         return f"exit code {code}: " + "\n".join(lines[-LAST_WORDS_LINES:])

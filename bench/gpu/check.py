@@ -11,6 +11,8 @@ import datetime
 import json
 import platform
 import re
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -27,7 +29,7 @@ from novainfer.bench.gpu.correctness import CASES, compare_answers, run_tests
 from novainfer.bench.gpu.products import PRODUCTS, measure_product
 from novainfer.bench.gpu.roof import GpuRoof, measure_roof
 from novainfer.bench.gpu.serving import measure_serving
-from novainfer.bench.gpu.steps import STEPS, Steps, measure_steps
+from novainfer.bench.gpu.steps import STEPS, Steps, measure_steps, other_kernels
 from novainfer.bench.machine import describe, make_checkpoint
 from novainfer.bench.report import Target, table, targets_json, targets_table
 from novainfer.kernels.ops.selection import build_registry
@@ -53,6 +55,7 @@ READY_S_MAX = 15.0
 VOCAB_SIZE = 151_936  # Qwen2.5's
 TESTS = ("tests/kernels/cuda",)
 TESTS_TIMEOUT_S = 420.0
+SECTION_TIMEOUT_S = 1800.0  # a kernel that never ends is ended
 
 
 class GpuCheck:
@@ -85,7 +88,31 @@ class GpuCheck:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         self.file = folder / f"gpu-{name}-{date}.json"
         if self.file.exists():  # sections that were done before, today and on this card, stay beside those done now
-            self.report["sections"] = json.loads(self.file.read_text())["sections"]
+            before = json.loads(self.file.read_text())
+            self.report["sections"] = before["sections"]
+            if "roof" in before:
+                self.report["roof"] = before["roof"]
+                self._roof = GpuRoof(**before["roof"])
+
+    def run_apart(self, sections: Sequence[str]) -> bool:
+        """As `run`, each section in a process of its own: a GPU that one of them has upset is well in the next one."""
+        command = [sys.executable, "-m", "novainfer.server.cli.main", "bench", "gpu-check"]
+        command += ["--out", str(self.file.parent), *(["--rehearse"] if self.rehearse else [])]
+        for name in sections:
+            self.report["sections"].pop(name, None)
+            self._write()
+            why = f"its process took longer than {SECTION_TIMEOUT_S:.0f} s"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                done = subprocess.run(
+                    [*command, "--only", name], cwd=self._checkout, timeout=SECTION_TIMEOUT_S, check=False
+                )
+                why = f"its process ended with exit code {done.returncode}"
+            self.report = json.loads(self.file.read_text())
+            if name not in self.report["sections"]:
+                self.report["sections"][name] = {"ok": False, "error": why}
+                self._say(f"== {name}: WRONG\n{why}")
+                self._write()
+        return self._is_well(sections)
 
     def run(self, sections: Sequence[str]) -> bool:
         """Do the sections; False where something is wrong. A section that fails does not stop the others."""
@@ -94,7 +121,15 @@ class GpuCheck:
             for name in sections:
                 self._run(name)
         self._say(targets_table(self.targets()))
+        return self._is_well(sections)
+
+    def _is_well(self, sections: Sequence[str]) -> bool:
         return all(self.report["sections"][name].get("ok", True) for name in sections)
+
+    def _write(self) -> None:
+        self.report["targets"] = targets_json(self.targets())
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(self.report, indent=1) + "\n")
 
     def _run(self, name: str) -> None:
         began_s = time.monotonic()
@@ -109,9 +144,7 @@ class GpuCheck:
         found["anchors"] = list(ANCHORS.get(name, ()))
         for anchor in found["anchors"]:
             self._say(f"  published: {anchor}")
-        self.report["targets"] = targets_json(self.targets())
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(self.report, indent=1) + "\n")
+        self._write()
 
     @property
     def _sets(self) -> dict[str, int]:
@@ -119,7 +152,7 @@ class GpuCheck:
 
     @property
     def roof(self) -> GpuRoof:
-        """Measured when it is first asked for."""
+        """Measured when it is first asked for; not again on this card and day."""
         if self._roof is None:
             self._roof = measure_roof(self._clock, scale=64 if self.rehearse else 1)
             self.report["roof"] = asdict(self._roof)
@@ -148,6 +181,7 @@ class GpuCheck:
         return {"ok": all(case["ok"] for case in found.values()), "cases": found, "text": text}
 
     def _roofs(self) -> dict[str, Any]:
+        self._roof = None  # anew, where it is asked for by its name
         roof = self.roof
         rows = [
             ("read, GB/s", roof.read_bytes_per_s / 1e9),
@@ -241,13 +275,17 @@ class GpuCheck:
     def _steps(self) -> dict[str, Any]:
         wanted = [Steps("tiny", 2, 16, 1.0)] if self.rehearse else STEPS
         num_steps = 4 if self.rehearse else 100
-        found = []
+        found: list[dict[str, Any]] = []
+        wrong: list[str] = []  # what was computed by other kernels than those that the figures are to be of
         for steps in wanted:
             for name, options in self._variants_of_steps(steps).items():
                 record = measure_steps(
                     self.model(steps.like), steps, self.roof, self._device, num_steps=num_steps, **options
                 )
                 found.append(record | {"variant": name})
+                if not self.rehearse:
+                    others = other_kernels(record["kernels"], graphs=not options.get("enforce_eager"))
+                    wrong += [f"{steps.like}, batch {steps.batch}, {name}: {kernel}" for kernel in others]
         header = ("model, variant", "batch", "context", "ms", "roof ms", "of roof", "idle", "tokens/s")
         rows = [
             (
@@ -262,7 +300,8 @@ class GpuCheck:
             )
             for r in found
         ]
-        return {"found": found, "text": table("Decode steps, bf16, two in flight", header, rows)}
+        text = "\n".join([table("Decode steps, bf16, two in flight", header, rows), *(f"WRONG: {at}" for at in wrong)])
+        return {"ok": not wrong, "found": found, "other_kernels": wrong, "text": text}
 
     def _variants_of_steps(self, steps: Steps) -> dict[str, dict[str, Any]]:
         """Options of the load by what they are called: all of them for one model, where they cost or bring most."""
@@ -278,11 +317,11 @@ class GpuCheck:
     def _serving(self) -> dict[str, Any]:
         small: dict[str, Any] = {}
         if self.rehearse:
-            small = {"num_requests": 4, "tokens_max": 8, "repeat": 1, "with_peers": False}
+            small = {"num_requests": 4, "tokens_max": 8, "repeat": 1, "peers": ()}
         found = measure_serving(self.model(SERVED_LIKE), self.roof, device=self._device.type, **small)
         rows = [*found["tokens_per_s"].items(), ("roof", found["roof_tokens_per_s"])]
         text = table("nano-vllm's workload, 0.5B shape, output tokens/s", ("", "tokens/s"), rows)
-        return found | {"text": text}
+        return found | {"text": "\n".join([text, *(f"{name}: {why}" for name, why in found["skipped"].items())])}
 
     # ---- aims ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """nano-vllm's workload: 256 requests with 100 to 1,024 tokens in and out, seeded as there; beside transformers.
 
 The engine runs as an application would use it, in a process of its own; so does transformers' continuous batching. Both
-answer the same requests, in turns, and tokens a second are those of the answers (nano-vllm's bench.py).
+answer the same requests, in turns and never at once, and tokens a second are those of the answers (nano-vllm's
+bench.py).
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from novainfer.bench.gpu.roof import GpuRoof
 from novainfer.bench.ideal import Geometry, Roof, decode_step_s
-from novainfer.bench.worker import Child, ChildError, Memory, Task, resident, serve
+from novainfer.bench.worker import Child, ChildError, Memory, Ready, Task, resident, serve
 
 __all__ = ["measure_serving", "requests"]
 
@@ -26,6 +30,9 @@ NUM_REQUESTS = 256
 TOKENS_MIN, TOKENS_MAX = 100, 1024
 VOCAB_USED = 10_000  # of the ids, as there
 MODULE = "novainfer.bench.gpu.serving"
+OURS = "novainfer"
+WARM_UP, WARM_UP_TOKENS = 8, 16  # requests before those that count, and what each of them makes
+PEER_TIMEOUT_S = 180.0  # for a turn of a peer, from its start on: a GPU is lent for minutes
 
 
 def requests(
@@ -49,37 +56,36 @@ def measure_serving(
     num_requests: int = NUM_REQUESTS,
     tokens_max: int = TOKENS_MAX,
     options: dict[str, Any] | None = None,
-    with_peers: bool = True,
+    peers: Sequence[str] = ("transformers",),
 ) -> dict[str, Any]:
-    """Output tokens a second of each system, in turns, and the ratio of the median to the roof."""
+    """Output tokens a second of each system, in turns, and the ratio of the median to the roof.
+
+    One system is on the GPU at a time, in a process of its own for each turn: memory is theirs alone then. A peer that
+    fails, or takes longer than `PEER_TIMEOUT_S`, is left out from then on, and `skipped` says why.
+    """
     vocab_size = Geometry.read(folder).config.vocab_size
     prompts, lengths = requests(num_requests, tokens_max, min(VOCAB_USED, vocab_size - 1))
     arguments = json.dumps({"device": device, **(options or {})})
-    systems = ["novainfer", *(["transformers"] if with_peers else [])]
-    children: dict[str, Child] = {}
-    skipped: dict[str, str] = {}
-    rates: dict[str, list[float]] = {}
+    systems = [OURS, *peers]
     task = Task(prompts=[*prompts], max_tokens=tokens_max, sampling={"lengths": lengths})
-    try:
-        for name in systems:
+    turns: dict[str, list[_Turn]] = {}
+    skipped: dict[str, str] = {}
+    if device == "cuda":
+        torch.cuda.empty_cache()  # what this process has used before is theirs now
+    for number in range(repeat):
+        for name in systems[:: 1 if number % 2 == 0 else -1]:
+            if name in skipped:
+                continue
             try:
-                children[name] = Child([sys.executable, "-m", MODULE, name, str(folder), arguments])
+                turns.setdefault(name, []).append(_turn(name, command_of(name, folder, arguments), task))
             except ChildError as error:
-                if name == "novainfer":
+                if name == OURS:
                     raise
                 skipped[name] = str(error)
-        for turn in range(repeat):
-            for name in list(children)[:: 1 if turn % 2 == 0 else -1]:
-                result = children[name].run(task)
-                made = sum(sum(line.counts) for line in result.timelines)
-                if made != sum(lengths):
-                    raise ChildError(f"{name} made {made} tokens of {sum(lengths)}")
-                rates.setdefault(name, []).append(made / result.wall_s)
-        facts = {name: child.ready.facts | {"load_s": child.ready.load_s} for name, child in children.items()}
-        versions = {name: child.ready.version for name, child in children.items()}
-    finally:
-        for child in children.values():
-            child.close()
+                turns.pop(name, None)
+    rates = {name: [turn.tokens_per_s for turn in found] for name, found in turns.items()}
+    facts = {name: found[-1].ready.facts | {"load_s": found[-1].ready.load_s} for name, found in turns.items()}
+    versions = {name: found[-1].ready.version for name, found in turns.items()}
     ideal_s = _ideal_s(folder, roof, [len(prompt) for prompt in prompts], lengths)
     return {
         "num_requests": num_requests,
@@ -88,11 +94,36 @@ def measure_serving(
         "tokens_per_s": {name: statistics.median(found) for name, found in rates.items()},
         "runs": rates,
         "roof_tokens_per_s": sum(lengths) / ideal_s,
-        "share_of_roof": statistics.median(rates["novainfer"]) * ideal_s / sum(lengths),
+        "share_of_roof": statistics.median(rates[OURS]) * ideal_s / sum(lengths),
         "facts": facts,
         "versions": versions,
         "skipped": skipped,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    tokens_per_s: float
+    ready: Ready
+
+
+def command_of(name: str, folder: Path, arguments: str) -> list[str]:
+    """What starts a system: `main`, with JSON options."""
+    return [sys.executable, "-m", MODULE, name, str(folder), arguments]
+
+
+def _turn(name: str, command: Sequence[str], task: Task) -> _Turn:
+    """Start a system, warm it up with a few of the requests, have it answer them all, and end it."""
+    lengths = task.sampling["lengths"]
+    few = Task(prompts=task.prompts[:WARM_UP], max_tokens=task.max_tokens)
+    few.sampling = {"lengths": [min(length, WARM_UP_TOKENS) for length in lengths[:WARM_UP]]}
+    with Child(command, timeout_s=None if name == OURS else PEER_TIMEOUT_S) as child:
+        child.run(few)
+        result = child.run(task)
+        made, wanted = sum(sum(line.counts) for line in result.timelines), sum(lengths)
+        if made != wanted:
+            raise ChildError(f"{name} made {made} tokens of {wanted}")
+        return _Turn(made / result.wall_s, child.ready)
 
 
 def _ideal_s(folder: Path, roof: GpuRoof, prompt_lens: Sequence[int], lengths: Sequence[int]) -> float:
@@ -111,7 +142,7 @@ def _ideal_s(folder: Path, roof: GpuRoof, prompt_lens: Sequence[int], lengths: S
 class OurEngine:
     """The library, a worker in a process, as `novainfer serve` has it."""
 
-    name = "novainfer"
+    name = OURS
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         from novainfer import Engine, EngineConfig, __version__
@@ -212,7 +243,7 @@ class TransformersBatching:
 
 def main() -> None:
     """`SYSTEM MODEL OPTIONS`: one end of the pipe."""
-    systems: dict[str, Any] = {"novainfer": OurEngine, "transformers": TransformersBatching}
+    systems: dict[str, Any] = {OURS: OurEngine, "transformers": TransformersBatching}
     name, model, options = sys.argv[1:4]
     began_s = time.perf_counter()
     for module in ("torch", "transformers"):

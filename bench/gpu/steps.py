@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from novainfer.bench.gpu.roof import GpuRoof
 from novainfer.bench.ideal import Geometry, Roof, decode_step_s
 from novainfer.fsm.messages.step import SAMPLED, SeqParams, StepPlan
+from novainfer.kernels.ops.selection import GRAPHS, OURS
 from novainfer.kernels.runtime.runner import ModelRunner
 
-__all__ = ["STEPS", "Steps", "measure_steps"]
+__all__ = ["STEPS", "Steps", "measure_steps", "other_kernels"]
 
 IN_FLIGHT = 2
 WARM_UP = 10
@@ -140,6 +141,16 @@ def measure_steps(
         "load_to_ready_s": ready_s,
         "kernels": runner.info.kernels,
     }
+
+
+def other_kernels(kernels: Mapping[str, str], *, graphs: bool) -> list[str]:
+    """Which operations of `ModelInfo.kernels` are not those of a GPU, so that figures would be of something else."""
+    wanted = {"forward": GRAPHS if graphs else OURS["cuda"].prefix}
+    wanted |= dict.fromkeys(("attention", "ops", "sampler"), OURS["cuda"].prefix)
+    found = [f"{name} by {kernels[name]}" for name, prefix in wanted.items() if not kernels[name].startswith(prefix)]
+    if not graphs and kernels["forward"].startswith(GRAPHS):
+        found.append(f"forward by {kernels['forward']}")
+    return found
 
 
 def _idle_share(runner: ModelRunner, steps: Steps, num_steps: int) -> float | None:

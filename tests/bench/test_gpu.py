@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from novainfer.bench.cli import bench
+from novainfer.bench.gpu import check as checking
+from novainfer.bench.gpu import serving
 from novainfer.bench.gpu.attention import DECODES, PREFILLS, Case
 from novainfer.bench.gpu.check import SECTIONS, GpuCheck
 from novainfer.bench.gpu.clock import Clock
+from novainfer.bench.gpu.roof import GpuRoof
 from novainfer.bench.gpu.sampling import WAYS
-from novainfer.bench.gpu.serving import requests
-from novainfer.bench.gpu.steps import Steps, idle_share, plans
+from novainfer.bench.gpu.serving import measure_serving, requests
+from novainfer.bench.gpu.steps import Steps, idle_share, other_kernels, plans
+from novainfer.bench.machine import make_checkpoint
 from novainfer.fsm.messages.step import SAMPLED
 
 CPU = torch.device("cpu")
+ROOF = GpuRoof(1e12, 1e12, 1e14)
+KERNELS = {"forward": "triton-graphs-bias", "attention": "triton", "ops": "triton", "sampler": "triton"}
 
 
 def test_idle_is_what_no_span_covers() -> None:
@@ -96,6 +105,88 @@ def test_a_section_that_fails_is_written_and_does_not_stop_the_others(
     again = GpuCheck(tmp_path, checkout=tmp_path, rehearse=True, say=lambda _: None)
     assert again.run(["roof"]), "what went wrong before does not count against this run"
     assert set(json.loads(check.file.read_text())["sections"]) == {"attention", "roof"}
+
+
+def test_sections_are_done_apart_and_one_that_dies_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def process(command: list[str], **options: Any) -> Any:
+        name = command[command.index("--only") + 1]
+        started.append(name)
+        if name == "attention":
+            return subprocess.CompletedProcess(command, -11)
+        GpuCheck(tmp_path, checkout=tmp_path, rehearse=True, say=lambda _: None).run([name])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", process)
+    monkeypatch.setitem(SECTIONS, "roof", lambda check: {"text": f"{check.roof}"})
+    monkeypatch.setattr(checking, "measure_roof", lambda clock, **scale: ROOF)
+    check = GpuCheck(tmp_path, checkout=tmp_path, rehearse=True, say=lambda _: None)
+    assert not check.run_apart(["attention", "roof"])
+    assert started == ["attention", "roof"]
+    report = json.loads(check.file.read_text())
+    assert report["sections"]["attention"] == {"ok": False, "error": "its process ended with exit code -11"}
+    assert "took_s" in report["sections"]["roof"]
+    monkeypatch.setattr(checking, "measure_roof", lambda clock, **scale: pytest.fail("it was measured before"))
+    assert GpuCheck(tmp_path, checkout=tmp_path, rehearse=True, say=lambda _: None).roof == ROOF
+    assert check.run_apart(["roof"]), "what went wrong before does not count against this run"
+
+
+def test_figures_of_other_kernels_are_told() -> None:
+    assert other_kernels(KERNELS, graphs=True) == []
+    assert other_kernels(KERNELS | {"forward": "triton-bias", "attention": "triton-invariant"}, graphs=False) == []
+    assert other_kernels(KERNELS | {"forward": "triton-bias"}, graphs=True) == ["forward by triton-bias"]
+    assert other_kernels(KERNELS, graphs=False) == ["forward by triton-graphs-bias"]
+    others = {"forward": "op-by-op", "attention": "torch", "ops": "torch", "sampler": "rows"}
+    assert other_kernels(others, graphs=True) == [f"{operation} by {kernel}" for operation, kernel in others.items()]
+
+
+def test_steps_by_other_kernels_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Steps("tiny", 2, 16, 1.0)
+    record = {"like": "tiny", "batch": 2, "context": 16, "ms": 1.0, "roof_ms": 1.0, "share_of_roof": 1.0}
+    record |= {"idle_share": None, "tokens_per_s": 2.0, "wanted_ms": 1.0}
+    sampler = "triton"
+
+    def measure(*arguments: Any, **options: Any) -> dict[str, Any]:
+        forward = "triton-bias" if "enforce_eager" in options else "triton-graphs-bias"
+        return record | {"kernels": KERNELS | {"forward": forward, "sampler": sampler}}
+
+    monkeypatch.setattr(checking, "STEPS", [step])
+    monkeypatch.setattr(checking, "measure_steps", measure)
+    said: list[str] = []
+    check = GpuCheck(tmp_path, checkout=tmp_path, rehearse=True, say=said.append)
+    check.rehearse, check._roof = False, ROOF
+    monkeypatch.setattr(check, "model", lambda like: tmp_path)
+    assert check.run(["steps"])
+    sampler = "rows"
+    assert not check.run(["steps"])
+    section = json.loads(check.file.read_text())["sections"]["steps"]
+    assert section["other_kernels"] == [
+        f"tiny, batch 2, {variant}: sampler by rows" for variant in ("as served", "no graphs")
+    ]
+    assert any("WRONG: tiny, batch 2, as served: sampler by rows" in line for line in said)
+
+
+def test_systems_are_served_one_after_the_other_and_a_peer_that_fails_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, program = tmp_path / "log", Path(__file__).parent / "fake_batching.py"
+    make_checkpoint("tiny", tmp_path / "model", 0)
+    monkeypatch.setattr(
+        serving, "command_of", lambda name, folder, arguments: [sys.executable, str(program), name, str(log)]
+    )
+    few: dict[str, Any] = {"device": "cpu", "num_requests": 3, "tokens_max": 8}
+    found = measure_serving(tmp_path / "model", ROOF, peers=("good", "short"), repeat=2, **few)
+    assert {name: len(rates) for name, rates in found["runs"].items()} == {"novainfer": 2, "good": 2}
+    wanted = found["output_tokens"]
+    assert found["skipped"] == {"short": f"short made {wanted - 3} tokens of {wanted}"}
+    assert set(found["tokens_per_s"]) == set(found["versions"]) == {"novainfer", "good"}
+    turns = ["novainfer", "good", "short", "good", "novainfer"]
+    assert log.read_text().split() == [word for name in turns for word in (name, "begins", name, "ends")]
+    monkeypatch.setattr(serving, "PEER_TIMEOUT_S", 1.0)
+    found = measure_serving(tmp_path / "model", ROOF, peers=("slow",), repeat=1, **few)
+    assert set(found["runs"]) == {"novainfer"}
+    assert found["skipped"] == {"slow": "it took longer than 1 s"}
 
 
 @pytest.mark.slow
