@@ -101,10 +101,71 @@ constexpr long ROW_BLOCK = 512;                // rows of one item: their activa
 constexpr long PREFETCH_BYTES = 8 << 10;       // ahead, in a stream
 
 template <class T, class W>
-struct Product {
+class Product {
+ public:
   using E = typename T::type;
+
+  // One of `num_products` in a loop of `num_members`.
+  Product(const LinearJob& job, long num_products, int num_members) : d(job.d), call(job.call) {
+    x = (const char*)call.x;
+    stride_bytes = call.x_stride * (4 / T::E);
+    if (d.k % T::E) pad();
+    stream = call.m <= MR_MAX;
+    row_blocks = stream ? 1 : ceil_div(call.m, ROW_BLOCK);
+    group = (stream ? STREAM_ITEM_BYTES : L2_ITEM_BYTES) / (half_bytes * (call.gated ? 2 : 1));
+    // At least four items for each member, so that one who comes late finds others done.
+    group = std::max<long>(1, std::min(group, panels * row_blocks * num_products / (4 * num_members)));
+    groups = ceil_div(panels, group);
+  }
+
+  long items() const { return row_blocks * groups; }
+
+  void compute(long item) const {
+    constexpr int LINES = STEP < 64 ? 1 : STEP / 64;  // cache lines of a step
+    const long block = item / groups, first = (item % groups) * group, last = std::min(panels, first + group);
+    const long row0 = call.m * block / row_blocks, row1 = call.m * (block + 1) / row_blocks;
+    const long row_tiles = ceil_div(row1 - row0, MR_MAX);
+    alignas(64) float result[2][MR_MAX * PANEL];
+    for (long panel = first; panel < last; panel++)
+      for (long t = 0; t < row_tiles; t++) {  // of nearly equal height: 13 rows are 7 + 6, not 12 + 1
+        const long a = row0 + (row1 - row0) * t / row_tiles, b = row0 + (row1 - row0) * (t + 1) / row_tiles;
+        const int rows = (int)(b - a);
+        const char* xa = x + a * stride_bytes;
+        const char* w = (const char*)d.weight + panel * half_bytes;
+        // One tile asks for what it will need itself in a moment; of several, the first ones ask for a line a step
+        // of the next panel, the others for what is there (which costs nothing, and a third variant compile time).
+        const Tile tile = stream ? tiles<T, W, LINES>[rows] : tiles<T, W, 1>[rows];
+        const long ahead = stream ? PREFETCH_BYTES : t < LINES ? half_bytes + t * units * 64 : 0;
+        tile(xa, stride_bytes, w, units, (const char*)(w + ahead), result[0]);
+        if (call.gated) {
+          w += panels * half_bytes;
+          tile(xa, stride_bytes, w, units, (const char*)(w + ahead), result[1]);
+          store_gated(result[0], result[1], rows, a, panel, panel + panels);
+        } else {
+          store(result[0], rows, a, panel);
+        }
+      }
+  }
+
+ private:
+  static constexpr long STEP = NV * W::VECTOR;  // bytes of one step along K
   const LinearDesc& d;
-  const LinearCall& call;
+  const LinearCall call;
+  const long units = ceil_div(d.k, T::E), half_bytes = units * STEP;
+  const long panels = call.gated ? d.n / 2 / PANEL : ceil_div(d.n, PANEL);
+  const char* x;
+  long stride_bytes;
+  std::vector<E> padded;
+  bool stream;
+  long row_blocks, group, groups;
+
+  // The last unit of a row is half filled.
+  void pad() {
+    padded.assign(call.m * units * T::E, 0);
+    for (long r = 0; r < call.m; r++) std::memcpy(&padded[r * units * T::E], x + r * stride_bytes, d.k * sizeof(E));
+    x = (const char*)padded.data();
+    stride_bytes = units * 4;
+  }
 
   // A vector of a finished tile, scale and bias included.
   vf value(const float* tile, int r, long panel, int v) const {
@@ -133,59 +194,26 @@ struct Product {
         T::store((E*)call.out + (row + r) * (d.n / 2) + panel * PANEL + v * VL, mul(silu(g), u));
       }
   }
-
-  void run(Team& team) const {
-    constexpr int E = T::E;
-    const long units = ceil_div(d.k, E), m = call.m;
-    const long panels = call.gated ? d.n / 2 / PANEL : ceil_div(d.n, PANEL);
-    const char* x = (const char*)call.x;
-    long stride_bytes = call.x_stride * (4 / E);
-    std::vector<typename T::type> padded;
-    if (d.k % E) {  // the last unit of a row is half filled: pad it
-      padded.assign(m * units * E, 0);
-      for (long r = 0; r < m; r++)
-        std::memcpy(&padded[r * units * E], x + r * stride_bytes, d.k * sizeof(typename T::type));
-      x = (const char*)padded.data();
-      stride_bytes = units * 4;
-    }
-    constexpr long STEP = NV * W::VECTOR;             // bytes of one step along K
-    constexpr int LINES = STEP < 64 ? 1 : STEP / 64;  // cache lines of it
-    const long half_bytes = units * STEP, panel_bytes = half_bytes * (call.gated ? 2 : 1);
-    const bool stream = m <= MR_MAX;
-
-    const long row_blocks = stream ? 1 : ceil_div(m, ROW_BLOCK);
-    long group = (stream ? STREAM_ITEM_BYTES : L2_ITEM_BYTES) / panel_bytes;
-    // At least four items for each member, so that one who comes late finds others done.
-    group = std::max<long>(1, std::min(group, panels * row_blocks / (4 * team.size())));
-    const long groups = ceil_div(panels, group);
-
-    team.loop(row_blocks * groups, [&](long item) {
-      const long block = item / groups, first = (item % groups) * group, last = std::min(panels, first + group);
-      const long row0 = m * block / row_blocks, row1 = m * (block + 1) / row_blocks;
-      const long row_tiles = ceil_div(row1 - row0, MR_MAX);
-      alignas(64) float result[2][MR_MAX * PANEL];
-      for (long panel = first; panel < last; panel++)
-        for (long t = 0; t < row_tiles; t++) {  // of nearly equal height: 13 rows are 7 + 6, not 12 + 1
-          const long a = row0 + (row1 - row0) * t / row_tiles, b = row0 + (row1 - row0) * (t + 1) / row_tiles;
-          const int rows = (int)(b - a);
-          const char* xa = x + a * stride_bytes;
-          const char* w = (const char*)d.weight + panel * half_bytes;
-          // One tile asks for what it will need itself in a moment; of several, the first ones ask for a line a step
-          // of the next panel, the others for what is there (which costs nothing, and a third variant compile time).
-          const Tile tile = stream ? tiles<T, W, LINES>[rows] : tiles<T, W, 1>[rows];
-          const long ahead = stream ? PREFETCH_BYTES : t < LINES ? half_bytes + t * units * 64 : 0;
-          tile(xa, stride_bytes, w, units, (const char*)(w + ahead), result[0]);
-          if (call.gated) {
-            w += panels * half_bytes;
-            tile(xa, stride_bytes, w, units, (const char*)(w + ahead), result[1]);
-            store_gated(result[0], result[1], rows, a, panel, panel + panels);
-          } else {
-            store(result[0], rows, a, panel);
-          }
-        }
-    });
-  }
 };
+
+template <class T, class W>
+void multiply(Team& team, const LinearJob* jobs, long count) {
+  if (count == 1) {
+    const Product<T, W> product(jobs[0], 1, team.size());
+    return team.loop(product.items(), [&](long item) { product.compute(item); });
+  }
+  std::vector<Product<T, W>> products;
+  std::vector<long> ends;  // of each product's items among all
+  products.reserve(count);
+  for (long i = 0; i < count; i++) {
+    products.emplace_back(jobs[i], count, team.size());
+    ends.push_back((i ? ends.back() : 0) + products.back().items());
+  }
+  team.loop(ends.back(), [&](long item) {
+    const long i = std::upper_bound(ends.begin(), ends.end(), item) - ends.begin();
+    products[i].compute(item - (i ? ends[i - 1] : 0));
+  });
+}
 
 template <class T>
 void pack(const LinearDesc& d, const typename T::type* weight, typename T::type* out, int threads) {
@@ -249,11 +277,13 @@ void gather_any(const LinearDesc& d, const int64_t* ids, long count, void* out, 
 
 }  // namespace
 
-void linear(Team& team, const LinearDesc& d, const LinearCall& call) {
-  if (d.dtype == 0)
-    d.format == INT8_ROWS ? Product<Bf16, Bytes<Bf16>>{d, call}.run(team) : Product<Bf16, Whole>{d, call}.run(team);
+void linear(Team& team, const LinearJob* jobs, long count) {
+  if (count == 0) return;
+  const bool is_int8 = jobs[0].d.format == INT8_ROWS;
+  if (jobs[0].d.dtype == 0)
+    is_int8 ? multiply<Bf16, Bytes<Bf16>>(team, jobs, count) : multiply<Bf16, Whole>(team, jobs, count);
   else
-    d.format == INT8_ROWS ? Product<Fp32, Bytes<Fp32>>{d, call}.run(team) : Product<Fp32, Whole>{d, call}.run(team);
+    is_int8 ? multiply<Fp32, Bytes<Fp32>>(team, jobs, count) : multiply<Fp32, Whole>(team, jobs, count);
 }
 
 }  // namespace nova

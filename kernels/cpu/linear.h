@@ -36,6 +36,17 @@ struct LinearCall {
 // Whether a product can be gated: the halves must not share a panel.
 inline bool can_gate(const LinearDesc& d) { return d.n % (2 * PANEL) == 0; }
 
-void linear(Team& team, const LinearDesc& d, const LinearCall& call);
+struct LinearJob {
+  const LinearDesc& d;
+  LinearCall call;
+};
+
+// Products of one dtype and format, worked off in one loop; none reads what another one writes.
+void linear(Team& team, const LinearJob* jobs, long count);
+
+inline void linear(Team& team, const LinearDesc& d, const LinearCall& call) {
+  const LinearJob job{d, call};
+  linear(team, &job, 1);
+}
 
 }  // namespace nova
