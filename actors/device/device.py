@@ -288,7 +288,11 @@ class ModelDevice:
             self._runner = self._step_costs = None
 
     def is_usable(self) -> bool:
-        """False once a CUDA context is poisoned: after an illegal access every call fails, to the process's end."""
+        """False once a CUDA context is poisoned: after an illegal access every call fails, to the process's end.
+
+        And where the capture of a graph was broken off so that torch could not end it (before torch 2.12): its
+        allocator then gives nothing back any more, and asserts whenever it is asked to.
+        """
         if self._settings.device != "cuda":
             return True
         import torch
@@ -297,6 +301,7 @@ class ModelDevice:
             return True  # there is no context; where none can be had, the load says so
         try:
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()
         except RuntimeError:
             return False
         return True

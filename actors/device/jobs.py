@@ -165,6 +165,15 @@ class _Computed:
         return self._found
 
 
+def leaves_unusable(device: Device, answer: Any) -> bool:
+    """Whether what has failed has left the device of no more use; a step that only found no memory has not."""
+    if type(answer) is StepFailed:
+        may_have = answer.launched and answer.fault is not Fault.OOM
+    else:
+        may_have = type(answer) is JobFailed
+    return may_have and not device.is_usable()
+
+
 def _said(effects: list[Effect]) -> list[Any]:
     return [effect.event for effect in effects if isinstance(effect, Send)]
 

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from novainfer.actors.core.thread import JobThread
 from novainfer.actors.device.device import Device
 from novainfer.actors.device.faulty import PROCESS_ONLY, FaultyDevice, injection
-from novainfer.actors.device.jobs import Jobs
+from novainfer.actors.device.jobs import Jobs, leaves_unusable
 from novainfer.fsm.health import Sighting
 from novainfer.fsm.messages.errors import InvalidParameter
-from novainfer.fsm.messages.events import Kill, Run
+from novainfer.fsm.messages.events import DeviceLost, Kill, Run
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ class ThreadLink:
     def __init__(self, device: Device, deliver: Deliver, *, patience_s: float = 60.0) -> None:
         self._patience_s = patience_s
         self._device = FaultyDevice(device)
-        jobs = Jobs(self._device, lambda answer: self._thread.tell(answer))
-        self._thread = JobThread("novainfer-device", jobs.do, deliver, jobs.end)
+        jobs = Jobs(self._device, lambda answer: self._thread.tell(self._or_lost(answer)))
+        self._thread = JobThread("novainfer-device", lambda job: self._or_lost(jobs.do(job)), deliver, jobs.end)
         self._giving_up: asyncio.TimerHandle | None = None
 
     @property
@@ -90,6 +90,12 @@ class ThreadLink:
         self._thread.put(job)
         if type(job) is Run:
             time.sleep(HANDOVER_S)
+
+    def _or_lost(self, answer: Any) -> Any:
+        """`answer`; where the device is of no more use, that it is lost: nothing that is asked of it would be told."""
+        if leaves_unusable(self._device, answer):
+            return DeviceLost(answer.epoch, f"the device is of no more use: {answer.message}", time.monotonic())
+        return answer
 
     def stop(self) -> None:
         """End after the jobs that were put before; but an engine must not live on for a job that never returns."""

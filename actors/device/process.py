@@ -24,7 +24,7 @@ from novainfer.actors.device.device import sentence_of
 from novainfer.actors.device.faulty import injection
 from novainfer.actors.device.link import Deliver
 from novainfer.actors.device.spec import DeviceSpec
-from novainfer.actors.device.wire import Beat, Hello, LogLine, Ping, Progress, UnsendableError, Unsent
+from novainfer.actors.device.wire import Beat, Hello, LogLine, Ping, Progress, UnsendableError, Unsent, WithoutGraphs
 from novainfer.fsm.core.dwell import DYING_LIMIT_S
 from novainfer.fsm.core.machine import After, Drop, Effect, Send, Start
 from novainfer.fsm.device.process import Answered, Ask, Ended, Finish, Process, Started, StartFailed, Tell
@@ -324,12 +324,19 @@ class ProcessLink:
         if kind in (StepDone, StepFailed, JobDone, JobFailed):
             self._seen[serial].signs += 1
             self._take(Answered(serial, epoch, message, asyncio.get_running_loop().time()))
+        elif kind is WithoutGraphs:
+            self._do_without_graphs()
         elif kind is LogLine:
             logging.getLogger(message.logger).log(message.level, "%s", message.text)
         elif kind is Progress:
             self._seen[serial].signs += 1
             if self._on_progress is not None:
                 self._on_progress(message.num_done, message.num_all)
+
+    def _do_without_graphs(self) -> None:
+        """A capture has cost a process: those that are started from now on shall not be lost in the same way."""
+        self._spec = self._spec.without_graphs()
+        logger.warning("no CUDA graphs from the next process on: one was lost as it captured them")
 
     def _dying(self, child: Child) -> None:
         sentence = f"the device's process {child.pid} has died"

@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import Any
 
 from novainfer.actors.device.faulty import FaultyDevice, Injection
-from novainfer.actors.device.jobs import Jobs
+from novainfer.actors.device.jobs import Jobs, leaves_unusable
 from novainfer.actors.device.wire import (
     EXIT_LINK,
     EXIT_MEMORY,
@@ -46,9 +46,10 @@ from novainfer.actors.device.wire import (
     Progress,
     UnsendableError,
     Unsent,
+    WithoutGraphs,
 )
 from novainfer.fsm.device.process import SPARE_EPOCH
-from novainfer.fsm.messages.events import Close, Fault, JobFailed, Run, StepFailed
+from novainfer.fsm.messages.events import Close, Fault, JobFailed, Run, StepFailed, Switch, Warm
 from novainfer.fsm.messages.step import StepDone
 
 logger = logging.getLogger("novainfer.actors.device.server")  # this is `__main__`
@@ -137,6 +138,9 @@ class DeviceServer:
                 self.say(self._jobs.unsent(StepFailed(plan.step_id, plan.epoch, Fault.EXCEPTION, why)))
             return
         answer = self._jobs.do(message)
+        is_lost = leaves_unusable(self._device, answer)
+        if is_lost and type(message) in (Warm, Switch):  # those capture
+            self.say(WithoutGraphs())
         try:
             self.say(answer)
         except UnsendableError as error:
@@ -144,7 +148,7 @@ class DeviceServer:
             self.say(answer)
         if type(message) is Close:
             _exit(0)
-        if type(answer) is JobFailed and not self._device.is_usable():
+        if is_lost:
             _exit(EXIT_UNUSABLE)
 
     def _answer(self, answer: StepDone | StepFailed) -> str | None:
@@ -153,11 +157,10 @@ class DeviceServer:
         A device that is of no more use is not answered for: its step is lost with the process, and blamed once.
         """
         epoch = self._epochs.pop(answer.step_id, self._epoch)
-        if type(answer) is StepFailed and answer.fault is not Fault.OOM:
-            assert self._device is not None
-            if answer.launched and not self._device.is_usable():
-                logger.error("the device is of no more use: %s", answer.message)
-                _exit(EXIT_UNUSABLE)
+        assert self._device is not None
+        if type(answer) is StepFailed and leaves_unusable(self._device, answer):
+            logger.error("the device is of no more use: %s", answer.message)
+            _exit(EXIT_UNUSABLE)
         try:
             self.say(answer, epoch)
         except UnsendableError as error:

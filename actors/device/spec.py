@@ -31,6 +31,10 @@ class ModelSpec(msgspec.Struct, frozen=True, tag="model"):
         """A new device; `weights_fd` is a memfd in which processes share their packed weights."""
         return ModelDevice(self.settings, on_progress, weights_fd)
 
+    def without_graphs(self) -> ModelSpec:
+        """The same device, which captures no CUDA graphs."""
+        return ModelSpec(msgspec.structs.replace(self.settings, enforce_eager=True))
+
 
 class FactorySpec(msgspec.Struct, frozen=True, tag="factory"):
     """A device for tests: what the function "module:name" returns for `arguments`, which must be plain data."""
@@ -45,6 +49,10 @@ class FactorySpec(msgspec.Struct, frozen=True, tag="factory"):
         """A new device."""
         module, _, name = self.target.partition(":")
         return cast(Device, getattr(import_module(module), name)(**self.arguments))
+
+    def without_graphs(self) -> FactorySpec:
+        """The same, which is told so."""
+        return FactorySpec(self.target, {**self.arguments, "graphs": False})
 
 
 DeviceSpec = ModelSpec | FactorySpec

@@ -78,6 +78,10 @@ class Unsent(msgspec.Struct, frozen=True):
     failed: StepFailed
 
 
+class WithoutGraphs(msgspec.Struct, frozen=True):
+    """The device is lost to the capture of CUDA graphs: the next one shall do without."""
+
+
 class Progress(msgspec.Struct, frozen=True):
     """So many tensors of all have been read."""
 
@@ -98,7 +102,7 @@ def _names(*kinds: type) -> dict[str, type]:
 
 
 TO_DEVICE = _names(Hello, Ping, Load, Fit, Warm, Run, Unsent, Switch, Reclaim, Close, Injection)
-FROM_DEVICE = _names(Beat, Progress, LogLine, JobDone, JobFailed, StepDone, StepFailed)
+FROM_DEVICE = _names(Beat, Progress, WithoutGraphs, LogLine, JobDone, JobFailed, StepDone, StepFailed)
 
 
 class FrameWriter:

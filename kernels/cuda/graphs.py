@@ -23,6 +23,8 @@ from torch import Tensor
 
 from novainfer.kernels.cuda.attention import TritonAttention
 from novainfer.kernels.cuda.forward import TritonBiasForward, TritonForward
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.memory import is_out_of_memory
 from novainfer.kernels.ops.forward import DecoderKind, DecoderParts
 from novainfer.kernels.ops.selftest import deviation
 from novainfer.kernels.step import StepTensors
@@ -58,7 +60,11 @@ class CudaGraphs:
         Other threads may go on with CUDA meanwhile.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Of our own around torch's: where a capture cannot be ended, torch leaves its stream the current one.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             out = compute()
         return graph.replay, out
 
@@ -110,9 +116,13 @@ class GraphForward:
         self.forget()
         try:
             self._capture(buckets_for(max_num_rows), blank, self.make_graphs())
-        except BaseException:
+        except BaseException as error:
             self.forget()
-            raise
+            if is_out_of_memory(error) or not isinstance(error, Exception):
+                raise
+            raise LoadError(
+                f"decode steps cannot be captured as CUDA graphs: {error}; --enforce-eager does without"
+            ) from error
         logger.info("captured %d CUDA graphs in %.1f s", len(self.buckets), time.monotonic() - began_s)
 
     def forget(self) -> None:
@@ -123,6 +133,8 @@ class GraphForward:
 
     def _capture(self, buckets: list[int], blank: Callable[[int], StepTensors], graphs: Graphs) -> None:
         like = self._parts.final_norm
+        # Not the device's own generator: a capture that fails leaves that one waiting for its end.
+        chance = torch.Generator(like.device).manual_seed(0)
         hidden = self._hidden = torch.zeros(buckets[-1], len(like), dtype=like.dtype, device=like.device)
         for bucket in reversed(buckets):
             # Each row is sampled; and of any context, so that nothing is captured for short ones only.
@@ -133,7 +145,7 @@ class GraphForward:
                 assert out is not None, "a decode step samples every row"
                 return out
 
-            kept = rows.normal_().clone()
+            kept = rows.normal_(generator=chance).clone()
             expected = compute().clone()  # and what is compiled or chosen at first use is, before the capture
             rows.copy_(kept)
             replay, out = graphs.capture(compute)

@@ -140,7 +140,8 @@ class GraphedForward(Forward, Protocol):
     def capture(self, max_num_rows: int, blank: Callable[[int], StepTensors]) -> None:
         """Capture steps of up to `max_num_rows` rows; `blank(bucket)` gives one of padding alone (`StepBuffers`).
 
-        Raises what the allocator raises; then nothing is captured. What was before is let go.
+        Raises what the allocator raises, and `LoadError` where they cannot be captured or give something else; then
+        nothing is captured. What was before is let go.
         """
 
     def bucket(self, num_rows: int) -> int:

@@ -519,6 +519,7 @@ class ModelRunner:
             try:
                 self._capture()
             except Exception as error:
+                logger.warning("back to %s: %s", before, error)
                 self._modes.switch(before)
                 self._capture()
                 if is_out_of_memory(error):

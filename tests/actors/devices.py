@@ -17,6 +17,7 @@ from novainfer.actors.device.device import ModelSettings
 from novainfer.actors.device.fake import FakeDevice, successor
 from novainfer.actors.device.location import ModelLocation
 from novainfer.actors.device.spec import FactorySpec, ModelSpec
+from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import NO_TOKEN, StepDone, StepPlan
 from tests.actors.gpu import ILLEGAL, FakeGpu
 
@@ -151,6 +152,28 @@ def unusable() -> FakeDevice:
             return False
 
     return Unusable()
+
+
+def captured(graphs: bool = True) -> FakeDevice:
+    """A switch captures graphs, which leaves it of no more use; without `graphs` it captures none."""
+
+    class Captured(FakeDevice):
+        def __init__(self) -> None:
+            super().__init__()
+            self._is_usable = True
+
+        def load(self, precision: str | None = None) -> dict[str, Any]:
+            return {**super().load(precision), "graphs": graphs}
+
+        def switch(self, mode: Mode) -> None:
+            self._is_usable = not graphs
+            if graphs:
+                raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+        def is_usable(self) -> bool:
+            return self._is_usable
+
+    return Captured()
 
 
 def gpu(**arguments: Any) -> FakeGpu:

@@ -12,8 +12,11 @@ import pytest
 from novainfer.actors.device import link as module
 from novainfer.actors.device.fake import FakeDevice
 from novainfer.actors.device.link import ThreadLink
-from novainfer.fsm.messages.events import Close, Fault, JobDone, Kill, Load, Run, Spawn, StepFailed
+from novainfer.fsm.messages.events import Close, DeviceLost, Fault, JobDone, Kill, Load, Run, Spawn, StepFailed, Switch
+from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import SAMPLED, StepDone
+from tests.actors.devices import captured, unusable
+from tests.actors.gpu import FakeGpu
 from tests.actors.helpers import WAIT_S
 from tests.actors.links import plan
 
@@ -90,6 +93,43 @@ async def test_what_follows_on_a_step_with_an_injected_fault_is_not_begun(kind: 
     assert (first.fault, first.launched, second.launched) == (Fault(kind), True, False)
     assert second.message == "step 1, which it follows, did not end well just before it"
     assert third.token_ids == [66]
+
+
+async def test_a_device_of_no_more_use_is_lost_and_not_answered_for() -> None:
+    """In a thread, too: a step that fails on a poisoned context is no fault of its requests."""
+    events: list[Any] = []
+    link = ThreadLink(unusable(), events.append)
+    link.put(Run(plan(3)))
+    link.stop()
+    await link.run()
+    await asyncio.sleep(0)
+    message = "the device is of no more use: RuntimeError: an illegal memory access was encountered"
+    assert [(type(event), event.epoch, event.message) for event in events] == [(DeviceLost, 3, message)]
+
+
+async def test_a_device_that_a_late_step_leaves_of_no_more_use_is_lost() -> None:
+    events: list[Any] = []
+    device = FakeGpu(poisons=[2])
+    link = ThreadLink(device, events.append)
+    for job in (Run(plan(step_id=1)), Run(plan(step_id=2, after=1, token=SAMPLED))):
+        link.put(job)
+    link.stop()
+    await link.run()
+    await asyncio.sleep(0)
+    assert DeviceLost in [type(event) for event in events]
+    assert StepFailed not in [type(event) for event in events[:2]]
+    device.close()
+
+
+async def test_a_device_that_a_job_leaves_of_no_more_use_is_lost() -> None:
+    events: list[Any] = []
+    link = ThreadLink(captured(), events.append)
+    link.put(Switch(Mode(), 5))
+    link.stop()
+    await link.run()
+    await asyncio.sleep(0)
+    (lost,) = events
+    assert (type(lost), lost.epoch) == (DeviceLost, 5)
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])

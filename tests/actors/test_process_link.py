@@ -32,6 +32,7 @@ from novainfer.fsm.messages.events import (
     Switch,
     Warm,
 )
+from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.simulation.world.shape import SAFE
 from tests.actors.devices import model, spec
@@ -174,6 +175,22 @@ async def test_a_device_of_no_more_use_is_lost_with_its_step_which_is_blamed_onc
         assert lost.message.endswith("its device had failed in a way that only a new process recovers from")
         assert line.nothing_came()
     assert "the device is of no more use: RuntimeError: an illegal memory access was encountered" in caplog.messages
+
+
+async def test_a_process_that_is_lost_to_the_capture_of_graphs_is_followed_by_one_without(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with linked(spec("captured")) as line:
+        assert (await line.up())[1].value["graphs"]
+        failed = await line.ask(Switch(Mode(), 0))
+        assert isinstance(failed, JobFailed)
+        assert failed.message.startswith("RuntimeError: captures_underway")
+        lost = await line.next()
+        assert isinstance(lost, DeviceLost)
+        assert lost.message.endswith("its device had failed in a way that only a new process recovers from")
+        assert not (await line.up(1))[1].value["graphs"]
+        assert isinstance(await line.ask(Switch(Mode(), 1)), JobDone)
+    assert "no CUDA graphs from the next process on: one was lost as it captured them" in caplog.messages
 
 
 async def test_a_frozen_process_is_silent_and_a_hung_one_is_not(tmp_path: Path) -> None:

@@ -158,6 +158,25 @@ def test_a_device_that_was_never_there_is_not_taken_for_a_broken_one() -> None:
     assert ModelDevice(msgspec.structs.replace(settings, device="cuda")).is_usable()
 
 
+def test_a_device_whose_allocator_waits_for_the_end_of_a_capture_is_of_no_more_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before torch 2.12 a capture that was broken off is under way for ever."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    device = ModelDevice(msgspec.structs.replace(model("demo").settings, device="cuda"))
+    assert device.is_usable()
+
+    def assert_fails() -> None:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", assert_fails)
+    assert not device.is_usable()
+
+
 async def test_a_tokenizer_that_is_nowhere_is_one_sentence(tmp_path: Path) -> None:
     for path, said in [
         ("/no/such/tokenizer", "neither a folder here nor a hub id"),

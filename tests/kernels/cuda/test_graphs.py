@@ -26,6 +26,7 @@ from novainfer.kernels.cuda.forward import TritonForward
 from novainfer.kernels.cuda.graphs import CudaGraphs, GraphForward, buckets_for
 from novainfer.kernels.cuda.kernels import implementations
 from novainfer.kernels.cuda.language import INTERPRETED
+from novainfer.kernels.errors import LoadError
 from novainfer.kernels.ops.registry import Registry
 from novainfer.kernels.ops.selection import build_registry
 from novainfer.kernels.runtime.runner import ModelRunner
@@ -126,7 +127,16 @@ def test_all_captures_are_on_the_stream_that_torch_captures_on(monkeypatch: pyte
         captured.append(options)
         yield
 
+    current = ["the computation's"]
+
+    @contextmanager
+    def stream(of: str) -> Iterator[None]:
+        yield
+        current[:] = [of]
+
     monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     for _ in range(2):
@@ -138,6 +148,7 @@ def test_all_captures_are_on_the_stream_that_torch_captures_on(monkeypatch: pyte
     pools = [options["pool"] for options in captured]
     assert pools[0] is pools[1] is not pools[2] is pools[3]
     assert {options["capture_error_mode"] for options in captured} == {"thread_local"}
+    assert current == ["the computation's"]
 
 
 def test_sizes_are_close_where_batches_are_small() -> None:
@@ -198,7 +209,7 @@ def test_a_graph_that_gives_something_else_is_refused(runner: ModelRunner, monke
             return wrong, out
 
     monkeypatch.setattr(ReplayingForward, "stand_in", Wrong)
-    with pytest.raises(RuntimeError, match=r"the CUDA graph of 3 rows is not what was captured: off by"):
+    with pytest.raises(LoadError, match=r"the CUDA graph of 3 rows is not what was captured: off by.* --enforce-eager"):
         runner.warm()
 
 
