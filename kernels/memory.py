@@ -9,12 +9,20 @@ import math
 import mmap
 import os
 import sys
+import weakref
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["free_bytes", "is_out_of_memory", "lazy_zeros", "release_freed_pages", "use_huge_pages"]
+__all__ = [
+    "free_bytes",
+    "is_out_of_memory",
+    "lazy_zeros",
+    "page_locked_zeros",
+    "release_freed_pages",
+    "use_huge_pages",
+]
 
 CGROUP = Path("/sys/fs/cgroup")
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -88,6 +96,22 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
             memory.madvise(mmap.MADV_HUGEPAGE)
     # The tensor holds the only reference to the map, which is unmapped with it.
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+def page_locked_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros in the host's memory, which CUDA copies from and to beside the host; all of it is resident.
+
+    Of exactly this size: torch's allocator of such memory rounds up to a power of two. Raises MemoryError when there is
+    no room, or the system locks no more. It must outlive the copies that were asked for.
+    """
+    tensor = lazy_zeros(shape, dtype, torch.device("cpu"))
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    if status != 0:
+        raise MemoryError(f"{tensor.nbytes} bytes cannot be page-locked: CUDA error {status}")
+    # Before the memory goes; at the end of the process it goes by itself, and CUDA may have gone before.
+    weakref.finalize(tensor, cudart.cudaHostUnregister, tensor.data_ptr()).atexit = False
+    return tensor
 
 
 def use_huge_pages(address: int, num_bytes: int) -> None:

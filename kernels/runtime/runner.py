@@ -424,7 +424,7 @@ class ModelRunner:
 
     def _fit_host_pool(self, cache: AttentionBackend, swap_space_bytes: int, free: int) -> None:
         """`free` bytes of the host's memory are left beside the KV cache."""
-        num_host_blocks = swap_space_bytes // self.info.kv_bytes_per_block
+        num_host_blocks = swap_space_bytes // HostPool.bytes_per_block(cache.parts, self._mover)
         if self._host_pool is not None and num_host_blocks == self.num_host_blocks:
             self._host_pool.attach(cache.parts, self._mover)
             return

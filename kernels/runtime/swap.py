@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from novainfer.kernels.memory import lazy_zeros
+from novainfer.kernels.memory import lazy_zeros, page_locked_zeros
 from novainfer.kernels.ops.registry import BlockMover
 from novainfer.kernels.step import must_lie_in
 
@@ -26,7 +26,7 @@ class HostPool:
 
     They outlive the cache: another one of the same blocks, however many, may take its place (`detach`, `attach`).
 
-    On the CPU the pool's pages become resident when they are first written. Beside a CUDA device they are pinned, and
+    On the CPU the pool's pages become resident when they are first written. Beside a CUDA device they are locked, and
     with a `mover` blocks go through a staging area on the device, as many at once as it holds: gathered there by one
     launch, and to the host with one copy for all whose host blocks follow each other; and likewise back. All of it is
     asked for on the stream of the computation: no block is overwritten, and no host block is read or written, before
@@ -49,6 +49,13 @@ class HostPool:
         # Between devices torch copies what is contiguous on both sides directly, anything else through a temporary.
         self._by_layer = device.type != "cpu"
         self.attach(parts, mover)
+
+    @staticmethod
+    def bytes_per_block(parts: Sequence[Tensor], mover: BlockMover | None = None) -> int:
+        """What one host block takes."""
+        if mover is not None:
+            return mover.record_bytes
+        return sum(part.shape[0] * part[0, 0].numel() * part.element_size() for part in parts)
 
     def attach(self, parts: Sequence[Tensor], mover: BlockMover | None = None) -> None:
         """Copy from and to this cache, of the same kind as the one before."""
@@ -136,5 +143,5 @@ def _runs(hosts: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, beside: torch.device) -> Tensor:
     if beside.type == "cuda":
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return page_locked_zeros(shape, dtype)
     return lazy_zeros(shape, dtype, torch.device("cpu"))

@@ -11,6 +11,7 @@ from driver import BACKENDS, Driver, Sequence, make_runner
 
 from novainfer.fsm.messages.step import StepPlan
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.runtime import swap
 from novainfer.kernels.runtime.runner import ModelRunner
 from novainfer.kernels.runtime.swap import HostPool
 
@@ -112,6 +113,43 @@ def test_a_step_without_rows_applies_its_block_table(folder: Path) -> None:
     wrong = StepPlan(table_slots=[2], table_indexes=[0], table_blocks=[24])
     with pytest.raises(ValueError, match="table_blocks of a step must be 0 to 23, not 24"):
         driver.runner.execute(wrong)
+
+
+class Cudart:
+    """Locks what it is told, and knows what is mapped; `status` is what it says."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.locked: dict[int, int] = {}
+        self.was_mapped: list[bool] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        if self.status == 0:
+            self.locked[address] = num_bytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        num_bytes = self.locked.pop(address)
+        maps = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        ends = [(int(begin, 16), int(end, 16)) for begin, end in maps]
+        self.was_mapped.append(any(begin <= address and address + num_bytes <= end for begin, end in ends))
+        return 0
+
+
+def test_beside_cuda_a_pool_locks_what_was_asked_for_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own allocator would lock 32 MiB for 17; and what is locked is given up before it is unmapped."""
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    pool = swap._allocate((17, 1024 * 1024), torch.uint8, torch.device("cuda"))
+    assert cudart.locked == {pool.data_ptr(): 17 * 1024 * 1024}
+    pool[3] = 5
+    view = pool[2:4]
+    del pool, view
+    assert cudart.locked == {}
+    assert cudart.was_mapped == [True]
+    cudart.status = 2
+    with pytest.raises(MemoryError, match="100 bytes cannot be page-locked: CUDA error 2"):
+        swap._allocate((100,), torch.uint8, torch.device("cuda"))
 
 
 def test_a_copy_of_a_block_that_is_not_there_is_a_programmers_error(folder: Path) -> None:
