@@ -19,10 +19,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `modes` are those that it can be computed in, best first: it comes up in the first, and goes on in another when
     memory stays short or kernels fail. `kernels` names, for each operation, the implementations of the first;
-    `num_threads` is theirs on the CPU, 0 where it is not known. A step computes for at most `max_num_seqs` requests.
-    `memory` says what a GPU's is used for, in bytes: `total_bytes`, `model_bytes` (weights and buffers), the peak of
-    `activation_bytes`, `graph_bytes`, `other_bytes` (outside torch), `kv_cache_bytes`, `free_bytes`. On a CPU, and
-    where the number of KV blocks was fixed, it is empty.
+    `failed_kernels` says of others, by operation and name, how their self-test failed at the load: they should have
+    been in use here, and something is wrong with them on this machine. `num_threads` is theirs on the CPU, 0 where it
+    is not known. A step computes for at most `max_num_seqs` requests. `memory` says what a GPU's is used for, in bytes:
+    `total_bytes`, `model_bytes` (weights and buffers), the peak of `activation_bytes`, `graph_bytes`, `other_bytes`
+    (outside torch), `kv_cache_bytes`, `free_bytes`. On a CPU, and where the number of KV blocks was fixed, it is empty.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     kv_bytes_per_block: int = 0
     kernels: dict[str, str] = {}
+    failed_kernels: dict[str, str] = {}
     modes: tuple[Mode, ...] = (Mode(),)
     sampling_defaults: dict[str, Any] = {}
     block_size: int = 16
@@ -56,6 +58,7 @@ def model_info(config: EngineConfig, ready: WorkerReady, *, created: int) -> Mod
         weight_bytes=int(ready.facts.get("weight_bytes", 0)),
         kv_bytes_per_block=int(ready.facts.get("kv_bytes_per_block", 0)),
         kernels=dict(ready.facts.get("kernels", {})),
+        failed_kernels=dict(ready.facts.get("failed_kernels", {})),
         modes=ready.modes,
         sampling_defaults=dict(ready.facts.get("sampling_defaults", {})),
         block_size=config.block_size,

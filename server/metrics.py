@@ -202,6 +202,8 @@ def _progress(service: Service) -> Iterator[Metric]:
     yield _gauges("nova_ladder_rung", "1 for the rung of the ladder that the engine works on", ["rung"], rungs)
     mode = {"kernels": stats.mode.kernels, "precision": stats.mode.precision}
     yield _gauge("nova_mode", "1 for the kernels and the precision that steps are computed with", 1.0, mode)
+    failed = len(engine.model_info.failed_kernels)
+    yield _gauge("nova_failed_kernels", "Kernels whose self-test failed at the load; others compute instead", failed)
 
 
 def _admission(service: Service) -> Iterator[Metric]:

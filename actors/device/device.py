@@ -201,6 +201,7 @@ class ModelDevice:
             "row_invariant": info.row_invariant,
             "sampling_defaults": defaults,
             "kernels": info.kernels,
+            "failed_kernels": info.failed_kernels,
             "modes": [msgspec.structs.asdict(mode) for mode in info.modes],
             "weights": info.weights,
             "num_threads": threads_in_use() if s.device == "cpu" else 0,

@@ -285,6 +285,9 @@ class GpuCheck:
                 found.append(record | {"variant": name})
                 if not self.rehearse:
                     others = other_kernels(record["kernels"], graphs=not options.get("enforce_eager"))
+                    others += [
+                        f"{kernel} failed its self-test: {why}" for kernel, why in record["failed_kernels"].items()
+                    ]
                     wrong += [f"{steps.like}, batch {steps.batch}, {name}: {kernel}" for kernel in others]
         header = ("model, variant", "batch", "context", "ms", "roof ms", "of roof", "idle", "tokens/s")
         rows = [

@@ -140,6 +140,7 @@ def measure_steps(
         "idle_share": idle,
         "load_to_ready_s": ready_s,
         "kernels": runner.info.kernels,
+        "failed_kernels": runner.info.failed_kernels,
     }
 
 

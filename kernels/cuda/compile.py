@@ -14,12 +14,13 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from novainfer.kernels.cuda.language import INTERPRETED, check_version
 from novainfer.kernels.cuda.variant import Variant
 from novainfer.kernels.errors import KernelUnavailableError
 
-__all__ = ["CAPABILITIES", "Compiled", "all_variants", "compile_variant", "faults"]
+__all__ = ["CAPABILITIES", "Compiled", "all_variants", "compile_variant", "faults", "ptx_of"]
 
 CAPABILITIES = (80, 90, 100)  # A100; H100 and H200; B200
 # What each generation calls a product of its tensor cores: Ampere, Hopper, Blackwell.
@@ -45,8 +46,12 @@ class Compiled:
     has_own_mma: bool = False
 
 
-def compile_variant(variant: Variant, capability: int) -> Compiled:
-    """Compile for `capability` (90 is sm_90); raises `KernelUnavailableError` without a Triton that can."""
+def ptx_of(variant: Variant, capability: int) -> str:
+    """The assembler's input; raises as `compile_variant`."""
+    return str(_compiled(variant, capability).asm["ptx"])
+
+
+def _compiled(variant: Variant, capability: int) -> Any:
     check_version()
     if INTERPRETED:
         raise KernelUnavailableError("Triton interprets here (TRITON_INTERPRET is set), and compiles nothing")
@@ -66,7 +71,12 @@ def compile_variant(variant: Variant, capability: int) -> Compiled:
         if types[name].startswith("*") or name in variant.aligned
     }
     source = ASTSource(fn=variant.function, signature=types, constexprs=dict(config.constants), attrs=divisible)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=config.options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=config.options)
+
+
+def compile_variant(variant: Variant, capability: int) -> Compiled:
+    """Compile for `capability` (90 is sm_90); raises `KernelUnavailableError` without a Triton that can."""
+    compiled, config = _compiled(variant, capability), variant.config
     usage, sass = _disassembled(compiled.asm["cubin"])
     return Compiled(
         name=variant.name,

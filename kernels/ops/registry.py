@@ -310,6 +310,8 @@ class Registry:
         default_factory=lambda: {operation: [] for operation in get_args(Operation)}
     )
     _proved: dict[tuple[type[Any], object], str | None] = field(default_factory=dict)
+    # Operation and name of the kernels that failed their self-test -> why: they can run here, and must not.
+    failed: dict[str, str] = field(default_factory=dict)
 
     def register(self, operation: Operation, implementation: type[Any]) -> None:
         """Add an implementation behind those that are there; register the fastest first. One that is there stays."""
@@ -326,7 +328,7 @@ class Registry:
             operation: [k for k in kernels if not k.name.startswith(prefix) or only not in (None, operation)]
             for operation, kernels in self._entries.items()
         }
-        return Registry(self.batch_invariant, None, entries, self._proved)
+        return Registry(self.batch_invariant, None, entries, self._proved, self.failed)
 
     def implementations(self, operation: Operation, precision: str | None = None) -> tuple[type[Any], ...]:
         """All implementations of an operation, fastest first, proved or not; of linears, those of one precision."""
@@ -358,6 +360,8 @@ class Registry:
                 reason = "not row-invariant"
             if reason is None:
                 reason = self._prove(implementation, selftest, key)
+                if reason is not None:
+                    self.failed[f"{operation} {name}"] = reason
             if reason is None:
                 return implementation
             if is_required:

@@ -75,6 +75,7 @@ class ModelInfo:
     weight_bytes: int
     num_parameters: int
     kernels: dict[str, str]  # operation -> names of the implementations in use
+    failed_kernels: dict[str, str]  # operation and name -> why its self-test failed; others compute in their place
     row_invariant: bool
     modes: tuple[Mode, ...]  # what `switch` can be asked for, best first (kernels/runtime/modes.py)
     weights: Weights  # in this process's own memory, or shared: packed by this process, or mapped as found
@@ -232,6 +233,7 @@ class ModelRunner:
             weight_bytes=weight_bytes,
             num_parameters=sum(math.prod(shape) for shape in tensor_shapes(config).values()),
             kernels=dict(kernels.names),
+            failed_kernels=dict(registry.failed),
             row_invariant=kernels.row_invariant,
             modes=tuple(selections),
             weights=weights,

@@ -42,7 +42,7 @@ class Health(msgspec.Struct, kw_only=True):
     """The answer of the health probes when all is well; `state` is what the engine does.
 
     `rung` is that of the ladder, and `mode` the kernels and the precision that steps are computed with there. `memory`
-    is that of `ModelInfo`, where it is not empty.
+    and `failed_kernels` are those of `ModelInfo`, where they are not empty.
     """
 
     status: str = "ok"
@@ -51,6 +51,7 @@ class Health(msgspec.Struct, kw_only=True):
     rung: str
     mode: Mode
     memory: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+    failed_kernels: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Alive(msgspec.Struct, kw_only=True):
@@ -104,8 +105,16 @@ async def health(service: Service, request: Request) -> Response:
         raise NotMoving(f"The engine stands still: {found.reason}")
     stats = engine.statistics()
     info = engine.model_info
-    memory = info.memory or msgspec.UNSET
-    return json_response(Health(model=info.name, state=found.state, rung=stats.rung, mode=stats.mode, memory=memory))
+    return json_response(
+        Health(
+            model=info.name,
+            state=found.state,
+            rung=stats.rung,
+            mode=stats.mode,
+            memory=info.memory or msgspec.UNSET,
+            failed_kernels=info.failed_kernels or msgspec.UNSET,
+        )
+    )
 
 
 async def live(service: Service, request: Request) -> Response:

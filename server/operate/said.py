@@ -41,6 +41,7 @@ def about(engine: ServedEngine) -> str:
             f"  limits    {info.max_model_len} tokens of context; {info.max_num_seqs} requests at once, "
             f"{min(info.max_num_seqs, tokens // info.max_model_len)} of them if each fills its context",
             f"  recorder  {recorder}",
+            *(f"  FAILED    {kernel}: self-test {why}" for kernel, why in info.failed_kernels.items()),
         ]
     )
 

@@ -145,11 +145,12 @@ def test_steps_by_other_kernels_are_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     step = Steps("tiny", 2, 16, 1.0)
     record = {"like": "tiny", "batch": 2, "context": 16, "ms": 1.0, "roof_ms": 1.0, "share_of_roof": 1.0}
     record |= {"idle_share": None, "tokens_per_s": 2.0, "wanted_ms": 1.0}
-    sampler = "triton"
+    sampler, fails = "triton", False
 
     def measure(*arguments: Any, **options: Any) -> dict[str, Any]:
         forward = "triton-bias" if "enforce_eager" in options else "triton-graphs-bias"
-        return record | {"kernels": KERNELS | {"forward": forward, "sampler": sampler}}
+        kernels = KERNELS | {"forward": forward, "sampler": sampler}
+        return record | {"kernels": kernels, "failed_kernels": {"ops triton": "is off"} if fails else {}}
 
     monkeypatch.setattr(checking, "STEPS", [step])
     monkeypatch.setattr(checking, "measure_steps", measure)
@@ -165,6 +166,9 @@ def test_steps_by_other_kernels_are_wrong(tmp_path: Path, monkeypatch: pytest.Mo
         f"tiny, batch 2, {variant}: sampler by rows" for variant in ("as served", "no graphs")
     ]
     assert any("WRONG: tiny, batch 2, as served: sampler by rows" in line for line in said)
+    sampler, fails = "triton", True
+    assert not check.run(["steps"])
+    assert any("WRONG: tiny, batch 2, no graphs: ops triton failed its self-test: is off" in line for line in said)
 
 
 def test_systems_are_served_one_after_the_other_and_a_peer_that_fails_is_left_out(

@@ -199,6 +199,9 @@ def test_a_kernel_that_fails_its_self_test_is_skipped_with_one_log_line(
     ]
     assert "no such instruction" in caplog.text
     assert chosen.names == {"linear": "reference"}
+    failed = chosen.registry.without("forgetful").failed
+    assert list(failed) == ["linear native-wrong", "linear raising"]
+    assert failed["linear raising"] == "RuntimeError: no such instruction"
 
 
 def test_a_required_kernel_that_fails_raises() -> None:

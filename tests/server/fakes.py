@@ -53,6 +53,7 @@ class FakeModelInfo(msgspec.Struct, frozen=True):
     kernels: dict[str, str] = msgspec.field(
         default_factory=lambda: {"linear": "native", "ops": "native", "attention": "torch"}
     )
+    failed_kernels: dict[str, str] = {}
     weight_bytes: int = 3 << 30
     kv_bytes_per_block: int = 1 << 20
     memory: dict[str, int] = {}

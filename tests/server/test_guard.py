@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import Serve
-from tests.server.fakes import FakeEngine
+from tests.server.fakes import FakeEngine, FakeModelInfo
 from tests.server.rawh2 import RawH2
 from tests.server.test_bad_input import error_of
 from tests.server.test_chat import USER
@@ -96,6 +96,16 @@ async def test_nothing_is_served_while_the_model_loads(serve: Serve) -> None:
             "rung": "FULL",
             "mode": {"kernels": "fast", "precision": "checkpoint"},
         }
+
+
+async def test_kernels_that_failed_their_self_test_are_told(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    assert "nova_failed_kernels 0.0" in (await client.get("/metrics")).text
+    failed = {
+        "forward triton-graphs": "a decode through a decoder has other bits than one kernel after the other gives"
+    }
+    engine.model_info = FakeModelInfo(failed_kernels=failed)
+    assert (await client.get("/readyz")).json()["failed_kernels"] == failed
+    assert "nova_failed_kernels 1.0" in (await client.get("/metrics")).text
 
 
 async def test_models_are_listed(client: httpx.AsyncClient) -> None:

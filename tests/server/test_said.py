@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from novainfer.server.operate.said import INTERVAL_S, Throughput, about
-from tests.server.fakes import FakeEngine, FakeStatistics
+from tests.server.fakes import FakeEngine, FakeModelInfo, FakeStatistics
 
 
 def test_the_start_says_memory_limits_kernels_threads_the_worker_and_where_recordings_go() -> None:
@@ -20,6 +20,9 @@ def test_the_start_says_memory_limits_kernels_threads_the_worker_and_where_recor
     ]
     engine.recorder_dir = None
     assert "it has no folder" in about(engine)
+    engine.model_info = FakeModelInfo(failed_kernels={"attention native": "is off by 2e-1 of the largest value"})
+    failed = "  FAILED    attention native: self-test is off by 2e-1 of the largest value"
+    assert about(engine).splitlines()[-1] == failed
 
 
 def test_throughput_is_said_now_and_then_and_only_when_there_was_work() -> None:

@@ -56,7 +56,9 @@ def put_halves(rows, head, at, low, high, inside, HEAD_DIM: tl.constexpr):
 def head_normed(low, high, head, num_heads, q_norm, k_norm, at, eps, HEAD_DIM: tl.constexpr):
     """The halves of heads, normed: by `q_norm` [HEAD_DIM] before `num_heads`, by `k_norm` from there on."""
     inside = at < HEAD_DIM // 2
-    scale = tl.rsqrt(tl.sum(low * low + high * high, 1, keep_dims=True) / HEAD_DIM + eps)
+    # Contracted here, as in `rotated`: a head must have the same bits by whichever function it is normed.
+    squares = tl.sum(tl.fma(low, low, high * high), 1, keep_dims=True)
+    scale = tl.rsqrt(tl.fma(squares, 1.0 / HEAD_DIM, eps))
     is_query = head < num_heads
     of_q = tl.load(q_norm + at, inside, other=0.0).to(tl.float32)
     of_k = tl.load(k_norm + at, inside, other=0.0).to(tl.float32)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -49,6 +50,42 @@ def test_names_are_of_one_variant_each(capability: int) -> None:
     names = [variant.name for variant in all_variants(capability)]
     assert names
     assert len(set(names)) == len(names)
+
+
+ARITHMETIC = r"""
+import json, re
+from novainfer.kernels.cuda import forward, row_ops
+from novainfer.kernels.cuda.compile import CAPABILITIES, ptx_of
+
+OPERATION = re.compile(r"^\s*(?:@%p\d+ )?((?:fma|mul|add|sub|div|rsqrt)\.\S*f32\S*|shfl\S*)", re.MULTILINE)
+found = []
+for capability in CAPABILITIES:
+    of = {variant.name: variant for module in (forward, row_ops) for variant in module.variants(capability)}
+    for name in ("qk_norm bf16 d128", "place_heads bf16 d128 norms"):
+        operations = []
+        for operation in OPERATION.findall(ptx_of(of[name], capability)):
+            kind = operation.split(".")[0]
+            operations += [kind] * (2 if operation.endswith("x2") else 1)  # Blackwell does two at once, here and there
+            if kind == "rsqrt":
+                break
+        found.append(operations)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_head_is_normed_by_the_same_instructions_by_itself_and_in_the_forward() -> None:
+    """Or the forward would not have the bits of its parts on a GPU, and all graphs were lost to that."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", ARITHMETIC], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert len(found) == 6
+    for alone, within in zip(found[::2], found[1::2], strict=True):
+        counts = Counter(alone)
+        assert counts == Counter(within)
+        assert alone[alone.index("shfl") :] == within[within.index("shfl") :]
+        assert (counts["mul"], counts["fma"], counts["shfl"], counts["rsqrt"]) == (4, 5, 4, 1), "squares, mean and eps"
 
 
 @pytest.mark.slow
