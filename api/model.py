@@ -17,6 +17,8 @@ from novainfer.fsm.messages.mode import PRECISIONS, Mode
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The model that is served; `created` is when it was loaded, in seconds since 1970.
 
+    `dtype` is that of activations; `precision` says how the weights of matrix products came to be loaded: their dtype,
+    what `quantization` asked for, or what the checkpoint was quantised to and by what ("int4 (gptq)").
     `modes` are those that it can be computed in, best first: it comes up in the first, and goes on in another when
     memory stays short or kernels fail. `kernels` names, for each operation, the implementations of the first;
     `failed_kernels` says of others, by operation and name, how their self-test failed at the load: they should have
@@ -30,6 +32,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     dtype: str
+    precision: str = ""
     device: str
     num_kv_blocks: int
     created: int
@@ -52,6 +55,7 @@ def model_info(config: EngineConfig, ready: WorkerReady, *, created: int) -> Mod
         max_model_len=min(ready.max_model_len, tokens_in(ready.num_blocks, config.block_size)),
         vocab_size=ready.vocab_size,
         dtype=str(ready.facts.get("dtype", "unknown")),
+        precision=str(ready.facts.get("precision", "")),
         device=config.device,
         num_kv_blocks=ready.num_blocks,
         created=created,

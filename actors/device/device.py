@@ -193,6 +193,7 @@ class ModelDevice:
         return {
             "architecture": info.architecture,
             "dtype": str(info.dtype).removeprefix("torch."),
+            "precision": info.precision,
             "max_model_len": info.max_model_len,
             "vocab_size": info.vocab_size,
             "eos_token_ids": list(info.eos_token_ids),

@@ -39,7 +39,14 @@ from novainfer.kernels.ops.registry import AttentionBackend, AttentionShape, Lin
 from novainfer.kernels.ops.selection import GRAPHS, OURS, Selection
 from novainfer.kernels.weights.checkpoint import Checkpoint
 from novainfer.kernels.weights.header import tensor_shapes
-from novainfer.kernels.weights.loader import LinearSpec, WeightReader, linear_specs, vector_names
+from novainfer.kernels.weights.loader import (
+    LinearSpec,
+    WeightReader,
+    linear_bytes,
+    linear_kernel,
+    linear_specs,
+    vector_names,
+)
 
 __all__ = ["Modes", "selections_by_mode"]
 
@@ -49,17 +56,19 @@ MIB = 1024**2
 SCRATCH_BYTES_PER_ELEMENT = 20  # of a part that is quantised: the rows, four fp32 temporaries at most, int8
 
 
-def selections_by_mode(first: Selection, config: ModelConfig, shape: AttentionShape) -> dict[Mode, Selection]:
+def selections_by_mode(
+    first: Selection, config: ModelConfig, checkpoint: Checkpoint, shape: AttentionShape
+) -> dict[Mode, Selection]:
     """The modes that this machine can compute this model in, best first, and the kernels of each.
 
-    `first` is what the model is loaded with; where that is rounded, there is no other precision.
+    `first` is what the model is loaded with; where that is rounded, here or by others, there is no other precision.
     """
-    first.forward(_decoder_kind(first, config, shape))
+    first.forward(_decoder_kind(first, config, checkpoint, shape))
     layout = first.attention(shape).layout
     registries = _registries(first)
     found = {Mode(next(iter(registries)), first.precision.name): first}
     own = first.precision.name
-    for precision in PRECISIONS if own == CHECKPOINT else (own,):
+    for precision in PRECISIONS if own == CHECKPOINT and checkpoint.scheme is None else (own,):
         for kernels, registry in registries.items():
             mode = Mode(kernels, precision)
             if mode in found:
@@ -68,7 +77,7 @@ def selections_by_mode(first: Selection, config: ModelConfig, shape: AttentionSh
             if kernels in (FAST, EAGER):  # the others are there for when that misbehaves
                 selection.attention_backend = first.attention_backend
             try:
-                selection.forward(_decoder_kind(selection, config, shape))
+                selection.forward(_decoder_kind(selection, config, checkpoint, shape))
             except LoadError as error:
                 logger.info("%s are not offered: %s", mode, error)
             else:
@@ -95,14 +104,14 @@ def _registries(first: Selection) -> dict[str, Registry]:
     return {**found, PLAIN: plain}
 
 
-def _decoder_kind(selection: Selection, config: ModelConfig, shape: AttentionShape) -> DecoderKind:
+def _decoder_kind(
+    selection: Selection, config: ModelConfig, checkpoint: Checkpoint, shape: AttentionShape
+) -> DecoderKind:
     """What a decoder will be whose every part has the kernel of this selection."""
     layers: dict[int, dict[str, Any]] = {}
     biased: set[str] = set()
     for spec in linear_specs(config):
-        linear = selection.linear(
-            spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head
-        )
+        linear = linear_kernel(spec, checkpoint, selection)
         if spec.layer is not None:
             layers.setdefault(spec.layer, {})[spec.part] = linear
             biased |= {spec.part} if spec.has_bias else set()
@@ -235,9 +244,7 @@ class Modes:
         elif not in_memory:
             new = WeightReader(self._checkpoint, self._shapes, selection).linear(spec)
         else:
-            kernel = selection.linear(
-                spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head
-            )
+            kernel = linear_kernel(spec, self._checkpoint, selection)
             whole = None if old.gathers_rows else old.rows(torch.arange(spec.out_features, device=selection.device))
 
             def rows(first: int, last: int) -> Tensor:
@@ -260,9 +267,7 @@ class Modes:
     def _is_same(self, spec: LinearSpec, mode: Mode) -> bool:
         """Whether the product that is there is the one of `mode`: only other operations have other kernels then."""
         selection, old = self._selections[mode], self._product(spec)
-        kernel = selection.linear(
-            spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head
-        )
+        kernel = linear_kernel(spec, self._checkpoint, selection)
         return self._modes_of[spec].precision == mode.precision and type(old) is kernel
 
     def _product(self, spec: LinearSpec) -> Linear:
@@ -302,10 +307,8 @@ class Modes:
         kept = max(self._bytes_of(spec, selection) for spec in layer)
         return kept + SCRATCH_BYTES_PER_ELEMENT * parts + unpacked
 
-    @staticmethod
-    def _bytes_of(spec: LinearSpec, selection: Selection) -> int:
-        precision = selection.precision.of(is_head=spec.is_head)
-        return precision.weight_bytes(spec.out_features, spec.in_features, selection.dtype)
+    def _bytes_of(self, spec: LinearSpec, selection: Selection) -> int:
+        return linear_bytes(spec, self._checkpoint, selection)
 
     def _hold_reserve(self) -> None:
         smaller = next((mode for mode in self._selections if mode.precision != self._first.precision), None)

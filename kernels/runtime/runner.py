@@ -65,6 +65,7 @@ class ModelInfo:
 
     architecture: str
     dtype: str  # "float32", "bfloat16", "float16"
+    precision: str  # of the weights of products, and what they were quantised by: "bfloat16", "int8", "int4 (gptq)"
     device: str
     vocab_size: int
     num_layers: int
@@ -197,6 +198,11 @@ class ModelRunner:
                 torch_device, native=native, batch_invariant=batch_invariant, enforce_eager=enforce_eager
             )
         precision = quantization_of(quantization)
+        if precision.is_quantised and checkpoint.scheme is not None:
+            raise LoadError(
+                f"quantization {quantization!r} is for weights that are not quantised, and those of {model_dir} are "
+                f"already: {checkpoint.scheme}; leave the setting out"
+            )
         for name, value, offered in (
             ("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES),
             ("attention_backend", attention_backend, ATTENTION_BACKENDS),
@@ -216,13 +222,15 @@ class ModelRunner:
             shape = decoder.attention_shape(block_size)
             attention = kernels.attention(shape)
             kernels.sampler(config.vocab_size)
-            selections = selections_by_mode(kernels, config, shape)
+            selections = selections_by_mode(kernels, config, checkpoint, shape)
             if weights != "own":
                 selections = {mode: found for mode, found in selections.items() if mode.precision == precision.name}
             modes = Modes(decoder, config, checkpoint, selections, keeps_first=weights != "own")
         info = ModelInfo(
             architecture=config.architecture,
             dtype=str(kernels.dtype).removeprefix("torch."),
+            precision=checkpoint.scheme
+            or (precision.name if precision.is_quantised else str(kernels.dtype).removeprefix("torch.")),
             device=device,
             vocab_size=config.vocab_size,
             num_layers=config.num_layers,

@@ -9,38 +9,35 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.models.config import ModelConfig
-from novainfer.kernels.models.folder import weight_files
+from novainfer.kernels.models.folder import read_json, weight_files
 from novainfer.kernels.models.registry import FAMILIES, read_config
+from novainfer.kernels.weights.entries import FLOATS, Entry, GroupedEntry, TensorEntry
+from novainfer.kernels.weights.schemes import resolved, scheme_of
 
 __all__ = [
-    "TensorEntry",
     "check_fit",
     "check_weights",
+    "read_entries",
     "read_header",
     "tensor_shapes",
+    "zero_biases",
 ]
 
 HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors package itself
 LISTED_MAX = 5  # names spelled out in an error; the rest is counted
 
-DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}  # as torch calls them; bytes
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Where one tensor lies: absolute byte offsets `begin`..`end` in `file`."""
-
-    file: Path
-    dtype: str  # as torch calls it
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+# As torch calls them, and the bytes of an element. Whole numbers are codes, and what belongs to them.
+DTYPES = {
+    "F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2),
+    "I8": ("int8", 1), "U8": ("uint8", 1), "I32": ("int32", 4), "I64": ("int64", 8),
+}  # fmt: skip
+FLOAT_NAMES = tuple(name for name, (dtype, _) in DTYPES.items() if dtype in FLOATS)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -53,13 +50,37 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_fit(model_dir: Path, config: ModelConfig, entries: dict[str, TensorEntry]) -> None:
+def read_entries(model_dir: Path) -> tuple[dict[str, Entry], str | None]:
+    """A model's weights by name, and the scheme that they were quantised by, None where they were not.
+
+    Raises `LoadError` for files that are missing or damaged, and for what a scheme does that is not supported.
+    """
+    scheme = scheme_of(read_json(model_dir / "config.json"), model_dir / "config.json")
+    entries: dict[str, TensorEntry] = {}
+    for file in weight_files(model_dir):
+        entries.update(read_header(file))
+    return (dict(entries), None) if scheme is None else (resolved(entries, scheme), scheme.name)
+
+
+def zero_biases(config: ModelConfig, entries: Mapping[str, Entry]) -> list[str]:
+    """Biases of quantised products that the model does not have: tools for GPTQ write them, and they must be 0."""
+    expected = tensor_shapes(config)
+    weights = {name for name, entry in entries.items() if isinstance(entry, GroupedEntry)}
+    return [
+        name
+        for name in entries
+        if name not in expected and name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in weights
+    ]
+
+
+def check_fit(model_dir: Path, config: ModelConfig, entries: Mapping[str, Entry]) -> None:
     """Raise `LoadError` listing missing, unexpected and mis-shaped tensors, unless there are none.
 
     The head of a checkpoint with tied embeddings may be there or not.
     """
     expected = tensor_shapes(config)
     ignored = {tensor.name for tensor in FAMILIES[config.architecture].tensors if tensor.part == "head"}
+    ignored.update(zero_biases(config, entries))
     missing = [name for name in expected if name not in entries]
     unexpected = [
         name
@@ -78,15 +99,16 @@ def check_fit(model_dir: Path, config: ModelConfig, entries: dict[str, TensorEnt
     ]
     if faults:
         raise LoadError(f"the weights in {model_dir} do not fit config.json: {'; '.join(faults)}")
+    for name in expected:
+        entry = entries[name]
+        if isinstance(entry, TensorEntry) and entry.dtype not in FLOATS:
+            dtype = next(name for name, (dtype, _) in DTYPES.items() if dtype == entry.dtype)
+            raise _wrong_dtype(entry.file, name, dtype)
 
 
 def check_weights(model_dir: Path) -> None:
     """Raise `LoadError` unless the headers of a model's weights are whole, and hold the tensors of its config.json."""
-    config = read_config(model_dir)
-    entries: dict[str, TensorEntry] = {}
-    for file in weight_files(model_dir):
-        entries.update(read_header(file))
-    check_fit(model_dir, config, entries)
+    check_fit(model_dir, read_config(model_dir), read_entries(model_dir)[0])
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -116,9 +138,13 @@ def _entry(file: Path, name: str, value: Any, base: int, size: int) -> TensorEnt
         raise LoadError(f"{file} is corrupt: the header entry of {name} is not complete") from None
     dtype, item_bytes = DTYPES.get(str(dtype_name), (None, 0))
     if dtype is None:
-        raise LoadError(f"{file}: {name} has dtype {dtype_name}, but only {', '.join(DTYPES)} are supported")
+        raise _wrong_dtype(file, name, str(dtype_name))
     if end > size:
         raise LoadError(f"{file} was cut off: {name} should end at byte {end}, but the file has {size} bytes")
     if begin < base or min(shape, default=0) < 0 or end - begin != math.prod(shape) * item_bytes:
         raise LoadError(f"{file} is corrupt: {name} {list(shape)} does not fit its byte range")
     return TensorEntry(file, dtype, shape, begin, end)
+
+
+def _wrong_dtype(file: Path, name: str, dtype: str) -> LoadError:
+    return LoadError(f"{file}: {name} has dtype {dtype}, but only {', '.join(FLOAT_NAMES)} are supported")

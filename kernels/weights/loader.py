@@ -20,16 +20,21 @@ from novainfer.kernels.models.angles import rope_table
 from novainfer.kernels.models.config import ModelConfig, TensorSpec
 from novainfer.kernels.models.decoder import Decoder, Embedding
 from novainfer.kernels.ops.forward import Layer
+from novainfer.kernels.ops.grouped import GroupedForm
+from novainfer.kernels.ops.quantised import part_rows
 from novainfer.kernels.ops.registry import Linear
 from novainfer.kernels.ops.selection import Selection
 from novainfer.kernels.weights.checkpoint import DTYPES, Checkpoint
-from novainfer.kernels.weights.header import check_fit, tensor_shapes
+from novainfer.kernels.weights.entries import GroupedEntry
+from novainfer.kernels.weights.header import check_fit, tensor_shapes, zero_biases
 
 __all__ = [
     "LinearSpec",
     "WeightReader",
     "WeightSource",
     "choose_dtype",
+    "linear_bytes",
+    "linear_kernel",
     "linear_specs",
     "load_decoder",
     "vector_names",
@@ -60,6 +65,11 @@ class LinearSpec:
         """Whether it is the output head."""
         return self.layer is None
 
+    @property
+    def weights(self) -> list[str]:
+        """The tensors that are its weight, one behind the other."""
+        return [f"{name}.weight" for name in self.names]
+
 
 def linear_specs(config: ModelConfig) -> list[LinearSpec]:
     """All products of the model, the output head first."""
@@ -81,6 +91,25 @@ def linear_specs(config: ModelConfig) -> list[LinearSpec]:
     return specs
 
 
+def linear_kernel(spec: LinearSpec, checkpoint: Checkpoint, kernels: Selection) -> Any:
+    """The class for a product: of weights in codes one that takes them as they are."""
+    form = checkpoint.form(spec.weights)
+    if form is not None:
+        return kernels.grouped(spec.out_features, spec.in_features, form, gathers_rows=spec.gathers_rows)
+    return kernels.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head)
+
+
+def linear_bytes(spec: LinearSpec, checkpoint: Checkpoint, kernels: Selection) -> int:
+    """About what the weight of a product takes."""
+    form = checkpoint.form(spec.weights)
+    if form is None:
+        precision = kernels.precision.of(is_head=spec.is_head)
+        return precision.weight_bytes(spec.out_features, spec.in_features, kernels.dtype)
+    per_group = torch.float32.itemsize * (1 if form.zero == 0 else 2)  # a scale, and a shift
+    groups = spec.in_features // form.group_size
+    return spec.out_features * (-(-spec.in_features * form.bits // 8) + groups * per_group)
+
+
 def vector_names(config: ModelConfig, layer: int) -> dict[str, str]:
     """The parts of a layer that are no products (weights of norms), and the tensor of each."""
     return {
@@ -98,7 +127,9 @@ def choose_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint, device:
     """
     if name == "auto":
         stored = checkpoint.entries.get(_name(config, "embedding"))
-        dtype = DTYPES[config.dtype or (stored.dtype if stored is not None else "float32")]
+        # Codes are of no dtype: bfloat16 is what the models were trained in.
+        found = "float32" if stored is None else "bfloat16" if isinstance(stored, GroupedEntry) else stored.dtype
+        dtype = DTYPES[config.dtype or found]
     elif name in DTYPES:
         dtype = DTYPES[name]
     else:
@@ -138,7 +169,8 @@ def load_decoder(
     shapes = tensor_shapes(config)
     check_fit(checkpoint.model_dir, config, checkpoint.entries)
     if source is None or isinstance(source, WeightReader):
-        _check_memory(config, max_model_len * config.head_dim, kernels)
+        _check_memory(config, checkpoint, max_model_len * config.head_dim, kernels)
+        _check_zero_biases(config, checkpoint)
     reader = source or WeightReader(checkpoint, shapes, kernels, on_progress)
     try:
         decoder = _build(config, reader, max_model_len)
@@ -155,21 +187,29 @@ def load_decoder(
     return decoder, reader.num_bytes
 
 
-def _check_memory(config: ModelConfig, num_angles: int, kernels: Selection) -> None:
+def _check_zero_biases(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    for name in zero_biases(config, checkpoint.entries):
+        bias = torch.empty(checkpoint.entries[name].shape)
+        checkpoint.read_into(name, bias)
+        if bool(bias.any()):
+            raise LoadError(
+                f"{checkpoint.entries[name].file}: {name} is not 0, and {config.architecture} has no such bias"
+            )
+
+
+def _check_memory(config: ModelConfig, checkpoint: Checkpoint, num_angles: int, kernels: Selection) -> None:
     count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
     specs, precision = linear_specs(config), kernels.precision
     sizes = [spec.out_features * spec.in_features for spec in specs]
     weight_bytes = (count - sum(sizes)) * kernels.dtype.itemsize
-    weight_bytes += sum(
-        precision.of(is_head=spec.is_head).weight_bytes(spec.out_features, spec.in_features, kernels.dtype)
-        for spec in specs
-    )
+    weight_bytes += sum(linear_bytes(spec, checkpoint, kernels) for spec in specs)
     if precision.is_quantised:  # the largest as it is read
         weight_bytes += max(sizes) * kernels.dtype.itemsize
     angle_bytes = 3 * num_angles * torch.float32.itemsize  # the table of cosines and sines, and what it is made from
     needed, free = weight_bytes + angle_bytes, free_bytes(kernels.device)
     if needed > free:
         name = precision.name if precision.is_quantised else str(kernels.dtype).removeprefix("torch.")
+        name = checkpoint.scheme or name
         raise LoadError(
             f"the model needs {needed / GIB:.2f} GiB for its weights in {name} and its positions, but only "
             f"{free / GIB:.2f} GiB are free ({needed} and {free} bytes)"
@@ -203,9 +243,7 @@ class WeightReader:
         for name, length in zip(names, lengths, strict=True):
             self.checkpoint.read_into(name, out[begin : begin + length])
             begin += length
-            self.num_read += 1
-            if self.on_progress is not None:
-                self.on_progress(self.num_read, len(self.shapes))
+            self._count()
         return out.to(self.kernels.device)
 
     def tensor(self, name: str) -> Tensor:
@@ -216,14 +254,31 @@ class WeightReader:
 
     def linear(self, spec: LinearSpec) -> Linear:
         """The fused and packed product of a spec's projections."""
-        weight = self.fused([f"{name}.weight" for name in spec.names])
+        form = self.checkpoint.form(spec.weights)
+        weight = self.fused(spec.weights) if form is None else None
         bias = self.fused([f"{name}.bias" for name in spec.names]) if spec.has_bias else None
-        kernel = self.kernels.linear(
-            spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head
-        )
-        packed: Linear = kernel.pack(weight, bias)
+        kernel = linear_kernel(spec, self.checkpoint, self.kernels)
+        packed: Linear = kernel.pack(weight, bias) if form is None else self._in_codes(spec, kernel, form, bias)
         self.num_bytes += packed.weight_bytes
         return packed
+
+    def _in_codes(self, spec: LinearSpec, kernel: Any, form: GroupedForm, bias: Tensor | None) -> Any:
+        """A product whose weight is in codes, read and packed some rows at a time."""
+        device = self.kernels.device
+        packed = kernel.empty_grouped(spec.out_features, spec.in_features, form, bias, self.kernels.dtype, device)
+        count = part_rows(spec.in_features)
+        for first in range(0, spec.out_features, count):
+            last = min(first + count, spec.out_features)
+            packed.put_grouped(first, self.checkpoint.grouped(spec.weights, form, first, last))
+        for name in spec.weights:
+            self.checkpoint.release(name)
+            self._count()
+        return packed
+
+    def _count(self) -> None:
+        self.num_read += 1
+        if self.on_progress is not None:
+            self.on_progress(self.num_read, len(self.shapes))
 
 
 def _name(config: ModelConfig, part: str) -> str:

@@ -15,8 +15,16 @@ from novainfer.kernels.ops.registry import Linear, SharedLinear
 from novainfer.kernels.ops.selection import Selection
 from novainfer.kernels.weights.arena import ALIGNMENT, Arena, fingerprint_of
 from novainfer.kernels.weights.checkpoint import Checkpoint
+from novainfer.kernels.weights.entries import GroupedEntry
 from novainfer.kernels.weights.header import tensor_shapes
-from novainfer.kernels.weights.loader import LinearSpec, OnProgress, WeightReader, linear_specs, load_decoder
+from novainfer.kernels.weights.loader import (
+    LinearSpec,
+    OnProgress,
+    WeightReader,
+    linear_kernel,
+    linear_specs,
+    load_decoder,
+)
 
 __all__ = ["MappedWeights", "SharingReader", "Weights", "load_shared", "open_arena"]
 
@@ -32,9 +40,7 @@ def open_arena(fd: int, config: ModelConfig, checkpoint: Checkpoint, kernels: Se
         return None
     layouts = []
     for spec in linear_specs(config):
-        kernel = kernels.linear(
-            spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head
-        )
+        kernel = linear_kernel(spec, checkpoint, kernels)
         if not hasattr(kernel, "shared_layout"):
             return None
         layouts.append([spec.layer, spec.part, *spec.names, kernel.shared_layout()])
@@ -44,6 +50,7 @@ def open_arena(fd: int, config: ModelConfig, checkpoint: Checkpoint, kernels: Se
         "shapes": shapes,
         "dtype": str(kernels.dtype),
         "layouts": layouts,
+        "codes": [[e.name, e.layout, *e.form] for e in checkpoint.entries.values() if isinstance(e, GroupedEntry)],
         "torch": torch.__version__,
         "machine": platform.machine(),
     }
@@ -73,7 +80,9 @@ def load_shared(
     if arena is None:
         return load_decoder(config, checkpoint, kernels, max_model_len, on_progress), "own"
     if arena.is_filled:
-        loaded = load_decoder(config, checkpoint, kernels, max_model_len, source=MappedWeights(kernels, arena))
+        loaded = load_decoder(
+            config, checkpoint, kernels, max_model_len, source=MappedWeights(checkpoint, kernels, arena)
+        )
         if on_progress is not None:
             on_progress(len(checkpoint.entries), len(checkpoint.entries))
         return loaded, "mapped"
@@ -117,7 +126,8 @@ class SharingReader(WeightReader):
 class MappedWeights:
     """Gives what another process has put into the arena, and reads nothing."""
 
-    def __init__(self, kernels: Selection, arena: Arena) -> None:
+    def __init__(self, checkpoint: Checkpoint, kernels: Selection, arena: Arena) -> None:
+        self.checkpoint = checkpoint
         self.kernels = kernels
         self.arena = arena
         self.num_bytes = 0
@@ -133,9 +143,7 @@ class MappedWeights:
 
     def linear(self, spec: LinearSpec) -> Linear:
         """A product on memory of the arena."""
-        kernel = self.kernels.linear(
-            spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head
-        )
+        kernel = linear_kernel(spec, self.checkpoint, self.kernels)
         found = [self.arena.get(f"{_key(spec)}.{i}") for i in range(TENSORS_MAX)]
         tensors = [tensor for tensor in found if tensor is not None]
         linear: Linear = kernel.over(spec.out_features, spec.in_features, self.kernels.dtype, tensors)

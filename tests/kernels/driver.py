@@ -23,7 +23,7 @@ from novainfer.kernels.runtime.runner import ModelRunner
 from novainfer.kernels.sampling.drawn import Draw, DrawnAtOnce
 from novainfer.kernels.sampling.verify import Positions, Sampled
 
-__all__ = ["BACKENDS", "Driver", "Sequence", "make_runner", "seated"]
+__all__ = ["BACKENDS", "Driver", "Sequence", "backend_registry", "make_runner", "seated"]
 
 CPU = torch.device("cpu")
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
