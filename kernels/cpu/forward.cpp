@@ -9,6 +9,7 @@
 
 #include "abi.h"
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "ops.h"
 #include "team.h"
@@ -21,11 +22,12 @@ struct LayerDesc {
   const LinearDesc* qkv;
   const LinearDesc* o;
   const void* post_norm;
-  const LinearDesc* gate_up;
+  const LinearDesc* gate_up;  // of the MLP, or null where there are experts
   const LinearDesc* down;
   const void* q_norm;  // [head_dim]: of each query head before its rotation, or null
   const void* k_norm;
   int64_t sliding_window;  // tokens that a row sees, itself among them; 0: its whole context
+  ExpertsDesc experts;
 };
 
 struct ModelDesc {
@@ -59,16 +61,15 @@ struct Forward {
   const StepDesc& step;
   const CacheDesc& cache = *model.cache;
   const long hidden = model.layers[0].qkv->k;
-  const long intermediate = model.layers[0].down->k;
   const long head_dim = cache.head_dim;
   const long attended = cache.num_heads * head_dim;
   const long qkv_width = attended + 2 * cache.num_kv_heads * head_dim;
-  const bool gated = can_gate(*model.layers[0].gate_up);
   const Batch batch{step.block_tables, step.table_stride, step.query_start, step.context_lens, step.num_seqs};
 
   // Working memory of the step, in rows of num_tokens.
   std::unique_ptr<E[]> x_ = rows(hidden), qkv_ = rows(qkv_width), attended_ = rows(attended);
-  std::unique_ptr<E[]> gate_up_ = gated ? nullptr : rows(2 * intermediate), inner_ = rows(intermediate);
+  Mlp<T> mlp_;
+  Experts<T> experts_{mlp_};
   std::unique_ptr<E[]> sampled_ = std::unique_ptr<E[]>(new E[step.num_samples * (attended + hidden)]);
   std::vector<AttentionPlan> plans;  // one for each window of the layers
 
@@ -109,15 +110,10 @@ struct Forward {
       }
       linear(team, *layer.o, {attention, attended, m, residual, residual});
       norm(team, residual, layer.post_norm, x, m);
-      if (gated) {
-        linear(team, *layer.gate_up, {x, hidden, m, inner_.get(), nullptr, true});
-      } else {
-        linear(team, *layer.gate_up, {x, hidden, m, gate_up_.get()});
-        team.rows(m, [&](long row) {
-          silu_mul_row<T>(&gate_up_[row * 2 * intermediate], &inner_[row * intermediate], intermediate);
-        });
-      }
-      linear(team, *layer.down, {inner_.get(), intermediate, m, residual, residual});
+      if (layer.gate_up)
+        mlp_.run(team, {*layer.gate_up, *layer.down, x, m, residual, residual});
+      else
+        experts_.run(team, layer.experts, x, m, residual);
       norm(team, residual, last ? model.final_norm : model.layers[l + 1].input_norm, last ? (E*)step.out : x, m);
     }
   }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.linear import PackedLinear
-from novainfer.kernels.cpu.native import LayerDesc, ModelDesc, StepDesc, library, num_threads
+from novainfer.kernels.cpu.native import LayerDesc, LinearDesc, ModelDesc, StepDesc, library, num_threads
 from novainfer.kernels.cpu.ops import NativeRowOps
 from novainfer.kernels.ops.forward import DecoderKind, DecoderParts, Layer
 from novainfer.kernels.step import StepTensors
@@ -37,10 +37,15 @@ class NativeForward:
         self._flops_per_token = 0
         for desc, layer in zip(descs, layers, strict=True):
             for name in LAYER_FIELDS:
-                part: Tensor | PackedLinear | int | None = getattr(layer, name)
+                part: Tensor | PackedLinear | list[PackedLinear] | int | None = getattr(layer, name)
                 if isinstance(part, PackedLinear):
                     setattr(desc, name, ctypes.pointer(part.desc))
                     self._flops_per_token += 2 * part.out_features * part.in_features
+                elif isinstance(part, list):
+                    pointers = (ctypes.POINTER(LinearDesc) * len(part))(*(ctypes.pointer(one.desc) for one in part))
+                    self._kept.append(pointers)
+                    setattr(desc, name, pointers)
+                    self._flops_per_token += 2 * layer.num_active_experts * part[0].out_features * part[0].in_features
                 elif isinstance(part, int):
                     setattr(desc, name, part)
                 elif part is not None:
@@ -74,6 +79,8 @@ class NativeForward:
             for name, linear in layer.products:
                 if not issubclass(linear, PackedLinear):
                     return f"a layer's {name} is {linear.name}"
+            if len(layer.products) > len(dict(layer.products)):
+                return "a layer's experts are not all of one kind"
         return None
 
     @classmethod

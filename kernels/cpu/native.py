@@ -71,7 +71,16 @@ class CacheDesc(ctypes.Structure):
 
 _DESC = ctypes.POINTER(LinearDesc)
 _CACHE = ctypes.POINTER(CacheDesc)
-_BY_ANNOTATION: dict[str, Any] = {"Linear": _DESC, "Tensor": _P, "Tensor | None": _P, "int | None": _L}
+_BY_ANNOTATION: dict[str, Any] = {
+    "Linear": _DESC,
+    "Linear | None": _DESC,
+    "list[Linear] | None": ctypes.POINTER(_DESC),
+    "Tensor": _P,
+    "Tensor | None": _P,
+    "int": _L,
+    "int | None": _L,
+    "bool": _L,
+}
 
 
 class LayerDesc(ctypes.Structure):
@@ -129,6 +138,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nova_rms_norm": (_STATUS, (_I, _P, _L, _P, _F, _P, _L, _L, _I)),
     "nova_add_rms_norm": (_STATUS, (_I, _P, _P, _P, _F, _P, _L, _L, _I)),
     "nova_silu_mul": (_STATUS, (_I, _P, _P, _L, _L, _I)),
+    "nova_choose_experts": (_STATUS, (_I, _P, _L, _L, _L, _I, _P, _P, _I)),
+    "nova_mix_experts": (_STATUS, (_I, _P, _P, _P, _P, _P, _P, _L, _L, _L, _I)),
     "nova_qk_norm": (_STATUS, (_I, _P, _L, _P, _P, _I, _I, _I, _F, _L, _I)),
     "nova_rope": (_STATUS, (_I, _P, _L, _P, _P, _I, _I, _L, _I)),
     "nova_read": (ctypes.c_uint64, (_P, _L, _I)),

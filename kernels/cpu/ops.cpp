@@ -34,6 +34,27 @@ void silu_mul(const void* gate_up, void* out, long m, long width, int threads) {
 }
 
 template <class T>
+void choose_experts(const void* logits, long m, int experts, int active, bool normalises, int64_t* chosen,
+                    void* weights, int threads) {
+  using E = typename T::type;
+  Team(threads).rows(m, [&](long row) {
+    choose_experts_row<T>((const E*)logits + row * experts, experts, active, normalises, chosen + row * active,
+                          (E*)weights + row * active);
+  });
+}
+
+template <class T>
+void mix_experts(const void* outputs, const int64_t* places, const void* weights, const void* shared, const void* gate,
+                 void* out, long m, int active, long width, int threads) {
+  using E = typename T::type;
+  Team(threads).rows(m, [&](long row) {
+    mix_experts_row<T>((const E*)outputs, places + row * active, (const E*)weights + row * active, active,
+                       shared ? (const E*)shared + row * width : nullptr, (const E*)gate + row, (E*)out + row * width,
+                       width);
+  });
+}
+
+template <class T>
 void qk_norm(void* qkv, long stride, const void* q_norm, const void* k_norm, int heads, int kv_heads, int head_dim,
              float eps, long m, int threads) {
   using E = typename T::type;
@@ -68,6 +89,21 @@ int nova_add_rms_norm(int dtype, const void* x, void* residual, const void* weig
 
 int nova_silu_mul(int dtype, const void* gate_up, void* out, int64_t m, int64_t width, int threads) {
   return guarded([&] { BY_TYPE(silu_mul, gate_up, out, m, width, threads); });
+}
+
+// `chosen` and `weights` [m, active].
+int nova_choose_experts(int dtype, const void* logits, int64_t m, int64_t experts, int64_t active, int normalises,
+                        int64_t* chosen, void* weights, int threads) {
+  return guarded([&] {
+    BY_TYPE(choose_experts, logits, m, (int)experts, (int)active, normalises != 0, chosen, weights, threads);
+  });
+}
+
+// `shared` [m, width] and `gate` [m], or neither.
+int nova_mix_experts(int dtype, const void* outputs, const int64_t* places, const void* weights, const void* shared,
+                     const void* gate, void* out, int64_t m, int64_t active, int64_t width, int threads) {
+  return guarded(
+      [&] { BY_TYPE(mix_experts, outputs, places, weights, shared, gate, out, m, (int)active, width, threads); });
 }
 
 int nova_qk_norm(int dtype, void* qkv, int64_t stride, const void* q_norm, const void* k_norm, int heads, int kv_heads,

@@ -1,6 +1,9 @@
 // The small operations between matrix products, one row at a time; each row's result depends on the row alone.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include "simd.h"
 
 namespace nova {
@@ -34,6 +37,56 @@ inline void silu_mul_row(const typename T::type* gate_up, typename T::type* out,
     store_first<T>(out + i,
                    mul(silu(load_first<T>(gate_up + i, width - i)), load_first<T>(gate_up + width + i, width - i)),
                    width - i);
+}
+
+// The experts of a row, likeliest first and of equals the lower number, and their probabilities, over their sum if it
+// `normalises`. Where a logit is NaN all probabilities are, and the first experts are chosen.
+template <class T>
+inline void choose_experts_row(const typename T::type* logits, int experts, int active, bool normalises,
+                               int64_t* chosen, typename T::type* weights) {
+  const long padded = ceil_div(experts, VL) * VL;
+  thread_local std::vector<float> buffer;
+  buffer.resize(padded + active);
+  float *likely = buffer.data(), *best = likely + padded;
+  vf most = set1(-INFINITY);
+  for (long i = 0; i < experts; i += VL) {
+    const vf some = load_first<T>(logits + i, experts - i);
+    storef(likely + i, some);
+    most = vmax(select(first_lanes(experts - i), some, most), most);
+  }
+  const vf largest = set1(hmax(most));
+  vf sum = zero();
+  for (long i = 0; i < experts; i += VL) {
+    const vf power = exp2v(mul(sub(loadf(likely + i), largest), set1(LOG2E)));
+    storef(likely + i, power);
+    sum = add(sum, select(first_lanes(experts - i), power, zero()));
+  }
+  const float all = hsum(sum);
+  float among = 0.0f;
+  for (int a = 0; a < active; a++) {
+    // Where probabilities are not numbers each is as good as another, but it must be one that is there
+    chosen[a] = std::isnan(all) ? a : std::max_element(likely, likely + experts) - likely;
+    best[a] = likely[chosen[a]] / all;
+    among += best[a];
+    likely[chosen[a]] = -1.0f;
+  }
+  for (int a = 0; a < active; a++) weights[a] = from_float<T>(normalises ? best[a] / among : best[a]);
+}
+
+// out = the sum of weights[a] * outputs[places[a]], in this order, and of sigmoid(gate) * shared where there is one
+template <class T>
+inline void mix_experts_row(const typename T::type* outputs, const int64_t* places, const typename T::type* weights,
+                            int active, const typename T::type* shared, const typename T::type* gate,
+                            typename T::type* out, long width) {
+  vf share = zero();
+  if (shared) share = sigmoid(set1(to_float<T>(*gate)));
+  for (long i = 0; i < width; i += VL) {
+    vf total = zero();
+    for (int a = 0; a < active; a++)
+      total = fma(set1(to_float<T>(weights[a])), load_first<T>(outputs + places[a] * width + i, width - i), total);
+    if (shared) total = fma(share, load_first<T>(shared + i, width - i), total);
+    store_first<T>(out + i, total, width - i);
+  }
 }
 
 // Norms each query head with q_norm and each key head with k_norm [head_dim], in place; the values behind stay.

@@ -85,3 +85,29 @@ class NativeRowOps:
             DTYPE_CODES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, width, _threads(rows * width)
         )
         return out
+
+    @staticmethod
+    def choose_experts(logits: Tensor, num_active: int, *, normalises: bool) -> tuple[Tensor, Tensor]:
+        """Contiguous [M, E] -> int64 [M, num_active], [M, num_active]."""
+        rows, num_experts = logits.shape
+        chosen = torch.empty((rows, num_active), dtype=torch.int64)
+        weights = torch.empty((rows, num_active), dtype=logits.dtype)
+        library().nova_choose_experts(
+            DTYPE_CODES[logits.dtype], logits.data_ptr(), rows, num_experts, num_active, normalises, chosen.data_ptr(),
+            weights.data_ptr(), _threads(rows * num_experts * num_active),
+        )  # fmt: skip
+        return chosen, weights
+
+    @staticmethod
+    def mix_experts(
+        outputs: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        """[M * A, K] by int64 [M, A] and [M, A], all contiguous -> new [M, K]."""
+        (rows, num_active), width = places.shape, outputs.shape[1]
+        out = torch.empty((rows, width), dtype=outputs.dtype)
+        library().nova_mix_experts(
+            DTYPE_CODES[outputs.dtype], outputs.data_ptr(), places.data_ptr(), weights.data_ptr(),
+            None if shared is None else shared.data_ptr(), None if gate is None else gate.data_ptr(), out.data_ptr(),
+            rows, num_active, width, _threads(rows * num_active * width),
+        )  # fmt: skip
+        return out

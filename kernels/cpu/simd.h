@@ -204,6 +204,18 @@ inline typename T::type from_float(float x) {
     return float_to_bf16(x);
 }
 
+template <class T>
+inline float to_float(typename T::type x) {
+  if constexpr (T::E == 1) {
+    return x;
+  } else {
+    const uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+  }
+}
+
 // What a store and a load would make of it.
 template <class T>
 inline vf rounded(vf x) {
@@ -239,5 +251,7 @@ inline vi broadcast_unit(const void* p) {
 inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
 inline vf silu(vf x) { return div(x, add(set1(1.0f), exp2v(vmin(mul(x, set1(-LOG2E)), set1(127.0f))))); }
+
+inline vf sigmoid(vf x) { return div(set1(1.0f), add(set1(1.0f), exp2v(vmin(mul(x, set1(-LOG2E)), set1(127.0f))))); }
 
 }  // namespace nova

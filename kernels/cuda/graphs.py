@@ -94,6 +94,8 @@ class GraphForward:
         """As what is captured; and attention must be Triton's: others read on the host what a step brings."""
         if not issubclass(kind.attention, TritonAttention):
             return f"attention by {kind.attention.name} cannot be captured"
+        if any(layer.has_experts for layer in kind.layers):
+            return "which experts rows are given to is read on the host"
         return cls.inner.refuses(kind)
 
     @classmethod

@@ -12,6 +12,7 @@ from torch import Tensor
 from novainfer.kernels.cuda.jit import rows
 from novainfer.kernels.cuda.language import can_compute_on, element
 from novainfer.kernels.cuda.variant import Config, Variant
+from novainfer.kernels.ops.row_ops import TorchRowOps
 
 __all__ = ["DTYPES", "TritonRowOps", "head_config", "heads_grid", "refuses", "variants"]
 
@@ -87,6 +88,18 @@ class TritonRowOps:
         grid = (num_rows, triton.cdiv(intermediate_size, config.constants["BLOCK"]))
         rows.silu_mul[grid](gate_up, out, intermediate_size, **config.arguments)
         return out
+
+    @staticmethod
+    def choose_experts(logits: Tensor, num_active: int, *, normalises: bool) -> tuple[Tensor, Tensor]:
+        """[M, E] -> int64 [M, num_active], [M, num_active], by torch: its sort is stable."""
+        return TorchRowOps.choose_experts(logits, num_active, normalises=normalises)
+
+    @staticmethod
+    def mix_experts(
+        outputs: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        """[M * A, K] by int64 [M, A] and [M, A] -> new [M, K], by torch: element by element."""
+        return TorchRowOps.mix_experts(outputs, places, weights, shared, gate)
 
 
 def heads_grid(num_rows: int, num_heads: int) -> tuple[int, int]:

@@ -11,27 +11,49 @@ from typing import Any
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.models.folder import read_json
 
-__all__ = ["DTYPES", "INTEGER_MAX", "NUM_LAYERS_MAX", "ConfigReader", "ModelConfig", "Rope", "TensorSpec"]
+__all__ = [
+    "DTYPES",
+    "INTEGER_MAX",
+    "NUM_EXPERTS_MAX",
+    "NUM_LAYERS_MAX",
+    "ConfigReader",
+    "ModelConfig",
+    "Rope",
+    "TensorSpec",
+]
 
 DTYPES = ("float32", "bfloat16", "float16")
 INTEGER_MAX = 2**31 - 1  # nothing in a model is larger; a damaged digit must not become a loop without end
 NUM_LAYERS_MAX = 4096  # the deepest models have a few hundred
+NUM_EXPERTS_MAX = 4096  # the same of experts
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a checkpoint, or the same one of each layer."""
+    """One tensor of a checkpoint, or the same one of each layer, or of each expert of each layer."""
 
-    name: str  # "{layer}" stands for the number of the layer
+    name: str  # "{layer}" and "{expert}" stand for the numbers of these
     part: str  # of the decoder, or of its layers (`Layer`)
-    shape: tuple[str, ...]  # each size by its name in `ModelConfig`
+    shape: tuple[str, ...]  # each size by its name in `ModelConfig`, or "1"
     shard_axis: int | None = None  # along which tensor parallelism cuts it; None: each device has all of it
     when: tuple[str, bool] | None = None  # it is there when this field of config.json has this value
+    of_experts: bool | None = None  # it is there in layers with experts only, or in those without; None: in all
 
     @property
     def is_per_layer(self) -> bool:
         """Whether each layer has one."""
         return "{layer}" in self.name
+
+    @property
+    def is_per_expert(self) -> bool:
+        """Whether each expert has one."""
+        return "{expert}" in self.name
+
+    def names(self, layer: int | None, num_experts: int) -> list[str]:
+        """Its name in one layer, or of each expert."""
+        if not self.is_per_expert:
+            return [self.name.format(layer=layer)]
+        return [self.name.format(layer=layer, expert=expert) for expert in range(num_experts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +91,12 @@ class ModelConfig:
     tensors: tuple[TensorSpec, ...]  # of its checkpoint
     dtype: str | None  # what the config says the checkpoint holds, as torch calls it
     eos_token_ids: tuple[int, ...]
+    has_experts: tuple[bool, ...] = ()  # of each layer: its MLP is a mixture of experts; (): none is
+    num_experts: int = 0
+    num_experts_per_tok: int = 0  # that a row is given to
+    norm_topk_prob: bool = False  # the weights of these sum to 1
+    moe_intermediate_size: int = 0  # of an expert
+    shared_expert_intermediate_size: int = 0  # of the one that all rows are given to
 
     @property
     def q_size(self) -> int:
@@ -86,7 +114,16 @@ class ModelConfig:
 
     def shape(self, tensor: TensorSpec) -> tuple[int, ...]:
         """Its shape in this model."""
-        return tuple(getattr(self, size) for size in tensor.shape)
+        return tuple(1 if size == "1" else getattr(self, size) for size in tensor.shape)
+
+    def layer_has_experts(self, layer: int) -> bool:
+        """Whether its MLP is a mixture of experts."""
+        return bool(self.has_experts) and self.has_experts[layer]
+
+    def layer_tensors(self, layer: int) -> list[TensorSpec]:
+        """Those that a layer has."""
+        has_experts = self.layer_has_experts(layer)
+        return [tensor for tensor in self.tensors if tensor.is_per_layer and tensor.of_experts in (None, has_experts)]
 
 
 class ConfigReader:

@@ -7,15 +7,26 @@ layers of the decoder and so the native descriptor, the random checkpoints and t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.models.config import NUM_LAYERS_MAX, ConfigReader, ModelConfig, TensorSpec
+from novainfer.kernels.models.config import NUM_EXPERTS_MAX, NUM_LAYERS_MAX, ConfigReader, ModelConfig, TensorSpec
 from novainfer.kernels.models.rope import max_positions, read_rope
 
-__all__ = ["ATTENTION_BIAS", "DECODER", "MLP_BIAS", "OUTPUT_BIAS", "QK_NORM", "ModelFamily", "parse_config"]
+__all__ = [
+    "ATTENTION_BIAS",
+    "DECODER",
+    "EXPERTS",
+    "MLP_BIAS",
+    "OUTPUT_BIAS",
+    "QK_NORM",
+    "SHARED_EXPERT",
+    "ModelFamily",
+    "parse_config",
+    "with_experts",
+]
 
 LAYER = "model.layers.{layer}."
 ATTENTION = LAYER + "self_attn."
@@ -55,6 +66,31 @@ QK_NORM = (
     TensorSpec(ATTENTION + "k_norm.weight", "k_norm", ("head_dim",)),
 )
 
+# A mixture of experts in the place of the MLP: the router's product says which of them a row is given to. Of a shared
+# expert, which each row is given to, the last tensor says how much of it is added.
+EXPERT = MLP + "experts.{expert}."
+SHARED = MLP + "shared_expert."
+EXPERTS = (
+    TensorSpec(MLP + "gate.weight", "router", ("num_experts", "hidden_size"), of_experts=True),
+    TensorSpec(EXPERT + "gate_proj.weight", "experts_gate_up", ("moe_intermediate_size", "hidden_size"), 0, None, True),
+    TensorSpec(EXPERT + "up_proj.weight", "experts_gate_up", ("moe_intermediate_size", "hidden_size"), 0, None, True),
+    TensorSpec(EXPERT + "down_proj.weight", "experts_down", ("hidden_size", "moe_intermediate_size"), 1, None, True),
+)
+_SHARED_SIZE = "shared_expert_intermediate_size"
+SHARED_EXPERT = (
+    TensorSpec(SHARED + "gate_proj.weight", "shared_gate_up", (_SHARED_SIZE, "hidden_size"), 0, None, True),
+    TensorSpec(SHARED + "up_proj.weight", "shared_gate_up", (_SHARED_SIZE, "hidden_size"), 0, None, True),
+    TensorSpec(SHARED + "down_proj.weight", "shared_down", ("hidden_size", _SHARED_SIZE), 1, None, True),
+    TensorSpec(MLP + "shared_expert_gate.weight", "shared_gate", ("1", "hidden_size"), of_experts=True),
+)
+
+
+def with_experts(decoder: tuple[TensorSpec, ...], experts: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """A decoder of which some layers have experts, the others its MLP."""
+    is_mlp = {"gate_up", "down"}
+    return (*(replace(tensor, of_experts=False) if tensor.part in is_mlp else tensor for tensor in decoder), *experts)
+
+
 # What a field means that is not in config.json, as transformers has it; null in config.json is not the lack of a field.
 DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 32_768,
@@ -73,12 +109,16 @@ class ModelFamily:
     tensors: tuple[TensorSpec, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that it does not read, and what they are for it
+    refused: tuple[str, ...] = ()  # fields that must not be true
 
 
 def parse_config(family: ModelFamily, values: Mapping[str, Any], path: Path) -> ModelConfig:
     """Map config.json to a `ModelConfig`; raises `LoadError` for what is missing, wrong or not supported."""
     config = ConfigReader({**values, **family.fixed}, path, defaults={**DEFAULTS, **family.defaults})
     config.must_be("hidden_act", "silu", "silu")
+    for name in family.refused:
+        if config.boolean(name, False):
+            raise LoadError(f"{path}: {name} is not supported with {family.architecture}")
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
@@ -122,7 +162,34 @@ def parse_config(family: ModelFamily, values: Mapping[str, Any], path: Path) -> 
         ),
         dtype=config.dtype(),
         eos_token_ids=config.eos_token_ids(vocab_size),
+        **(_read_experts(config, family, num_layers)),
     )
+
+
+def _read_experts(config: ConfigReader, family: ModelFamily, num_layers: int) -> dict[str, Any]:
+    """The fields of `ModelConfig` that are about experts; none for a family that has no experts."""
+    if not any(tensor.is_per_expert for tensor in family.tensors):
+        return {}
+    # transformers 5 knows it by both names
+    name = "num_local_experts" if "num_local_experts" in config.values else "num_experts"
+    num_experts, num_active = config.integer(name), config.integer("num_experts_per_tok")
+    if num_experts > NUM_EXPERTS_MAX:
+        raise LoadError(f"{config.path}: {name} must be at most {NUM_EXPERTS_MAX}, not {num_experts}")
+    if num_active > num_experts:
+        raise LoadError(f"{config.path}: num_experts_per_tok ({num_active}) must be at most {name} ({num_experts})")
+    dense = config.given("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):
+        raise LoadError(f"{config.path}: mlp_only_layers must list layers from 0 to {num_layers - 1}, not {dense!r}")
+    step = config.integer("decoder_sparse_step", 1)
+    parts = {tensor.part for tensor in family.tensors}
+    return {
+        "has_experts": tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_active,
+        "norm_topk_prob": config.boolean("norm_topk_prob", False),
+        "moe_intermediate_size": config.integer("moe_intermediate_size"),
+        "shared_expert_intermediate_size": config.integer(_SHARED_SIZE) if "shared_down" in parts else 0,
+    }
 
 
 def _sliding_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

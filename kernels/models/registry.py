@@ -2,7 +2,7 @@
 
 Sources: "Qwen2 Technical Report" (arXiv 2407.10671), "Qwen3 Technical Report" (arXiv 2505.09388), "The Llama 3 Herd of
 Models" (arXiv 2407.21783), "Mistral 7B" (arXiv 2310.06825); field names and defaults as in transformers' Qwen2Config,
-Qwen3Config, LlamaConfig and MistralConfig.
+Qwen3Config, LlamaConfig, MistralConfig, Qwen2MoeConfig and Qwen3MoeConfig.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from novainfer.kernels.models.config import ModelConfig, TensorSpec
 from novainfer.kernels.models.family import (
     ATTENTION_BIAS,
     DECODER,
+    EXPERTS,
     MLP_BIAS,
     OUTPUT_BIAS,
     QK_NORM,
+    SHARED_EXPERT,
     ModelFamily,
     parse_config,
+    with_experts,
 )
 from novainfer.kernels.models.folder import read_json
 
-__all__ = ["FAMILIES", "LLAMA", "MISTRAL", "QWEN2", "QWEN3", "read_config"]
+__all__ = ["FAMILIES", "LLAMA", "MISTRAL", "QWEN2", "QWEN2_MOE", "QWEN3", "QWEN3_MOE", "read_config"]
 
 
 def _when(field: str, tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
@@ -40,6 +43,35 @@ QWEN3 = ModelFamily(
     "qwen3",
     (*DECODER, *QK_NORM, *_when("attention_bias", (*ATTENTION_BIAS, *OUTPUT_BIAS))),
     {"head_dim": 128},
+)
+
+# Qwen1.5-MoE and Qwen2-MoE: beside the experts that a row is given to one that all rows share.
+QWEN2_MOE = ModelFamily(
+    "Qwen2MoeForCausalLM",
+    "qwen2_moe",
+    (*with_experts(DECODER, (*EXPERTS, *SHARED_EXPERT)), *_when("qkv_bias", ATTENTION_BIAS)),
+    {
+        "qkv_bias": True,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    refused=("use_sliding_window",),  # transformers and vLLM disagree on which layers slide
+)
+
+# Qwen3-MoE: attention as in Qwen3.
+QWEN3_MOE = ModelFamily(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    (
+        *with_experts(DECODER, EXPERTS),
+        *QK_NORM,
+        *_when("attention_bias", (*ATTENTION_BIAS, *OUTPUT_BIAS)),
+    ),
+    {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    refused=("use_sliding_window",),
 )
 
 # Llama 2 and 3, and what was made in their likeness.
@@ -60,7 +92,9 @@ MISTRAL = ModelFamily(
     {"use_sliding_window": True, "max_window_layers": 0},
 )
 
-FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL)}
+FAMILIES: dict[str, ModelFamily] = {
+    family.architecture: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN2_MOE, QWEN3_MOE)
+}
 
 
 def read_config(model_dir: Path) -> ModelConfig:

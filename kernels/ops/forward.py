@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Protocol, Self, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from novainfer.kernels.ops.registry import AttentionBackend, AttentionShape, Linear, RowOps
 from novainfer.kernels.step import StepTensors
 
 __all__ = [
+    "EXPERT_PRODUCTS",
     "NORMS",
     "PRODUCTS",
     "SHAPES",
@@ -36,10 +38,17 @@ __all__ = [
 class LayerKind:
     """What a forward must know of a layer before there is one; a decoder has a few kinds at most."""
 
-    products: tuple[tuple[str, type[Linear]], ...]  # in the order of `PRODUCTS`
+    products: tuple[tuple[str, type[Linear]], ...]  # in the order of `PRODUCTS`; a part of experts may have several
     biased: frozenset[str] = frozenset()  # the products that have a bias
     norms: frozenset[str] = frozenset()  # those of `NORMS` that it has
     is_sliding: bool = False  # its rows see a window
+    num_active_experts: int = 0
+    normalises_experts: bool = False
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its MLP is a mixture of experts."""
+        return self.num_active_experts > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,33 +69,64 @@ def _shape(*sizes: str) -> dict[str, tuple[str, ...]]:
 class Layer:
     """One layer's weights; q, k and v are one product, and so are gate and up. A switch of mode replaces products.
 
-    Each has its shape beside it, in sizes by their names: self-tests make their layers by that.
+    Each has its shape beside it, in sizes by their names: self-tests make their layers by that. A layer has an MLP
+    (`gate_up`, `down`) or a mixture of experts: `router`, `experts_…`, and `shared_…` where all rows are given to one.
     """
 
     input_norm: Tensor = field(metadata=_shape("hidden_size"))
     qkv: Linear = field(metadata=_shape("qkv_size", "hidden_size"))
     o: Linear = field(metadata=_shape("hidden_size", "q_size"))
     post_norm: Tensor = field(metadata=_shape("hidden_size"))
-    gate_up: Linear = field(metadata=_shape("gate_up_size", "hidden_size"))
-    down: Linear = field(metadata=_shape("hidden_size", "intermediate_size"))
+    gate_up: Linear | None = field(default=None, metadata=_shape("gate_up_size", "hidden_size"))
+    down: Linear | None = field(default=None, metadata=_shape("hidden_size", "intermediate_size"))
     # Of each query head, and of each key head, before its rotation; there together or not at all.
     q_norm: Tensor | None = field(default=None, metadata=_shape("head_dim"))
     k_norm: Tensor | None = field(default=None, metadata=_shape("head_dim"))
     sliding_window: int | None = None  # tokens that a row sees, itself among them; None: its whole context
+    router: Linear | None = field(default=None, metadata=_shape("num_experts", "hidden_size"))
+    experts_gate_up: list[Linear] | None = field(default=None, metadata=_shape("moe_gate_up_size", "hidden_size"))
+    experts_down: list[Linear] | None = field(default=None, metadata=_shape("hidden_size", "moe_intermediate_size"))
+    shared_gate_up: Linear | None = field(default=None, metadata=_shape("shared_gate_up_size", "hidden_size"))
+    shared_down: Linear | None = field(default=None, metadata=_shape("hidden_size", "shared_expert_intermediate_size"))
+    shared_gate: Linear | None = field(default=None, metadata=_shape("1", "hidden_size"))
+    num_active_experts: int = 0  # that a row is given to
+    normalises_experts: bool = False  # whether their weights sum to 1
+
+    def product(self, part: str, expert: int | None = None) -> Linear:
+        """One of its products, by its part and, of a part that each expert has, the expert."""
+        found = getattr(self, part)
+        product: Linear = found if expert is None else found[expert]
+        return product
+
+    def replace(self, part: str, expert: int | None, product: Linear) -> None:
+        """Put another product in the place of one."""
+        if expert is None:
+            setattr(self, part, product)
+        else:
+            getattr(self, part)[expert] = product
 
     @property
     def kind(self) -> LayerKind:
         """What it is now."""
-        products: list[tuple[str, Linear]] = [(name, getattr(self, name)) for name in PRODUCTS]
+        parts = {name: getattr(self, name) for name in PRODUCTS}
+        products = [
+            (name, linear)
+            for name, part in parts.items()
+            if part is not None
+            for linear in (part if isinstance(part, list) else [part])
+        ]
         return LayerKind(
-            tuple((name, type(linear)) for name, linear in products),
+            tuple(dict.fromkeys((name, type(linear)) for name, linear in products)),
             frozenset(name for name, linear in products if linear.bias is not None),
             frozenset(name for name in NORMS if getattr(self, name) is not None),
             self.sliding_window is not None,
+            self.num_active_experts,
+            self.normalises_experts,
         )
 
 
 SHAPES: dict[str, tuple[str, ...]] = {part.name: part.metadata["shape"] for part in fields(Layer) if part.metadata}
+EXPERT_PRODUCTS = ("experts_gate_up", "experts_down")  # each expert has one
 PRODUCTS = tuple(name for name, shape in SHAPES.items() if len(shape) == 2)
 NORMS = tuple(name for name, shape in SHAPES.items() if len(shape) == 1)
 
@@ -148,6 +188,34 @@ class GraphedForward(Forward, Protocol):
         """The rows that a step of `num_rows` rows is to be padded to; 0: it is not to be padded."""
 
 
+def mlp(layer: Layer, x: Tensor, ops: type[RowOps]) -> Tensor:
+    """The MLP of a layer, or its mixture of experts: [M, hidden_size] -> [M, hidden_size]."""
+    if layer.gate_up is not None and layer.down is not None:
+        return layer.down(ops.silu_mul(layer.gate_up(x)))
+    assert layer.router is not None
+    assert layer.experts_gate_up is not None
+    assert layer.experts_down is not None
+    num_active = layer.num_active_experts
+    chosen, weights = ops.choose_experts(layer.router(x), num_active, normalises=layer.normalises_experts)
+    order = chosen.flatten().argsort(stable=True)  # rows by expert, each as often as it was given to one
+    rows = x.index_select(0, order // num_active)
+    counts = chosen.flatten().bincount(minlength=len(layer.experts_down)).tolist()  # waits for the device
+    outputs = [
+        down(ops.silu_mul(gate_up(rows_of)))
+        for gate_up, down, rows_of in zip(
+            layer.experts_gate_up, layer.experts_down, torch.split(rows, counts), strict=True
+        )
+        if len(rows_of)
+    ]
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    shared = gate = None
+    if layer.shared_gate_up is not None and layer.shared_down is not None and layer.shared_gate is not None:
+        shared = layer.shared_down(ops.silu_mul(layer.shared_gate_up(x)))
+        gate = layer.shared_gate(x)
+    return ops.mix_experts(torch.cat(outputs), places.view(chosen.shape), weights, shared, gate)
+
+
 class OpByOpForward:
     """One kernel after the other: any device, any parts."""
 
@@ -199,7 +267,7 @@ class OpByOpForward:
                 x = x.index_select(0, step.logit_rows)
                 residual = residual.index_select(0, step.logit_rows)
             x = ops.add_rms_norm(layer.o(x), residual, layer.post_norm, eps)
-            x = layer.down(ops.silu_mul(layer.gate_up(x)))
+            x = mlp(layer, x, ops)
             norm = parts.final_norm if index == last else layers[index + 1].input_norm
             x = ops.add_rms_norm(x, residual, norm, eps)
         return x

@@ -39,8 +39,10 @@ class Precision:
         """Whether weights are less than the checkpoint has: linears are then `QuantisedLinear`s."""
         return self.bits is not None
 
-    def of(self, *, is_head: bool) -> Precision:
-        """That of the output head, or of all other products."""
+    def of(self, *, is_head: bool = False, is_exact: bool = False) -> Precision:
+        """That of the output head, of what is not rounded whatever else is, or of all other products."""
+        if is_exact:
+            return _PRECISIONS[CHECKPOINT]
         return _PRECISIONS[self.head] if is_head and self.head is not None else self
 
     def weight_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:

@@ -97,6 +97,29 @@ class ReferenceRowOps:
         gate, up = _wide(gate_up).chunk(2, dim=-1)
         return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
+    @staticmethod
+    def choose_experts(logits: Tensor, num_active: int, *, normalises: bool) -> tuple[Tensor, Tensor]:
+        """Row by row, the likeliest expert that is left."""
+        likely = torch.softmax(_wide(logits), dim=-1)
+        experts = [
+            sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:num_active] for row in likely.tolist()
+        ]
+        chosen = torch.tensor(experts, dtype=torch.int64, device=logits.device).view(-1, num_active)
+        weights = likely.gather(1, chosen)
+        if normalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return chosen, weights.to(logits.dtype)
+
+    @staticmethod
+    def mix_experts(
+        outputs: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        """One weighted sum for each row."""
+        mixed = torch.einsum("mak,ma->mk", _wide(outputs)[places], _wide(weights))
+        if shared is not None and gate is not None:
+            mixed += torch.sigmoid(_wide(gate)) * _wide(shared)
+        return mixed.to(outputs.dtype)
+
 
 class ReferenceAttention(TorchAttention):
     """One query row at a time: gather its keys, softmax, weigh its values."""

@@ -237,6 +237,26 @@ class RowOps(Protocol):
     def silu_mul(gate_up: Tensor) -> Tensor:
         """[M, 2 * I] (gate, then up) -> new [M, I]: `silu(gate) * up`."""
 
+    @staticmethod
+    def choose_experts(logits: Tensor, num_active: int, *, normalises: bool) -> tuple[Tensor, Tensor]:
+        """What a router's product [M, E] says: each row's experts int64 [M, num_active], and their weights likewise.
+
+        Weights are probabilities (softmax in fp32) of the likeliest, in falling order, of equals the lower number
+        first; they are divided by their sum if it `normalises`, and then rounded to the dtype. A row that holds a NaN
+        has experts that are there, and weights that are NaN.
+        """
+
+    @staticmethod
+    def mix_experts(
+        outputs: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        """The sum of what experts gave for each row -> new [M, K].
+
+        outputs [M * A, K]; `places` int64 [M, A] says which of them are a row's, `weights` [M, A] how much of each is
+        added. A shared expert's [M, K] is added times the sigmoid of `gate` [M, 1]; both are there or neither. Added
+        in fp32 in this order, and rounded once.
+        """
+
 
 class BlockMover(Protocol):
     """Moves blocks of one cache of parts [num_layers, num_blocks, ...] (`AttentionBackend.parts`), bit for bit.

@@ -70,3 +70,24 @@ class TorchRowOps:
         """[M, 2 * I] -> [M, I]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    @staticmethod
+    def choose_experts(logits: Tensor, num_active: int, *, normalises: bool) -> tuple[Tensor, Tensor]:
+        """[M, E] -> int64 [M, num_active], [M, num_active]."""
+        likely, experts = logits.softmax(-1, dtype=torch.float32).sort(dim=-1, descending=True, stable=True)
+        weights = likely[:, :num_active]
+        if normalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return experts[:, :num_active].contiguous(), weights.to(logits.dtype)
+
+    @staticmethod
+    def mix_experts(
+        outputs: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        """[M * A, K] by int64 [M, A] and [M, A] -> new [M, K]; one after the other: a row's own order."""
+        total = torch.zeros(len(places), outputs.shape[1], dtype=torch.float32, device=outputs.device)
+        for place, weight in zip(places.unbind(1), torch.split(weights.float(), 1, dim=1), strict=True):
+            total += outputs.index_select(0, place) * weight
+        if shared is not None and gate is not None:
+            total += shared * gate.float().sigmoid()
+        return total.to(outputs.dtype)

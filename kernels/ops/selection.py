@@ -129,12 +129,21 @@ class Selection:
     row_invariant: bool = True  # whether all kernels given so far are
     attention_backend: str = AUTO
 
-    def linear(self, out_features: int, in_features: int, *, gathers_rows: bool = False, is_head: bool = False) -> Any:
+    def linear(
+        self,
+        out_features: int,
+        in_features: int,
+        *,
+        gathers_rows: bool = False,
+        is_head: bool = False,
+        is_exact: bool = False,
+    ) -> Any:
         """The class for a weight [out_features, in_features]; with `gathers_rows`, one that gives rows back.
 
-        The output head (`is_head`) may be kept in another precision than all other products.
+        The output head (`is_head`) may be kept in another precision than all other products; what `is_exact` is kept
+        as the checkpoint has it.
         """
-        precision = self.precision.of(is_head=is_head)
+        precision = self.precision.of(is_head=is_head, is_exact=is_exact)
         return self._linear(precision, out_features, in_features, gathers_rows=gathers_rows)
 
     def grouped(self, out_features: int, in_features: int, form: GroupedForm, *, gathers_rows: bool = False) -> Any:

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from novainfer.fsm.messages.step import NO_TOKEN, SeqParams
-from novainfer.kernels.ops.forward import SHAPES, DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
+from novainfer.kernels.ops.forward import (
+    EXPERT_PRODUCTS,
+    SHAPES,
+    DecoderKind,
+    DecoderParts,
+    Layer,
+    LayerKind,
+    OpByOpForward,
+)
 from novainfer.kernels.ops.grouped import GroupedWeight
 from novainfer.kernels.ops.grouped_linear import ReferenceGroupedActivationsLinear, ReferenceGroupedLinear
 from novainfer.kernels.ops.quantised import (
@@ -176,6 +184,7 @@ def check_row_ops(ops: Any, dtype: torch.dtype, device: torch.device) -> str | N
                 or _check_embed(ops, rows, width, dtype, device)
                 or _check_qk_norm(ops, rows, width, dtype, device)
                 or _check_rope(ops, rows, width, dtype, device)
+                or _check_experts(ops, rows, width, dtype, device)
             )
             if wrong is not None:
                 return wrong
@@ -221,6 +230,34 @@ def _check_rope(ops: Any, rows: int, head_dim: int, dtype: torch.dtype, device: 
     if not torch.equal(qkv[:, 5 * head_dim :], expected[:, 5 * head_dim :]):
         return "rope changed what it must not rotate"
     return _wrong("rope", qkv, expected)
+
+
+def _check_experts(ops: Any, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Of `width` experts three a row, with likely ones that are equal; all of five; and a row of NaN."""
+    for num_experts, num_active, normalises in ((width, 3, True), (5, 5, False)):
+        logits = _normal((rows, num_experts), 13, dtype, device)
+        logits[:, 1] = logits[:, 4]
+        logits[0, 0] = logits[0, 1] = logits[0, 4] = 5
+        chosen, weights = ops.choose_experts(logits, num_active, normalises=normalises)
+        expected, right = ReferenceRowOps.choose_experts(logits, num_active, normalises=normalises)
+        if not torch.equal(chosen, expected):
+            return "choose_experts gives others than the likeliest"
+        outputs = _normal((rows * num_active, width), 14, dtype, device)
+        places = torch.randperm(len(outputs), generator=torch.Generator().manual_seed(15)).view(rows, -1).to(device)
+        shared, gate = (_normal((rows, size), 16, dtype, device) for size in (width, 1))
+        wrong = _wrong("the weight of an expert", weights, right)
+        for beside in ((None, None), (shared, gate)):
+            mixed = ops.mix_experts(outputs, places, right, *beside)
+            wrong = wrong or _wrong("mix_experts", mixed, ReferenceRowOps.mix_experts(outputs, places, right, *beside))
+            alone = ops.mix_experts(outputs, places[-1:], right[-1:], *(x if x is None else x[-1:] for x in beside))
+            if wrong is None and ops.row_invariant and not torch.equal(alone[0], mixed[-1]):
+                wrong = "a row's mix_experts differs from the same row in a larger batch"
+        if wrong is not None:
+            return wrong
+    chosen, weights = ops.choose_experts(torch.full((2, 4), torch.nan, dtype=dtype, device=device), 2, normalises=True)
+    if not (weights.isnan().all() and chosen.min() >= 0 and chosen.max() < 4):
+        return "choose_experts gives a row of NaN an expert that is not there, or a weight"
+    return None
 
 
 def check_attention(attention: Any, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -343,19 +380,37 @@ def _small_layers(kind: DecoderKind, intermediate_size: int, dtype: torch.dtype,
         "qkv_size": q_size + 2 * kv_size,
         "intermediate_size": intermediate_size,
         "gate_up_size": 2 * intermediate_size,
+        "moe_intermediate_size": intermediate_size,
+        "moe_gate_up_size": 2 * intermediate_size,
+        "shared_expert_intermediate_size": intermediate_size + 8,
+        "shared_gate_up_size": 2 * (intermediate_size + 8),
+        "1": 1,
     }
 
     def layer(kind: LayerKind, seed: int) -> Layer:
-        products = dict(kind.products)
         parts: dict[str, Any] = {}
+        num_experts = kind.num_active_experts + 3
         for number, (name, named) in enumerate(SHAPES.items(), seed):
-            size = tuple(sizes[of] for of in named)
+            size = tuple(num_experts if of == "num_experts" else sizes[of] for of in named)
+            kernels = [kernel for part, kernel in kind.products if part == name]
             if name in kind.norms:
                 parts[name] = 1 + _normal(size, number, dtype, device) / 8
-            elif name in products:
+            elif name in EXPERT_PRODUCTS and kernels:
+                parts[name] = [
+                    kernels[expert % len(kernels)].pack(
+                        _normal(size, 1000 * expert + number, dtype, device) / size[1] ** 0.5, None
+                    )
+                    for expert in range(num_experts)
+                ]
+            elif kernels:
                 bias = _normal(size[:1], number, dtype, device) if name in kind.biased else None
-                parts[name] = products[name].pack(_normal(size, number, dtype, device) / size[1] ** 0.5, bias)
-        return Layer(**parts, sliding_window=shape.block_size + 3 if kind.is_sliding else None)
+                parts[name] = kernels[0].pack(_normal(size, number, dtype, device) / size[1] ** 0.5, bias)
+        return Layer(
+            **parts,
+            sliding_window=shape.block_size + 3 if kind.is_sliding else None,
+            num_active_experts=kind.num_active_experts,
+            normalises_experts=kind.normalises_experts,
+        )
 
     return [layer(kinds[index % len(kinds)], 100 * index) for index in range(max(2, len(kinds)))]
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,21 +107,23 @@ def _decoder_kind(
     selection: Selection, config: ModelConfig, checkpoint: Checkpoint, shape: AttentionShape
 ) -> DecoderKind:
     """What a decoder will be whose every part has the kernel of this selection."""
-    layers: dict[int, dict[str, Any]] = {}
+    layers: dict[int, dict[tuple[str, type[Linear]], None]] = {}
     biased: set[str] = set()
     for spec in linear_specs(config):
         linear = linear_kernel(spec, checkpoint, selection)
         if spec.layer is not None:
-            layers.setdefault(spec.layer, {})[spec.part] = linear
+            layers.setdefault(spec.layer, {})[spec.part, linear] = None
             biased |= {spec.part} if spec.has_bias else set()
     kinds = frozenset(
         LayerKind(
-            tuple((name, parts[name]) for name in PRODUCTS),
-            frozenset(biased),
+            tuple(sorted(products, key=lambda product: PRODUCTS.index(product[0]))),
+            frozenset(biased & {part for part, _ in products}),
             frozenset(vector_names(config, layer)),
             is_sliding=config.sliding_windows[layer] is not None,
+            num_active_experts=config.num_experts_per_tok if config.layer_has_experts(layer) else 0,
+            normalises_experts=config.norm_topk_prob and config.layer_has_experts(layer),
         )
-        for layer, parts in layers.items()
+        for layer, products in layers.items()
     )
     return DecoderKind(kinds, selection.ops(), selection.attention(shape), shape)
 
@@ -211,9 +212,9 @@ class Modes:
             for spec in order:
                 if self._modes_of[spec] != mode:
                     self._put(spec, mode, in_memory=in_memory)
-                    done.append(spec)
-                    if spec.part == "down":  # the layer's last: what is freed shall not pile up on the heap
+                    if done and done[-1].layer != spec.layer:  # what is freed shall not pile up on the heap
                         release_freed_pages()
+                    done.append(spec)
         except BaseException as error:
             self._undo(done)
             if is_out_of_memory(error) and not isinstance(error, MemoryError):
@@ -252,7 +253,7 @@ class Modes:
                     return whole[first:last]
                 return old.rows(torch.arange(first, last, device=selection.device))
 
-            if selection.precision.is_quantised:
+            if selection.precision.of(is_head=spec.is_head, is_exact=spec.is_exact).is_quantised:
                 new = kernel.empty(spec.out_features, spec.in_features, old.bias, selection.dtype, selection.device)
                 put_in_parts(new, rows)  # type: ignore[arg-type]
             else:
@@ -261,20 +262,20 @@ class Modes:
         if spec.layer is None:
             self._decoder.head = self._decoder.embedding.head = new
         else:
-            setattr(self._decoder.layers[spec.layer], spec.part, new)
+            self._decoder.layers[spec.layer].replace(spec.part, spec.expert, new)
         self._modes_of[spec] = mode
 
     def _is_same(self, spec: LinearSpec, mode: Mode) -> bool:
         """Whether the product that is there is the one of `mode`: only other operations have other kernels then."""
         selection, old = self._selections[mode], self._product(spec)
         kernel = linear_kernel(spec, self._checkpoint, selection)
-        return self._modes_of[spec].precision == mode.precision and type(old) is kernel
+        is_rounded_so = spec.is_exact or self._modes_of[spec].precision == mode.precision
+        return is_rounded_so and type(old) is kernel
 
     def _product(self, spec: LinearSpec) -> Linear:
-        product: Linear = (
-            self._decoder.head if spec.layer is None else getattr(self._decoder.layers[spec.layer], spec.part)
-        )
-        return product
+        if spec.layer is None:
+            return self._decoder.head
+        return self._decoder.layers[spec.layer].product(spec.part, spec.expert)
 
     def _is_made_in_memory(self, mode: Mode) -> bool:
         """Whether the weights of `mode` are made of those in memory: a lower precision of what was not rounded yet."""
@@ -298,7 +299,7 @@ class Modes:
     def _step_bytes(self, mode: Mode) -> int:
         """What the first products need on the way to a lower precision: the largest of a layer, and its rows."""
         selection = self._selections[mode]
-        layer = [spec for spec in self._specs if spec.layer == 0]
+        layer = [spec for spec in self._specs if not spec.is_head]
         largest = max(spec.out_features * spec.in_features for spec in layer)
         parts = max(min(spec.out_features, part_rows(spec.in_features)) * spec.in_features for spec in layer)
         unpacked = (

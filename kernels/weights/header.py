@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,12 @@ FLOAT_NAMES = tuple(name for name, (dtype, _) in DTYPES.items() if dtype in FLOA
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors a checkpoint of this config must hold."""
+    decoder = [tensor for tensor in config.tensors if not tensor.is_per_layer]
     return {
-        tensor.name.format(layer=layer): config.shape(tensor)
+        name: config.shape(tensor)
         for layer in (None, *range(config.num_layers))
-        for tensor in config.tensors
-        if tensor.is_per_layer == (layer is not None)
+        for tensor in (decoder if layer is None else config.layer_tensors(layer))
+        for name in tensor.names(layer, config.num_experts)
     }
 
 
@@ -78,6 +80,7 @@ def check_fit(model_dir: Path, config: ModelConfig, entries: Mapping[str, Entry]
 
     The head of a checkpoint with tied embeddings may be there or not.
     """
+    _check_experts(model_dir, config, entries)
     expected = tensor_shapes(config)
     ignored = {tensor.name for tensor in FAMILIES[config.architecture].tensors if tensor.part == "head"}
     ignored.update(zero_biases(config, entries))
@@ -104,6 +107,19 @@ def check_fit(model_dir: Path, config: ModelConfig, entries: Mapping[str, Entry]
         if isinstance(entry, TensorEntry) and entry.dtype not in FLOATS:
             dtype = next(name for name, (dtype, _) in DTYPES.items() if dtype == entry.dtype)
             raise _wrong_dtype(entry.file, name, dtype)
+
+
+def _check_experts(model_dir: Path, config: ModelConfig, entries: Mapping[str, Entry]) -> None:
+    """A wrong number of experts in one sentence, instead of some thousand tensors that are missing or too many."""
+    for tensor in config.tensors:
+        if tensor.is_per_expert:
+            name = re.escape(tensor.name).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"(\d+)")
+            found = {int(match[1]) for match in map(re.compile(name).fullmatch, entries) if match is not None}
+            if found and max(found) + 1 != config.num_experts:
+                raise LoadError(
+                    f"{model_dir / 'config.json'}: num_experts is {config.num_experts}, but the weights have "
+                    f"{max(found) + 1} experts"
+                )
 
 
 def check_weights(model_dir: Path) -> None:

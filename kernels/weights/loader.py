@@ -7,6 +7,7 @@ its neighbours, packed and freed before the next one, so that the weights are ne
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -43,6 +44,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
+EXACT_PARTS = {"router", "shared_gate"}  # what they give is chosen by, and they are small
 
 OnProgress = Callable[[int, int], None]
 """Called with (tensors read, tensors in all)."""
@@ -59,6 +61,8 @@ class LinearSpec:
     in_features: int
     has_bias: bool = False
     gathers_rows: bool = False  # the embeddings are its rows
+    expert: int | None = None  # of a part that each expert has
+    is_exact: bool = False  # kept as the checkpoint has it in any precision: what is chosen by it would be others
 
     @property
     def is_head(self) -> bool:
@@ -78,16 +82,23 @@ def linear_specs(config: ModelConfig) -> list[LinearSpec]:
     assert head is not None
     stem, (rows, columns) = head.name.removesuffix(".weight"), config.shape(head)
     specs = [LinearSpec(None, "head", (stem,), rows, columns, gathers_rows=separate is None)]
-    weights: dict[str, list[TensorSpec]] = {}
-    for tensor in config.tensors:
-        if tensor.is_per_layer and len(tensor.shape) == 2:
-            weights.setdefault(tensor.part, []).append(tensor)
     biased = {tensor.part for tensor in config.tensors if tensor.name.endswith(".bias")}
     for layer in range(config.num_layers):
+        weights: dict[str, list[TensorSpec]] = {}
+        for tensor in config.layer_tensors(layer):
+            if len(tensor.shape) == 2:
+                weights.setdefault(tensor.part, []).append(tensor)
         for part, tensors in weights.items():
-            names = tuple(tensor.name.format(layer=layer).removesuffix(".weight") for tensor in tensors)
-            rows = sum(config.shape(tensor)[0] for tensor in tensors)
-            specs.append(LinearSpec(layer, part, names, rows, config.shape(tensors[0])[1], part in biased))
+            rows, columns = sum(config.shape(tensor)[0] for tensor in tensors), config.shape(tensors[0])[1]
+            names = zip(*(tensor.names(layer, config.num_experts) for tensor in tensors), strict=True)
+            for expert, fused in enumerate(names):
+                stems = tuple(name.removesuffix(".weight") for name in fused)
+                number = expert if tensors[0].is_per_expert else None
+                specs.append(
+                    LinearSpec(
+                        layer, part, stems, rows, columns, part in biased, expert=number, is_exact=part in EXACT_PARTS
+                    )
+                )
     return specs
 
 
@@ -96,14 +107,20 @@ def linear_kernel(spec: LinearSpec, checkpoint: Checkpoint, kernels: Selection) 
     form = checkpoint.form(spec.weights)
     if form is not None:
         return kernels.grouped(spec.out_features, spec.in_features, form, gathers_rows=spec.gathers_rows)
-    return kernels.linear(spec.out_features, spec.in_features, gathers_rows=spec.gathers_rows, is_head=spec.is_head)
+    return kernels.linear(
+        spec.out_features,
+        spec.in_features,
+        gathers_rows=spec.gathers_rows,
+        is_head=spec.is_head,
+        is_exact=spec.is_exact,
+    )
 
 
 def linear_bytes(spec: LinearSpec, checkpoint: Checkpoint, kernels: Selection) -> int:
     """About what the weight of a product takes."""
     form = checkpoint.form(spec.weights)
     if form is None:
-        precision = kernels.precision.of(is_head=spec.is_head)
+        precision = kernels.precision.of(is_head=spec.is_head, is_exact=spec.is_exact)
         return precision.weight_bytes(spec.out_features, spec.in_features, kernels.dtype)
     per_group = torch.float32.itemsize * (1 if form.zero == 0 else 2)  # a scale, and a shift
     groups = spec.in_features // form.group_size
@@ -114,8 +131,8 @@ def vector_names(config: ModelConfig, layer: int) -> dict[str, str]:
     """The parts of a layer that are no products (weights of norms), and the tensor of each."""
     return {
         tensor.part: tensor.name.format(layer=layer)
-        for tensor in config.tensors
-        if tensor.is_per_layer and len(tensor.shape) == 1 and not tensor.name.endswith(".bias")
+        for tensor in config.layer_tensors(layer)
+        if len(tensor.shape) == 1 and not tensor.name.endswith(".bias")
     }
 
 
@@ -288,12 +305,21 @@ def _name(config: ModelConfig, part: str) -> str:
 
 
 def _build(config: ModelConfig, reader: WeightSource, max_model_len: int) -> Decoder:
-    head_spec, *specs = linear_specs(config)
+    specs = deque(linear_specs(config))
+    head_spec = specs.popleft()
     head = reader.linear(head_spec)
     embedding = Embedding(None if head_spec.gathers_rows else reader.tensor(_name(config, "embedding")), head)
     layers = []
     for index in range(config.num_layers):
-        parts: dict[str, Any] = {spec.part: reader.linear(spec) for spec in specs if spec.layer == index}
+        parts: dict[str, Any] = {}
+        while specs and specs[0].layer == index:
+            spec = specs.popleft()
+            if spec.expert is None:
+                parts[spec.part] = reader.linear(spec)
+            else:
+                parts.setdefault(spec.part, []).append(reader.linear(spec))
+        if any(isinstance(part, list) for part in parts.values()):
+            parts |= {"num_active_experts": config.num_experts_per_tok, "normalises_experts": config.norm_topk_prob}
         parts |= {part: reader.tensor(name) for part, name in vector_names(config, index).items()}
         layers.append(Layer(**parts, sliding_window=config.sliding_windows[index]))
     return Decoder(

@@ -43,7 +43,7 @@ def open_arena(fd: int, config: ModelConfig, checkpoint: Checkpoint, kernels: Se
         kernel = linear_kernel(spec, checkpoint, kernels)
         if not hasattr(kernel, "shared_layout"):
             return None
-        layouts.append([spec.layer, spec.part, *spec.names, kernel.shared_layout()])
+        layouts.append([spec.layer, spec.part, spec.expert, *spec.names, kernel.shared_layout()])
     shapes = tensor_shapes(config)
     facts: dict[str, Any] = {
         "files": [[str(file), *identity] for file, identity in checkpoint.identities.items()],
@@ -152,4 +152,4 @@ class MappedWeights:
 
 
 def _key(spec: LinearSpec) -> str:
-    return f"{spec.layer}.{spec.part}"
+    return f"{spec.layer}.{spec.part}" if spec.expert is None else f"{spec.layer}.{spec.part}.{spec.expert}"

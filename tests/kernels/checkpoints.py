@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["GRID", "Shape", "greedy", "load_transformers", "save_checkpoint"]
+__all__ = ["FEW_EXPERTS", "GRID", "Shape", "greedy", "load_transformers", "save_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,12 @@ LLAMA3 = (
     ("original_max_position_embeddings", 16),
 )
 YARN = (("rope_type", "yarn"), ("factor", 16.0), ("original_max_position_embeddings", 16))
+FEW_EXPERTS = (
+    ("num_experts", 7),
+    ("num_experts_per_tok", 3),
+    ("moe_intermediate_size", 24),
+    ("shared_expert_intermediate_size", 40),
+)
 GRID = (
     Shape("mha", 4, 4, 8, 32, 257),
     Shape("mqa", 4, 1, 32, 64, 301, tied=False),
@@ -66,6 +72,22 @@ GRID = (
     ),
     # Windows of all layers, whatever layer they begin with elsewhere
     Shape("mistral", 6, 2, 32, 48, 257, tied=False, num_layers=3, family="Mistral", others=(("sliding_window", 19),)),
+    # Each layer with experts, and an odd number of rows for each; some layers without; halves that share no panel
+    Shape(
+        "qwen3-moe", 4, 2, 32, 64, 257, tied=False, family="Qwen3Moe", others=(*FEW_EXPERTS, ("norm_topk_prob", True))
+    ),
+    Shape(
+        "qwen2-moe",
+        4,
+        2,
+        16,
+        64,
+        301,
+        sharded=True,
+        num_layers=3,
+        family="Qwen2Moe",
+        others=(*FEW_EXPERTS, ("moe_intermediate_size", 64), ("mlp_only_layers", [1])),
+    ),
     # Windows of some layers, shorter than a block, and of all, across blocks
     Shape(
         "sliding",

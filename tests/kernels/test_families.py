@@ -6,10 +6,11 @@ import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoints import Shape, save_checkpoint
+from checkpoints import FEW_EXPERTS, Shape, save_checkpoint
 from safetensors.torch import load_file
 from transformers import LlamaConfig, MistralConfig
 
@@ -23,13 +24,20 @@ from novainfer.kernels.ops.forward import PRODUCTS, Layer
 from novainfer.kernels.weights.header import tensor_shapes
 
 
+def any_shape(family: ModelFamily, others: tuple[tuple[str, Any], ...] = (), **options: Any) -> Shape:
+    """Of a family; some layers have an MLP and others experts where it has experts."""
+    if any(tensor.is_per_expert for tensor in family.tensors):
+        others = (*FEW_EXPERTS, ("mlp_only_layers", [0]), *others)
+    name = family.architecture.removesuffix("ForCausalLM")
+    return Shape("any", 4, 2, 24, 64, 160, family=name, others=others, **options)
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
 @pytest.mark.parametrize(
     "options", [{}, {"tied": False}, {"others": (("attention_bias", True), ("mlp_bias", True))}], ids=str
 )
 def test_the_table_names_the_tensors_of_transformers(family: ModelFamily, options: dict, tmp_path: Path) -> None:
-    name = family.architecture.removesuffix("ForCausalLM")
-    folder = save_checkpoint(Shape("any", 4, 2, 24, 64, 160, family=name, **options), tmp_path)
+    folder = save_checkpoint(any_shape(family, **options), tmp_path)
     stored = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     assert tensor_shapes(read_config(folder)) == stored
 
@@ -39,17 +47,22 @@ def test_the_parts_of_a_table_are_those_of_a_layer_and_of_its_native_descriptor(
     for family in FAMILIES.values():
         parts = {tensor.part for tensor in family.tensors if tensor.is_per_layer}
         assert parts <= names
-        assert set(PRODUCTS) <= parts
+    assert set(PRODUCTS) <= {tensor.part for family in FAMILIES.values() for tensor in family.tensors}
     assert [name for name, _ in LayerDesc._fields_] == [field.name for field in fields(Layer)]
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
 def test_a_layer_says_of_each_part_the_shape_that_the_table_gives_it(family: ModelFamily, tmp_path: Path) -> None:
     """The self-test makes layers by it."""
-    name = family.architecture.removesuffix("ForCausalLM")
-    config = read_config(save_checkpoint(Shape("any", 4, 2, 24, 64, 160, family=name), tmp_path))
-    sizes = {size: getattr(config, size) for size in ("hidden_size", "head_dim", "q_size", "intermediate_size")}
-    sizes |= {"qkv_size": config.q_size + 2 * config.kv_size, "gate_up_size": 2 * config.intermediate_size}
+    config = read_config(save_checkpoint(any_shape(family), tmp_path))
+    own = ("hidden_size", "head_dim", "q_size", "num_experts")
+    sizes = {"1": 1, "qkv_size": config.q_size + 2 * config.kv_size} | {size: getattr(config, size) for size in own}
+    for size, fused in (
+        ("intermediate_size", "gate_up_size"),
+        ("moe_intermediate_size", "moe_gate_up_size"),
+        ("shared_expert_intermediate_size", "shared_gate_up_size"),
+    ):
+        sizes |= {size: getattr(config, size), fused: 2 * getattr(config, size)}
     parts: dict[str, list[tuple[int, ...]]] = {}
     for tensor in config.tensors:
         if tensor.is_per_layer and not tensor.name.endswith(".bias"):

@@ -1,0 +1,162 @@
+// The part of a layer that each row has to itself: an MLP, or a mixture of experts.
+//
+// Of experts, rows are sorted by the expert they were given to, so that each expert's rows are one product and read its
+// weights once; all experts' items are worked off in one loop. A row's result is one sum in the order in which its
+// experts were chosen: which rows are computed beside it decides only where its copies lie meanwhile.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "linear.h"
+#include "ops.h"
+#include "team.h"
+
+namespace nova {
+
+// Memory of a step that grows and is never cleared: what it held is lost when it does.
+template <class E>
+class Buffer {
+ public:
+  void resize(long count) {
+    if (count > size_) data_.reset(new E[count]), size_ = count;
+  }
+  E* get() { return data_.get(); }
+  E& operator[](long i) { return data_[i]; }
+
+ private:
+  std::unique_ptr<E[]> data_;
+  long size_ = 0;
+};
+
+// The last fields of `LayerDesc` in native.py; all null where a layer has no experts.
+struct ExpertsDesc {
+  const LinearDesc* router;
+  const LinearDesc* const* gate_up;  // of each expert; there are as many as the router has rows
+  const LinearDesc* const* down;
+  const LinearDesc* shared_gate_up;  // of the expert that all rows are given to, or null
+  const LinearDesc* shared_down;
+  const LinearDesc* shared_gate;
+  int64_t active;  // experts that a row is given to
+  int64_t normalises;
+};
+
+// out [m, hidden] = down(silu(gate(x)) * up(x)), or residual + this.
+struct MlpCall {
+  const LinearDesc& gate_up;
+  const LinearDesc& down;
+  const void* x;  // [m, hidden]
+  long m;
+  void* out;
+  const void* residual = nullptr;
+};
+
+template <class T>
+class Mlp {
+ public:
+  using E = typename T::type;
+
+  void run(Team& team, const MlpCall& call) { run(team, std::vector<MlpCall>{call}); }
+
+  // Several of one shape: each product of all of them in one loop.
+  void run(Team& team, const std::vector<MlpCall>& calls) {
+    if (calls.empty()) return;
+    const long hidden = calls[0].gate_up.k, width = calls[0].down.k;
+    const bool gated = can_gate(calls[0].gate_up);
+    long m = 0;
+    for (const MlpCall& call : calls) m += call.m;
+    inner_.resize(m * width);
+    if (!gated) gate_up_.resize(m * 2 * width);
+    jobs_.clear();
+    m = 0;
+    for (const MlpCall& call : calls) {
+      E* out = gated ? &inner_[m * width] : &gate_up_[m * 2 * width];
+      jobs_.push_back({call.gate_up, {call.x, hidden, call.m, out, nullptr, gated}});
+      m += call.m;
+    }
+    linear(team, jobs_.data(), (long)jobs_.size());
+    if (!gated)
+      team.rows(m, [&](long row) { silu_mul_row<T>(&gate_up_[row * 2 * width], &inner_[row * width], width); });
+    jobs_.clear();
+    m = 0;
+    for (const MlpCall& call : calls) {
+      jobs_.push_back({call.down, {&inner_[m * width], width, call.m, call.out, call.residual}});
+      m += call.m;
+    }
+    linear(team, jobs_.data(), (long)jobs_.size());
+  }
+
+ private:
+  Buffer<E> gate_up_, inner_;
+  std::vector<LinearJob> jobs_;
+};
+
+template <class T>
+class Experts {
+ public:
+  using E = typename T::type;
+
+  explicit Experts(Mlp<T>& mlp) : mlp_(mlp) {}
+
+  // residual += what the experts of each of m rows make of it.
+  void run(Team& team, const ExpertsDesc& d, const E* x, long m, E* residual) {
+    const long hidden = d.router->k, active = d.active, pairs = m * active;
+    choose(team, d, x, m);
+    sort(d.router->n, pairs);
+    rows_.resize(pairs * hidden);
+    team.rows(pairs,
+              [&](long pair) { std::copy_n(x + pair / active * hidden, hidden, &rows_[places_[pair] * hidden]); });
+    calls_.clear();
+    for (long expert = 0; expert < d.router->n; expert++) {
+      const long first = begin_[expert], count = begin_[expert + 1] - first;
+      E* rows = &rows_[first * hidden];  // what an expert gives replaces what it was given, when that has been read
+      if (count) calls_.push_back({*d.gate_up[expert], *d.down[expert], rows, count, rows});
+    }
+    mlp_.run(team, calls_);
+    const E *shared = nullptr, *gate = nullptr;
+    if (d.shared_gate_up) {
+      shared_.resize(m * hidden);
+      gate_.resize(m);
+      mlp_.run(team, {*d.shared_gate_up, *d.shared_down, x, m, shared_.get()});
+      linear(team, *d.shared_gate, {x, hidden, m, gate_.get()});
+      shared = shared_.get(), gate = gate_.get();
+    }
+    mixed_.resize(m * hidden);
+    team.rows(m, [&](long row) {
+      mix_experts_row<T>(rows_.get(), &places_[row * active], &weights_[row * active], (int)active,
+                         shared ? shared + row * hidden : nullptr, gate + row, &mixed_[row * hidden], hidden);
+      add_row<T>(&mixed_[row * hidden], residual + row * hidden, hidden);
+    });
+  }
+
+ private:
+  Mlp<T>& mlp_;
+  Buffer<E> logits_, weights_, rows_, shared_, gate_, mixed_;
+  std::vector<int64_t> chosen_, places_;  // of each row's experts: which one, and where among the sorted rows
+  std::vector<long> begin_;               // of each expert's rows among these
+  std::vector<MlpCall> calls_;
+
+  void choose(Team& team, const ExpertsDesc& d, const E* x, long m) {
+    const long experts = d.router->n, active = d.active;
+    logits_.resize(m * experts);
+    weights_.resize(m * active);
+    chosen_.resize(m * active);
+    linear(team, *d.router, {x, d.router->k, m, logits_.get()});
+    team.rows(m, [&](long row) {
+      choose_experts_row<T>(&logits_[row * experts], (int)experts, (int)active, d.normalises, &chosen_[row * active],
+                            &weights_[row * active]);
+    });
+  }
+
+  // By counting; rows of one expert stay in their order.
+  void sort(long experts, long pairs) {
+    begin_.assign(experts + 1, 0);
+    for (long pair = 0; pair < pairs; pair++) begin_[chosen_[pair] + 1]++;
+    for (long expert = 0; expert < experts; expert++) begin_[expert + 1] += begin_[expert];
+    std::vector<long> next = begin_;
+    places_.resize(pairs);
+    for (long pair = 0; pair < pairs; pair++) places_[pair] = next[chosen_[pair]]++;
+  }
+};
+
+}  // namespace nova
