@@ -340,6 +340,69 @@ def _serve_folder(
         )
 
 
+@bench.command()
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path), required=False)
+@_like
+@_repeat(3)
+@click.option("--peer", "given", multiple=True, metavar="NAME=PATH", help="A peer's Python; of llama.cpp its server.")
+@click.option("--no-peer", "left_out", multiple=True, metavar="NAME", help="Not this one, though it is installed here.")
+@click.option("--precisions", default="bf16,int8,int4", show_default=True, help="Which of them, one after the other.")
+@click.option("--workloads", default="W1,W2,W3,W4,W5,W6,W7", show_default=True, help="Which of them.")
+@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Write bars of all rates, as SVG.")
+@_scale
+@_json
+def peers(
+    model: Path | None,
+    like: str,
+    repeat: int,
+    given: Sequence[str],
+    left_out: Sequence[str],
+    precisions: str,
+    workloads: str,
+    picture: Path | None,
+    scale: int,
+    as_json: bool,
+) -> None:
+    """The engine beside vLLM, OpenVINO GenAI, llama.cpp and transformers: what is installed, each in its environment.
+
+    MODEL is a folder; without one it is a random checkpoint of --like. W5 is served over HTTP/1.1, W6 has prompts of
+    8k, W7 comes by a Poisson clock.
+    """
+    from novainfer.bench.peers import compare, known
+    from novainfer.bench.peers.report import picture as drawn
+    from novainfer.bench.workload import LONG, TRAFFIC
+
+    wanted = _among(workloads, (*NAMES, "W5", LONG.name, TRAFFIC.name), "workload")
+    chosen = _among(precisions, known.PRECISIONS, "precision")
+    try:
+        places = {name: path for name, _, path in (item.partition("=") for item in given)}
+        found = {name: at for name, at in known.find_peers(places).items() if name not in left_out}
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--peer") from None
+    report, text = _told(
+        lambda: compare.run(
+            model or machine.find_checkpoint(like),
+            found,
+            precisions=chosen,
+            workloads=[scaled(work, scale) for work in (*WORKLOADS, LONG) if work.name in wanted],
+            traffic=TRAFFIC.scaled(scale) if TRAFFIC.name in wanted else None,
+            with_http="W5" in wanted,
+            repeat=repeat,
+            progress=_progress,
+        )
+    )
+    if picture is not None:
+        picture.write_text(drawn(report), encoding="utf-8")
+    emit(report, text, as_json)
+
+
+def _among(text: str, known: Sequence[str], what: str) -> list[str]:
+    found = text.split(",")
+    if unknown := [name for name in found if name not in known]:
+        raise click.BadParameter(f"there is no {what} {unknown[0]!r}; there are {', '.join(known)}")
+    return found
+
+
 @bench.command("all")
 @_like
 @_repeat(3)
@@ -395,9 +458,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _chosen(names: str, scale: int) -> list[Workload]:
-    wanted = names.split(",")
-    if unknown := [name for name in wanted if name not in NAMES]:
-        raise click.BadParameter(f"there is no workload {unknown[0]!r}; there are {', '.join(NAMES)}")
+    wanted = _among(names, NAMES, "workload")
     return [scaled(workload, scale) for workload in WORKLOADS if workload.name in wanted]
 
 

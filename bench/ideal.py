@@ -22,13 +22,14 @@ from novainfer.kernels.models.registry import read_config
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a step of a model reads and multiplies; `bytes_per_value` is that of the weights and the cache."""
+    """What a step of a model reads and multiplies; `bytes_per_value` is that of the weights."""
 
     config: ModelConfig
-    bytes_per_value: int = 2
+    bytes_per_value: float = 2
+    kv_bytes_per_value: float = 2
 
     @classmethod
-    def read(cls, model_dir: Path, bytes_per_value: int = 2) -> Geometry:
+    def read(cls, model_dir: Path, bytes_per_value: float = 2) -> Geometry:
         """From `model_dir`/config.json."""
         return cls(read_config(model_dir), bytes_per_value)
 
@@ -51,9 +52,9 @@ class Geometry:
         return self.config.hidden_size * self.config.vocab_size
 
     @property
-    def kv_bytes_per_token(self) -> int:
+    def kv_bytes_per_token(self) -> float:
         """Keys and values of one token in all layers."""
-        return 2 * self.config.num_layers * self.config.kv_size * self.bytes_per_value
+        return 2 * self.config.num_layers * self.config.kv_size * self.kv_bytes_per_value
 
     def seen(self, first: int, last: int) -> float:
         """The tokens that rows at positions `first` to `last - 1` see in all, sliding windows counted; of a layer."""

@@ -46,12 +46,12 @@ def ours(model: str, options: Mapping[str, Any] | None = None) -> list[str]:
     """The command that runs NovaInfer on `model`; `options` are fields of EngineConfig."""
     merged: dict[str, Any] = {"max_model_len": MAX_LEN + BLOCK_SIZE, "block_size": BLOCK_SIZE}
     merged |= {"kv_cache_capacity_mode": "fixed", "num_kv_blocks": NUM_KV_BLOCKS, **(options or {})}
-    return [sys.executable, "-m", "novainfer.bench.run_novainfer", model, msgspec.json.encode(merged).decode()]
+    return [sys.executable, "-m", "novainfer.bench.peers.run_novainfer", model, msgspec.json.encode(merged).decode()]
 
 
 def transformers(model: str) -> list[str]:
     """The command that runs transformers on `model`."""
-    return [sys.executable, "-m", "novainfer.bench.run_transformers", model]
+    return [sys.executable, "-m", "novainfer.bench.peers.run_transformers", model]
 
 
 def run(

@@ -20,7 +20,7 @@ from novainfer.kernels.cpu import native
 from novainfer.kernels.cpu.linear import NativeLinear, PackedLinear
 from novainfer.kernels.errors import KernelUnavailableError
 
-__all__ = ["Roofline", "measure_roofline", "read_packed_weights"]
+__all__ = ["Roofline", "measure_roofline", "read_packed_weights", "reader"]
 
 READ_BYTES = 256 << 20  # several times the last-level cache
 GEMM_SHAPE = (512, 1024, 8192)  # M, K, N: rows of a prefill chunk
@@ -48,7 +48,7 @@ def measure_roofline(num_threads: int | None = None) -> Roofline:
     torch.set_num_threads(threads)
     try:
         with torch.inference_mode():
-            return Roofline(threads, _read_rate(threads), _gemm_rate(torch.bfloat16), _gemm_rate(torch.float32))
+            return Roofline(threads, _read_rate(), _gemm_rate(torch.bfloat16), _gemm_rate(torch.float32))
     finally:
         torch.set_num_threads(before)
 
@@ -86,13 +86,17 @@ def _best_seconds(*variants: Callable[[], object]) -> float:
     return best
 
 
-def _read_rate(threads: int) -> float:
+def reader(data: torch.Tensor) -> Callable[[], object]:
+    """What reads all of `data` once: the native kernels' way, or where there are none torch's."""
+    library, threads = _library(), torch.get_num_threads()
+    if library is None:
+        return data.sum
+    return lambda: library.nova_read(data.data_ptr(), data.nbytes, threads)
+
+
+def _read_rate() -> float:
     data = torch.ones(READ_BYTES // 8, dtype=torch.int64)
-    variants: list[Callable[[], object]] = [data.sum]
-    library = _library()
-    if library is not None:
-        variants.append(lambda: library.nova_read(data.data_ptr(), READ_BYTES, threads))
-    return READ_BYTES / _best_seconds(*variants) / 1e9
+    return READ_BYTES / _best_seconds(data.sum, reader(data)) / 1e9
 
 
 def _gemm_rate(dtype: torch.dtype) -> float:

@@ -65,7 +65,7 @@ def run(
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], str]:
     """The report and its tables, of the server at `url`; raises ClickException when none answers there."""
-    load = _find_model(url, api_key)
+    load = find_model(url, api_key)
     runs: dict[str, list[dict[str, Any]]] = {}
     roofs = [peer.measure_roof()] if peer else []
     for version in versions:  # connections, caches and code paths are warm before anything counts
@@ -150,7 +150,7 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join([table(title, header, rows), *(f"error: {message}" for message in sorted(messages))])
 
 
-def _find_model(url: str, api_key: str | None) -> Load:
+def find_model(url: str, api_key: str | None) -> Load:
     """The first model that the server names."""
     url = url.rstrip("/")
     try:

@@ -9,26 +9,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
+from novainfer.bench.peers.child import Timeline
+
+__all__ = ["Timeline"]
 
 PERCENTILES = (50, 95, 99)
-
-
-class Timeline(msgspec.Struct, kw_only=True):
-    """One request: when each piece of its answer came, in seconds since the request was sent, and its tokens.
-
-    `counts[i]` tokens came at `times_s[i]`.
-    """
-
-    num_prompt_tokens: int
-    times_s: list[float]
-    counts: list[int]
-    error: str | None = None
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens of the answer."""
-        return sum(self.counts)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -42,6 +42,49 @@ WORKLOADS = (
         shared_len=768,
     ),
 )
+# Beside peers two more: prompts so long that attention counts, and traffic.
+LONG = Workload(name="W6", title="4 prompts of 8k, 32 out", num_requests=4, prompt_len=8192, max_tokens=32)
+
+
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of many sizes that come by a Poisson clock, at a share of what the system can answer."""
+
+    name: str = "W7"
+    title: str = "64 requests of 32 to 1024 in, 16 to 128 out, by a Poisson clock at 70 % of capacity"
+    num_requests: int = 64
+    prompt_lens: tuple[int, int] = (32, 1024)
+    lengths: tuple[int, int] = (16, 128)
+    load: float = 0.7
+
+    def scaled(self, divisor: int) -> Traffic:
+        """The same shape, smaller."""
+        return msgspec.structs.replace(
+            self,
+            num_requests=max(2, self.num_requests // divisor),
+            prompt_lens=(max(4, self.prompt_lens[0] // divisor), max(4, self.prompt_lens[1] // divisor)),
+            lengths=(max(2, self.lengths[0] // divisor), max(2, self.lengths[1] // divisor)),
+        )
+
+    def requests(self, vocab_size: int, seed: int) -> tuple[list[list[int]], list[int]]:
+        """Prompts, and the tokens of each answer: as many short ones as long ones, by factors."""
+        chance = random.Random(f"{self.name}/{seed}")
+
+        def size(least: int, most: int) -> int:
+            return int(least * (most / least) ** chance.random())
+
+        prompts = [chance.choices(range(vocab_size), k=size(*self.prompt_lens)) for _ in range(self.num_requests)]
+        return prompts, [size(*self.lengths) for _ in prompts]
+
+    def arrivals_s(self, per_s: float, seed: int) -> list[float]:
+        """When each request comes, the first one at 0; the same clock at any rate, slower or faster."""
+        chance = random.Random(f"{self.name}/clock/{seed}")
+        found = [0.0]
+        for _ in range(self.num_requests - 1):
+            found.append(found[-1] + chance.expovariate(1.0) / per_s)
+        return found
+
+
+TRAFFIC = Traffic()
 MAX_LEN = max(w.prompt_len + w.max_tokens for w in WORKLOADS)
 MAX_TOKENS_AT_ONCE = max(w.num_requests * (w.prompt_len + w.max_tokens) for w in WORKLOADS)
 # A request whose long beginning is in the cache, against the one that put it there.

@@ -77,6 +77,6 @@ def compare_answers(
 
 
 def _answers(model: str, options: dict[str, Any], task: Task) -> list[list[int]]:
-    command = [sys.executable, "-m", "novainfer.bench.run_novainfer", model, json.dumps(options)]
+    command = [sys.executable, "-m", "novainfer.bench.peers.run_novainfer", model, json.dumps(options)]
     with Child(command) as child:
         return child.run(task).token_ids

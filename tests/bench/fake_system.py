@@ -1,6 +1,11 @@
-"""A system under test whose token takes as long as it is told, without waiting: `fake_system.py SECONDS [fail]`."""
+"""A system under test whose token takes as long as it is told, without waiting: `fake_system.py SECONDS [fail]`.
 
+With `die=N` it dies at its Nth task; with `mixed` it takes requests that come one by one, and really waits.
+"""
+
+import os
 import sys
+import time
 from typing import Any
 
 from novainfer.bench.statistic import Timeline
@@ -18,6 +23,10 @@ class FakeSystem:
         self.token_ids = [[1, 2, 3 if "other" in sys.argv else 4]]
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> list[Timeline]:
+        self.asked = getattr(self, "asked", 0) + 1
+        if f"die={self.asked}" in sys.argv:
+            print("it died on the way", file=sys.stderr, flush=True)
+            os._exit(7)
         assert all(prompts), "a prompt of 0 tokens"
         times_s = [float(sys.argv[1]) * (at + 1) for at in range(max_tokens)]
         return [Timeline(num_prompt_tokens=len(prompts), times_s=times_s, counts=[1] * max_tokens) for _ in prompts]
@@ -47,5 +56,17 @@ class FakeSystem:
         return memory
 
 
+class MixedSystem(FakeSystem):
+    def answer_mixed(self, prompts: list[list[int]], lengths: list[int], arrivals_s: list[float]) -> list[Timeline]:
+        """One request after the other; each takes as long as a token does."""
+        began_s = time.perf_counter()
+        lines = []
+        for prompt, length, arrival_s in zip(prompts, lengths, arrivals_s, strict=True):
+            time.sleep(max(0.0, arrival_s - (time.perf_counter() - began_s)) + float(sys.argv[1]))
+            at = time.perf_counter() - began_s - arrival_s
+            lines.append(Timeline(num_prompt_tokens=len(prompt), times_s=[at], counts=[length]))
+        return lines
+
+
 if __name__ == "__main__":
-    serve(FakeSystem, import_s=0.0)
+    serve(MixedSystem if "mixed" in sys.argv else FakeSystem, import_s=0.0)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from novainfer.bench.run_transformers import Transformers
+from novainfer.bench.peers.run_transformers import Transformers
 from novainfer.bench.statistic import Timeline
 from novainfer.bench.worker import System, serve
 

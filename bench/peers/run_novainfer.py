@@ -1,4 +1,4 @@
-"""NovaInfer as a system under test: `python -m novainfer.bench.run_novainfer MODEL_DIR [OPTIONS AS JSON]`.
+"""NovaInfer as a system under test: `python -m novainfer.bench.peers.run_novainfer MODEL_DIR [OPTIONS AS JSON]`.
 
 The engine of the library on an event loop of its own, as an application would use it: one task per request.
 """
@@ -16,8 +16,7 @@ import time
 from typing import Any
 
 from novainfer import Engine, EngineConfig, SamplingParams, __version__
-from novainfer.bench.statistic import Timeline
-from novainfer.bench.worker import Memory, resident, serve
+from novainfer.bench.peers.child import Memory, Timeline, resident, serve
 from novainfer.server.loop import loop_factory
 
 
@@ -49,7 +48,12 @@ class NovaInfer:
     def answer_sampled(self, prompts: list[list[Any]], max_tokens: int, sampling: dict[str, Any]) -> list[Timeline]:
         """All at once, sampled in this way, EOS ignored unless `sampling` says otherwise."""
         params = SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **sampling})
-        return self._runner.run(self._answer_all(prompts, params))
+        return self._runner.run(self._answer_all(prompts, [params] * len(prompts), [0.0] * len(prompts)))
+
+    def answer_mixed(self, prompts: list[list[Any]], lengths: list[int], arrivals_s: list[float]) -> list[Timeline]:
+        """Greedy, each with a length of its own, when its time has come."""
+        rows = [(SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0)) for length in lengths]
+        return self._runner.run(self._answer_all(prompts, rows, arrivals_s))
 
     def read_weights(self) -> float | None:
         """Bytes a second of one reading of the packed weights, where they lie."""
@@ -67,19 +71,23 @@ class NovaInfer:
             counts["num_accepted_tokens"] = drafts.num_accepted_tokens_total
         return counts
 
-    async def _answer_all(self, prompts: list[list[Any]], params: SamplingParams) -> list[Timeline]:
+    async def _answer_all(
+        self, prompts: list[list[Any]], params: list[SamplingParams], arrivals_s: list[float]
+    ) -> list[Timeline]:
         started = time.perf_counter()
         self.token_ids = [[] for _ in prompts]
-        answers = zip(prompts, self.token_ids, strict=True)
-        return await asyncio.gather(*(self._answer_one(*answer, params, started) for answer in answers))
+        answers = zip(prompts, self.token_ids, params, arrivals_s, strict=True)
+        return await asyncio.gather(*(self._answer_one(*answer, started) for answer in answers))
 
     async def _answer_one(
-        self, prompt: list[Any], token_ids: list[int], params: SamplingParams, started: float
+        self, prompt: list[Any], token_ids: list[int], params: SamplingParams, arrival_s: float, started: float
     ) -> Timeline:
         line = Timeline(num_prompt_tokens=len(prompt), times_s=[], counts=[])
+        if arrival_s:
+            await asyncio.sleep(arrival_s - (time.perf_counter() - started))
         async for delta in self._engine.generate(prompt, params):
             if delta.token_ids:
-                line.times_s.append(time.perf_counter() - started)
+                line.times_s.append(time.perf_counter() - started - arrival_s)
                 line.counts.append(len(delta.token_ids))
                 line.num_prompt_tokens = delta.num_prompt_tokens
                 token_ids += delta.token_ids

@@ -1,4 +1,4 @@
-"""transformers' `generate` as a system under test: `python -m novainfer.bench.run_transformers MODEL_DIR`.
+"""transformers' `generate` as a system under test: `python -m … MODEL_DIR`.
 
 At its best on a CPU: the checkpoint's own dtype, scaled-dot-product attention, one padded batch, inference mode.
 """
@@ -13,8 +13,7 @@ import sys
 import time
 from typing import Any
 
-from novainfer.bench.statistic import Timeline
-from novainfer.bench.worker import Memory, resident, serve
+from .child import Memory, Timeline, resident, serve
 
 
 class Transformers:

@@ -1,0 +1,1 @@
+"""Systems under test, each in a process and an environment of its own, and the command that sets them side by side."""

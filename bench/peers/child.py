@@ -1,0 +1,208 @@
+"""The child's end of the pipe: a system under test in a process of its own. Nothing but Python's own library.
+
+A peer lives in an environment that knows nothing of NovaInfer, so its program finds this file beside itself. The child
+reads one JSON object a line from stdin and answers with one a line on stdout: first `Ready`, then for each `Task` a
+`Result`. Whatever else it prints goes to stderr. Only one child works at a time: the others wait for a line, which
+costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+__all__ = ["Memory", "Ready", "Result", "System", "Task", "Timeline", "resident", "serve"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Timeline:
+    """One request: when each piece of its answer came, in seconds since the request was sent, and its tokens.
+
+    `counts[i]` tokens came at `times_s[i]`.
+    """
+
+    num_prompt_tokens: int
+    times_s: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer."""
+        return sum(self.counts)
+
+
+@dataclass(kw_only=True, slots=True)
+class Memory:
+    """Bytes of physical memory: now, at the highest since the last task began, and what of it is known by name.
+
+    `kv_bytes` counts the blocks in use or cached, not those of the pool that were never touched.
+    """
+
+    resident_bytes: int
+    peak_bytes: int
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Ready:
+    """The child has loaded its model: in `load_s` seconds, imports (`import_s`) not counted."""
+
+    name: str
+    version: str
+    import_s: float
+    load_s: float
+    memory: Memory
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class Task:
+    """Answer `prompts` (token ids, or messages), `at_once` of them at a time (0: all), with `max_tokens` tokens each.
+
+    `lengths` are the tokens of each answer, where they differ; `arrivals_s` when each request is sent, in seconds since
+    the task began (none: all at once). `sampling` are fields of SamplingParams, for systems that know them (default:
+    greedy). The model's weights are read `num_reads` times before and after, by systems that can, to see how fast the
+    machine is just then.
+    """
+
+    prompts: list[list[Any]]
+    max_tokens: int
+    at_once: int = 0
+    lengths: list[int] = field(default_factory=list)
+    arrivals_s: list[float] = field(default_factory=list)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    num_reads: int = 0
+    keeps_tokens: bool = False  # the result holds the tokens of the answers
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """How it went; `read_bytes_per_s` are the readings of the weights."""
+
+    wall_s: float
+    cpu_s: float  # of this process, and of those that it has started
+    timelines: list[Timeline]
+    memory: Memory
+    read_bytes_per_s: list[float] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)  # what the system has counted during the task
+    token_ids: list[list[int]] = field(default_factory=list)
+
+
+class System(Protocol):
+    """What a child runs; `answer` gives one timeline a prompt.
+
+    It may have `answer_sampled(prompts, max_tokens, sampling)`; `answer_mixed(prompts, lengths, arrivals_s)`, without
+    which it is asked for no such work; `read_weights()`: bytes a second, or None; `counters()`, which only grow;
+    `token_ids`, the answers that it gave last; `cpu_s()`, where processes of its own do the work.
+    """
+
+    name: str
+    version: str
+    facts: dict[str, Any]
+
+    def answer(self, prompts: list[list[int]], max_tokens: int) -> list[Timeline]: ...
+    def memory(self) -> Memory: ...
+
+
+def resident(pid: int | str = "self") -> Memory:
+    """A process's memory; from /proc where there is one, else the peak alone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+        return Memory(resident_bytes=peak, peak_bytes=peak)
+    kib = {key: int(value) for key, value in re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status, re.MULTILINE)}
+    return Memory(resident_bytes=kib["VmRSS"] * 1024, peak_bytes=kib["VmHWM"] * 1024)
+
+
+def forget_peak(pid: int | str = "self") -> None:
+    """Let the highest size of a process be what it is now."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # man 5 proc: resets VmHWM
+
+
+def serve(make: Callable[[], System], *, import_s: float) -> None:
+    """The child's life: load, then one task a line until stdin ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a stray print must not spoil the protocol
+    started = time.perf_counter()
+    system = make()
+    load_s = time.perf_counter() - started
+
+    def tell(message: Ready | Result) -> None:
+        answers.write(json.dumps(asdict(message)).encode() + b"\n")
+        answers.flush()
+
+    facts = {"takes_arrivals": hasattr(system, "answer_mixed"), **system.facts}
+    tell(
+        Ready(
+            name=system.name,
+            version=system.version,
+            import_s=import_s,
+            load_s=load_s,
+            memory=system.memory(),
+            facts=facts,
+        )
+    )
+    for line in sys.stdin.buffer:
+        tell(_do(system, Task(**json.loads(line))))
+
+
+def _do(system: Any, task: Task) -> Result:
+    size = task.at_once or len(task.prompts)
+    groups = [task.prompts[at : at + size] for at in range(0, len(task.prompts), size)]
+    forget_peak()
+    counted = _counters(system)
+    reads = _readings(system, task.num_reads)
+    cpu_clock: Callable[[], float] = getattr(system, "cpu_s", time.process_time)
+    started, cpu = time.perf_counter(), cpu_clock()
+    timelines: list[Timeline] = []
+    token_ids: list[list[int]] = []
+    for group in groups:
+        timelines += _answer(system, group, task)
+        token_ids += getattr(system, "token_ids", []) if task.keeps_tokens else []
+    wall_s, cpu_s = time.perf_counter() - started, cpu_clock() - cpu
+    reads += _readings(system, task.num_reads)
+    return Result(
+        wall_s=wall_s,
+        cpu_s=cpu_s,
+        timelines=timelines,
+        memory=system.memory(),
+        read_bytes_per_s=reads,
+        counters={name: count - counted.get(name, 0) for name, count in _counters(system).items()},
+        token_ids=token_ids,
+    )
+
+
+def _answer(system: Any, prompts: list[list[Any]], task: Task) -> list[Timeline]:
+    timelines: list[Timeline]
+    if task.lengths or task.arrivals_s:
+        lengths = task.lengths or [task.max_tokens] * len(prompts)
+        timelines = system.answer_mixed(prompts, lengths, task.arrivals_s or [0.0] * len(prompts))
+    elif task.sampling:
+        timelines = system.answer_sampled(prompts, task.max_tokens, task.sampling)
+    else:
+        timelines = system.answer(prompts, task.max_tokens)
+    return timelines
+
+
+def _counters(system: Any) -> dict[str, float]:
+    found: dict[str, float] = getattr(system, "counters", dict)()
+    return found
+
+
+def _readings(system: Any, count: int) -> list[float]:
+    read = getattr(system, "read_weights", lambda: None)
+    return [rate for rate in (read() for _ in range(count)) if rate is not None]

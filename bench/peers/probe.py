@@ -1,0 +1,102 @@
+"""How fast the machine is just now: reading memory, and multiplying matrices in the precisions that models are run in.
+
+A process of its own keeps what it reads and multiplies, so that a look takes a fifth of a second. What limits a run is
+the better of the looks before and after it: a shared machine is never faster than its best.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import msgspec
+
+__all__ = ["Look", "Probe"]
+
+REPEATS = 3
+READ_BYTES = 256 << 20
+SHAPE = (512, 1024, 8192)  # M, K, N: rows of a chunk of prompts
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes a second that are read, and operations a second (a multiply-add is two) in each precision."""
+
+    bytes_per_s: float
+    bf16_per_s: float
+    int8_per_s: float
+
+    def at_least(self, other: Look) -> Look:
+        """The better of both in each."""
+        pairs = {name: max(getattr(self, name), getattr(other, name)) for name in self.__struct_fields__}
+        return Look(**pairs)
+
+
+class Probe:
+    """The parent's end."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "novainfer.bench.peers.probe"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def look(self) -> Look:
+        """Measure now."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(b"look\n")
+        self._process.stdin.flush()
+        return msgspec.json.decode(self._process.stdout.readline(), type=Look)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _best_s(*variants: Callable[[], Any]) -> float:
+    best = float("inf")
+    for _ in range(REPEATS):
+        for variant in variants:
+            began_s = time.perf_counter()
+            variant()
+            best = min(best, time.perf_counter() - began_s)
+    return best
+
+
+def main() -> None:
+    """One look a line of stdin."""
+    import torch
+
+    from novainfer.bench.roofline import reader
+    from novainfer.kernels.cpu.linear import NativeLinear
+    from novainfer.kernels.errors import KernelUnavailableError
+
+    m, k, n = SHAPE
+    data = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+    x, weight = torch.ones(m, k, dtype=torch.bfloat16), torch.ones(n, k, dtype=torch.bfloat16)
+    codes_x, codes_weight = torch.ones(m, k, dtype=torch.int8), torch.ones(k, n, dtype=torch.int8)
+    reads: list[Callable[[], Any]] = [reader(data)]
+    halves: list[Callable[[], Any]] = [lambda: x @ weight.T]
+    try:
+        packed = NativeLinear.pack(weight, None)
+        halves.append(lambda: packed(x))
+    except KernelUnavailableError:
+        pass
+    with torch.inference_mode():
+        for _ in sys.stdin:
+            found = {
+                "bytes_per_s": READ_BYTES / _best_s(*reads),
+                "bf16_per_s": 2 * m * k * n / _best_s(*halves),
+                "int8_per_s": 2 * m * k * n / _best_s(lambda: torch._int_mm(codes_x, codes_weight)),
+            }
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

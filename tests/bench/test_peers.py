@@ -1,0 +1,218 @@
+"""`bench peers` with systems that need no model: turns, ratios, roofs, who is left out, traffic, forms of the model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+import torch
+from safetensors import safe_open
+
+from novainfer.bench.make_checkpoint import SHAPES, make_checkpoint
+from novainfer.bench.peers import compare, files, known
+from novainfer.bench.peers.known import OURS, SystemSpec
+from novainfer.bench.peers.probe import Look, Probe
+from novainfer.bench.peers.report import LEFT, picture
+from novainfer.bench.worker import Child, Task
+from novainfer.bench.workload import TRAFFIC, WORKLOADS, scaled
+from novainfer.kernels.ops.quantised import quantised
+from tests.bench.test_offline import CONFIG, command
+
+LOOK = Look(bytes_per_s=1e9, bf16_per_s=1e9, int8_per_s=2e9)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def probe(monkeypatch: pytest.MonkeyPatch) -> list[Look]:
+    """Looks that are told: each one a tenth faster than the one before."""
+    looks: list[Look] = []
+
+    def look(_: Any) -> Look:
+        looks.append(msgspec.structs.replace(LOOK, bytes_per_s=1e9 * (1 + 0.1 * len(looks))))
+        return looks[-1]
+
+    for name in ("__init__", "__exit__"):
+        monkeypatch.setattr(Probe, name, lambda *_: None)
+    monkeypatch.setattr(Probe, "look", look)
+    return looks
+
+
+def tiny(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A random checkpoint of `CONFIG`'s shape."""
+    sizes = {name: value for name, value in CONFIG.items() if name != "architectures"}
+    monkeypatch.setitem(SHAPES, "tiny", SHAPES["qwen2.5-0.5b"] | sizes)
+    return make_checkpoint("tiny", folder / "tiny")
+
+
+def run(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, systems: dict[str, list[str]], **options: Any
+) -> tuple[dict[str, Any], str]:
+    def specs(name: str, where: str, precision: str, *_: Any) -> SystemSpec | None:
+        if name == "broken":
+            raise files.FileError("no such form here")
+        return None if precision == "int4" else SystemSpec(name, precision, tuple(systems[where]))
+
+    monkeypatch.setattr(compare, "peer_systems", specs)
+    monkeypatch.setattr(compare, "_ours", lambda _, precision: SystemSpec(OURS, precision, tuple(systems[OURS])))
+    settings: dict[str, Any] = {"precisions": ["bf16", "int8"], "workloads": [scaled(w, 8) for w in WORKLOADS]}
+    peers = {name: name for name in systems if name != OURS}
+    return compare.run(model_dir, peers, with_http=False, **settings | options)
+
+
+def test_each_precision_has_a_table_of_its_systems(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    systems = {OURS: command(0.5), "vllm": command(1.0)}
+    report, text = run(model_dir, monkeypatch, systems, repeat=2, precisions=["bf16", "int4"])
+    work = report["precisions"]["bf16"]["workloads"]["W1"]["systems"]
+    assert work["vllm"]["itl_ms"]["p50"] == pytest.approx(1000), "the fake's clock is its own"
+    rates = [[run["output_tok_s"] for run in work[name]["runs"]] for name in (OURS, "vllm")]
+    pairs = sorted(a / b for a, b in zip(*rates, strict=True))
+    assert work["vllm"]["ratio"] == pytest.approx(sum(pairs) / 2)
+    assert work["vllm"]["ratio_spread"] == pytest.approx(pairs)
+    assert list(report["precisions"]["int4"]["workloads"]["W1"]["systems"]) == [OURS], "the peer has no int4"
+    assert text.count("interleaved repetitions") == 2
+
+
+def test_the_roof_of_a_run_is_the_better_of_the_looks_around_it(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, probe: list[Look]
+) -> None:
+    report, _ = run(model_dir, monkeypatch, {OURS: command(0.5), "vllm": command(1.0)}, repeat=1)
+    looks = iter(probe)
+    for group in report["precisions"].values():
+        for work in group["workloads"].values():
+            for system in (OURS, "vllm"):
+                before, after = next(looks), next(looks)
+                assert before.bytes_per_s < after.bytes_per_s
+                assert work["systems"][system]["runs"][0]["look"]["bytes_per_s"] == after.bytes_per_s
+    shares = [
+        report["precisions"][precision]["workloads"]["W3"]["systems"][OURS]["share_of_roof"]
+        * report["precisions"][precision]["workloads"]["W3"]["systems"][OURS]["wall_s"]
+        for precision in ("bf16", "int8")
+    ]
+    assert shares[1] < shares[0], "in int8 the same work has a higher roof"
+
+
+def test_peers_that_do_not_start_or_fail_on_the_way_or_have_no_form_are_left_out(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    systems = {OURS: command(0.5), "no-start": command(1.0, "fail"), "late": command(1.0, "die=3"), "broken": []}
+    report, text = run(model_dir, monkeypatch, systems, precisions=["bf16"], repeat=2)
+    assert "not installed" in report["skipped"]["no-start"]
+    assert "died on the way" in report["skipped"]["late"]
+    assert report["skipped"]["broken bf16"] == "no such form here"
+    works = report["precisions"]["bf16"]["workloads"]
+    assert len(works["W1"]["systems"]["late"]["runs"]) == 1, "what it did before stays"
+    assert "late" not in works["W4"]["systems"]
+    assert all(len(work["systems"][OURS]["runs"]) == 2 for work in works.values())
+    assert "late was left out" in text
+
+
+def test_traffic_comes_at_seventy_percent_of_what_each_can_do(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = TRAFFIC.scaled(8)
+    systems = {OURS: command(0.01, "mixed"), "slow": command(0.02, "mixed"), "none": command(0.01)}
+    report, _ = run(model_dir, monkeypatch, systems, precisions=["bf16"], workloads=[], traffic=traffic, repeat=1)
+    found = report["precisions"]["bf16"]["workloads"]["W7"]["systems"]
+    assert set(found) == {OURS, "slow"}, "one that takes no arrivals is not asked"
+    for name, per_request_s in ((OURS, 0.01), ("slow", 0.02)):
+        # the fake needs so long a request or longer, one after the other
+        assert 0 < found[name]["requests_per_s"] <= 0.7 / per_request_s
+        assert found[name]["requests"] == traffic.num_requests
+        _, lengths = traffic.requests(CONFIG["vocab_size"], 1)  # type: ignore[arg-type]
+        assert found[name]["output_tokens"] == sum(lengths)
+    assert "share_of_roof" not in found[OURS]
+
+
+def test_the_clock_is_the_same_at_any_rate_and_its_mean_is_the_rate() -> None:
+    slow, fast = TRAFFIC.arrivals_s(1.0, 5), TRAFFIC.arrivals_s(4.0, 5)
+    assert slow[0] == 0.0
+    assert slow == sorted(slow)
+    assert fast == pytest.approx([at / 4 for at in slow])
+    ends = [TRAFFIC.arrivals_s(2.0, seed)[-1] for seed in range(200)]
+    assert sum(ends) / len(ends) == pytest.approx((TRAFFIC.num_requests - 1) / 2.0, rel=0.03)
+    prompts, lengths = TRAFFIC.requests(1000, 3)
+    assert {32 <= len(prompt) <= 1024 for prompt in prompts} == {16 <= length <= 128 for length in lengths} == {True}
+    assert prompts != TRAFFIC.requests(1000, 4)[0]
+
+
+def test_the_picture_is_an_image_with_a_bar_for_each_system(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, _ = run(model_dir, monkeypatch, {OURS: command(0.5), "a<b": command(1.0)}, repeat=1)
+    root = ElementTree.fromstring(picture(report))
+    bars = root.findall("{http://www.w3.org/2000/svg}rect")
+    assert len(bars) == 2 * len(WORKLOADS) * 2
+    assert max(float(bar.attrib["width"]) for bar in bars) + LEFT < float(root.attrib["width"])
+    assert "a<b" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_peers_are_found_where_they_are_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known.importlib.util, "find_spec", lambda name: name == "transformers" or None)
+    monkeypatch.setattr(known.shutil, "which", lambda name: "/usr/bin/" + name)
+    assert known.find_peers({}) == {"llama.cpp": "/usr/bin/llama-server", "transformers": sys.executable}
+    assert known.find_peers({"vllm": sys.executable})["vllm"] == sys.executable
+    for given, words in (({"vlm": sys.executable}, "no peer 'vlm'"), ({"vllm": str(tmp_path)}, "no program")):
+        with pytest.raises(ValueError, match=words):
+            known.find_peers(given)
+
+
+def test_a_peers_program_needs_nothing_of_novainfer() -> None:
+    """Each one is loaded by a Python that sees the standard library and their folder alone."""
+    modules = sorted(kind.program for kind in known.PEERS.values())
+    code = (
+        f"import sys; [__import__('{known.PACKAGE}.' + name) for name in {modules}]; print('novainfer' in sys.modules)"
+    )
+    with known.programs() as folder:
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {folder!r}); {code}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr
+
+
+def test_a_checkpoint_of_compressed_tensors_holds_the_same_weights_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny(tmp_path, monkeypatch)
+    made = files.make_w8a8(source, tmp_path / "w8a8")
+    config = json.loads((made / "config.json").read_text())
+    assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] == "channel"
+    with safe_open(source / "model.safetensors", "pt") as old, safe_open(made / "model.safetensors", "pt") as new:
+        name = "model.layers.0.mlp.down_proj.weight"
+        codes, scale = quantised(old.get_tensor(name))
+        assert torch.equal(new.get_tensor(name), codes)
+        assert torch.equal(new.get_tensor(f"{name}_scale")[:, 0], scale)
+        assert torch.equal(new.get_tensor("model.embed_tokens.weight"), old.get_tensor("model.embed_tokens.weight"))
+        assert set(old.keys()) < set(new.keys())
+
+
+def test_a_gguf_file_holds_the_same_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    source = tiny(tmp_path, monkeypatch)
+    path = files.make_gguf(source, tmp_path / "forms" / "BF16.gguf", "BF16")
+    assert files.make_gguf(source, path, "BF16") == path, "made once"
+    read = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    with safe_open(source / "model.safetensors", "pt") as old:
+        assert len(read) == len(old.keys())
+        weight = old.get_tensor("model.layers.1.mlp.gate_proj.weight")
+        bits = torch.from_numpy(read["blk.1.ffn_gate.weight"].data.copy()).view(torch.bfloat16)
+        assert torch.equal(bits.view(weight.shape), weight)
+    with pytest.raises(files.FileError, match="llama-quantize"):
+        files.make_gguf(source, tmp_path / "forms" / "Q4_K_M.gguf", "Q4_K_M")
+
+
+def test_a_child_tells_whether_it_takes_requests_that_come_one_by_one() -> None:
+    with Child(command(0.01, "mixed")) as child:
+        assert child.ready.facts["takes_arrivals"]
+        result = child.run(Task(prompts=[[1], [2]], max_tokens=4, lengths=[2, 4], arrivals_s=[0.0, 0.05]))
+        assert [line.num_output_tokens for line in result.timelines] == [2, 4]
+        assert result.wall_s >= 0.05
+    with Child(command(0.01)) as child:
+        assert not child.ready.facts["takes_arrivals"]
