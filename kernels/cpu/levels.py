@@ -30,9 +30,12 @@ class Level:
 
 AVX512 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"})
 AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mavx2")
+VNNI_FLAGS = (*AVX512_FLAGS, "-mavx512vnni")
 LEVELS = (  # fastest first
-    Level("avx512-bf16", AVX512 | {"avx512_bf16"}, (*AVX512_FLAGS, "-mavx512bf16")),
+    Level("avx512-bf16", AVX512 | {"avx512_vnni", "avx512_bf16"}, (*VNNI_FLAGS, "-mavx512bf16")),
+    Level("avx512-vnni", AVX512 | {"avx512_vnni"}, VNNI_FLAGS),
     Level("avx512", AVX512, AVX512_FLAGS),
+    Level("avx2-vnni", frozenset({"avx2", "fma", "avx_vnni"}), ("-mavx2", "-mfma", "-mavxvnni")),
     Level("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma")),
 )
 

@@ -1,4 +1,5 @@
-// Packed weights and the matrix product over them, on a team of threads (linear.cpp says how it works).
+// Packed weights and the matrix product over them, on a team of threads (linear.cpp says how it works, and
+// quantised.cpp where weights are codes).
 #pragma once
 
 #include "simd.h"
@@ -6,17 +7,27 @@
 
 namespace nova {
 
+// How the elements of a weight are kept: `FORMAT_CODES` in native.py.
+enum WeightFormat : int32_t {
+  AS_DTYPE = 0,  // in the dtype of the activations
+  CODES8 = 1,    // whole numbers of 8 bits, with a scale for each group of a row's features
+  CODES4 = 2,    // of 4 bits
+};
+
 // Mirrors `LinearDesc` in native.py.
 struct LinearDesc {
-  const void* weight;  // packed units [panel][ceil(K / E)][PANEL]
+  const void* weight;  // packed: units [panel][ceil(K / E)][PANEL], or codes (quantised.cpp)
   const float* bias;   // [num_panels * PANEL], or null
   int64_t n, k;        // rows and columns of the weight as given
   int32_t dtype;       // of activations: 0 bf16, 1 fp32
-  int32_t format;      // of the weight: a `WeightFormat` of linear.cpp
-  const float* scale;  // [num_panels * PANEL]: what rows are multiplied by, or null
+  int32_t format;      // of the weight: a `WeightFormat`
+  const float* scale;  // of codes: [panel][group][PANEL]
+  const float* shift;  // what is added to each code's element, likewise; null: codes are symmetric
+  int64_t group_size;  // features of a group; it divides K
 
   int elements() const { return dtype == 0 ? 2 : 1; }
-  long units() const { return ceil_div(k, elements()); }  // of one row
+  long units() const { return ceil_div(k, elements()); }  // of one row, AS_DTYPE
+  long groups() const { return k / group_size; }
 };
 
 constexpr int NV = 2;                      // vectors in a panel
@@ -48,5 +59,10 @@ inline void linear(Team& team, const LinearDesc& d, const LinearCall& call) {
   const LinearJob job{d, call};
   linear(team, &job, 1);
 }
+
+// Of weights that are codes (quantised.cpp).
+void quantised_linear(Team& team, const LinearJob* jobs, long count);
+long quantised_bytes(const LinearDesc& d);
+void quantised_rows(const LinearDesc& d, const int64_t* ids, long count, void* out, int threads);
 
 }  // namespace nova

@@ -12,7 +12,7 @@ from novainfer.fsm.messages.mode import CHECKPOINT
 from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.cpu.native import DTYPE_CODES, FORMAT_CODES, LinearDesc, library, num_threads, refuses
 
-__all__ = ["NativeLinear", "PackedLinear", "padded", "threads_for"]
+__all__ = ["NativeLinear", "PackedLinear", "described", "padded", "threads_for"]
 
 # Below this much work one thread ends before a second one would have woken up (about 15 us).
 SERIAL_BYTES_MAX = 512 << 10
@@ -30,8 +30,9 @@ def threads_for(rows: int, weight_bytes: int, flops: int) -> int:
 class PackedLinear:
     """Packed weights and their bias, in memory that `desc` describes to the library, and what is computed on them.
 
-    `weight` uint8 [bytes], filled by its subclass; `bias` fp32 and, of quantised weights, `scale` fp32, both of
-    `num_columns(desc)`: whole panels, as what is computed behind the last row is not stored, but it is read.
+    `weight` uint8 [bytes], filled by its subclass; `bias` fp32 [panels * PANEL]: whole panels, as what is computed
+    behind the last row is not stored, but it is read. Codes have a `scale` fp32 [panels, groups, PANEL], too, and some
+    a `shift`.
     """
 
     name: ClassVar[str]
@@ -40,20 +41,28 @@ class PackedLinear:
     gathers_rows: ClassVar[bool] = True
 
     def __init__(
-        self, desc: LinearDesc, weight: Tensor, bias: Tensor | None, scale: Tensor | None, dtype: torch.dtype
+        self,
+        desc: LinearDesc,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
     ) -> None:
         self.out_features, self.in_features = desc.n, desc.k
         self.dtype = dtype
         self.weight = weight
         self.bias = None if bias is None else bias[: desc.n]
         self.scale = scale
+        self.shift = shift
         self.desc = desc
         self._desc = ctypes.byref(desc)
         self._padded_bias = bias
         desc.weight = weight.data_ptr()
         desc.bias = None if bias is None else bias.data_ptr()
         desc.scale = None if scale is None else scale.data_ptr()
-        self.weight_bytes = sum(x.nbytes for x in (weight, bias, scale) if x is not None)
+        desc.shift = None if shift is None else shift.data_ptr()
+        self.weight_bytes = sum(tensor.nbytes for tensor in self.tensors)
         lib = library()
         self._flops_per_row = 2 * self.out_features * self.in_features
         self._linear = lib.nova_linear
@@ -67,29 +76,21 @@ class PackedLinear:
         return refuses(dtype, device)
 
     @classmethod
-    def describe(cls, out_features: int, in_features: int, dtype: torch.dtype) -> LinearDesc:
-        """A weight [out_features, in_features] of this precision, without its memory."""
-        return LinearDesc(None, None, out_features, in_features, DTYPE_CODES[dtype], FORMAT_CODES[cls.precision])
-
-    @classmethod
     def shared_layout(cls) -> str:
         """Of this very library: the sources and the instruction sets it was compiled from."""
         return f"{cls.name} {library()._name}"
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The packed weight, the scale of quantised ones, and the padded bias."""
-        return [tensor for tensor in (self.weight, self.scale, self._padded_bias) if tensor is not None]
+        """The packed weight, scales and shifts of codes (of three dimensions), and the padded bias (of one)."""
+        found = (self.weight, self.scale, self.shift, self._padded_bias)
+        return [tensor for tensor in found if tensor is not None]
 
-    @classmethod
-    def over(cls, out_features: int, in_features: int, dtype: torch.dtype, tensors: list[Tensor]) -> Self:
-        """On what another one has packed."""
-        desc = cls.describe(out_features, in_features, dtype)
-        weight, *vectors = tensors or [torch.empty(0)]
+    @staticmethod
+    def check_packed(desc: LinearDesc, weight: Tensor) -> None:
+        """Raise ValueError for memory that does not hold what `desc` says."""
         if weight.nbytes != library().nova_linear_bytes(ctypes.byref(desc)):
-            raise ValueError(f"this memory is not a packed weight [{out_features}, {in_features}]")
-        scale = vectors.pop(0) if cls.precision != CHECKPOINT else None
-        return cls(desc, weight, vectors[0] if vectors else None, scale, dtype)
+            raise ValueError(f"this memory is not a packed weight [{desc.n}, {desc.k}]")
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] -> [M, N], same dtype. Rows of `x` may lie apart, elements of a row may not."""
@@ -125,10 +126,26 @@ class NativeLinear(PackedLinear):
     def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:
         """Take weight [N, K] and bias [N] into the packed layout; neither is referred to afterwards."""
         lib = library()
-        desc = cls.describe(weight.shape[0], weight.shape[1], weight.dtype)
+        desc = described(weight.shape[0], weight.shape[1], weight.dtype)
         packed = huge_zeros(lib.nova_linear_bytes(ctypes.byref(desc)))
         lib.nova_linear_pack(ctypes.byref(desc), weight.contiguous().data_ptr(), packed.data_ptr(), num_threads())
-        return cls(desc, packed, padded(desc, bias), None, weight.dtype)
+        return cls(desc, packed, padded(desc, bias), weight.dtype)
+
+    @classmethod
+    def over(cls, out_features: int, in_features: int, dtype: torch.dtype, tensors: list[Tensor]) -> Self:
+        """On what another one has packed."""
+        desc = described(out_features, in_features, dtype)
+        weight, *bias = tensors or [torch.empty(0)]
+        cls.check_packed(desc, weight)
+        return cls(desc, weight, bias[0] if bias else None, dtype)
+
+
+def described(
+    out_features: int, in_features: int, dtype: torch.dtype, precision: str = CHECKPOINT, group_size: int | None = None
+) -> LinearDesc:
+    """A weight [out_features, in_features] without its memory; a group is all of a row unless it is said."""
+    codes = DTYPE_CODES[dtype], FORMAT_CODES[precision]
+    return LinearDesc(None, None, out_features, in_features, *codes, None, None, group_size or in_features)
 
 
 def padded(desc: LinearDesc, x: Tensor | None) -> Tensor | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from novainfer.fsm.messages.mode import CHECKPOINT, INT8
+from novainfer.fsm.messages.mode import CHECKPOINT, INT4, INT8
 from novainfer.kernels.cpu.build import best_library
 from novainfer.kernels.ops.forward import Layer
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 DTYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
-FORMAT_CODES = {CHECKPOINT: 0, INT8: 1}  # `WeightFormat` in linear.cpp, by the precision of a linear
+FORMAT_CODES = {CHECKPOINT: 0, INT8: 1, INT4: 2}  # `WeightFormat` in linear.h
 
 _I = ctypes.c_int
 _L = ctypes.c_int64
@@ -51,6 +51,8 @@ class LinearDesc(ctypes.Structure):
         ("dtype", ctypes.c_int32),
         ("format", ctypes.c_int32),
         ("scale", _P),
+        ("shift", _P),
+        ("group_size", _L),
     )
 
 
@@ -129,7 +131,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nova_linear_bytes": (_L, (_DESC,)),
     "nova_linear_columns": (_L, (_DESC,)),
     "nova_linear_pack": (_STATUS, (_DESC, _P, _P, _I)),
-    "nova_linear_quantise": (_STATUS, (_DESC, _P, _P, _P, _I)),
+    "nova_linear_pack_codes": (_STATUS, (_DESC, _P, _P, _I)),
+    "nova_linear_round": (_STATUS, (_DESC, _P, _P, _P, _I)),
     "nova_linear_rows": (_STATUS, (_DESC, _P, _L, _P, _I)),
     "nova_linear": (_STATUS, (_DESC, _P, _L, _L, _P, _I)),
     "nova_cache_block_bytes": (_L, (_CACHE,)),
@@ -193,13 +196,14 @@ def implementations() -> list[tuple[Operation, type]]:
     library()
     from novainfer.kernels.cpu.attention import NativeAttention
     from novainfer.kernels.cpu.forward import NativeForward
-    from novainfer.kernels.cpu.int8 import NativeInt8Linear
     from novainfer.kernels.cpu.linear import NativeLinear
     from novainfer.kernels.cpu.ops import NativeRowOps
+    from novainfer.kernels.cpu.quantised import NativeGroupedLinear, NativeInt8Linear
 
     return [
         ("linear", NativeLinear),
         ("linear", NativeInt8Linear),
+        ("linear", NativeGroupedLinear),
         ("attention", NativeAttention),
         ("ops", NativeRowOps),
         ("forward", NativeForward),

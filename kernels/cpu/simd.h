@@ -36,15 +36,17 @@ inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline vf fnma(vf a, vf b, vf c) { return _mm512_fnmadd_ps(a, b, c); }
 inline vi andi(vi a, vi b) { return _mm512_and_si512(a, b); }
 inline vi xori(vi a, vi b) { return _mm512_xor_si512(a, b); }
-inline vi ori(vi a, vi b) { return _mm512_or_si512(a, b); }
 inline vi shl16(vi a) { return _mm512_slli_epi32(a, 16); }
-inline vi shr16(vi a) { return _mm512_srli_epi32(a, 16); }
-inline vi sra16(vi a) { return _mm512_srai_epi32(a, 16); }
+inline vi shr4(vi a) { return _mm512_srli_epi32(a, 4); }
 inline vf asf(vi a) { return _mm512_castsi512_ps(a); }
 inline vi asi(vf a) { return _mm512_castps_si512(a); }
 inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
-inline vi int8s(const void* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }  // to 32 bits
-inline vi int8_pairs(const void* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }  // to 16
+inline vi to_int(vf a) { return _mm512_cvtps_epi32(a); }  // to nearest, ties to even
+inline vi addi(vi a, vi b) { return _mm512_add_epi32(a, b); }
+inline vi maxi(vi a, vi b) { return _mm512_max_epi32(a, b); }
+inline int32_t hsumi(vi a) { return _mm512_reduce_add_epi32(a); }
+inline int32_t hmaxi(vi a) { return _mm512_reduce_max_epi32(a); }
+inline void store_int8(int8_t* p, vi a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a)); }  // VL bytes
 inline vf round_even(vf a) { return _mm512_roundscale_ps(a, 8); }
 inline vf times_pow2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 inline vm first_lanes(long n) { return n >= 16 ? (vm)0xffff : n <= 0 ? (vm)0 : (vm)((1u << n) - 1); }
@@ -70,15 +72,28 @@ inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 inline vf fnma(vf a, vf b, vf c) { return _mm256_fnmadd_ps(a, b, c); }
 inline vi andi(vi a, vi b) { return _mm256_and_si256(a, b); }
 inline vi xori(vi a, vi b) { return _mm256_xor_si256(a, b); }
-inline vi ori(vi a, vi b) { return _mm256_or_si256(a, b); }
 inline vi shl16(vi a) { return _mm256_slli_epi32(a, 16); }
-inline vi shr16(vi a) { return _mm256_srli_epi32(a, 16); }
-inline vi sra16(vi a) { return _mm256_srai_epi32(a, 16); }
+inline vi shr4(vi a) { return _mm256_srli_epi32(a, 4); }
 inline vf asf(vi a) { return _mm256_castsi256_ps(a); }
 inline vi asi(vf a) { return _mm256_castps_si256(a); }
 inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
-inline vi int8s(const void* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
-inline vi int8_pairs(const void* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline vi to_int(vf a) { return _mm256_cvtps_epi32(a); }
+inline vi addi(vi a, vi b) { return _mm256_add_epi32(a, b); }
+inline vi maxi(vi a, vi b) { return _mm256_max_epi32(a, b); }
+inline int32_t hsumi(vi a) {
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+inline int32_t hmaxi(vi a) {
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+inline void store_int8(int8_t* p, vi a) {
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+}
 inline vf round_even(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline vf times_pow2(vf x, vf n) {  // n is integral, in [-126, 127]
   return mul(x, asf(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)));
@@ -146,7 +161,6 @@ struct Fp32 {
   using type = float;
   static constexpr int E = 1;  // elements in a unit
   static vf dp(vf acc, vi a, vi b) { return fma(asf(a), asf(b), acc); }
-  static vi from_int8(const char* p) { return asi(to_float(int8s(p))); }  // VL bytes
   static vf load(const type* p) { return loadf(p); }
   static void store(type* p, vf x) { storef(p, x); }
 };
@@ -154,12 +168,6 @@ struct Fp32 {
 struct Bf16 {
   using type = uint16_t;
   static constexpr int E = 2;
-  // 2 VL bytes; whole numbers this small have the lower half of their fp32 bits empty.
-  static vi from_int8(const char* p) {
-    const vi pairs = int8_pairs(p);
-    const vf low = to_float(sra16(shl16(pairs))), high = to_float(sra16(pairs));
-    return ori(shr16(asi(low)), asi(high));
-  }
 #if defined(__AVX512BF16__)
   static vf dp(vf acc, vi a, vi b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
 #else

@@ -27,6 +27,11 @@ class GroupedForm(NamedTuple):
     group_size: int
     zero: int | None  # the code that stands for 0 in every group; None: a shift for each says it
 
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether 0 is in the middle of the codes in every group: then no shift need be kept."""
+        return self.zero == (LARGEST_INT4 if self.bits == 4 else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:

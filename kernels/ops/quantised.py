@@ -71,14 +71,14 @@ def put_in_parts(linear: _Filled, rows: Callable[[int, int], Tensor]) -> None:
 
 
 class TorchInt8Linear:
-    """Widened by torch, a tile of rows at a time: any device, any dtype."""
+    """Widened by torch, a tile of rows at a time: any device, any dtype. Sums are in fp32, whole numbers up to 2^24."""
 
     name: ClassVar[str] = "torch-int8"
     precision: ClassVar[str] = INT8
     element: ClassVar[torch.dtype] = torch.int8
     row_invariant: ClassVar[bool] = False
     gathers_rows: ClassVar[bool] = True
-    rounds_activations: ClassVar[bool] = False
+    rounds_activations: ClassVar[bool] = True
 
     def __init__(self, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.q = q  # int8 [N, K]: the elements, or their bits, which are what every operation of torch can move
@@ -138,10 +138,15 @@ class TorchInt8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] -> [M, N]."""
         out = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
+        rows, scale = x, None
+        if self.rounds_activations:
+            rows, scale = quantised(x, self.element)
+            rows, scale = rows.float(), scale[:, None]
         step = max(1, TILE_ELEMENTS_MAX // self.in_features)
         for first in range(0, self.out_features, step):
             part = slice(first, first + step)
-            y = F.linear(x, self.elements[part].to(x.dtype)) * self.scale[part]
+            y = F.linear(rows, self.elements[part].to(rows.dtype))
+            y = (y if scale is None else y * scale) * self.scale[part]
             out[:, part] = y if self.bias is None else y + self.bias[part]
         return out
 
@@ -151,17 +156,19 @@ class TorchInt8Linear:
 
 
 class TorchFp8Linear(TorchInt8Linear):
-    """The same with weights in fp8 (e4m3)."""
+    """The same with weights in fp8 (e4m3), and activations as they are."""
 
     name: ClassVar[str] = "torch-fp8"
     precision: ClassVar[str] = FP8
     element: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    rounds_activations: ClassVar[bool] = False
 
 
 class ReferenceInt8Linear(TorchInt8Linear):
     """The oracle: widened whole, in fp32, rounded once at the end."""
 
     name: ClassVar[str] = "reference-int8"
+    rounds_activations: ClassVar[bool] = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] -> [M, N]."""

@@ -54,7 +54,7 @@ def backend_registry(backend: str) -> Registry:
                 chosen.register(operation, names[name])
     for kernel in everything.implementations("linear"):
         if kernel.name in ("torch-int8", "torch-int4", "torch-fp8") or (
-            kernel.name == "native-int8" and backend == "native"
+            kernel.name in ("native-int8", "native-int4") and backend == "native"
         ):
             chosen.register("linear", kernel)
     for attention in everything.implementations("attention"):

@@ -84,8 +84,9 @@ def test_fp8_is_loaded_as_it_is_asked_for_and_never_gone_to(folder: Path) -> Non
     assert 0 < (first - expected).norm() < 0.15 * expected.norm()
 
 
-def test_int4_keeps_layers_in_groups_and_the_head_in_int8(folder: Path) -> None:
-    exact, runner = make_runner(folder), make_runner(folder, quantization="int4")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_int4_keeps_layers_in_groups_and_the_head_in_int8(backend: str, folder: Path) -> None:
+    exact, runner = make_runner(folder, backend), make_runner(folder, backend, quantization="int4")
     assert {mode.precision for mode in runner.info.modes} == {INT4}
     assert (type(runner._decoder.head).precision, runner._decoder.layers[0].down.precision) == (INT8, INT4)
     assert runner.weight_bytes < 0.35 * exact.weight_bytes
@@ -135,7 +136,8 @@ def test_memory_is_counted_as_it_will_be_taken(folder: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shares memory by memfd")
-@pytest.mark.parametrize(("backend", "quantization"), [*((backend, INT8) for backend in BACKENDS), ("torch", INT4)])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("quantization", [INT8, INT4])
 def test_quantised_weights_are_shared_between_processes(backend: str, quantization: str, folder: Path) -> None:
     fd = os.memfd_create("novainfer-test", os.MFD_ALLOW_SEALING)
     try:

@@ -66,7 +66,13 @@ def test_a_library_is_built_once_and_again_when_a_source_changes(sources: Path) 
 
 def test_other_instruction_sets_are_other_libraries(sources: Path) -> None:
     found = {build.library_of(level, lambda path: path) for level in LEVELS}
-    assert {path.name.rpartition("-")[0] for path in found} == {"avx512-bf16", "avx512", "avx2"}
+    assert {path.name.rpartition("-")[0] for path in found} == {
+        "avx512-bf16",
+        "avx512-vnni",
+        "avx512",
+        "avx2-vnni",
+        "avx2",
+    }
 
 
 def test_what_is_in_the_cache_needs_no_compiler(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +85,13 @@ def test_what_came_with_the_wheel_needs_neither_compiler_nor_cache(
     sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = build.prebuild(build.prebuilt_dir())
-    assert [path.name.rpartition("-")[0] for path in built] == ["avx2", "avx512", "avx512-bf16"]
+    assert [path.name.rpartition("-")[0] for path in built] == [
+        "avx2",
+        "avx2-vnni",
+        "avx512",
+        "avx512-bf16",
+        "avx512-vnni",
+    ]
     take_the_compiler(monkeypatch)
     assert answer(build.best_library(load)) == 42
     assert not build.cache_dir().exists()
@@ -101,7 +113,7 @@ def test_libraries_of_a_wheel_are_the_same_bytes_wherever_they_are_made(sources:
     assert made[0] == made[1]
     (first / "avx2-of-older-sources.so").write_bytes(b"")
     assert [path.read_bytes() for path in build.prebuild(first)] == made[0]
-    assert len(list(first.iterdir())) == 3
+    assert len(list(first.iterdir())) == len(LEVELS)
 
 
 def test_a_cached_library_that_cannot_be_loaded_is_made_again(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,12 +171,15 @@ def test_without_avx2_the_reason_names_it(sources: Path, monkeypatch: pytest.Mon
 
 
 AVX512 = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+VNNI = {"avx512_vnni", "avx_vnni"}
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (AVX512 | {"avx512_bf16"}, ["avx512-bf16", "avx512", "avx2"]),
+        (AVX512 | VNNI | {"avx512_bf16"}, ["avx512-bf16", "avx512-vnni", "avx512", "avx2-vnni", "avx2"]),
+        (AVX512 | {"avx512_vnni"}, ["avx512-vnni", "avx512", "avx2"]),
+        ({"avx2", "fma", "avx_vnni"}, ["avx2-vnni", "avx2"]),
         (AVX512, ["avx512", "avx2"]),
         ({"avx2", "fma"}, ["avx2"]),
         ({"avx2"}, []),
@@ -179,11 +194,13 @@ def test_the_levels_are_those_of_the_cpu_the_best_first(
 
 
 def test_a_better_cpu_can_be_told_to_compute_as_a_lesser_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_levels, "cpu_flags", lambda: frozenset(AVX512 | {"avx512_bf16"}))
+    monkeypatch.setattr(cpu_levels, "cpu_flags", lambda: frozenset(AVX512 | {"avx512_vnni", "avx512_bf16"}))
     monkeypatch.setenv(ISA_VARIABLE, "avx512")
     assert [level.name for level in levels()] == ["avx512", "avx2"]
     monkeypatch.setenv(ISA_VARIABLE, "avx1024")
-    with pytest.raises(LoadError, match="NOVAINFER_ISA must be one of avx512-bf16, avx512, avx2, not 'avx1024'"):
+    with pytest.raises(
+        LoadError, match="NOVAINFER_ISA must be one of avx512-bf16, avx512-vnni, avx512, avx2-vnni, avx2, not 'avx1024'"
+    ):
         levels()
 
 
@@ -196,11 +213,11 @@ def test_a_compiler_older_than_the_cpu_builds_for_lesser_instruction_sets(
     )
     old.chmod(0o755)
     monkeypatch.setenv("CXX", str(old))
-    monkeypatch.setattr(cpu_levels, "cpu_flags", lambda: frozenset(AVX512 | {"avx512_bf16"}))
+    monkeypatch.setattr(cpu_levels, "cpu_flags", lambda: frozenset(AVX512 | {"avx512_vnni", "avx512_bf16"}))
     # Only what the compiler takes matters here, not what this CPU has.
     assert build.best_library(lambda path: path).name.startswith("avx512-")
     assert "native kernels for avx512-bf16 cannot be used" in caplog.text
-    assert "those for avx512 are used instead" in caplog.text
+    assert "those for avx512-vnni are used instead" in caplog.text
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.forward import NativeForward
-from novainfer.kernels.cpu.int8 import NativeInt8Linear
 from novainfer.kernels.cpu.linear import NativeLinear
 from novainfer.kernels.cpu.ops import NativeRowOps
+from novainfer.kernels.cpu.quantised import NativeGroupedLinear, NativeInt8Linear
 from novainfer.kernels.ops.forward import PRODUCTS, DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
 from novainfer.kernels.ops.linear import TorchLinear
 from novainfer.kernels.ops.registry import AttentionShape, Registry
@@ -128,7 +128,7 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_forward_is_proved_on_a_decoder_like_the_one_it_is_for(dtype: torch.dtype) -> None:
     """Its own kernels, one layer of each kind."""
-    for linears in ((NativeLinear,), (NativeInt8Linear,), (NativeLinear, NativeInt8Linear)):
+    for linears in ((NativeLinear,), (NativeInt8Linear,), (NativeGroupedLinear,), (NativeLinear, NativeInt8Linear)):
         for biased, norms, is_sliding in (
             ((), (), False),
             (("qkv",), (), True),

@@ -1,0 +1,75 @@
+// Products of whole numbers: a vector of weights' codes by four INT8 activations, exact on every CPU.
+//
+// VNNI multiplies bytes without a sign by bytes with one and adds to 32 bits. Codes are the ones without: those of 4
+// bits have none, and those of 8 bits are stored 128 higher, which the sum of the activations takes back in the end.
+//
+// Without VNNI the sums of two such products are kept in 16 bits, where they would saturate from 32,767 on. Codes of 4
+// bits cannot get there (2 * 15 * 127). Those of 8 bits are stored as they are, and the code's sign is given to
+// the activation: 2 * 128 * 127 = 32,512.
+#pragma once
+
+#include "simd.h"
+
+namespace nova {
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr int STORED_HIGHER = 128;  // codes of 8 bits, by so much
+
+#if defined(__AVX512VNNI__)
+inline vi dot_bytes(vi acc, vi codes, vi x) { return _mm512_dpbusd_epi32(acc, codes, x); }
+#else
+inline vi dot_bytes(vi acc, vi codes, vi x) { return _mm256_dpbusd_avx_epi32(acc, codes, x); }
+#endif
+inline vi dot_small(vi acc, vi codes, vi x) { return dot_bytes(acc, codes, x); }
+
+#else
+constexpr int STORED_HIGHER = 0;
+
+#if defined(__AVX512F__)
+inline vi dot_small(vi acc, vi codes, vi x) {  // codes from 0 to 15
+  return addi(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, x), _mm512_set1_epi16(1)));
+}
+inline vi dot_bytes(vi acc, vi codes, vi x) {  // codes from -128 to 127
+  const vi turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), x);
+  return dot_small(acc, _mm512_abs_epi8(codes), turned);
+}
+#else
+inline vi dot_small(vi acc, vi codes, vi x) {
+  return addi(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+}
+inline vi dot_bytes(vi acc, vi codes, vi x) {
+  return dot_small(acc, _mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
+}
+#endif
+#endif
+
+constexpr int STEP = 8;  // features of a row that are unpacked together: two units of four
+
+// How the codes of VL rows and of one step lie in memory.
+struct Bytes {
+  static constexpr long VECTOR = VL * STEP;  // bytes: the lower four features of all rows, then the upper four
+  static constexpr int ZERO = STORED_HIGHER;
+  static vi half(const char* w, int h) { return loadi(w + h * VL * 4); }
+  static vi dot(vi acc, vi codes, vi x) { return dot_bytes(acc, codes, x); }
+
+  static void put(char* w, int feature, int code) { w[feature / 4 * VL * 4 + feature % 4] = (char)(code + ZERO); }
+  static int get(const char* w, int feature) {
+    const char byte = w[feature / 4 * VL * 4 + feature % 4];
+    return ZERO ? (int)(uint8_t)byte - ZERO : (int)(int8_t)byte;
+  }
+};
+
+struct Nibbles {
+  static constexpr long VECTOR = VL * STEP / 2;  // a byte holds a feature of the lower four and one of the upper four
+  static constexpr int ZERO = 0;
+  static vi half(const char* w, int h) {
+    const vi both = loadi(w);
+    return andi(h ? shr4(both) : both, set1i(0x0f0f0f0fu));
+  }
+  static vi dot(vi acc, vi codes, vi x) { return dot_small(acc, codes, x); }
+
+  static void put(char* w, int feature, int code) { w[feature % 4] |= (char)(code << feature / 4 * 4); }
+  static int get(const char* w, int feature) { return (uint8_t)w[feature % 4] >> feature / 4 * 4 & 15; }
+};
+
+}  // namespace nova

@@ -1,0 +1,305 @@
+// y = x @ W.T over weights that are whole numbers of 8 or 4 bits, with a scale (and a shift) for each group of
+// features.
+//
+// Activations are rounded to INT8 once for each product, every group of a row's features as a row of its own, by the
+// definition of kernels/ops/quantised.py; a weight that is rounded by row is one group. Products and sums within a
+// group are exact, so neither tile nor instruction set can change them. Then, in fp32, one chain for an output element:
+//
+//   y = fma(float(sum of code * q) * x scale, weight scale, y)      for each group, ascending
+//   y = fma(float(sum of q) * x scale, shift, y)                    likewise, where codes are not symmetric
+//
+// so that a row has the same bits in any batch and on every CPU. Symmetric codes of 4 bits stand for 8 less than they
+// are: 8 times the sum of q is taken from the sum before it becomes fp32.
+//
+// Packing: as in linear.cpp, rows of a panel side by side, here in steps of eight features: [panel][step][vector][...]
+// (codes.h), with codes of 4 bits two to a byte, which are unpacked in registers by each tile that passes. Scales and
+// shifts: [panel][group][PANEL].
+#include <algorithm>
+#include <memory>
+
+#include "abi.h"
+#include "codes.h"
+#include "linear.h"
+#include "tiling.h"
+
+namespace nova {
+namespace {
+
+constexpr int SYMMETRIC_INT4 = 8;  // the code that stands for 0
+
+// What is taken from each stored code.
+template <class W>
+int zero_of(const LinearDesc& d) {
+  return W::ZERO + (d.format == CODES4 && !d.shift ? SYMMETRIC_INT4 : 0);
+}
+
+long steps_of(const LinearDesc& d) { return ceil_div(d.group_size, STEP); }  // of a group
+long padded_columns(const LinearDesc& d) { return d.groups() * steps_of(d) * STEP; }
+
+// Activations in INT8: rows of `width` bytes, and three numbers for each of their groups.
+struct Rounded {
+  const long width, groups;
+  std::unique_ptr<int8_t[]> q;
+  std::unique_ptr<float[]> scale, sum;  // the sum times the scale
+  std::unique_ptr<int32_t[]> begin;     // what a sum of products begins at: the zero of all codes taken from it
+
+  Rounded(long m, long width, long groups)
+      : width(width),
+        groups(groups),
+        q(new int8_t[m * width]),
+        scale(new float[m * groups]),
+        sum(new float[m * groups]),
+        begin(new int32_t[m * groups]) {}
+};
+
+// Rounds `count` numbers to `padded` bytes and gives the scale: the largest over 127, NaN where one is. `sum` is that
+// of what was rounded.
+template <class T>
+float round_to_int8(const typename T::type* from, long count, int8_t* to, long padded, int32_t* sum) {
+  vi most = set1i(0);  // as whole numbers, bits without sign are ordered as they are, with NaN above all
+  for (long k = 0; k < count; k += VL)
+    most = maxi(most, andi(asi(load_first<T>(from + k, count - k)), set1i(0x7fffffffu)));
+  const int32_t bits = hmaxi(most);
+  float scale;
+  std::memcpy(&scale, &bits, 4);
+  scale /= 127.0f;
+  const vf step = set1(scale > 0 ? scale : 1.0f);
+  vi total = set1i(0);
+  for (long k = 0; k < count; k += VL) {
+    const vi rounded = to_int(div(load_first<T>(from + k, count - k), step));
+    total = addi(total, rounded);
+    if (padded - k >= VL) {
+      store_int8(to + k, rounded);
+    } else {
+      int8_t last[VL];
+      store_int8(last, rounded);
+      std::memcpy(to + k, last, padded - k);
+    }
+  }
+  for (long k = ceil_div(count, VL) * VL; k < padded; k++) to[k] = 0;
+  *sum = hsumi(total);
+  return scale;
+}
+
+template <class T>
+Rounded rounded_rows(Team& team, const LinearDesc& d, const LinearCall& call, int zero) {
+  using E = typename T::type;
+  const long groups = d.groups(), padded = steps_of(d) * STEP;
+  Rounded out(call.m, padded_columns(d), groups);
+  team.rows(call.m, [&](long row) {
+    for (long g = 0; g < groups; g++) {
+      int32_t sum;
+      const E* from = (const E*)call.x + row * call.x_stride + g * d.group_size;
+      const long at = row * groups + g;
+      out.scale[at] = round_to_int8<T>(from, d.group_size, &out.q[row * out.width + g * padded], padded, &sum);
+      out.sum[at] = (float)sum * out.scale[at];
+      out.begin[at] = -zero * sum;
+    }
+  });
+  return out;
+}
+
+// One panel of the weight, and what belongs to it.
+struct Panel {
+  const char* w;
+  const float* scale;
+  const float* shift;
+  const char* next;  // what is asked for meanwhile
+};
+
+// out[r][lane] = row r of x by panel row `lane`, for MR rows from `row` on.
+template <class W, int MR, int LINES>
+void tile(const Rounded& x, long row, const Panel& panel, long steps, float* out) {
+  // Few rows leave registers for two chains of sums each, which hide the products' latency. Sums are exact.
+  constexpr int CHAINS = 2 * MR * NV <= VL ? 2 : 1;
+  constexpr long VECTOR = W::VECTOR;
+  const int8_t* base[(MR + 2) / 3];
+  for (int i = 0; i < (MR + 2) / 3; i++) base[i] = &x.q[(row + 3 * i) * x.width];
+  const char *w = panel.w, *next = panel.next;
+  for (long g = 0; g < x.groups; g++) {
+    vi acc[CHAINS][MR][NV];
+    for (int r = 0; r < MR; r++)
+      for (int v = 0; v < NV; v++) {
+        acc[0][r][v] = set1i((uint32_t)x.begin[(row + r) * x.groups + g]);
+        if (CHAINS == 2) acc[CHAINS - 1][r][v] = set1i(0);
+      }
+#pragma GCC unroll 2
+    for (long s = 0; s < steps; s++) {
+      for (int line = 0; line < LINES; line++) _mm_prefetch(next + line * 64, _MM_HINT_T0);
+      next += LINES * 64;
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; h++) {
+        vi codes[NV];
+        for (int v = 0; v < NV; v++) codes[v] = W::half(w + v * VECTOR, h);
+#pragma GCC unroll 12
+        for (int r = 0; r < MR; r++) {
+          const vi a = broadcast_unit(base[r / 3] + (r % 3) * x.width + h * 4);
+          for (int v = 0; v < NV; v++) acc[h % CHAINS][r][v] = W::dot(acc[h % CHAINS][r][v], codes[v], a);
+        }
+      }
+      for (const int8_t*& at : base) at += STEP;
+      w += NV * VECTOR;
+    }
+    for (int v = 0; v < NV; v++) {
+      const vf scale = loadf(panel.scale + g * PANEL + v * VL);
+      const vf shift = panel.shift ? loadf(panel.shift + g * PANEL + v * VL) : zero();
+      for (int r = 0; r < MR; r++) {
+        const long at = (row + r) * x.groups + g;
+        const vi sum = CHAINS == 2 ? addi(acc[0][r][v], acc[CHAINS - 1][r][v]) : acc[0][r][v];
+        vf y = g ? loadf(out + r * PANEL + v * VL) : zero();
+        y = fma(mul(to_float(sum), set1(x.scale[at])), scale, y);
+        if (panel.shift) y = fma(set1(x.sum[at]), shift, y);
+        storef(out + r * PANEL + v * VL, y);
+      }
+    }
+  }
+}
+
+using Tile = void (*)(const Rounded&, long, const Panel&, long, float*);
+
+template <class W, int LINES>
+constexpr Tile tiles[] = {
+    nullptr,           tile<W, 1, LINES>, tile<W, 2, LINES>, tile<W, 3, LINES>,  tile<W, 4, LINES>,
+    tile<W, 5, LINES>, tile<W, 6, LINES>,
+#if defined(__AVX512F__)
+    tile<W, 7, LINES>, tile<W, 8, LINES>, tile<W, 9, LINES>, tile<W, 10, LINES>, tile<W, 11, LINES>,
+    tile<W, 12, LINES>
+#endif
+};
+
+template <class T, class W>
+class Product {
+ public:
+  Product(const LinearJob& job, long num_products, Team& team)
+      : d_(job.d),
+        call_(job.call),
+        x_(rounded_rows<T>(team, d_, call_, zero_of<W>(d_))),
+        tiling_(call_.m, panels_, panel_bytes() * (call_.gated ? 2 : 1), num_products, team.size()) {}
+
+  long items() const { return tiling_.items(); }
+
+  void compute(long item) const {
+    constexpr int LINES = NV * W::VECTOR / 64;  // cache lines of a step
+    const bool stream = tiling_.is_stream;
+    const Epilogue<T> epilogue{d_, call_};
+    alignas(64) float result[2][MR_MAX * PANEL];
+    tiling_.compute(item, [&](long panel, long row, int rows, long t) {
+      const Tile tile = stream ? tiles<W, LINES>[rows] : tiles<W, 1>[rows];  // as in linear.cpp
+      const long ahead = stream ? PREFETCH_BYTES : t < LINES ? codes_bytes_ + t * d_.groups() * steps_ * 64 : 0;
+      tile(x_, row, this->panel(panel, ahead), steps_, result[0]);
+      if (call_.gated) {
+        tile(x_, row, this->panel(panel + panels_, ahead), steps_, result[1]);
+        epilogue.store_gated(result[0], result[1], rows, row, panel, panel + panels_);
+      } else {
+        epilogue.store(result[0], rows, row, panel);
+      }
+    });
+  }
+
+ private:
+  const LinearDesc& d_;
+  const LinearCall call_;
+  const long steps_ = steps_of(d_), codes_bytes_ = d_.groups() * steps_ * NV * W::VECTOR;
+  const long panels_ = call_.gated ? d_.n / 2 / PANEL : ceil_div(d_.n, PANEL);
+  Rounded x_;
+  const Tiling tiling_;
+
+  long panel_bytes() const { return codes_bytes_ + d_.groups() * PANEL * (d_.shift ? 8 : 4); }
+
+  Panel panel(long number, long ahead) const {
+    const char* w = (const char*)d_.weight + number * codes_bytes_;
+    const long numbers = number * d_.groups() * PANEL;
+    return {w, d_.scale + numbers, d_.shift ? d_.shift + numbers : nullptr, w + ahead};
+  }
+};
+
+// Where the step of a feature begins for one row of the weight, and which of its features it is.
+template <class W>
+std::pair<long, int> place(const LinearDesc& d, long row, long k) {
+  const long in_group = k % d.group_size, step = k / d.group_size * steps_of(d) + in_group / STEP;
+  const long vectors = (row / PANEL * steps_of(d) * d.groups() + step) * NV + row % PANEL / VL;
+  return {vectors * W::VECTOR + row % VL * 4, (int)(in_group % STEP)};
+}
+
+template <class W>
+void pack_row(const LinearDesc& d, const int8_t* codes, long row, char* out) {
+  for (long k = 0; k < d.k; k++) {
+    const auto [at, feature] = place<W>(d, row, k);
+    W::put(out + at, feature, codes[k]);
+  }
+}
+
+template <class T>
+void round_rows(const LinearDesc& d, const typename T::type* weight, char* out, float* scale, int threads) {
+  Team(threads).rows(d.n, [&](long row) {
+    const std::unique_ptr<int8_t[]> codes(new int8_t[d.k]);
+    int32_t sum;
+    scale[row] = round_to_int8<T>(weight + row * d.k, d.k, codes.get(), d.k, &sum);
+    pack_row<Bytes>(d, codes.get(), row, out);
+  });
+}
+
+template <class T, class W>
+void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::type* out, int threads) {
+  const float below = d.format == CODES4 ? SYMMETRIC_INT4 : 0;
+  Team(threads).rows(count, [&](long i) {
+    const long row = ids[i];
+    for (long k = 0; k < d.k; k++) {
+      const auto [at, feature] = place<W>(d, row, k);
+      const long number = (row / PANEL * d.groups() + k / d.group_size) * PANEL + row % PANEL;
+      const float scale = d.scale[number], shift = d.shift ? d.shift[number] : -below * scale;
+      out[i * d.k + k] = from_float<T>((float)W::get((const char*)d.weight + at, feature) * scale + shift);
+    }
+  });
+}
+
+}  // namespace
+
+void quantised_linear(Team& team, const LinearJob* jobs, long count) {
+  const bool is_int8 = jobs[0].d.format == CODES8;
+  if (jobs[0].d.dtype == 0)
+    is_int8 ? multiply<Product<Bf16, Bytes>>(team, jobs, count) : multiply<Product<Bf16, Nibbles>>(team, jobs, count);
+  else
+    is_int8 ? multiply<Product<Fp32, Bytes>>(team, jobs, count) : multiply<Product<Fp32, Nibbles>>(team, jobs, count);
+}
+
+long quantised_bytes(const LinearDesc& d) {
+  return ceil_div(d.n, PANEL) * PANEL * padded_columns(d) / (d.format == CODES4 ? 2 : 1);
+}
+
+void quantised_rows(const LinearDesc& d, const int64_t* ids, long count, void* out, int threads) {
+  if (d.dtype == 0)
+    d.format == CODES8 ? gather<Bf16, Bytes>(d, ids, count, (uint16_t*)out, threads)
+                       : gather<Bf16, Nibbles>(d, ids, count, (uint16_t*)out, threads);
+  else
+    d.format == CODES8 ? gather<Fp32, Bytes>(d, ids, count, (float*)out, threads)
+                       : gather<Fp32, Nibbles>(d, ids, count, (float*)out, threads);
+}
+
+}  // namespace nova
+
+using namespace nova;
+
+extern "C" {
+
+// Codes [n, k], one a byte, into `out`, which is zeroed.
+int nova_linear_pack_codes(const LinearDesc* d, const int8_t* codes, void* out, int threads) {
+  return guarded([&] {
+    Team(threads).rows(d->n, [&](long row) {
+      d->format == CODES8 ? pack_row<Bytes>(*d, codes + row * d->k, row, (char*)out)
+                          : pack_row<Nibbles>(*d, codes + row * d->k, row, (char*)out);
+    });
+  });
+}
+
+// Rounds rows [n, k] of the weight to INT8 and packs them; `out` is zeroed, `scale` [n].
+int nova_linear_round(const LinearDesc* d, const void* weight, void* out, float* scale, int threads) {
+  return guarded([&] {
+    if (d->dtype == 0)
+      round_rows<Bf16>(*d, (const uint16_t*)weight, (char*)out, scale, threads);
+    else
+      round_rows<Fp32>(*d, (const float*)weight, (char*)out, scale, threads);
+  });
+}
+
+}  // extern "C"
