@@ -1,11 +1,5 @@
 // Causal attention over a paged KV cache.
 //
-// Layout, by layer, block and kv head: groups of 16 tokens, all keys of the block, then all values.
-//   keys   [unit of head_dim][16 tokens]: a vector is one unit of 16 tokens; a query's unit is broadcast against it
-//   values [unit of tokens][head_dim]:    a vector is one unit (bf16: two tokens) of 16 columns; a unit of
-//                                         probabilities is broadcast against it
-// so that both products are the linear's loop: load, broadcast, `dp`, and no horizontal step.
-//
 // The query heads that share a kv head are rows of one tile, together with neighbouring query tokens: keys and values
 // are read once for all of them.
 //
@@ -18,189 +12,27 @@
 #include <algorithm>
 
 #include "abi.h"
+#include "attention_float.h"
+#include "attention_int8.h"
 
 namespace nova {
 namespace {
 
-constexpr int ROWS = VL == 16 ? 6 : 3;         // rows of a register tile
-constexpr int VECTORS = 4;                     // vectors of a register tile
-constexpr int GROUP_VECTORS = GROUP / VL;      // vectors that hold a group's 16 lanes
-constexpr int WIDE = VECTORS / GROUP_VECTORS;  // groups of a register tile
-constexpr int ROWS_TARGET = 48;                // query rows computed over one reading of the context
-constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
-
-// The groups of one KV tile: where they lie, which positions they hold.
-struct TileGroups {
-  const uint32_t* keys[TILE_GROUPS];
-  const uint32_t* values[TILE_GROUPS];
-  int position[TILE_GROUPS];  // of the first token
-  int tokens[TILE_GROUPS];    // 1..16
-  int count = 0;
-};
-
-void find_groups(const CacheDesc& cache, const uint32_t* layer, const int32_t* table, int head, long tile, long limit,
-                 TileGroups& g) {
-  const long per_block = cache.groups_per_block();
-  g.count = 0;
-  for (long i = tile * TILE_GROUPS; i < (tile + 1) * TILE_GROUPS; i++) {
-    const long block = i / per_block, in_block = i % per_block;
-    const long position = block * cache.block_size + in_block * GROUP;
-    if (position >= limit) break;
-    const uint32_t* base = layer + table[block] * cache.block_units() + head * cache.head_units();
-    g.keys[g.count] = base + in_block * cache.key_group();
-    g.values[g.count] = base + per_block * cache.key_group() + in_block * cache.value_group();
-    g.position[g.count] = (int)position;
-    g.tokens[g.count] = (int)std::min({(long)GROUP, cache.block_size - in_block * GROUP, limit - position});
-    g.count++;
-  }
-}
-
-inline void prefetch(const uint32_t* from, long units) {
-  for (long i = 0; i < units; i += 16) _mm_prefetch((const char*)(from + i), _MM_HINT_T0);
-}
-
-// scores[r][group * 16 + lane] = query row r . key, for MR rows and NG groups.
-template <class T, int MR, int NG>
-__attribute__((noinline)) void score_tile(const uint32_t* q, long q_stride, const uint32_t* const* keys, long units,
-                                          float* scores) {
-  constexpr int NVEC = NG * GROUP_VECTORS;
-  vf acc[MR][NVEC];
-#pragma GCC unroll 16
-  for (int r = 0; r < MR; r++)
-#pragma GCC unroll 16
-    for (int v = 0; v < NVEC; v++) acc[r][v] = zero();
-  for (long u = 0; u < units; u++) {
-    vi b[NVEC];
-#pragma GCC unroll 16
-    for (int v = 0; v < NVEC; v++) b[v] = loadi(keys[v / GROUP_VECTORS] + u * GROUP + v % GROUP_VECTORS * VL);
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++) {
-      const vi a = broadcast_unit(q + r * q_stride + u);
-#pragma GCC unroll 16
-      for (int v = 0; v < NVEC; v++) acc[r][v] = T::dp(acc[r][v], a, b[v]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < MR; r++)
-#pragma GCC unroll 16
-    for (int v = 0; v < NVEC; v++) storef(scores + r * TILE_LANES + v * VL, acc[r][v]);
-}
-
-// out[r][column] = sum over the tile's tokens of p[r][token] * value[token][column], for MR rows and NC vectors of
-// columns; merged into what is there as `out * keep[r] + sum * take[r]` when `keep` is given. Row r sees the tokens
-// from position begin[r] to before seen[r], which ascend with r; all others are not multiplied, not even by their
-// probability of zero: they may be infinite or NaN.
-template <class T, int MR, int NC>
-__attribute__((noinline)) void value_tile(const typename T::type* p, const TileGroups& g, long column, long width,
-                                          float* out, const float* keep, const float* take, const int* begin,
-                                          const int* seen) {
-  vf acc[MR][NC];
-#pragma GCC unroll 16
-  for (int r = 0; r < MR; r++)
-#pragma GCC unroll 16
-    for (int v = 0; v < NC; v++) acc[r][v] = zero();
-  int lead = 0;  // groups that begin before the window of some row
-  while (lead < g.count && g.position[lead] < begin[MR - 1]) lead++;
-  int common = g.count;  // behind them: groups that all rows see as far as they are filled
-  while (common > lead && g.position[common - 1] + g.tokens[common - 1] > seen[0]) common--;
-  const vi low = set1i(0xffffu), high = set1i(0xffff0000u);
-  // Only in a group of the first `lead` may a row's window begin.
-  auto row_by_row = [&](int i, auto leads) __attribute__((always_inline)) {
-    for (int r = 0; r < MR; r++) {
-      const uint32_t* value = g.values[i] + column;
-      const typename T::type* pr = p + i * GROUP + r * TILE_LANES;
-      const int from = leads ? std::max(0, begin[r] - g.position[i]) : 0;
-      const int tokens = std::max(0, std::min(g.tokens[i], seen[r] - g.position[i]));
-      if (leads && tokens <= from) continue;
-      const int full = tokens / T::E;
-      int u = from / T::E;
-      if (leads && from % T::E) {
-        for (int v = 0; v < NC; v++)
-          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + u * T::E), andi(loadi(value + u * width + v * VL), high));
-        u++;
-      }
-      for (; u < full; u++)
-        for (int v = 0; v < NC; v++)
-          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + u * T::E), loadi(value + u * width + v * VL));
-      if (tokens % T::E)
-        for (int v = 0; v < NC; v++)
-          acc[r][v] =
-              T::dp(acc[r][v], broadcast_unit(pr + full * T::E), andi(loadi(value + full * width + v * VL), low));
-    }
-  };
-  for (int i = 0; i < lead; i++) row_by_row(i, std::true_type());  // where windows begin
-  for (int i = lead; i < common; i++) {
-    const uint32_t* value = g.values[i] + column;
-    const typename T::type* pr = p + i * GROUP;
-    const int full = g.tokens[i] / T::E;
-    for (int u = 0; u < full; u++) {
-      vi b[NC];
-#pragma GCC unroll 16
-      for (int v = 0; v < NC; v++) b[v] = loadi(value + u * width + v * VL);
-#pragma GCC unroll 16
-      for (int r = 0; r < MR; r++) {
-        const vi a = broadcast_unit(pr + r * TILE_LANES + u * T::E);
-#pragma GCC unroll 16
-        for (int v = 0; v < NC; v++) acc[r][v] = T::dp(acc[r][v], a, b[v]);
-      }
-    }
-    if (g.tokens[i] % T::E) {
-      // Half a unit: the other token was never written for this sequence, but by an earlier owner of the block.
-#pragma GCC unroll 16
-      for (int v = 0; v < NC; v++) {
-        const vi b = andi(loadi(value + full * width + v * VL), low);
-#pragma GCC unroll 16
-        for (int r = 0; r < MR; r++) acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + r * TILE_LANES + full * T::E), b);
-      }
-    }
-  }
-  for (int i = common; i < g.count; i++) row_by_row(i, std::false_type());  // the diagonal
-#pragma GCC unroll 16
-  for (int r = 0; r < MR; r++)
-#pragma GCC unroll 16
-    for (int v = 0; v < NC; v++) {
-      float* to = out + r * width + column + v * VL;
-      storef(to, keep ? fma(loadf(to), set1(keep[r]), mul(acc[r][v], set1(take[r]))) : acc[r][v]);
-    }
-}
-
-// Calls f<MR>(first row) over `rows` rows in register tiles of nearly equal height.
-template <class F>
-void over_rows(int rows, F&& f) {
-  const int tiles = (int)ceil_div(rows, ROWS);
-  for (int t = 0; t < tiles; t++) {
-    const int a = rows * t / tiles, b = rows * (t + 1) / tiles;
-    switch (b - a) {
-      case 1: f(std::integral_constant<int, 1>(), a); break;
-      case 2: f(std::integral_constant<int, 2>(), a); break;
-      case 3: f(std::integral_constant<int, 3>(), a); break;
-      case 4:
-        if constexpr (ROWS > 3) f(std::integral_constant<int, 4>(), a);
-        break;
-      case 5:
-        if constexpr (ROWS > 3) f(std::integral_constant<int, 5>(), a);
-        break;
-      case 6:
-        if constexpr (ROWS > 3) f(std::integral_constant<int, 6>(), a);
-        break;
-    }
-  }
-}
+constexpr int ROWS_TARGET = 48;  // query rows computed over one reading of the context
 
 // One thread's working memory for a group of query rows.
-template <class T>
+template <class Tiles>
 struct Scratch {
-  std::vector<uint32_t> query;  // [rows][key_units]
-  std::vector<float> scores = std::vector<float>(ROWS * TILE_LANES);
-  std::vector<typename T::type> p = std::vector<typename T::type>(ROWS * TILE_LANES);
+  Tiles tiles;
   std::vector<float> acc;                 // [rows][width]
   std::vector<float> max, sum;            // [rows], merged so far
   std::vector<float> tile_max, tile_sum;  // [rows]
   std::vector<float> keep, take;          // [rows]
 
   // May run out of memory half way, so each is asked, and none shrinks.
-  void fit(size_t rows, size_t key_units, size_t width) {
-    if (query.size() < rows * key_units) query.resize(rows * key_units);
+  void fit(size_t rows, const CacheDesc& cache) {
+    const size_t width = cache.value_width();
+    tiles.fit(rows, cache);
     if (acc.size() < rows * width) acc.resize(rows * width);
     for (auto* v : {&max, &sum, &tile_max, &tile_sum, &keep, &take})
       if (v->size() < rows) v->resize(rows);
@@ -210,17 +42,17 @@ struct Scratch {
 // A tile's result in AttentionPlan::partials: max [rows], sum [rows], accumulator [rows][width].
 inline long partial_floats(long rows, long width) { return rows * (2 + width); }
 
-template <class T>
+template <class T, class Tiles>
 struct Attention {
   using E = typename T::type;
   const CacheDesc& cache;
   const Batch& batch;
   AttentionPlan& plan;
   const AttentionCall& call;
-  Scratch<T>& s;
+  Scratch<Tiles>& s;
   const int ratio = cache.num_heads / cache.num_kv_heads;
-  const long key_units = cache.key_units(), width = cache.value_width();
-  const uint32_t* layer = (const uint32_t*)cache.data + call.layer * cache.layer_units();
+  const long width = cache.value_width();
+  const uint32_t* layer = cache.layer(call.layer);
 
   void item(const AttentionPlan::Item& item) {
     const AttentionPlan::Group& group = plan.groups[item.group];
@@ -241,7 +73,7 @@ struct Attention {
       if (tile + 1 < item.last_tile)
         find_groups(cache, layer, table, group.head, tile + 1, position0 + group.count, next);
       float* out = partial ? partial + (tile - group.first_tile) * partial_floats(rows, width) : nullptr;
-      over_rows(rows, [&](auto mr, int r) { rows_of_tile<mr>(tiles[i], next, r, position0, rows, out); });
+      over_rows<Tiles::ROWS>(rows, [&](auto mr, int r) { rows_of_tile<mr>(tiles[i], next, r, position0, rows, out); });
     }
     if (!partial) {
       finish(group);
@@ -257,9 +89,7 @@ struct Attention {
       const long token = batch.query_start[group.seq] + group.first + r / ratio;
       const E* from =
           (const E*)call.query + token * call.query_stride + (group.head * ratio + r % ratio) * (long)cache.head_dim;
-      E* to = (E*)&s.query[r * key_units];
-      std::memcpy(to, from, cache.head_dim * sizeof(E));
-      if (cache.head_dim % T::E) to[cache.head_dim] = 0;
+      s.tiles.load(r, from, cache.head_dim);
     }
   }
 
@@ -271,7 +101,8 @@ struct Attention {
     for (int j = 0; j < MR; j++) {
       seen[j] = position0 + (r + j) / ratio + 1;
       begin[j] = plan.window ? (int)std::max<int64_t>(0, seen[j] - plan.window) : 0;
-      soften(g, j, r + j, begin[j], seen[j]);
+      const Softened softened = s.tiles.soften(g, j, begin[j], seen[j], call.scale * LOG2E);
+      s.tile_max[r + j] = softened.max, s.tile_sum[r + j] = softened.sum;
     }
     if (partial) {
       std::copy_n(&s.tile_max[r], MR, partial + r);
@@ -288,71 +119,23 @@ struct Attention {
   // `stream`: few rows, so the context is waited for; ask for what comes next while this is computed.
   template <int MR>
   void score(const TileGroups& g, int r, bool stream) {
-    const uint32_t* q = &s.query[r * key_units];
     int i = 0;
     for (; i + WIDE <= g.count; i += WIDE) {
       if (stream) {
         for (int j = i + WIDE; j < std::min(g.count, i + 2 * WIDE); j++) prefetch(g.keys[j], cache.key_group());
         for (int j = i; j < i + WIDE; j++) prefetch(g.values[j], cache.value_group());
       }
-      score_tile<T, MR, WIDE>(q, key_units, g.keys + i, key_units, &s.scores[i * GROUP]);
+      s.tiles.template score<MR, WIDE>(g, i, r);
     }
-    for (; i < g.count; i++) score_tile<T, MR, 1>(q, key_units, g.keys + i, key_units, &s.scores[i * GROUP]);
-  }
-
-  // Turns row j of the scores (row r of the group) into probabilities up to a common factor: 2^(score - tile_max).
-  // It sees the tokens from position `begin` to before `seen`.
-  __attribute__((noinline)) void soften(const TileGroups& g, int j, int r, int begin, int seen) {
-    const vf minus_inf = set1(NEG_INF), scale = set1(call.scale * LOG2E);
-    float* scores = &s.scores[j * TILE_LANES];
-    E* p = &s.p[j * TILE_LANES];
-    int lead = 0;  // groups that begin before its window
-    while (lead < g.count && g.position[lead] < begin) lead++;
-    int whole = lead;  // behind them: up to here groups that this row sees entirely
-    while (whole < g.count && g.tokens[whole] == GROUP && g.position[whole] + GROUP <= seen) whole++;
-    // Vector v of group i where the row sees it, `other` elsewhere.
-    auto visible = [&](int i, int v, vf x, vf other, auto leads) {
-      x = select(first_lanes(std::min(g.tokens[i], seen - g.position[i]) - v * VL), x, other);
-      return leads ? select(first_lanes(begin - g.position[i] - v * VL), other, x) : x;
-    };
-
-    vf most = minus_inf;
-    auto take_maximum = [&](int i, auto leads) {
-      for (int v = 0; v < GROUP_VECTORS; v++)
-        most = vmax(visible(i, v, loadf(scores + i * GROUP + v * VL), minus_inf, leads), most);
-    };
-    for (int i = 0; i < lead; i++) take_maximum(i, std::true_type());
-    for (int v = lead * GROUP_VECTORS; v < whole * GROUP_VECTORS; v++) most = vmax(loadf(scores + v * VL), most);
-    for (int i = whole; i < g.count; i++) take_maximum(i, std::false_type());
-    const float max = hmax(most) * (call.scale * LOG2E);
-    const vf minus_max = set1(-max);
-    vf sum = zero();
-    auto soften_group = [&](int i, auto leads) {
-      for (int v = 0; v < GROUP_VECTORS; v++) {
-        const vf e = exp2v<T::E == 2>(fma(loadf(scores + i * GROUP + v * VL), scale, minus_max));
-        const vf kept = visible(i, v, e, zero(), leads);
-        sum = add(sum, kept);
-        T::store(p + i * GROUP + v * VL, kept);
-      }
-    };
-    for (int i = 0; i < lead; i++) soften_group(i, std::true_type());
-    for (int v = lead * GROUP_VECTORS; v < whole * GROUP_VECTORS; v++) {
-      const vf e = exp2v<T::E == 2>(fma(loadf(scores + v * VL), scale, minus_max));
-      sum = add(sum, e);
-      T::store(p + v * VL, e);
-    }
-    for (int i = whole; i < g.count; i++) soften_group(i, std::false_type());
-    s.tile_max[r] = max;
-    s.tile_sum[r] = hsum(sum);
+    for (; i < g.count; i++) s.tiles.template score<MR, 1>(g, i, r);
   }
 
   template <int MR>
   void weigh(const TileGroups& g, float* out, const float* keep, const float* take, const int* begin, const int* seen) {
     long column = 0;
     for (; column + VECTORS * VL <= width; column += VECTORS * VL)
-      value_tile<T, MR, VECTORS>(s.p.data(), g, column, width, out, keep, take, begin, seen);
-    for (; column < width; column += VL)
-      value_tile<T, MR, 1>(s.p.data(), g, column, width, out, keep, take, begin, seen);
+      s.tiles.template weigh<MR, VECTORS>(g, column, width, out, keep, take, begin, seen);
+    for (; column < width; column += VL) s.tiles.template weigh<MR, 1>(g, column, width, out, keep, take, begin, seen);
   }
 
   // Takes the tile's maxima and sums in, and leaves the factors of the old and the new accumulators.
@@ -396,33 +179,13 @@ struct Attention {
   }
 };
 
-template <class T>
+template <class T, class Tiles>
 void run(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& plan, const AttentionCall& call) {
   team.loop((long)plan.items.size(), [&](long i) {
-    static thread_local Scratch<T> scratch;
-    scratch.fit(plan.rows_max, cache.key_units(), cache.value_width());
-    Attention<T>{cache, batch, plan, call, scratch}.item(plan.items[i]);
+    static thread_local Scratch<Tiles> scratch;
+    scratch.fit(plan.rows_max, cache);
+    Attention<T, Tiles>{cache, batch, plan, call, scratch}.item(plan.items[i]);
   });
-}
-
-template <class T>
-void write(const CacheDesc& cache, int layer, int64_t slot, const typename T::type* key,
-           const typename T::type* value) {
-  if (slot < 0) return;
-  constexpr int E = T::E;
-  const long block = slot / cache.block_size, offset = slot % cache.block_size;
-  const long in_block = offset / GROUP, lane = offset % GROUP, width = cache.value_width();
-  for (int head = 0; head < cache.num_kv_heads; head++) {
-    uint32_t* base =
-        (uint32_t*)cache.data + layer * cache.layer_units() + block * cache.block_units() + head * cache.head_units();
-    typename T::type* k = (typename T::type*)(base + in_block * cache.key_group());
-    typename T::type* v =
-        (typename T::type*)(base + cache.groups_per_block() * cache.key_group() + in_block * cache.value_group());
-    for (int d = 0; d < cache.head_dim; d++) {
-      k[(d / E * GROUP + lane) * E + d % E] = key[head * cache.head_dim + d];
-      v[(lane / E * width + d) * E + lane % E] = value[head * cache.head_dim + d];
-    }
-  }
 }
 
 }  // namespace
@@ -438,7 +201,7 @@ AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int thr
     for (int c = 0; c < chunks; c++) {
       const int first = (int)((long)queries * c / chunks), last = (int)((long)queries * (c + 1) / chunks);
       const int64_t begin = window ? std::max<int64_t>(0, before + first + 1 - window) : 0;
-      const int first_tile = (int)cache.tile_at(begin), tiles = (int)cache.tiles_of(before + last) - first_tile;
+      const int first_tile = (int)tile_at(cache, begin), tiles = (int)tiles_of(cache, before + last) - first_tile;
       rows_max = std::max(rows_max, (last - first) * ratio);
       for (int head = 0; head < cache.num_kv_heads; head++) {
         groups.push_back({seq, head, first, last - first, first_tile, tiles, 1, 0});
@@ -471,17 +234,10 @@ AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int thr
 }
 
 void attend(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& plan, const AttentionCall& call) {
-  if (cache.dtype == 0)
-    run<Bf16>(team, cache, batch, plan, call);
+  if (cache.is_int8())
+    (cache.dtype == 0 ? run<Bf16, Int8Tiles<Bf16>> : run<Fp32, Int8Tiles<Fp32>>)(team, cache, batch, plan, call);
   else
-    run<Fp32>(team, cache, batch, plan, call);
-}
-
-void write_token(const CacheDesc& cache, int layer, int64_t slot, const void* key, const void* value) {
-  if (cache.dtype == 0)
-    write<Bf16>(cache, layer, slot, (const uint16_t*)key, (const uint16_t*)value);
-  else
-    write<Fp32>(cache, layer, slot, (const float*)key, (const float*)value);
+    (cache.dtype == 0 ? run<Bf16, FloatTiles<Bf16>> : run<Fp32, FloatTiles<Fp32>>)(team, cache, batch, plan, call);
 }
 
 }  // namespace nova
@@ -489,19 +245,6 @@ void write_token(const CacheDesc& cache, int layer, int64_t slot, const void* ke
 using namespace nova;
 
 extern "C" {
-
-int64_t nova_cache_block_bytes(const CacheDesc* cache) { return cache->block_units() * 4 * cache->num_layers; }
-
-int nova_cache_write(const CacheDesc* cache, int layer, const void* key, int64_t key_stride, const void* value,
-                     int64_t value_stride, const int64_t* slots, int64_t count, int threads) {
-  return guarded([&] {
-    const long element = cache->dtype == 0 ? 2 : 4;
-    Team(threads).rows(count, [&](long t) {
-      write_token(*cache, layer, slots[t], (const char*)key + t * key_stride * element,
-                  (const char*)value + t * value_stride * element);
-    });
-  });
-}
 
 int nova_attend(const CacheDesc* cache, int layer, const void* query, int64_t query_stride, const int32_t* block_tables,
                 int64_t table_stride, const int32_t* query_start, const int32_t* context_lens, int64_t num_seqs,

@@ -1,46 +1,14 @@
-// The paged KV cache and attention over it, on a team of threads (attention.cpp says how it works).
+// Attention over the paged KV cache, on a team of threads (attention.cpp says how it works).
 #pragma once
 
 #include <atomic>
 #include <memory>
 #include <vector>
 
-#include "simd.h"
+#include "kv_cache.h"
 #include "team.h"
 
 namespace nova {
-
-constexpr int GROUP = 16;        // tokens stored side by side; the last group of a block may hold fewer
-constexpr int TILE_GROUPS = 16;  // groups of one softmax tile, counted from the start of the sequence
-constexpr int TILE_LANES = TILE_GROUPS * GROUP;
-
-// Mirrors `CacheDesc` in native.py.
-struct CacheDesc {
-  void* data;
-  int64_t num_blocks, block_size;
-  int32_t num_layers, num_heads, num_kv_heads, head_dim;
-  int32_t dtype;  // 0 bf16, 1 fp32
-
-  int elements() const { return dtype == 0 ? 2 : 1; }
-  // All sizes in 32-bit units.
-  long key_units() const { return ceil_div(head_dim, elements()); }        // of one token
-  long value_width() const { return ceil_div(head_dim, GROUP) * GROUP; }   // columns of one token pair
-  long key_group() const { return key_units() * GROUP; }                   // keys of a group
-  long value_group() const { return GROUP / elements() * value_width(); }  // values of a group
-  long groups_per_block() const { return ceil_div(block_size, GROUP); }
-  long head_units() const { return groups_per_block() * (key_group() + value_group()); }
-  long block_units() const { return head_units() * num_kv_heads; }
-  long layer_units() const { return block_units() * num_blocks; }
-
-  // Groups and tiles that hold the first `tokens` tokens of a sequence.
-  long groups_of(long tokens) const {
-    return tokens / block_size * groups_per_block() + ceil_div(tokens % block_size, GROUP);
-  }
-  long tiles_of(long tokens) const { return ceil_div(groups_of(tokens), TILE_GROUPS); }
-  long tile_at(long position) const {  // the tile that holds this token
-    return (position / block_size * groups_per_block() + position % block_size / GROUP) / TILE_GROUPS;
-  }
-};
 
 // What one step's attention reads, the same for all layers.
 struct Batch {
@@ -85,8 +53,5 @@ struct AttentionCall {
 };
 
 void attend(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& plan, const AttentionCall& call);
-
-// Writes token t's key and value [num_kv_heads, head_dim] to its slot; negative slots are skipped.
-void write_token(const CacheDesc& cache, int layer, int64_t slot, const void* key, const void* value);
 
 }  // namespace nova

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from novainfer.fsm.messages.mode import AUTO
 from novainfer.kernels.cpu.memory import huge_zeros
-from novainfer.kernels.cpu.native import DTYPE_CODES, CacheDesc, library, num_threads, refuses
+from novainfer.kernels.cpu.native import CACHE_FORMATS, DTYPE_CODES, CacheDesc, library, num_threads, refuses
 from novainfer.kernels.ops.registry import AttentionShape
 from novainfer.kernels.step import StepTensors
 
@@ -19,11 +19,12 @@ __all__ = ["NativeAttention"]
 # Below this much work one thread ends before a second one would have woken up.
 SERIAL_FLOPS_MAX = 2 << 20
 SERIAL_WRITE_BYTES_MAX = 64 << 10
+INT8_HEAD_DIM_MAX = 512  # HEAD_DIM_MAX in attention_int8.h
 
 
-def _describe(shape: AttentionShape, num_blocks: int, dtype: torch.dtype) -> CacheDesc:
+def _describe(shape: AttentionShape, num_blocks: int, dtype: torch.dtype, data: int | None = None) -> CacheDesc:
     return CacheDesc(
-        data=None,
+        data=data,
         num_blocks=num_blocks,
         block_size=shape.block_size,
         num_layers=shape.num_layers,
@@ -31,11 +32,12 @@ def _describe(shape: AttentionShape, num_blocks: int, dtype: torch.dtype) -> Cac
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype=DTYPE_CODES[dtype],
+        format=CACHE_FORMATS[shape.kv_dtype],
     )
 
 
 class NativeAttention:
-    """The KV cache of all layers in blocks, bf16 or fp32, and causal attention over block tables.
+    """The KV cache of all layers in blocks, as it was computed or in INT8, and causal attention over block tables.
 
     A row's context is cut at fixed positions and put together in ascending order, so its result depends on
     its position and its context alone.
@@ -48,14 +50,14 @@ class NativeAttention:
     def __init__(self, shape: AttentionShape, parts: tuple[Tensor, ...]) -> None:
         (data,) = parts
         self.shape = shape
-        self.parts = parts  # one, [num_layers, num_blocks, elements]: attention.cpp says how a block is laid out
-        self.dtype = data.dtype
+        self.parts = parts  # one, [num_layers, num_blocks, elements]: kv_cache.h says how a block is laid out
         lib = library()
-        self.desc = _describe(shape, data.shape[1], self.dtype)
-        self._desc = ctypes.byref(self.desc)
-        if not data.is_contiguous() or data.nbytes != lib.nova_cache_block_bytes(self._desc) * data.shape[1]:
+        # A quantised cache does not say in what its tokens were computed: in whatever comes.
+        dtypes = [data.dtype] if shape.kv_dtype == AUTO else list(DTYPE_CODES)
+        self.descs = {dtype: _describe(shape, data.shape[1], dtype, data.data_ptr()) for dtype in dtypes}
+        per_block = lib.nova_cache_block_bytes(ctypes.byref(self.descs[dtypes[0]]))
+        if not data.is_contiguous() or data.nbytes != per_block * data.shape[1]:
             raise ValueError("this memory is not a KV cache of that shape")
-        self.desc.data = data.data_ptr()
         self._write = lib.nova_cache_write
         self._attend = lib.nova_attend
         self._flops_per_pair = 4 * shape.num_heads * shape.head_dim
@@ -65,8 +67,10 @@ class NativeAttention:
         """None when this geometry can be served; else the reason."""
         if shape.num_heads % shape.num_kv_heads:
             return f"{shape.num_heads} heads cannot share {shape.num_kv_heads} key heads evenly"
-        if shape.kv_dtype != AUTO:
-            return f"keeps keys and values as they were computed, not in {shape.kv_dtype}"
+        if shape.kv_dtype not in CACHE_FORMATS:
+            return f"keeps keys and values as they were computed or in int8, not in {shape.kv_dtype}"
+        if shape.kv_dtype != AUTO and shape.head_dim > INT8_HEAD_DIM_MAX:
+            return f"sums products of at most {INT8_HEAD_DIM_MAX} cells, not of {shape.head_dim}"
         return refuses(dtype, device)
 
     @classmethod
@@ -80,7 +84,8 @@ class NativeAttention:
         """Reserve the cache once; pages are taken from the system when they are first written."""
         # Zeroed: a product with what was never written must be zero, not NaN.
         data = huge_zeros(cls.bytes_per_block(shape, dtype) * num_blocks)
-        return cls(shape, (data.view(dtype).view(shape.num_layers, num_blocks, -1),))
+        kept = dtype if shape.kv_dtype == AUTO else torch.int8
+        return cls(shape, (data.view(kept).view(shape.num_layers, num_blocks, -1),))
 
     @classmethod
     def over(cls, shape: AttentionShape, parts: tuple[Tensor, ...]) -> Self:
@@ -89,26 +94,31 @@ class NativeAttention:
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store key and value [T, num_kv_heads, head_dim] at slot_mapping (int64 [T]); slots below 0 are skipped."""
-        if not key.dtype == value.dtype == self.dtype or slot_mapping.dtype != torch.int64:
-            raise TypeError(f"keys and values must be {self.dtype} and slots int64")
+        desc = self.descs.get(key.dtype)
+        if desc is None or value.dtype != key.dtype or slot_mapping.dtype != torch.int64:
+            raise TypeError(f"keys and values must be {self._dtypes()} and slots int64")
         count = slot_mapping.shape[0]
         threads = 1 if key.numel() * key.itemsize < SERIAL_WRITE_BYTES_MAX else num_threads()
         self._write(
-            self._desc, layer, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
+            ctypes.byref(desc), layer, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
             slot_mapping.data_ptr(), count, threads,
         )  # fmt: skip
 
     def attend(self, layer: int, query: Tensor, step: StepTensors, scale: float, window: int | None = None) -> Tensor:
         """Causal attention of each sequence's last tokens over its context -> [T, num_heads * head_dim]."""
         tables, starts, lens = step.block_tables, step.query_start, step.context_lens
-        if query.dtype != self.dtype or not tables.dtype == starts.dtype == lens.dtype == torch.int32:
-            raise TypeError(f"queries must be {self.dtype}; tables, starts and lengths int32")
+        desc = self.descs.get(query.dtype)
+        if desc is None or not tables.dtype == starts.dtype == lens.dtype == torch.int32:
+            raise TypeError(f"queries must be {self._dtypes()}; tables, starts and lengths int32")
         tokens = query.shape[0]
-        out = torch.empty((tokens, self.shape.num_heads * self.shape.head_dim), dtype=self.dtype)
+        out = torch.empty((tokens, self.shape.num_heads * self.shape.head_dim), dtype=query.dtype)
         flops = self._flops_per_pair * tokens * step.max_context_len
         threads = 1 if flops < SERIAL_FLOPS_MAX else num_threads()
         self._attend(
-            self._desc, layer, query.data_ptr(), query.stride(0), tables.data_ptr(), tables.stride(0),
+            ctypes.byref(desc), layer, query.data_ptr(), query.stride(0), tables.data_ptr(), tables.stride(0),
             starts.data_ptr(), lens.data_ptr(), lens.shape[0], scale, window or 0, out.data_ptr(), threads,
         )  # fmt: skip
         return out
+
+    def _dtypes(self) -> str:
+        return " or ".join(map(str, self.descs))

@@ -59,7 +59,7 @@ class NativeForward:
             num_layers=len(layers),
             final_norm=final_norm.data_ptr(),
             cos_sin=cos_sin.data_ptr(),
-            cache=ctypes.pointer(attention.desc),
+            cache=ctypes.pointer(attention.descs[final_norm.dtype]),
             eps=parts.rms_norm_eps,
             scale=attention.shape.head_dim**-0.5,
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from novainfer.fsm.messages.mode import CHECKPOINT, INT4, INT8
+from novainfer.fsm.messages.mode import AUTO, CHECKPOINT, INT4, INT8
 from novainfer.kernels.cpu.build import best_library
 from novainfer.kernels.ops.forward import Layer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from novainfer.kernels.ops.registry import Operation
 
 __all__ = [
+    "CACHE_FORMATS",
     "DTYPE_CODES",
     "FORMAT_CODES",
     "CacheDesc",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 DTYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
+CACHE_FORMATS = {AUTO: 0, "int8": 1}  # `CacheFormat` in kv_cache.h, by the `kv_dtype` of a cache
 FORMAT_CODES = {CHECKPOINT: 0, INT8: 1, INT4: 2}  # `WeightFormat` in linear.h
 
 _I = ctypes.c_int
@@ -57,7 +59,7 @@ class LinearDesc(ctypes.Structure):
 
 
 class CacheDesc(ctypes.Structure):
-    """Mirrors `CacheDesc` in attention.h."""
+    """Mirrors `CacheDesc` in kv_cache.h."""
 
     _fields_ = (
         ("data", _P),
@@ -68,6 +70,7 @@ class CacheDesc(ctypes.Structure):
         ("num_kv_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
+        ("format", ctypes.c_int32),
     )
 
 

@@ -46,7 +46,17 @@ inline vi addi(vi a, vi b) { return _mm512_add_epi32(a, b); }
 inline vi maxi(vi a, vi b) { return _mm512_max_epi32(a, b); }
 inline int32_t hsumi(vi a) { return _mm512_reduce_add_epi32(a); }
 inline int32_t hmaxi(vi a) { return _mm512_reduce_max_epi32(a); }
-inline void store_int8(int8_t* p, vi a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a)); }  // VL bytes
+inline void store_int8(int8_t* p, vi a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a)); }         // VL bytes
+inline vi int8_pairs(const void* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }  // to 16
+inline void storei(void* p, vi x) { _mm512_storeu_si512(p, x); }
+inline void store_int16(int16_t* p, vf x) {  // to the nearest, ties to even; beyond 16 bits the last number of them
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+#if defined(__AVX512VNNI__)
+inline vi dot_pairs(vi acc, vi a, vi b) { return _mm512_dpwssd_epi32(acc, a, b); }  // of 16 bits, into 32
+#else
+inline vi dot_pairs(vi acc, vi a, vi b) { return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b)); }
+#endif
 inline vf round_even(vf a) { return _mm512_roundscale_ps(a, 8); }
 inline vf times_pow2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 inline vm first_lanes(long n) { return n >= 16 ? (vm)0xffff : n <= 0 ? (vm)0 : (vm)((1u << n) - 1); }
@@ -94,6 +104,17 @@ inline void store_int8(int8_t* p, vi a) {
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
   _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
 }
+inline vi int8_pairs(const void* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline void storei(void* p, vi x) { _mm256_storeu_si256((__m256i*)p, x); }
+inline void store_int16(int16_t* p, vf x) {
+  const __m256i wide = _mm256_cvtps_epi32(x);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
+}
+#if defined(__AVXVNNI__)
+inline vi dot_pairs(vi acc, vi a, vi b) { return _mm256_dpwssd_avx_epi32(acc, a, b); }
+#else
+inline vi dot_pairs(vi acc, vi a, vi b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
+#endif
 inline vf round_even(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline vf times_pow2(vf x, vf n) {  // n is integral, in [-126, 127]
   return mul(x, asf(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)));

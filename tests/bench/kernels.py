@@ -2,6 +2,7 @@
 
     python tests/bench/kernels.py linear [--dtype bfloat16] [--rows 1,8,64] [--layers qkv,down]
     python tests/bench/kernels.py attention [--dtype bfloat16]
+    python tests/bench/kernels.py kv [--dtype bfloat16]
     python tests/bench/kernels.py ops [--dtype bfloat16] [--rows 1,8,64]
 
 With `--clock cpu` it takes the processor time of all threads in place of wall time: on a machine with other work that
@@ -18,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -51,6 +53,8 @@ ATTENTION = (
     (4, 1024, 1024),
     (1, 2048, 512),
 )
+KV_HEADS_AND_DIMS = ((14, 2, 64), (28, 4, 128))  # heads, key heads, head_dim: Qwen2.5-0.5B and 7B
+KV_CASES = (*((seqs, context, 1) for context in (1024, 4096, 16384) for seqs in (1, 8)), (1, 4096, 512))
 ROTATED_BYTES = 150 << 20
 SECONDS_PER_CASE = 0.6
 Clock = Callable[[], float]
@@ -103,7 +107,6 @@ def bench_linear(dtype: torch.dtype, rows: list[int], layers: list[str], clock: 
 
 
 def bench_attention(dtype: torch.dtype, clock: Clock) -> None:
-    cpu = torch.device("cpu")
     print(f"{dtype}, {torch.get_num_threads()} threads, one layer; medians in us")
     header = ("seqs", "context", "rows", "native", "torch", "torch/native", "GB/s", "GF/s")
     print("{:>5} {:>7} {:>5} {:>9} {:>9} {:>12} {:>6} {:>6}".format(*header))
@@ -113,19 +116,10 @@ def bench_attention(dtype: torch.dtype, clock: Clock) -> None:
         layers = max(1, min(24, ROTATED_BYTES // size))
         shape = AttentionShape(layers, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
         tables = torch.randperm(blocks, dtype=torch.int32).view(seqs, -1)
-        query = torch.randn(seqs * rows, HEADS, HEAD_DIM).to(dtype)
-        starts = torch.arange(0, seqs * rows + 1, rows, dtype=torch.int32)
-        lens = torch.full((seqs,), context, dtype=torch.int32)
-        nothing = torch.empty(0, dtype=torch.int64)
-        step = StepTensors(nothing, nothing, nothing, tables, starts, lens, None, 0, context, rows, rows)
-        variants: dict[str, list[Callable[[], object]]] = {}
-        for backend in (NativeAttention, TorchAttention):
-            cache = backend.allocate(shape, blocks, dtype, cpu)
-            for layer in range(layers):
-                key = torch.randn(blocks * BLOCK_SIZE, KV_HEADS, HEAD_DIM).to(dtype)
-                cache.write(layer, key, key, torch.arange(blocks * BLOCK_SIZE))
-            args = (query, step, HEAD_DIM**-0.5)
-            variants[backend.name] = [lambda c=cache, i=i, a=args: c.attend(i, *a) for i in range(layers)]
+        variants = {
+            backend.name: attend_calls(filled(backend, shape, blocks, dtype), tables, context, rows, dtype)
+            for backend in (NativeAttention, TorchAttention)
+        }
         us = interleaved(variants, SECONDS_PER_CASE, clock)
         own = us["native"]
         flops = 4 * HEADS * HEAD_DIM * seqs * sum(range(context - rows + 1, context + 1))
@@ -134,6 +128,58 @@ def bench_attention(dtype: torch.dtype, clock: Clock) -> None:
             f" {size / own / 1e3:6.1f} {flops / own / 1e3:6.0f}",
             flush=True,
         )
+
+
+def bench_kv(dtype: torch.dtype, clock: Clock) -> None:
+    """Attention over an INT8 cache beside one as it was computed."""
+    print(f"{dtype}, {torch.get_num_threads()} threads, one layer; medians in us")
+    header = ("heads", "seqs", "context", "rows", "as computed", "int8", "ratio", "GB/s", "GB/s")
+    print("{:>12} {:>5} {:>7} {:>5} {:>11} {:>9} {:>5} {:>6} {:>6}".format(*header))
+    for heads, kv_heads, dim in KV_HEADS_AND_DIMS:
+        for seqs, context, rows in KV_CASES:
+            variants, sizes = {}, []
+            tables = torch.randperm(seqs * context // BLOCK_SIZE, dtype=torch.int32).view(seqs, -1)
+            for kv_dtype in ("auto", "int8"):
+                shape = AttentionShape(1, heads, kv_heads, dim, BLOCK_SIZE, kv_dtype)
+                size = NativeAttention.bytes_per_block(shape, dtype) * tables.numel()
+                layers = max(1, min(24, ROTATED_BYTES // size))
+                cache = filled(NativeAttention, replace(shape, num_layers=layers), tables.numel(), dtype)
+                variants[kv_dtype] = attend_calls(cache, tables, context, rows, dtype)
+                sizes.append(size)
+            copies = min(map(len, variants.values()))
+            us = interleaved({name: calls[:copies] for name, calls in variants.items()}, SECONDS_PER_CASE, clock)
+            exact, int8 = us["auto"], us["int8"]
+            print(
+                f"{heads:>5}/{kv_heads} d{dim:<4} {seqs:>5} {context:>7} {rows:>5} {exact:11.0f} {int8:9.0f}"
+                f" {exact / int8:5.2f} {sizes[0] / exact / 1e3:6.1f} {sizes[1] / int8 / 1e3:6.1f}",
+                flush=True,
+            )
+
+
+def filled(
+    backend: type[NativeAttention] | type[TorchAttention], shape: AttentionShape, num_blocks: int, dtype: torch.dtype
+) -> NativeAttention | TorchAttention:
+    """A cache that holds something in every slot of every layer."""
+    cache = backend.allocate(shape, num_blocks, dtype, torch.device("cpu"))
+    tokens = num_blocks * shape.block_size
+    for layer in range(shape.num_layers):
+        key = torch.randn(tokens, shape.num_kv_heads, shape.head_dim).to(dtype)
+        cache.write(layer, key, key, torch.arange(tokens))
+    return cache
+
+
+def attend_calls(
+    cache: NativeAttention | TorchAttention, tables: torch.Tensor, context: int, rows: int, dtype: torch.dtype
+) -> list[Callable[[], object]]:
+    """A call for each layer: the last `rows` tokens of each sequence over its context."""
+    shape, seqs = cache.shape, len(tables)
+    query = torch.randn(seqs * rows, shape.num_heads, shape.head_dim).to(dtype)
+    starts = torch.arange(0, seqs * rows + 1, rows, dtype=torch.int32)
+    lens = torch.full((seqs,), context, dtype=torch.int32)
+    nothing = torch.empty(0, dtype=torch.int64)
+    step = StepTensors(nothing, nothing, nothing, tables, starts, lens, None, 0, context, rows, rows)
+    scale = shape.head_dim**-0.5
+    return [lambda i=i: cache.attend(i, query, step, scale) for i in range(shape.num_layers)]
 
 
 def bench_ops(dtype: torch.dtype, rows: list[int], clock: Clock) -> None:
@@ -167,7 +213,7 @@ def ops_calls(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["linear", "attention", "ops"])
+    parser.add_argument("what", choices=["linear", "attention", "kv", "ops"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", default="1,8,32,64,256,512")
     parser.add_argument("--layers", default=",".join(LAYERS))
@@ -180,6 +226,8 @@ def main() -> None:
             bench_linear(dtype, rows, args.layers.split(","), clock)
         elif args.what == "attention":
             bench_attention(dtype, clock)
+        elif args.what == "kv":
+            bench_kv(dtype, clock)
         else:
             bench_ops(dtype, rows, clock)
 

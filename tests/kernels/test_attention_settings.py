@@ -23,6 +23,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(SHAPE, tmp_path_factory.mktemp(SHAPE.name))
 
 
+def has_native() -> bool:
+    return any(kernel.name == "native" for kernel in build_registry(CPU).implementations("attention"))
+
+
 def load(folder: Path, **options: Any) -> ModelRunner:
     runner = ModelRunner.load(folder, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128, **options)
     runner.fit(mode="fixed", num_blocks=16)
@@ -40,7 +44,7 @@ def logits_of(runner: ModelRunner) -> torch.Tensor:
 @pytest.mark.parametrize(("kv_dtype", "bound"), [("int8", 0.02), ("fp8", 0.08)])
 def test_a_quantised_cache_takes_less_and_costs_little(folder: Path, kv_dtype: str, bound: float) -> None:
     exact, runner = load(folder), load(folder, kv_cache_dtype=kv_dtype)
-    assert runner.info.kernels["attention"] == "torch"
+    assert runner.info.kernels["attention"] == ("native" if has_native() and kv_dtype == "int8" else "torch")
     assert runner.info.kv_bytes_per_block == 2 * 2 * 16 * 2 * (32 + 4)
     assert runner.info.kv_bytes_per_block < 0.3 * exact.info.kv_bytes_per_block
     expected, got = logits_of(exact), logits_of(runner)
@@ -70,8 +74,11 @@ def test_what_is_not_there_is_refused_with_what_is(folder: Path, backend: str) -
         load(folder, kv_cache_dtype="int4")
 
 
-def test_a_required_native_kernel_says_that_it_keeps_no_quantised_cache(folder: Path) -> None:
-    if not any(kernel.name == "native" for kernel in build_registry(CPU).implementations("attention")):
+def test_a_required_native_kernel_says_that_it_keeps_no_fp8(folder: Path) -> None:
+    if not has_native():
         pytest.skip("there are no native kernels here")
-    with pytest.raises(LoadError, match="native cannot be used: keeps keys and values as they were computed, not in"):
-        load(folder, native="require", kv_cache_dtype="int8")
+    with pytest.raises(
+        LoadError, match="native cannot be used: keeps keys and values as they were computed or in int8"
+    ):
+        load(folder, native="require", kv_cache_dtype="fp8")
+    assert load(folder, native="require", kv_cache_dtype="int8").info.kernels["forward"] == "native"

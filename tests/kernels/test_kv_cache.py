@@ -64,11 +64,3 @@ def test_a_block_takes_what_is_allocated_for_it(kv_dtype: str) -> None:
 def test_torch_attends_over_it(kv_dtype: str, dtype: torch.dtype) -> None:
     assert check_attention(TorchAttention, shape_of(kv_dtype), dtype, CPU) is None
     assert TorchAttention.layout == ReferenceAttention.layout
-
-
-@QUANTISED
-def test_native_kernels_refuse_it(kv_dtype: str) -> None:
-    native = pytest.importorskip("novainfer.kernels.cpu.attention")
-    assert native.NativeAttention.refuses(shape_of(kv_dtype), torch.float32, CPU) == (
-        f"keeps keys and values as they were computed, not in {kv_dtype}"
-    )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from novainfer.fsm.messages.mode import CHECKPOINT, QUANTIZATIONS
+from novainfer.fsm.messages.mode import AUTO, CHECKPOINT, KV_CACHE_DTYPES, QUANTIZATIONS
 from novainfer.kernels.demo import model_path
 from tools.demo.in_mode import ModeModel
 from tools.demo.questions import GROUPS, Question
@@ -43,11 +43,11 @@ class Score:
     num_valid_json: int | None = None
 
 
-def load(folder: Path, precision: str | None = None) -> tuple[Any, Any]:
+def load(folder: Path, precision: str | None = None, kv_cache_dtype: str = AUTO) -> tuple[Any, Any]:
     """The tokenizer and the model in fp32, ready to generate: transformers', or ours in a precision."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     if precision is not None:
-        return tokenizer, ModeModel(folder, precision)
+        return tokenizer, ModeModel(folder, precision, kv_cache_dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return tokenizer, model.eval()
 
@@ -104,11 +104,14 @@ def main() -> None:
     parser.add_argument(
         "--precision", choices=(CHECKPOINT, *QUANTIZATIONS), help="compute with the engine, so (default: transformers)"
     )
+    parser.add_argument("--kv-cache-dtype", default=AUTO, choices=KV_CACHE_DTYPES, help="only with --precision")
     parser.add_argument("--show", type=int, default=5, help="wrong answers to show per group")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    if args.precision is None and args.kv_cache_dtype != AUTO:
+        parser.error("--kv-cache-dtype is the engine's: give --precision, too")
     torch.set_num_threads(args.threads)
-    tokenizer, model = load(args.model, args.precision)
+    tokenizer, model = load(args.model, args.precision, args.kv_cache_dtype)
     report: dict[str, Any] = {}
     for group in args.groups:
         started_s = time.monotonic()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from novainfer.fsm.messages.mode import CHECKPOINT, INT8, QUANTIZATIONS
+from novainfer.fsm.messages.mode import AUTO, CHECKPOINT, INT8, KV_CACHE_DTYPES, QUANTIZATIONS
 from novainfer.fsm.messages.step import Logprobs, SeqParams, StepDone, StepPlan
 from novainfer.kernels.demo import model_path
 from novainfer.kernels.runtime.runner import ModelRunner
@@ -37,7 +37,7 @@ _ROWS = 64
 class ModeModel:
     """Greedy, up to 64 rows at a time."""
 
-    def __init__(self, folder: Path, precision: str = CHECKPOINT) -> None:
+    def __init__(self, folder: Path, precision: str = CHECKPOINT, kv_cache_dtype: str = AUTO) -> None:
         self.runner = ModelRunner.load(
             folder,
             max_num_seqs=_ROWS,
@@ -45,6 +45,7 @@ class ModeModel:
             max_model_len=CONTEXT,
             dtype="float32",
             quantization=None if precision == CHECKPOINT else precision,
+            kv_cache_dtype=kv_cache_dtype,
         )
         size = self.runner.info.block_size
         self._blocks_per_row = CONTEXT // size
@@ -128,14 +129,15 @@ def main() -> None:
     """Prints, for each group and all together, how a precision differs from the checkpoint's; JSON in the last line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=model_path())
-    parser.add_argument("--precision", default=INT8, choices=QUANTIZATIONS)
+    parser.add_argument("--precision", default=INT8, choices=(CHECKPOINT, *QUANTIZATIONS))
+    parser.add_argument("--kv-cache-dtype", default=AUTO, choices=KV_CACHE_DTYPES)
     parser.add_argument("--seed", type=int, default=20261120)
     parser.add_argument("--questions", type=int, default=192, help="per group")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    models = [ModeModel(args.model, precision) for precision in (CHECKPOINT, args.precision)]
+    models = [ModeModel(args.model), ModeModel(args.model, args.precision, args.kv_cache_dtype)]
     report: dict[str, dict[str, float]] = {}
     sums: list[list[float]] = []
     for group in GROUPS:

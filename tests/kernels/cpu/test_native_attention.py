@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from novainfer.kernels.cpu.attention import NativeAttention
+from novainfer.kernels.cpu.plain_attention import NativeLayoutAttention
+from novainfer.kernels.ops import kv_cache
 from novainfer.kernels.ops.registry import AttentionShape
 from novainfer.kernels.step import StepTensors
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float32)
+KEPT = tuple((dtype, kv_dtype) for kv_dtype in ("auto", "int8") for dtype in DTYPES)  # computed in, kept in
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 5e-6}  # of the largest value
 # (heads, kv heads, head_dim, block_size): Qwen2.5-0.5B; no groups; one kv head, wide; dims and blocks that fill
 # neither vector nor unit.
@@ -66,6 +70,15 @@ class World:
         starts = torch.tensor([0, *lengths]).cumsum(0).int()
         return self.cache.attend(1, query, step_of(self.tables[seqs], starts, contexts), self.scale, self.window)
 
+    def read(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Queries of each sequence, and its keys and values as they lie in the cache, in double precision."""
+        for query, *written in zip(self.queries, self.keys, self.values, strict=True):
+            if self.cache.shape.kv_dtype == "auto":
+                yield query, written[0], written[1]
+                continue
+            (keys, key_scales), (values, value_scales) = (kv_cache.quantise(rows, "int8") for rows in written)
+            yield query, keys * key_scales[..., None].double(), values * value_scales[..., None].double()
+
     def everything(self) -> list[tuple[int, int, int]]:
         return [(seq, 0, len(rows)) for seq, rows in enumerate(self.queries)]
 
@@ -73,6 +86,7 @@ class World:
 def make_world(
     geometry: tuple[int, int, int, int],
     dtype: torch.dtype,
+    kv_dtype: str = "auto",
     sequences: tuple[tuple[int, int], ...] = MIXED,
     seed: int = 0,
 ) -> World:
@@ -83,7 +97,7 @@ def make_world(
         return torch.randn(*shape, generator=generator).to(dtype)
 
     num_blocks = sum(-(-context // size) for context, _ in sequences) + 3
-    cache = NativeAttention.allocate(AttentionShape(2, heads, kv_heads, dim, size), num_blocks, dtype, CPU)
+    cache = NativeAttention.allocate(AttentionShape(2, heads, kv_heads, dim, size, kv_dtype), num_blocks, dtype, CPU)
     # What an earlier owner left: every slot of every block was written with NaN once.
     nan = torch.full((num_blocks * size, kv_heads, dim), float("nan"), dtype=dtype)
     for layer in (0, 1):
@@ -118,27 +132,25 @@ def in_double(query: Tensor, keys: Tensor, values: Tensor, scale: float, window:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_a_mixed_step_equals_double_precision(
-    geometry: tuple[int, int, int, int], dtype: torch.dtype, window: int | None
+    geometry: tuple[int, int, int, int], kept: tuple[torch.dtype, str], window: int | None
 ) -> None:
-    world = make_world(geometry, dtype)
+    world = make_world(geometry, *kept)
     world.window = window
     got = world.attend(world.everything())
-    expected = torch.cat(
-        [in_double(*parts, world.scale, window) for parts in zip(world.queries, world.keys, world.values, strict=True)]
-    )
-    assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
+    expected = torch.cat([in_double(*parts, world.scale, window) for parts in world.read()])
+    assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[kept[0]]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_a_row_has_the_same_bits_in_prefill_chunk_and_decode(
-    geometry: tuple[int, int, int, int], dtype: torch.dtype, window: int | None
+    geometry: tuple[int, int, int, int], kept: tuple[torch.dtype, str], window: int | None
 ) -> None:
-    world = make_world(geometry, dtype)
+    world = make_world(geometry, *kept)
     world.window = window
     together = world.attend(world.everything())
     start = 0
@@ -157,12 +169,13 @@ def test_a_row_has_the_same_bits_in_prefill_chunk_and_decode(
 
 
 @pytest.mark.parametrize("window", [13, 300])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_a_token_that_is_not_a_number_reaches_the_rows_whose_window_holds_it_and_no_other(
-    geometry: tuple[int, int, int, int], dtype: torch.dtype, window: int
+    geometry: tuple[int, int, int, int], kept: tuple[torch.dtype, str], window: int
 ) -> None:
-    world = make_world(geometry, dtype, ((530, 530),))
+    dtype = kept[0]
+    world = make_world(geometry, *kept, ((530, 530),))
     world.window = window
     expected = world.attend(world.everything())
     nan = torch.full((1, geometry[1], geometry[2]), float("nan"), dtype=dtype)
@@ -180,6 +193,18 @@ def test_a_token_that_is_not_a_number_reaches_the_rows_whose_window_holds_it_and
             1, world.keys[0][position : position + 1], world.values[0][position : position + 1],
             torch.tensor([block * geometry[3] + position % geometry[3]]),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+def test_a_query_that_is_not_a_number_is_its_own_rows_trouble(kept: tuple[torch.dtype, str]) -> None:
+    world = make_world(GEOMETRIES[0], *kept, ((300, 20),))
+    expected = world.attend(world.everything())
+    for bad in (float("nan"), float("inf")):
+        world.queries[0][7, 3, 5] = bad
+        got = world.attend(world.everything()).view(20, 14, 64)
+        assert got[7, 3].isnan().all()
+        got[7, 3] = expected.view(20, 14, 64)[7, 3]
+        assert torch.equal(got.flatten(1), expected)
 
 
 def test_order_and_company_of_sequences_do_not_matter() -> None:
@@ -229,10 +254,58 @@ def test_memory_is_counted_as_it_is_taken() -> None:
         per_block = NativeAttention.bytes_per_block(shape, dtype)
         assert per_block == 3 * 2 * 2 * 16 * 64 * dtype.itemsize
         assert NativeAttention.allocate(shape, 5, dtype, CPU).parts[0].nbytes == 5 * per_block
+        int8 = replace(shape, kv_dtype="int8")
+        assert NativeAttention.bytes_per_block(int8, dtype) == kv_cache.block_bytes(int8, dtype)
 
 
 def test_it_says_what_it_cannot_do() -> None:
     shape = AttentionShape(1, 4, 2, 64, 16)
     assert NativeAttention.refuses(shape, torch.bfloat16, CPU) is None
     assert "float16" in str(NativeAttention.refuses(shape, torch.float16, CPU))
+    assert "not in fp8" in str(NativeAttention.refuses(replace(shape, kv_dtype="fp8"), torch.float32, CPU))
+    wide = AttentionShape(1, 1, 1, 514, 16, "int8")
+    assert "at most 512 cells, not of 514" in str(NativeAttention.refuses(wide, torch.float32, CPU))
     assert "evenly" in str(NativeAttention.refuses(AttentionShape(1, 5, 2, 64, 16), torch.float32, CPU))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_cells_and_scales_are_torchs_to_the_last_bit(geometry: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    _, kv_heads, dim, size = geometry
+    shape = AttentionShape(2, kv_heads, kv_heads, dim, size, "int8")
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(50, kv_heads, dim, generator=generator) * 10 ** torch.linspace(-3, 3, dim) for _ in "kv")
+    value[2], value[3, :, -1], key[4, 0, 1], key[5, -1, 0] = 0, float("nan"), float("inf"), float("-inf")
+    key[6] = torch.arange(dim) % 127 + 0.5  # ties, which go to the even cell
+    key[6, :, 0] = 127
+    key, value = key.to(dtype), value.to(dtype)
+    slots = torch.randperm(64, generator=generator)[:50]
+    native, plain = (
+        backend.allocate(shape, -(-64 // size), dtype, CPU) for backend in (NativeAttention, NativeLayoutAttention)
+    )
+    for cache in (native, plain):
+        cache.write(1, key, value, slots)
+    assert torch.equal(native.parts[0], plain.parts[0])
+    assert not native.parts[0][0].any()
+    expected = kv_cache.read(shape, kv_cache.rows_of(shape, key, value), torch.float32)
+    got = NativeLayoutAttention.over(shape, native.parts).gather(1, torch.arange(-(-64 // size)), torch.float32)
+    for read, wanted in zip(got, expected, strict=True):
+        assert torch.equal(read[slots].nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+def test_a_sink_of_small_values_leaves_the_others_their_digits() -> None:
+    """The largest probability may belong to the smallest values: digits are of their product."""
+    dim = 64
+    for dtype in DTYPES:
+        cache = NativeAttention.allocate(AttentionShape(1, 1, 1, dim, 16, "int8"), 20, dtype, CPU)
+        keys, values = torch.randn(300, 1, dim).to(dtype), torch.randn(300, 1, dim).to(dtype)
+        keys[0], values[0] = 0.5, 1e-3 * values[0]
+        query = torch.full((1, 1, dim), 3.0).to(dtype)
+        cache.write(0, keys, values, torch.arange(300))
+        starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([300], dtype=torch.int32)
+        got = cache.attend(0, query, step_of(torch.arange(20, dtype=torch.int32)[None], starts, lens), 0.125)
+        (keys, key_scales), (values, value_scales) = (kv_cache.quantise(rows, "int8") for rows in (keys, values))
+        expected = in_double(
+            query, keys * key_scales[..., None].double(), values * value_scales[..., None].double(), 0.125
+        )
+        assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]

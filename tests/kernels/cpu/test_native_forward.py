@@ -39,7 +39,7 @@ STEPS: tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...] | None], ...] = 
 pytestmark = pytest.mark.usefixtures("level")
 
 
-def make_parts(dims: tuple[int, int, int, int, int, int], dtype: torch.dtype) -> DecoderParts:
+def make_parts(dims: tuple[int, int, int, int, int, int], dtype: torch.dtype, kv_dtype: str = "auto") -> DecoderParts:
     num_layers, hidden, intermediate, heads, kv_heads, dim = dims
     generator = torch.Generator().manual_seed(0)
 
@@ -64,7 +64,7 @@ def make_parts(dims: tuple[int, int, int, int, int, int], dtype: torch.dtype) ->
     final_norm = norm()
     angles = torch.arange(128.0)[:, None] / 10_000 ** (torch.arange(0, dim, 2) / dim)
     table = torch.cat((angles.cos(), angles.sin()), 1)
-    cache = NativeAttention.allocate(AttentionShape(num_layers, heads, kv_heads, dim, SIZE), 40, dtype, CPU)
+    cache = NativeAttention.allocate(AttentionShape(num_layers, heads, kv_heads, dim, SIZE, kv_dtype), 40, dtype, CPU)
     return DecoderParts(layers, final_norm, table, NativeRowOps, cache, EPS)
 
 
@@ -101,11 +101,12 @@ def make_step(sequences: tuple[tuple[int, int], ...], sampled: tuple[int, ...] |
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_a_step_in_one_call_has_the_bits_of_its_parts(
-    dims: tuple[int, int, int, int, int, int], dtype: torch.dtype
+    dims: tuple[int, int, int, int, int, int], kv_dtype: str, dtype: torch.dtype
 ) -> None:
-    parts = make_parts(dims, dtype)
+    parts = make_parts(dims, dtype, kv_dtype)
     assert NativeForward.refuses(parts.kind) is None
     fused, by_parts = NativeForward.over(parts), OpByOpForward.over(parts)
     (cache,) = parts.attention.parts

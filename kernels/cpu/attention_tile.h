@@ -1,0 +1,94 @@
+// What the kernels of a KV tile share (attention_float.h, attention_int8.h): where its groups lie, and how query rows
+// are cut into register tiles.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "kv_cache.h"
+
+namespace nova {
+
+constexpr int TILE_GROUPS = 16;  // groups of one softmax tile, counted from the start of the sequence
+constexpr int TILE_LANES = TILE_GROUPS * GROUP;
+constexpr int ROWS = VL == 16 ? 6 : 3;         // rows of a register tile
+constexpr int VECTORS = 4;                     // vectors of a register tile
+constexpr int GROUP_VECTORS = GROUP / VL;      // vectors that hold a group's 16 lanes
+constexpr int WIDE = VECTORS / GROUP_VECTORS;  // groups of a register tile
+constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
+
+// Groups and tiles that hold the first `tokens` tokens of a sequence.
+inline long groups_of(const CacheDesc& cache, long tokens) {
+  return tokens / cache.block_size * cache.groups_per_block() + ceil_div(tokens % cache.block_size, GROUP);
+}
+inline long tiles_of(const CacheDesc& cache, long tokens) { return ceil_div(groups_of(cache, tokens), TILE_GROUPS); }
+
+// The tile that holds this token.
+inline long tile_at(const CacheDesc& cache, long position) {
+  return (position / cache.block_size * cache.groups_per_block() + position % cache.block_size / GROUP) / TILE_GROUPS;
+}
+
+// The groups of one KV tile: where they lie, which positions they hold.
+struct TileGroups {
+  const uint32_t* keys[TILE_GROUPS];
+  const uint32_t* values[TILE_GROUPS];
+  int position[TILE_GROUPS];  // of the first token
+  int tokens[TILE_GROUPS];    // 1..16
+  int count = 0;
+};
+
+inline void find_groups(const CacheDesc& cache, const uint32_t* layer, const int32_t* table, int head, long tile,
+                        long limit, TileGroups& g) {
+  const long per_block = cache.groups_per_block();
+  g.count = 0;
+  for (long i = tile * TILE_GROUPS; i < (tile + 1) * TILE_GROUPS; i++) {
+    const long block = i / per_block, in_block = i % per_block;
+    const long position = block * cache.block_size + in_block * GROUP;
+    if (position >= limit) break;
+    const uint32_t* base = layer + table[block] * cache.block_words() + head * cache.head_words();
+    g.keys[g.count] = base + in_block * cache.key_group();
+    g.values[g.count] = base + per_block * cache.key_group() + in_block * cache.value_group();
+    g.position[g.count] = (int)position;
+    g.tokens[g.count] = (int)std::min({(long)GROUP, cache.block_size - in_block * GROUP, limit - position});
+    g.count++;
+  }
+}
+
+inline void prefetch(const uint32_t* from, long words) {
+  for (long i = 0; i < words; i += 16) _mm_prefetch((const char*)(from + i), _MM_HINT_T0);
+}
+
+// Calls f<MR>(first row) over `rows` rows in register tiles of nearly equal height, at most MOST.
+template <int MOST, class F>
+void over_rows(int rows, F&& f) {
+  const int tiles = (int)ceil_div(rows, MOST);
+  for (int t = 0; t < tiles; t++) {
+    const int a = rows * t / tiles, b = rows * (t + 1) / tiles;
+    switch (b - a) {
+      case 1: f(std::integral_constant<int, 1>(), a); break;
+      case 2:
+        if constexpr (MOST > 1) f(std::integral_constant<int, 2>(), a);
+        break;
+      case 3:
+        if constexpr (MOST > 1) f(std::integral_constant<int, 3>(), a);
+        break;
+      case 4:
+        if constexpr (MOST > 3) f(std::integral_constant<int, 4>(), a);
+        break;
+      case 5:
+        if constexpr (MOST > 3) f(std::integral_constant<int, 5>(), a);
+        break;
+      case 6:
+        if constexpr (MOST > 3) f(std::integral_constant<int, 6>(), a);
+        break;
+    }
+  }
+}
+
+// What a row's probabilities in a tile are relative to, and their sum.
+struct Softened {
+  float max, sum;
+};
+
+}  // namespace nova
