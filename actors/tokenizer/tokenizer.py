@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from novainfer.actors.device.location import VOCABULARY_FILES, check_vocabulary
+from novainfer.actors.tokenizer.gguf_tokenizer import gguf_tokenizer, has_tokenizer
 from novainfer.actors.tokenizer.renderer import Renderer, RenderError, RendererUnavailable
 from novainfer.fsm.messages.errors import ModelLoadError
 from novainfer.fsm.messages.events import Chat, Encode, Encoded, EncodeFailed
 from novainfer.fsm.text import Vocabulary
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.gguf import Gguf, is_gguf, read_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +82,15 @@ def _failed(job: Encode, why: str) -> EncodeFailed:
 
 
 def load_tokenizer(path: Path, *, is_asked_for: bool = False) -> Tokenizer:
-    """The tokenizer in a folder; of a model that has none, one that takes token ids only.
+    """The tokenizer in a folder or a GGUF file; of a model that has none, one that takes token ids only.
 
     Raises `ModelLoadError` when it is damaged, or when there is none though it `is_asked_for`.
     """
-    if is_asked_for or any((path / name).exists() for name in (*VOCABULARY_FILES, "tokenizer_config.json")):
+    if is_gguf(path):
+        has_one = has_tokenizer(_read_gguf(path))
+    else:
+        has_one = any((path / name).exists() for name in (*VOCABULARY_FILES, "tokenizer_config.json"))
+    if is_asked_for or has_one:
         return HFTokenizer(path)
     logger.warning("%s holds no tokenizer: prompts must be token ids, and answers have no text", path)
     return NoTokenizer()
@@ -100,6 +107,8 @@ def load_for_caller(path: Path) -> Any:
 
 def _from_transformers(path: Path) -> Any:
     """What tokenizer.json says, whatever class it is for: AutoTokenizer imports torch to look for that."""
+    if is_gguf(path):
+        return gguf_tokenizer(_read_gguf(path))
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
     is_whole = (path / "tokenizer.json").exists()  # otherwise there are vocab.json and merges.txt
@@ -108,6 +117,13 @@ def _from_transformers(path: Path) -> Any:
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelLoadError(f"cannot load a tokenizer from {path}: {reason}", param="tokenizer") from error
+
+
+def _read_gguf(path: Path) -> Gguf:
+    try:
+        return read_gguf(path)
+    except LoadError as error:
+        raise ModelLoadError(str(error), param="tokenizer") from None
 
 
 class NoTokenizer:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.gguf import GGUF, is_gguf
 
 __all__ = ["read_json", "weight_files"]
 
@@ -18,7 +19,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise LoadError(f"{path.parent} holds no {path.name}, so it is not a Hugging Face model folder") from None
+        files = sorted(file.name for file in path.parent.glob(f"*{GGUF}"))
+        hint = f" ({files[0]} is a model of its own: give its path)" if files else ""
+        raise LoadError(f"{path.parent} holds no {path.name}, so it is not a Hugging Face model folder{hint}") from None
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # covers JSONDecodeError and UnicodeDecodeError
@@ -29,7 +32,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a model, all of which are there; raises `LoadError` when some are missing."""
+    """The safetensors files of a model, all of which are there; raises `LoadError` when some are missing.
+
+    A GGUF file is the only one of its model.
+    """
+    if is_gguf(model_dir):
+        return [model_dir]
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")

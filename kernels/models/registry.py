@@ -25,6 +25,8 @@ from novainfer.kernels.models.family import (
     with_experts,
 )
 from novainfer.kernels.models.folder import read_json
+from novainfer.kernels.models.gguf import is_gguf
+from novainfer.kernels.models.gguf_config import gguf_config
 
 __all__ = ["FAMILIES", "LLAMA", "MISTRAL", "QWEN2", "QWEN2_MOE", "QWEN3", "QWEN3_MOE", "read_config"]
 
@@ -98,7 +100,9 @@ FAMILIES: dict[str, ModelFamily] = {
 
 
 def read_config(model_dir: Path) -> ModelConfig:
-    """The `ModelConfig` of a Hugging Face folder; raises `LoadError` naming file and field."""
+    """The `ModelConfig` of a Hugging Face folder, or of a GGUF file; raises `LoadError` naming file and field."""
+    if is_gguf(model_dir):
+        return gguf_config(model_dir, FAMILIES)
     path = model_dir / "config.json"
     values = read_json(path)
     architectures = values.get("architectures")

@@ -17,8 +17,10 @@ from typing import Any
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.models.config import ModelConfig
 from novainfer.kernels.models.folder import read_json, weight_files
+from novainfer.kernels.models.gguf import is_gguf
 from novainfer.kernels.models.registry import FAMILIES, read_config
 from novainfer.kernels.weights.entries import FLOATS, Entry, GroupedEntry, TensorEntry
+from novainfer.kernels.weights.gguf import SCHEME, gguf_entries
 from novainfer.kernels.weights.schemes import resolved, scheme_of
 
 __all__ = [
@@ -57,6 +59,8 @@ def read_entries(model_dir: Path) -> tuple[dict[str, Entry], str | None]:
 
     Raises `LoadError` for files that are missing or damaged, and for what a scheme does that is not supported.
     """
+    if is_gguf(model_dir):
+        return gguf_entries(model_dir), SCHEME
     scheme = scheme_of(read_json(model_dir / "config.json"), model_dir / "config.json")
     entries: dict[str, TensorEntry] = {}
     for file in weight_files(model_dir):
@@ -101,7 +105,8 @@ def check_fit(model_dir: Path, config: ModelConfig, entries: Mapping[str, Entry]
         if names
     ]
     if faults:
-        raise LoadError(f"the weights in {model_dir} do not fit config.json: {'; '.join(faults)}")
+        config_name = "its keys" if is_gguf(model_dir) else "config.json"
+        raise LoadError(f"the weights in {model_dir} do not fit {config_name}: {'; '.join(faults)}")
     for name in expected:
         entry = entries[name]
         if isinstance(entry, TensorEntry) and entry.dtype not in FLOATS:

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder on disk: a path, or an id of the Hugging Face hub."""
+"""From what a user calls a model to a folder or a GGUF file on disk: a path, or an id of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.gguf import GGUF, is_gguf
 
 __all__ = ["is_hub_id", "resolve_model"]
 
@@ -22,18 +23,20 @@ def is_hub_id(name: str | Path) -> bool:
 
 
 def resolve_model(name: str | Path, what: str = "model") -> Path:
-    """The folder of a model; an id such as "Qwen/Qwen2.5-0.5B-Instruct" is fetched (or found in the hub's cache).
+    """The folder of a model, or its GGUF file; an id such as "Qwen/Qwen2.5-0.5B-Instruct" is fetched, once.
 
     `what` is what errors call it: "tokenizer", or some words for a model.
 
     Raises `LoadError` with one sentence when there is no such folder and the hub does not give one.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         return path
     if path.exists():
         file = "tokenizer.json" if what == "tokenizer" else "config.json"
-        raise LoadError(f"{what} {name} is a file; the folder that holds {file} is needed")
+        raise LoadError(f"{what} {name} is a file; the folder that holds {file} is needed, or a {GGUF} file")
+    if path.suffix == GGUF:
+        raise LoadError(f"{what} {name} is not there")
     if not is_hub_id(name):
         raise LoadError(f"{what} {name} is neither a folder here nor a hub id of the form organisation/name")
     # Imported here: time that a local folder need not pay.

@@ -74,6 +74,14 @@ FORMATS: dict[str, tuple[Callable[..., Path], dict[str, Any], Callable[..., Any]
 }
 
 
+PRODUCTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(SHAPE, tmp_path_factory.mktemp("source") / "model", torch.float16)
@@ -125,6 +133,26 @@ def test_it_computes_what_an_unquantised_model_of_the_same_weights_does(
     found = logits_of(runner)
     assert found[0] == expected[0]
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not NATIVE, reason="there are no native kernels here")
+@pytest.mark.parametrize("name", FORMATS)
+def test_native_kernels_hold_the_same_weights(name: str, source: Path, tmp_path: Path) -> None:
+    folder, reference = written(name, source, tmp_path), FORMATS[name][2]
+    plain = plain_copy(folder, tmp_path / "plain", reference, source)
+    runner = make_quantised(folder, registry=build_registry(CPU))
+    assert runner.info.kernels["linear"] == "native+native-int4"
+    assert runner.info.kernels["forward"] == "native"
+    tensors = load_file(plain / "model.safetensors")
+    for index, layer in enumerate(runner._decoder.layers):
+        for product, stems in PRODUCTS.items():
+            expected = torch.cat([tensors[f"model.layers.{index}.{stem}.weight"] for stem in stems])
+            found = getattr(layer, product).rows(torch.arange(len(expected)))
+            # code * scale + shift may be rounded once or twice
+            torch.testing.assert_close(found, expected, rtol=2**-22, atol=2**-20 * float(expected.abs().max()))
+    # Activations are rounded to INT8: the logits are near, and no more can be asked of them.
+    found, expected = logits_of(runner)[1][0], logits_of(make_runner(plain, dtype="float32"))[1][0]
+    assert float(torch.cosine_similarity(found, expected, dim=0)) > 0.999
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "w8a8", "w4a16-asymmetric"])

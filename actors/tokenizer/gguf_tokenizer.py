@@ -1,0 +1,123 @@
+"""The tokenizer in a GGUF file, as transformers' own object: what tokenizer.json would make of the same vocabulary.
+
+Only byte-level BPE is read, and only where the file names a way to split text that is known here exactly
+(`tokenizer.ggml.pre`, llama.cpp's names): another one would give other tokens than the model was trained with.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from novainfer.fsm.messages.errors import ModelLoadError
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.gguf import Gguf
+
+__all__ = ["gguf_tokenizer", "has_tokenizer"]
+
+KEYS = "tokenizer.ggml."
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
+ROLES = ("bos", "eos", "unknown", "padding")
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+class Splitting(NamedTuple):
+    """What becomes of a text before its pieces are encoded."""
+
+    pattern: str | None  # of the pieces; None: GPT-2's own
+    is_composed: bool = False  # characters are composed first (NFC)
+    takes_whole_tokens: bool = False  # a piece that is a token is it, whatever merges say
+    begins: bool = False  # with the control token that a model begins with, where the file says nothing
+
+
+SPLITTINGS = {
+    "qwen2": Splitting(WORDS % r"\p{N}", is_composed=True),
+    "llama-bpe": Splitting(WORDS % r"\p{N}{1,3}", takes_whole_tokens=True, begins=True),
+    "gpt-2": Splitting(None),
+}
+
+
+def has_tokenizer(gguf: Gguf) -> bool:
+    """Whether the file says anything of one."""
+    return f"{KEYS}model" in gguf.values
+
+
+def gguf_tokenizer(gguf: Gguf) -> Any:
+    """transformers' tokenizer object, with the chat template; raises `ModelLoadError` naming the key at fault."""
+    try:
+        return _build(gguf)
+    except LoadError as error:
+        raise ModelLoadError(str(error), param="tokenizer") from None
+    except ModelLoadError:
+        raise
+    except Exception as error:  # what the tokenizers package says of merges that do not fit the vocabulary
+        reason = " ".join(str(error).split())[:300]
+        raise ModelLoadError(f"{gguf.path}: its tokenizer cannot be built: {reason}", param="tokenizer") from error
+
+
+def _build(gguf: Gguf) -> Any:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    splitting = _splitting(gguf)
+    tokens = gguf.items(f"{KEYS}tokens", str)
+    types = gguf.items(f"{KEYS}token_type", int, [NORMAL] * len(tokens))
+    if len(types) != len(tokens):
+        raise LoadError(f"{gguf.path}: {KEYS}token_type must have one entry for each of {len(tokens)} tokens")
+    vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != UNUSED}
+    if len(vocabulary) != len(tokens) - types.count(UNUSED):
+        raise LoadError(f"{gguf.path}: {KEYS}tokens names a token twice")
+    merges = [_pair(gguf, merge) for merge in gguf.items(f"{KEYS}merges", str)]
+    whole = splitting.takes_whole_tokens
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=whole))
+    if splitting.is_composed:
+        made.normalizer = normalizers.NFC()
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None)
+    made.pre_tokenizer = bytes_only
+    if splitting.pattern is not None:
+        split = pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated", invert=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    made.decoder = decoders.ByteLevel()
+    for kind in (CONTROL, USER_DEFINED):
+        added = [token for token, found in zip(tokens, types, strict=True) if found == kind]
+        made.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token in added])
+    roles = {role: _role(gguf, role, tokens) for role in ROLES}
+    if gguf.boolean(f"{KEYS}add_bos_token", splitting.begins) and roles["bos"] is not None:
+        begin = roles["bos"]
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, vocabulary[begin])]
+        )
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        chat_template=gguf.text("tokenizer.chat_template", "") or None,
+        clean_up_tokenization_spaces=False,
+        **{names[role]: token for role, token in roles.items() if token is not None},
+    )
+
+
+def _splitting(gguf: Gguf) -> Splitting:
+    model, pre = gguf.text(f"{KEYS}model"), gguf.text(f"{KEYS}pre", "")
+    what = "; another tokenizer can be given with the setting tokenizer"
+    if model != "gpt2":
+        raise LoadError(f"{gguf.path}: {KEYS}model {model!r} is not supported, only 'gpt2' (byte-level BPE){what}")
+    if pre not in SPLITTINGS:
+        supported = ", ".join(map(repr, SPLITTINGS))
+        raise LoadError(f"{gguf.path}: {KEYS}pre {pre!r} is not supported, only {supported}{what}")
+    return SPLITTINGS[pre]
+
+
+def _pair(gguf: Gguf, merge: str) -> tuple[str, str]:
+    first, _, second = merge.partition(" ")
+    if not first or not second:
+        raise LoadError(f"{gguf.path}: {KEYS}merges must hold two parts with a space between, not {merge!r:.100}")
+    return first, second
+
+
+def _role(gguf: Gguf, role: str, tokens: list[str]) -> str | None:
+    key = f"{KEYS}{role}_token_id"
+    if key not in gguf.values:
+        return None
+    token_id = gguf.integer(key, minimum=0)
+    if token_id >= len(tokens):
+        raise LoadError(f"{gguf.path}: {key} {token_id} is none of {len(tokens)} tokens")
+    return tokens[token_id]

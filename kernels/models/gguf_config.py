@@ -1,0 +1,138 @@
+"""A model's geometry from the keys of a GGUF file, in the words of config.json."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.config import ModelConfig
+from novainfer.kernels.models.family import ModelFamily, parse_config
+from novainfer.kernels.models.gguf import Gguf, read_gguf
+
+__all__ = ["config_values", "end_tokens", "gguf_config"]
+
+EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+CONTROL = 3  # the type of a token that is no text
+# Tokens that end an answer whatever the keys say, as llama.cpp has it: of some files the keys name one of two.
+END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
+# What llama.cpp writes as factors of frequencies for Llama 3.1 and 3.2, which it has from these fields of their config.
+LLAMA3 = tuple(
+    {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    for factor in (8.0, 32.0)
+)
+
+
+def gguf_config(path: Path, families: dict[str, ModelFamily]) -> ModelConfig:
+    """The `ModelConfig` of a file; `families` by architecture. Raises `LoadError` naming file and key."""
+    gguf = read_gguf(path)
+    known = {family.model_type: family for family in families.values()}
+    architecture = gguf.text("general.architecture")
+    if architecture not in known:
+        raise LoadError(
+            f"{path}: general.architecture {architecture!r} is not supported, only {', '.join(map(repr, known))}"
+        )
+    config = parse_config(known[architecture], config_values(gguf, architecture), path)
+    return replace(config, eos_token_ids=end_tokens(gguf, config.vocab_size))
+
+
+def config_values(gguf: Gguf, architecture: str) -> dict[str, Any]:
+    """What config.json would say."""
+
+    def key(name: str) -> str:
+        return f"{architecture}.{name}"
+
+    if gguf.integer(key("expert_count"), 0, minimum=0):
+        raise LoadError(
+            f"{gguf.path}: {key('expert_count')} is not supported: models of experts are not read from GGUF"
+        )
+    embedding = gguf.tensors.get(EMBEDDING)
+    if embedding is None:
+        raise LoadError(f"{gguf.path} holds no {EMBEDDING}")
+    hidden_size, num_heads = gguf.integer(key("embedding_length")), gguf.integer(key("attention.head_count"))
+    head_dim = gguf.integer(key("attention.key_length"), max(hidden_size // num_heads, 1))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if gguf.integer(key(name), head_dim) != head_dim:
+            raise LoadError(f"{gguf.path}: {key(name)} must be {head_dim} like the keys, not {gguf.integer(key(name))}")
+    context = gguf.integer(key("context_length"))
+    rope = {"rope_theta": gguf.number(key("rope.freq_base"), 10_000.0)} | _scaling(gguf, architecture, context)
+    if ROPE_FACTORS in gguf.tensors:
+        rope |= _llama3(gguf, head_dim, rope["rope_theta"])
+    return {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": gguf.integer(key("feed_forward_length")),
+        "num_hidden_layers": gguf.integer(key("block_count")),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": gguf.integer(key("attention.head_count_kv"), num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": gguf.number(key("attention.layer_norm_rms_epsilon")),
+        "rope_parameters": rope,
+        "tie_word_embeddings": HEAD not in gguf.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in gguf.tensors,
+        "use_sliding_window": False,
+    }
+
+
+def end_tokens(gguf: Gguf, vocab_size: int) -> tuple[int, ...]:
+    """The ids that end an answer, sorted."""
+    names = ("eos", "eot", "eom")
+    found = {
+        gguf.integer(key, minimum=0) for name in names if (key := f"tokenizer.ggml.{name}_token_id") in gguf.values
+    }
+    tokens = gguf.items("tokenizer.ggml.tokens", str, [])
+    types = gguf.items("tokenizer.ggml.token_type", int, [])
+    control = {i for i, kind in enumerate(types[: len(tokens)]) if kind == CONTROL}
+    found |= {i for i in control if tokens[i] in END_TOKENS}
+    return tuple(sorted(token_id for token_id in found if token_id < vocab_size))
+
+
+def _scaling(gguf: Gguf, architecture: str, context: int) -> dict[str, Any]:
+    prefix = f"{architecture}.rope.scaling."
+    kind = gguf.text(f"{prefix}type", "none")
+    if kind == "none":
+        return {"rope_type": "default"}
+    if kind not in ("linear", "yarn"):
+        raise LoadError(f"{gguf.path}: {prefix}type {kind!r} is not supported, only 'none', 'linear' and 'yarn'")
+    factor = gguf.number(f"{prefix}factor")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    original = gguf.integer(f"{prefix}original_context_length", context)
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+
+
+def _llama3(gguf: Gguf, head_dim: int, theta: float) -> dict[str, Any]:
+    """The fields that give the factors which the file holds as a tensor; raises `LoadError` for factors of others."""
+    tensor = gguf.tensors[ROPE_FACTORS]
+    count = head_dim // 2
+    if tensor.type == "F32" and tensor.shape == (count,):
+        with gguf.path.open("rb") as file:
+            file.seek(tensor.begin)
+            data = memoryview(file.read(4 * count)).cast("f").tolist()
+        for fields in LLAMA3:
+            expected = [_llama3_factor(fields, theta ** (-2 * i / head_dim)) for i in range(count)]
+            if all(math.isclose(found, factor, rel_tol=1e-4) for found, factor in zip(data, expected, strict=True)):
+                return fields
+    raise LoadError(f"{gguf.path}: {ROPE_FACTORS} is not supported, only as Llama 3.1 and 3.2 have it")
+
+
+def _llama3_factor(fields: dict[str, Any], frequency: float) -> float:
+    """By which a frequency is divided ("The Llama 3 Herd of Models", arXiv 2407.21783; as llama.cpp writes it)."""
+    turns = fields["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = fields["low_freq_factor"], fields["high_freq_factor"]
+    if turns > high:
+        return 1.0
+    if turns < low:
+        return float(fields["factor"])
+    smooth = (turns - low) / (high - low)
+    return float(1 / ((1 - smooth) / fields["factor"] + smooth))

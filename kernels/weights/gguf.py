@@ -1,0 +1,69 @@
+"""The tensors of a GGUF file by the names of a Hugging Face checkpoint, without torch.
+
+llama.cpp rotates the two numbers of a pair that stand side by side; for architectures that pair the halves of a head
+its converter leaves rows as they are, but for "llama" it interleaves those of q and k: they are put back when read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.gguf import Gguf, GgufTensor, read_gguf
+from novainfer.kernels.weights.entries import Entry, Form, GroupedEntry, TensorEntry
+
+__all__ = ["SCHEME", "gguf_entries"]
+
+SCHEME = "gguf"
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# What the blocks of each type hold (kernels/weights/ggml.py): codes of 5 and 6 bits are kept in 8.
+FORMS = {
+    "Q4_0": Form(4, 32, 8), "Q4_1": Form(4, 32, None), "Q4_K": Form(4, 32, None),
+    "Q5_0": Form(8, 32, 0), "Q5_1": Form(8, 32, None), "Q5_K": Form(8, 32, None),
+    "Q6_K": Form(8, 16, 0), "Q8_0": Form(8, 32, 0),
+}  # fmt: skip
+NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+DERIVED = ("rope_freqs.weight",)  # read with the config, whose fields say the same
+INTERLEAVED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}  # of "llama": how many heads
+
+
+def gguf_entries(path: Path) -> dict[str, Entry]:
+    """Where each tensor lies; raises `LoadError` as `read_gguf` does."""
+    gguf = read_gguf(path)
+    return {
+        (known := _name(name)): _entry(gguf, name, known, tensor)
+        for name, tensor in gguf.tensors.items()
+        if name not in DERIVED
+    }
+
+
+def _name(name: str) -> str:
+    """Its name in a Hugging Face checkpoint, or as it is where that has none."""
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("blk.") and stem.count(".") == 2:
+        _, layer, part = stem.split(".")
+        return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}" if part in LAYER_NAMES else name
+    return f"{NAMES[stem]}.{kind}" if stem in NAMES else name
+
+
+def _entry(gguf: Gguf, name: str, known: str, tensor: GgufTensor) -> Entry:
+    part, heads = name.split(".")[-2] if "." in name else "", 0
+    architecture = gguf.text("general.architecture")
+    if architecture == "llama" and part in INTERLEAVED:
+        heads = gguf.integer(f"llama.{INTERLEAVED[part]}", gguf.integer("llama.attention.head_count"))
+        if tensor.shape[0] % (2 * heads):
+            raise LoadError(f"{gguf.path}: {name} {list(tensor.shape)} does not have an even size for {heads} heads")
+    dtype = FLOATS.get(tensor.type, tensor.type)
+    entry = TensorEntry(gguf.path, dtype, tensor.shape, tensor.begin, tensor.end, heads)
+    if tensor.type in FLOATS:
+        return entry
+    if len(tensor.shape) != 2:
+        raise LoadError(f"{gguf.path}: {name} {list(tensor.shape)} is of type {tensor.type}, but is no matrix")
+    form = FORMS[tensor.type]
+    return GroupedEntry(known, gguf.path, tensor.type, tensor.shape, form, tensor.type, {"weight": entry})

@@ -1,0 +1,136 @@
+"""The tokenizer in a GGUF file gives the tokens that the folder's does from which it was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from novainfer.actors.tokenizer.tokenizer import HFTokenizer, NoTokenizer, load_tokenizer
+from novainfer.fsm.messages.errors import ModelLoadError
+from novainfer.fsm.messages.events import Chat
+from tests.kernels.gguf_checkpoints import write_tokenizer
+
+DEMO = Path(str(files("novainfer.kernels"))) / "demo" / "model"
+TEXTS = (
+    "Hello, world!",
+    " two  spaces\n\n and\tlines ",
+    "naïve café, 日本語, 12345 and 3.14",
+    "decomposed: e\u0301 \u1112\u1161\u11ab",
+    "<|im_start|>user\nI'll say it's<|im_end|>",
+    "🙂 \u200d x",
+    "",
+)
+CHAT = Chat(messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}])
+
+
+def write(path: Path, change: Callable[[gguf.GGUFWriter], None] = lambda writer: None, pre: str = "qwen2") -> Path:
+    writer = gguf.GGUFWriter(path, "qwen2")
+    write_tokenizer(writer, DEMO, pre)
+    keys = writer.kv_data[0]
+    before = dict(keys)
+    keys.clear()
+    change(writer)
+    writer.kv_data[0] = before | keys
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HFTokenizer, HFTokenizer]]:
+    path = write(tmp_path_factory.mktemp("gguf") / "model.gguf")
+    pair = HFTokenizer(DEMO), HFTokenizer(path)
+    yield pair
+    for tokenizer in pair:
+        tokenizer.close()
+
+
+def test_texts_and_chats_become_the_same_tokens(pair: tuple[HFTokenizer, HFTokenizer]) -> None:
+    given, read = pair
+    prompts: list[str | Chat] = [*TEXTS, CHAT]
+    expected = given.encode_batch(prompts)
+    assert all(isinstance(ids, list) for ids in expected)
+    assert read.encode_batch(prompts) == expected
+    assert [read.tokens_min(text) for text in TEXTS] == [given.tokens_min(text) for text in TEXTS]
+
+
+def test_every_token_has_the_same_bytes_and_the_same_ones_are_control(pair: tuple[HFTokenizer, HFTokenizer]) -> None:
+    given, read = (tokenizer.vocabulary() for tokenizer in pair)
+    settings = json.loads((DEMO / "tokenizer.json").read_text())
+    count = max(*settings["model"]["vocab"].values(), *(token["id"] for token in settings["added_tokens"])) + 1
+    for token_id in range(count):
+        assert read.bytes_of(token_id) == given.bytes_of(token_id), token_id
+    assert read.special_ids == given.special_ids
+
+
+def test_a_model_begins_with_its_control_token_where_the_file_says_so(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_add_bos_token(True)
+        writer.add_bos_token_id(0)
+
+    tokenizer = HFTokenizer(write(tmp_path / "m.gguf", change))
+    (plain,) = HFTokenizer(DEMO).encode_batch(["Hello"])
+    assert tokenizer.encode_batch(["Hello"]) == [[0, *plain]]
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "gpt-2"])
+def test_other_splittings_are_those_of_their_models(pre: str, tmp_path: Path) -> None:
+    from tokenizers import Regex, pre_tokenizers
+
+    backend: Any = HFTokenizer(write(tmp_path / "m.gguf", pre=pre))._backend
+    text = "It's 12345  apples\n\n and naïve e\u0301"
+    if pre == "gpt-2":
+        expected = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    else:  # Llama 3's tokenizer.json
+        pattern = (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+            r"|\s+(?!\S)|\s+"
+        )
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        expected = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        ).pre_tokenize_str(text)
+    assert backend.normalizer is None
+    assert backend.pre_tokenizer.pre_tokenize_str(text) == expected
+
+
+def test_a_file_without_one_takes_token_ids(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert isinstance(load_tokenizer(tmp_path / "m.gguf"), NoTokenizer)
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.ggml\.model is missing"):
+        load_tokenizer(tmp_path / "m.gguf", is_asked_for=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda w: w.add_tokenizer_model("llama"), "tokenizer.ggml.model 'llama' is not supported, only 'gpt2'"),
+        (
+            lambda w: w.add_tokenizer_pre("tekken"),
+            "tokenizer.ggml.pre 'tekken' is not supported, only 'qwen2', 'llama-bpe'",
+        ),
+        (lambda w: w.add_token_types([1, 2]), "token_type must have one entry for each of"),
+        (lambda w: w.add_token_merges(["ab"]), "merges must hold two parts with a space between, not 'ab'"),
+        (lambda w: w.add_token_merges(["zq zq"]), "its tokenizer cannot be built: "),
+        (lambda w: w.add_eos_token_id(10**6), "tokenizer.ggml.eos_token_id 1000000 is none of"),
+        (lambda w: w.add_uint32("tokenizer.ggml.tokens", 3), "tokenizer.ggml.tokens must be an array of str, not 3"),
+        (lambda w: w.add_uint32("tokenizer.chat_template", 3), "tokenizer.chat_template must be a string, not 3"),
+    ],
+)
+def test_what_cannot_be_read_is_named(change: Callable[..., None], expected: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", change)
+    with pytest.raises(ModelLoadError) as caught:
+        load_tokenizer(path)
+    assert expected in str(caught.value)
+    assert str(path) in str(caught.value)

@@ -1,0 +1,134 @@
+"""GGUF files written by the gguf package, from checkpoints of `save_checkpoint`, as llama.cpp converts them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import quants
+from safetensors.torch import load_file
+
+__all__ = ["Type", "blocks", "save_gguf", "write_tokenizer"]
+
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+# Of each block: where fp16 numbers stand, which random bytes must not make infinite or large.
+HALVES = {
+    Type.Q4_0: (0,), Type.Q4_1: (0, 2), Type.Q5_0: (0,), Type.Q5_1: (0, 2), Type.Q8_0: (0,),
+    Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,),
+}  # fmt: skip
+# What scales must be divided by, for weights of about the size of the source's.
+SIZES = {Type.Q4_K: 600.0, Type.Q5_K: 1200.0, Type.Q6_K: 2000.0, Type.Q8_0: 100.0}
+
+
+def blocks(shape: tuple[int, ...], kind: Type, seed: int) -> np.ndarray:
+    """Random blocks: uint8 [rows, bytes of a row]. Every bit of every code and scale is used by some."""
+    generator = np.random.default_rng(seed)
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    found = generator.integers(0, 256, (shape[0] * shape[1] // size, num_bytes), dtype=np.uint8)
+    for at in HALVES[kind]:
+        scales = (generator.random(len(found)) + 0.1) * 0.2 / SIZES.get(kind, 16.0)
+        found[:, at : at + 2] = scales.astype(np.float16)[:, None].view(np.uint8)
+    return found.reshape(shape[0], -1)
+
+
+def save_gguf(
+    source: Path,
+    out: Path,
+    type_of: Callable[[str], Type],
+    *,
+    change: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> dict[str, torch.Tensor]:
+    """Write the file; the gguf package's own dequantisation of its tensors, by the names of the source."""
+    config = json.loads((source / "config.json").read_text())
+    architecture, heads, kv_heads = (
+        config["model_type"],
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+    )
+    writer = gguf.GGUFWriter(out, architecture)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
+    change(writer)
+    read: dict[str, torch.Tensor] = {}
+    for number, (name, tensor) in enumerate(load_file(source / "model.safetensors").items()):
+        values = tensor.float().numpy()
+        kind = type_of(name) if values.ndim == 2 else Type.F32
+        interleaves = architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight"))
+        num_heads = (heads if "q_proj" in name else kv_heads) if interleaves else 0
+        if kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K):
+            data = blocks(values.shape, kind, number)
+        else:
+            data = quants.quantize(interleaved(values, num_heads), kind)
+        writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
+        read[name] = torch.from_numpy(deinterleaved(quants.dequantize(data, kind), num_heads).copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read
+
+
+def interleaved(values: np.ndarray, num_heads: int) -> np.ndarray:
+    """The rows of each head, the halves side by side: what convert_hf_to_gguf.py does to q and k of llama."""
+    if not num_heads:
+        return values
+    return values.reshape(num_heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+
+
+def deinterleaved(values: np.ndarray, num_heads: int) -> np.ndarray:
+    """The other way."""
+    if not num_heads:
+        return values
+    return values.reshape(num_heads, -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+
+
+def gguf_name(name: str) -> str:
+    """A tensor's name in the file."""
+    stem, _, kind = name.rpartition(".")
+    if stem in NAMES:
+        return f"{NAMES[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[part]}.{kind}"
+
+
+def write_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str = "qwen2") -> None:
+    """The vocabulary of a folder's tokenizer.json, and its chat template, as llama.cpp's converter writes them."""
+    given = json.loads((folder / "tokenizer.json").read_text())
+    settings: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
+    vocabulary, added = given["model"]["vocab"], {token["content"]: token for token in given["added_tokens"]}
+    ids = {**vocabulary, **{content: token["id"] for content, token in added.items()}}
+    tokens = [f"[PAD{i}]" for i in range(max(ids.values()) + 1)]
+    types = [5] * len(tokens)
+    for token, token_id in ids.items():
+        tokens[token_id] = token
+        types[token_id] = 1 if token not in added else 3 if added[token]["special"] else 4
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(pair) if isinstance(pair, list) else pair for pair in given["model"]["merges"]])
+    writer.add_eos_token_id(ids[settings["eos_token"]])
+    writer.add_add_bos_token(False)
+    if settings.get("chat_template"):
+        writer.add_chat_template(settings["chat_template"])

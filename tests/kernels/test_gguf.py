@@ -1,0 +1,295 @@
+"""GGUF files are loaded as they are: what each block stands for is what the gguf package makes of it."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoints import Shape, save_checkpoint
+from driver import CPU, Driver, backend_registry, make_runner
+from gguf_checkpoints import Type, blocks, save_gguf
+from safetensors.torch import save_file
+
+from novainfer.fsm.messages.mode import CHECKPOINT
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.gguf import read_gguf
+from novainfer.kernels.models.registry import read_config
+from novainfer.kernels.ops.selection import build_registry
+from novainfer.kernels.runtime.runner import ModelRunner
+from novainfer.kernels.weights.checkpoint import Checkpoint
+from novainfer.kernels.weights.header import check_weights
+
+QWEN2 = Shape("qwen2", 8, 2, 32, 256, 160, intermediate_size=512, rope_theta=1e6)
+QWEN3 = replace(QWEN2, name="qwen3", family="Qwen3", tied=False)
+LLAMA = replace(QWEN2, name="llama", family="Llama", tied=False)
+NATIVE = any(kernel.name == "native" for kernel in build_registry(CPU).implementations("linear"))
+PROMPT = [(7 * i + 3) % 127 for i in range(37)]
+
+
+def mixed(name: str) -> Type:
+    """As llama-quantize makes Q4_K_M: v and some of down, and the head or the embeddings that are it, in Q6_K."""
+    if "v_proj" in name or ("down_proj" in name and ".0." in name) or "embed" in name or "lm_head" in name:
+        return Type.Q6_K
+    return Type.Q4_K
+
+
+def fallback(name: str) -> Type:
+    """As it makes Q4_K_M of rows that 256 does not divide: Qwen2.5-0.5B's are of 896."""
+    return {Type.Q6_K: Type.Q8_0, Type.Q4_K: Type.Q5_0}[mixed(name)]
+
+
+def only(kind: Type) -> Callable[[str], Type]:
+    return lambda name: kind
+
+
+MIXTURES: dict[str, tuple[Shape, Callable[[str], Type], str]] = {
+    "Q4_K_M": (QWEN2, mixed, "Q4_K+Q6_K (gguf)"),
+    "Q4_K_M of qwen3": (QWEN3, mixed, "Q4_K+Q6_K (gguf)"),
+    "Q4_K_M of llama": (LLAMA, mixed, "Q4_K+Q6_K (gguf)"),
+    "Q4_K_M of odd rows": (replace(QWEN2, hidden_size=224), fallback, "Q5_0+Q8_0 (gguf)"),
+    "Q5_K": (QWEN2, only(Type.Q5_K), "Q5_K (gguf)"),
+    "Q8_0": (QWEN2, only(Type.Q8_0), "Q8_0 (gguf)"),
+    "Q8_0 of llama": (LLAMA, only(Type.Q8_0), "Q8_0 (gguf)"),
+    "Q4_0": (QWEN2, only(Type.Q4_0), "Q4_0 (gguf)"),
+    "Q4_0 and Q4_1": (QWEN2, lambda name: Type.Q4_1 if "v_proj" in name else Type.Q4_0, "Q4_0+Q4_1 (gguf)"),
+    "Q5_1": (QWEN2, only(Type.Q5_1), "Q5_1 (gguf)"),
+    "F16": (QWEN2, only(Type.F16), "float32"),
+    "BF16 of llama": (LLAMA, only(Type.BF16), "float32"),
+    "F32": (QWEN3, only(Type.F32), "float32"),
+    "Q8_0 and F16": (QWEN2, lambda name: Type.F16 if "v_proj" in name else Type.Q8_0, "Q8_0 (gguf)"),
+}
+
+
+def load(path: Path, **options: Any) -> ModelRunner:
+    defaults: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 6, "max_num_batched_tokens": 256}
+    defaults |= {"max_model_len": None, "registry": backend_registry("torch")}
+    runner = ModelRunner.load(path, **(defaults | options))
+    runner.fit(mode="fixed", num_blocks=64)
+    return runner
+
+
+def logits_of(runner: ModelRunner) -> tuple[list[int], torch.Tensor]:
+    """Of a prefill and some greedy steps: the tokens, and logits [num_tokens, vocab_size]."""
+    driver = Driver(runner, capture=True)
+    (tokens,) = driver.generate([driver.add(0, PROMPT)], 8)
+    return tokens, torch.stack(driver.capturing.logits)
+
+
+@pytest.mark.parametrize(
+    "kind", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+)
+def test_blocks_of_any_bits_are_what_the_gguf_package_makes_of_them(kind: Type, tmp_path: Path) -> None:
+    data = blocks((48, 512), kind, seed=1)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    writer.add_tensor("blk.0.ffn_up.weight", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint, found = Checkpoint(tmp_path / "m.gguf"), torch.empty(48, 512)
+    checkpoint.read_into("model.layers.0.mlp.up_proj.weight", found)
+    expected = torch.from_numpy(gguf.quants.dequantize(data, kind))
+    # Scales of several factors are multiplied in another order there: the last bit may differ, and no more.
+    torch.testing.assert_close(found, expected, rtol=2**-22, atol=2**-24 * float(expected.abs().max()))
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_it_computes_what_an_unquantised_model_of_the_same_weights_does(name: str, tmp_path: Path) -> None:
+    shape, type_of, precision = MIXTURES[name]
+    source = save_checkpoint(shape, tmp_path / "source")
+    tensors = save_gguf(source, tmp_path / "model.gguf", type_of)
+    save_file(tensors, source / "model.safetensors")
+    expected = logits_of(make_runner(source, dtype="float32"))
+    runner = load(tmp_path / "model.gguf")
+    assert runner.info.precision == precision
+    if "gguf" in precision:
+        assert {mode.precision for mode in runner.info.modes} == {CHECKPOINT}
+    found = logits_of(runner)
+    assert found[0] == expected[0]
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=2e-4)
+    given, read = read_config(source), read_config(tmp_path / "model.gguf")
+    assert read == replace(
+        given, dtype=None, tensors=read.tensors, rms_norm_eps=read.rms_norm_eps, eos_token_ids=read.eos_token_ids
+    )
+    assert {tensor.name for tensor in read.tensors} == {tensor.name for tensor in given.tensors}
+    assert read.rms_norm_eps == pytest.approx(given.rms_norm_eps, rel=1e-6)  # fp32 in the file
+
+
+@pytest.mark.skipif(not NATIVE, reason="there are no native kernels here")
+@pytest.mark.parametrize("name", ["Q4_K_M", "Q4_K_M of odd rows", "Q8_0 of llama", "Q4_0 and Q4_1"])
+def test_native_kernels_hold_the_same_weights(name: str, tmp_path: Path) -> None:
+    shape, type_of, _ = MIXTURES[name]
+    tensors = save_gguf(save_checkpoint(shape, tmp_path / "source"), tmp_path / "model.gguf", type_of)
+    runner = load(tmp_path / "model.gguf", registry=build_registry(CPU))
+    assert runner.info.kernels["linear"] == "native-int4"
+    decoder = runner._decoder
+    products = [(decoder.head, ["model.embed_tokens" if shape.tied else "lm_head"])]
+    for index, layer in enumerate(decoder.layers):
+        stem = f"model.layers.{index}."
+        products.append((layer.qkv, [f"{stem}self_attn.{part}_proj" for part in "qkv"]))
+        products.append((layer.down, [f"{stem}mlp.down_proj"]))
+    for linear, stems in products:
+        expected = torch.cat([tensors[f"{stem}.weight"] for stem in stems])
+        found = linear.rows(torch.arange(len(expected)))
+        torch.testing.assert_close(found, expected, rtol=2**-21, atol=2**-20 * float(expected.abs().max()))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf")
+    shape = Shape("small", 4, 2, 16, 64, 96, intermediate_size=64)
+    save_gguf(
+        save_checkpoint(shape, folder / "source"),
+        folder / "model.gguf",
+        only(Type.Q8_0),
+        change=lambda writer: (writer.add_token_list(["a", "b", "<|im_end|>"]), writer.add_token_types([1, 1, 3])),
+    )
+    return folder / "model.gguf"
+
+
+def test_only_codes_are_counted_and_end_tokens_are_found(file: Path) -> None:
+    runner = load(file)
+    products = 2 * (64 * 128 + 64 * 64 + 64 * 128 + 64 * 64) + 96 * 64
+    assert runner.info.weight_bytes == products + products // 32 * 4 + 4 * (2 * 128 + 5 * 64)
+    assert runner.info.eos_token_ids == (2,)
+    with pytest.raises(LoadError, match=r"are already: Q8_0 \(gguf\); leave the setting out"):
+        load(file, quantization="int8")
+    assert load(file, dtype="auto").info.dtype == "bfloat16"
+
+
+def test_a_file_that_is_not_quantised_may_be(tmp_path: Path) -> None:
+    save_gguf(save_checkpoint(QWEN2, tmp_path / "source"), tmp_path / "m.gguf", only(Type.F16))
+    assert load(tmp_path / "m.gguf", quantization="int8").info.precision == "int8"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            lambda w: w.add_string("general.architecture", "mamba"),
+            "general.architecture 'mamba' is not supported, only",
+        ),
+        (lambda w: w.add_uint32("qwen2.block_count", 3), "do not fit its keys: 12 missing (model.layers.2."),
+        (
+            lambda w: w.add_uint32("qwen2.block_count", 0),
+            "qwen2.block_count must be a whole number of at least 1, not 0",
+        ),
+        (lambda w: w.add_string("qwen2.embedding_length", "64"), "qwen2.embedding_length must be a whole number"),
+        (lambda w: w.add_uint32("qwen2.embedding_length", 128), "mis-shaped (model.embed_tokens.weight [96, 64]"),
+        (lambda w: w.add_uint32("qwen2.expert_count", 8), "qwen2.expert_count is not supported"),
+        (
+            lambda w: w.add_uint32("qwen2.rope.dimension_count", 8),
+            "qwen2.rope.dimension_count must be 16 like the keys",
+        ),
+        (
+            lambda w: w.add_string("qwen2.rope.scaling.type", "longrope"),
+            "scaling.type 'longrope' is not supported, only",
+        ),
+        (
+            lambda w: w.add_float32("qwen2.rope.freq_base", -1.0),
+            "qwen2.rope.freq_base must be a number above 0, not -1.0",
+        ),
+        (lambda w: w.add_uint16("split.count", 3), "is one of 3 parts (split.count): merge them"),
+        (lambda w: w.add_uint32("general.alignment", 48), "general.alignment must be a power of 2"),
+        (
+            lambda w: w.add_tensor("rope_freqs.weight", np.full(8, 3.0, np.float32)),
+            "rope_freqs.weight is not supported",
+        ),
+        (lambda w: w.add_tensor("blk.0.extra.weight", np.zeros(8, np.float32)), "1 unexpected (blk.0.extra.weight)"),
+        (
+            lambda w: w.add_tensor("x", np.zeros((1, 84), np.uint8), raw_dtype=Type.Q2_K),
+            "x is of type Q2_K, which is not supported, only F32, F16, BF16, Q4_0, ",
+        ),
+        (lambda w: w.add_tensor("y", np.zeros((1, 4), np.int32)), "y is of type I32, which is not supported"),
+    ],
+)
+def test_what_cannot_be_read_is_said_in_one_sentence(
+    change: Callable[..., None], expected: str, tmp_path: Path
+) -> None:
+    source = save_checkpoint(Shape("bad", 4, 2, 16, 64, 96, intermediate_size=64), tmp_path / "source")
+
+    def overwrite(writer: gguf.GGUFWriter) -> None:
+        keys = writer.kv_data[0]
+        before = dict(keys)
+        keys.clear()
+        change(writer)
+        changed = dict(keys)
+        keys.clear()
+        keys.update(before | changed)
+
+    save_gguf(source, tmp_path / "m.gguf", only(Type.Q8_0), change=overwrite)
+    with pytest.raises(LoadError) as caught:
+        check_weights(tmp_path / "m.gguf")
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path / "m.gguf") in str(caught.value)
+
+
+def test_llama_3s_factors_are_those_of_its_fields(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    shape = replace(LLAMA, rope=(*rope.items(), ("original_max_position_embeddings", 8192)), rope_theta=500_000.0)
+    source = save_checkpoint(shape, tmp_path / "source")
+    frequencies = 500_000.0 ** (-np.arange(0, 32, 2) / 32)
+    lengths = 2 * np.pi / frequencies
+    smooth = (8192 / lengths - 1) / 3
+    factors = np.where(lengths < 2048, 1, np.where(lengths > 8192, 32, 1 / ((1 - smooth) / 32 + smooth)))
+    change = lambda writer: writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))  # noqa: E731
+    save_gguf(source, tmp_path / "m.gguf", only(Type.Q8_0), change=change)
+    assert read_config(tmp_path / "m.gguf").rope == read_config(source).rope
+
+
+def test_a_file_that_was_cut_off_is_told_wherever_that_was(file: Path, tmp_path: Path) -> None:
+    whole, path = file.read_bytes(), tmp_path / "cut.gguf"
+    header = min(tensor.begin for tensor in read_gguf(file).tensors.values())
+    for length in (*range(0, header, 7), header, header + 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(LoadError, match=r"cut\.gguf (is no GGUF file|was cut off|is corrupt)"):
+            check_weights(path)
+
+
+def test_any_damage_to_the_header_gives_one_sentence_or_changes_nothing_that_is_read(
+    file: Path, tmp_path: Path
+) -> None:
+    whole, path = file.read_bytes(), tmp_path / "damaged.gguf"
+    header = min(tensor.begin for tensor in read_gguf(file).tensors.values())
+    draw = random.Random(0)
+    lengths = [0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, len(whole), len(whole) + 1]
+    refused = accepted = 0
+    for _ in range(500):
+        damaged = bytearray(whole)
+        if draw.random() < 0.5:
+            damaged[draw.randrange(header)] ^= 1 << draw.randrange(8)
+        else:
+            at = draw.randrange(header - 8)
+            damaged[at : at + 8] = struct.pack("<Q", draw.choice(lengths))
+        path.write_bytes(damaged)
+        try:
+            check_weights(path)
+        except LoadError as error:
+            refused += "\n" not in str(error)
+        else:
+            accepted += 1
+    assert refused + accepted == 500
+    assert 300 < refused < 500
+
+
+def test_files_that_are_none_and_folders_that_hold_one_are_told(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for version, what in ((1, "version 1"), (3 << 24, "big-endian")):
+        path.write_bytes(b"GGUF" + struct.pack("<I", version) + file.read_bytes()[8:])
+        with pytest.raises(LoadError, match=f"{what} is not supported, only little-endian GGUF of version 2 or 3"):
+            read_gguf(path)
+    shutil.copy(file, path)
+    with pytest.raises(LoadError, match=r"holds no config\.json.* \(m\.gguf is a model of its own: give its path\)"):
+        check_weights(tmp_path)
+    check_weights(path)
