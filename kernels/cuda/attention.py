@@ -13,7 +13,7 @@ from torch import Tensor
 
 from novainfer.fsm.messages.mode import AUTO
 from novainfer.kernels.cuda.jit import attention as jit
-from novainfer.kernels.cuda.language import INTERPRETED, can_compute_on, element
+from novainfer.kernels.cuda.language import can_compute_on, element
 from novainfer.kernels.cuda.variant import Config, Variant
 from novainfer.kernels.ops import kv_cache
 from novainfer.kernels.ops.attention import TorchAttention
@@ -25,10 +25,13 @@ __all__ = ["TritonAttention", "TritonInvariantAttention", "variants"]
 HEAD_DIM_MAX = 128  # the accumulators of a larger one do not fit the registers
 GROUP_MAX = 64  # query heads of a key head: all of them are rows of one tile
 PROCESSORS_INTERPRETED = 4  # programs come one after the other: contexts are split, but not for a whole GPU
-PROCESSORS = {80: 108, 90: 132, 100: 148}  # streaming multiprocessors of an A100, an H100 or H200, a B200
 SHARED_BYTES_MAX = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # of a block; what is not 9.x or 10.x has 99 KiB
-# A sequence is split where programs would leave processors idle: this share of them is enough for the bandwidth.
+# Contexts are split where programs would leave processors idle: this share of them is enough for the bandwidth. And
+# where one may be so long that its program is still at it when all others have ended: it takes some 10 us for so many
+# tokens, five times what a merge costs.
 BUSY = 0.75
+ALONE_TOKENS_MAX = 4096
+PROGRAMS_PER_PROCESSOR = 3  # as many are there at once: more would wait for each other
 SPLITS_MAX = 128
 VERIFY_ROWS = 64  # of the tile that verifies drafts: query rows times the heads of a group
 VERIFY_QUERIES_MAX = 16
@@ -43,6 +46,14 @@ def _generation(device: torch.device) -> int:
         return 90
     major, _ = torch.cuda.get_device_capability(device)
     return {9: 90, 10: 100}.get(major, 80)
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors."""
+    if device.type != "cuda":
+        return PROCESSORS_INTERPRETED
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +111,9 @@ def _decode_config(kind: _Kind, *, verifies: bool) -> Config:
     # 16 KiB of keys a tile. Loads depend on a load, of the block table: 5 stages keep two tiles of keys and values in
     # flight, 64 KiB, more than the 26 KiB that a processor's share of the bandwidth takes in one latency.
     block_n = min(128, (2048 if wide else 8192) // kind.padded_dim)
-    if verifies and kind.generation == 80:
+    # Where sm_80 verifies, and where sm_100 keeps fp16's sums in units (see `_walk`), more would spill.
+    is_in_units = kind.kv_dtype != AUTO and kind.dtype == torch.float16 and kind.padded_dim == 128
+    if (verifies and kind.generation == 80) or (is_in_units and kind.generation == 100):
         block_n = min(32, block_n)
     constants = kind.constants | {
         "BLOCK_M": _rows(kind.group, queries),
@@ -161,12 +174,17 @@ def _invariant_merge_config(kind: _Kind) -> Config:
     return Config(constants | {"NUM_HEADS": kind.num_heads}, num_warps=1, num_stages=1)
 
 
-def _num_splits(kind: _Kind, num_seqs: int) -> int:
-    programs = num_seqs * kind.num_kv_heads
-    processors = PROCESSORS_INTERPRETED if INTERPRETED else PROCESSORS[kind.generation]
-    if programs > BUSY * processors:
+def _num_splits(programs: int, processors: int, context_max: int) -> int:
+    """Into how many parts each context is cut for so many programs, where none is longer than `context_max` tokens."""
+    if programs > BUSY * processors and context_max <= ALONE_TOKENS_MAX:
         return 1
-    return min(SPLITS_MAX, 2 * processors // programs)
+    return max(1, min(SPLITS_MAX, PROGRAMS_PER_PROCESSOR * processors // programs))
+
+
+def _context_max(step: StepTensors, block_size: int, window: int) -> int:
+    """No row of the step looks at more tokens; a captured step is launched again with other contexts."""
+    bound = step.block_tables.shape[1] * block_size if step.bucket else step.max_context_len
+    return min(bound, window + VERIFY_QUERIES_MAX) if window else bound
 
 
 class TritonAttention:
@@ -194,6 +212,9 @@ class TritonAttention:
             for keys, values, (of_keys, of_values) in zip(parts[0].unbind(0), parts[1].unbind(0), scales, strict=True)
         ]
         self._generation = _generation(parts[0].device)
+        self._num_processors = _num_processors(parts[0].device)
+        self._kinds: dict[tuple[torch.dtype, bool], _Kind] = {}
+        self._no_parts = _parts(parts[0].device, 0, shape.num_heads, 0, 0)
 
     @classmethod
     def refuses(cls, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -253,27 +274,38 @@ class TritonAttention:
         return out.flatten(1)
 
     def _kind(self, dtype: torch.dtype, *, is_windowed: bool) -> _Kind:
-        shape = self.shape
-        return _Kind(
-            self._generation, dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size,
-            shape.kv_dtype, is_windowed,
-        )  # fmt: skip
+        kind = self._kinds.get((dtype, is_windowed))
+        if kind is None:
+            shape = self.shape
+            kind = self._kinds[dtype, is_windowed] = _Kind(
+                self._generation, dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size,
+                shape.kv_dtype, is_windowed,
+            )  # fmt: skip
+        return kind
 
     def _launch(self, kind: _Kind, step: StepTensors, arguments: dict[str, Any]) -> None:
         num_seqs, verify_queries = len(step.context_lens), _verify_queries(kind)
         verifies = 1 < step.max_query_len <= verify_queries
         if verifies or step.min_query_len == 1:
-            self._decode(kind, num_seqs, arguments, verifies=verifies)
+            context_max = _context_max(step, kind.block_size, arguments["window"])
+            num_splits = _num_splits(num_seqs * kind.num_kv_heads, self._num_processors, context_max)
+            self._decode(kind, num_seqs, num_splits, arguments, verifies=verifies)
         if step.max_query_len > 1 and not verifies:
             config = _prefill_config(kind)
             grid = (_num_tiles(kind, config, arguments["query"], num_seqs),)
             jit.prefill[grid](**arguments, num_seqs=num_seqs, **config.arguments)
 
-    @staticmethod
-    def _decode(kind: _Kind, num_seqs: int, arguments: dict[str, Any], *, verifies: bool) -> None:
+    def _room(self, kind: _Kind, out: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+        """For what programs that share contexts leave; there is none for 0 splits."""
+        if not num_splits:
+            return self._no_parts
+        return _parts(out.device, len(out), kind.num_heads, num_splits, kind.padded_dim)
+
+    def _decode(
+        self, kind: _Kind, num_seqs: int, num_splits: int, arguments: dict[str, Any], *, verifies: bool
+    ) -> None:
         config, out = _decode_config(kind, verifies=verifies), arguments["out"]
-        num_splits = _num_splits(kind, num_seqs)
-        sums, stats = _parts(kind, out, num_splits if num_splits > 1 else 0)
+        sums, stats = self._room(kind, out, num_splits if num_splits > 1 else 0)
         jit.decode[kind.num_kv_heads, num_seqs, num_splits](
             **arguments, sums=sums, stats=stats, num_splits=num_splits, **config.arguments
         )
@@ -298,14 +330,14 @@ class TritonInvariantAttention(TritonAttention):
     def _launch(self, kind: _Kind, step: StepTensors, arguments: dict[str, Any]) -> None:
         config, out, num_seqs = _invariant_config(kind), arguments["out"], len(step.context_lens)
         num_tiles = _num_tiles(kind, config, out, num_seqs)
-        # A captured step is launched again with other contexts: only the table's width bounds them.
-        bound = step.block_tables.shape[1] * kind.block_size if step.bucket else step.max_context_len
-        num_splits = -(-bound // INVARIANT_SPLIT)
-        is_busy = num_tiles > BUSY * PROCESSORS[kind.generation]
+        num_splits = -(
+            -_context_max(step, kind.block_size, 0) // INVARIANT_SPLIT
+        )  # by where they begin: no window counts
+        is_busy = num_tiles > BUSY * self._num_processors
         scratch_bytes = out.shape[0] * kind.num_heads * num_splits * (kind.padded_dim + 2) * 4
         if num_splits <= 1 or is_busy or scratch_bytes > INVARIANT_SCRATCH_BYTES_MAX:
             num_splits = 0
-        sums, stats = _parts(kind, out, num_splits)
+        sums, stats = self._room(kind, out, num_splits)
         jit.invariant[num_tiles, max(1, num_splits)](
             **arguments, sums=sums, stats=stats, num_seqs=num_seqs, num_splits=num_splits, **config.arguments
         )
@@ -323,13 +355,15 @@ def _num_tiles(kind: _Kind, config: Config, query: Tensor, num_seqs: int) -> int
     return (len(query) // rows + num_seqs) * kind.num_kv_heads
 
 
-def _parts(kind: _Kind, out: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+def _parts(
+    device: torch.device, num_rows: int, num_heads: int, num_splits: int, padded_dim: int
+) -> tuple[Tensor, Tensor]:
     """Room for what programs that share contexts leave: see `_put_part` in jit/attention.py.
 
-    None is there for 0, but of the same dtype: of another one Triton would compile the function again.
+    None of it for 0 rows, but of the same dtype: of another one Triton would compile the function again.
     """
-    sums = torch.empty((len(out), kind.num_heads, num_splits, kind.padded_dim), dtype=torch.float32, device=out.device)
-    return sums, sums.new_empty((len(out), kind.num_heads, num_splits, 2))
+    sums = torch.empty((num_rows, num_heads, num_splits, padded_dim), dtype=torch.float32, device=device)
+    return sums, sums.new_empty((num_rows, num_heads, num_splits, 2))
 
 
 @functools.cache
@@ -386,6 +420,7 @@ def variants(capability: int) -> Iterator[Variant]:
         yield from _variants_of(kind(model, is_windowed=True))
         for kv_dtype in ("int8", "fp8") if capability > 80 else ("int8",):
             yield from _variants_of(kind(model, kv_dtype=kv_dtype))
+        yield from _variants_of(kind(model, torch.float16, kv_dtype="int8"))
     for model in (0, 2, 5):
         yield from _variants_of(kind(model, torch.float32), verifies=(False,))
 

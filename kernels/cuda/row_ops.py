@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -107,23 +108,27 @@ def heads_grid(num_rows: int, num_heads: int) -> tuple[int, int]:
     return num_rows, triton.cdiv(num_heads, HEADS)
 
 
+@functools.cache
 def head_config(head_dim: int) -> Config:
     """Some heads of a row, by their halves."""
     constants = {"HEAD_DIM": head_dim, "BLOCK": triton.next_power_of_2(head_dim // 2), "HEADS": HEADS}
     return Config(constants, num_warps=4, num_stages=1)
 
 
+@functools.cache
 def _rms_norm_config(width: int, *, has_residual: bool) -> Config:
     """A row in one program: 16 bytes a thread up to 1024 elements, then more of both."""
     block = triton.next_power_of_2(width)
     return Config({"HAS_RESIDUAL": has_residual, "BLOCK": block}, min(max(block // 256, 1), 16), num_stages=1)
 
 
+@functools.cache
 def _embed_config(width: int, *, has_pool: bool) -> Config:
     block = min(triton.next_power_of_2(width), EMBED_BLOCK_MAX)
     return Config({"HAS_POOL": has_pool, "BLOCK": block}, num_warps=4, num_stages=1)
 
 
+@functools.cache
 def _silu_mul_config(intermediate_size: int) -> Config:
     return Config({"BLOCK": 1024 if intermediate_size >= 1024 else 256}, num_warps=4, num_stages=1)
 

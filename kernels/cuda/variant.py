@@ -21,11 +21,10 @@ class Config:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    arguments: Mapping[str, Any] = field(init=False, repr=False, compare=False)  # keywords of a launch
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """As keyword arguments of a launch."""
-        return {**self.constants, **self.options}
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", {**self.constants, **self.options})
 
     @property
     def options(self) -> dict[str, Any]:

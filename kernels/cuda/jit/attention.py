@@ -55,6 +55,10 @@ def _walk(
     of them.
     """
     columns = tl.arange(0, PADDED_DIM)
+    # A weight times the scale of a value may be too small for fp16: there `acc` is in units of the largest scale that a
+    # row sees in a tile, which no token decides that the row does not see.
+    HAS_UNIT: tl.constexpr = QUANTISED and q.dtype == tl.float16
+    unit = tl.full([q.shape[0]], 1.0, tl.float32)
     for start in range(begin, end, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         # What is behind the context is not read: tables and cells may hold anything there, and NaN survives a product.
@@ -96,11 +100,22 @@ def _walk(
         shrink = tl.exp2(peak - relative)
         total = tl.fma(total, shrink, tl.sum(weights, 1))
         if QUANTISED:
-            weights = weights * tl.load(value_scales + cells, inside, other=0.0)[None, :]
+            scales = tl.load(value_scales + cells, inside, other=0.0)[None, :]
+            if HAS_UNIT:
+                seen_scales = tl.where(scores == float("-inf"), 0.0, scales)
+                largest = tl.max(seen_scales, 1)
+                largest = tl.where(largest > 0.0, largest, unit)
+                share = 1.0 / largest
+                scales = seen_scales * share[:, None]
+                shrink = shrink * (unit * share)
+                unit = largest
+            weights = weights * scales
         acc = acc * shrink[:, None]
         weights = rounded(weights, q.dtype)
         acc = row_dot(weights, v, acc) if INVARIANT else dot(weights, v, acc)
         peak = higher
+    if HAS_UNIT:
+        acc = acc * unit[:, None]
     return peak, total, acc
 
 

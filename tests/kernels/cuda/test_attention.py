@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -150,10 +150,9 @@ def test_contexts_that_no_programs_share_need_no_merge(
     sequences: tuple[tuple[int, int], ...], window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where there are many sequences."""
-    monkeypatch.setattr(attention, "PROCESSORS_INTERPRETED", 1)
-    monkeypatch.setattr(attention, "PROCESSORS", dict.fromkeys(attention.PROCESSORS, 1))
     monkeypatch.delattr(attention.jit, "merge")
     world = make_world(TritonAttention, (3, 1, 32, 16), torch.float16, sequences, device)
+    world.cache._num_processors = 1
     world.window = window
     assert error(world.attend(world.everything()), world.expected()) <= TOLERANCE[torch.float16]
 
@@ -202,12 +201,12 @@ def test_a_row_has_the_same_bits_in_every_step_and_however_programs_share_its_co
 ) -> None:
     world = make_world(TritonInvariantAttention, (3, 1, 16, 16), dtype, ((530, 1), (520, 25), (256, 2)), device)
     world.window = window
+    world.cache._num_processors = 132
     shared = world.attend(world.everything())
     assert error(shared, world.expected()) <= TOLERANCE[dtype]
     assert torch.equal(world.attend([(1, 0, 7)]), shared[1:8])
     assert torch.equal(world.attend([(1, 7, 8)]), shared[8:9])
-    monkeypatch.setattr(attention, "PROCESSORS_INTERPRETED", 1)
-    monkeypatch.setattr(attention, "PROCESSORS", dict.fromkeys(attention.PROCESSORS, 1))
+    world.cache._num_processors = 1
     monkeypatch.delattr(attention.jit, "merge_invariant")
     assert torch.equal(world.attend([(1, 0, 25), (2, 1, 2), (0, 0, 1)]), shared[[*range(1, 26), 27, 0]])
 
@@ -225,6 +224,62 @@ def test_torch_and_triton_write_the_same_cells_and_read_each_others(kv_dtype: st
     ours.cache = TorchAttention.over(ours.cache.shape, ours.cache.parts)
     assert error(ours.attend(ours.everything()), got.double()) <= TOLERANCE[torch.float32]
     assert error(got, ours.expected()) <= {"int8": 0.02, "fp8": 0.08}[kv_dtype]
+
+
+@pytest.mark.parametrize("sequences", [((150, 1), (20, 1)), ((40, 40), (30, 20))], ids=["decodes", "chunks"])
+@pytest.mark.parametrize("backend", [TritonAttention, TritonInvariantAttention])
+def test_in_fp16_no_weight_is_too_small_beside_the_scale_of_a_small_value(
+    backend: Any, sequences: tuple[tuple[int, int], ...], device: torch.device
+) -> None:
+    """Scales of 1e-7 to 1e-5: fp16's least normal number is 6e-5."""
+    world = make_world(backend, (3, 1, 32, 16), torch.float16, sequences, device, "int8")
+    scales = world.cache.parts[3]
+    apart = 10 ** (-3 - 2 * torch.rand(scales.shape, generator=torch.Generator().manual_seed(1)))
+    scales.mul_(apart.to(device))
+    small = TorchAttention.over(world.cache.shape, tuple(part.clone() for part in world.cache.parts))
+    got = world.attend(world.everything())
+    for part, scale in ((0, 2), (1, 3)):  # the same numbers, as they are read
+        whole = small.parts[part].float() * small.parts[scale].unsqueeze(-1)
+        for seq, of in enumerate((world.keys, world.values)[part]):
+            at = torch.arange(len(of))
+            of_seq = whole[1][world.tables[seq, at // 16].to(device), at.to(device) % 16]
+            (world.keys, world.values)[part][seq] = of_seq.cpu().double()
+    expected = world.expected()
+    assert 1e-6 < expected.abs().max() < 1e-2
+    assert error(got, expected) <= TOLERANCE[torch.float16]
+
+
+def test_a_context_is_split_while_processors_are_idle_and_longer_where_it_would_end_last() -> None:
+    assert attention._num_splits(2, 132, 1024) == attention.SPLITS_MAX
+    assert attention._num_splits(20, 132, 1024) == 19, "three programs a processor"
+    assert attention._num_splits(99, 132, 1024) == 4
+    assert attention._num_splits(120, 132, 4096) == 1, "most are busy, and end together"
+    assert attention._num_splits(120, 132, 32768) == 3, "one of them may be at it for long"
+    assert attention._num_splits(512, 132, 32768) == 1, "more programs than there is room for at once"
+    tables = torch.zeros(2, 100, dtype=torch.int32)
+    step = step_of(tables, [1, 1], torch.tensor([30, 40]), torch.device("cpu"))
+    captured = replace(step, bucket=2)
+    assert (attention._context_max(step, 16, 0), attention._context_max(captured, 16, 0)) == (40, 1600)
+    assert attention._context_max(captured, 16, 64) == 64 + attention.VERIFY_QUERIES_MAX
+
+
+def test_a_long_context_among_many_is_read_by_several_programs(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "ALONE_TOKENS_MAX", 100)
+    launched: list[int] = []
+    merge = attention.jit.merge
+
+    class Counting:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launched.append(grid[1])
+            return merge[grid]
+
+    monkeypatch.setattr(attention.jit, "merge", Counting())
+    world = make_world(TritonAttention, (3, 1, 32, 16), torch.float16, DECODES, device)
+    world.cache._num_processors = 4
+    assert error(world.attend(world.everything()), world.expected()) <= TOLERANCE[torch.float16]
+    assert launched == [len(DECODES)]
 
 
 def test_a_block_that_sequences_share_is_read_for_each(device: torch.device) -> None:
