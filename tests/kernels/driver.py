@@ -74,9 +74,10 @@ def make_runner(folder: Path, backend: str = "torch", num_blocks: int = 64, **op
         used = {op: offered[op][0] for op in offered}
         if options.get("quantization", "none") != "none":
             precision = precision_of(options["quantization"])
-            own = [
-                registry.implementations("linear", precision.of(is_head=head).name)[0].name for head in (True, False)
-            ]
+            kept = [precision.of(is_head=True), precision]
+            if any(read_config(folder).has_experts):
+                kept.append(precision.of(is_exact=True))
+            own = [registry.implementations("linear", one.name)[0].name for one in kept]
             used["linear"] = "+".join(dict.fromkeys(own))
         elif backend == "mkldnn" and read_config(folder).tensor("head") is None:
             used["linear"] = "torch+mkldnn"  # the head's rows are the embeddings, and oneDNN gives no rows back

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.forward import NativeForward
-from novainfer.kernels.cpu.linear import NativeLinear
+from novainfer.kernels.cpu.linear import NativeLinear, PackedLinear
 from novainfer.kernels.cpu.ops import NativeRowOps
 from novainfer.kernels.cpu.quantised import NativeGroupedLinear, NativeInt8Linear
 from novainfer.kernels.ops.forward import PRODUCTS, DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
@@ -143,6 +144,32 @@ def test_a_forward_is_proved_on_a_decoder_like_the_one_it_is_for(dtype: torch.dt
             for shape in (AttentionShape(24, 14, 2, 64, 16), AttentionShape(2, 3, 3, 8, 4)):
                 kind = DecoderKind(kinds, NativeRowOps, NativeAttention, shape)
                 assert check_forward(NativeForward, kind, dtype, CPU) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("linear", [NativeLinear, NativeInt8Linear])
+def test_it_is_proved_on_experts_beside_an_mlp(linear: type[PackedLinear], dtype: torch.dtype) -> None:
+    norms, shared = frozenset(("input_norm", "post_norm")), ("shared_gate_up", "shared_down", "shared_gate")
+    of = ("qkv", "o", "router", "experts_gate_up", "experts_down")
+    exact = ("router", "shared_gate")
+
+    def kind(parts: tuple[str, ...], **others: Any) -> LayerKind:
+        products = tuple((part, NativeLinear if part in exact else linear) for part in PRODUCTS if part in parts)
+        return LayerKind(products, norms=norms, **others)
+
+    dense = kind(("qkv", "o", "gate_up", "down"))
+    for sparse in (
+        kind(of, num_active_experts=2, normalises_experts=True),
+        kind((*of, *shared), num_active_experts=3),
+    ):
+        decoder = DecoderKind(
+            frozenset((dense, sparse)), NativeRowOps, NativeAttention, AttentionShape(2, 4, 2, 16, 16)
+        )
+        assert NativeForward.refuses(decoder) is None
+        assert check_forward(NativeForward, decoder, dtype, CPU) is None
+        mixed = replace(sparse, products=(*sparse.products, ("experts_down", NativeInt8Linear), ("o", NativeLinear)))
+        reason = NativeForward.refuses(replace(decoder, layers=frozenset((mixed,))))
+        assert reason == "a layer's experts are not all of one kind"
 
 
 class OffByOneBit(NativeForward):
