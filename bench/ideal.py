@@ -1,9 +1,9 @@
 """How long a workload must take on this machine at least: the roofline.
 
-A step reads all weights once, and the keys and values of its contexts; it multiplies each token with the weights of
-all layers, and each sampled row with the head. Whichever of reading (at the measured bandwidth) and multiplying (at
-the measured peak) takes longer is the step's ideal time. Decoding is one step per token; prompts are counted by
-arithmetic alone, a shared beginning once.
+A step reads all weights once (of experts, those of its tokens), and the keys and values of its contexts; it multiplies
+each token with the weights of all layers, and each sampled row with the head. Whichever of reading (at the measured
+bandwidth) and multiplying (at the measured peak) takes longer is the step's ideal time. Decoding is one step per token;
+prompts are counted by arithmetic alone, a shared beginning once.
 """
 
 from __future__ import annotations
@@ -41,10 +41,28 @@ class Geometry:
 
     @property
     def body_parameters(self) -> int:
-        """Weights that every token is multiplied with: the linear layers without the head."""
+        """Weights that a token is multiplied with: the linear layers without the head, and of experts its own."""
+        return round(self._body_parameters(self.config.num_experts_per_tok))
+
+    def read_parameters(self, num_tokens: int) -> float:
+        """Of these, weights that a step of so many tokens reads: of experts those that some token is given to.
+
+        On average, where each expert is as likely as another.
+        """
+        num_experts = self.config.num_experts
+        if not num_experts:
+            return self._body_parameters(0)
+        missed = 1 - self.config.num_experts_per_tok / num_experts
+        return self._body_parameters(num_experts * (1 - missed**num_tokens))
+
+    def _body_parameters(self, num_experts: float) -> float:
         config = self.config
-        matrices = [config.shape(tensor) for tensor in config.tensors if tensor.is_per_layer]
-        return config.num_layers * sum(math.prod(shape) for shape in matrices if len(shape) == 2)
+        return sum(
+            math.prod(config.shape(tensor)) * (num_experts if tensor.is_per_expert else 1)
+            for layer in range(config.num_layers)
+            for tensor in config.layer_tensors(layer)
+            if len(tensor.shape) == 2
+        )
 
     @property
     def head_parameters(self) -> int:
@@ -80,7 +98,7 @@ class Roof(msgspec.Struct, frozen=True, kw_only=True):
 
 def decode_step_s(geometry: Geometry, roof: Roof, batch: int, context: int) -> float:
     """One token each for `batch` requests of `context` tokens."""
-    weights = (geometry.body_parameters + geometry.head_parameters) * geometry.bytes_per_value
+    weights = (geometry.read_parameters(batch) + geometry.head_parameters) * geometry.bytes_per_value
     contexts = batch * geometry.seen(context - 1, context)
     num_bytes = weights + contexts * geometry.kv_bytes_per_token
     flops = 2.0 * batch * (geometry.body_parameters + geometry.head_parameters)
@@ -92,7 +110,7 @@ def prefill_s(geometry: Geometry, roof: Roof, num_tokens: int, contexts: float, 
     """`num_tokens` prompt tokens that see `contexts` tokens in all, and `num_sampled` first tokens."""
     flops = 2.0 * num_tokens * geometry.body_parameters + geometry.attention_flops(contexts)
     flops += 2.0 * num_sampled * geometry.head_parameters
-    weights = (geometry.body_parameters + geometry.head_parameters) * geometry.bytes_per_value
+    weights = (geometry.read_parameters(num_tokens) + geometry.head_parameters) * geometry.bytes_per_value
     return max(weights / roof.bytes_per_s, flops / roof.flops_per_s)
 
 

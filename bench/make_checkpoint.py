@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from novainfer.kernels.demo import model_path
 from novainfer.kernels.models.config import ModelConfig
 from novainfer.kernels.models.family import ModelFamily
-from novainfer.kernels.models.registry import LLAMA, QWEN2, QWEN3, read_config
+from novainfer.kernels.models.registry import LLAMA, QWEN2, QWEN3, QWEN3_MOE, read_config
 from novainfer.kernels.weights.header import tensor_shapes
 
 __all__ = ["SHAPES", "make_checkpoint"]
@@ -89,9 +89,57 @@ SHAPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192,
         },
     ),
+    "qwen3-30b-a3b": _shape(
+        QWEN3_MOE,
+        2048,
+        6144,
+        48,
+        32,
+        4,
+        151_936,
+        40_960,
+        tied=False,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
+    "moe-1b": _shape(  # its experts and how many are active in proportion, in 2 GB
+        QWEN3_MOE,
+        1024,
+        3072,
+        12,
+        16,
+        2,
+        32_768,
+        40_960,
+        tied=True,
+        head_dim=64,
+        num_experts=64,
+        num_experts_per_tok=4,
+        moe_intermediate_size=384,
+        norm_topk_prob=True,
+    ),
     "47m": _shape(QWEN2, 512, 2048, 8, 8, 2, 32_768, 4096, tied=True),  # 94 MB: enough to see in a process's memory
     "tiny": _shape(QWEN2, 64, 160, 2, 4, 2, 512, 2048, tied=True),
     "tiny-qwen3": _shape(QWEN3, 64, 160, 2, 4, 2, 512, 2048, tied=True, head_dim=32),
+    "tiny-moe": _shape(
+        QWEN3_MOE,
+        64,
+        160,
+        2,
+        4,
+        2,
+        512,
+        2048,
+        tied=True,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+    ),
     "tiny-llama": _shape(LLAMA, 64, 160, 2, 4, 2, 512, 2048, tied=False),
 }
 

@@ -118,6 +118,20 @@ def test_a_small_batch_is_bound_by_reading_and_a_large_one_by_multiplying() -> N
     assert many == pytest.approx(32 * 2 * 0.494e9 / 470e9, rel=0.01)
 
 
+def test_a_token_is_multiplied_with_its_experts_and_a_step_reads_those_of_its_tokens() -> None:
+    moe = geometry("qwen3-30b-a3b")
+    attention, router, expert = 2 * 2048 * (32 + 4) * 128, 2048 * 128, 3 * 2048 * 768
+    assert moe.body_parameters == 48 * (attention + router + 8 * expert)
+    assert moe.body_parameters + 2 * moe.head_parameters == pytest.approx(3.35e9, rel=0.01)  # A3B
+    assert moe.read_parameters(1) == pytest.approx(moe.body_parameters)
+    assert moe.read_parameters(2) == pytest.approx(48 * (attention + router + (16 - 8 * 8 / 128) * expert))
+    every = 48 * (attention + router + 128 * expert)
+    assert every + 2 * moe.head_parameters == pytest.approx(30.53e9, rel=0.001)
+    assert moe.read_parameters(10_000) == pytest.approx(every)
+    assert moe.read_parameters(32) < 0.9 * every
+    assert QWEN.read_parameters(1) == QWEN.read_parameters(99) == QWEN.body_parameters
+
+
 def test_the_ideal_of_a_workload_is_its_prompts_and_its_steps() -> None:
     roof = Roof(bytes_per_s=50e9, flops_per_s=470e9)
     work = Workload(name="x", title="", num_requests=2, prompt_len=100, max_tokens=3)

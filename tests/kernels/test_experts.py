@@ -88,6 +88,9 @@ def test_every_mode_computes_and_the_way_back_gives_the_same_bits(folder: Path) 
     runner = make_runner(folder, "native")
     found: dict[Mode, torch.Tensor] = {}
     full_bytes = runner.weight_bytes
+    router = runner._decoder.layers[-1].router
+    runner.switch(Mode(FAST, INT8))
+    assert runner._decoder.layers[-1].router is router  # it is none of what is replaced
     for kernels, precision in ((FAST, "checkpoint"), (FAST, INT8), (PLAIN, INT8), (PLAIN, "checkpoint")) * 2:
         mode = Mode(kernels, precision)
         runner.switch(mode)
