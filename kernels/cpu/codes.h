@@ -15,11 +15,15 @@ namespace nova {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr int STORED_HIGHER = 128;  // codes of 8 bits, by so much
 
+// Spelled out, as GCC 12 copies a register for every second of its own intrinsics: 1.5 times as long with many rows.
+inline vi dot_bytes(vi acc, vi codes, vi x) {
 #if defined(__AVX512VNNI__)
-inline vi dot_bytes(vi acc, vi codes, vi x) { return _mm512_dpbusd_epi32(acc, codes, x); }
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(x));
 #else
-inline vi dot_bytes(vi acc, vi codes, vi x) { return _mm256_dpbusd_avx_epi32(acc, codes, x); }
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(codes), "x"(x));
 #endif
+  return acc;
+}
 inline vi dot_small(vi acc, vi codes, vi x) { return dot_bytes(acc, codes, x); }
 
 #else

@@ -118,12 +118,13 @@ void tile(const Rounded& x, long row, const Panel& panel, long steps, float* out
   const char *w = panel.w, *next = panel.next;
   for (long g = 0; g < x.groups; g++) {
     vi acc[CHAINS][MR][NV];
+#pragma GCC unroll 12
     for (int r = 0; r < MR; r++)
       for (int v = 0; v < NV; v++) {
         acc[0][r][v] = set1i((uint32_t)x.begin[(row + r) * x.groups + g]);
         if (CHAINS == 2) acc[CHAINS - 1][r][v] = set1i(0);
       }
-#pragma GCC unroll 2
+#pragma GCC unroll 1  // twice, sums would be copied to and fro
     for (long s = 0; s < steps; s++) {
       for (int line = 0; line < LINES; line++) _mm_prefetch(next + line * 64, _MM_HINT_T0);
       next += LINES * 64;
@@ -140,15 +141,20 @@ void tile(const Rounded& x, long row, const Panel& panel, long steps, float* out
       for (const int8_t*& at : base) at += STEP;
       w += NV * VECTOR;
     }
+    vf scale[NV], shift[NV];
     for (int v = 0; v < NV; v++) {
-      const vf scale = loadf(panel.scale + g * PANEL + v * VL);
-      const vf shift = panel.shift ? loadf(panel.shift + g * PANEL + v * VL) : zero();
-      for (int r = 0; r < MR; r++) {
-        const long at = (row + r) * x.groups + g;
+      scale[v] = loadf(panel.scale + g * PANEL + v * VL);
+      shift[v] = panel.shift ? loadf(panel.shift + g * PANEL + v * VL) : zero();
+    }
+#pragma GCC unroll 12  // else sums would live in memory, also while they are made
+    for (int r = 0; r < MR; r++) {
+      const long at = (row + r) * x.groups + g;
+      const vf x_scale = set1(x.scale[at]), x_sum = set1(x.sum[at]);
+      for (int v = 0; v < NV; v++) {
         const vi sum = CHAINS == 2 ? addi(acc[0][r][v], acc[CHAINS - 1][r][v]) : acc[0][r][v];
         vf y = g ? loadf(out + r * PANEL + v * VL) : zero();
-        y = fma(mul(to_float(sum), set1(x.scale[at])), scale, y);
-        if (panel.shift) y = fma(set1(x.sum[at]), shift, y);
+        y = fma(mul(to_float(sum), x_scale), scale[v], y);
+        if (panel.shift) y = fma(x_sum, shift[v], y);
         storef(out + r * PANEL + v * VL, y);
       }
     }

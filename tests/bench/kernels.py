@@ -1,6 +1,7 @@
 """Native CPU kernels beside torch's own, interleaved: medians, ratios, GB/s and GF/s.
 
     python tests/bench/kernels.py linear [--dtype bfloat16] [--rows 1,8,64] [--layers qkv,down]
+    python tests/bench/kernels.py quantised [--dtype bfloat16] [--rows 1,8,32] [--layers gate_up]
     python tests/bench/kernels.py attention [--dtype bfloat16]
     python tests/bench/kernels.py kv [--dtype bfloat16]
     python tests/bench/kernels.py ops [--dtype bfloat16] [--rows 1,8,64]
@@ -26,9 +27,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from novainfer.kernels.cpu import native
 from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.linear import NativeLinear
 from novainfer.kernels.cpu.ops import NativeRowOps
+from novainfer.kernels.cpu.quantised import NativeGroupedLinear, NativeInt8Linear
 from novainfer.kernels.ops.attention import TorchAttention
 from novainfer.kernels.ops.registry import AttentionShape
 from novainfer.kernels.ops.row_ops import TorchRowOps
@@ -104,6 +107,53 @@ def bench_linear(dtype: torch.dtype, rows: list[int], layers: list[str], clock: 
                 flush=True,
             )
         del weights, native, packed
+
+
+def bench_quantised(dtype: torch.dtype, rows: list[int], layers: list[str], clock: Clock) -> None:
+    """Weights as they are, in INT8 and in INT4, and what a stream over the bytes of each alone takes."""
+    kinds = {"full": NativeLinear, "int8": NativeInt8Linear, "int4": NativeGroupedLinear}
+    print(f"{dtype}, {torch.get_num_threads()} threads; medians in us, and of ratios call by call")
+    header = ("layer", "M", *kinds, "full/int8", "int8/int4", "int8 GOP/s", "read/int8", "read/int4")
+    print(("{:>10} " * len(header)).format(*header))
+    for layer in layers:
+        n, k = LAYERS[layer]
+        copies = max(1, min(64, 2 * ROTATED_BYTES // (n * k * dtype.itemsize)))
+        weights = [torch.randn(n, k).to(dtype) for _ in range(copies)]
+        packed = {name: [kind.pack(weight, None) for weight in weights] for name, kind in kinds.items()}
+        del weights
+        for m in rows:
+            x = torch.randn(m, k).to(dtype)
+            times: dict[str, list[float]] = {name: [] for name in ("full", "int8", "int4", "read int8", "read int4")}
+            end, i = time.perf_counter() + SECONDS_PER_CASE, 0
+            while time.perf_counter() < end or i < 6:
+                for name, linears in packed.items():
+                    start = clock()
+                    linears[i % copies](x)
+                    times[name].append(clock() - start)
+                    if name != "full":
+                        other = linears[(i + copies // 2) % copies]
+                        start = clock()
+                        for part in other.tensors:
+                            read(part)
+                        times[f"read {name}"].append(clock() - start)
+                i += 1
+
+            def ratio(one: str, other: str, times: dict[str, list[float]] = times) -> float:
+                return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
+
+            us = {name: statistics.median(values) * 1e6 for name, values in times.items()}
+            print(
+                f"{layer:>10} {m:>10} {us['full']:10.0f} {us['int8']:10.0f} {us['int4']:10.0f}"
+                f" {ratio('full', 'int8'):10.2f} {ratio('int8', 'int4'):10.2f} {2 * m * n * k / us['int8'] / 1e3:10.0f}"
+                f" {ratio('read int8', 'int8'):10.2f} {ratio('read int4', 'int4'):10.2f}",
+                flush=True,
+            )
+        del packed
+
+
+def read(tensor: torch.Tensor) -> None:
+    """Load every byte once, on all threads."""
+    native.library().nova_read(tensor.data_ptr(), tensor.nbytes, torch.get_num_threads())
 
 
 def bench_attention(dtype: torch.dtype, clock: Clock) -> None:
@@ -213,7 +263,7 @@ def ops_calls(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["linear", "attention", "kv", "ops"])
+    parser.add_argument("what", choices=["linear", "quantised", "attention", "kv", "ops"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", default="1,8,32,64,256,512")
     parser.add_argument("--layers", default=",".join(LAYERS))
@@ -224,6 +274,8 @@ def main() -> None:
     with torch.inference_mode():
         if args.what == "linear":
             bench_linear(dtype, rows, args.layers.split(","), clock)
+        elif args.what == "quantised":
+            bench_quantised(dtype, rows, args.layers.split(","), clock)
         elif args.what == "attention":
             bench_attention(dtype, clock)
         elif args.what == "kv":
