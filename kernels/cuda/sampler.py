@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from novainfer.fsm.messages.step import NO_TOKEN, Logprobs, SeqParams
-from novainfer.kernels.cuda.jit import sampling as jit
+from novainfer.kernels.cuda.jit import draws, edits, scans
+from novainfer.kernels.cuda.jit import records as of_record
 from novainfer.kernels.cuda.language import can_compute_on, element
 from novainfer.kernels.cuda.variant import Config, Variant
 from novainfer.kernels.sampling.drawn import Draw
@@ -46,14 +47,15 @@ LOW_BITS = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 16}
 RECORD, ACTIVE, RANDOM, CHANGED, ALLOWED, LISTED, STOPS, PENALISED = (
     constant.value
     for constant in (
-        jit.RECORD, jit.ACTIVE, jit.RANDOM, jit.CHANGED, jit.ALLOWED, jit.LISTED, jit.STOPS, jit.PENALISED,
+        of_record.RECORD, of_record.ACTIVE, of_record.RANDOM, of_record.CHANGED, of_record.ALLOWED, of_record.LISTED,
+        of_record.STOPS, of_record.PENALISED,
     )
 )  # fmt: skip
 POSITION, FLAGS, DRAFT, HISTORY, LISTS, NUM_BANNED, NUM_STOPS, NUM_BIASES, LOGPROBS = (
     word.value
     for word in (
-        jit.POSITION, jit.FLAGS, jit.DRAFT, jit.HISTORY, jit.LISTS, jit.NUM_BANNED, jit.NUM_STOPS, jit.NUM_BIASES,
-        jit.LOGPROBS,
+        of_record.POSITION, of_record.FLAGS, of_record.DRAFT, of_record.HISTORY, of_record.LISTS, of_record.NUM_BANNED,
+        of_record.NUM_STOPS, of_record.NUM_BIASES, of_record.LOGPROBS,
     )
 )  # fmt: skip
 
@@ -146,15 +148,15 @@ class TritonSampler:
         record[FLAGS] = flags
         record[NUM_BANNED], record[NUM_STOPS] = len(row.banned_token_ids), len(row.stop_token_ids)
         record[NUM_BIASES] = len(row.logit_bias)
-        record[jit.NUM_PROMPT.value] = row.num_prompt_tokens
-        record[jit.SEED.value] = np.uint64(row.seed & (2**64 - 1)).view(np.int64)
-        record[jit.TOP_K.value] = row.top_k
+        record[of_record.NUM_PROMPT.value] = row.num_prompt_tokens
+        record[of_record.SEED.value] = np.uint64(row.seed & (2**64 - 1)).view(np.int64)
+        record[of_record.TOP_K.value] = row.top_k
         record[LOGPROBS] = -1 if row.logprobs is None else min(row.logprobs, self.vocab_size)
         reals = record.view(np.float64)
-        reals[jit.TEMPERATURE.value] = row.temperature
-        reals[jit.TOP_P.value], reals[jit.MIN_P.value] = row.top_p, row.min_p
-        reals[jit.REPETITION.value] = row.repetition_penalty
-        reals[jit.PRESENCE.value], reals[jit.FREQUENCY.value] = row.presence_penalty, row.frequency_penalty
+        reals[of_record.TEMPERATURE.value] = row.temperature
+        reals[of_record.TOP_P.value], reals[of_record.MIN_P.value] = row.top_p, row.min_p
+        reals[of_record.REPETITION.value] = row.repetition_penalty
+        reals[of_record.PRESENCE.value], reals[of_record.FREQUENCY.value] = row.presence_penalty, row.frequency_penalty
         self._stops_until[slot] = row.min_position if row.stop_token_ids else 0
         is_plain = flags == ACTIVE and row.logprobs is None
         self._plain_from[slot] = self._stops_until[slot] if is_plain else math.inf
@@ -299,8 +301,8 @@ class _Layout:
         """The first most likely token of each row."""
         largest, ids = self._of_chunks(logits, torch.float32), self._of_chunks(logits, torch.int32)
         sizes = (logits.stride(0), self.vocab_size, self.num_chunks)
-        jit.largest_of_chunks[self._grid(logits)](logits, largest, ids, *sizes, **self.of_chunks().arguments)
-        jit.most_likely[len(logits),](largest, ids, tokens, self.num_chunks, **self.of_rows().arguments)
+        scans.largest_of_chunks[self._grid(logits)](logits, largest, ids, *sizes, **self.of_chunks().arguments)
+        scans.most_likely[len(logits),](largest, ids, tokens, self.num_chunks, **self.of_rows().arguments)
 
     def edit(
         self, logits: Tensor, edited: Tensor, counts: Tensor, records: Tensor, flags: int, *, has_drafts: bool
@@ -308,14 +310,14 @@ class _Layout:
         """Logits as they are drawn from, of the rows whose own are not; fp32 [n, vocab_size]."""
         rows = (len(logits),)
         if has_drafts and flags & PENALISED:
-            jit.suppose_drafts[rows](records, **Config({}, num_warps=1, num_stages=1).arguments)
+            edits.suppose_drafts[rows](records, **Config({}, num_warps=1, num_stages=1).arguments)
         copy, grid = self.copy().arguments, self._grid(logits)
-        jit.copy_logits[grid](logits, edited, counts, records, logits.stride(0), self.vocab_size, **copy)
+        edits.copy_logits[grid](logits, edited, counts, records, logits.stride(0), self.vocab_size, **copy)
         if flags & LISTED:
             arguments = self.lists().arguments
-            jit.edit_logits[rows](logits, edited, records, logits.stride(0), self.vocab_size, **arguments)
+            edits.edit_logits[rows](logits, edited, records, logits.stride(0), self.vocab_size, **arguments)
         if flags & PENALISED:
-            jit.penalise[grid](edited, counts, records, self.vocab_size, **self.penalties().arguments)
+            edits.penalise[grid](edited, counts, records, self.vocab_size, **self.penalties().arguments)
 
     def draw(self, logits: Tensor, edited: Tensor | None, records: Tensor, found: Tensor, width: int) -> None:
         """Tokens and reports of all rows."""
@@ -327,21 +329,21 @@ class _Layout:
         if edited is None:
             edited = values  # nothing is read there
         own = self.scan(reported=False).arguments
-        jit.scan[self._grid(logits)](logits, edited, records, *scanned, *sizes, **own)
+        scans.scan[self._grid(logits)](logits, edited, records, *scanned, *sizes, **own)
         reported = scanned
         if width >= 0:
             reported = self._scanned(logits)
             own = self.scan(reported=True).arguments
-            jit.scan[self._grid(logits)](logits, edited, records, *reported, *sizes, **own)
+            scans.scan[self._grid(logits)](logits, edited, records, *reported, *sizes, **own)
         own = self.draws(logits.dtype).arguments
         work = (picked, values, value_ids, masses)
-        jit.draw[num_rows,](logits, edited, records, *scanned, reported[0], *work, found, *sizes, **own)
+        draws.draw[num_rows,](logits, edited, records, *scanned, reported[0], *work, found, *sizes, **own)
         if width >= 0:
             largest, _, sums, tops = reported
             reports = found[_reports_at(num_rows) :]
             places = (picked, values, value_ids)
             own = self.reports().arguments
-            jit.report[num_rows,](logits, records, largest, sums, tops, *places, found, reports, *sizes, width, **own)
+            scans.report[num_rows,](logits, records, largest, sums, tops, *places, found, reports, *sizes, width, **own)
 
     def _grid(self, logits: Tensor) -> tuple[int, int]:
         return len(logits), self.num_chunks
@@ -420,37 +422,38 @@ def variants(capability: int) -> Iterator[Variant]:
     for dtype in DTYPES:
         kind = element(dtype)
 
-        def of(function: str, config: Config, kind: str = kind, note: str = "", **signature: str) -> Variant:
-            name = f"{function} {kind}{note}"
-            return Variant(name, getattr(jit, function), signature, config, aligned=aligned)
+        def of(function: Any, config: Config, kind: str = kind, note: str = "", **signature: str) -> Variant:
+            name = f"{function.__name__} {kind}{note}"
+            return Variant(name, function, signature, config, aligned=aligned)
 
         logits = {"logits": f"*{kind}"}
         both = {**logits, "edited": "*fp32"}
-        yield of("largest_of_chunks", layout.of_chunks(), **logits, largest="*fp32", ids="*i32", **sizes)
-        yield of("copy_logits", layout.copy(), **both, counts="*i32", records="*i64", stride="i32", vocab_size="i32")
-        yield of("edit_logits", layout.lists(), **both, records="*i64", stride="i32", vocab_size="i32")
+        yield of(scans.largest_of_chunks, layout.of_chunks(), **logits, largest="*fp32", ids="*i32", **sizes)
+        rows = {"records": "*i64", "stride": "i32", "vocab_size": "i32"}
+        yield of(edits.copy_logits, layout.copy(), **both, counts="*i32", **rows)
+        yield of(edits.edit_logits, layout.lists(), **both, **rows)
         for reported in (False, True):
             config, note = layout.scan(reported=reported), " reported" if reported else ""
-            yield of("scan", config, note=note, **both, records="*i64", **of_chunks, **sizes)
+            yield of(scans.scan, config, note=note, **both, records="*i64", **of_chunks, **sizes)
         yield of(
-            "draw", layout.draws(dtype), **both, records="*i64", **of_chunks, raw_largest="*fp32", **work,
+            draws.draw, layout.draws(dtype), **both, records="*i64", **of_chunks, raw_largest="*fp32", **work,
             masses="*i64", tokens="*i64", **sizes,
         )  # fmt: skip
         yield of(
-            "report", layout.reports(), **logits, records="*i64", largest="*fp32", sums="*i64", tops="*fp32",
+            scans.report, layout.reports(), **logits, records="*i64", largest="*fp32", sums="*i64", tops="*fp32",
             **work, tokens="*i64", reports="*i64", **sizes, width="i32",
         )  # fmt: skip
     int_config = Config({}, num_warps=1, num_stages=1)
-    yield Variant("suppose_drafts", jit.suppose_drafts, {"records": "*i64"}, int_config)
+    yield Variant("suppose_drafts", edits.suppose_drafts, {"records": "*i64"}, int_config)
     yield Variant(
         "most_likely",
-        jit.most_likely,
+        scans.most_likely,
         {"largest": "*fp32", "ids": "*i32", "tokens": "*i64", "num_chunks": "i32"},
         layout.of_rows(),
     )
     yield Variant(
         "penalise",
-        jit.penalise,
+        edits.penalise,
         {"edited": "*fp32", "counts": "*i32", "records": "*i64", "vocab_size": "i32"},
         layout.penalties(),
         aligned=frozenset({"vocab_size"}),

@@ -263,6 +263,19 @@ def test_a_context_is_split_while_processors_are_idle_and_longer_where_it_would_
     assert attention._context_max(captured, 16, 64) == 64 + attention.VERIFY_QUERIES_MAX
 
 
+@pytest.mark.parametrize("window", [None, 280])
+def test_many_parts_of_many_key_heads_are_merged(window: int | None, device: torch.device) -> None:
+    world = make_world(TritonAttention, (4, 2, 128, 16), torch.float32, ((300, 1), (20, 1)), device)
+    world.window, world.cache._num_processors = window, 132
+    assert error(world.attend(world.everything()), world.expected()) <= TOLERANCE[torch.float32]
+
+
+def test_a_chunk_behind_more_sequences_than_are_counted_at_once(device: torch.device) -> None:
+    sequences = (*(((3, 1),) * 129), (20, 9), (5, 1))
+    world = make_world(TritonAttention, (2, 1, 16, 16), torch.float32, sequences, device)
+    assert error(world.attend(world.everything()), world.expected()) <= TOLERANCE[torch.float32]
+
+
 def test_a_long_context_among_many_is_read_by_several_programs(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from novainfer.fsm.messages.step import SeqParams, StepPlan
 from novainfer.kernels.cuda import sampler
 from novainfer.kernels.cuda.attention import TritonAttention, TritonInvariantAttention
 from novainfer.kernels.cuda.jit import attention as attention_jit
-from novainfer.kernels.cuda.jit import sampling as sampling_jit
+from novainfer.kernels.cuda.jit import draws, edits, scans
 from novainfer.kernels.cuda.language import INTERPRETED
 from novainfer.kernels.ops.registry import AttentionShape
 from novainfer.kernels.sampling.verify import Positions
@@ -29,14 +29,15 @@ GRID_MAX = 65535  # of the second dimension and the third; the first has 31 bits
 
 
 class Recorder:
-    """In the place of functions of a module: which kinds of arguments each was launched with, and its grids."""
+    """In the place of functions of some modules: which kinds of arguments each was launched with, and its grids."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
         self.kinds: dict[tuple[str, Any], set[Any]] = defaultdict(set)
         self.grids: list[tuple[int, ...]] = []
-        for name, function in list(vars(module).items()):
-            if hasattr(function, "arg_names") and module.__name__ == function.fn.__module__:
-                monkeypatch.setattr(module, name, _Function(name, function, self))
+        for module in modules:
+            for name, function in list(vars(module).items()):
+                if hasattr(function, "arg_names") and module.__name__ == function.fn.__module__:
+                    monkeypatch.setattr(module, name, _Function(name, function, self))
 
 
 class _Function:
@@ -95,7 +96,7 @@ def test_attention_is_compiled_once_for_steps_of_all_sizes(
 
 
 def test_sampling_is_compiled_before_the_first_request_that_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch, sampling_jit)
+    recorder = Recorder(monkeypatch, edits, scans, draws)
     drawn = sampler.TritonSampler.over(100, 16, 64, CPU)
     drawn._compile(torch.bfloat16)
     before = {of: set(kinds) for of, kinds in recorder.kinds.items()}

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from novainfer.fsm.messages.step import NO_TOKEN, SeqParams
-from novainfer.kernels.cuda.jit import sampling as jit
+from novainfer.kernels.cuda.jit import draws
+from novainfer.kernels.cuda.jit.records import FLAGS, POSITION
 from novainfer.kernels.cuda.sampler import CANDIDATES, GUESS, TritonSampler
 from novainfer.kernels.sampling.sampler import RowSampler, TorchSampler
 from novainfer.kernels.sampling.uniform import uniforms
@@ -71,7 +72,7 @@ def check(
 @triton.jit
 def put_uniforms(seeds, positions, out):
     at = tl.program_id(0)
-    tl.store(out + at, jit.uniform(tl.load(seeds + at), tl.load(positions + at)))
+    tl.store(out + at, draws.uniform(tl.load(seeds + at), tl.load(positions + at)))
 
 
 def test_random_numbers_have_the_bits_of_the_cpus(device: torch.device) -> None:
@@ -403,9 +404,9 @@ def test_rows_of_a_padded_graph_are_harmless(device: torch.device) -> None:
     logits[0] = logits_of(16, 1, vocab)[0]
     records = torch.zeros(4, ours._records.shape[1], dtype=torch.int64)
     records[0] = torch.from_numpy(ours._records[0])
-    records[0, jit.POSITION.value] = 2
+    records[0, POSITION.value] = 2
     found = torch.full((4 + 4 * 5,), 77, dtype=torch.int64, device=device)
-    flags = int(records[0, jit.FLAGS.value])
+    flags = int(records[0, FLAGS.value])
     ours.draw_rows(logits.to(device), records.to(device), found, flags, 2, has_drafts=True)
     expected = reference.draw(logits[:1].clone(), Positions([0], [2])).read().token_ids
     assert found[:4].tolist() == [*expected, NO_TOKEN, NO_TOKEN, NO_TOKEN]
