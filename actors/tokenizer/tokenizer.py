@@ -6,9 +6,11 @@ here and nowhere else outside the kernels.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +26,8 @@ from novainfer.kernels.models.gguf import Gguf, is_gguf, read_gguf
 logger = logging.getLogger(__name__)
 
 NFC_SHRINK = 3  # bytes of UTF-8 that become one at most, when characters are composed (U+0390 from its parts)
+SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # and this for a byte
 CHARS_PER_TOKEN = 128  # of the longest tokens of large vocabularies
 
 
@@ -149,7 +153,7 @@ class NoTokenizer:
 
 
 class HFTokenizer:
-    """A Hugging Face tokenizer with a byte-level vocabulary (Qwen's kind), from a directory or a hub id."""
+    """A Hugging Face tokenizer from a directory: of tokens in bytes (Qwen, Llama 3), or SentencePiece's (Llama 2)."""
 
     def __init__(self, path: Path) -> None:
         check_vocabulary(path)
@@ -158,15 +162,10 @@ class HFTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         settings = json.loads(self._backend.to_str())
+        self._bytes_of = _bytes_by(settings.get("decoder") or {}, path)
         self._bytes_per_token = self._longest_token(settings)
         self._max_tokens = 1 << 32
         self._renderer = self._make_renderer()
-        decoder = settings.get("decoder") or {}
-        if decoder.get("type") != "ByteLevel":
-            raise ModelLoadError(
-                f"the tokenizer in {path} is not byte-level ({decoder.get('type')}): only Qwen's kind is supported",
-                param="tokenizer",
-            )
 
     def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
         """Render the chats, then tokenise everything in one call."""
@@ -188,15 +187,14 @@ class HFTokenizer:
         return results
 
     def vocabulary(self) -> Vocabulary:
-        """The bytes of each id: the inverse of the byte-level alphabet; added tokens stand for their own text."""
-        alphabet = {char: byte for byte, char in enumerate(_byte_alphabet())}
+        """The bytes of each id, what its decoder makes of it; added tokens stand for their own text."""
         added = self._tokenizer.added_tokens_decoder
         table: list[bytes] = [b""] * (max([*self._tokenizer.get_vocab().values(), *added]) + 1)
         for token, token_id in self._tokenizer.get_vocab().items():
             if token_id in added:
                 table[token_id] = added[token_id].content.encode()
             else:
-                table[token_id] = bytes(alphabet[char] for char in token)
+                table[token_id] = self._bytes_of(token)
         special = frozenset(token_id for token_id, token in added.items() if token.special)
         return Vocabulary.build(table, special)
 
@@ -255,6 +253,8 @@ class HFTokenizer:
 
     def _longest_token(self, settings: dict[str, Any]) -> int:
         """The bytes of the longest token; 0 when a text may have fewer tokens than its bytes over these."""
+        if self._bytes_of is not _bytes_of_byte_level:
+            return 0  # it may make one token of all that it does not know
         if (settings.get("normalizer") or {}).get("type") not in (None, "NFC"):
             return 0
         if any(token["lstrip"] or token["rstrip"] for token in settings["added_tokens"]):
@@ -263,8 +263,44 @@ class HFTokenizer:
         return max([1, *added, *map(len, self._tokenizer.get_vocab())])  # a character of its alphabet is a byte
 
 
-def _byte_alphabet() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary (GPT-2's): printable ones for themselves."""
+def _bytes_by(decoder: dict[str, Any], path: Path) -> Callable[[str], bytes]:
+    """What a decoder makes of a token, wherever in a text it stands; raises `ModelLoadError` for one not known here."""
+    steps = decoder.get("decoders", [decoder])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _bytes_of_byte_level
+    spaces = [step for step in steps if step.get("type") in ("Replace", "Metaspace")]
+    is_space = [
+        step.get("replacement") == SPACE or (step.get("pattern") == {"String": SPACE} and step.get("content") == " ")
+        for step in spaces
+    ]
+    if is_space == [True] and set(kinds) <= {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}:
+        return _bytes_of_sentencepiece if "ByteFallback" in kinds else _bytes_of_pieces
+    raise ModelLoadError(
+        f"the tokenizer in {path} is not byte-level ({', '.join(map(str, kinds))}), nor SentencePiece's: only these "
+        "kinds are supported",
+        param="tokenizer",
+    )
+
+
+def _bytes_of_byte_level(token: str) -> bytes:
+    alphabet = _byte_alphabet()
+    return bytes(alphabet[char] for char in token)
+
+
+def _bytes_of_pieces(token: str) -> bytes:
+    return token.replace(SPACE, " ").encode()
+
+
+def _bytes_of_sentencepiece(token: str) -> bytes:
+    """As `_bytes_of_pieces`, with a token for each byte of what has none."""
+    byte = BYTE.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else _bytes_of_pieces(token)
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character stands for in a byte-level vocabulary (GPT-2's): printable ones for themselves."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     chars: list[str] = []
     shifted = 256
@@ -274,4 +310,4 @@ def _byte_alphabet() -> list[str]:
         else:
             chars.append(chr(shifted))
             shifted += 1
-    return chars
+    return {char: byte for byte, char in enumerate(chars)}

@@ -11,8 +11,10 @@ import sys
 import unicodedata
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -230,6 +232,61 @@ def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").unlink()  # else transformers takes the model's own kind
     with pytest.raises(ModelLoadError, match=r"not byte-level \(WordPiece\)"):
         HFTokenizer(folder)
+
+
+SENTENCEPIECE = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ],
+}
+
+
+def sentencepiece(folder: Path, decoder: dict[str, Any]) -> HFTokenizer:
+    """One as Llama 2 and Mistral 7B have it, of few tokens: words begin with a space, unknown characters are bytes."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["\u2581", *"Hello,wrd!", "\u2581w", "or", "ll", "\u2581wor"]
+    merges = [["\u2581", "w"], ["o", "r"], ["l", "l"], ["\u2581w", "or"]]
+    vocab = {piece: token_id for token_id, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, list(map(tuple, merges)), byte_fallback=True))
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    settings = json.loads(made.to_str())
+    settings["decoder"] = decoder
+    settings["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Prepend", "prepend": "\u2581"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        ],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>"}')
+    return HFTokenizer(folder)
+
+
+@pytest.mark.parametrize("text", ["Hello, world!", " two  spaces ", "naïve \u4e16\U0001f600", "w\u2581w <0x41>"])
+def test_tokens_of_sentencepiece_are_their_bytes_wherever_they_stand(text: str, tmp_path: Path) -> None:
+    tokenizer = sentencepiece(tmp_path, SENTENCEPIECE)
+    ids = ids_of(tokenizer, text)
+    vocabulary = tokenizer.vocabulary()
+    # The space before the first word is the decoder's to take away, and a text's that goes on to keep.
+    assert bytes_of(vocabulary, ids).decode() == " " + text.replace("\u2581", " ")
+    assert tokenizer._backend.decode(ids) == text.replace("\u2581", " ")
+    assert tokenizer.tokens_min("w" * 10_000) == 0
+    assert vocabulary.special_ids == {0, 1, 2}
+
+
+def test_a_decoder_that_does_something_else_beside_is_refused(tmp_path: Path) -> None:
+    ctc = {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}
+    for other in (
+        {"type": "Replace", "pattern": {"String": "_"}, "content": " "},
+        {"type": "Sequence", "decoders": [*SENTENCEPIECE["decoders"], ctc]},
+    ):
+        with pytest.raises(ModelLoadError, match=r"not byte-level .*, nor SentencePiece's: only these kinds"):
+            sentencepiece(tmp_path, other)
 
 
 def test_it_does_what_the_tokenizer_does_that_transformers_would_choose(tokenizer: HFTokenizer) -> None:
