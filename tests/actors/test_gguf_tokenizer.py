@@ -81,6 +81,18 @@ def test_a_model_begins_with_its_control_token_where_the_file_says_so(tmp_path: 
     assert tokenizer.encode_batch(["Hello"]) == [[0, *plain]]
 
 
+def test_tokens_that_users_have_defined_are_whole_and_are_text(tmp_path: Path) -> None:
+    settings = json.loads((DEMO / "tokenizer.json").read_text())
+    ids = settings["model"]["vocab"] | {token["content"]: token["id"] for token in settings["added_tokens"]}
+    types = [1] * (max(ids.values()) + 1)
+    for token in settings["added_tokens"]:
+        types[token["id"]] = 4
+    tokenizer = HFTokenizer(write(tmp_path / "m.gguf", lambda writer: writer.add_token_types(types)))
+    assert tokenizer.vocabulary().special_ids == frozenset()
+    token = settings["added_tokens"][0]
+    assert tokenizer.encode_batch([token["content"]]) == [[token["id"]]]
+
+
 @pytest.mark.parametrize("pre", ["llama-bpe", "gpt-2"])
 def test_other_splittings_are_those_of_their_models(pre: str, tmp_path: Path) -> None:
     from tokenizers import Regex, pre_tokenizers

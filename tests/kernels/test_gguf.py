@@ -61,6 +61,7 @@ MIXTURES: dict[str, tuple[Shape, Callable[[str], Type], str]] = {
     "Q8_0 of llama": (LLAMA, only(Type.Q8_0), "Q8_0 (gguf)"),
     "Q4_0": (QWEN2, only(Type.Q4_0), "Q4_0 (gguf)"),
     "Q4_0 and Q4_1": (QWEN2, lambda name: Type.Q4_1 if "v_proj" in name else Type.Q4_0, "Q4_0+Q4_1 (gguf)"),
+    "Q4_0 and Q6_K": (QWEN2, lambda name: Type.Q6_K if "v_proj" in name else Type.Q4_0, "Q4_0+Q6_K (gguf)"),
     "Q5_1": (QWEN2, only(Type.Q5_1), "Q5_1 (gguf)"),
     "F16": (QWEN2, only(Type.F16), "float32"),
     "BF16 of llama": (LLAMA, only(Type.BF16), "float32"),

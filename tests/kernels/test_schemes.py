@@ -185,7 +185,7 @@ def test_weights_of_a_tied_head_stay_too_and_only_codes_are_counted(source: Path
 
 
 def test_processes_share_what_one_has_packed(source: Path, tmp_path: Path) -> None:
-    folder = written("w4a16-asymmetric", source, tmp_path)
+    folder = written("gptq-asymmetric", source, tmp_path)
     fd = os.memfd_create("weights", os.MFD_ALLOW_SEALING)
     try:
         first, second = (make_quantised(folder, weights_fd=fd) for _ in range(2))
@@ -193,10 +193,10 @@ def test_processes_share_what_one_has_packed(source: Path, tmp_path: Path) -> No
         own = logits_of(make_quantised(folder))[1]
         for runner in (first, second):
             assert torch.equal(logits_of(runner)[1], own)
-        # The same tensors read by another rule are other weights.
-        edit(folder, lambda tensors, settings: settings.update(symmetric=False))
-        gptq = written("gptq-asymmetric", source, tmp_path)
-        assert make_quantised(gptq, weights_fd=fd).info.weights == "own"
+        # The same files read by another rule are other weights.
+        config = folder / "config.json"
+        config.write_text(config.read_text().replace("gptq", "gptq_v2").replace('"gptq_v2", "bits"', '"gptq", "bits"'))
+        assert make_quantised(folder, weights_fd=fd).info.weights == "own"
     finally:
         os.close(fd)
 
