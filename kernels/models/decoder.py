@@ -21,7 +21,10 @@ __all__ = ["Decoder", "Embedding"]
 
 
 class Embedding:
-    """Token embeddings [vocab_size, hidden_size]: a tensor of their own, or the rows of the tied output head."""
+    """Token embeddings [vocab_size, hidden_size]: a tensor of their own, or the rows of a product's weight.
+
+    That is the output head they are tied to, or what holds them in codes, and is never multiplied by.
+    """
 
     def __init__(self, weight: Tensor | None, head: Linear) -> None:
         self.weight = weight

@@ -260,7 +260,9 @@ class Modes:
                 bias = None if old.bias is None else old.bias.to(selection.dtype)
                 new = kernel.pack(rows(0, spec.out_features), bias)
         if spec.layer is None:
-            self._decoder.head = self._decoder.embedding.head = new
+            if self._decoder.embedding.head is self._decoder.head:
+                self._decoder.embedding.head = new
+            self._decoder.head = new
         else:
             self._decoder.layers[spec.layer].replace(spec.part, spec.expert, new)
         self._modes_of[spec] = mode

@@ -102,6 +102,16 @@ def linear_specs(config: ModelConfig) -> list[LinearSpec]:
     return specs
 
 
+def embedding_spec(config: ModelConfig, checkpoint: Checkpoint) -> LinearSpec | None:
+    """Embeddings in codes, which stay so: as a product that only gives rows; None where they are not, or are tied."""
+    tensor = config.tensor("embedding")
+    assert tensor is not None
+    if config.tensor("head") is None or checkpoint.form([tensor.name]) is None:
+        return None
+    rows, columns = config.shape(tensor)
+    return LinearSpec(None, "embedding", (tensor.name.removesuffix(".weight"),), rows, columns, gathers_rows=True)
+
+
 def linear_kernel(spec: LinearSpec, checkpoint: Checkpoint, kernels: Selection) -> Any:
     """The class for a product: of weights in codes one that takes them as they are."""
     form = checkpoint.form(spec.weights)
@@ -160,6 +170,7 @@ def choose_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint, device:
 class WeightSource(Protocol):
     """Where a decoder's weights come from, and how much was read of them."""
 
+    checkpoint: Checkpoint
     kernels: Selection
     num_bytes: int
     num_read: int
@@ -217,6 +228,7 @@ def _check_zero_biases(config: ModelConfig, checkpoint: Checkpoint) -> None:
 def _check_memory(config: ModelConfig, checkpoint: Checkpoint, num_angles: int, kernels: Selection) -> None:
     count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
     specs, precision = linear_specs(config), kernels.precision
+    specs += filter(None, [embedding_spec(config, checkpoint)])
     sizes = [spec.out_features * spec.in_features for spec in specs]
     weight_bytes = (count - sum(sizes)) * kernels.dtype.itemsize
     weight_bytes += sum(linear_bytes(spec, checkpoint, kernels) for spec in specs)
@@ -308,7 +320,10 @@ def _build(config: ModelConfig, reader: WeightSource, max_model_len: int) -> Dec
     specs = deque(linear_specs(config))
     head_spec = specs.popleft()
     head = reader.linear(head_spec)
-    embedding = Embedding(None if head_spec.gathers_rows else reader.tensor(_name(config, "embedding")), head)
+    if (in_codes := embedding_spec(config, reader.checkpoint)) is not None:
+        embedding = Embedding(None, reader.linear(in_codes))
+    else:
+        embedding = Embedding(None if head_spec.gathers_rows else reader.tensor(_name(config, "embedding")), head)
     layers = []
     for index in range(config.num_layers):
         parts: dict[str, Any] = {}

@@ -168,6 +168,27 @@ def test_only_codes_are_counted_and_end_tokens_are_found(file: Path) -> None:
     assert load(file, dtype="auto").info.dtype == "bfloat16"
 
 
+def test_embeddings_apart_from_the_head_stay_in_codes_and_modes_leave_them_alone(tmp_path: Path) -> None:
+    source = save_checkpoint(Shape("untied", 4, 2, 16, 64, 96, intermediate_size=64, tied=False), tmp_path / "source")
+    embedding = save_gguf(source, tmp_path / "m.gguf", mixed_eight)["model.embed_tokens.weight"]
+    runner = load(tmp_path / "m.gguf")
+    layers = 2 * (64 * 128 + 64 * 64 + 64 * 128 + 64 * 64)
+    eights, fours = layers + 96 * 64, 96 * 64  # the embeddings in 4 bits, with a scale and a shift
+    small = 4 * (2 * 128 + 5 * 64)
+    assert runner.info.weight_bytes == eights + eights // 32 * 4 + fours // 2 + fours // 32 * 8 + small
+    if NATIVE:
+        runner = load(tmp_path / "m.gguf", registry=build_registry(CPU))
+    for mode in (*runner.info.modes[1:], runner.info.modes[0]):
+        runner.switch(mode)
+        ids = torch.tensor([5, 0, 95, 5])
+        found = runner._decoder.embedding(ids, None, runner._decoder.ops)
+        torch.testing.assert_close(found, embedding[ids], rtol=2**-21, atol=1e-6)
+
+
+def mixed_eight(name: str) -> Type:
+    return Type.Q4_1 if "embed" in name else Type.Q8_0
+
+
 def test_a_file_that_is_not_quantised_may_be(tmp_path: Path) -> None:
     save_gguf(save_checkpoint(QWEN2, tmp_path / "source"), tmp_path / "m.gguf", only(Type.F16))
     assert load(tmp_path / "m.gguf", quantization="int8").info.precision == "int8"
