@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from novainfer.fsm.kv.blocks import tokens_in
-from novainfer.fsm.messages.mode import CHECKPOINT
 from novainfer.server.engine import ServedEngine
 
 if TYPE_CHECKING:
@@ -30,8 +29,7 @@ def about(engine: ServedEngine) -> str:
         if folder is not None
         else "writes no file by itself: it has no folder"
     )
-    precision = info.modes[0].precision
-    quantized = f", weights in {precision}," if precision != CHECKPOINT else ""
+    quantized = f", weights in {info.precision}," if info.precision not in ("", info.dtype) else ""
     threads = f", {info.num_threads} threads" if info.num_threads else ""
     return "\n".join(
         [

@@ -49,6 +49,7 @@ class FakeModelInfo(msgspec.Struct, frozen=True):
     num_threads: int = 2
     modes: tuple[Mode, ...] = (Mode(), Mode(precision=INT8))
     dtype: str = "float32"
+    precision: str = "float32"
     device: str = "cpu"
     kernels: dict[str, str] = msgspec.field(
         default_factory=lambda: {"linear": "native", "ops": "native", "attention": "torch"}
