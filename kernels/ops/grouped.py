@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["INT4_GROUP_SIZES", "GroupedForm", "GroupedWeight", "int4_form", "rounded_to_int4"]
 
 # Features that share a scale when a weight is rounded while it is loaded: the first that divides K, or all of a row.
-INT4_GROUP_SIZES = (64, 32, 16)
+INT4_GROUP_SIZES: tuple[int, ...] = (64, 32, 16)
 LARGEST_INT4 = 8  # a symmetric code is one of -8 to 7, kept as 0 to 15
 
 

@@ -73,6 +73,37 @@ def test_it_offers_plainer_kernels_and_no_better_precision_and_comes_back_bit_fo
         runner.switch(Mode())
 
 
+@pytest.mark.skipif(not NATIVE, reason="there are no native kernels here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", [INT8, INT4])
+def test_a_sequence_that_starts_again_has_the_same_bits_in_any_batch(
+    quantization: str, dtype: str, folder: Path
+) -> None:
+    """Alone from its prompt on; and beside others, preempted after three tokens and computed again in chunks."""
+    runner = make_runner(folder, "native", quantization=quantization, dtype=dtype)
+    sampler = runner._sampler
+
+    def first_logits(driver: Driver, *work: Any) -> torch.Tensor:
+        before = len(driver.capturing.logits)
+        driver.step(*work)
+        return driver.capturing.logits[before]
+
+    alone = Driver(runner, capture=True)
+    sequence = alone.add(0, PROMPT)
+    expected = [first_logits(alone, sequence) for _ in range(6)]
+    runner._sampler = sampler
+    crowd = Driver(runner, seed=1, capture=True)
+    again, others = crowd.add(2, PROMPT), [crowd.add(slot, PROMPT[slot : 9 * slot + 5]) for slot in (0, 1, 3, 4)]
+    got = [first_logits(crowd, again, *others) for _ in range(3)]
+    crowd.release(again)
+    for _ in range(3):
+        crowd.step(*others, (again, 12))
+    got += [first_logits(crowd, again, *others) for _ in range(3)]
+    runner._sampler = sampler
+    assert again.tokens == sequence.tokens
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def test_fp8_is_loaded_as_it_is_asked_for_and_never_gone_to(folder: Path) -> None:
     exact = make_runner(folder)
     assert all(mode.precision != "fp8" for mode in exact.info.modes)  # it would give back no more than int8

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from novainfer.fsm.messages.mode import AUTO, CHECKPOINT, INT8, KV_CACHE_DTYPES, QUANTIZATIONS
 from novainfer.fsm.messages.step import Logprobs, SeqParams, StepDone, StepPlan
 from novainfer.kernels.demo import model_path
+from novainfer.kernels.ops import grouped
 from novainfer.kernels.runtime.runner import ModelRunner
 from tools.demo.questions import GROUPS
 from tools.demo.vocabulary import CONTEXT
@@ -134,7 +135,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20261120)
     parser.add_argument("--questions", type=int, default=192, help="per group")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--group-size", type=int, default=grouped.INT4_GROUP_SIZES[0], help="of int4")
     args = parser.parse_args()
+    grouped.INT4_GROUP_SIZES = (args.group_size,)
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     models = [ModeModel(args.model), ModeModel(args.model, args.precision, args.kv_cache_dtype)]
