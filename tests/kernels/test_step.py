@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
-from novainfer.fsm.messages.step import StepPlan
+from novainfer.fsm.messages.step import STEPS_IN_FLIGHT_MAX, StepPlan
 from novainfer.kernels.step import StepBuffers
 
 NUM_SLOTS, BLOCK = 6, 4
@@ -80,3 +81,33 @@ def test_arrays_are_what_their_definition_says(staged: bool) -> None:
             assert rows == list(range(len(positions)))
         else:
             assert step.logit_rows.tolist() == rows
+
+
+class Copied:
+    """In the place of the event behind the copies of one staging; knows what was there when they were asked for."""
+
+    def __init__(self, number: int, staging: Any, log: list[tuple[str, int]]) -> None:
+        self.number, self.staging, self.log = number, staging, log
+        self.sent = self.read()
+
+    def read(self) -> tuple[bytes, bytes]:
+        return self.staging.ints64.tobytes(), self.staging.ints32.tobytes()
+
+    def synchronize(self) -> None:
+        assert self.read() == self.sent, "it was written while it was read"
+        self.log.append(("waited", self.number))
+
+    def record(self) -> None:
+        self.sent = self.read()
+        self.log.append(("sent", self.number))
+
+
+def test_pinned_buffers_take_turns_and_are_written_when_their_copies_have_ended() -> None:
+    made, log = buffers(staged=True), list[tuple[str, int]]()
+    for number, staging in enumerate(made._stagings):
+        staging._copied = Copied(number, staging, log)  # type: ignore[assignment]
+    for step in range(5):
+        made.fill(StepPlan([step % 3], [1], [1 + step], [step], [step % 3], [0], [step]))
+    assert len(made._stagings) == STEPS_IN_FLIGHT_MAX == 2
+    turns = [0, 1, 0, 1, 0]
+    assert log == [entry for turn in turns for entry in (("waited", turn), ("sent", turn))]

@@ -169,6 +169,20 @@ def test_replayed_steps_give_the_tokens_of_the_reference(folder: Path, runner: M
     assert StandIn.made[-1].num_replayed == before + 4, "all but the two steps with prompts"
 
 
+def test_a_row_that_is_not_sampled_may_stand_before_one_that_is(folder: Path, runner: ModelRunner) -> None:
+    """A prompt that goes on by one token, in the middle of it."""
+
+    def found(driver: Driver) -> list[list[int]]:
+        first, second = driver.add(0, PROMPT[:2]), driver.add(1, PROMPT)
+        driver.step(first)
+        return [driver.step((second, 1), first), driver.step((second, 1), first)]
+
+    runner.warm()
+    before = StandIn.made[-1].num_replayed
+    assert found(Driver(runner, seed=1)) == found(Driver(make_runner(folder, "reference"), seed=1))
+    assert StandIn.made[-1].num_replayed == before + 2
+
+
 def test_a_prompt_is_computed_as_it_is(runner: ModelRunner) -> None:
     runner.warm()
     forward = runner._decoder.compute
