@@ -112,6 +112,7 @@ class Gptq:
         self.bits = _bits(config, "bits")
         self.group_size = _group_size(config)
         self.is_symmetric = config.boolean("sym", False)
+        self.may_reorder = config.boolean("desc_act", False)
         version = config.values.get("checkpoint_format") or "gptq"
         if version not in ("gptq", "gptq_v2"):
             raise _unsupported(config, "checkpoint_format", "'gptq' and 'gptq_v2'")
@@ -129,7 +130,7 @@ class Gptq:
         size = _groups(self.group_size, columns, codes.file, stem)
         tensors.take_shaped("scales", FLOATS, (columns // size, rows))
         tensors.take_shaped("qzeros", ("int32",), (columns // size, _packed(rows, self.bits)))
-        if "g_idx" in parts:
+        if self.may_reorder or "g_idx" in parts:
             tensors.take_shaped("g_idx", ("int32",), (columns,))
         # A zero point in the middle of 8 bits is 0 in signed codes; in 4 it is said as such.
         zero = None if not self.is_symmetric else 0 if self.bits == 8 else 8

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from novainfer.kernels.ops.selection import build_registry
 from novainfer.kernels.runtime.runner import ModelRunner
 from novainfer.kernels.weights import loader
 from novainfer.kernels.weights.checkpoint import Checkpoint
+from novainfer.kernels.weights.header import check_weights
 
 SHAPE = Shape("source", 4, 2, 16, 64, 160, intermediate_size=96, tied=False)
 PROMPT = [(7 * i + 3) % 127 for i in range(37)]
@@ -245,6 +248,13 @@ def tensor_with(name: str, make: Callable[[torch.Tensor], torch.Tensor | None]) 
     return change
 
 
+def without_order(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
+    """Features were reordered, and no tensor says how."""
+    settings["desc_act"] = True
+    for name in [name for name in tensors if name.endswith("g_idx")]:
+        del tensors[name]
+
+
 @pytest.mark.parametrize(
     ("name", "change", "expected"),
     [
@@ -265,6 +275,7 @@ def tensor_with(name: str, make: Callable[[torch.Tensor], torch.Tensor | None]) 
             tensor_with("g_idx", lambda order: order.flip(0)),
             "not in the order of their groups (g_idx, desc_act)",
         ),
+        ("gptq", without_order, "hold no model.layers.0.mlp.down_proj.g_idx, but qweight, scales, qzeros of it"),
         ("gptq", tensor_with("down_proj.qweight", lambda codes: codes[:8]), "down_proj.scales has shape [3, 64], not"),
         ("gptq", tensor_with("norm.weight", lambda weight: weight.int()), "has dtype I32, but only F32, BF16, F16 are"),
         ("gptq-int8", tensor_with("o_proj.bias", lambda bias: bias + 1), "o_proj.bias is not 0, and Qwen2ForCausalLM"),
@@ -302,3 +313,30 @@ def test_nothing_is_quantised_twice(source: Path, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"are already: int8 \(compressed-tensors\); leave the setting out"):
         make_quantised(folder, quantization="int4")
     make_quantised(folder, quantization="none")
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "w4a16-asymmetric"])
+def test_any_damage_to_the_settings_gives_one_sentence_or_changes_nothing(
+    name: str, source: Path, tmp_path: Path
+) -> None:
+    folder = written(name, source, tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    draw = random.Random(0)
+    values = [None, 0, 1, 3, 8, -1, 10**30, 1e30, True, False, "x", "channel", [], [1], {}, {"a": []}]
+    refused = accepted = 0
+    for _ in range(150):
+        settings = json.loads(json.dumps(config["quantization_config"]))
+        at = settings
+        while (key := draw.choice(list(at))) in ("config_groups", "group_0", "weights") and draw.random() < 0.8:
+            at = at[key]
+        at[key] = draw.choice(values)
+        path.write_text(json.dumps(config | {"quantization_config": settings}))
+        try:
+            check_weights(folder)
+        except LoadError as error:
+            refused += "\n" not in str(error) and str(folder) in str(error)
+        else:
+            accepted += 1
+    assert refused + accepted == 150
+    assert refused > 60
