@@ -2,8 +2,8 @@
 
 A step reads all weights once (of experts, those of its tokens), and the keys and values of its contexts; it multiplies
 each token with the weights of all layers, and each sampled row with the head. Whichever of reading (at the measured
-bandwidth) and multiplying (at the measured peak) takes longer is the step's ideal time. Decoding is one step per token;
-prompts are counted by arithmetic alone, a shared beginning once.
+bandwidth) and multiplying (at the measured peak) takes longer is the step's ideal time. Decoding is one step per token,
+which reads a shared beginning once; prompts are counted by arithmetic alone, a shared beginning once.
 """
 
 from __future__ import annotations
@@ -84,6 +84,12 @@ class Geometry:
             total += num_layers * rows
         return total / self.config.num_layers
 
+    def seen_before(self, end: int, context: int) -> float:
+        """Of the tokens before `end`, those that a context's last row sees, sliding windows counted; of a layer."""
+        windows = self.config.sliding_windows
+        seen = (min(end, context) - (0 if window is None else max(0, context - window)) for window in windows)
+        return sum(max(0, tokens) for tokens in seen) / self.config.num_layers
+
     def attention_flops(self, contexts: float) -> float:
         """Scores and weighted sums of queries that see `contexts` tokens in all."""
         return 4.0 * contexts * self.config.q_size * self.config.num_layers
@@ -96,11 +102,12 @@ class Roof(msgspec.Struct, frozen=True, kw_only=True):
     flops_per_s: float
 
 
-def decode_step_s(geometry: Geometry, roof: Roof, batch: int, context: int) -> float:
-    """One token each for `batch` requests of `context` tokens."""
+def decode_step_s(geometry: Geometry, roof: Roof, batch: int, context: int, shared: int = 0) -> float:
+    """One token each for `batch` requests of `context` tokens, of which the first `shared` are read once for all."""
     weights = (geometry.read_parameters(batch) + geometry.head_parameters) * geometry.bytes_per_value
     contexts = batch * geometry.seen(context - 1, context)
-    num_bytes = weights + contexts * geometry.kv_bytes_per_token
+    read = contexts - (batch - 1) * geometry.seen_before(shared, context) if batch else 0.0
+    num_bytes = weights + read * geometry.kv_bytes_per_token
     flops = 2.0 * batch * (geometry.body_parameters + geometry.head_parameters)
     flops += geometry.attention_flops(contexts)
     return max(num_bytes / roof.bytes_per_s, flops / roof.flops_per_s)
@@ -122,5 +129,5 @@ def ideal_s(workload: Workload, geometry: Geometry, roof: Roof) -> float:
     contexts = geometry.seen(0, shared) + n * geometry.seen(shared, length)
     total = prefill_s(geometry, roof, num_tokens, contexts, n)
     for made in range(1, workload.max_tokens):
-        total += decode_step_s(geometry, roof, n, length + made)
+        total += decode_step_s(geometry, roof, n, length + made, shared)
     return total

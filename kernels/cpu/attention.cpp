@@ -6,7 +6,8 @@
 // Row invariance: each row's context is cut at fixed multiples of TILE_GROUPS groups. A tile gives a maximum, a sum
 // and an accumulator by itself; tiles are merged in ascending order. Which rows are computed beside and which thread
 // takes which tile do not change a row's chain of operations: what lies behind its position, or before its window, is
-// left out, and merging an empty tile changes nothing.
+// left out, and merging an empty tile changes nothing. So tiles that sequences share can be read for all their rows at
+// once (attention_plan.cpp), and a row go on from there by itself.
 #include "attention.h"
 
 #include <algorithm>
@@ -17,8 +18,6 @@
 
 namespace nova {
 namespace {
-
-constexpr int ROWS_TARGET = 48;  // query rows computed over one reading of the context
 
 // One thread's working memory for a group of query rows.
 template <class Tiles>
@@ -39,9 +38,6 @@ struct Scratch {
   }
 };
 
-// A tile's result in AttentionPlan::partials: max [rows], sum [rows], accumulator [rows][width].
-inline long partial_floats(long rows, long width) { return rows * (2 + width); }
-
 template <class T, class Tiles>
 struct Attention {
   using E = typename T::type;
@@ -57,23 +53,19 @@ struct Attention {
   void item(const AttentionPlan::Item& item) {
     const AttentionPlan::Group& group = plan.groups[item.group];
     const int rows = group.count * ratio;
-    const int queries = batch.query_start[group.seq + 1] - batch.query_start[group.seq];
-    const int position0 = batch.context_lens[group.seq] - queries + group.first;  // of the first query token
     const int32_t* table = batch.block_tables + group.seq * batch.table_stride;
     load_queries(group);
     float* partial = group.parts > 1 ? &plan.partials[group.partial] : nullptr;
-    if (!partial) std::fill_n(s.max.begin(), rows, NEG_INF), std::fill_n(s.sum.begin(), rows, 0.0f);
-    if (!partial) std::fill_n(s.acc.begin(), rows * width, 0.0f);
+    if (!partial) begin(group);
 
     TileGroups tiles[2];
-    find_groups(cache, layer, table, group.head, item.first_tile, position0 + group.count, tiles[0]);
+    find_groups(cache, layer, table, group.head, item.first_tile, group.limit, tiles[0]);
     for (int tile = item.first_tile, i = 0; tile < item.last_tile; tile++, i ^= 1) {
       TileGroups& next = tiles[i ^ 1];
       next.count = 0;
-      if (tile + 1 < item.last_tile)
-        find_groups(cache, layer, table, group.head, tile + 1, position0 + group.count, next);
+      if (tile + 1 < item.last_tile) find_groups(cache, layer, table, group.head, tile + 1, group.limit, next);
       float* out = partial ? partial + (tile - group.first_tile) * partial_floats(rows, width) : nullptr;
-      over_rows<Tiles::ROWS>(rows, [&](auto mr, int r) { rows_of_tile<mr>(tiles[i], next, r, position0, rows, out); });
+      over_rows<Tiles::ROWS>(rows, [&](auto mr, int r) { rows_of_tile<mr>(group, tiles[i], next, r, out); });
     }
     if (!partial) {
       finish(group);
@@ -84,22 +76,46 @@ struct Attention {
     }
   }
 
+  // The query token of row r of a group, and its head.
+  const AttentionPlan::QueryToken& token_of(const AttentionPlan::Group& group, int r) const {
+    return plan.tokens[group.first + r / ratio];
+  }
+  int head_of(const AttentionPlan::Group& group, int r) const { return group.head * ratio + r % ratio; }
+
   void load_queries(const AttentionPlan::Group& group) {
     for (int r = 0; r < group.count * ratio; r++) {
-      const long token = batch.query_start[group.seq] + group.first + r / ratio;
-      const E* from =
-          (const E*)call.query + token * call.query_stride + (group.head * ratio + r % ratio) * (long)cache.head_dim;
-      s.tiles.load(r, from, cache.head_dim);
+      const E* token = (const E*)call.query + token_of(group, r).index * call.query_stride;
+      s.tiles.load(r, token + head_of(group, r) * (long)cache.head_dim, cache.head_dim);
+    }
+  }
+
+  // Where row r is when it comes from the group before, or goes to the next one.
+  float* state_of(const AttentionPlan::Group& group, int r) const {
+    const long row = (long)token_of(group, r).state * cache.num_heads + head_of(group, r);
+    return &plan.states[row * partial_floats(1, width)];
+  }
+
+  // The rows' maxima, sums and accumulators before the first tile.
+  void begin(const AttentionPlan::Group& group) {
+    for (int r = 0; r < group.count * ratio; r++) {
+      const float* state = group.goes_on ? state_of(group, r) : nullptr;
+      s.max[r] = state ? state[0] : NEG_INF, s.sum[r] = state ? state[1] : 0.0f;
+      if (state)
+        std::copy_n(state + 2, width, &s.acc[r * width]);
+      else
+        std::fill_n(&s.acc[r * width], width, 0.0f);
     }
   }
 
   // MR rows against one tile, into `partial` or merged into the scratch.
   template <int MR>
-  void rows_of_tile(const TileGroups& g, const TileGroups& next, int r, int position0, int rows, float* partial) {
+  void rows_of_tile(const AttentionPlan::Group& group, const TileGroups& g, const TileGroups& next, int r,
+                    float* partial) {
+    const int rows = group.count * ratio;
     score<MR>(g, r, r == 0 && rows <= 2 * ROWS);
     int begin[MR], seen[MR];
     for (int j = 0; j < MR; j++) {
-      seen[j] = position0 + (r + j) / ratio + 1;
+      seen[j] = token_of(group, r + j).position + 1;
       begin[j] = plan.window ? (int)std::max<int64_t>(0, seen[j] - plan.window) : 0;
       const Softened softened = s.tiles.soften(g, j, begin[j], seen[j], call.scale * LOG2E);
       s.tile_max[r + j] = softened.max, s.tile_sum[r + j] = softened.sum;
@@ -153,8 +169,7 @@ struct Attention {
 
   void merge_partials(const AttentionPlan::Group& group, const float* partial) {
     const int rows = group.count * ratio;
-    std::fill_n(s.max.begin(), rows, NEG_INF), std::fill_n(s.sum.begin(), rows, 0.0f);
-    std::fill_n(s.acc.begin(), rows * width, 0.0f);
+    begin(group);
     for (int tile = 0; tile < group.tiles; tile++, partial += partial_floats(rows, width)) {
       std::copy_n(partial, rows, s.tile_max.begin());
       std::copy_n(partial + rows, rows, s.tile_sum.begin());
@@ -170,68 +185,35 @@ struct Attention {
 
   void finish(const AttentionPlan::Group& group) {
     for (int r = 0; r < group.count * ratio; r++) {
-      const long token = batch.query_start[group.seq] + group.first + r / ratio;
-      E* out = (E*)call.out + (token * cache.num_heads + group.head * ratio + r % ratio) * cache.head_dim;
+      const float* acc = &s.acc[r * width];
+      if (!group.is_last) {
+        float* state = state_of(group, r);
+        state[0] = s.max[r], state[1] = s.sum[r];
+        std::copy_n(acc, width, state + 2);
+        continue;
+      }
+      E* out = (E*)call.out + ((long)token_of(group, r).index * cache.num_heads + head_of(group, r)) * cache.head_dim;
       const vf sum = set1(s.sum[r]);
       for (long c = 0; c < cache.head_dim; c += VL)
-        store_first<T>(out + c, div(loadf(&s.acc[r * width + c]), sum), std::min<long>(VL, cache.head_dim - c));
+        store_first<T>(out + c, div(loadf(acc + c), sum), std::min<long>(VL, cache.head_dim - c));
     }
   }
 };
 
 template <class T, class Tiles>
 void run(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& plan, const AttentionCall& call) {
-  team.loop((long)plan.items.size(), [&](long i) {
-    static thread_local Scratch<Tiles> scratch;
-    scratch.fit(plan.rows_max, cache);
-    Attention<T, Tiles>{cache, batch, plan, call, scratch}.item(plan.items[i]);
-  });
+  long first = 0;
+  for (const long end : plan.round_ends) {
+    team.loop(end - first, [&](long i) {
+      static thread_local Scratch<Tiles> scratch;
+      scratch.fit(plan.rows_max, cache);
+      Attention<T, Tiles>{cache, batch, plan, call, scratch}.item(plan.items[first + i]);
+    });
+    first = end;
+  }
 }
 
 }  // namespace
-
-AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int threads, int64_t window) : window(window) {
-  const int ratio = cache.num_heads / cache.num_kv_heads;
-  const int tokens_max = std::max(1, ROWS_TARGET / ratio);
-  double total = 0;
-  for (int seq = 0; seq < batch.num_seqs; seq++) {
-    const int queries = batch.query_start[seq + 1] - batch.query_start[seq];
-    const int before = batch.context_lens[seq] - queries;
-    const int chunks = (int)ceil_div(queries, tokens_max);
-    for (int c = 0; c < chunks; c++) {
-      const int first = (int)((long)queries * c / chunks), last = (int)((long)queries * (c + 1) / chunks);
-      const int64_t begin = window ? std::max<int64_t>(0, before + first + 1 - window) : 0;
-      const int first_tile = (int)tile_at(cache, begin), tiles = (int)tiles_of(cache, before + last) - first_tile;
-      rows_max = std::max(rows_max, (last - first) * ratio);
-      for (int head = 0; head < cache.num_kv_heads; head++) {
-        groups.push_back({seq, head, first, last - first, first_tile, tiles, 1, 0});
-        total += (double)tiles * (last - first);
-      }
-    }
-  }
-  // A group is divided along its context when it would be more than a quarter of a thread's share.
-  const double share = total / (4.0 * threads);
-  std::vector<std::pair<double, Item>> order;
-  long floats = 0;
-  for (int i = 0; i < (int)groups.size(); i++) {
-    Group& group = groups[i];
-    if (threads > 1)
-      group.parts = (int)std::min<double>(group.tiles, std::max(1.0, std::ceil(group.tiles * group.count / share)));
-    if (group.parts > 1) {
-      group.partial = floats;
-      floats += group.tiles * partial_floats(group.count * ratio, cache.value_width());
-    }
-    for (int part = 0; part < group.parts; part++) {
-      const int first = group.tiles * part / group.parts, last = group.tiles * (part + 1) / group.parts;
-      order.push_back({-(double)(last - first) * group.count, {i, group.first_tile + first, group.first_tile + last}});
-    }
-  }
-  std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  for (const auto& entry : order) items.push_back(entry.second);
-  partials.resize(floats);
-  pending.reset(new std::atomic<int>[groups.size()]);
-  for (size_t i = 0; i < groups.size(); i++) pending[i].store(groups[i].parts, std::memory_order_relaxed);
-}
 
 void attend(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& plan, const AttentionCall& call) {
   if (cache.is_int8())
@@ -255,6 +237,12 @@ int nova_attend(const CacheDesc* cache, int layer, const void* query, int64_t qu
     AttentionPlan plan(*cache, batch, team.size(), window);
     attend(team, *cache, batch, plan, {layer, query, query_stride, out, scale});
   });
+}
+
+int64_t nova_attend_tiles(const CacheDesc* cache, const int32_t* block_tables, int64_t table_stride,
+                          const int32_t* query_start, const int32_t* context_lens, int64_t num_seqs, int64_t window) {
+  return AttentionPlan(*cache, {block_tables, table_stride, query_start, context_lens, num_seqs}, 1, window)
+      .tiles_read();
 }
 
 }  // extern "C"

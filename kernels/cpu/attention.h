@@ -19,28 +19,45 @@ struct Batch {
   int64_t num_seqs;
 };
 
-// How one step's attention is divided, the same for all layers of one window: a group of items shares query rows, each
-// item takes some KV tiles.
+// How one step's attention is divided, the same for all layers of one window: a group of items shares query rows and a
+// range of KV tiles, each item takes some of the tiles.
+//
+// Sequences whose block tables begin alike read those tiles once: a shared group has the rows of several of them, and
+// leaves each row's state behind, from which another group goes on with the tiles that follow. That is a later round.
 class AttentionPlan {
  public:
+  struct QueryToken {
+    int index;     // in the step
+    int position;  // in its sequence
+    int state;     // in `states`, where its sequence may share tiles
+  };
   struct Group {
-    int seq, head;     // kv head
-    int first, count;  // query tokens of the sequence
-    int first_tile;    // the KV tile where the window of the first of these tokens begins
-    int tiles;         // KV tiles from there to the last of these tokens
-    int parts;         // items of the group
-    long partial;      // where its partial results begin, when parts > 1
+    int seq, head;          // whose block table it reads, and the kv head
+    int first, count;       // of `tokens`
+    int limit;              // tokens of the sequence before this are read
+    int first_tile;         // of the KV tiles
+    int tiles;              // their number
+    int round;              // of the groups that its rows go through
+    bool goes_on, is_last;  // after another group, before none
+    int parts;              // items of the group
+    long partial;           // where its partial results begin, when parts > 1
   };
   struct Item {
     int group, first_tile, last_tile;
   };
   AttentionPlan(const CacheDesc& cache, const Batch& batch, int threads, int64_t window);
 
+  // KV tiles that are read for one head: those of a shared group count once for each reading, not for each sequence.
+  int64_t tiles_read() const;
+
   int64_t window;  // tokens that a row sees, itself among them; 0: its whole context
+  std::vector<QueryToken> tokens;
   std::vector<Group> groups;
-  std::vector<Item> items;                      // the most expensive first
+  std::vector<Item> items;                      // by round, the most expensive first
+  std::vector<long> round_ends;                 // in `items`
   int rows_max = 0;                             // query rows (tokens x heads of the kv head) of the largest group
   std::vector<float> partials;                  // of divided groups, by tile: see Partial in attention.cpp
+  std::vector<float> states;                    // between rounds, by query token and head: maximum, sum, accumulator
   std::unique_ptr<std::atomic<int>[]> pending;  // items not done yet, by group; reset by the last
 };
 

@@ -52,7 +52,7 @@ class NativeAttention:
         self.shape = shape
         self.parts = parts  # one, [num_layers, num_blocks, elements]: kv_cache.h says how a block is laid out
         lib = library()
-        # A quantised cache does not say in what its tokens were computed: in whatever comes.
+        # A quantised cache does not say in what its tokens were computed : in whatever comes.
         dtypes = [data.dtype] if shape.kv_dtype == AUTO else list(DTYPE_CODES)
         self.descs = {dtype: _describe(shape, data.shape[1], dtype, data.data_ptr()) for dtype in dtypes}
         per_block = lib.nova_cache_block_bytes(ctypes.byref(self.descs[dtypes[0]]))
@@ -82,7 +82,7 @@ class NativeAttention:
     @classmethod
     def allocate(cls, shape: AttentionShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Self:
         """Reserve the cache once; pages are taken from the system when they are first written."""
-        # Zeroed: a product with what was never written must be zero, not NaN.
+        # Zeroed : a product with what was never written must be zero, not NaN.
         data = huge_zeros(cls.bytes_per_block(shape, dtype) * num_blocks)
         kept = dtype if shape.kv_dtype == AUTO else torch.int8
         return cls(shape, (data.view(kept).view(shape.num_layers, num_blocks, -1),))
@@ -119,6 +119,17 @@ class NativeAttention:
             starts.data_ptr(), lens.data_ptr(), lens.shape[0], scale, window or 0, out.data_ptr(), threads,
         )  # fmt: skip
         return out
+
+    def tiles_read(self, step: StepTensors, window: int | None = None) -> int:
+        """KV tiles of 256 tokens that a layer's attention reads for each kv head; shared ones count once a reading."""
+        tables, starts, lens = step.block_tables, step.query_start, step.context_lens
+        desc = next(iter(self.descs.values()))
+        return int(
+            library().nova_attend_tiles(
+                ctypes.byref(desc), tables.data_ptr(), tables.stride(0), starts.data_ptr(), lens.data_ptr(),
+                lens.shape[0], window or 0,
+            )
+        )  # fmt: skip
 
     def _dtypes(self) -> str:
         return " or ".join(map(str, self.descs))

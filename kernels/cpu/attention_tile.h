@@ -29,6 +29,9 @@ inline long tile_at(const CacheDesc& cache, long position) {
   return (position / cache.block_size * cache.groups_per_block() + position % cache.block_size / GROUP) / TILE_GROUPS;
 }
 
+// A tile's result for some rows in AttentionPlan::partials: max [rows], sum [rows], accumulator [rows][width].
+inline long partial_floats(long rows, long width) { return rows * (2 + width); }
+
 // The groups of one KV tile: where they lie, which positions they hold.
 struct TileGroups {
   const uint32_t* keys[TILE_GROUPS];

@@ -4,6 +4,7 @@
     python tests/bench/kernels.py quantised [--dtype bfloat16] [--rows 1,8,32] [--layers gate_up]
     python tests/bench/kernels.py attention [--dtype bfloat16]
     python tests/bench/kernels.py kv [--dtype bfloat16]
+    python tests/bench/kernels.py shared [--dtype bfloat16]
     python tests/bench/kernels.py ops [--dtype bfloat16] [--rows 1,8,64]
 
 With `--clock cpu` it takes the processor time of all threads in place of wall time: on a machine with other work that
@@ -58,6 +59,7 @@ ATTENTION = (
 )
 KV_HEADS_AND_DIMS = ((14, 2, 64), (28, 4, 128))  # heads, key heads, head_dim: Qwen2.5-0.5B and 7B
 KV_CASES = (*((seqs, context, 1) for context in (1024, 4096, 16384) for seqs in (1, 8)), (1, 4096, 512))
+SHARED_CASES = ((16, 768, 64), (32, 1024, 64), (32, 4096, 64), (8, 4096, 64), (2, 4096, 64))  # sequences, shared, own
 ROTATED_BYTES = 150 << 20
 SECONDS_PER_CASE = 0.6
 Clock = Callable[[], float]
@@ -206,6 +208,33 @@ def bench_kv(dtype: torch.dtype, clock: Clock) -> None:
             )
 
 
+def bench_shared(dtype: torch.dtype, clock: Clock) -> None:
+    """Decodes whose block tables begin alike, beside as many over contexts of their own."""
+    print(f"{dtype}, {torch.get_num_threads()} threads, one layer; medians in us")
+    print(f"{'seqs':>5} {'shared':>7} {'own':>5} {'apart':>9} {'shared':>9} {'ratio':>5} {'tiles':>11}")
+    for seqs, shared, own in SHARED_CASES:
+        context = shared + own
+        apart = torch.randperm(seqs * context // BLOCK_SIZE, dtype=torch.int32).view(seqs, -1)
+        alike = apart.clone()
+        alike[:, : shared // BLOCK_SIZE] = apart[0, : shared // BLOCK_SIZE]
+        shape = AttentionShape(1, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+        size = NativeAttention.bytes_per_block(shape, dtype) * apart.numel()
+        layers = max(2, min(24, ROTATED_BYTES // size))
+        cache = filled(NativeAttention, replace(shape, num_layers=layers), apart.numel(), dtype)
+        assert isinstance(cache, NativeAttention)
+        variants = {
+            name: attend_calls(cache, tables, context, 1, dtype)
+            for name, tables in (("apart", apart), ("shared", alike))
+        }
+        tiles = [cache.tiles_read(attend_step(tables, context, 1)) for tables in (apart, alike)]
+        us = interleaved(variants, SECONDS_PER_CASE, clock)
+        print(
+            f"{seqs:>5} {shared:>7} {own:>5} {us['apart']:9.0f} {us['shared']:9.0f} {us['apart'] / us['shared']:5.2f}"
+            f" {tiles[0]:>5}/{tiles[1]:<5}",
+            flush=True,
+        )
+
+
 def filled(
     backend: type[NativeAttention] | type[TorchAttention], shape: AttentionShape, num_blocks: int, dtype: torch.dtype
 ) -> NativeAttention | TorchAttention:
@@ -224,12 +253,17 @@ def attend_calls(
     """A call for each layer: the last `rows` tokens of each sequence over its context."""
     shape, seqs = cache.shape, len(tables)
     query = torch.randn(seqs * rows, shape.num_heads, shape.head_dim).to(dtype)
+    step = attend_step(tables, context, rows)
+    scale = shape.head_dim**-0.5
+    return [lambda i=i: cache.attend(i, query, step, scale) for i in range(shape.num_layers)]
+
+
+def attend_step(tables: torch.Tensor, context: int, rows: int) -> StepTensors:
+    seqs = len(tables)
     starts = torch.arange(0, seqs * rows + 1, rows, dtype=torch.int32)
     lens = torch.full((seqs,), context, dtype=torch.int32)
     nothing = torch.empty(0, dtype=torch.int64)
-    step = StepTensors(nothing, nothing, nothing, tables, starts, lens, None, 0, context, rows, rows)
-    scale = shape.head_dim**-0.5
-    return [lambda i=i: cache.attend(i, query, step, scale) for i in range(shape.num_layers)]
+    return StepTensors(nothing, nothing, nothing, tables, starts, lens, None, 0, context, rows, rows)
 
 
 def bench_ops(dtype: torch.dtype, rows: list[int], clock: Clock) -> None:
@@ -263,7 +297,7 @@ def ops_calls(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["linear", "quantised", "attention", "kv", "ops"])
+    parser.add_argument("what", choices=["linear", "quantised", "attention", "kv", "shared", "ops"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", default="1,8,32,64,256,512")
     parser.add_argument("--layers", default=",".join(LAYERS))
@@ -280,6 +314,8 @@ def main() -> None:
             bench_attention(dtype, clock)
         elif args.what == "kv":
             bench_kv(dtype, clock)
+        elif args.what == "shared":
+            bench_shared(dtype, clock)
         else:
             bench_ops(dtype, rows, clock)
 

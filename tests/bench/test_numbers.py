@@ -148,6 +148,19 @@ def test_a_shared_beginning_is_computed_once_in_the_ideal() -> None:
     assert ideal_s(shared, QWEN, roof) / ideal_s(own, QWEN, roof) == pytest.approx(tokens, rel=0.15)
 
 
+def test_a_decode_reads_a_shared_beginning_once_in_the_ideal() -> None:
+    roof = Roof(bytes_per_s=1e9, flops_per_s=1e18)
+    of_one = QWEN.kv_bytes_per_token / 1e9
+    apart, shared = (decode_step_s(QWEN, roof, 16, 800, tokens) for tokens in (0, 768))
+    assert apart - shared == pytest.approx(15 * 768 * of_one)
+    windows = Geometry(replace(QWEN.config, sliding_windows=(None, 100) * 12))
+    apart, shared = (decode_step_s(windows, roof, 16, 800, tokens) for tokens in (0, 768))
+    assert apart - shared == pytest.approx(15 * (768 + 68) / 2 * of_one)
+    assert decode_step_s(windows, roof, 16, 1000, 768) == pytest.approx(
+        shared + (16 * 200 - 15 * (0 - 68)) / 2 * of_one
+    )
+
+
 @pytest.mark.parametrize("work", [*WORKLOADS, PREFIX], ids=lambda work: work.name)
 def test_prompts_share_exactly_their_beginning_and_nothing_with_another_seed(work: Workload) -> None:
     prompts, others = work.prompts(151_936, 0), work.prompts(151_936, 1)

@@ -8,17 +8,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from attended import CPU, DTYPES, KEPT, step_of
 from torch import Tensor
 
 from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.plain_attention import NativeLayoutAttention
 from novainfer.kernels.ops import kv_cache
 from novainfer.kernels.ops.registry import AttentionShape
-from novainfer.kernels.step import StepTensors
 
-CPU = torch.device("cpu")
-DTYPES = (torch.bfloat16, torch.float32)
-KEPT = tuple((dtype, kv_dtype) for kv_dtype in ("auto", "int8") for dtype in DTYPES)  # computed in, kept in
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 5e-6}  # of the largest value
 # (heads, kv heads, head_dim, block_size): Qwen2.5-0.5B; no groups; one kv head, wide; dims and blocks that fill
 # neither vector nor unit.
@@ -36,15 +33,6 @@ WINDOWS = (None, 1, 13, 300)  # within a block, across blocks, across tiles
 MIXED = ((700, 1), (7, 1), (300, 20), (530, 530), (1, 1), (257, 2), (65, 64))
 
 pytestmark = pytest.mark.usefixtures("level")
-
-
-def step_of(tables: Tensor, starts: Tensor, lens: Tensor) -> StepTensors:
-    """What attention reads of a step."""
-    nothing = torch.empty(0, dtype=torch.int64)
-    rows = starts.diff()
-    return StepTensors(
-        nothing, nothing, nothing, tables, starts, lens, None, 0, int(lens.max()), int(rows.min()), int(rows.max())
-    )
 
 
 @dataclass
