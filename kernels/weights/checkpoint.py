@@ -5,7 +5,6 @@ Pages that were read are given back at once, so that loading never holds the wei
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.memory import copy_alone
 from novainfer.kernels.models.folder import weight_files
 from novainfer.kernels.ops.grouped import GroupedForm, GroupedWeight
 from novainfer.kernels.ops.quantised import part_rows
@@ -94,7 +94,7 @@ class Checkpoint:
                 part.copy_(unpacked(entry, self._view, first, first + len(part)).widened())
         else:
             source = self._view(entry)
-            _copy(source[rows_of(entry, 0, len(out))] if entry.interleaved_heads else source, out)
+            copy_alone(source[rows_of(entry, 0, len(out))] if entry.interleaved_heads else source, out)
         self.release(name)
 
     def release(self, name: str) -> None:
@@ -138,14 +138,3 @@ def _identity(file: Path) -> tuple[int, int]:
     except OSError as error:
         raise LoadError(f"{file} cannot be read: {error.strerror}") from None
     return status.st_size, status.st_mtime_ns
-
-
-def _copy(source: Tensor, out: Tensor) -> None:
-    """By one thread where no number changes: torch's wait for each other, and a busy neighbour has one of them wait.
-
-    Tensors of 0.8 MB on two cores with ten busy threads took 10 ms each by torch and 1.6 ms so.
-    """
-    if source.dtype == out.dtype and source.is_contiguous() and out.is_contiguous() and out.device.type == "cpu":
-        ctypes.memmove(out.data_ptr(), source.data_ptr(), out.nbytes)
-    else:
-        out.copy_(source)

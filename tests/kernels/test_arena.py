@@ -50,6 +50,20 @@ def filled(fd: int, fingerprint: str = "a") -> dict[str, torch.Tensor]:
     return tensors
 
 
+def test_its_table_holds_every_expert_of_a_large_model(fd: int) -> None:
+    """4 MB of it, as of sixty thousand tensors."""
+    arena = Arena.open(fd, "a", 1 << 20)
+    assert arena is not None
+    for number in range(100):
+        arena.put(f"{number:040000}", torch.tensor([number]))
+    arena.finish()
+    found = Arena.open(fd, "a", 0)
+    assert found is not None
+    last = found.get(f"{99:040000}")
+    assert last is not None
+    assert last.tolist() == [99]
+
+
 def test_what_was_put_in_is_found_by_who_opens_it_next(fd: int) -> None:
     tensors = filled(fd)
     arena = Arena.open(fd, "a", 0)
@@ -81,7 +95,7 @@ def test_other_weights_are_not_taken_for_these(fd: int) -> None:
 def test_nobody_can_change_a_finished_arena(fd: int) -> None:
     filled(fd)
     with pytest.raises(PermissionError):
-        os.pwrite(fd, b"!", 3 << 20)
+        os.pwrite(fd, b"!", 17 << 20)
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 0)
 

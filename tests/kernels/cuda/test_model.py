@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Shape, save_checkpoint
+from checkpoints import FEW_EXPERTS, Shape, save_checkpoint
 from driver import Driver, make_runner
 
 from novainfer.kernels.ops.registry import Registry
@@ -31,11 +31,21 @@ QWEN3 = Shape(
         ("layer_types", ["sliding_attention", "full_attention"]),
     ),
 )
+MOE = Shape(
+    "cuda-qwen2-moe",
+    4,
+    2,
+    16,
+    32,
+    127,
+    family="Qwen2Moe",
+    others=(*FEW_EXPERTS, ("mlp_only_layers", [0]), ("norm_topk_prob", True)),
+)
 ATTENTION = {False: "triton", True: "triton-invariant"}
 PROMPTS = ([(7 * i + 3) % 127 for i in range(11)], [5, 6, 7])
 
 
-@pytest.fixture(scope="module", params=[QWEN2, QWEN3], ids=lambda shape: shape.name)
+@pytest.fixture(scope="module", params=[QWEN2, QWEN3, MOE], ids=lambda shape: shape.name)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(request.param, tmp_path_factory.mktemp(request.param.name))
 
