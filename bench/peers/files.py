@@ -118,10 +118,19 @@ def _write_vocabulary(gguf: Any, writer: Any, model_dir: Path, config: ModelConf
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges(merges or ["a b"])  # llama.cpp reads no file without one
+    writer.add_token_merges(merges or [_a_merge(tokens)])  # llama.cpp reads no file without one
     ends = config.eos_token_ids or tuple(special)[-1:]
     writer.add_eos_token_id(ends[0])
     writer.add_add_bos_token(False)
+
+
+def _a_merge(tokens: list[str]) -> str:
+    """Of two tokens that are one together."""
+    known = set(tokens)
+    for token in tokens:
+        if len(token) == 2 and {*token} <= known:
+            return " ".join(token)
+    raise FileError("the tokenizer has no merges, and no two of its tokens make a third")
 
 
 def _gguf_name(name: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from novainfer.actors.tokenizer.gguf_tokenizer import gguf_tokenizer
 from novainfer.bench.make_checkpoint import SHAPES, make_checkpoint
 from novainfer.bench.peers import compare, files, known
 from novainfer.bench.peers.known import OURS, SystemSpec
@@ -20,6 +21,7 @@ from novainfer.bench.peers.report import LEFT, picture
 from novainfer.bench.worker import Child, Task
 from novainfer.bench.workload import TRAFFIC, WORKLOADS, scaled
 from novainfer.kernels.ops.quantised import quantised
+from novainfer.kernels.weights.gguf import read_gguf
 from tests.bench.test_offline import CONFIG, command
 
 LOOK = Look(bytes_per_s=1e9, bf16_per_s=1e9, int8_per_s=2e9)
@@ -198,6 +200,9 @@ def test_a_gguf_file_holds_the_same_tensors(tmp_path: Path, monkeypatch: pytest.
     source = tiny(tmp_path, monkeypatch)
     path = files.make_gguf(source, tmp_path / "forms" / "BF16.gguf", "BF16")
     assert files.make_gguf(source, path, "BF16") == path, "made once"
+    tokenizer = gguf_tokenizer(read_gguf(path))
+    text = "What is 17 + 5?"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
     read = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     with safe_open(source / "model.safetensors", "pt") as old:
         assert len(read) == len(old.keys())
