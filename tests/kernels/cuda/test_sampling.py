@@ -157,6 +157,26 @@ def test_tied_logits_are_cut_as_on_the_cpu(vocab: int, device: torch.device) -> 
     check(torch.zeros(len(ways), vocab), rows[::2], device)
 
 
+def test_of_tied_logits_the_first_is_the_most_likely_also_where_logits_are_edited_or_reported(
+    device: torch.device,
+) -> None:
+    """Two in one chunk, and one in the chunk behind it."""
+    logits = torch.zeros(4, 1100)
+    logits[:, [40, 30, 1050]] = 2.0
+    rows = [SeqParams(slot=0), SeqParams(slot=0, logprobs=0), SeqParams(slot=0, logit_bias={5: 0.5})]
+    rows.append(SeqParams(slot=0, banned_token_ids=[7]))
+    assert check(logits, rows, device).token_ids == [30] * 4
+
+
+@pytest.mark.parametrize("others", [-INF, -200.0], ids=["in pairs", "in passes"])
+def test_what_begins_where_the_nucleus_is_full_is_not_in_it(others: float, device: torch.device) -> None:
+    """Four tokens of a quarter each: the third begins at a half."""
+    logits = torch.full((24, 1100), others)
+    logits[:, [3, 7, 900, 1000]] = 0.0
+    rows = [SeqParams(slot=0, temperature=1.0, top_p=0.5, seed=seed) for seed in range(24)]
+    assert set(check(logits, rows, device).token_ids) == {3, 7}
+
+
 def test_of_tied_logits_the_first_ids_are_kept_also_before_larger_ones(device: torch.device) -> None:
     """Too many for a comparison in pairs: 100 large logits behind 300 tied ones, of which 72 fill the nucleus."""
     logits = torch.zeros(12, 400)
