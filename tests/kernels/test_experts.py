@@ -136,7 +136,7 @@ def test_a_switch_that_ended_half_way_leaves_experts_of_two_kinds_that_compute(
 
 
 @needs_native
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_a_row_has_the_same_bits_beside_any_others(quantization: str, folder: Path) -> None:
     """Others that go to its experts, and that are more than a tile, or end an expert's rows elsewhere."""
     runner = make_runner(folder, "native", quantization=quantization, num_blocks=160)

@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
+from novainfer.kernels.cuda.attention import TritonAttention
 from novainfer.kernels.cuda.forward import TritonBiasForward, TritonForward
+from novainfer.kernels.cuda.graphs import GraphForward
 from novainfer.kernels.cuda.row_ops import TritonRowOps
 from novainfer.kernels.ops import selftest
 from novainfer.kernels.ops.attention import TorchAttention
-from novainfer.kernels.ops.forward import PRODUCTS, DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
+from novainfer.kernels.ops.forward import DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
 from novainfer.kernels.ops.linear import TorchLinear
 from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceRowOps
 from novainfer.kernels.ops.registry import AttentionShape
@@ -32,8 +34,18 @@ BOTH = (frozenset({"qkv", "o"}), NORMS | {"q_norm", "k_norm"})
 
 
 def kind(biased: frozenset[str], norms: frozenset[str], shape: AttentionShape, **more: Any) -> DecoderKind:
-    layer = LayerKind(tuple((name, TorchLinear) for name in PRODUCTS), biased, norms, is_sliding=True)
+    layer = LayerKind(
+        tuple((name, TorchLinear) for name in ("qkv", "o", "gate_up", "down")), biased, norms, is_sliding=True
+    )
     return replace(DecoderKind(frozenset({layer}), TritonRowOps, TorchAttention, shape), **more)
+
+
+def test_experts_are_computed_without_graphs_and_it_is_said_why() -> None:
+    plain = kind(frozenset(), NORMS, AttentionShape(2, 4, 2, 16, 4), attention=TritonAttention)
+    (layer,) = plain.layers
+    routed = replace(plain, layers=frozenset((layer, replace(layer, num_active_experts=2))))
+    assert (GraphForward.refuses(plain), TritonForward.refuses(routed)) == (None, None)
+    assert GraphForward.refuses(routed) == "which experts rows are given to is read on the host"
 
 
 @pytest.fixture(autouse=True)
