@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors package itself
+FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 LISTED_MAX = 5  # names spelled out in an error; the rest is counted
 
 # As torch calls them, and the bytes of an element. Whole numbers are codes, and what belongs to them.
@@ -124,6 +125,11 @@ def _check_experts(model_dir: Path, config: ModelConfig, entries: Mapping[str, E
                 raise LoadError(
                     f"{model_dir / 'config.json'}: num_experts is {config.num_experts}, but the weights have "
                     f"{max(found) + 1} experts"
+                )
+            fused = next((name for name in entries if name.endswith(FUSED_EXPERTS)), None)
+            if fused is not None and not found:
+                raise LoadError(
+                    f"{model_dir}: {fused} holds all experts in one tensor, which is not supported, only one for each"
                 )
 
 

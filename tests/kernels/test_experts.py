@@ -223,6 +223,16 @@ def test_experts_that_are_missing_are_named(tmp_path: Path) -> None:
         check_weights(folder)
 
 
+def test_experts_in_one_tensor_are_refused_by_name(tmp_path: Path) -> None:
+    folder = save_checkpoint(SHARED, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    weights["model.layers.1.mlp.experts.gate_up_proj"] = torch.zeros(7, 48, 64)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LoadError, match=r"layers.1.mlp.experts.gate_up_proj holds all experts in one tensor, which is"):
+        check_weights(folder)
+
+
 def test_the_memory_that_is_needed_counts_every_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_checkpoint(SHARED, tmp_path)
     monkeypatch.setattr(loader, "free_bytes", lambda device: 1000)
