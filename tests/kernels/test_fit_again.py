@@ -267,7 +267,7 @@ def test_without_a_precision_a_device_loads_as_its_settings_say(folder: Path) ->
     assert device.load()["modes"][0]["precision"] == INT8
     assert device.load(CHECKPOINT)["modes"][0]["precision"] == CHECKPOINT
     assert device.load()["modes"][0]["precision"] == INT8
-    with pytest.raises(LoadError, match="quantization must be one of 'int8', 'fp8', or None, not 'int3'"):
+    with pytest.raises(LoadError, match="quantization must be one of 'int8', 'int4', 'fp8', 'none', not 'int3'"):
         device.load("int3")
     device.close()
 
