@@ -151,6 +151,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nova_rope": (_STATUS, (_I, _P, _L, _P, _P, _I, _I, _L, _I)),
     "nova_read": (ctypes.c_uint64, (_P, _L, _I)),
     "nova_forward": (_STATUS, (_MODEL, _STEP, _I)),
+    "nova_draw_scratch_bytes": (_L, (_L,)),
+    "nova_draw": (_STATUS, (_P, _I)),
 }
 
 
@@ -203,6 +205,7 @@ def implementations() -> list[tuple[Operation, type]]:
     from novainfer.kernels.cpu.linear import NativeLinear
     from novainfer.kernels.cpu.ops import NativeRowOps
     from novainfer.kernels.cpu.quantised import NativeGroupedLinear, NativeInt8Linear
+    from novainfer.kernels.cpu.sampling import NativeSampler
 
     return [
         ("linear", NativeLinear),
@@ -211,4 +214,5 @@ def implementations() -> list[tuple[Operation, type]]:
         ("attention", NativeAttention),
         ("ops", NativeRowOps),
         ("forward", NativeForward),
+        ("sampler", NativeSampler),
     ]

@@ -61,6 +61,25 @@ inline vf round_even(vf a) { return _mm512_roundscale_ps(a, 8); }
 inline vf times_pow2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 inline vm first_lanes(long n) { return n >= 16 ? (vm)0xffff : n <= 0 ? (vm)0 : (vm)((1u << n) - 1); }
 inline vf select(vm m, vf yes, vf no) { return _mm512_mask_blend_ps(m, no, yes); }
+inline vm from_bits(uint32_t bits) { return (vm)bits; }  // bit i is lane i
+inline uint32_t to_bits(vm m) { return m; }
+inline vm eq(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+inline vm gt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline vm ge(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+inline vm le(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
+inline vm both(vm a, vm b) { return (vm)(a & b); }
+inline vi sra31(vi a) { return _mm512_srai_epi32(a, 31); }
+inline vi mini(vi a, vi b) { return _mm512_min_epi32(a, b); }
+inline vm gti(vi a, vi b) { return _mm512_cmpgt_epi32_mask(a, b); }
+using vd = __m512d;  // half as many lanes in 64 bits
+inline vd set1d(double x) { return _mm512_set1_pd(x); }
+inline vd addd(vd a, vd b) { return _mm512_add_pd(a, b); }
+inline vd subd(vd a, vd b) { return _mm512_sub_pd(a, b); }
+inline vd first_half(vf a) { return _mm512_cvtps_pd(_mm512_castps512_ps256(a)); }
+inline vd second_half(vf a) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1)); }
+inline void stored(double* p, vd x) { _mm512_storeu_pd(p, x); }
+// The lanes of m one after the other; all VL floats at p may be written.
+inline void store_packed(float* p, vm m, vf x) { _mm512_storeu_ps(p, _mm512_maskz_compress_ps(m, x)); }
 #else
 constexpr int VL = 8;
 using vf = __m256;
@@ -124,6 +143,33 @@ inline vm first_lanes(long n) {
   return _mm256_cmp_ps(iota, _mm256_set1_ps((float)(n > 8 ? 8 : n)), _CMP_LT_OQ);
 }
 inline vf select(vm m, vf yes, vf no) { return _mm256_blendv_ps(no, yes, m); }
+inline vm from_bits(uint32_t bits) {
+  const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return asf(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), lanes), lanes));
+}
+inline uint32_t to_bits(vm m) { return (uint32_t)_mm256_movemask_ps(m); }
+inline vm eq(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+inline vm gt(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+inline vm ge(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
+inline vm le(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
+inline vm both(vm a, vm b) { return _mm256_and_ps(a, b); }
+inline vi sra31(vi a) { return _mm256_srai_epi32(a, 31); }
+inline vi mini(vi a, vi b) { return _mm256_min_epi32(a, b); }
+inline vm gti(vi a, vi b) { return asf(_mm256_cmpgt_epi32(a, b)); }
+using vd = __m256d;
+inline vd set1d(double x) { return _mm256_set1_pd(x); }
+inline vd addd(vd a, vd b) { return _mm256_add_pd(a, b); }
+inline vd subd(vd a, vd b) { return _mm256_sub_pd(a, b); }
+inline vd first_half(vf a) { return _mm256_cvtps_pd(_mm256_castps256_ps128(a)); }
+inline vd second_half(vf a) { return _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)); }
+inline void stored(double* p, vd x) { _mm256_storeu_pd(p, x); }
+inline void store_packed(float* p, vm m, vf x) {
+  uint32_t bits = to_bits(m);
+  if (bits == 0) return;
+  alignas(32) float lane[VL];
+  storef(lane, x);
+  for (; bits; bits &= bits - 1) *p++ = lane[__builtin_ctz(bits)];
+}
 #endif
 
 // A fixed tree, the same for every caller: horizontal sums are part of what makes a row's result reproducible.

@@ -150,7 +150,7 @@ class TorchSampler:
 
 
 class RowSampler(TorchSampler):
-    """The same on the CPU, row by row: a row of fp32 logits stays in the cache of a core, a batch of them does not."""
+    """The same on a CPU without native kernels, row by row: a row of fp32 logits stays in the cache of a core."""
 
     name = "numpy"
     row_invariant = True

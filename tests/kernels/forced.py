@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from novainfer.kernels.cpu import attention, build, forward, linear, native, ops, quantised
+from novainfer.kernels.cpu import attention, build, forward, linear, native, ops, quantised, sampling
 from novainfer.kernels.cpu.levels import ISA_VARIABLE, LEVELS, cpu_flags, levels
 from novainfer.kernels.errors import KernelUnavailableError
 
@@ -35,5 +35,5 @@ def use_level(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         library = _library(name)
     except KernelUnavailableError as error:
         pytest.skip(str(error))
-    for module in (attention, forward, linear, ops, quantised):
+    for module in (attention, forward, linear, ops, quantised, sampling):
         monkeypatch.setattr(module, "library", lambda: library)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from novainfer.fsm.messages.mode import CHECKPOINT, PRECISIONS, QUANTIZATIONS
+from novainfer.kernels.cpu.sampling import NativeSampler
 from novainfer.kernels.errors import KernelUnavailableError, LoadError
 from novainfer.kernels.ops import selection
 from novainfer.kernels.ops.attention import TorchAttention
@@ -152,8 +153,9 @@ def test_every_registered_kernel_passes_its_own_self_test(dtype: torch.dtype) ->
             assert precision_of(precision).check(linear, dtype, CPU) is None, linear
     for ops in registry.implementations("ops"):
         assert check_row_ops(ops, dtype, CPU) is None, ops
-    assert registry.implementations("sampler") == (RowSampler, TorchSampler)
-    assert check_sampler(RowSampler, dtype, CPU) is None
+    assert registry.implementations("sampler") == (NativeSampler, RowSampler, TorchSampler)
+    for sampler in (NativeSampler, RowSampler):
+        assert check_sampler(sampler, dtype, CPU) is None, sampler
     for attention in registry.implementations("attention"):
         smallest = (AttentionShape(2, 4, 2, 16, block_size) for block_size in (1, 2, 3))
         for shape in (SHAPE, AttentionShape(2, 4, 4, 8, 16), AttentionShape(2, 7, 1, 128, 8), *smallest):

@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from novainfer.fsm.messages.step import NO_TOKEN, SeqParams
+from novainfer.kernels.cpu.levels import LEVELS
+from novainfer.kernels.cpu.sampling import NativeSampler
 from novainfer.kernels.sampling.draw import draw
 from novainfer.kernels.sampling.draw_row import draw_row
+from novainfer.kernels.sampling.logits import apply_penalties
 from novainfer.kernels.sampling.sampler import RowSampler, TorchSampler
 from novainfer.kernels.sampling.uniform import uniforms
 from novainfer.kernels.sampling.verify import Positions, Sampled
 from tests.kernels.driver import seated
+from tests.kernels.forced import use_level
 
 CPU = torch.device("cpu")
 VOCAB = 1300  # more than two segments, and a rest
@@ -25,12 +29,28 @@ def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB, std: float = 3.0) ->
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * std
 
 
-def sample(logits: torch.Tensor, *rows: SeqParams, position: int = 5, tokens: Any = None) -> Sampled:
+BEST, *LESSER = (level.name for level in LEVELS)
+
+
+@pytest.fixture(
+    params=[BEST, *(pytest.param(name, marks=pytest.mark.slow) for name in LESSER), RowSampler.name, TorchSampler.name]
+)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each sampler of the CPU, our own with each instruction set."""
+    others = {sampler.name: sampler for sampler in (RowSampler, TorchSampler)}
+    if request.param in others:
+        return others[request.param]
+    use_level(request.param, monkeypatch)
+    return NativeSampler
+
+
+def sample(kernel: Any, logits: torch.Tensor, *rows: SeqParams, position: int = 5, tokens: Any = None) -> Sampled:
     """One step of a fresh sampler, row i in slot i."""
-    sampler = RowSampler(logits.shape[1], len(rows), 4096, CPU)
+    sampler = kernel.over(logits.shape[1], len(rows), 4096, CPU)
     for slot, row in enumerate(rows):
         sampler.admit(seated(slot, row, tokens))
-    return sampler.draw(logits.clone(), Positions(range(len(rows)), [position] * len(rows))).read()
+    drawn: Sampled = sampler.draw(logits.clone(), Positions(range(len(rows)), [position] * len(rows))).read()
+    return drawn
 
 
 def expected_distribution(
@@ -77,15 +97,16 @@ FILTERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_draws_follow_the_exact_distribution(filters: dict[str, Any]) -> None:
+def test_draws_follow_the_exact_distribution(kernel: Any, filters: dict[str, Any]) -> None:
     logits = logits_of(1, vocab=1300)[0]
     p = expected_distribution(logits, **filters)
-    sampler = RowSampler(VOCAB, 1, 40_000, CPU)
+    sampler = kernel.over(VOCAB, 1, 40_000, CPU)
     row = SeqParams(slot=0, seed=7, **({"temperature": 1.0} | filters))
     sampler.admit(seated(0, row))
     counts = np.zeros(VOCAB)
-    for position in range(4000):
-        counts[sampler.draw(logits[None].clone(), Positions([0], [position])).read().token_ids[0]] += 1
+    for first in range(0, 4000, 200):
+        at = Positions([0] * 200, range(first, first + 200))
+        np.add.at(counts, sampler.draw(logits.repeat(200, 1), at).read().token_ids, 1)
     assert counts[p == 0].sum() == 0, "a filtered token was drawn"
     assert chi_square_fits(counts, p)
 
@@ -112,19 +133,23 @@ def test_the_row_draw_is_the_batch_draw(vocab: int) -> None:
         assert rows == batch.tolist(), (top_k, top_p, min_p)
 
 
-def test_equal_tokens_are_kept_by_top_k_and_cut_by_id_in_top_p() -> None:
+def test_equal_tokens_are_kept_by_top_k_and_cut_by_id_in_top_p(kernel: Any) -> None:
     logits = torch.zeros(1, 10)
-    k3 = {sample(logits, SeqParams(slot=0, temperature=1.0, top_k=3, seed=s)).token_ids[0] for s in range(300)}
+    k3 = {sample(kernel, logits, SeqParams(slot=0, temperature=1.0, top_k=3, seed=s)).token_ids[0] for s in range(300)}
     assert k3 == set(range(10))
-    half = {sample(logits, SeqParams(slot=0, temperature=1.0, top_p=0.5, seed=s)).token_ids[0] for s in range(300)}
+    half = {
+        sample(kernel, logits, SeqParams(slot=0, temperature=1.0, top_p=0.5, seed=s)).token_ids[0] for s in range(300)
+    }
     assert half == set(range(5))
     # The token that crosses p stays: 0.5 is reached by the first, so 0.51 needs the second too.
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
-    crossed = {sample(logits, SeqParams(slot=0, temperature=1.0, top_p=0.51, seed=s)).token_ids[0] for s in range(300)}
+    crossed = {
+        sample(kernel, logits, SeqParams(slot=0, temperature=1.0, top_p=0.51, seed=s)).token_ids[0] for s in range(300)
+    }
     assert crossed == {0, 1}
 
 
-def test_a_seeded_row_draws_the_same_token_in_any_batch() -> None:
+def test_a_seeded_row_draws_the_same_token_in_any_batch(kernel: Any) -> None:
     logits = logits_of(4, rows=24, vocab=5000)
     rng = np.random.default_rng(5)
     rows = [
@@ -138,13 +163,13 @@ def test_a_seeded_row_draws_the_same_token_in_any_batch() -> None:
         )
         for i in range(24)
     ]
-    together = sample(logits, *rows).token_ids
-    assert [sample(logits[i : i + 1], rows[i]).token_ids[0] for i in range(24)] == together
-    backwards = sample(logits.flip(0), *reversed(rows)).token_ids
+    together = sample(kernel, logits, *rows).token_ids
+    assert [sample(kernel, logits[i : i + 1], rows[i]).token_ids[0] for i in range(24)] == together
+    backwards = sample(kernel, logits.flip(0), *reversed(rows)).token_ids
     assert backwards == together[::-1]
 
 
-def test_rows_on_the_cpu_and_batches_on_a_device_sample_alike() -> None:
+def test_all_samplers_draw_alike(kernel: Any) -> None:
     rng = np.random.default_rng(9)
 
     def either(a: Any, b: Any) -> Any:
@@ -175,14 +200,25 @@ def test_rows_on_the_cpu_and_batches_on_a_device_sample_alike() -> None:
         ]
         history = [rng.integers(900, size=6).tolist() for _ in rows]
         results = []
-        for kernel in (RowSampler, TorchSampler):
-            sampler = kernel.over(900, 30, 64, CPU)
+        for sampling in (kernel, TorchSampler):
+            sampler = sampling.over(900, 30, 64, CPU)
             for slot, row in enumerate(rows):
                 sampler.admit(seated(slot, row, history[slot]))
             steps = [sampler.draw(logits.clone(), Positions(range(30), [at] * 30)).read() for at in (6, 7, 8)]
             results.append(([step.token_ids for step in steps], [step.logprobs for step in steps]))
-        assert results[0] == results[1]
+        assert results[0][0] == results[1][0]
+        assert_alike(results[0][1], results[1][1])
         assert len({tuple(tokens) for tokens in results[0][0]}) > 1
+
+
+def assert_alike(got: list[list[Any]], expected: list[list[Any]]) -> None:
+    """Log probabilities of the same tokens, in sums of another order."""
+    for step, right_step in zip(got, expected, strict=True):
+        for entry, right in zip(step, right_step, strict=True):
+            assert (entry is None) == (right is None)
+            if entry is not None:
+                assert entry[1] == right[1]
+                assert [entry[0], *entry[2]] == pytest.approx([right[0], *right[2]], abs=1e-5)
 
 
 def test_uniforms_differ_by_seed_and_position_and_are_uniform() -> None:
@@ -204,33 +240,34 @@ def test_uniforms_differ_by_seed_and_position_and_are_uniform() -> None:
     assert uniforms([42], [7])[0] == 0.6424233675512125
 
 
-def test_greedy_takes_the_first_of_equals_also_where_all_are_negative() -> None:
+def test_greedy_takes_the_first_of_equals_also_where_all_are_negative(kernel: Any) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.tensor([[-3.0, -1.0, -1.0], [0.0, 2.0, 2.0], [-0.0, 0.0, -5.0]], dtype=dtype)
-        assert sample(logits, *[SeqParams(slot=0)] * 3).token_ids == [1, 1, 0]
-        assert [sample(row[None], SeqParams(slot=0)).token_ids for row in logits] == [[1], [1], [0]]
-    assert sample(torch.tensor([[0.0, 1.0]]), SeqParams(slot=0, temperature=1e-6)).token_ids == [1]
+        assert sample(kernel, logits, *[SeqParams(slot=0)] * 3).token_ids == [1, 1, 0]
+        assert [sample(kernel, row[None], SeqParams(slot=0)).token_ids for row in logits] == [[1], [1], [0]]
+    almost_greedy = SeqParams(slot=0, temperature=1e-6)  # divided by it, the second logit would be infinite
+    assert sample(kernel, torch.tensor([[0.0, 1e35]]), almost_greedy).token_ids == [1]
 
 
-def test_banned_allowed_and_biased_tokens() -> None:
+def test_banned_allowed_and_biased_tokens(kernel: Any) -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0]])
-    assert sample(logits, SeqParams(slot=0, banned_token_ids=[0, 1])).token_ids == [2]
-    assert sample(logits, SeqParams(slot=0, allowed_token_ids=[4, 3])).token_ids == [3]
-    assert sample(logits, SeqParams(slot=0, allowed_token_ids=[0, 3], banned_token_ids=[0])).token_ids == [3]
-    assert sample(logits, SeqParams(slot=0, logit_bias={4: 10.0, 0: -1.0})).token_ids == [4]
-    assert sample(logits, SeqParams(slot=0, logit_bias={4: 10.0}, allowed_token_ids=[2])).token_ids == [2]
+    assert sample(kernel, logits, SeqParams(slot=0, banned_token_ids=[0, 1])).token_ids == [2]
+    assert sample(kernel, logits, SeqParams(slot=0, allowed_token_ids=[4, 3])).token_ids == [3]
+    assert sample(kernel, logits, SeqParams(slot=0, allowed_token_ids=[0, 3], banned_token_ids=[0])).token_ids == [3]
+    assert sample(kernel, logits, SeqParams(slot=0, logit_bias={4: 10.0, 0: -1.0})).token_ids == [4]
+    assert sample(kernel, logits, SeqParams(slot=0, logit_bias={4: 10.0}, allowed_token_ids=[2])).token_ids == [2]
     banned = [SeqParams(slot=0, temperature=9.0, banned_token_ids=[2], seed=s) for s in range(200)]
-    drawn = {sample(logits, row).token_ids[0] for row in banned}
+    drawn = {sample(kernel, logits, row).token_ids[0] for row in banned}
     assert drawn == {0, 1, 3, 4}
 
 
-def test_stop_tokens_are_banned_until_their_position() -> None:
+def test_stop_tokens_are_banned_until_their_position(kernel: Any) -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0]])
     row = SeqParams(slot=0, stop_token_ids=[0], min_position=6)
-    assert sample(logits, row, position=5).token_ids == [1]
-    assert sample(logits, row, position=6).token_ids == [0]
+    assert sample(kernel, logits, row, position=5).token_ids == [1]
+    assert sample(kernel, logits, row, position=6).token_ids == [0]
     only = SeqParams(slot=0, stop_token_ids=[1], min_position=6, allowed_token_ids=[1])  # something must be drawn
-    assert sample(logits, only, position=5).token_ids == [1]
+    assert sample(kernel, logits, only, position=5).token_ids == [1]
 
 
 def test_penalties_are_those_of_transformers_and_openai() -> None:
@@ -251,17 +288,14 @@ def test_penalties_are_those_of_transformers_and_openai() -> None:
 
 
 def penalised(logits: torch.Tensor, row: SeqParams, tokens: list[int]) -> torch.Tensor:
-    """The logits as the draw sees them: the sampler works in the memory it is given."""
-    logits = logits.clone()
-    sampler = RowSampler(logits.shape[1], 1, 64, CPU)
-    row.temperature = 0.0
-    sampler.admit(seated(0, row, tokens))
-    sampler.draw(logits, Positions([0], [len(tokens)])).read()
-    return logits
+    """The logits as the oracle draws from them."""
+    found = logits.clone()
+    apply_penalties(found[0], row, torch.tensor(tokens))
+    return found
 
 
-def test_sampled_tokens_join_the_history_and_a_repeated_step_overwrites_them() -> None:
-    sampler = RowSampler(6, 2, 64, CPU)
+def test_sampled_tokens_join_the_history_and_a_repeated_step_overwrites_them(kernel: Any) -> None:
+    sampler = kernel.over(6, 2, 64, CPU)
     row = SeqParams(slot=0, frequency_penalty=2.0, num_prompt_tokens=1)
     sampler.admit(seated(1, row, [0]))
     logits = torch.tensor([[0.0, 3.0, 2.5, 0.0, 0.0, 0.0]])
@@ -274,14 +308,14 @@ def test_sampled_tokens_join_the_history_and_a_repeated_step_overwrites_them() -
     assert sampler.draw(logits.clone(), Positions([1], [4])).read().token_ids == [2]
 
 
-def test_logprobs_are_those_of_the_raw_logits() -> None:
+def test_logprobs_are_those_of_the_raw_logits(kernel: Any) -> None:
     logits = logits_of(8, rows=3)
     rows = [
         SeqParams(slot=0, logprobs=4, temperature=2.0, top_k=2, seed=1, banned_token_ids=[int(logits[0].argmax())]),
         SeqParams(slot=0),
         SeqParams(slot=0, logprobs=0),
     ]
-    sampled = sample(logits, *rows)
+    sampled = sample(kernel, logits, *rows)
     exact = logits.double().log_softmax(1)
     assert sampled.logprobs[1] is None
     for i, count in ((0, 4), (2, 0)):
@@ -292,10 +326,10 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         top = exact[i].topk(count) if count else None
         assert ids == (top.indices.tolist() if top is not None else [])
         assert values == pytest.approx(top.values.tolist() if top is not None else [], abs=1e-5)
-    (greedy,) = sample(logits[:1], SeqParams(slot=0, logprobs=1)).logprobs
+    (greedy,) = sample(kernel, logits[:1], SeqParams(slot=0, logprobs=1)).logprobs
     assert greedy is not None
     assert greedy[0] == greedy[2][0]  # one number, whichever way it is told
-    assert sample(logits, *[SeqParams(slot=0)] * 3).logprobs == []
+    assert sample(kernel, logits, *[SeqParams(slot=0)] * 3).logprobs == []
 
 
 NAN, INF = float("nan"), float("inf")
@@ -320,9 +354,8 @@ WAYS: list[SeqParams] = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kernel", [RowSampler, TorchSampler])
 def test_a_row_that_is_not_a_number_gets_no_token_and_the_others_get_theirs(
-    kernel: type[TorchSampler], fault: str, dtype: torch.dtype
+    kernel: Any, fault: str, dtype: torch.dtype
 ) -> None:
     whole = logits_of(30, rows=3).to(dtype)
     broken = whole.clone()
@@ -340,10 +373,7 @@ def test_a_row_that_is_not_a_number_gets_no_token_and_the_others_get_theirs(
             assert found.logprobs == [expected.logprobs[0], None, expected.logprobs[2]]
 
 
-def test_logits_too_large_for_their_temperature_give_no_token() -> None:
+def test_logits_too_large_for_their_temperature_give_no_token(kernel: Any) -> None:
     logits = logits_of(31)
     logits[0, 9] = 3e38
-    for kernel in (RowSampler, TorchSampler):
-        sampler = kernel.over(VOCAB, 1, 64, CPU)
-        sampler.admit(SeqParams(slot=0, temperature=0.5))
-        assert sampler.draw(logits.clone(), Positions([0], [5])).read().token_ids == [NO_TOKEN]
+    assert sample(kernel, logits, SeqParams(slot=0, temperature=0.5)).token_ids == [NO_TOKEN]

@@ -14,6 +14,7 @@ from checkpoints import Shape, save_checkpoint
 from driver import BACKENDS, Driver, Sequence, make_runner, seated
 
 from novainfer.fsm.messages.step import NO_TOKEN, Logprobs, SeqParams, StepPlan
+from novainfer.kernels.cpu.sampling import NativeSampler
 from novainfer.kernels.sampling.sampler import LOGIT_ROWS_MAX, RowSampler, TorchSampler
 from novainfer.kernels.sampling.verify import Positions, Sampled, accept, sampled_positions
 from novainfer.kernels.step import StepBuffers
@@ -127,9 +128,9 @@ def random_params(chance: random.Random, prompt: list[int]) -> SeqParams:
     )
 
 
-@pytest.mark.parametrize("kernel", [RowSampler, TorchSampler])
+@pytest.mark.parametrize("kernel", [NativeSampler, RowSampler, TorchSampler])
 @pytest.mark.parametrize("seed", range(8))
-def test_all_positions_at_once_draw_what_one_after_the_other_draws(seed: int, kernel: type[TorchSampler]) -> None:
+def test_all_positions_at_once_draw_what_one_after_the_other_draws(seed: int, kernel: Any) -> None:
     """Tokens, log probabilities, and what penalties count afterwards; drafts right, and wrong from anywhere on."""
     chance = random.Random(seed)
     num_rows, length = 5, 12
@@ -138,7 +139,7 @@ def test_all_positions_at_once_draw_what_one_after_the_other_draws(seed: int, ke
     # The logits of a position depend on nothing but the position, so penalties decide much.
     table = torch.randn(num_rows, 64, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2.0
 
-    def fresh() -> TorchSampler:
+    def fresh() -> Any:
         sampler = kernel.over(VOCAB, num_rows, 64, CPU)
         for slot, (row, prompt) in enumerate(zip(params, prompts, strict=True)):
             sampler.admit(seated(slot, row, prompt))
@@ -174,7 +175,7 @@ def test_all_positions_at_once_draw_what_one_after_the_other_draws(seed: int, ke
             del found[slot][length + 6 :]
             at += count
             if params[slot].needs_history:  # exactly what is committed
-                history = sampler._tokens()[slot, : len(prompts[slot]) + len(found[slot])].tolist()
+                history = sampler._history[slot, : len(prompts[slot]) + len(found[slot])].tolist()
                 assert history == prompts[slot] + [token for token, _ in found[slot]]
     for slot in range(num_rows):
         assert found[slot] == expected[slot][: len(found[slot])]
