@@ -31,6 +31,7 @@ class Splitting(NamedTuple):
 
 SPLITTINGS = {
     "qwen2": Splitting(WORDS % r"\p{N}", is_composed=True),
+    "deepseek-r1-qwen": Splitting(WORDS % r"\p{N}", is_composed=True),  # R1-Distill-Qwen: Qwen2.5's, with other roles
     "llama-bpe": Splitting(WORDS % r"\p{N}{1,3}", takes_whole_tokens=True, begins=True),
     "gpt-2": Splitting(None),
 }

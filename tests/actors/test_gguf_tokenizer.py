@@ -114,6 +114,13 @@ def test_other_splittings_are_those_of_their_models(pre: str, tmp_path: Path) ->
     assert backend.pre_tokenizer.pre_tokenize_str(text) == expected
 
 
+def test_the_distilled_models_of_deepseek_split_text_as_qwen(
+    tmp_path: Path, pair: tuple[HFTokenizer, HFTokenizer]
+) -> None:
+    distilled = HFTokenizer(write(tmp_path / "m.gguf", pre="deepseek-r1-qwen"))
+    assert distilled.encode_batch(TEXTS) == pair[0].encode_batch(TEXTS)
+
+
 def test_a_file_without_one_takes_token_ids(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
     writer.write_header_to_file()
@@ -130,7 +137,7 @@ def test_a_file_without_one_takes_token_ids(tmp_path: Path) -> None:
         (lambda w: w.add_tokenizer_model("llama"), "tokenizer.ggml.model 'llama' is not supported, only 'gpt2'"),
         (
             lambda w: w.add_tokenizer_pre("tekken"),
-            "tokenizer.ggml.pre 'tekken' is not supported, only 'qwen2', 'llama-bpe'",
+            "tokenizer.ggml.pre 'tekken' is not supported, only 'qwen2', 'deepseek-r1-qwen'",
         ),
         (lambda w: w.add_token_types([1, 2]), "token_type must have one entry for each of"),
         (lambda w: w.add_token_merges(["ab"]), "merges must hold two parts with a space between, not 'ab'"),
