@@ -157,6 +157,21 @@ def test_tied_logits_are_cut_as_on_the_cpu(vocab: int, device: torch.device) -> 
     check(torch.zeros(len(ways), vocab), rows[::2], device)
 
 
+def test_stop_ids_are_back_where_nothing_else_is_left_but_no_banned_ones(device: torch.device) -> None:
+    logits = torch.zeros(2, 1100)
+    logits[:, 3], logits[:, 4] = 5.0, 4.0
+    few = SeqParams(slot=0, min_position=9, stop_token_ids=[3, 4], allowed_token_ids=[3, 4])
+    assert check(logits, [few, msgspec.structs.replace(few, banned_token_ids=[3])], device).token_ids == [3, 4]
+
+
+def test_stop_ids_are_banned_before_their_position_and_not_at_it(device: torch.device) -> None:
+    """`check` draws at position 6."""
+    logits = torch.zeros(2, 1100)
+    logits[:, 3], logits[:, 4] = 5.0, 4.0
+    rows = [SeqParams(slot=0, min_position=at, stop_token_ids=[3], logprobs=0) for at in (6, 7)]
+    assert check(logits, rows, device).token_ids == [3, 4]
+
+
 def test_of_tied_logits_the_first_is_the_most_likely_also_where_logits_are_edited_or_reported(
     device: torch.device,
 ) -> None:
