@@ -8,9 +8,12 @@ The options are those of kernels.py beside it.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
