@@ -129,6 +129,7 @@ def model_spec(config: EngineConfig) -> ModelSpec:
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         attention_backend=config.attention_backend,
+        weight_cache_dir=str(config.weight_cache_dir) if config.weight_cache_dir is not None else None,
         draft=_draft(config),
         num_speculative_tokens=speculative.num_speculative_tokens if speculative is not None else 0,
     )

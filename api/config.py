@@ -80,6 +80,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             choices=(*QUANTIZATIONS, UNQUANTIZED),
         ),
     ] = None
+    weight_cache_dir: Annotated[
+        str | Path | None,
+        says(
+            MODEL,
+            "A folder that keeps packed weights on disk, so that the next start reads them as they are, on a CPU.",
+            unset="weights are packed at each start",
+        ),
+    ] = None
     generation_config: Annotated[
         Literal["auto", "none"],
         says(MODEL, "auto: requests that say nothing else are sampled as generation_config.json wants it."),
@@ -223,6 +231,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if not (is_path(value) and value != "") and not (name == "tokenizer" and value is None):
                 raise InvalidParameter(f"{name} must be a folder or a hub id, not {value!r}", param=name)
+        if self.weight_cache_dir is not None and not is_path(self.weight_cache_dir):
+            raise InvalidParameter(
+                f"weight_cache_dir must be a folder, not {self.weight_cache_dir!r}", param="weight_cache_dir"
+            )
         if self.recorder_dir is not None and not is_path(self.recorder_dir):
             raise InvalidParameter(f"recorder_dir must be a folder, not {self.recorder_dir!r}", param="recorder_dir")
         positive = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "block_size", "num_threads")

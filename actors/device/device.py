@@ -13,6 +13,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
@@ -134,6 +135,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None
     kv_cache_dtype: str = AUTO
     attention_backend: str = AUTO
+    weight_cache_dir: str | None = None
     draft: ModelLocation | None = None  # the model that proposes drafts
     num_speculative_tokens: int = 0
 
@@ -187,6 +189,7 @@ class ModelDevice:
             batch_invariant=s.batch_invariant,
             enforce_eager=s.enforce_eager,
             weights_fd=self._weights_fd,
+            weight_cache_dir=Path(s.weight_cache_dir) if s.weight_cache_dir is not None else None,
             on_progress=self._on_progress,
         )
         info = self._runner.info

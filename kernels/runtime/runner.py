@@ -42,8 +42,8 @@ from novainfer.kernels.step import StepBuffers, StepTensors
 from novainfer.kernels.threads import use_threads
 from novainfer.kernels.weights.checkpoint import Checkpoint
 from novainfer.kernels.weights.header import tensor_shapes
-from novainfer.kernels.weights.loader import GIB, choose_dtype, load_decoder
-from novainfer.kernels.weights.sharing import Weights, load_shared
+from novainfer.kernels.weights.loader import GIB, choose_dtype
+from novainfer.kernels.weights.sharing import Weights, load_weights
 
 __all__ = ["Flight", "ModelInfo", "ModelRunner"]
 
@@ -168,6 +168,7 @@ class ModelRunner:
         batch_invariant: bool = False,
         enforce_eager: bool = False,
         weights_fd: int | None = None,
+        weight_cache_dir: Path | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         registry: Registry | None = None,
         draft_dir: Path | None = None,
@@ -181,7 +182,8 @@ class ModelRunner:
         `native` is "0", "1" or "require" (default: the environment's NOVAINFER_NATIVE, else "1"). `on_progress(tensors
         read, tensors in all)` is called on the way. `weights_fd` is a memfd that processes share
         (kernels/weights/arena.py): the weights are packed into it or found there, and `info.weights` says what
-        happened; a runner with shared weights offers no lower precision, which would give no memory back. The model in
+        happened; a runner with shared weights offers no lower precision, which would give no memory back.
+        `weight_cache_dir` keeps the packed weights on disk from one start to the next, on a CPU. The model in
         `draft_dir` proposes up to `num_speculative_tokens` drafts where a step wants them; it must have this one's
         tokenizer.
         """
@@ -212,12 +214,9 @@ class ModelRunner:
         kernels = Selection(registry, choose_dtype(dtype, config, checkpoint, torch_device), torch_device, precision)
         kernels.attention_backend = attention_backend
         with torch.inference_mode():
-            weights: Weights
-            if weights_fd is None:
-                loaded, weights = load_decoder(config, checkpoint, kernels, context, on_progress), "own"
-            else:
-                loaded, weights = load_shared(config, checkpoint, kernels, context, on_progress, weights_fd)
-            decoder, weight_bytes = loaded
+            (decoder, weight_bytes), weights = load_weights(
+                config, checkpoint, kernels, context, on_progress, weights_fd, weight_cache_dir
+            )
             decoder.kv_dtype = kv_cache_dtype
             shape = decoder.attention_shape(block_size)
             attention = kernels.attention(shape)

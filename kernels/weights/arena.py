@@ -65,6 +65,8 @@ class Arena:
     Tensors that it gives keep the memory mapped. They must not be written to.
     """
 
+    is_mapped = True
+
     def __init__(self, fd: int, size: int, fingerprint: str, places: dict[str, _Place] | None) -> None:
         self.is_filled = places is not None
         self._fd = fd

@@ -172,8 +172,15 @@ class WeightSource(Protocol):
 
     checkpoint: Checkpoint
     kernels: Selection
-    num_bytes: int
-    num_read: int
+    is_mapped: bool  # what it gives takes no memory of this process's own
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what was given."""
+
+    @property
+    def num_read(self) -> int:
+        """Tensors of the checkpoint that this was made of."""
 
     def tensor(self, name: str) -> Tensor:
         """A tensor that is kept as it is: a norm weight, a separate embedding."""
@@ -196,7 +203,7 @@ def load_decoder(
     """
     shapes = tensor_shapes(config)
     check_fit(checkpoint.model_dir, config, checkpoint.entries)
-    if source is None or isinstance(source, WeightReader):
+    if source is None or not source.is_mapped:
         _check_memory(config, checkpoint, max_model_len * config.head_dim, kernels)
         _check_zero_biases(config, checkpoint)
     reader = source or WeightReader(checkpoint, shapes, kernels, on_progress)
@@ -247,6 +254,8 @@ def _check_memory(config: ModelConfig, checkpoint: Checkpoint, num_angles: int, 
 
 class WeightReader:
     """Reads tensors by name in the dtype of the run, fuses and packs them, counts bytes and progress."""
+
+    is_mapped = False
 
     def __init__(
         self,

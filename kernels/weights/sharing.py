@@ -1,9 +1,9 @@
-"""Weights packed into an arena that other processes map, or found there: `arena`, seen from the loader."""
+"""How a decoder gets its weights: packed here, read as an earlier start has packed them, or shared through an arena."""
 
 from __future__ import annotations
 
-import platform
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,143 +13,149 @@ from novainfer.kernels.models.config import ModelConfig
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.ops.registry import Linear, SharedLinear
 from novainfer.kernels.ops.selection import Selection
-from novainfer.kernels.weights.arena import ALIGNMENT, Arena, fingerprint_of
+from novainfer.kernels.weights.arena import ALIGNMENT, Arena
 from novainfer.kernels.weights.checkpoint import Checkpoint
-from novainfer.kernels.weights.entries import GroupedEntry
 from novainfer.kernels.weights.header import tensor_shapes
 from novainfer.kernels.weights.loader import (
     LinearSpec,
     OnProgress,
     WeightReader,
-    linear_kernel,
+    WeightSource,
     linear_specs,
     load_decoder,
 )
+from novainfer.kernels.weights.packed import (
+    TENSORS_MAX,
+    KeptWeights,
+    PackedFile,
+    PackedWeights,
+    fingerprint,
+    key_of,
+)
 
-__all__ = ["MappedWeights", "SharingReader", "Weights", "load_shared", "open_arena"]
+__all__ = ["SharingReader", "Weights", "load_weights"]
 
 Weights = Literal["own", "packed", "mapped"]
 
-TENSORS_MAX = 4  # of a product: weight, scale, shift, bias
 PANEL_MAX = 64  # rows and columns of a weight are padded to multiples of at most this
 
 
-def open_arena(fd: int, config: ModelConfig, checkpoint: Checkpoint, kernels: Selection) -> Arena | None:
-    """The arena for the weights of this model on these kernels; None where each process must have its own."""
-    if kernels.device.type != "cpu":
-        return None
-    layouts = []
-    for spec in linear_specs(config):
-        kernel = linear_kernel(spec, checkpoint, kernels)
-        if not hasattr(kernel, "shared_layout"):
-            return None
-        layouts.append([spec.layer, spec.part, spec.expert, *spec.names, kernel.shared_layout()])
-    shapes = tensor_shapes(config)
-    facts: dict[str, Any] = {
-        "files": [[str(file), *identity] for file, identity in checkpoint.identities.items()],
-        "shapes": shapes,
-        "dtype": str(kernels.dtype),
-        "layouts": layouts,
-        "codes": [[e.name, e.layout, *e.form] for e in checkpoint.entries.values() if isinstance(e, GroupedEntry)],
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-    }
-    num_bytes_max = sum(
-        (spec.out_features + PANEL_MAX)
-        * ((spec.in_features + PANEL_MAX) * kernels.dtype.itemsize + 2 * torch.float32.itemsize)
-        for spec in linear_specs(config)
-    )
-    num_bytes_max += sum(
-        torch.Size(shape).numel() * kernels.dtype.itemsize for shape in shapes.values() if len(shape) == 1
-    )
-    num_bytes_max += config.vocab_size * config.hidden_size * kernels.dtype.itemsize  # embeddings beside the head
-    num_bytes_max += TENSORS_MAX * ALIGNMENT * len(shapes)
-    return Arena.open(fd, fingerprint_of(facts), num_bytes_max)
+def load_weights(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    kernels: Selection,
+    max_model_len: int,
+    on_progress: OnProgress | None = None,
+    fd: int | None = None,
+    cache_dir: Path | None = None,
+) -> tuple[tuple[Decoder, int], Weights]:
+    """What `load_decoder` gives, and where the weights are now; raises `LoadError`.
+
+    `fd` is a memfd that processes share: the weights are put there, or found. `cache_dir` is a folder that keeps packed
+    weights from one start to the next, on a CPU.
+    """
+    found = None if fd is None and cache_dir is None else fingerprint(config, checkpoint, kernels)
+    arena = None if fd is None or found is None else Arena.open(fd, found, _bytes_max(config, kernels))
+    if arena is not None and arena.is_filled:
+        source = PackedWeights(checkpoint, kernels, arena)
+        loaded = load_decoder(config, checkpoint, kernels, max_model_len, source=source)
+        if on_progress is not None:
+            on_progress(len(checkpoint.entries), len(checkpoint.entries))
+        return loaded, "mapped"
+    try:
+        loaded = _load(config, checkpoint, kernels, max_model_len, on_progress, arena, cache_dir, found)
+        if arena is not None:
+            arena.finish()
+    except BaseException:
+        if arena is not None:
+            arena.abandon()
+        raise
+    return loaded, "own" if arena is None else "packed"
 
 
-def load_shared(
+def _load(
     config: ModelConfig,
     checkpoint: Checkpoint,
     kernels: Selection,
     max_model_len: int,
     on_progress: OnProgress | None,
-    fd: int,
-) -> tuple[tuple[Decoder, int], Weights]:
-    """What `load_decoder` gives, and where the weights are now; raises `LoadError`."""
-    arena = open_arena(fd, config, checkpoint, kernels)
-    if arena is None:
-        return load_decoder(config, checkpoint, kernels, max_model_len, on_progress), "own"
-    if arena.is_filled:
-        loaded = load_decoder(
-            config, checkpoint, kernels, max_model_len, source=MappedWeights(checkpoint, kernels, arena)
-        )
-        if on_progress is not None:
-            on_progress(len(checkpoint.entries), len(checkpoint.entries))
-        return loaded, "mapped"
-    reader = SharingReader(checkpoint, tensor_shapes(config), kernels, on_progress, arena)
+    arena: Arena | None,
+    cache_dir: Path | None,
+    found: str | None,
+) -> tuple[Decoder, int]:
+    """From the file of an earlier start, or from the checkpoint and then into such a file."""
+    folder = None if cache_dir is None or found is None else _made(cache_dir)
+    kept = None if folder is None or found is None else PackedFile.open(folder, found)
+    source: WeightSource = (
+        WeightReader(checkpoint, tensor_shapes(config), kernels, on_progress)
+        if kept is None
+        else PackedWeights(checkpoint, kernels, kept)
+    )
+    if arena is not None:
+        source = SharingReader(source, arena)
+    keeping = KeptWeights(source) if folder is not None and kept is None else None
     try:
-        loaded = load_decoder(config, checkpoint, kernels, max_model_len, source=reader)
-        arena.finish()
-    except BaseException:
-        arena.abandon()
-        raise
-    return loaded, "packed"
+        loaded = load_decoder(config, checkpoint, kernels, max_model_len, source=keeping or source)
+    finally:
+        if kept is not None:
+            kept.close()
+    if kept is not None and on_progress is not None:
+        on_progress(len(checkpoint.entries), len(checkpoint.entries))
+    if keeping is not None and folder is not None and found is not None:
+        PackedFile.write(folder, found, keeping.tensors)
+    return loaded
 
 
-class SharingReader(WeightReader):
-    """Reads and packs as `WeightReader` does, and keeps everything in the arena."""
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LoadError(f"weight_cache_dir {folder} is no folder, and cannot be made: {error.strerror}") from None
+    return folder
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        shapes: dict[str, tuple[int, ...]],
-        kernels: Selection,
-        on_progress: OnProgress | None,
-        arena: Arena,
-    ) -> None:
-        super().__init__(checkpoint, shapes, kernels, on_progress)
+
+def _bytes_max(config: ModelConfig, kernels: Selection) -> int:
+    """What an arena must hold at most."""
+    shapes = tensor_shapes(config)
+    size, scale = kernels.dtype.itemsize, torch.float32.itemsize
+    total = sum(
+        (spec.out_features + PANEL_MAX) * ((spec.in_features + PANEL_MAX) * size + 2 * scale)
+        for spec in linear_specs(config)
+    )
+    total += sum(torch.Size(shape).numel() * size for shape in shapes.values() if len(shape) == 1)
+    total += config.vocab_size * config.hidden_size * size  # embeddings beside the head
+    return total + TENSORS_MAX * ALIGNMENT * len(shapes)
+
+
+class SharingReader:
+    """Gives what another source gives, from the arena: each tensor is put there, and its own memory freed."""
+
+    is_mapped = False
+
+    def __init__(self, source: WeightSource, arena: Arena) -> None:
+        self.checkpoint = source.checkpoint
+        self.kernels = source.kernels
+        self.source = source
         self.arena = arena
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the other one."""
+        return self.source.num_bytes
+
+    @property
+    def num_read(self) -> int:
+        """Of the other one."""
+        return self.source.num_read
 
     def tensor(self, name: str) -> Tensor:
         """A tensor that is kept as it is."""
-        return self.arena.put(name, super().tensor(name))
-
-    def linear(self, spec: LinearSpec) -> Linear:
-        """A product on memory of the arena; its own is freed."""
-        packed = super().linear(spec)
-        assert isinstance(packed, SharedLinear)
-        shared = [self.arena.put(f"{_key(spec)}.{i}", tensor) for i, tensor in enumerate(packed.tensors)]
-        over: Linear = type(packed).over(spec.out_features, spec.in_features, self.kernels.dtype, shared)
-        return over
-
-
-class MappedWeights:
-    """Gives what another process has put into the arena, and reads nothing."""
-
-    def __init__(self, checkpoint: Checkpoint, kernels: Selection, arena: Arena) -> None:
-        self.checkpoint = checkpoint
-        self.kernels = kernels
-        self.arena = arena
-        self.num_bytes = 0
-        self.num_read = 0
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor that is kept as it is."""
-        tensor = self.arena.get(name)
-        if tensor is None:
-            raise LoadError(f"the shared weights hold no {name}")
-        self.num_bytes += tensor.nbytes
-        return tensor
+        return self.arena.put(name, self.source.tensor(name))
 
     def linear(self, spec: LinearSpec) -> Linear:
         """A product on memory of the arena."""
-        kernel = linear_kernel(spec, self.checkpoint, self.kernels)
-        found = [self.arena.get(f"{_key(spec)}.{i}") for i in range(TENSORS_MAX)]
-        tensors = [tensor for tensor in found if tensor is not None]
-        linear: Linear = kernel.over(spec.out_features, spec.in_features, self.kernels.dtype, tensors)
-        self.num_bytes += linear.weight_bytes
-        return linear
-
-
-def _key(spec: LinearSpec) -> str:
-    return f"{spec.layer}.{spec.part}" if spec.expert is None else f"{spec.layer}.{spec.part}.{spec.expert}"
+        packed = self.source.linear(spec)
+        assert isinstance(packed, SharedLinear)
+        shared = [self.arena.put(key_of(spec, number), tensor) for number, tensor in enumerate(packed.tensors)]
+        over: Linear = type(packed).over(spec.out_features, spec.in_features, self.kernels.dtype, shared)
+        return over

@@ -32,6 +32,7 @@ MORE: dict[str, dict[str, Any]] = {
     "device": {"type": click.Choice(["cpu", "cuda", "nvidia"]), "more": "nvidia is another word for cuda."},
     "dtype": {"metavar": "NAME"},
     "recorder_dir": {"type": click.Path(file_okay=False)},
+    "weight_cache_dir": {"type": click.Path(file_okay=False)},
     "worker": {"shown": "process for serve, else thread"},
 }
 TAKE_OBJECTS = {setting.name for setting in settings_of(EngineConfig) if setting.takes_object}

@@ -1,0 +1,256 @@
+"""Packed weights that need not be packed again: found in shared memory, or in a file that an earlier start has kept.
+
+A file is safetensors, one for each model, precision, dtype and library of kernels: `<fingerprint>.safetensors`. It is
+written beside its name and moved there when it is whole, so that two starts at once do each other no harm. It holds
+what those kernels read, and is of use to nobody else; it may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.memory import lazy_zeros
+from novainfer.kernels.models.config import ModelConfig
+from novainfer.kernels.ops.registry import Linear, SharedLinear
+from novainfer.kernels.ops.selection import Selection
+from novainfer.kernels.weights.arena import fingerprint_of
+from novainfer.kernels.weights.checkpoint import Checkpoint
+from novainfer.kernels.weights.entries import GroupedEntry
+from novainfer.kernels.weights.header import tensor_shapes
+from novainfer.kernels.weights.loader import LinearSpec, WeightSource, linear_kernel, linear_specs
+
+__all__ = ["TENSORS_MAX", "KeptWeights", "PackedFile", "PackedWeights", "Store", "fingerprint", "key_of"]
+
+logger = logging.getLogger(__name__)
+
+TENSORS_MAX = 4  # of a product: weight, scale, shift, bias
+ALIGNMENT = 4096  # of what is large enough for pages of its own
+HEADER_BYTES_MAX = 100 << 20  # as the format has it
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "U8": torch.uint8}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MIB = 1 << 20
+
+
+def fingerprint(config: ModelConfig, checkpoint: Checkpoint, kernels: Selection) -> str | None:
+    """Of everything that decides what the packed bytes are; None where some kernel's layout is opaque."""
+    if kernels.device.type != "cpu":
+        return None
+    layouts = []
+    for spec in linear_specs(config):
+        kernel = linear_kernel(spec, checkpoint, kernels)
+        if not hasattr(kernel, "shared_layout"):
+            return None
+        layouts.append([spec.layer, spec.part, spec.expert, *spec.names, kernel.shared_layout()])
+    facts: dict[str, Any] = {
+        "files": [[str(file), *identity] for file, identity in checkpoint.identities.items()],
+        "shapes": tensor_shapes(config),
+        "dtype": str(kernels.dtype),
+        "layouts": layouts,
+        "codes": [[e.name, e.layout, *e.form] for e in checkpoint.entries.values() if isinstance(e, GroupedEntry)],
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+    }
+    return fingerprint_of(facts)
+
+
+def key_of(spec: LinearSpec, number: int) -> str:
+    """The name of a product's `number`th tensor."""
+    stem = f"{spec.layer}.{spec.part}" if spec.expert is None else f"{spec.layer}.{spec.part}.{spec.expert}"
+    return f"{stem}.{number}"
+
+
+class Store(Protocol):
+    """Packed tensors by name."""
+
+    is_mapped: bool  # what it gives takes no memory of this process's own
+
+    def get(self, name: str) -> Tensor | None:
+        """The tensor of this name, if there is one."""
+
+
+class PackedWeights:
+    """A source that packs nothing: all is in a store already."""
+
+    def __init__(self, checkpoint: Checkpoint, kernels: Selection, store: Store) -> None:
+        self.checkpoint = checkpoint
+        self.kernels = kernels
+        self.store = store
+        self.is_mapped = store.is_mapped
+        self.num_bytes = 0
+        self.num_read = 0
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor that is kept as it is."""
+        tensor = self.store.get(name)
+        if tensor is None:
+            raise LoadError(f"the packed weights hold no {name}")
+        self.num_bytes += tensor.nbytes
+        self.num_read += 1
+        return tensor
+
+    def linear(self, spec: LinearSpec) -> Linear:
+        """A product on the store's tensors."""
+        kernel = linear_kernel(spec, self.checkpoint, self.kernels)
+        found = [self.store.get(key_of(spec, number)) for number in range(TENSORS_MAX)]
+        tensors = [tensor for tensor in found if tensor is not None]
+        linear: Linear = kernel.over(spec.out_features, spec.in_features, self.kernels.dtype, tensors)
+        self.num_bytes += linear.weight_bytes
+        self.num_read += len(spec.names)
+        return linear
+
+
+class KeptWeights:
+    """What another source gives, and `tensors`: all of it by name, for a file."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.checkpoint = source.checkpoint
+        self.kernels = source.kernels
+        self.is_mapped = source.is_mapped
+        self.tensors: dict[str, Tensor] = {}
+        self._source = source
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the other one."""
+        return self._source.num_bytes
+
+    @property
+    def num_read(self) -> int:
+        """Of the other one."""
+        return self._source.num_read
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor that is kept as it is."""
+        tensor = self.tensors[name] = self._source.tensor(name)
+        return tensor
+
+    def linear(self, spec: LinearSpec) -> Linear:
+        """The fused and packed product of a spec's projections."""
+        packed = self._source.linear(spec)
+        assert isinstance(packed, SharedLinear)
+        self.tensors |= {key_of(spec, number): tensor for number, tensor in enumerate(packed.tensors)}
+        return packed
+
+
+class PackedFile:
+    """One such file, open to be read; each tensor is read into memory of its own."""
+
+    is_mapped = False
+
+    def __init__(self, path: Path, places: Mapping[str, tuple[torch.dtype, tuple[int, ...], int, int]]) -> None:
+        self.path = path
+        self._places = places
+        self._file = path.open("rb", buffering=0)
+
+    @staticmethod
+    def path_in(folder: Path, fingerprint: str) -> Path:
+        """Where the file of this fingerprint lies, if it is there."""
+        return folder / f"{fingerprint[:40]}.safetensors"
+
+    @classmethod
+    def open(cls, folder: Path, fingerprint: str) -> PackedFile | None:
+        """The file of this fingerprint; None where there is none, or, with a warning, where it is damaged."""
+        path = cls.path_in(folder, fingerprint)
+        try:
+            with path.open("rb") as file:
+                places = _read_places(file.read(8), file, os.fstat(file.fileno()).st_size, fingerprint)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s is not read: %s; the weights are packed anew", path, error)
+            return None
+        return cls(path, places)
+
+    def get(self, name: str) -> Tensor | None:
+        """The tensor of this name, if there is one; raises `LoadError` when the file ends before it does."""
+        place = self._places.get(name)
+        if place is None:
+            return None
+        dtype, shape, begin, end = place
+        if begin == end:
+            return torch.empty(shape, dtype=dtype)
+        tensor = lazy_zeros(shape, dtype, torch.device("cpu"))
+        room = tensor.flatten().view(torch.uint8).numpy().data
+        done = 0
+        while done < end - begin:
+            count = os.preadv(self._file.fileno(), [room[done:]], begin + done)
+            if count == 0:
+                raise LoadError(f"{self.path} has become shorter while it was read: delete it")
+            done += count
+        return tensor
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        self._file.close()
+
+    @classmethod
+    def write(cls, folder: Path, fingerprint: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep these tensors for the next start; where that is not possible a warning says why, and nothing is kept."""
+        path, began_s = cls.path_in(folder, fingerprint), time.monotonic()
+        part = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            with part.open("wb") as file:
+                header, places = _header(fingerprint, tensors)
+                file.write(header)
+                for name, begin in places.items():
+                    file.seek(len(header) + begin)
+                    if tensors[name].numel():
+                        file.write(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
+                size = file.tell()
+                file.flush()
+                os.fsync(file.fileno())  # else a machine that stops just now leaves zeros under the final name
+            part.replace(path)
+        except OSError as error:
+            logger.warning("the packed weights are not kept in %s: %s", path, error)
+            part.unlink(missing_ok=True)
+            return
+        logger.info("packed weights are kept in %s: %d MiB, %.1f s", path, size // MIB, time.monotonic() - began_s)
+
+
+def _header(fingerprint: str, tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
+    """The file's beginning, and where behind it each tensor lies."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "novainfer-packed", "fingerprint": fingerprint}}
+    places: dict[str, int] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin = -(-end // ALIGNMENT) * ALIGNMENT if tensor.nbytes >= ALIGNMENT else end
+        begin = -(-begin // tensor.itemsize) * tensor.itemsize
+        if begin > end:
+            fields[f"gap.{end}"] = {"dtype": "U8", "shape": [begin - end], "data_offsets": [end, begin]}
+        end = begin + tensor.nbytes
+        places[name] = begin
+        fields[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(fields).encode()
+    encoded += b" " * (-(len(encoded) + 8) % ALIGNMENT)
+    return len(encoded).to_bytes(8, "little") + encoded, places
+
+
+def _read_places(
+    head: bytes, file: Any, size: int, fingerprint: str
+) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
+    """Each tensor's dtype, shape, begin and end in the file; raises what a damaged one raises."""
+    length = int.from_bytes(head, "little")
+    if len(head) < 8 or not 0 < length <= min(HEADER_BYTES_MAX, size - 8):
+        raise ValueError("its header is cut short")
+    fields = json.loads(file.read(length))
+    if fields.pop("__metadata__")["fingerprint"] != fingerprint:
+        raise ValueError("it is of other weights")
+    places = {}
+    for name, field in fields.items():
+        dtype, shape, (begin, end) = DTYPES[field["dtype"]], tuple(field["shape"]), field["data_offsets"]
+        if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
+            raise ValueError(f"{name} does not lie in it")
+        places[name] = dtype, shape, 8 + length + begin, 8 + length + end
+    return places
