@@ -14,10 +14,30 @@ from novainfer.kernels.models.gguf import Gguf, read_gguf
 
 __all__ = ["config_values", "end_tokens", "gguf_config"]
 
+ARCHITECTURES = ("qwen2", "qwen3", "llama")  # Mistral's files say "llama"
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 CONTROL = 3  # the type of a token that is no text
 # Tokens that end an answer whatever the keys say, as llama.cpp has it: of some files the keys name one of two.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
+# Keys that change what is computed, and what they say where they change nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "attention.sliding_window": (0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (1.0, 0.0),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (1.0, 0.0),
+    "residual_scale": (1.0, 0.0),
+    "rope.scale_linear": (1.0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+}
 # What llama.cpp writes as factors of frequencies for Llama 3.1 and 3.2, which it has from these fields of their config.
 LLAMA3 = tuple(
     {
@@ -34,13 +54,14 @@ LLAMA3 = tuple(
 def gguf_config(path: Path, families: dict[str, ModelFamily]) -> ModelConfig:
     """The `ModelConfig` of a file; `families` by architecture. Raises `LoadError` naming file and key."""
     gguf = read_gguf(path)
-    known = {family.model_type: family for family in families.values()}
     architecture = gguf.text("general.architecture")
-    if architecture not in known:
+    if architecture not in ARCHITECTURES:
         raise LoadError(
-            f"{path}: general.architecture {architecture!r} is not supported, only {', '.join(map(repr, known))}"
+            f"{path}: general.architecture {architecture!r} is not supported, only "
+            f"{', '.join(map(repr, ARCHITECTURES))}"
         )
-    config = parse_config(known[architecture], config_values(gguf, architecture), path)
+    family = next(family for family in families.values() if family.model_type == architecture)
+    config = parse_config(family, config_values(gguf, architecture), path)
     return replace(config, eos_token_ids=end_tokens(gguf, config.vocab_size))
 
 
@@ -54,6 +75,10 @@ def config_values(gguf: Gguf, architecture: str) -> dict[str, Any]:
         raise LoadError(
             f"{gguf.path}: {key('expert_count')} is not supported: models of experts are not read from GGUF"
         )
+    for name, neutral in NEUTRAL.items():
+        value = gguf.values.get(key(name), neutral[0])
+        if value not in neutral:
+            raise LoadError(f"{gguf.path}: {key(name)} {value!r:.100} is not supported, only {neutral[0]!r}")
     embedding = gguf.tensors.get(EMBEDDING)
     if embedding is None:
         raise LoadError(f"{gguf.path} holds no {EMBEDDING}")

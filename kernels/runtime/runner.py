@@ -249,7 +249,7 @@ class ModelRunner:
             "loaded %s: %.2f GiB of weights in %s, kernels %s",
             model_dir,
             weight_bytes / GIB,
-            info.dtype,
+            info.precision,
             info.kernels,
         )
         proposer = None

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from novainfer.fsm.messages.mode import FAST, INT8, PLAIN, Mode
 from novainfer.fsm.messages.step import NO_TOKEN
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.ops.linear import TorchLinear
 from novainfer.kernels.ops.precision import precision_of
 from novainfer.kernels.ops.selection import build_registry
@@ -212,6 +213,20 @@ def test_a_config_that_does_not_fit_is_named(values: dict[str, Any], expected: s
         check_weights(folder)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [SHARED, shape(norm_topk_prob=True)], ids=lambda shape: shape.name)
+def test_weights_of_experts_stay_as_they_are_unless_the_config_says_that_they_sum_to_1(
+    shape: Shape, tmp_path: Path
+) -> None:
+    folder = save_checkpoint(shape, tmp_path)
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    given = values.pop("norm_topk_prob")
+    path.write_text(json.dumps(values))
+    assert not read_config(folder).norm_topk_prob
+    path.write_text(json.dumps(values | {"norm_topk_prob": given}))
+    assert read_config(folder).norm_topk_prob == given
 
 
 def test_experts_that_are_missing_are_named(tmp_path: Path) -> None:

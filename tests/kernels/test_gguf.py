@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import struct
@@ -201,6 +202,16 @@ def test_a_file_that_is_not_quantised_may_be(tmp_path: Path) -> None:
             lambda w: w.add_string("general.architecture", "mamba"),
             "general.architecture 'mamba' is not supported, only",
         ),
+        (
+            lambda w: w.add_string("general.architecture", "qwen3_moe"),
+            "general.architecture 'qwen3_moe' is not supported, only 'qwen2', 'qwen3', 'llama'",
+        ),
+        (
+            lambda w: w.add_uint32("qwen2.attention.sliding_window", 8),
+            "attention.sliding_window 8 is not supported, on",
+        ),
+        (lambda w: w.add_float32("qwen2.logit_scale", 0.5), "qwen2.logit_scale 0.5 is not supported, only 1.0"),
+        (lambda w: w.add_float32("qwen2.rope.scaling.attn_factor", 2.0), "scaling.attn_factor 2.0 is not supported"),
         (lambda w: w.add_uint32("qwen2.block_count", 3), "do not fit its keys: 12 missing (model.layers.2."),
         (
             lambda w: w.add_uint32("qwen2.block_count", 0),
@@ -255,6 +266,33 @@ def test_what_cannot_be_read_is_said_in_one_sentence(
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(tmp_path / "m.gguf") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96},
+        {"rope_type": "linear", "factor": 2.0},
+    ],
+)
+def test_scaled_positions_are_those_of_the_same_fields_in_config_json(rope: dict[str, Any], tmp_path: Path) -> None:
+    shape = Shape("scaled", 4, 2, 16, 64, 96, intermediate_size=64)
+    source = save_checkpoint(shape, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    theta = config.pop("rope_parameters", config)["rope_theta"]
+    (source / "config.json").write_text(json.dumps(config | {"rope_parameters": rope | {"rope_theta": theta}}))
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_float32("qwen2.rope.scaling.attn_factor", 1.0)  # says what is so without it
+
+    save_gguf(source, tmp_path / "m.gguf", only(Type.F32), change=change)
+    found, expected = read_config(tmp_path / "m.gguf"), read_config(source)
+    assert found.rope == expected.rope
+    assert found.max_position_embeddings == expected.max_position_embeddings != config["max_position_embeddings"]
 
 
 def test_llama_3s_factors_are_those_of_its_fields(tmp_path: Path) -> None:

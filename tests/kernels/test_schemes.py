@@ -113,7 +113,16 @@ def logits_of(runner: ModelRunner) -> tuple[list[int], torch.Tensor]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_what_the_formats_own_dequantisation_gives(name: str, source: Path, tmp_path: Path) -> None:
-    folder, reference = written(name, source, tmp_path), FORMATS[name][2]
+    check_weights_are_exact(written(name, source, tmp_path), FORMATS[name][2], source, tmp_path)
+
+
+def test_zero_points_of_0_are_what_gptq_stores_as_the_largest_code(source: Path, tmp_path: Path) -> None:
+    folder = written("gptq-asymmetric", source, tmp_path)
+    edit(folder, tensor_with("q_proj.qzeros", lambda zeros: torch.full_like(zeros, -1)))
+    check_weights_are_exact(folder, gptq_reference, source, tmp_path)
+
+
+def check_weights_are_exact(folder: Path, reference: Callable[..., Any], source: Path, tmp_path: Path) -> None:
     plain = load_file(plain_copy(folder, tmp_path / "plain", reference, source) / "model.safetensors")
     checkpoint = Checkpoint(folder)
     for weight, expected in plain.items():
@@ -248,6 +257,13 @@ def tensor_with(name: str, make: Callable[[torch.Tensor], torch.Tensor | None]) 
     return change
 
 
+def with_another_last(zeros: torch.Tensor) -> torch.Tensor:
+    """Only the zero point of the last group of the last row is another one."""
+    zeros = zeros.clone()
+    zeros[-1, -1] ^= 1 << 28
+    return zeros
+
+
 def without_order(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
     """Features were reordered, and no tensor says how."""
     settings["desc_act"] = True
@@ -266,6 +282,7 @@ def without_order(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) ->
         ("gptq", settings_with(group_size=16), ".scales has shape [3, 64], not [6, 64]"),
         ("gptq", settings_with(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not supported, only 'gptq'"),
         ("gptq", settings_with(checkpoint_format="gptq_v2"), "qzeros are not all 8, though quantization_config.sym"),
+        ("gptq", tensor_with("q_proj.qzeros", with_another_last), "q_proj.qzeros are not all 8, though quantization_"),
         ("gptq", settings_with(dynamic={"-:.*": {}}), "quantization_config.dynamic {'-:.*': {}} is not supported"),
         ("gptq", tensor_with("q_proj.scales", lambda scales: None), "hold no model.layers.0.self_attn.q_proj.scales"),
         ("gptq", tensor_with("q_proj.qzeros", lambda zeros: zeros[:1]), "qzeros has shape [1, 8], not [2, 8]"),
@@ -289,6 +306,8 @@ def without_order(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) ->
         ("w8a8", group_with("weights", type="float"), "group_0.weights.type 'float' is not supported, only 'int'"),
         ("w8a8", group_with("weights", strategy="block"), "weights.strategy 'block' is not supported, only 'channel'"),
         ("w8a8", group_with("weights", actorder="group"), "weights.actorder 'group' is not supported, only null and"),
+        ("w8a8", group_with("weights", actorder=True), "weights.actorder True is not supported, only null and"),
+        ("w8a8", group_with("output_activations", num_bits=8), "output_activations.num_bits 8 is not supported, only"),
         ("w8a8", group_with("input_activations", dynamic=False), "input_activations.dynamic False is not supported"),
         ("w8a8", group_with("input_activations", num_bits=4), "input_activations.num_bits 4 is not supported"),
         ("w8a8", tensor_with("weight_scale", lambda scale: scale[:3]), ".weight_scale has shape [3, 1], not ["),
