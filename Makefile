@@ -51,7 +51,7 @@ check: format lint types imports test  ## what CI runs
 
 format: setup
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.cpp kernels/cpu/*.h
+	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.cpp kernels/cpu/*.h tests/kernels/cpu/*.cpp
 
 lint: setup
 	$(BIN)/ruff check .

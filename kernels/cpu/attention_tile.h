@@ -12,8 +12,8 @@ namespace nova {
 
 constexpr int TILE_GROUPS = 16;  // groups of one softmax tile, counted from the start of the sequence
 constexpr int TILE_LANES = TILE_GROUPS * GROUP;
-constexpr int ROWS = VL == 16 ? 6 : 3;         // rows of a register tile
 constexpr int VECTORS = 4;                     // vectors of a register tile
+constexpr int ROWS = ACCUMULATORS / VECTORS;   // rows of one
 constexpr int GROUP_VECTORS = GROUP / VL;      // vectors that hold a group's 16 lanes
 constexpr int WIDE = VECTORS / GROUP_VECTORS;  // groups of a register tile
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
@@ -59,7 +59,7 @@ inline void find_groups(const CacheDesc& cache, const uint32_t* layer, const int
 }
 
 inline void prefetch(const uint32_t* from, long words) {
-  for (long i = 0; i < words; i += 16) _mm_prefetch((const char*)(from + i), _MM_HINT_T0);
+  for (long i = 0; i < words; i += 16) prefetch(from + i);
 }
 
 // Calls f<MR>(first row) over `rows` rows in register tiles of nearly equal height, at most MOST.

@@ -9,8 +9,8 @@ made of others is not found. Its last bytes are a hash of all others: to load on
 process. One that is damaged or cannot be loaded is made again. Compilers may race: each works in a directory of its own
 and renames its result into place, which is atomic.
 
-The libraries need a glibc of 2.14 and a libstdc++ of GCC 7, both older than torch's own needs: one that was compiled on
-a new system runs on an old one (team.cpp pins the few symbols that have newer versions).
+The libraries need a glibc of 2.14 (on Arm 2.17) and a libstdc++ of GCC 7, both older than torch's own needs: one that
+was compiled on a new system runs on an old one (team.cpp pins the few symbols that have newer versions).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def best_library(load: Callable[[Path], T]) -> T:
     """
     found = levels()
     if not found:
-        raise KernelUnavailableError("native kernels need an x86-64 CPU with AVX2 on Linux")
+        raise KernelUnavailableError("native kernels need Linux on an x86-64 CPU with AVX2 or on an Arm CPU (aarch64)")
     failures: list[KernelUnavailableError] = []
     for level in found:  # a compiler older than the CPU knows only the lesser ones
         try:
@@ -102,7 +102,7 @@ def library_of(level: Level, load: Callable[[Path], T]) -> T:
 
 
 def prebuild(folder: Path) -> list[Path]:
-    """Compile the libraries of all instruction sets into a folder, which then holds nothing else."""
+    """Compile the libraries of all of this machine's instruction sets into a folder, which then holds nothing else."""
     wanted = {_name(level): level for level in LEVELS}
     for path in folder.glob("*.so"):
         if path.name not in wanted:

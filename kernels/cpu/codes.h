@@ -6,13 +6,30 @@
 // Without VNNI the sums of two such products are kept in 16 bits, where they would saturate from 32,767 on. Codes of 4
 // bits cannot get there (2 * 15 * 127). Those of 8 bits are stored as they are, and the code's sign is given to
 // the activation: 2 * 128 * 127 = 32,512.
+//
+// Arm multiplies bytes with a sign by such, so codes are stored as they are; without its dot product two products are
+// summed in 16 bits there, too.
 #pragma once
 
 #include "simd.h"
 
 namespace nova {
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__aarch64__)
+constexpr int STORED_HIGHER = 0;
+
+inline vi dot_bytes(vi acc, vi codes, vi x) {
+  const int8x16_t a = vreinterpretq_s8_s32(codes), b = vreinterpretq_s8_s32(x);
+#if defined(__ARM_FEATURE_DOTPROD)
+  return vdotq_s32(acc, a, b);
+#else
+  const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
+  return vpadalq_s16(acc, vpaddq_s16(low, high));
+#endif
+}
+inline vi dot_small(vi acc, vi codes, vi x) { return dot_bytes(acc, codes, x); }
+
+#elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr int STORED_HIGHER = 128;  // codes of 8 bits, by so much
 
 // Spelled out, as GCC 12 copies a register for every second of its own intrinsics: 1.5 times as long with many rows.

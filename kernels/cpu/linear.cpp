@@ -36,7 +36,7 @@ void tile(const char* x, long stride_bytes, const char* w, long units, const cha
   for (long u = 0; u < units; u++) {
     vi b[NV];
     for (int v = 0; v < NV; v++) b[v] = loadi(w + v * VECTOR);
-    for (int line = 0; line < LINES; line++) _mm_prefetch(next + (u * LINES + line) * 64, _MM_HINT_T0);
+    for (int line = 0; line < LINES; line++) prefetch(next + (u * LINES + line) * 64);
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
       const vi a = broadcast_unit(base[r / 3] + (r % 3) * stride_bytes + u * 4);

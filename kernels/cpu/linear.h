@@ -30,9 +30,9 @@ struct LinearDesc {
   long groups() const { return k / group_size; }
 };
 
-constexpr int NV = 2;                      // vectors in a panel
+constexpr int NV = VL == 4 ? 4 : 2;        // vectors in a panel, whose steps are whole cache lines
 constexpr int PANEL = NV * VL;             // weight rows in a panel
-constexpr int MR_MAX = VL == 16 ? 12 : 6;  // activation rows in a tile: MR * NV accumulators fill the registers
+constexpr int MR_MAX = ACCUMULATORS / NV;  // activation rows in a tile: MR * NV accumulators fill the registers
 
 // What one product reads and writes. Strides in elements.
 struct LinearCall {

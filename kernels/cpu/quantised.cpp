@@ -111,7 +111,7 @@ struct Panel {
 template <class W, int MR, int LINES>
 void tile(const Rounded& x, long row, const Panel& panel, long steps, float* out) {
   // Few rows leave registers for two chains of sums each, which hide the products' latency. Sums are exact.
-  constexpr int CHAINS = 2 * MR * NV <= VL ? 2 : 1;
+  constexpr int CHAINS = 2 * MR * NV <= REGISTERS / 2 ? 2 : 1;
   constexpr long VECTOR = W::VECTOR;
   const int8_t* base[(MR + 2) / 3];
   for (int i = 0; i < (MR + 2) / 3; i++) base[i] = &x.q[(row + 3 * i) * x.width];
@@ -126,7 +126,7 @@ void tile(const Rounded& x, long row, const Panel& panel, long steps, float* out
       }
 #pragma GCC unroll 1  // twice, sums would be copied to and fro
     for (long s = 0; s < steps; s++) {
-      for (int line = 0; line < LINES; line++) _mm_prefetch(next + line * 64, _MM_HINT_T0);
+      for (int line = 0; line < LINES; line++) prefetch(next + line * 64);
       next += LINES * 64;
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {

@@ -17,7 +17,7 @@ extern "C" uint64_t nova_read(const void* data, int64_t bytes, int threads) {
     vi sum[4] = {set1i(0), set1i(0), set1i(0), set1i(0)};
     const char* end = begin + std::min<long>(bytes / 256 * 256, (i + 1) * piece);
     for (const char* at = begin + i * piece; at < end; at += 256) {
-      for (int line = 0; line < 256; line += 64) _mm_prefetch(at + ahead + line, _MM_HINT_T0);
+      for (int line = 0; line < 256; line += 64) prefetch(at + ahead + line);
       for (int v = 0; v < 256 / (int)sizeof(vi); v++) sum[v % 4] = xori(sum[v % 4], loadi(at + v * sizeof(vi)));
     }
     const vi last = xori(xori(sum[0], sum[1]), xori(sum[2], sum[3]));

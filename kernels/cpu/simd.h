@@ -1,200 +1,28 @@
-// One vector width and two element types behind a dozen names, so that linear, attention and small ops are
-// written once for AVX-512 (with or without BF16) and AVX2.
+// One vector width and two element types behind a few dozen names, so that linear, attention and small ops are
+// written once for AVX-512 (with or without BF16) and AVX2 (simd_avx.h), and for NEON (simd_neon.h).
 //
 // Everything is stored in 32-bit "units": one fp32 or a pair of bf16. `dp` multiplies unit by unit and adds to fp32
 // lanes, so that one loop serves both types. Fused multiply-adds are spelled out, never left to contraction: the
 // same row must give the same bits from every instantiation of a kernel.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 
+#if defined(__aarch64__)
+#include "simd_neon.h"
+#else
+#include "simd_avx.h"
+#endif
+
 namespace nova {
 
-#if defined(__AVX512F__)
-constexpr int VL = 16;  // fp32 lanes in a vector
-using vf = __m512;
-using vi = __m512i;
-using vm = __mmask16;
-inline vf zero() { return _mm512_setzero_ps(); }
-inline vf set1(float x) { return _mm512_set1_ps(x); }
-inline vi set1i(uint32_t x) { return _mm512_set1_epi32((int)x); }
-inline vf loadf(const float* p) { return _mm512_loadu_ps(p); }
-inline void storef(float* p, vf x) { _mm512_storeu_ps(p, x); }
-inline vi loadi(const void* p) { return _mm512_loadu_si512(p); }
-inline vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
-inline vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
-inline vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
-inline vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
-inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
-inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
-inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-inline vf fnma(vf a, vf b, vf c) { return _mm512_fnmadd_ps(a, b, c); }
-inline vi andi(vi a, vi b) { return _mm512_and_si512(a, b); }
-inline vi xori(vi a, vi b) { return _mm512_xor_si512(a, b); }
-inline vi shl16(vi a) { return _mm512_slli_epi32(a, 16); }
-inline vi shr4(vi a) { return _mm512_srli_epi32(a, 4); }
-inline vf asf(vi a) { return _mm512_castsi512_ps(a); }
-inline vi asi(vf a) { return _mm512_castps_si512(a); }
-inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
-inline vi to_int(vf a) { return _mm512_cvtps_epi32(a); }  // to nearest, ties to even
-inline vi addi(vi a, vi b) { return _mm512_add_epi32(a, b); }
-inline vi maxi(vi a, vi b) { return _mm512_max_epi32(a, b); }
-inline int32_t hsumi(vi a) { return _mm512_reduce_add_epi32(a); }
-inline int32_t hmaxi(vi a) { return _mm512_reduce_max_epi32(a); }
-inline void store_int8(int8_t* p, vi a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a)); }         // VL bytes
-inline vi int8_pairs(const void* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }  // to 16
-inline void storei(void* p, vi x) { _mm512_storeu_si512(p, x); }
-inline void store_int16(int16_t* p, vf x) {  // to the nearest, ties to even; beyond 16 bits the last number of them
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
-}
-#if defined(__AVX512VNNI__)
-inline vi dot_pairs(vi acc, vi a, vi b) { return _mm512_dpwssd_epi32(acc, a, b); }  // of 16 bits, into 32
-#else
-inline vi dot_pairs(vi acc, vi a, vi b) { return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b)); }
-#endif
-inline vf round_even(vf a) { return _mm512_roundscale_ps(a, 8); }
-inline vf times_pow2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
-inline vm first_lanes(long n) { return n >= 16 ? (vm)0xffff : n <= 0 ? (vm)0 : (vm)((1u << n) - 1); }
-inline vf select(vm m, vf yes, vf no) { return _mm512_mask_blend_ps(m, no, yes); }
-inline vm from_bits(uint32_t bits) { return (vm)bits; }  // bit i is lane i
-inline uint32_t to_bits(vm m) { return m; }
-inline vm eq(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
-inline vm gt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
-inline vm ge(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
-inline vm le(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
-inline vm both(vm a, vm b) { return (vm)(a & b); }
-inline vi sra31(vi a) { return _mm512_srai_epi32(a, 31); }
-inline vi mini(vi a, vi b) { return _mm512_min_epi32(a, b); }
-inline vm gti(vi a, vi b) { return _mm512_cmpgt_epi32_mask(a, b); }
-using vd = __m512d;  // half as many lanes in 64 bits
-inline vd set1d(double x) { return _mm512_set1_pd(x); }
-inline vd addd(vd a, vd b) { return _mm512_add_pd(a, b); }
-inline vd subd(vd a, vd b) { return _mm512_sub_pd(a, b); }
-inline vd first_half(vf a) { return _mm512_cvtps_pd(_mm512_castps512_ps256(a)); }
-inline vd second_half(vf a) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1)); }
-inline void stored(double* p, vd x) { _mm512_storeu_pd(p, x); }
-// The lanes of m one after the other; all VL floats at p may be written.
-inline void store_packed(float* p, vm m, vf x) { _mm512_storeu_ps(p, _mm512_maskz_compress_ps(m, x)); }
-#else
-constexpr int VL = 8;
-using vf = __m256;
-using vi = __m256i;
-using vm = __m256;
-inline vf zero() { return _mm256_setzero_ps(); }
-inline vf set1(float x) { return _mm256_set1_ps(x); }
-inline vi set1i(uint32_t x) { return _mm256_set1_epi32((int)x); }
-inline vf loadf(const float* p) { return _mm256_loadu_ps(p); }
-inline void storef(float* p, vf x) { _mm256_storeu_ps(p, x); }
-inline vi loadi(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline vf add(vf a, vf b) { return _mm256_add_ps(a, b); }
-inline vf sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
-inline vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
-inline vf div(vf a, vf b) { return _mm256_div_ps(a, b); }
-inline vf vmax(vf a, vf b) { return _mm256_max_ps(a, b); }
-inline vf vmin(vf a, vf b) { return _mm256_min_ps(a, b); }
-inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
-inline vf fnma(vf a, vf b, vf c) { return _mm256_fnmadd_ps(a, b, c); }
-inline vi andi(vi a, vi b) { return _mm256_and_si256(a, b); }
-inline vi xori(vi a, vi b) { return _mm256_xor_si256(a, b); }
-inline vi shl16(vi a) { return _mm256_slli_epi32(a, 16); }
-inline vi shr4(vi a) { return _mm256_srli_epi32(a, 4); }
-inline vf asf(vi a) { return _mm256_castsi256_ps(a); }
-inline vi asi(vf a) { return _mm256_castps_si256(a); }
-inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
-inline vi to_int(vf a) { return _mm256_cvtps_epi32(a); }
-inline vi addi(vi a, vi b) { return _mm256_add_epi32(a, b); }
-inline vi maxi(vi a, vi b) { return _mm256_max_epi32(a, b); }
-inline int32_t hsumi(vi a) {
-  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-  const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
-}
-inline int32_t hmaxi(vi a) {
-  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-  return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
-}
-inline void store_int8(int8_t* p, vi a) {
-  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
-}
-inline vi int8_pairs(const void* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
-inline void storei(void* p, vi x) { _mm256_storeu_si256((__m256i*)p, x); }
-inline void store_int16(int16_t* p, vf x) {
-  const __m256i wide = _mm256_cvtps_epi32(x);
-  _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
-}
-#if defined(__AVXVNNI__)
-inline vi dot_pairs(vi acc, vi a, vi b) { return _mm256_dpwssd_avx_epi32(acc, a, b); }
-#else
-inline vi dot_pairs(vi acc, vi a, vi b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
-#endif
-inline vf round_even(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline vf times_pow2(vf x, vf n) {  // n is integral, in [-126, 127]
-  return mul(x, asf(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)));
-}
-inline vm first_lanes(long n) {
-  const __m256 iota = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
-  return _mm256_cmp_ps(iota, _mm256_set1_ps((float)(n > 8 ? 8 : n)), _CMP_LT_OQ);
-}
-inline vf select(vm m, vf yes, vf no) { return _mm256_blendv_ps(no, yes, m); }
-inline vm from_bits(uint32_t bits) {
-  const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-  return asf(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), lanes), lanes));
-}
-inline uint32_t to_bits(vm m) { return (uint32_t)_mm256_movemask_ps(m); }
-inline vm eq(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
-inline vm gt(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
-inline vm ge(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
-inline vm le(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
-inline vm both(vm a, vm b) { return _mm256_and_ps(a, b); }
-inline vi sra31(vi a) { return _mm256_srai_epi32(a, 31); }
-inline vi mini(vi a, vi b) { return _mm256_min_epi32(a, b); }
-inline vm gti(vi a, vi b) { return asf(_mm256_cmpgt_epi32(a, b)); }
-using vd = __m256d;
-inline vd set1d(double x) { return _mm256_set1_pd(x); }
-inline vd addd(vd a, vd b) { return _mm256_add_pd(a, b); }
-inline vd subd(vd a, vd b) { return _mm256_sub_pd(a, b); }
-inline vd first_half(vf a) { return _mm256_cvtps_pd(_mm256_castps256_ps128(a)); }
-inline vd second_half(vf a) { return _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)); }
-inline void stored(double* p, vd x) { _mm256_storeu_pd(p, x); }
-inline void store_packed(float* p, vm m, vf x) {
-  uint32_t bits = to_bits(m);
-  if (bits == 0) return;
-  alignas(32) float lane[VL];
-  storef(lane, x);
-  for (; bits; bits &= bits - 1) *p++ = lane[__builtin_ctz(bits)];
-}
-#endif
+constexpr int ACCUMULATORS = REGISTERS / 4 * 3;  // vectors of sums in a register tile; beside them what is multiplied
 
-// A fixed tree, the same for every caller: horizontal sums are part of what makes a row's result reproducible.
-inline __m256 halve(vf x, __m256 (*combine)(__m256, __m256)) {
-#if defined(__AVX512F__)
-  return combine(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-#else
-  (void)combine;
-  return x;
-#endif
-}
-
-inline float hsum(vf x) {
-  const __m256 eight = halve(x, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });
-  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
-}
-
-inline float hmax(vf x) {
-  const __m256 eight = halve(x, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
-  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
-}
+// Asks for a cache line; any address may be asked for.
+inline void prefetch(const void* line) { __builtin_prefetch(line); }
 
 // 2^x for x <= 127; relative error below 2e-7, or 4e-6 with COARSE; 2^-126 for everything smaller.
 template <bool COARSE = false>
@@ -244,31 +72,8 @@ struct Bf16 {
     return fma(asf(shl16(a)), asf(shl16(b)), acc);
   }
 #endif
-#if defined(__AVX512F__)
-  static vf load(const type* p) {
-    return asf(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
-  }
-#if defined(__AVX512BF16__)
-  static void store(type* p, vf x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
-#else
-  static void store(type* p, vf x) {
-    const vi bits = _mm512_castps_si512(x);
-    const vi odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    vi half = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
-    half = _mm512_mask_mov_epi32(half, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
-    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(half));
-  }
-#endif
-#else
-  static vf load(const type* p) {
-    return asf(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
-  }
-  static void store(type* p, vf x) {
-    alignas(32) float lane[VL];
-    storef(lane, x);
-    for (int i = 0; i < VL; i++) p[i] = float_to_bf16(lane[i]);
-  }
-#endif
+  static vf load(const type* p) { return load_bf16(p); }
+  static void store(type* p, vf x) { store_bf16(p, x); }
 };
 
 template <class T>

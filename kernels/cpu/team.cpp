@@ -3,7 +3,6 @@
 
 #include "abi.h"
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
@@ -24,6 +23,11 @@ __asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
 __asm__(".symver pthread_mutex_trylock, pthread_mutex_trylock@GLIBC_2.2.5");
 __asm__(".symver pthread_sigmask, pthread_sigmask@GLIBC_2.2.5");
 __asm__(".symver pthread_setname_np, pthread_setname_np@GLIBC_2.12");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.17");
+__asm__(".symver pthread_mutex_trylock, pthread_mutex_trylock@GLIBC_2.17");
+__asm__(".symver pthread_sigmask, pthread_sigmask@GLIBC_2.17");
+__asm__(".symver pthread_setname_np, pthread_setname_np@GLIBC_2.17");
 #endif
 
 namespace nova {
@@ -46,7 +50,7 @@ struct Spin {
 
   // After a pause, whether to go on.
   bool goes_on() {
-    _mm_pause();
+    spin_pause();
     if (++pauses % PAUSES_PER_LOOK) return true;
     const int64_t now = now_ns();
     if (end_ns == 0) end_ns = now + SPIN_NS;

@@ -6,7 +6,6 @@ import ctypes
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -131,17 +130,40 @@ def test_one_that_cannot_be_loaded_when_it_was_just_made_is_one_sentence(sources
         build.best_library(refuse)
 
 
-def test_builders_may_race(sources: Path) -> None:
-    built: list[Path] = []
-    threads = [threading.Thread(target=lambda: built.append(build.best_library(load))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(built) == 4
-    assert len(set(built)) == 1
-    assert answer(built[0]) == 42
-    assert os.listdir(build.cache_dir()) == [built[0].name]  # nothing half made is left
+BUILDER = """
+import ctypes, sys
+from pathlib import Path
+from novainfer.kernels.cpu import build
+
+def answer(path):
+    return path, ctypes.CDLL(str(path)).answer()
+
+build.SOURCE_DIR = Path(sys.argv[1])
+print(*build.best_library(answer))
+"""
+
+
+def test_processes_that_build_at_once_leave_one_whole_library(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that waits until each process has called it: both build, whichever began first."""
+    callers, patient = tmp_path / "callers", tmp_path / "patient-g++"
+    callers.mkdir()
+    patient.write_text(
+        f"#!/bin/sh\ntouch {callers}/$PPID\nfor turn in $(seq 600); do\n"
+        f'  [ "$(ls {callers} | wc -l)" = 2 ] && exec g++ "$@"\n  sleep .05\ndone\nexit 1\n'
+    )
+    patient.chmod(0o755)
+    monkeypatch.setenv("CXX", str(patient))
+    processes = [
+        subprocess.Popen([sys.executable, "-c", BUILDER, str(sources)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    first, second = (process.communicate(timeout=60)[0].split() for process in processes)
+    assert len(os.listdir(callers)) == 2
+    assert first == second
+    assert first[1] == "42"
+    assert os.listdir(build.cache_dir()) == [Path(first[0]).name]  # nothing half made is left
 
 
 def test_a_compiler_error_is_one_sentence_and_leaves_nothing(sources: Path) -> None:
@@ -191,6 +213,31 @@ def test_the_levels_are_those_of_the_cpu_the_best_first(
     monkeypatch.delenv(ISA_VARIABLE, raising=False)
     monkeypatch.setattr(cpu_levels, "cpu_flags", lambda: frozenset(flags))
     assert [level.name for level in levels()] == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "expected"),
+    [
+        ("aarch64", "Features\t: fp asimd evtstrm aes crc32 atomics asimdhp asimdrdm asimddp", ["neon-dot", "neon"]),
+        ("aarch64", "Features\t: fp asimd evtstrm aes crc32", ["neon"]),
+        ("arm64", "", []),  # macOS: torch computes
+        ("riscv64", "isa\t: rv64gcv", []),
+    ],
+)
+def test_other_machines_have_levels_of_their_own(
+    machine: str, features: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{features}\nCPU part\t: 0xd0c\n")
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
+    monkeypatch.setattr(cpu_levels, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(cpu_levels, "LEVELS", cpu_levels.BY_MACHINE.get(machine, ()))
+    assert [level.name for level in levels()] == expected
+    if expected:
+        monkeypatch.setenv(ISA_VARIABLE, "neon")
+        assert [level.name for level in levels()] == ["neon"]
+        monkeypatch.setenv(ISA_VARIABLE, "avx2")
+        with pytest.raises(LoadError, match="NOVAINFER_ISA must be one of neon-dot, neon, not 'avx2'"):
+            levels()
 
 
 def test_a_better_cpu_can_be_told_to_compute_as_a_lesser_one(monkeypatch: pytest.MonkeyPatch) -> None:
