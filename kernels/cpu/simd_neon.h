@@ -62,6 +62,35 @@ inline vm first_lanes(long n) {
   const int32_t iota[VL] = {0, 1, 2, 3};
   return vcltq_s32(vld1q_s32(iota), vdupq_n_s32((int32_t)(n > VL ? VL : n < 0 ? 0 : n)));
 }
+inline vm from_bits(uint32_t bits) {  // bit i is lane i
+  const int32_t lanes[VL] = {1, 2, 4, 8};
+  return vtstq_s32(vdupq_n_s32((int32_t)bits), vld1q_s32(lanes));
+}
+inline uint32_t to_bits(vm m) {
+  const uint32_t lanes[VL] = {1, 2, 4, 8};
+  return vaddvq_u32(vandq_u32(m, vld1q_u32(lanes)));
+}
+inline vm eq(vf a, vf b) { return vceqq_f32(a, b); }
+inline vm gt(vf a, vf b) { return vcgtq_f32(a, b); }
+inline vm ge(vf a, vf b) { return vcgeq_f32(a, b); }
+inline vm le(vf a, vf b) { return vcleq_f32(a, b); }
+inline vm both(vm a, vm b) { return vandq_u32(a, b); }
+inline vi sra31(vi a) { return vshrq_n_s32(a, 31); }
+inline vi mini(vi a, vi b) { return vminq_s32(a, b); }
+inline vm gti(vi a, vi b) { return vcgtq_s32(a, b); }
+using vd = float64x2_t;  // half as many lanes in 64 bits
+inline vd set1d(double x) { return vdupq_n_f64(x); }
+inline vd addd(vd a, vd b) { return vaddq_f64(a, b); }
+inline vd subd(vd a, vd b) { return vsubq_f64(a, b); }
+inline vd first_half(vf a) { return vcvt_f64_f32(vget_low_f32(a)); }
+inline vd second_half(vf a) { return vcvt_high_f64_f32(a); }
+inline void stored(double* p, vd x) { vst1q_f64(p, x); }
+// The lanes of m one after the other; all VL floats at p may be written.
+inline void store_packed(float* p, vm m, vf x) {
+  float lane[VL];
+  storef(lane, x);
+  for (uint32_t bits = to_bits(m); bits; bits &= bits - 1) *p++ = lane[__builtin_ctz(bits)];
+}
 
 // A fixed tree, the same for every caller: horizontal sums are part of what makes a row's result reproducible.
 inline float hsum(vf x) {

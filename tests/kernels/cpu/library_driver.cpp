@@ -1,5 +1,6 @@
 // Runs the native library on fixed inputs and prints what it computes, a line for each result: its name, its type
-// ("u8", "i64", "bf16" or "f32") and its bytes in hexadecimal. test_native_arm.py compares what it prints on two CPUs.
+// ("u8", "i32", "i64", "bf16" or "f32") and its bytes in hexadecimal. test_native_arm.py compares what it prints on two
+// CPUs.
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -30,7 +31,38 @@ int nova_mix_experts(int, const void*, const int64_t*, const void*, const void*,
 int nova_qk_norm(int, void*, int64_t, const void*, const void*, int, int, int, float, int64_t, int);
 int nova_rope(int, void*, int64_t, const float*, const int64_t*, int, int, int64_t, int);
 uint64_t nova_read(const void*, int64_t, int);
+int64_t nova_draw_scratch_bytes(int64_t);
+int nova_draw(const struct DrawDesc*, int);
 }
+
+struct SlotDesc {  // as in sampling.cpp
+  const uint32_t* allowed;
+  const int32_t *banned, *stops, *biased;
+  const float* biases;
+  int32_t* history;
+  int64_t num_banned, num_stops, num_biased, num_prompt, stops_until;
+  uint64_t seed;
+  double top_p;
+  float temperature, min_p, repetition, presence, frequency;
+  int32_t top_k, logprobs;
+};
+
+struct DrawDesc {  // likewise
+  const SlotDesc* slots;
+  int64_t num_slots, vocab_size, num_positions;
+  const void* logits;
+  int64_t stride, num_rows;
+  const int64_t *row_slots, *positions, *drafts;
+  const uint32_t* masks;
+  int64_t mask_stride;
+  int64_t* tokens;
+  double* logprobs;
+  int32_t* likely;
+  int64_t width;
+  uint8_t* scratch;
+  int64_t scratch_stride;
+  int32_t dtype;
+};
 
 namespace {
 
@@ -235,7 +267,40 @@ struct Run {
     show("qk_norm" + name, qkv);
   }
 
+  // A token a row: the likeliest, and drawn among all, a nucleus, the largest few, few by their share, what a mask
+  // allows, and with penalties.
+  void draws() const {
+    constexpr long VOCAB = 9001, POSITION = 20, WIDTH = 4;
+    SlotDesc plain{};
+    plain.num_prompt = 10, plain.top_p = 1.0, plain.temperature = 0.8f, plain.repetition = 1.0f, plain.logprobs = WIDTH;
+    std::vector<SlotDesc> slots(7, plain);
+    std::vector<uint32_t> allowed(ceil_div(VOCAB, 32));
+    std::vector<int32_t> history(64);
+    for (uint32_t& word : allowed) word = draw();
+    for (int32_t& token : history) token = (int32_t)(draw() % VOCAB);
+    slots[0].temperature = 0;
+    slots[2].top_p = 0.9, slots[3].top_k = 40, slots[4].min_p = 0.05f, slots[5].allowed = allowed.data();
+    slots[6].history = history.data(), slots[6].repetition = 1.3f, slots[6].presence = 0.5f, slots[6].frequency = 0.2f;
+    const long num_rows = (long)slots.size();
+    std::vector<int64_t> rows, tokens(num_rows), positions(num_rows, POSITION);
+    for (long i = 0; i < num_rows; i++) rows.push_back(i), slots[i].seed = 100 + i;
+    const std::vector<E> logits = numbers(num_rows * VOCAB, 4.0f, 2.0f);
+    std::vector<double> logprobs(num_rows * (1 + WIDTH));
+    std::vector<int32_t> likely(num_rows * WIDTH);
+    const int64_t bytes = nova_draw_scratch_bytes(VOCAB);
+    std::vector<uint8_t> scratch(THREADS * bytes);
+    const DrawDesc call{
+        slots.data(),     num_rows, VOCAB,   64, logits.data(), VOCAB,           num_rows,      rows.data(),
+        positions.data(), nullptr,  nullptr, 0,  tokens.data(), logprobs.data(), likely.data(), WIDTH,
+        scratch.data(),   bytes,    DTYPE};
+    check(nova_draw(&call, THREADS));
+    print("tokens/" + type, "i64", tokens);
+    print("likeliest/" + type, "i32", likely);
+    print("logprobs/" + type, "f32", std::vector<float>(logprobs.begin(), logprobs.end()));
+  }
+
   void everything() const {
+    draws();
     linears();
     groups(160, 384, CODES4, 32, true);
     groups(77, 192, CODES4, 64, false);
