@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,8 @@ def about(engine: ServedEngine) -> str:
     info = engine.model_info
     tokens = tokens_in(info.num_kv_blocks, info.block_size)
     weights, cache = _size(info.weight_bytes), _size(info.num_kv_blocks * info.kv_bytes_per_block)
-    pids = sorted({actor.pid for actor in engine.actors() if actor.name.startswith("worker")})
-    worker = f"; the worker's process is {', '.join(map(str, pids))}" if pids else ""
+    pids = sorted({actor.pid for actor in engine.actors() if actor.name.startswith("worker")} - {os.getpid()})
+    worker = f"; the worker's process is {', '.join(map(str, pids))}" if pids else ""  # none: it is a thread here
     folder = engine.recorder_dir
     recorder = (
         f"writes to {folder} when something goes wrong"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import msgspec
+import pytest
 
 from novainfer.server.operate.said import INTERVAL_S, Throughput, about
 from tests.server.fakes import FakeEngine, FakeModelInfo, FakeStatistics
@@ -25,6 +29,13 @@ def test_the_start_says_memory_limits_kernels_threads_the_worker_and_where_recor
     engine.model_info = FakeModelInfo(failed_kernels={"attention native": "is off by 2e-1 of the largest value"})
     failed = "  FAILED    attention native: self-test is off by 2e-1 of the largest value"
     assert about(engine).splitlines()[-1] == failed
+
+
+def test_a_worker_that_is_a_thread_of_the_server_is_no_process_to_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    worker = msgspec.structs.replace(engine.actors()[0], pid=os.getpid())
+    monkeypatch.setattr(engine, "actors", lambda: [worker])
+    assert "process" not in about(engine)
 
 
 def test_throughput_is_said_now_and_then_and_only_when_there_was_work() -> None:
