@@ -162,6 +162,16 @@ def test_the_first_of_tied_tokens_stay(values: int) -> None:
 
 
 @pytest.mark.usefixtures("level")
+@pytest.mark.parametrize(("top_p", "count"), [(0.5, 2), (0.5 + 2**-45, 3), (0.25 + 2**-46, 2), (1 - 2**-46, 4)])
+def test_a_nucleus_ends_with_the_token_that_reaches_it_to_the_bit(top_p: float, count: int) -> None:
+    """Four tokens share all of the mass: half of it is two of them, and anything more than half a third one."""
+    logits = torch.full((96, 40), -90.0)
+    logits[:, [3, 9, 20, 33]] = 1.0
+    tokens = drawn(logits, rows_of(96, [{"top_p": top_p}])).token_ids
+    assert set(tokens) == {3, 9, 20, 33} - {*[3, 9, 20, 33][count:]}
+
+
+@pytest.mark.usefixtures("level")
 def test_a_nucleus_is_found_however_its_weights_lie() -> None:
     """Where the sample misleads: a few large ones, weights that fall by powers, two heaps, a token alone."""
     vocab = 20_000
