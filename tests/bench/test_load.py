@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -65,16 +65,24 @@ HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 @asynccontextmanager
 async def scripted(answer: bytes) -> AsyncIterator[Load]:
-    """A server that gives `answer` to whatever comes, and closes."""
+    """A server that gives `answer` to whatever comes, and closes; its connections are closed when it is left."""
+    given: list[asyncio.Task[None]] = []
 
     async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(answer)
+        task = asyncio.current_task()
+        assert task is not None
+        given.append(task)
+        with suppress(asyncio.IncompleteReadError):  # a client that comes and asks for nothing
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
         writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
     async with await asyncio.start_server(give, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
         yield Load(origin=Origin.parse(f"http://127.0.0.1:{port}"), model="scripted")
+        await asyncio.wait_for(asyncio.gather(*given), 10)
 
 
 def chunks(*events: bytes) -> bytes:
