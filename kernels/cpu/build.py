@@ -9,7 +9,7 @@ made of others is not found. Its last bytes are a hash of all others: to load on
 process. One that is damaged or cannot be loaded is made again. Compilers may race: each works in a directory of its own
 and renames its result into place, which is atomic.
 
-The libraries need a glibc of 2.14 (on Arm 2.17) and a libstdc++ of GCC 7, both older than torch's own needs: one that
+The libraries need a glibc of 2.17 and a libstdc++ of GCC 7, both older than torch's own needs: one that
 was compiled on a new system runs on an old one (team.cpp pins the few symbols that have newer versions).
 """
 

@@ -9,6 +9,13 @@
 #include "largest.h"
 #include "team.h"
 
+// The newer version differs in what it does to errno alone, and an older system has none (as in team.cpp).
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver log, log@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver log, log@GLIBC_2.17");
+#endif
+
 using namespace nova;
 
 namespace {

@@ -30,6 +30,14 @@ __asm__(".symver pthread_sigmask, pthread_sigmask@GLIBC_2.17");
 __asm__(".symver pthread_setname_np, pthread_setname_np@GLIBC_2.17");
 #endif
 
+// From GCC 11 on `new` and vectors call this for sizes that are no sizes; libstdc++ has it since then only.
+#if defined(__GLIBCXX__)
+namespace std {
+[[noreturn]] void __throw_bad_array_new_length();
+void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+}  // namespace std
+#endif
+
 namespace nova {
 namespace {
 

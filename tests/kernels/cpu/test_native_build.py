@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +115,21 @@ def test_libraries_of_a_wheel_are_the_same_bytes_wherever_they_are_made(sources:
     (first / "avx2-of-older-sources.so").write_bytes(b"")
     assert [path.read_bytes() for path in build.prebuild(first)] == made[0]
     assert len(list(first.iterdir())) == len(LEVELS)
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="there is no objdump")
+def test_libraries_run_on_systems_as_old_as_is_said() -> None:
+    """A glibc of 2.17, and the libstdc++ of GCC 7: Red Hat 8 and Ubuntu 20.04 have newer ones."""
+    if not levels():
+        pytest.skip("there are no native kernels here")
+    listing = subprocess.run(["objdump", "-T", native.library()._name], capture_output=True, text=True, check=True)
+    found = 0
+    for name, newest in (("GLIBC", (2, 17)), ("GLIBCXX", (3, 4, 24)), ("CXXABI", (1, 3, 11))):
+        for line in listing.stdout.splitlines():
+            for version in re.findall(rf"\b{name}_([0-9.]+)", line):
+                assert tuple(map(int, version.split("."))) <= newest, line
+                found += 1
+    assert found > 10
 
 
 def test_a_cached_library_that_cannot_be_loaded_is_made_again(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
