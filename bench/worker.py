@@ -32,9 +32,13 @@ class Child:
     """The parent's end: start it, `run` tasks, `close`. Raises `ChildError` when the child is gone."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str] | None = None, *, timeout_s: float | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str | None] | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> None:
-        """A child that is not closed after `timeout_s` seconds is ended, whatever it does."""
+        """What is None in `environment` is unset. A child that is not closed after `timeout_s` seconds is ended."""
         self._timeout_s = timeout_s
         self._is_late = False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the child
@@ -43,7 +47,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**os.environ, **(environment or {})},
+            env={name: value for name, value in {**os.environ, **(environment or {})}.items() if value is not None},
         )
         self._timer = threading.Timer(timeout_s or 0.0, self._end)
         if timeout_s is not None:

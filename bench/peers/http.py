@@ -43,7 +43,8 @@ class Server:
         command = [word.replace("{port}", str(port)) for word in spec.server]
         self.url = f"http://127.0.0.1:{port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the server)
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"} if spec.name == OURS else {**os.environ}
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        environment |= {"OMP_WAIT_POLICY": "passive"} if spec.name == OURS else {}
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environment
         )

@@ -37,7 +37,7 @@ class SystemSpec:
     name: str  # as the tables have it
     precision: str
     command: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str | None] = field(default_factory=dict)  # None: unset
     server: tuple[str, ...] | None = None  # what starts it as a server; "{port}" is where
 
 
@@ -78,6 +78,8 @@ class Kind:
     binary: str | None  # its name on the path
     forms: Mapping[str, tuple[str, Callable[[Place, str], str]]]  # precision -> what it is called, how it is made
     server: Callable[[str, str, Place], tuple[str, ...]] | None = None  # (where it is, the model, ...)
+    # How OpenMP waits: NovaInfer's `passive` halves llama.cpp's rate, and transformers loses most without it.
+    omp_wait_policy: str | None = None
 
 
 def _as_it_is(place: Place, _: str) -> str:
@@ -117,7 +119,9 @@ PEERS: Mapping[str, Kind] = {
         {"bf16": ("BF16", _gguf("BF16")), "int8": ("Q8_0", _gguf("Q8_0")), "int4": ("Q4_K_M", _gguf("Q4_K_M"))},
         _llama_server,
     ),
-    "transformers": Kind("run_transformers", "transformers", None, {"bf16": ("bf16", _as_it_is)}),
+    "transformers": Kind(
+        "run_transformers", "transformers", None, {"bf16": ("bf16", _as_it_is)}, omp_wait_policy="passive"
+    ),
 }
 
 
@@ -158,9 +162,7 @@ def peer_systems(name: str, where: str, precision: str, place: Place, folder: st
         name=f"{name} {title}",
         precision=precision,
         command=(python, "-m", f"{PACKAGE}.{kind.program}", model, json.dumps(options)),
-        environment={"PYTHONPATH": folder, "OMP_WAIT_POLICY": "passive"}
-        if python == sys.executable
-        else {"PYTHONPATH": folder},
+        environment={"PYTHONPATH": folder, "OMP_WAIT_POLICY": kind.omp_wait_policy},
         server=None if kind.server is None else kind.server(where, model, place),
     )
 

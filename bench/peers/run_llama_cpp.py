@@ -101,8 +101,11 @@ class LlamaServer:
                 raise RuntimeError(f"status {answer.status}: {answer.read(300)!r}")
             for text in answer:
                 if text.startswith(b"data: "):
-                    count = len(json.loads(text[6:]).get("tokens", ()))
-                    if count:
+                    event = json.loads(text[6:])
+                    count = len(event.get("tokens", ()))
+                    if event.get("stop"):  # it knows of tokens whose half characters were held back
+                        count = event["tokens_predicted"] - line.num_output_tokens
+                    if count > 0:
                         line.times_s.append(time.perf_counter() - began_s - arrival_s)
                         line.counts.append(count)
             if line.num_output_tokens != length:

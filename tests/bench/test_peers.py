@@ -18,7 +18,7 @@ from novainfer.bench.peers import compare, files, known
 from novainfer.bench.peers.known import OURS, SystemSpec
 from novainfer.bench.peers.probe import Look, Probe
 from novainfer.bench.peers.report import LEFT, picture
-from novainfer.bench.worker import Child, Task
+from novainfer.bench.worker import Child, ChildError, Task
 from novainfer.bench.workload import TRAFFIC, WORKLOADS, scaled
 from novainfer.kernels.ops.quantised import quantised
 from novainfer.kernels.weights.gguf import read_gguf
@@ -161,6 +161,22 @@ def test_peers_are_found_where_they_are_said_to_be(tmp_path: Path, monkeypatch: 
     for given, words in (({"vlm": sys.executable}, "no peer 'vlm'"), ({"vllm": str(tmp_path)}, "no program")):
         with pytest.raises(ValueError, match=words):
             known.find_peers(given)
+
+
+def test_a_peer_waits_as_it_does_best_and_not_as_novainfer_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    place = known.Place(tmp_path, tmp_path, 1024, 4096)
+    spec = known.peer_systems("vllm", sys.executable, "bf16", place, "/a/folder")
+    assert spec is not None
+    assert spec.environment == {"PYTHONPATH": "/a/folder", "OMP_WAIT_POLICY": None}
+    other = known.peer_systems("transformers", sys.executable, "bf16", place, "/a/folder")
+    assert other is not None
+    assert other.environment["OMP_WAIT_POLICY"] == "passive"
+    code = "import os, sys; sys.exit(3 if 'OMP_WAIT_POLICY' in os.environ else 4)"
+    with pytest.raises(ChildError, match="exit code 4"):
+        Child([sys.executable, "-c", code], spec.environment)
 
 
 def test_a_peers_program_needs_nothing_of_novainfer() -> None:
