@@ -59,8 +59,9 @@ def run(
 
     A peer that does not start, or fails on the way, is left out from then on, with its reason in the report.
     """
-    longest = max([w.prompt_len + w.max_tokens for w in workloads], default=0)
-    together = max([w.num_requests * (w.prompt_len + w.max_tokens) for w in workloads], default=0)
+    asked = [*workloads, HTTP_WORK] if with_http else workloads
+    longest = max([w.prompt_len + w.max_tokens for w in asked], default=0)
+    together = max([w.num_requests * (w.prompt_len + w.max_tokens) for w in asked], default=0)
     if traffic is not None:
         sizes = traffic.prompt_lens[1] + traffic.lengths[1]
         longest, together = max(longest, sizes), max(together, traffic.num_requests * sizes)

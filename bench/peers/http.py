@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import statistics
 import subprocess
 import tempfile
 import time
@@ -108,6 +109,6 @@ def measure_http(
     compared: dict[str, Any] = {}
     for name, records in runs.items():
         pairs = ratios(own, [record["output_tok_s"] for record in records])
-        pace = {"ratio": sorted(pairs)[len(pairs) // 2], "ratio_spread": spread(pairs), "runs": records}
+        pace = {"ratio": statistics.median(pairs), "ratio_spread": spread(pairs), "runs": records}
         compared[name] = medians(records) | pace
     return {"title": f"{work.title}, {CLIENTS} clients", "systems": compared}

@@ -132,6 +132,21 @@ def test_traffic_comes_at_seventy_percent_of_what_each_can_do(model_dir: Path, m
     assert "share_of_roof" not in found[OURS]
 
 
+def test_servers_have_room_for_what_they_are_asked_over_http(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[known.Place] = []
+
+    def ours(place: known.Place, precision: str) -> SystemSpec:
+        places.append(place)
+        return SystemSpec(OURS, precision, tuple(command(0.5)))
+
+    monkeypatch.setattr(compare, "_ours", ours)
+    monkeypatch.setattr(compare, "measure_http", lambda *_: {"title": "W5", "systems": {}})
+    compare.run(model_dir, {}, precisions=["bf16"], workloads=[], with_http=True)
+    work = compare.HTTP_WORK
+    assert places[0].max_model_len >= work.prompt_len + work.max_tokens
+    assert places[0].max_num_tokens >= work.num_requests * (work.prompt_len + work.max_tokens)
+
+
 def test_the_clock_is_the_same_at_any_rate_and_its_mean_is_the_rate() -> None:
     slow, fast = TRAFFIC.arrivals_s(1.0, 5), TRAFFIC.arrivals_s(4.0, 5)
     assert slow[0] == 0.0
