@@ -14,7 +14,12 @@ from novainfer.kernels.models.gguf import Gguf, read_gguf
 
 __all__ = ["config_values", "end_tokens", "gguf_config"]
 
-ARCHITECTURES = ("qwen2", "qwen3", "llama")  # Mistral's files say "llama"
+# What config.json calls them as `model_type`; Mistral's files say "llama".
+ARCHITECTURES = {
+    "qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
+}  # fmt: skip
+# Whose layers all have experts, and whether the weights of those that are chosen sum to 1: llama.cpp has it by name.
+NORMALISES_EXPERTS = {"qwen2moe": False, "qwen3moe": True}
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 CONTROL = 3  # the type of a token that is no text
 # Tokens that end an answer whatever the keys say, as llama.cpp has it: of some files the keys name one of two.
@@ -28,8 +33,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.sliding_window": (0,),
     "attn_logit_softcapping": (0.0,),
     "embedding_scale": (1.0, 0.0),
+    "expert_gating_func": (1, 0),  # softmax, or not said
+    "expert_group_count": (0, 1),
+    "expert_weights_scale": (1.0, 0.0),
     "final_logit_softcapping": (0.0,),
+    "leading_dense_block_count": (0,),
     "logit_scale": (1.0, 0.0),
+    "moe_every_n_layers": (0, 1),
     "residual_scale": (1.0, 0.0),
     "rope.scale_linear": (1.0,),
     "rope.scaling.attn_factor": (1.0,),
@@ -60,7 +70,7 @@ def gguf_config(path: Path, families: dict[str, ModelFamily]) -> ModelConfig:
             f"{path}: general.architecture {architecture!r} is not supported, only "
             f"{', '.join(map(repr, ARCHITECTURES))}"
         )
-    family = next(family for family in families.values() if family.model_type == architecture)
+    family = next(family for family in families.values() if family.model_type == ARCHITECTURES[architecture])
     config = parse_config(family, config_values(gguf, architecture), path)
     return replace(config, eos_token_ids=end_tokens(gguf, config.vocab_size))
 
@@ -71,10 +81,6 @@ def config_values(gguf: Gguf, architecture: str) -> dict[str, Any]:
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
-    if gguf.integer(key("expert_count"), 0, minimum=0):
-        raise LoadError(
-            f"{gguf.path}: {key('expert_count')} is not supported: models of experts are not read from GGUF"
-        )
     for name, neutral in NEUTRAL.items():
         value = gguf.values.get(key(name), neutral[0])
         if value not in neutral:
@@ -105,8 +111,9 @@ def config_values(gguf: Gguf, architecture: str) -> dict[str, Any]:
         "tie_word_embeddings": HEAD not in gguf.tensors,
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in gguf.tensors,
+        "qkv_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "use_sliding_window": False,
-    }
+    } | _experts(gguf, architecture)
 
 
 def end_tokens(gguf: Gguf, vocab_size: int) -> tuple[int, ...]:
@@ -120,6 +127,35 @@ def end_tokens(gguf: Gguf, vocab_size: int) -> tuple[int, ...]:
     control = {i for i, kind in enumerate(types[: len(tokens)]) if kind == CONTROL}
     found |= {i for i in control if tokens[i] in END_TOKENS}
     return tuple(sorted(token_id for token_id in found if token_id < vocab_size))
+
+
+def _experts(gguf: Gguf, architecture: str) -> dict[str, Any]:
+    """What config.json would say of experts; sizes that the keys lack are what llama.cpp takes them for."""
+
+    def key(name: str) -> str:
+        return f"{architecture}.{name}"
+
+    if architecture not in NORMALISES_EXPERTS:
+        if count := gguf.integer(key("expert_count"), 0, minimum=0):
+            supported = ", ".join(map(repr, NORMALISES_EXPERTS))
+            raise LoadError(f"{gguf.path}: {key('expert_count')} {count} is not supported, only with {supported}")
+        return {}
+    count, num_active = gguf.integer(key("expert_count")), gguf.integer(key("expert_used_count"))
+    if num_active > count:
+        raise LoadError(
+            f"{gguf.path}: {key('expert_used_count')} must be at most {count} ({key('expert_count')}), not {num_active}"
+        )
+    normalises = NORMALISES_EXPERTS[architecture]
+    if gguf.boolean(key("expert_weights_norm"), normalises) != normalises:
+        raise LoadError(f"{gguf.path}: {key('expert_weights_norm')} must be {normalises} with {architecture!r}")
+    size = gguf.integer(key("feed_forward_length"))
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": num_active,
+        "norm_topk_prob": normalises,
+        "moe_intermediate_size": gguf.integer(key("expert_feed_forward_length"), max(size // num_active, 1)),
+        "shared_expert_intermediate_size": gguf.integer(key("expert_shared_feed_forward_length"), size),
+    }
 
 
 def _scaling(gguf: Gguf, architecture: str, context: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 llama.cpp rotates the two numbers of a pair that stand side by side; for architectures that pair the halves of a head
 its converter leaves rows as they are, but for "llama" it interleaves those of q and k: they are put back when read.
+It stacks the weights of all experts of a layer in one tensor: here each is a weight of its own, where it lies.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ LAYER_NAMES = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
+STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+ONE_ROW = "ffn_gate_inp_shexp"  # written as a vector
 DERIVED = ("rope_freqs.weight",)  # read with the config, whose fields say the same
 INTERLEAVED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}  # of "llama": how many heads
 
@@ -36,11 +42,34 @@ INTERLEAVED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count
 def gguf_entries(path: Path) -> dict[str, Entry]:
     """Where each tensor lies; raises `LoadError` as `read_gguf` does."""
     gguf = read_gguf(path)
-    return {
-        (known := _name(name)): _entry(gguf, name, known, tensor)
-        for name, tensor in gguf.tensors.items()
-        if name not in DERIVED
-    }
+    entries: dict[str, Entry] = {}
+    for name, tensor in gguf.tensors.items():
+        stem, _, part = name.removesuffix(".weight").rpartition(".")
+        if part in STACKED and name.endswith(".weight"):
+            for expert, weight in enumerate(_unstacked(gguf, name, tensor)):
+                known = f"{_layer(stem)}.mlp.experts.{expert}.{STACKED[part]}.weight"
+                entries[known] = _entry(gguf, name, known, weight)
+        elif name not in DERIVED:
+            known = _name(name)
+            entries[known] = _entry(gguf, name, known, tensor)
+    return entries
+
+
+def _unstacked(gguf: Gguf, name: str, tensor: GgufTensor) -> list[GgufTensor]:
+    """The weight of each expert: one behind the other, as they lie in whole blocks."""
+    key = f"{gguf.text('general.architecture')}.expert_count"
+    count = gguf.integer(key, 0, minimum=0)
+    if len(tensor.shape) != 3 or tensor.shape[0] != count:
+        raise LoadError(
+            f"{gguf.path}: {name} {list(tensor.shape)} does not hold the weights of {count} experts ({key})"
+        )
+    size = (tensor.end - tensor.begin) // count
+    begins = range(tensor.begin, tensor.end, size)
+    return [GgufTensor(tensor.type, tensor.shape[1:], begin, begin + size) for begin in begins]
+
+
+def _layer(stem: str) -> str:
+    return f"model.layers.{stem.removeprefix('blk.')}"
 
 
 def _name(name: str) -> str:
@@ -48,7 +77,7 @@ def _name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if stem.startswith("blk.") and stem.count(".") == 2:
         _, layer, part = stem.split(".")
-        return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}" if part in LAYER_NAMES else name
+        return f"{_layer(layer)}.{LAYER_NAMES[part]}.{kind}" if part in LAYER_NAMES else name
     return f"{NAMES[stem]}.{kind}" if stem in NAMES else name
 
 
@@ -59,8 +88,8 @@ def _entry(gguf: Gguf, name: str, known: str, tensor: GgufTensor) -> Entry:
         heads = gguf.integer(f"llama.{INTERLEAVED[part]}", gguf.integer("llama.attention.head_count"))
         if tensor.shape[0] % (2 * heads):
             raise LoadError(f"{gguf.path}: {name} {list(tensor.shape)} does not have an even size for {heads} heads")
-    dtype = FLOATS.get(tensor.type, tensor.type)
-    entry = TensorEntry(gguf.path, dtype, tensor.shape, tensor.begin, tensor.end, heads)
+    shape = (1, *tensor.shape) if part == ONE_ROW and len(tensor.shape) == 1 else tensor.shape
+    entry = TensorEntry(gguf.path, FLOATS.get(tensor.type, tensor.type), shape, tensor.begin, tensor.end, heads)
     if tensor.type in FLOATS:
         return entry
     if len(tensor.shape) != 2:

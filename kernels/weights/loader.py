@@ -112,9 +112,17 @@ def embedding_spec(config: ModelConfig, checkpoint: Checkpoint) -> LinearSpec | 
     return LinearSpec(None, "embedding", (tensor.name.removesuffix(".weight"),), rows, columns, gathers_rows=True)
 
 
+def _form(spec: LinearSpec, checkpoint: Checkpoint) -> GroupedForm | None:
+    """The form that a product's weight is kept in; None: in floats, as what must be exact is, codes or not.
+
+    A kernel of codes may round activations, too.
+    """
+    return None if spec.is_exact else checkpoint.form(spec.weights)
+
+
 def linear_kernel(spec: LinearSpec, checkpoint: Checkpoint, kernels: Selection) -> Any:
     """The class for a product: of weights in codes one that takes them as they are."""
-    form = checkpoint.form(spec.weights)
+    form = _form(spec, checkpoint)
     if form is not None:
         return kernels.grouped(spec.out_features, spec.in_features, form, gathers_rows=spec.gathers_rows)
     return kernels.linear(
@@ -128,7 +136,7 @@ def linear_kernel(spec: LinearSpec, checkpoint: Checkpoint, kernels: Selection) 
 
 def linear_bytes(spec: LinearSpec, checkpoint: Checkpoint, kernels: Selection) -> int:
     """About what the weight of a product takes."""
-    form = checkpoint.form(spec.weights)
+    form = _form(spec, checkpoint)
     if form is None:
         precision = kernels.precision.of(is_head=spec.is_head, is_exact=spec.is_exact)
         return precision.weight_bytes(spec.out_features, spec.in_features, kernels.dtype)
@@ -292,7 +300,7 @@ class WeightReader:
 
     def linear(self, spec: LinearSpec) -> Linear:
         """The fused and packed product of a spec's projections."""
-        form = self.checkpoint.form(spec.weights)
+        form = _form(spec, self.checkpoint)
         weight = self.fused(spec.weights) if form is None else None
         bias = self.fused([f"{name}.bias" for name in spec.names]) if spec.has_bias else None
         kernel = linear_kernel(spec, self.checkpoint, self.kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,15 @@ NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }  # fmt: skip
+ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}  # where config.json has another name
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
+KEPT = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")  # llama-quantize leaves them in F32
 # Of each block: where fp16 numbers stand, which random bytes must not make infinite or large.
 HALVES = {
     Type.Q4_0: (0,), Type.Q4_1: (0, 2), Type.Q5_0: (0,), Type.Q5_1: (0, 2), Type.Q8_0: (0,),
@@ -48,12 +57,13 @@ def save_gguf(
     out: Path,
     type_of: Callable[[str], Type],
     *,
+    kept: tuple[str, ...] = KEPT,
     change: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> dict[str, torch.Tensor]:
     """Write the file; the gguf package's own dequantisation of its tensors, by the names of the source."""
     config = json.loads((source / "config.json").read_text())
     architecture, heads, kv_heads = (
-        config["model_type"],
+        ARCHITECTURES.get(config["model_type"], config["model_type"]),
         config["num_attention_heads"],
         config["num_key_value_heads"],
     )
@@ -69,19 +79,35 @@ def save_gguf(
         writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
+    num_experts = config.get("num_local_experts", config.get("num_experts"))
+    if num_experts is not None:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if "shared_expert_intermediate_size" in config:
+            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     change(writer)
     read: dict[str, torch.Tensor] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
     for number, (name, tensor) in enumerate(load_file(source / "model.safetensors").items()):
         values = tensor.float().numpy()
-        kind = type_of(name) if values.ndim == 2 else Type.F32
+        kind = type_of(name) if values.ndim == 2 and not name.endswith(kept) else Type.F32
         interleaves = architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight"))
         num_heads = (heads if "q_proj" in name else kv_heads) if interleaves else 0
         if kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K):
             data = blocks(values.shape, kind, number)
         else:
             data = quants.quantize(interleaved(values, num_heads), kind)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
         read[name] = torch.from_numpy(deinterleaved(quants.dequantize(data, kind), num_heads).copy())
+        if (of_expert := EXPERT.fullmatch(name)) is None:
+            # A tensor of one row is written as a vector, as the converter squeezes what it writes.
+            writer.add_tensor(gguf_name(name), data[0] if len(data) == 1 else data, raw_dtype=kind)
+            continue
+        stack = stacks.setdefault(of_expert[1] + of_expert[3], {})
+        stack[int(of_expert[2])] = data
+        if len(stack) == num_experts:
+            whole = np.stack([stack[expert] for expert in range(num_experts)])
+            writer.add_tensor(gguf_name(of_expert[1] + of_expert[3]), whole, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

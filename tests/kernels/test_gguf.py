@@ -32,13 +32,23 @@ from novainfer.kernels.weights.header import check_weights
 QWEN2 = Shape("qwen2", 8, 2, 32, 256, 160, intermediate_size=512, rope_theta=1e6)
 QWEN3 = replace(QWEN2, name="qwen3", family="Qwen3", tied=False)
 LLAMA = replace(QWEN2, name="llama", family="Llama", tied=False)
+EXPERTS = (
+    ("num_experts", 5),
+    ("num_experts_per_tok", 2),
+    ("moe_intermediate_size", 256),
+    ("shared_expert_intermediate_size", 512),
+)
+QWEN2_MOE = replace(QWEN2, name="qwen2-moe", family="Qwen2Moe", tied=False, others=EXPERTS)
+QWEN3_MOE = replace(
+    QWEN2, name="qwen3-moe", family="Qwen3Moe", tied=False, others=(*EXPERTS[:3], ("norm_topk_prob", True))
+)
 NATIVE = any(kernel.name == "native" for kernel in build_registry(CPU).implementations("linear"))
 PROMPT = [(7 * i + 3) % 127 for i in range(37)]
 
 
 def mixed(name: str) -> Type:
     """As llama-quantize makes Q4_K_M: v and some of down, and the head or the embeddings that are it, in Q6_K."""
-    if "v_proj" in name or ("down_proj" in name and ".0." in name) or "embed" in name or "lm_head" in name:
+    if "v_proj" in name or ("down_proj" in name and "layers.0." in name) or "embed" in name or "lm_head" in name:
         return Type.Q6_K
     return Type.Q4_K
 
@@ -57,6 +67,10 @@ MIXTURES: dict[str, tuple[Shape, Callable[[str], Type], str]] = {
     "Q4_K_M of qwen3": (QWEN3, mixed, "Q4_K+Q6_K (gguf)"),
     "Q4_K_M of llama": (LLAMA, mixed, "Q4_K+Q6_K (gguf)"),
     "Q4_K_M of odd rows": (replace(QWEN2, hidden_size=224), fallback, "Q5_0+Q8_0 (gguf)"),
+    "Q4_K_M of qwen2moe": (QWEN2_MOE, mixed, "Q4_K+Q6_K (gguf)"),
+    "Q4_K_M of qwen3moe": (QWEN3_MOE, mixed, "Q4_K+Q6_K (gguf)"),
+    "Q8_0 of qwen3moe": (QWEN3_MOE, only(Type.Q8_0), "Q8_0 (gguf)"),
+    "BF16 of qwen2moe": (QWEN2_MOE, only(Type.BF16), "float32"),
     "Q5_K": (QWEN2, only(Type.Q5_K), "Q5_K (gguf)"),
     "Q8_0": (QWEN2, only(Type.Q8_0), "Q8_0 (gguf)"),
     "Q8_0 of llama": (LLAMA, only(Type.Q8_0), "Q8_0 (gguf)"),
@@ -128,22 +142,42 @@ def test_it_computes_what_an_unquantised_model_of_the_same_weights_does(name: st
 
 
 @pytest.mark.skipif(not NATIVE, reason="there are no native kernels here")
-@pytest.mark.parametrize("name", ["Q4_K_M", "Q4_K_M of odd rows", "Q8_0 of llama", "Q4_0 and Q4_1"])
+@pytest.mark.parametrize(
+    "name", ["Q4_K_M", "Q4_K_M of odd rows", "Q8_0 of llama", "Q4_0 and Q4_1", "Q4_K_M of qwen2moe"]
+)
 def test_native_kernels_hold_the_same_weights(name: str, tmp_path: Path) -> None:
     shape, type_of, _ = MIXTURES[name]
     tensors = save_gguf(save_checkpoint(shape, tmp_path / "source"), tmp_path / "model.gguf", type_of)
     runner = load(tmp_path / "model.gguf", registry=build_registry(CPU))
-    assert runner.info.kernels["linear"] == "native-int4"
+    assert runner.info.kernels["linear"] == ("native-int4+native" if shape.others else "native-int4")
     decoder = runner._decoder
     products = [(decoder.head, ["model.embed_tokens" if shape.tied else "lm_head"])]
     for index, layer in enumerate(decoder.layers):
         stem = f"model.layers.{index}."
         products.append((layer.qkv, [f"{stem}self_attn.{part}_proj" for part in "qkv"]))
-        products.append((layer.down, [f"{stem}mlp.down_proj"]))
+        if layer.down is not None:
+            products.append((layer.down, [f"{stem}mlp.down_proj"]))
+        else:
+            gates = [f"{stem}mlp.shared_expert.{part}_proj" for part in ("gate", "up")]
+            products.append((layer.shared_gate_up, gates))
+            for expert, (both, down) in enumerate(zip(layer.experts_gate_up, layer.experts_down, strict=True)):
+                products.append((both, [f"{stem}mlp.experts.{expert}.{part}_proj" for part in ("gate", "up")]))
+                products.append((down, [f"{stem}mlp.experts.{expert}.down_proj"]))
     for linear, stems in products:
         expected = torch.cat([tensors[f"{stem}.weight"] for stem in stems])
         found = linear.rows(torch.arange(len(expected)))
         torch.testing.assert_close(found, expected, rtol=2**-21, atol=2**-20 * float(expected.abs().max()))
+
+
+@pytest.mark.skipif(not NATIVE, reason="there are no native kernels here")
+def test_a_router_in_codes_is_widened_as_its_product_must_round_no_activations(tmp_path: Path) -> None:
+    source = save_checkpoint(QWEN3_MOE, tmp_path / "source")
+    tensors = save_gguf(source, tmp_path / "m.gguf", only(Type.Q8_0), kept=())
+    runner = load(tmp_path / "m.gguf", registry=build_registry(CPU))
+    for index, layer in enumerate(runner._decoder.layers):
+        assert layer.router.name == "native"
+        expected = tensors[f"model.layers.{index}.mlp.gate.weight"]
+        torch.testing.assert_close(layer.router.rows(torch.arange(5)), expected, rtol=2**-21, atol=0)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +238,7 @@ def test_a_file_that_is_not_quantised_may_be(tmp_path: Path) -> None:
         ),
         (
             lambda w: w.add_string("general.architecture", "qwen3_moe"),
-            "general.architecture 'qwen3_moe' is not supported, only 'qwen2', 'qwen3', 'llama'",
+            "general.architecture 'qwen3_moe' is not supported, only 'qwen2', 'qwen3', 'llama', 'qwen2moe', 'qwen3moe'",
         ),
         (
             lambda w: w.add_uint32("qwen2.attention.sliding_window", 8),
@@ -219,7 +253,7 @@ def test_a_file_that_is_not_quantised_may_be(tmp_path: Path) -> None:
         ),
         (lambda w: w.add_string("qwen2.embedding_length", "64"), "qwen2.embedding_length must be a whole number"),
         (lambda w: w.add_uint32("qwen2.embedding_length", 128), "mis-shaped (model.embed_tokens.weight [96, 64]"),
-        (lambda w: w.add_uint32("qwen2.expert_count", 8), "qwen2.expert_count is not supported"),
+        (lambda w: w.add_uint32("qwen2.expert_count", 8), "expert_count 8 is not supported, only with 'qwen2moe', 'qw"),
         (
             lambda w: w.add_uint32("qwen2.rope.dimension_count", 8),
             "qwen2.rope.dimension_count must be 16 like the keys",
@@ -249,7 +283,12 @@ def test_a_file_that_is_not_quantised_may_be(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_said_in_one_sentence(
     change: Callable[..., None], expected: str, tmp_path: Path
 ) -> None:
-    source = save_checkpoint(Shape("bad", 4, 2, 16, 64, 96, intermediate_size=64), tmp_path / "source")
+    refused_of(Shape("bad", 4, 2, 16, 64, 96, intermediate_size=64), change, expected, tmp_path)
+
+
+def refused_of(shape: Shape, change: Callable[..., None], expected: str, tmp_path: Path) -> None:
+    """A file whose keys or tensors are changed is refused in a sentence."""
+    source = save_checkpoint(shape, tmp_path / "source")
 
     def overwrite(writer: gguf.GGUFWriter) -> None:
         keys = writer.kv_data[0]
@@ -266,6 +305,49 @@ def test_what_cannot_be_read_is_said_in_one_sentence(
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(tmp_path / "m.gguf") in str(caught.value)
+
+
+FEW = (("num_experts", 5), ("num_experts_per_tok", 2), ("moe_intermediate_size", 32), ("norm_topk_prob", True))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            lambda w: w.add_expert_count(6),
+            "ffn_down_exps.weight [5, 64, 32] does not hold the weights of 6 experts (qwen3moe.expert_count)",
+        ),
+        (lambda w: w.add_expert_count(0), "qwen3moe.expert_count must be a whole number of at least 1, not 0"),
+        (lambda w: w.add_expert_used_count(7), "expert_used_count must be at most 5 (qwen3moe.expert_count), not 7"),
+        (lambda w: w.add_expert_feed_forward_length(24), "experts.0.gate_proj.weight [32, 64] instead of [24, 64]"),
+        (lambda w: w.add_expert_weights_norm(False), "qwen3moe.expert_weights_norm must be True with 'qwen3moe'"),
+        (lambda w: w.add_expert_weights_scale(2.5), "qwen3moe.expert_weights_scale 2.5 is not supported, only 1.0"),
+        (lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID), "expert_gating_func 2 is not supp"),
+        (lambda w: w.add_leading_dense_block_count(1), "qwen3moe.leading_dense_block_count 1 is not supported"),
+        (lambda w: w.add_expert_group_count(4), "qwen3moe.expert_group_count 4 is not supported, only 0"),
+        (
+            lambda w: w.add_tensor("blk.0.ffn_gate_up_exps.weight", np.zeros((5, 64, 64), np.float32)),
+            "1 unexpected (blk.0.ffn_gate_up_exps.weight)",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_read_are_said_in_one_sentence(
+    change: Callable[..., None], expected: str, tmp_path: Path
+) -> None:
+    refused_of(Shape("bad", 4, 2, 16, 64, 96, tied=False, family="Qwen3Moe", others=FEW), change, expected, tmp_path)
+
+
+def test_sizes_that_files_of_experts_leave_out_are_what_llama_cpp_takes_them_for(tmp_path: Path) -> None:
+    sizes = (("moe_intermediate_size", 32), ("shared_expert_intermediate_size", 64))
+    shape = Shape("old", 4, 2, 16, 64, 96, False, family="Qwen2Moe", intermediate_size=64, others=(*FEW[:2], *sizes))
+    source = save_checkpoint(shape, tmp_path / "source")
+    before = lambda writer: [  # noqa: E731
+        writer.kv_data[0].pop(f"qwen2moe.expert_{name}feed_forward_length") for name in ("", "shared_")
+    ]
+    save_gguf(source, tmp_path / "m.gguf", only(Type.Q8_0), change=before)
+    check_weights(tmp_path / "m.gguf")
+    config = read_config(tmp_path / "m.gguf")
+    assert (config.moe_intermediate_size, config.shared_expert_intermediate_size) == (32, 64)
 
 
 @pytest.mark.parametrize(
