@@ -1,11 +1,13 @@
 """The tokenizer in a GGUF file, as transformers' own object: what tokenizer.json would make of the same vocabulary.
 
-Only byte-level BPE is read, and only where the file names a way to split text that is known here exactly
-(`tokenizer.ggml.pre`, llama.cpp's names): another one would give other tokens than the model was trained with.
+Byte-level BPE is read only where the file names a way to split text that is known here exactly (`tokenizer.ggml.pre`,
+llama.cpp's names): another one would give other tokens than the model was trained with. SentencePiece's BPE (Llama 2,
+Mistral 7B) has no such choice: the best pair of pieces is joined first, by the score of what they make.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from novainfer.fsm.messages.errors import ModelLoadError
@@ -15,7 +17,9 @@ from novainfer.kernels.models.gguf import Gguf
 __all__ = ["gguf_tokenizer", "has_tokenizer"]
 
 KEYS = "tokenizer.ggml."
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
+ANOTHER = "; another tokenizer can be given with the setting tokenizer"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # types of tokens
+SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
 ROLES = ("bos", "eos", "unknown", "padding")
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -56,10 +60,15 @@ def gguf_tokenizer(gguf: Gguf) -> Any:
 
 
 def _build(gguf: Gguf) -> Any:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import AddedToken, processors
     from transformers import PreTrainedTokenizerFast
 
-    splitting = _splitting(gguf)
+    model = gguf.text(f"{KEYS}model")
+    if model not in MODELS:
+        supported = " and ".join(f"{name!r} ({what})" for name, (what, _) in MODELS.items())
+        raise LoadError(f"{gguf.path}: {KEYS}model {model!r} is not supported, only {supported}{ANOTHER}")
+    if gguf.boolean(f"{KEYS}add_eos_token", False):
+        raise LoadError(f"{gguf.path}: {KEYS}add_eos_token true is not supported: a prompt goes on")
     tokens = gguf.items(f"{KEYS}tokens", str)
     types = gguf.items(f"{KEYS}token_type", int, [NORMAL] * len(tokens))
     if len(types) != len(tokens):
@@ -67,22 +76,12 @@ def _build(gguf: Gguf) -> Any:
     vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != UNUSED}
     if len(vocabulary) != len(tokens) - types.count(UNUSED):
         raise LoadError(f"{gguf.path}: {KEYS}tokens names a token twice")
-    merges = [_pair(gguf, merge) for merge in gguf.items(f"{KEYS}merges", str)]
-    whole = splitting.takes_whole_tokens
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=whole))
-    if splitting.is_composed:
-        made.normalizer = normalizers.NFC()
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None)
-    made.pre_tokenizer = bytes_only
-    if splitting.pattern is not None:
-        split = pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated", invert=False)
-        made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
-    made.decoder = decoders.ByteLevel()
-    for kind in (CONTROL, USER_DEFINED):
+    made, begins = MODELS[model][1](gguf, vocabulary)
+    for kind in (UNKNOWN, CONTROL, USER_DEFINED):
         added = [token for token, found in zip(tokens, types, strict=True) if found == kind]
-        made.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token in added])
+        made.add_tokens([AddedToken(token, special=kind != USER_DEFINED, normalized=False) for token in added])
     roles = {role: _role(gguf, role, tokens) for role in ROLES}
-    if gguf.boolean(f"{KEYS}add_bos_token", splitting.begins) and roles["bos"] is not None:
+    if gguf.boolean(f"{KEYS}add_bos_token", begins) and roles["bos"] is not None:
         begin = roles["bos"]
         made.post_processor = processors.TemplateProcessing(
             single=f"{begin} $A", special_tokens=[(begin, vocabulary[begin])]
@@ -96,14 +95,73 @@ def _build(gguf: Gguf) -> Any:
     )
 
 
+def _byte_level(gguf: Gguf, vocabulary: dict[str, int]) -> tuple[Any, bool]:
+    """Tokens in bytes, and whether a prompt begins with a control token where the file says nothing."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    splitting = _splitting(gguf)
+    merges = [_pair(gguf, merge) for merge in gguf.items(f"{KEYS}merges", str)]
+    whole = splitting.takes_whole_tokens
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=whole))
+    if splitting.is_composed:
+        made.normalizer = normalizers.NFC()
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None)
+    made.pre_tokenizer = bytes_only
+    if splitting.pattern is not None:
+        split = pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated", invert=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    made.decoder = decoders.ByteLevel()
+    return made, splitting.begins
+
+
+def _sentencepiece(gguf: Gguf, vocabulary: dict[str, int]) -> tuple[Any, bool]:
+    """As `_byte_level`: pieces of text in which a space is a letter, and a token for each byte of what has none.
+
+    The space before each text is put there behind control tokens, too, as llama.cpp and Llama 2's tokenizer.json do.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    lacking = next((byte for byte in range(256) if f"<0x{byte:02X}>" not in vocabulary), None)
+    if lacking is not None:
+        raise LoadError(f"{gguf.path}: {KEYS}tokens holds no <0x{lacking:02X}>, but must hold all 256 bytes")
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=_merges(gguf, vocabulary), fuse_unk=True, byte_fallback=True))
+    spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
+    text: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if gguf.boolean(f"{KEYS}add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend(SPACE))
+        text.append(decoders.Strip(" ", left=1, right=0))
+    made.normalizer = normalizers.Sequence(spaces)
+    made.decoder = decoders.Sequence(text)
+    return made, True
+
+
+MODELS: dict[str, tuple[str, Callable[[Gguf, dict[str, int]], tuple[Any, bool]]]] = {
+    "gpt2": ("byte-level BPE", _byte_level),
+    "llama": ("SentencePiece's BPE", _sentencepiece),
+}
+
+
+def _merges(gguf: Gguf, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """All pairs of tokens that make another one, the best first: by its score, then as transformers orders them."""
+    tokens = gguf.items(f"{KEYS}tokens", str)
+    scores = gguf.items(f"{KEYS}scores", float)
+    if len(scores) != len(tokens):
+        raise LoadError(f"{gguf.path}: {KEYS}scores must have one entry for each of {len(tokens)} tokens")
+    found = [
+        (-scores[token_id], -cut, token[:cut], token[cut:])
+        for token, token_id in vocabulary.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    found.sort(key=lambda merge: (*merge[:2], -len(merge[3])))
+    return [(first, second) for _, _, first, second in found]
+
+
 def _splitting(gguf: Gguf) -> Splitting:
-    model, pre = gguf.text(f"{KEYS}model"), gguf.text(f"{KEYS}pre", "")
-    what = "; another tokenizer can be given with the setting tokenizer"
-    if model != "gpt2":
-        raise LoadError(f"{gguf.path}: {KEYS}model {model!r} is not supported, only 'gpt2' (byte-level BPE){what}")
+    pre = gguf.text(f"{KEYS}pre", "")
     if pre not in SPLITTINGS:
         supported = ", ".join(map(repr, SPLITTINGS))
-        raise LoadError(f"{gguf.path}: {KEYS}pre {pre!r} is not supported, only {supported}{what}")
+        raise LoadError(f"{gguf.path}: {KEYS}pre {pre!r} is not supported, only {supported}{ANOTHER}")
     return SPLITTINGS[pre]
 
 

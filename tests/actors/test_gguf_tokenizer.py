@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -121,6 +123,158 @@ def test_the_distilled_models_of_deepseek_split_text_as_qwen(
     assert distilled.encode_batch(TEXTS) == pair[0].encode_batch(TEXTS)
 
 
+PIECES = (
+    *("<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))),
+    *(
+        "\u2581t",
+        "he",
+        "in",
+        "\u2581a",
+        "\u2581the",
+        "on",
+        "ll",
+        "\u2581in",
+        "ing",
+        "\u2581\u2581",
+        "er",
+        "\u2581w",
+        "or",
+        "\u2581wor",
+    ),
+    *(
+        "lo",
+        "llo",
+        "\u2581He",
+        "\u2581Hello",
+        "ld",
+        "\u2581wo",
+        "orld",
+        "\u2581world",
+        "th",
+        "ther",
+        "\u2581the re",
+        "aa",
+        "aaa",
+    ),
+    *(
+        "\u2581",
+        *"etaoinshrldcumwfgypbvkjxqzHT.,!?<>/0123456789",
+        "\u00e9",
+        "\u65e5",
+        "[INST]",
+        "[CONTROL]",
+        "[UNUSED]",
+    ),
+)
+KINDS = [2, 3, 3, *[6] * 256, *[1] * (len(PIECES) - 262), 4, 3, 5]
+# Pieces of sentencepiece have the negated place among them as a score; here some are equal, and some out of order.
+SCORES = [0.0] * 259 + [-float((7 * i) % 40) for i in range(len(PIECES) - 262)] + [0.0] * 3
+SENTENCES = (
+    "Hello world, the other thing!",
+    "there\u2019s naïve 日本語 \U0001f642 in the world",
+    "a  b   c aaaa aaaaa\n\n\tin",
+    "thererer inininger worldworld",
+    "",
+)
+WITH_SPACES_AND_CONTROL = (" Hello", "  two", "<s>Hello</s>Hello [INST] in [/INST]", "[CONTROL]the<unk>the [UNUSED]")
+
+
+def write_sentencepiece(path: Path, change: Callable[[gguf.GGUFWriter], None] = lambda writer: None) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(list(PIECES))
+    writer.add_token_scores(SCORES)
+    writer.add_token_types(KINDS)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    keys = writer.kv_data[0]
+    before = dict(keys)
+    keys.clear()
+    change(writer)
+    writer.kv_data[0] = before | keys
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_pieces_are_joined_as_transformers_joins_them(tmp_path: Path) -> None:
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
+
+    path = write_sentencepiece(tmp_path / "m.gguf")
+    read = HFTokenizer(path)
+    _, described, _ = theirs.get_gguf_tokenizer(str(path))
+    described["tokens"] = [token for token in described["tokens"] if token != "[UNUSED]"]
+    modern = theirs.add_gguf_special_tokens(theirs.sentencepiece_tokenizer(described), described)
+    assert (
+        json.loads(read._backend.to_str())["model"]["merges"]
+        == json.loads(modern.backend_tokenizer.to_str())["model"]["merges"]
+    )
+    # Spaces are put before texts in two ways: Llama 2's and llama.cpp's is the one that it builds for Phi 3 alone.
+    older = theirs.add_gguf_special_tokens(theirs.phi3_tokenizer(described), described)
+    for text in (*SENTENCES, *WITH_SPACES_AND_CONTROL):
+        expected = older.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        assert read.encode_batch([text]) == [[1, *expected]]
+        if text in SENTENCES:
+            assert expected == modern.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            assert read._backend.decode(expected) == text
+    vocabulary = read.vocabulary()
+    assert vocabulary.special_ids == {0, 1, 2, PIECES.index("[CONTROL]")}
+    assert b"".join(map(vocabulary.bytes_of, expected_of(read, "日本語 \U0001f642"))).decode() == " 日本語 \U0001f642"
+
+
+def expected_of(tokenizer: HFTokenizer, text: str) -> list[int]:
+    (ids,) = tokenizer.encode_batch([text])
+    assert isinstance(ids, list)
+    return ids[1:]
+
+
+def test_pieces_are_joined_as_sentencepiece_does_it_best_first(tmp_path: Path) -> None:
+    scores = [0.0] * 259 + [-float((i + 1) * 37 % 101) for i in range(len(PIECES) - 262)] + [0.0] * 3
+    assert len(set(scores)) == len(PIECES) - 261  # no two pieces are equally good
+    path = write_sentencepiece(tmp_path / "m.gguf", lambda writer: writer.add_token_scores(scores))
+    tokenizer, draw = HFTokenizer(path), random.Random(0)
+    for _ in range(300):
+        text = "".join(draw.choices("the inworlda ?é\u2019", k=draw.randrange(1, 30)))
+        symbols = list("\u2581" + text.replace(" ", "\u2581"))
+        while joined := [
+            (scores[PIECES.index(first + second)], -at, first + second)
+            for at, (first, second) in enumerate(itertools.pairwise(symbols))
+            if first + second in PIECES
+        ]:
+            _, at, piece = max(joined)
+            symbols[-at : 2 - at] = [piece]
+        pieces = [[s] if s in PIECES else [f"<0x{byte:02X}>" for byte in s.encode()] for s in symbols]
+        assert expected_of(tokenizer, text) == [PIECES.index(piece) for found in pieces for piece in found], text
+
+
+def test_the_space_before_a_text_and_the_token_before_it_are_there_unless_the_file_says_no(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_add_space_prefix(False)
+        writer.add_add_bos_token(False)
+
+    tokenizer = HFTokenizer(write_sentencepiece(tmp_path / "m.gguf", change))
+    assert tokenizer.encode_batch(["in", " in"]) == [[PIECES.index("in")], [PIECES.index("\u2581in")]]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda w: w.add_token_scores([0.5]), f"scores must have one entry for each of {len(PIECES)} tokens"),
+        (
+            lambda w: w.add_token_list(["?a", *PIECES[1:100], "?b", *PIECES[101:]]),
+            "tokens holds no <0x61>, but must hold",
+        ),
+        (lambda w: w.add_string("tokenizer.ggml.scores", "x"), "scores must be an array of float, not 'x'"),
+    ],
+)
+def test_pieces_that_cannot_be_read_are_named(change: Callable[..., None], expected: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        load_tokenizer(write_sentencepiece(tmp_path / "m.gguf", change))
+    assert expected in str(caught.value)
+
+
 def test_a_file_without_one_takes_token_ids(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
     writer.write_header_to_file()
@@ -134,7 +288,12 @@ def test_a_file_without_one_takes_token_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda w: w.add_tokenizer_model("llama"), "tokenizer.ggml.model 'llama' is not supported, only 'gpt2'"),
+        (
+            lambda w: w.add_tokenizer_model("t5"),
+            "model 't5' is not supported, only 'gpt2' (byte-level BPE) and 'llama'",
+        ),
+        (lambda w: w.add_add_eos_token(True), "tokenizer.ggml.add_eos_token true is not supported"),
+        (lambda w: w.add_tokenizer_model("llama"), "tokenizer.ggml.tokens holds no <0x00>, but must hold all 256"),
         (
             lambda w: w.add_tokenizer_pre("tekken"),
             "tokenizer.ggml.pre 'tekken' is not supported, only 'qwen2', 'deepseek-r1-qwen'",
