@@ -8,18 +8,25 @@
 namespace nova {
 namespace {
 
-constexpr int ROWS_TARGET = 48;  // query rows computed over one reading of the context
+// Tuning: tests/bench/kernels.py long; Zen 5, two cores.
+constexpr int ROWS_SHARED = 48;          // query rows computed over one reading of the context: of decodes
+constexpr long CHUNK_BYTES = 320 << 10;  // of a chunk: their queries and accumulators, which stay in L2 beside a tile
+constexpr long CHUNK_GROUPS = 16;        // but at least so many groups for each thread, so that all end together
 
 // Divides the rows of a step into groups.
 class Grouping {
  public:
-  Grouping(const CacheDesc& cache, const Batch& batch, AttentionPlan& plan)
+  Grouping(const CacheDesc& cache, const Batch& batch, int threads, AttentionPlan& plan)
       : cache_(cache), batch_(batch), plan_(plan) {
+    const long in_l2 = CHUNK_BYTES / (4 * (cache.key_units() + cache.value_width()));
+    const long all = (long)batch.query_start[batch.num_seqs] * cache.num_heads;
+    const long rows = std::min(in_l2, all / (CHUNK_GROUPS * threads));
+    chunk_tokens_ = std::max(shared_tokens_, (int)rows / ratio_);
     int num_states = 0;
     for (int seq = 0; seq < batch.num_seqs; seq++) {
       // A chunk reads its context once for as many rows as a group has: sharing it would save nothing. Where a window
       // begins differs between rows.
-      const bool shares = queries(seq) <= tokens_max_ && !plan.window;
+      const bool shares = queries(seq) <= shared_tokens_ && !plan.window;
       const int tiles = shares ? whole_tiles(before(seq)) : 0;
       if (tiles) {
         members_.push_back({seq, tiles, num_states, 0});
@@ -76,7 +83,7 @@ class Grouping {
     if (common > tile) {
       const int begin = (int)plan_.tokens.size();
       for (size_t i = first; i < last; i++) add_tokens(members_[i], 0, queries(members_[i].seq));
-      const int all = (int)plan_.tokens.size() - begin, parts = (int)ceil_div(all, tokens_max_);
+      const int all = (int)plan_.tokens.size() - begin, parts = (int)ceil_div(all, shared_tokens_);
       for (int p = 0; p < parts; p++) {
         const int from = begin + (int)((long)all * p / parts), to = begin + (int)((long)all * (p + 1) / parts);
         int limit = std::numeric_limits<int>::max();
@@ -98,7 +105,7 @@ class Grouping {
   // The rest of one sequence: from this tile, or from where its windows begin.
   void own_groups(const Member& member, int tile, int round) {
     const int seq = member.seq;
-    const int chunks = (int)ceil_div(queries(seq), tokens_max_);
+    const int chunks = (int)ceil_div(queries(seq), chunk_tokens_);
     for (int c = 0; c < chunks; c++) {
       const int first = (int)((long)queries(seq) * c / chunks), last = (int)((long)queries(seq) * (c + 1) / chunks);
       const int64_t begin = plan_.window ? std::max<int64_t>(0, before(seq) + first + 1 - plan_.window) : 0;
@@ -125,14 +132,15 @@ class Grouping {
   const Batch& batch_;
   AttentionPlan& plan_;
   const int ratio_ = cache_.num_heads / cache_.num_kv_heads;
-  const int tokens_max_ = std::max(1, ROWS_TARGET / ratio_);
+  const int shared_tokens_ = std::max(1, ROWS_SHARED / ratio_);  // of a shared group
+  int chunk_tokens_;                                             // of a group of one sequence
   std::vector<Member> members_;
 };
 
 }  // namespace
 
 AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int threads, int64_t window) : window(window) {
-  Grouping(cache, batch, *this);
+  Grouping(cache, batch, threads, *this);
   const int ratio = cache.num_heads / cache.num_kv_heads;
   std::vector<double> totals;  // by round
   for (const Group& group : groups) {

@@ -46,7 +46,10 @@ inline void store_int16(int16_t* p, vf x) {  // to the nearest, ties to even; be
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
 }
 #if defined(__AVX512VNNI__)
-inline vi dot_pairs(vi acc, vi a, vi b) { return _mm512_dpwssd_epi32(acc, a, b); }  // of 16 bits, into 32
+inline vi dot_pairs(vi acc, vi a, vi b) {  // of 16 bits, into 32; spelled out for the reason that codes.h has
+  asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+  return acc;
+}
 #else
 inline vi dot_pairs(vi acc, vi a, vi b) { return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b)); }
 #endif
@@ -124,7 +127,10 @@ inline void store_int16(int16_t* p, vf x) {
   _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
 }
 #if defined(__AVXVNNI__)
-inline vi dot_pairs(vi acc, vi a, vi b) { return _mm256_dpwssd_avx_epi32(acc, a, b); }
+inline vi dot_pairs(vi acc, vi a, vi b) {
+  asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b));
+  return acc;
+}
 #else
 inline vi dot_pairs(vi acc, vi a, vi b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
 #endif

@@ -4,6 +4,7 @@
     python tests/bench/kernels.py quantised [--dtype bfloat16] [--rows 1,8,32] [--layers gate_up]
     python tests/bench/kernels.py attention [--dtype bfloat16]
     python tests/bench/kernels.py kv [--dtype bfloat16]
+    python tests/bench/kernels.py long [--dtype bfloat16]
     python tests/bench/kernels.py shared [--dtype bfloat16]
     python tests/bench/kernels.py ops [--dtype bfloat16] [--rows 1,8,64]
 
@@ -59,6 +60,8 @@ ATTENTION = (
 )
 KV_HEADS_AND_DIMS = ((14, 2, 64), (28, 4, 128))  # heads, key heads, head_dim: Qwen2.5-0.5B and 7B
 KV_CASES = (*((seqs, context, 1) for context in (1024, 4096, 16384) for seqs in (1, 8)), (1, 4096, 512))
+LONG_CASES = tuple((*shape, context) for shape in KV_HEADS_AND_DIMS for context in (1024, 8192, 16384, 32768))
+LONG_ROWS = 512
 SHARED_CASES = ((16, 768, 64), (32, 1024, 64), (32, 4096, 64), (8, 4096, 64), (2, 4096, 64))  # sequences, shared, own
 ROTATED_BYTES = 150 << 20
 SECONDS_PER_CASE = 0.6
@@ -208,6 +211,30 @@ def bench_kv(dtype: torch.dtype, clock: Clock) -> None:
             )
 
 
+def bench_long(dtype: torch.dtype, clock: Clock) -> None:
+    """The last chunk of a long prompt, beside a product of as many rows: GF/s of the medians."""
+    print(f"{dtype}, {torch.get_num_threads()} threads, a chunk of {LONG_ROWS}; GF/s")
+    print(f"{'heads':>12} {'context':>7} {'product':>8} {'as computed':>11} {'int8':>6} {'computed/product':>16}")
+    n, k = LAYERS["gate_up"]
+    linear, x = NativeLinear.pack(torch.randn(n, k).to(dtype), None), torch.randn(LONG_ROWS, k).to(dtype)
+    for heads, kv_heads, dim, context in LONG_CASES:
+        variants: dict[str, list[Callable[[], object]]] = {"product": [lambda: linear(x)]}
+        tables = torch.randperm(context // BLOCK_SIZE, dtype=torch.int32).view(1, -1)
+        for kv_dtype in ("auto", "int8"):
+            shape = AttentionShape(1, heads, kv_heads, dim, BLOCK_SIZE, kv_dtype)
+            cache = filled(NativeAttention, shape, tables.numel(), dtype)
+            variants[kv_dtype] = attend_calls(cache, tables, context, LONG_ROWS, dtype)
+        us = interleaved(variants, SECONDS_PER_CASE, clock)
+        flops = 4 * heads * dim * sum(range(context - LONG_ROWS + 1, context + 1))
+        product = 2 * LONG_ROWS * n * k / us["product"] / 1e3
+        exact, int8 = (flops / us[kv_dtype] / 1e3 for kv_dtype in ("auto", "int8"))
+        print(
+            f"{heads:>5}/{kv_heads} d{dim:<4} {context:>7} {product:8.0f} {exact:11.0f} {int8:6.0f}"
+            f" {exact / product:16.2f}",
+            flush=True,
+        )
+
+
 def bench_shared(dtype: torch.dtype, clock: Clock) -> None:
     """Decodes whose block tables begin alike, beside as many over contexts of their own."""
     print(f"{dtype}, {torch.get_num_threads()} threads, one layer; medians in us")
@@ -297,7 +324,7 @@ def ops_calls(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["linear", "quantised", "attention", "kv", "shared", "ops"])
+    parser.add_argument("what", choices=["linear", "quantised", "attention", "kv", "long", "shared", "ops"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", default="1,8,32,64,256,512")
     parser.add_argument("--layers", default=",".join(LAYERS))
@@ -314,6 +341,8 @@ def main() -> None:
             bench_attention(dtype, clock)
         elif args.what == "kv":
             bench_kv(dtype, clock)
+        elif args.what == "long":
+            bench_long(dtype, clock)
         elif args.what == "shared":
             bench_shared(dtype, clock)
         else:
