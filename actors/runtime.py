@@ -63,6 +63,7 @@ from novainfer.fsm.messages.events import (
     Launch,
     MakeBatch,
     Prompt,
+    PromptKind,
     Reconfigure,
     Reconfigured,
     Rejected,
@@ -391,6 +392,11 @@ class Runtime:
     def _report(self, message: str, error: BaseException) -> None:
         if self._loop is not None:
             self._loop.call_exception_handler({"message": f"novainfer: {message}", "exception": error})
+
+    @property
+    def prompt_kind(self) -> PromptKind:
+        """The most that a prompt can be; known when the engine has started."""
+        return self._threads.prompt_kind
 
     # ---- requests ------------------------------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ class Engine:
         self._is_started = True
         check_before_start(self.config, **self._loads)
         ready = await self._runtime.start()
-        self._info = model_info(self.config, ready, created=int(time.time()))
+        self._info = model_info(self.config, ready, created=int(time.time()), prompt_kind=self._runtime.prompt_kind)
 
     async def reconfigure(self, *, num_kv_blocks: int | None = None, precision: str | None = None) -> ModelInfo:
         """Go on with another number of KV blocks, or with weights in another precision ("checkpoint", "int8").
@@ -445,7 +445,7 @@ class Engine:
         """The worker is as it was asked to be, or as it was, whether a caller still waits for that or not."""
         if not answer.exception() and (ready := answer.result().ready) is not None:
             info = self.model_info
-            found = model_info(self.config, ready, created=info.created)
+            found = model_info(self.config, ready, created=info.created, prompt_kind=info.prompt_kind)
             self._info = msgspec.structs.replace(found, max_model_len=info.max_model_len)  # requests have no more room
 
     def _leave(self, request_id: str) -> None:

@@ -26,6 +26,7 @@ from novainfer.fsm.messages.errors import EngineClosed, InvalidParameter, NovaIn
 from novainfer.fsm.messages.events import Chat
 from novainfer.fsm.messages.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.messages.params import SamplingParams
+from novainfer.model import ModelInfo
 from novainfer.progress import Bar, LoadingBar
 from novainfer.prompt import PromptLike
 
@@ -127,6 +128,11 @@ class LLM:
         is_one = not messages or not isinstance(messages[0], list)
         many: list[Any] = [messages] if is_one else messages
         return self._answer([Chat(messages=conversation) for conversation in many], sampling_params, use_tqdm, is_one)
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """The served model, as in `Engine`."""
+        return self._engine.model_info
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer as transformers has it; raises `ModelLoadError` when the model has none."""

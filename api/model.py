@@ -10,7 +10,7 @@ from novainfer.arguments import must_be
 from novainfer.config import AT_MOST, EngineConfig
 from novainfer.fsm.kv.blocks import blocks_for, tokens_in
 from novainfer.fsm.messages.errors import InvalidParameter
-from novainfer.fsm.messages.events import WorkerReady
+from novainfer.fsm.messages.events import PromptKind, WorkerReady
 from novainfer.fsm.messages.mode import PRECISIONS, Mode
 
 
@@ -23,9 +23,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory stays short or kernels fail. `kernels` names, for each operation, the implementations of the first;
     `failed_kernels` says of others, by operation and name, how their self-test failed at the load: they should have
     been in use here, and something is wrong with them on this machine. `num_threads` is theirs on the CPU, 0 where it
-    is not known. A step computes for at most `max_num_seqs` requests. `memory` says what a GPU's is used for, in bytes:
-    `total_bytes`, `model_bytes` (weights and buffers), the peak of `activation_bytes`, `graph_bytes`, `other_bytes`
-    (outside torch), `kv_cache_bytes`, `free_bytes`. On a CPU, and where the number of KV blocks was fixed, it is empty.
+    is not known. A step computes for at most `max_num_seqs` requests. `prompt_kind` is the most that a prompt can be:
+    `chat`; `text`, where there is no chat template; `token_ids`, where there is no tokenizer. `memory` says what a
+    GPU's is used for, in bytes: `total_bytes`, `model_bytes` (weights and buffers), the peak of `activation_bytes`,
+    `graph_bytes`, `other_bytes` (outside torch), `kv_cache_bytes`, `free_bytes`. On a CPU, and where the number of KV
+    blocks was fixed, it is empty.
     """
 
     name: str
@@ -46,9 +48,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 256
     num_threads: int = 0
     memory: dict[str, int] = {}
+    prompt_kind: PromptKind = "chat"
 
 
-def model_info(config: EngineConfig, ready: WorkerReady, *, created: int) -> ModelInfo:
+def model_info(config: EngineConfig, ready: WorkerReady, *, created: int, prompt_kind: PromptKind) -> ModelInfo:
     """What a worker that came up has said of its model."""
     return ModelInfo(
         name=config.served_model_name or str(config.model),
@@ -69,6 +72,7 @@ def model_info(config: EngineConfig, ready: WorkerReady, *, created: int) -> Mod
         max_num_seqs=config.max_num_seqs,
         num_threads=int(ready.facts.get("num_threads", 0)),
         memory=dict(ready.facts.get("memory", {})),
+        prompt_kind=prompt_kind,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from novainfer import Delta, SamplingParams
+from novainfer.fsm.messages.mode import CHECKPOINT, Mode
 from novainfer.inspection import (
     ActorRecord,
     HealthRecord,
@@ -50,3 +51,8 @@ class ServedEngine(Protocol):
     async def start(self) -> None: ...
     async def drain(self, timeout_s: float) -> None: ...
     async def aclose(self) -> None: ...
+
+
+def weights_in(info: ModelInfo, mode: Mode) -> str:
+    """What the weights of products are kept in while steps are computed in `mode`, as in "Q4_K+Q6_K (gguf)"."""
+    return info.precision or info.dtype if mode.precision == CHECKPOINT else mode.precision

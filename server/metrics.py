@@ -23,6 +23,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from novainfer.server.engine import weights_in
+
 if TYPE_CHECKING:
     from novainfer.server.service import Service
 
@@ -200,7 +202,8 @@ def _progress(service: Service) -> Iterator[Metric]:
     yield _counter("nova_worker_restarts", "Workers that were lost and replaced", stats.worker_losses)
     rungs = {rung: float(rung == stats.rung) for rung in stats.rungs}
     yield _gauges("nova_ladder_rung", "1 for the rung of the ladder that the engine works on", ["rung"], rungs)
-    mode = {"kernels": stats.mode.kernels, "precision": stats.mode.precision}
+    weights = weights_in(engine.model_info, stats.mode)
+    mode = {"kernels": stats.mode.kernels, "precision": stats.mode.precision, "weights": weights}
     yield _gauge("nova_mode", "1 for the kernels and the precision that steps are computed with", 1.0, mode)
     failed = len(engine.model_info.failed_kernels)
     yield _gauge("nova_failed_kernels", "Kernels whose self-test failed at the load; others compute instead", failed)

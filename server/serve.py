@@ -46,6 +46,12 @@ log = logging.getLogger("novainfer.server")
 
 MakeEngine = Callable[[], ServedEngine]
 ALIVE_CHECK_S = 0.5  # between looks at whether the engine lives: a dead one must not keep a server alive
+# What the start line suggests to ask, by what prompts of the model can be.
+EXAMPLES = {
+    "chat": ("/v1/chat/completions", '"messages": [{"role": "user", "content": "Hello, who are you?"}]'),
+    "text": ("/v1/completions", '"prompt": "Once upon a time"'),
+    "token_ids": ("/v1/completions", '"prompt": [1, 2, 3]'),
+}
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
@@ -185,12 +191,12 @@ def ready_line(server: Server, elapsed_s: float) -> str:
     name = engine.model_info.name
     options = " -k" if server.settings.self_signed else ""
     key = " \\\n    -H 'authorization: Bearer KEY'" if server.settings.api_keys else ""
+    path, ask = EXAMPLES[engine.model_info.prompt_kind]
     return (
         f"NovaInfer {server.service.version} serves {name} at {server.url} (ready in {elapsed_s:.1f} s)\n"
         f"{about(engine)}\n"
-        f"  curl -N{options} {server.url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n"
-        f'    -d \'{{"model": "{name}", "stream": true, '
-        '"messages": [{"role": "user", "content": "Hello, who are you?"}]}\''
+        f"  curl -N{options} {server.url}{path} -H 'content-type: application/json'{key} \\\n"
+        f'    -d \'{{"model": "{name}", "stream": true, {ask}}}\''
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from novainfer.fsm.messages.events import Chat
+from novainfer.fsm.messages.events import Chat, PromptKind
 from novainfer.fsm.messages.mode import CHECKPOINT, Mode
 from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, StepDone, StepPlan
 from novainfer.fsm.text import Vocabulary
@@ -128,6 +128,8 @@ class FakeDevice:
 
 class ByteTokenizer:
     """Token ids are UTF-8 bytes; a chat is its messages' contents, one a line."""
+
+    prompt_kind: PromptKind = "chat"
 
     def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
         """The ids of each prompt, or why it has none."""

@@ -23,7 +23,7 @@ from novainfer.actors.core.thread import JobThread
 from novainfer.actors.tokenizer.tokenizer import Tokenizer, encode_jobs
 from novainfer.fsm.health import Sighting, TokenizerState
 from novainfer.fsm.messages.errors import ContextLengthExceeded
-from novainfer.fsm.messages.events import Chat, Encode, Encoded, EncodeFailed, Prompt
+from novainfer.fsm.messages.events import Chat, Encode, Encoded, EncodeFailed, Prompt, PromptKind
 from novainfer.fsm.text import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,12 @@ class TokenizerThreads:
             )
 
     # ---- looking in ----------------------------------------------------------------------------------------------
+
+    @property
+    def prompt_kind(self) -> PromptKind:
+        """The most that a prompt can be; known when the tokenizer is loaded."""
+        assert self._tokenizer is not None, "nothing is let in before it is there"
+        return self._tokenizer.prompt_kind
 
     @property
     def num_waiting(self) -> int:

@@ -18,7 +18,7 @@ from novainfer.actors.device.location import VOCABULARY_FILES, check_vocabulary
 from novainfer.actors.tokenizer.gguf_tokenizer import gguf_tokenizer, has_tokenizer
 from novainfer.actors.tokenizer.renderer import Renderer, RenderError, RendererUnavailable
 from novainfer.fsm.messages.errors import ModelLoadError
-from novainfer.fsm.messages.events import Chat, Encode, Encoded, EncodeFailed
+from novainfer.fsm.messages.events import Chat, Encode, Encoded, EncodeFailed, PromptKind
 from novainfer.fsm.text import Vocabulary
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.models.gguf import Gguf, is_gguf, read_gguf
@@ -33,6 +33,10 @@ CHARS_PER_TOKEN = 128  # of the longest tokens of large vocabularies
 
 class Tokenizer(Protocol):
     """Text to token ids, and the bytes of each token id. Called from one thread."""
+
+    @property
+    def prompt_kind(self) -> PromptKind:
+        """The most that it makes a prompt of: conversations (and text), text, or no more than token ids."""
 
     def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
         """The token ids of each prompt, or a sentence saying why it has none."""
@@ -133,6 +137,8 @@ def _read_gguf(path: Path) -> Gguf:
 class NoTokenizer:
     """For a checkpoint that is only weights: prompts are token ids, and no token has text."""
 
+    prompt_kind: PromptKind = "token_ids"
+
     def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
         """A refusal for each."""
         return ["this model has no tokenizer: its prompts must be token ids"] * len(prompts)
@@ -166,6 +172,11 @@ class HFTokenizer:
         self._bytes_per_token = self._longest_token(settings)
         self._max_tokens = 1 << 32
         self._renderer = self._make_renderer()
+
+    @property
+    def prompt_kind(self) -> PromptKind:
+        """Conversations where there is a template."""
+        return "text" if self._renderer is None else "chat"
 
     def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
         """Render the chats, then tokenise everything in one call."""

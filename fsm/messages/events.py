@@ -8,7 +8,7 @@ grows whenever the worker is replaced, and an answer from an older one is droppe
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -50,6 +50,7 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Prompt = str | list[int] | Chat
+PromptKind = Literal["chat", "text", "token_ids"]  # the most that a model's prompts can be
 
 
 # ---- client -> gate -> engine -------------------------------------------------------------------------------------

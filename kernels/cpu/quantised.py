@@ -28,7 +28,7 @@ class NativeGroupedLinear(PackedLinear):
     Activations are rounded to INT8 in groups as large, once for each product; what is summed within a group is exact.
     """
 
-    name: ClassVar[str] = "native-int4"
+    name: ClassVar[str] = "native-grouped"
     precision: ClassVar[str] = INT4
     rounds_activations: ClassVar[bool] = True
 

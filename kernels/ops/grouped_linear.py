@@ -27,7 +27,7 @@ __all__ = [
 class TorchGroupedLinear:
     """Widened by torch, a tile of rows at a time: any device, any dtype, any form."""
 
-    name: ClassVar[str] = "torch-int4"
+    name: ClassVar[str] = "torch-grouped"
     precision: ClassVar[str] = INT4
     row_invariant: ClassVar[bool] = False
     gathers_rows: ClassVar[bool] = True
@@ -159,7 +159,7 @@ class TorchGroupedLinear:
 class ReferenceGroupedLinear(TorchGroupedLinear):
     """The oracle: widened whole, in fp32, rounded once at the end."""
 
-    name: ClassVar[str] = "reference-int4"
+    name: ClassVar[str] = "reference-grouped"
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] -> [M, N]."""
@@ -170,7 +170,7 @@ class ReferenceGroupedLinear(TorchGroupedLinear):
 class ReferenceGroupedActivationsLinear(ReferenceGroupedLinear):
     """The oracle of kernels that round activations, too, in groups as large as the weight's."""
 
-    name: ClassVar[str] = "reference-int4-activations"
+    name: ClassVar[str] = "reference-grouped-activations"
     rounds_activations: ClassVar[bool] = True
 
     def __call__(self, x: Tensor) -> Tensor:

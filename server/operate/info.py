@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from novainfer import ModelNotFound, RequestNotFound
 from novainfer.fsm.messages.mode import Mode
+from novainfer.server.engine import weights_in
 from novainfer.server.http.errors import NotMoving
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange
 from novainfer.server.metrics import CONTENT_TYPE
@@ -41,8 +42,9 @@ class ModelList(msgspec.Struct, kw_only=True):
 class Health(msgspec.Struct, kw_only=True):
     """The answer of the health probes when all is well; `state` is what the engine does.
 
-    `rung` is that of the ladder, and `mode` the kernels and the precision that steps are computed with there. `memory`
-    and `failed_kernels` are those of `ModelInfo`, where they are not empty.
+    `rung` is that of the ladder, and `mode` the kernels and the precision that steps are computed with there: of its
+    precision `checkpoint` (what the model came up in, unless it was rounded) `weights` says what that is. `memory` and
+    `failed_kernels` are those of `ModelInfo`, where they are not empty.
     """
 
     status: str = "ok"
@@ -50,6 +52,7 @@ class Health(msgspec.Struct, kw_only=True):
     state: str
     rung: str
     mode: Mode
+    weights: str
     memory: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
     failed_kernels: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
@@ -111,6 +114,7 @@ async def health(service: Service, request: Request) -> Response:
             state=found.state,
             rung=stats.rung,
             mode=stats.mode,
+            weights=weights_in(info, stats.mode),
             memory=info.memory or msgspec.UNSET,
             failed_kernels=info.failed_kernels or msgspec.UNSET,
         )

@@ -28,6 +28,7 @@ def test_the_same_weights_give_the_same_answers_as_from_a_folder(tmp_path: Path)
         with LLM(model, max_num_seqs=4) as llm:
             outputs = llm.generate(PROMPTS, greedy(24), use_tqdm=False)
             outputs += llm.chat([{"role": "user", "content": "What is 7 plus 5?"}], greedy(24), use_tqdm=False)
+            assert llm.model_info.prompt_kind == "chat"
             answers.append([(o.prompt_token_ids, o.outputs[0].text, o.outputs[0].finish_reason) for o in outputs])
     assert answers[0] == answers[1]
     assert answers[0][2][2] == "stop"  # its end token is known

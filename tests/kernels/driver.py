@@ -53,8 +53,8 @@ def backend_registry(backend: str) -> Registry:
             if name in names:
                 chosen.register(operation, names[name])
     for kernel in everything.implementations("linear"):
-        if kernel.name in ("torch-int8", "torch-int4", "torch-fp8") or (
-            kernel.name in ("native-int8", "native-int4") and backend == "native"
+        if kernel.name in ("torch-int8", "torch-grouped", "torch-fp8") or (
+            kernel.name in ("native-int8", "native-grouped") and backend == "native"
         ):
             chosen.register("linear", kernel)
     for attention in everything.implementations("attention"):

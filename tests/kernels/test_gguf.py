@@ -149,7 +149,7 @@ def test_native_kernels_hold_the_same_weights(name: str, tmp_path: Path) -> None
     shape, type_of, _ = MIXTURES[name]
     tensors = save_gguf(save_checkpoint(shape, tmp_path / "source"), tmp_path / "model.gguf", type_of)
     runner = load(tmp_path / "model.gguf", registry=build_registry(CPU))
-    assert runner.info.kernels["linear"] == ("native-int4+native" if shape.others else "native-int4")
+    assert runner.info.kernels["linear"] == ("native-grouped+native" if shape.others else "native-grouped")
     decoder = runner._decoder
     products = [(decoder.head, ["model.embed_tokens" if shape.tied else "lm_head"])]
     for index, layer in enumerate(decoder.layers):

@@ -153,7 +153,7 @@ def test_native_kernels_hold_the_same_weights(name: str, source: Path, tmp_path:
     folder, reference = written(name, source, tmp_path), FORMATS[name][2]
     plain = plain_copy(folder, tmp_path / "plain", reference, source)
     runner = make_quantised(folder, registry=build_registry(CPU))
-    assert runner.info.kernels["linear"] == "native+native-int4"
+    assert runner.info.kernels["linear"] == "native+native-grouped"
     assert runner.info.kernels["forward"] == "native"
     tensors = load_file(plain / "model.safetensors")
     for index, layer in enumerate(runner._decoder.layers):
@@ -189,7 +189,7 @@ def test_what_a_checkpoint_leaves_unquantised_stays_as_it_is(left: str, source: 
 def test_weights_of_a_tied_head_stay_too_and_only_codes_are_counted(source: Path, tmp_path: Path) -> None:
     tied = save_checkpoint(Shape("tied", 4, 2, 16, 64, 160, intermediate_size=96), tmp_path / "tied", torch.float16)
     runner = make_quantised(save_gptq(tied, tmp_path / "gptq"))
-    assert runner.info.kernels["linear"] == "torch+torch-int4"
+    assert runner.info.kernels["linear"] == "torch+torch-grouped"
     products = 2 * (64 * 128 + 64 * 64 + 64 * 192 + 96 * 64)
     biases, norms, head = 2 * 128, 5 * 64, 160 * 64
     # Half a byte for a code; a scale and a zero point, as a shift, for each 32 of them.

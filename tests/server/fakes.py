@@ -58,6 +58,7 @@ class FakeModelInfo(msgspec.Struct, frozen=True):
     weight_bytes: int = 3 << 30
     kv_bytes_per_block: int = 1 << 20
     memory: dict[str, int] = {}
+    prompt_kind: str = "chat"
 
 
 class FakeStatistics(EngineStatistics, frozen=True, kw_only=True):

@@ -95,6 +95,7 @@ async def test_nothing_is_served_while_the_model_loads(serve: Serve) -> None:
             "state": "IDLE",
             "rung": "FULL",
             "mode": {"kernels": "fast", "precision": "checkpoint"},
+            "weights": "float32",
         }
 
 

@@ -349,7 +349,7 @@ async def test_the_metrics_of_progress_are_there(client: httpx.AsyncClient) -> N
         'nova_kv_blocks{state="DECODE"} 4.0',
         'nova_ladder_rung{rung="FULL"} 1.0',
         'nova_ladder_rung{rung="INT8"} 0.0',
-        'nova_mode{kernels="fast",precision="checkpoint"} 1.0',
+        'nova_mode{kernels="fast",precision="checkpoint",weights="float32"} 1.0',
         "nova_worker_restarts_total 0.0",
         "nova_live 1.0",
     ):

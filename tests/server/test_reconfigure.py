@@ -63,7 +63,7 @@ async def test_streams_go_on_and_every_page_knows_it(held: Held) -> None:
     response = await held.client.post(PATH, json={"precision": "int8", "num_kv_blocks": None}, headers=ADMIN)
     assert (response.json()["precision"], response.json()["num_kv_blocks"]) == ("int8", 300)
     assert (await held.get("/health"))["mode"] == {"kernels": "fast", "precision": "int8"}
-    assert 'nova_mode{kernels="fast",precision="int8"} 1.0' in (await held.client.get("/metrics")).text
+    assert 'nova_mode{kernels="fast",precision="int8",weights="int8"} 1.0' in (await held.client.get("/metrics")).text
 
 
 async def test_while_it_lasts_probes_are_well_and_requests_say_why_they_wait(serve: Serve) -> None:

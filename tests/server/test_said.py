@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from novainfer.fsm.messages.mode import Mode
+from novainfer.server.engine import weights_in
 from novainfer.server.operate.said import INTERVAL_S, Throughput, about
 from tests.server.fakes import FakeEngine, FakeModelInfo, FakeStatistics
 
@@ -29,6 +31,13 @@ def test_the_start_says_memory_limits_kernels_threads_the_worker_and_where_recor
     engine.model_info = FakeModelInfo(failed_kernels={"attention native": "is off by 2e-1 of the largest value"})
     failed = "  FAILED    attention native: self-test is off by 2e-1 of the largest value"
     assert about(engine).splitlines()[-1] == failed
+
+
+def test_weights_are_named_by_what_the_checkpoint_holds_unless_they_are_rounded_now() -> None:
+    info = FakeModelInfo(precision="Q4_K+Q6_K (gguf)")
+    assert weights_in(info, Mode()) == "Q4_K+Q6_K (gguf)"
+    assert weights_in(FakeModelInfo(precision="bfloat16"), Mode(precision="int8")) == "int8"
+    assert weights_in(FakeModelInfo(precision="", dtype="float32"), Mode()) == "float32"
 
 
 def test_a_worker_that_is_a_thread_of_the_server_is_no_process_to_look_for(monkeypatch: pytest.MonkeyPatch) -> None:

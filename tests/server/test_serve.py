@@ -10,12 +10,13 @@ import httpx
 import pytest
 
 from novainfer import EngineDead, InvalidParameter, ModelLoadError
+from novainfer.fsm.messages.events import Chat
 from novainfer.server import serve as serve_module
 from novainfer.server.http.tls import write_self_signed
 from novainfer.server.serve import Server, ready_line
 from novainfer.server.settings import ServerSettings
 from tests.server.conftest import Serve, eventually, running
-from tests.server.fakes import FakeEngine
+from tests.server.fakes import FakeEngine, FakeModelInfo
 from tests.server.rawh2 import RawH2
 from tests.server.test_chat import USER, events
 from tests.server.test_endings import BODY
@@ -175,12 +176,18 @@ async def test_curl_streams(serve: Serve, flags: tuple[str, ...]) -> None:
     # --http2 asks for an upgrade, which is ignored: a proxy that passes it on would open a way past its own rules
     version = "2" if flags == ("--http2-prior-knowledge",) else "1.1"
     mode = '{"kernels":"fast","precision":"checkpoint"}'
-    assert out == f'{{"status":"ok","model":"fake","state":"IDLE","rung":"FULL","mode":{mode}}}' + version, err
+    assert (
+        out
+        == f'{{"status":"ok","model":"fake","state":"IDLE","rung":"FULL","mode":{mode},"weights":"float32"}}' + version
+    ), err
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-async def test_the_ready_lines_curl_works_as_printed(serve: Serve) -> None:
-    server = await serve(FakeEngine())
+@pytest.mark.parametrize("kind", ["chat", "text", "token_ids"])
+async def test_the_ready_lines_curl_works_as_printed(kind: str, serve: Serve) -> None:
+    engine = FakeEngine()
+    engine.model_info = FakeModelInfo(prompt_kind=kind)
+    server = await serve(engine)
     first, command = ready_line(server, 1.5).split("\n  curl", 1)
     command = "curl" + command
     assert server.url in first
@@ -188,6 +195,8 @@ async def test_the_ready_lines_curl_works_as_printed(serve: Serve) -> None:
     process = await asyncio.create_subprocess_shell(command + " -sS", stdout=asyncio.subprocess.PIPE)
     out, _ = await process.communicate()
     assert events(out.decode())[-1] == "[DONE]"
+    asked = {"chat": Chat, "text": str, "token_ids": dict}
+    assert [type(prompt) for prompt, _, _ in engine.seen] == [asked[kind]]
 
 
 async def test_a_dead_engine_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
