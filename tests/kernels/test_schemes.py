@@ -122,6 +122,21 @@ def test_zero_points_of_0_are_what_gptq_stores_as_the_largest_code(source: Path,
     check_weights_are_exact(folder, gptq_reference, source, tmp_path)
 
 
+@pytest.mark.parametrize(("name", "field"), [("gptq-asymmetric", "sym"), ("w8a8", "symmetric"), ("w4a16", "symmetric")])
+def test_a_setting_that_is_left_out_means_what_its_format_says(
+    name: str, field: str, source: Path, tmp_path: Path
+) -> None:
+    """GPTQ: shifts for each group, whatever they are. compressed-tensors: symmetric, without zero points."""
+    folder = written(name, source, tmp_path)
+
+    def without(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
+        group = settings.get("config_groups", {}).get("group_0", {})
+        del (settings if field in settings else group["weights"])[field]
+
+    edit(folder, without)
+    check_weights_are_exact(folder, FORMATS[name][2], source, tmp_path)
+
+
 def check_weights_are_exact(folder: Path, reference: Callable[..., Any], source: Path, tmp_path: Path) -> None:
     plain = load_file(plain_copy(folder, tmp_path / "plain", reference, source) / "model.safetensors")
     checkpoint = Checkpoint(folder)
