@@ -12,8 +12,9 @@ from novainfer.fsm.messages.mode import INT4, INT8
 from novainfer.kernels.cpu.linear import PackedLinear, described, padded
 from novainfer.kernels.cpu.memory import huge_zeros
 from novainfer.kernels.cpu.native import LinearDesc, library, num_threads
-from novainfer.kernels.ops.grouped import GroupedForm, GroupedWeight, int4_form, rounded_to_int4
-from novainfer.kernels.ops.quantised import PART_ROWS, put_in_parts
+from novainfer.kernels.ops.grouped import GroupedForm, GroupedWeight
+from novainfer.kernels.ops.grouped_linear import GroupedLinear
+from novainfer.kernels.ops.quantised import PART_ROWS
 
 __all__ = ["NativeGroupedLinear", "NativeInt8Linear"]
 
@@ -22,14 +23,13 @@ SUM_MAX = 2**31 - 1
 PRODUCT_MAX = 128 * 127  # of a code and an activation
 
 
-class NativeGroupedLinear(PackedLinear):
+class NativeGroupedLinear(GroupedLinear, PackedLinear):
     """Codes of 4 or 8 bits with a scale, and maybe a shift, for each group of a row's features.
 
     Activations are rounded to INT8 in groups as large, once for each product; what is summed within a group is exact.
     """
 
     name: ClassVar[str] = "native-grouped"
-    precision: ClassVar[str] = INT4
     rounds_activations: ClassVar[bool] = True
 
     @classmethod
@@ -46,18 +46,6 @@ class NativeGroupedLinear(PackedLinear):
         if form.group_size * PRODUCT_MAX > SUM_MAX:
             return f"sums of {form.group_size} products are too large for int32"
         return None
-
-    @classmethod
-    def own_form(cls, in_features: int) -> GroupedForm:
-        """The form of a weight that is rounded here."""
-        return int4_form(in_features)
-
-    @classmethod
-    def empty(
-        cls, out_features: int, in_features: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
-    ) -> Self:
-        """Room for a weight [out_features, in_features] that `put` rounds."""
-        return cls.empty_grouped(out_features, in_features, cls.own_form(in_features), bias, dtype, device)
 
     @classmethod
     def empty_grouped(
@@ -93,7 +81,7 @@ class NativeGroupedLinear(PackedLinear):
     def put(self, first: int, rows: Tensor) -> None:
         """Round rows [n, K] and pack them as rows `first` on; `first` is a multiple of `PART_ROWS`."""
         self._check_rows(first, rows)
-        self.put_grouped(first, rounded_to_int4(rows))
+        super().put(first, rows)
 
     def put_grouped(self, first: int, part: GroupedWeight) -> None:
         """Pack some rows of a weight as rows `first` on; `first` is a multiple of `PART_ROWS`."""
@@ -103,21 +91,6 @@ class NativeGroupedLinear(PackedLinear):
         self._put_numbers(self.scale, first, part.scale)
         if self.shift is not None and part.shift is not None:
             self._put_numbers(self.shift, first, part.shift)
-
-    @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:
-        """Round and pack weight [N, K]; bias [N] stays as it is."""
-        packed = cls.empty(weight.shape[0], weight.shape[1], bias, weight.dtype, weight.device)
-        put_in_parts(packed, lambda first, last: weight[first:last])
-        return packed
-
-    @classmethod
-    def pack_grouped(cls, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> Self:
-        """Pack a weight of a form that was not refused, and bias [N]; neither is referred to afterwards."""
-        out_features, in_features = weight.codes.shape
-        packed = cls.empty_grouped(out_features, in_features, weight.form, bias, dtype, device)
-        packed.put_grouped(0, weight)
-        return packed
 
     def _part(self, first: int, count: int) -> tuple[LinearDesc, int]:
         """Rows `first` on as a weight of their own, and where they lie."""

@@ -7,6 +7,7 @@ INT8 as a row of its own.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar, Self
 
 import torch
@@ -18,17 +19,73 @@ from novainfer.kernels.ops.grouped import GroupedForm, GroupedWeight, int4_form,
 from novainfer.kernels.ops.quantised import TILE_ELEMENTS_MAX, put_in_parts, quantised
 
 __all__ = [
+    "GroupedLinear",
     "ReferenceGroupedActivationsLinear",
     "ReferenceGroupedLinear",
     "TorchGroupedLinear",
 ]
 
 
-class TorchGroupedLinear:
+class GroupedLinear(ABC):
+    """How any linear over weights in groups is filled: with rows to round or codes as they come, in parts or whole."""
+
+    precision: ClassVar[str] = INT4
+    out_features: int
+    in_features: int
+
+    @classmethod
+    def own_form(cls, in_features: int) -> GroupedForm:
+        """The form of a weight that is rounded here."""
+        return int4_form(in_features)
+
+    @classmethod
+    @abstractmethod
+    def empty_grouped(
+        cls,
+        out_features: int,
+        in_features: int,
+        form: GroupedForm,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Self:
+        """Room for a weight [out_features, in_features] of a form that was not refused; `put_grouped` fills it."""
+
+    @abstractmethod
+    def put_grouped(self, first: int, part: GroupedWeight) -> None:
+        """Take some rows of a weight as rows `first` on; `first` is a multiple of `quantised.PART_ROWS`."""
+
+    @classmethod
+    def empty(
+        cls, out_features: int, in_features: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """Room for a weight [out_features, in_features] that `put` rounds."""
+        return cls.empty_grouped(out_features, in_features, cls.own_form(in_features), bias, dtype, device)
+
+    def put(self, first: int, rows: Tensor) -> None:
+        """Round rows [n, K] as rows `first` on; `first` is a multiple of `quantised.PART_ROWS`."""
+        self.put_grouped(first, rounded_to_int4(rows))
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:
+        """Round weight [N, K]; bias [N] stays as it is. Neither is referred to afterwards."""
+        packed = cls.empty(weight.shape[0], weight.shape[1], bias, weight.dtype, weight.device)
+        put_in_parts(packed, lambda first, last: weight[first:last])
+        return packed
+
+    @classmethod
+    def pack_grouped(cls, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> Self:
+        """Take a weight of a form that was not refused, and bias [N]; neither is referred to afterwards."""
+        out_features, in_features = weight.codes.shape
+        packed = cls.empty_grouped(out_features, in_features, weight.form, bias, dtype, device)
+        packed.put_grouped(0, weight)
+        return packed
+
+
+class TorchGroupedLinear(GroupedLinear):
     """Widened by torch, a tile of rows at a time: any device, any dtype, any form."""
 
     name: ClassVar[str] = "torch-grouped"
-    precision: ClassVar[str] = INT4
     row_invariant: ClassVar[bool] = False
     gathers_rows: ClassVar[bool] = True
     rounds_activations: ClassVar[bool] = False
@@ -53,13 +110,6 @@ class TorchGroupedLinear:
     def refuses_form(cls, in_features: int, form: GroupedForm) -> str | None:
         """None when a weight of K features in this form can be packed; else the reason. Takes everything."""
         return None
-
-    @classmethod
-    def empty(
-        cls, out_features: int, in_features: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
-    ) -> Self:
-        """Room for a weight [out_features, in_features] that `put` rounds."""
-        return cls.empty_grouped(out_features, in_features, int4_form(in_features), bias, dtype, device)
 
     @classmethod
     def empty_grouped(
@@ -97,10 +147,6 @@ class TorchGroupedLinear:
         bias = next((tensor for tensor in others if tensor.dim() == 1), None)
         return cls(codes, scale, shift, bias, in_features, dtype)
 
-    def put(self, first: int, rows: Tensor) -> None:
-        """Round rows [n, K] as rows `first` on."""
-        self.put_grouped(first, rounded_to_int4(rows))
-
     def put_grouped(self, first: int, part: GroupedWeight) -> None:
         """Take some rows of a weight as rows `first` on; `first` is a multiple of `quantised.PART_ROWS`."""
         at = slice(first, first + len(part.codes))
@@ -112,21 +158,6 @@ class TorchGroupedLinear:
         self.scale[at] = part.scale.to(self.scale.device)
         if self.shift is not None and part.shift is not None:
             self.shift[at] = part.shift.to(self.shift.device)
-
-    @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None) -> Self:
-        """Round weight [N, K]; bias [N] stays as it is."""
-        packed = cls.empty(weight.shape[0], weight.shape[1], bias, weight.dtype, weight.device)
-        put_in_parts(packed, lambda first, last: weight[first:last])
-        return packed
-
-    @classmethod
-    def pack_grouped(cls, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> Self:
-        """Take a weight of a form that was not refused, and bias [N]; neither is referred to afterwards."""
-        out_features, in_features = weight.codes.shape
-        packed = cls.empty_grouped(out_features, in_features, weight.form, bias, dtype, device)
-        packed.put_grouped(0, weight)
-        return packed
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, K] -> [M, N]."""

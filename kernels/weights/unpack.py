@@ -22,16 +22,8 @@ __all__ = ["as_form", "unpacked"]
 View = Callable[[TensorEntry], Tensor]
 """The tensor of an entry as it lies in the file, not to be written to."""
 
-AWQ_ORDER = (
-    0,
-    4,
-    1,
-    5,
-    2,
-    6,
-    3,
-    7,
-)  # of the four bits of a word, from the lowest on: those of output feature 0, 1, ...
+# In which four bits of a word, from the lowest on, output feature 0, 1, ... is.
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpacked(entry: GroupedEntry, view: View, first: int, last: int) -> GroupedWeight:
