@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -11,6 +14,7 @@ import click
 
 from novainfer.bench import machine
 from novainfer.bench.ideal import Roof
+from novainfer.bench.peers.launch import ServerError
 from novainfer.bench.report import emit
 from novainfer.bench.worker import ChildError
 from novainfer.bench.workload import PREFIX, WORKLOADS, Workload, scaled
@@ -24,6 +28,9 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object as
 _like = click.option("--like", default=LIKE, show_default=True, help="Shape of the random checkpoint.")
 _model = click.option(
     "--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="A folder instead of --like."
+)
+_picture = click.option(
+    "--picture", type=click.Path(dir_okay=False, path_type=Path), help="Write bars of all rates, as SVG."
 )
 _roof = click.option("--roofline/--no-roofline", "with_roof", default=True, help="Measure it before and between.")
 _scale = click.option("--scale", type=click.IntRange(1), default=1, help="Divide all sizes by this: a quick look.")
@@ -348,7 +355,7 @@ def _serve_folder(
 @click.option("--no-peer", "left_out", multiple=True, metavar="NAME", help="Not this one, though it is installed here.")
 @click.option("--precisions", default="bf16,int8,int4", show_default=True, help="Which of them, one after the other.")
 @click.option("--workloads", default="W1,W2,W3,W4,W5,W6,W7", show_default=True, help="Which of them.")
-@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Write bars of all rates, as SVG.")
+@_picture
 @_scale
 @_json
 def peers(
@@ -369,10 +376,12 @@ def peers(
     8k, W7 comes by a Poisson clock.
     """
     from novainfer.bench.peers import compare, known
-    from novainfer.bench.peers.report import picture as drawn
+    from novainfer.bench.serve import W5
     from novainfer.bench.workload import LONG, TRAFFIC
 
-    wanted = _among(workloads, (*NAMES, "W5", LONG.name, TRAFFIC.name), "workload")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the systems are ended on the way out
+    served = scaled(W5, scale)
+    wanted = _among(workloads, (*NAMES, served.name, LONG.name, TRAFFIC.name), "workload")
     chosen = _among(precisions, known.PRECISIONS, "precision")
     try:
         places = {name: path for name, _, path in (item.partition("=") for item in given)}
@@ -386,14 +395,47 @@ def peers(
             precisions=chosen,
             workloads=[scaled(work, scale) for work in (*WORKLOADS, LONG) if work.name in wanted],
             traffic=TRAFFIC.scaled(scale) if TRAFFIC.name in wanted else None,
-            with_http="W5" in wanted,
+            http_work=served if served.name in wanted else None,
             repeat=repeat,
             progress=_progress,
         )
     )
+    _draw(report, picture)
+    emit(report, text, as_json)
+
+
+@bench.command("peers-table")
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@_picture
+@_json
+def peers_table(files: Sequence[Path], picture: Path | None, as_json: bool) -> None:
+    """One table of several runs of `bench peers`: FILES end with the line that --json wrote, the newest last."""
+    from novainfer.bench.peers.report import MergeError, merged, render, targets
+    from novainfer.bench.report import targets_json
+
+    reports = []
+    for file in files:
+        try:
+            reports.append(json.loads(file.read_text(encoding="utf-8").strip().splitlines()[-1]))
+        except (ValueError, IndexError):
+            raise click.BadParameter(
+                f"the last line of {file} must be the JSON of a report", param_hint="FILES"
+            ) from None
+    try:
+        report = merged(reports)
+    except MergeError as error:
+        raise click.BadParameter(str(error), param_hint="FILES") from None
+    promised = targets(report)
+    report["targets"] = targets_json(promised)
+    _draw(report, picture)
+    emit(report, render(report, promised), as_json)
+
+
+def _draw(report: dict[str, Any], picture: Path | None) -> None:
+    from novainfer.bench.peers.picture import picture as drawn
+
     if picture is not None:
         picture.write_text(drawn(report), encoding="utf-8")
-    emit(report, text, as_json)
 
 
 def _among(text: str, known: Sequence[str], what: str) -> list[str]:
@@ -435,7 +477,7 @@ def run_all(like: str, repeat: int, as_json: bool) -> None:
 def _told(part: Callable[[], tuple[dict[str, Any], str]]) -> tuple[dict[str, Any], str]:
     try:
         return part()
-    except ChildError as error:
+    except (ChildError, ServerError) as error:
         raise click.ClickException(f"a system under test ended: {error}") from None
 
 

@@ -131,3 +131,10 @@ def ideal_s(workload: Workload, geometry: Geometry, roof: Roof) -> float:
     for made in range(1, workload.max_tokens):
         total += decode_step_s(geometry, roof, n, length + made, shared)
     return total
+
+
+def ideal_served_s(workload: Workload, clients: int, geometry: Geometry, roof: Roof) -> float:
+    """The same where `clients` ask, each for one answer at a time: one wave of requests after the other."""
+    waves = math.ceil(workload.num_requests / clients)
+    wave = msgspec.structs.replace(workload, num_requests=min(clients, workload.num_requests))
+    return waves * ideal_s(wave, geometry, roof)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from novainfer.bench.report import Target, number, table, targets_table
+from novainfer.bench.report import Target, speed_table, table, targets_table
 
 RATIOS_WANTED = {"W1": 2.2, "W2": 1.7, "W3": 1.3, "W4": 8.0}  # to transformers' generate, output tok/s
 CACHED_TTFT_MAX = 0.15  # of the first request's
@@ -60,41 +60,11 @@ def render(report: dict[str, Any], promised: list[Target]) -> str:
 
 
 def _speed(report: dict[str, Any]) -> str:
-    rows = []
-    for name, workload in report["workloads"].items():
-        for system in report["systems"]:
-            found = workload[system]
-            rows.append(
-                (
-                    name,
-                    system,
-                    found["output_tok_s"],
-                    found["total_tok_s"],
-                    found["ttft_ms"]["p50"],
-                    found["ttft_ms"]["p95"],
-                    found["itl_ms"]["p50"],
-                    found["itl_ms"]["p95"],
-                    between(found["ratio"], found["ratio_spread"]),
-                    found["cpu_s"],
-                    found["cpu_ratio"],
-                    between(found["share_of_roofline"], found["share_spread"]),
-                )
-            )
-    header = (
-        *("", "system", "out tok/s", "total tok/s", "TTFT p50", "p95 ms", "ITL p50", "p95 ms", "ours/it"),
-        *("CPU s", "its/ours", "of roof"),
-    )
     titles = "; ".join(f"{name} {w['title']}" for name, w in report["workloads"].items())
     place = f"{report['model']} on {report['machine']['cpu']}"
-    title = f"{place}, {report['repeat']} interleaved repetitions, medians (from-to)"
-    return table(f"{title}\n{titles}", header, rows)
-
-
-def between(median: float | None, spread: list[float] | None) -> str:
-    """A median, and between which numbers the repetitions lie."""
-    if median is None or spread is None:
-        return number(None)
-    return f"{number(median)} ({number(spread[0])}-{number(spread[1])})"
+    title = f"{place}, {report['repeat']} interleaved repetitions, medians (from-to)\n{titles}"
+    works = report["workloads"].items()
+    return speed_table(title, ((name, system, work[system]) for name, work in works for system in report["systems"]))
 
 
 def _memory(report: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import click
@@ -36,6 +36,37 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -
         parts = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(parts).rstrip())
     return "\n".join(lines)
+
+
+def speed_table(title: str, runs: Iterable[tuple[str, str, dict[str, Any]]]) -> str:
+    """Rates and times of each (work, system, what came of it); what is known of none is no column."""
+    known = [*runs]
+    columns = [(name, [tell(found) for _, _, found in known]) for name, tell in SPEED_COLUMNS.items()]
+    told = [(name, cells) for name, cells in columns if any(cell is not None for cell in cells)]
+    rows = [(work, system, *(cells[at] for _, cells in told)) for at, (work, system, _) in enumerate(known)]
+    return table(title, ("", "system", *(name for name, _ in told)), rows)
+
+
+def between(median: float | None, spread: Sequence[float] | None) -> str | None:
+    """A median, and between which numbers the repetitions lie."""
+    if median is None or spread is None:
+        return None
+    return f"{number(median)} ({number(spread[0])}-{number(spread[1])})"
+
+
+SPEED_COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "out tok/s": lambda found: found["output_tok_s"],
+    "total tok/s": lambda found: found["total_tok_s"],
+    "TTFT p50": lambda found: found["ttft_ms"]["p50"],
+    "p95 ms": lambda found: found["ttft_ms"]["p95"],
+    "ITL p50": lambda found: found["itl_ms"]["p50"],
+    "ITL p95 ms": lambda found: found["itl_ms"]["p95"],
+    "ours/it": lambda found: between(found["ratio"], found["ratio_spread"]),
+    "CPU s": lambda found: found.get("cpu_s"),
+    "its/ours": lambda found: found.get("cpu_ratio"),
+    "of roof": lambda found: between(found.get("share_of_roofline"), found.get("share_spread")),
+    "req/s": lambda found: found.get("requests_per_s"),
+}
 
 
 def number(value: object) -> str:

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from novainfer.bench.machine import describe
-from novainfer.bench.offline_report import between
-from novainfer.bench.report import table
+from novainfer.bench.report import between, table
 from novainfer.bench.statistic import percentile, ratios, spread
 from novainfer.bench.worker import Child, Task
 from novainfer.bench.workload import Workload

@@ -10,15 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
-import re
 import ssl
 import statistics
-import subprocess
 import sys
-import tempfile
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,10 +23,11 @@ import click
 import msgspec
 
 from novainfer.bench.client import Origin, Version
-from novainfer.bench.ideal import Geometry, Roof, ideal_s
+from novainfer.bench.ideal import Geometry, Roof, ideal_served_s
 from novainfer.bench.load import Load, drive
 from novainfer.bench.machine import describe
 from novainfer.bench.offline import WARM_UP, transformers
+from novainfer.bench.peers.launch import Server, ServerError
 from novainfer.bench.report import table
 from novainfer.bench.statistic import median_ratio, medians, percentiles_ms, summary
 from novainfer.bench.worker import Child, Task
@@ -43,6 +39,7 @@ VERSIONS: tuple[Version, ...] = ("h1", "h2")
 NAMES = {"h1": "HTTP/1.1", "h2": "HTTP/2", "transformers": "transformers generate"}
 VOCAB_SIZE = 256  # prompts are random bytes: ids that any model has
 ANSWER_TIMEOUT_S = 10.0
+READY_TIMEOUT_S = 300.0
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,9 +107,7 @@ def _compare(
     roofs: Sequence[Roof],
 ) -> None:
     """Add the ratio to transformers and the share of the roofline of each system."""
-    waves = math.ceil(workload.num_requests / clients)
-    wave = msgspec.structs.replace(workload, num_requests=min(clients, workload.num_requests))
-    ideals = [waves * ideal_s(wave, geometry, roof) for roof in roofs[1:]]
+    ideals = [ideal_served_s(workload, clients, geometry, roof) for roof in roofs[1:]]
     theirs = [record["output_tok_s"] for record in runs["transformers"]]
     for name, records in runs.items():
         system = report["systems"][name]
@@ -172,24 +167,18 @@ def find_model(url: str, api_key: str | None) -> Load:
 @contextlib.contextmanager
 def started(model_dir: Path) -> Iterator[str]:
     """A server of this model on a free port, in a process of its own; gives its address."""
-    command = [sys.executable, "-m", "novainfer.server", str(model_dir), "--port", "0"]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, env={"OMP_WAIT_POLICY": "passive", **os.environ}
-        )
-        assert process.stdout is not None
+    wait_policy = os.environ.get("OMP_WAIT_POLICY", "passive")
+    with Server(our_server(str(model_dir)), {"OMP_WAIT_POLICY": wait_policy}) as server:
         try:
-            line = process.stdout.readline().decode()
-            ready = re.search(r" at (https?://\S+)", line)
-            if ready is None:
-                log.seek(0)
-                words = log.read().decode("utf-8", "replace").strip().splitlines()
-                raise click.ClickException(f"the server did not start: {words[-1] if words else 'it said nothing'}")
-            yield ready[1]
-        finally:
-            process.terminate()
-            process.wait()
-            process.stdout.close()
+            server.wait_until_ready(READY_TIMEOUT_S)
+        except ServerError as error:
+            raise click.ClickException(f"the server did not start: {error}") from None
+        yield server.url
+
+
+def our_server(model: str, *flags: str) -> tuple[str, ...]:
+    """The command that serves `model` with NovaInfer; "{port}" is where."""
+    return (sys.executable, "-m", "novainfer.server", model, "--port", "{port}", *flags)
 
 
 @contextlib.contextmanager

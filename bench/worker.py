@@ -6,7 +6,6 @@ What is said on the pipe, and the other end of it, are `novainfer.bench.peers.ch
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import tempfile
 import threading
@@ -16,6 +15,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from novainfer.bench.peers.child import Memory, Ready, Result, System, Task, resident, serve
+from novainfer.bench.peers.launch import environment_with
 
 __all__ = ["Child", "ChildError", "Memory", "Ready", "Result", "System", "Task", "resident", "serve"]
 
@@ -47,7 +47,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={name: value for name, value in {**os.environ, **(environment or {})}.items() if value is not None},
+            env=environment_with(environment or {}),
         )
         self._timer = threading.Timer(timeout_s or 0.0, self._end)
         if timeout_s is not None:

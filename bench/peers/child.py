@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["Memory", "Ready", "Result", "System", "Task", "Timeline", "resident", "serve"]
+from .launch import die_with_parent, tree
+
+__all__ = ["Memory", "Ready", "Result", "System", "Task", "Timeline", "resident", "serve", "tree_memory"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -127,6 +130,15 @@ def resident(pid: int | str = "self") -> Memory:
     return Memory(resident_bytes=kib["VmRSS"] * 1024, peak_bytes=kib["VmHWM"] * 1024)
 
 
+def tree_memory(pid: int) -> Memory:
+    """Of a process and those below it; pages that they share count for each of them."""
+    found = [resident(each) for each in tree(pid)]
+    return Memory(
+        resident_bytes=sum(memory.resident_bytes for memory in found),
+        peak_bytes=sum(memory.peak_bytes for memory in found),
+    )
+
+
 def forget_peak(pid: int | str = "self") -> None:
     """Let the highest size of a process be what it is now."""
     with contextlib.suppress(OSError):
@@ -134,7 +146,9 @@ def forget_peak(pid: int | str = "self") -> None:
 
 
 def serve(make: Callable[[], System], *, import_s: float) -> None:
-    """The child's life: load, then one task a line until stdin ends."""
+    """The child's life: load, then one task a line until stdin ends, or its parent does."""
+    die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it ends what it has started
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a stray print must not spoil the protocol
     started = time.perf_counter()

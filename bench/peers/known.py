@@ -7,6 +7,7 @@ beside NovaInfer. Its program is a file of this folder, which needs nothing of N
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
 import importlib.util
 import json
 import os
@@ -28,17 +29,18 @@ PACKAGE = "novainfer_peers"  # by which a peer's environment knows this folder
 CACHE_GIB = 2  # of keys and values: 40,000 tokens of the largest shape that is compared
 MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 2048
+APART_TOKENS_MAX = 131_072  # 1.6 GB of the reference shape's keys and values
 
 
 @dataclass(frozen=True, slots=True)
 class SystemSpec:
-    """One system in one precision: what starts it."""
+    """One system in one precision: what starts it, as a library and as a server, and in which environment."""
 
     name: str  # as the tables have it
     precision: str
     command: tuple[str, ...]
     environment: Mapping[str, str | None] = field(default_factory=dict)  # None: unset
-    server: tuple[str, ...] | None = None  # what starts it as a server; "{port}" is where
+    server: tuple[str, ...] | None = None  # "{port}" is where it listens
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Place:
     forms: Path
     max_model_len: int
     max_num_tokens: int  # of all requests at once
+    max_requests: int  # at once
 
     @property
     def options(self) -> dict[str, Any]:
@@ -78,8 +81,12 @@ class Kind:
     binary: str | None  # its name on the path
     forms: Mapping[str, tuple[str, Callable[[Place, str], str]]]  # precision -> what it is called, how it is made
     server: Callable[[str, str, Place], tuple[str, ...]] | None = None  # (where it is, the model, ...)
-    # How OpenMP waits: NovaInfer's `passive` halves llama.cpp's rate, and transformers loses most without it.
-    omp_wait_policy: str | None = None
+    environment: Callable[[str], Mapping[str, str | None]] = lambda _: SPINNING  # (where it is)
+
+
+# How OpenMP waits: NovaInfer's `passive` halves llama.cpp's rate, and transformers loses most without it.
+SPINNING: Mapping[str, str | None] = {"OMP_WAIT_POLICY": None}
+PASSIVE: Mapping[str, str | None] = {"OMP_WAIT_POLICY": "passive"}
 
 
 def _as_it_is(place: Place, _: str) -> str:
@@ -94,21 +101,55 @@ def _gguf(kind: str) -> Callable[[Place, str], str]:
     return lambda place, where: place.gguf(kind, where)
 
 
+def cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+
+
+def _vllm_environment(where: str) -> Mapping[str, str | None]:
+    """A thread on each core, where its own choice leaves one core to its scheduler: of two, that is half the machine.
+
+    Its manual asks for tcmalloc and for Intel's OpenMP, which is installed with it: without, its threads wait badly.
+    """
+    openmp = Path(where).parent.parent / "lib" / "libiomp5.so"
+    malloc = ctypes.util.find_library("tcmalloc_minimal")
+    preload = [os.environ.get("LD_PRELOAD"), malloc, str(openmp) if openmp.exists() else None]
+    return {
+        **SPINNING,
+        "LD_PRELOAD": ":".join(filter(None, preload)) or None,
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores())),
+        "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+
+
 def _vllm_server(where: str, model: str, place: Place) -> tuple[str, ...]:
     command = (where, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", "{port}")
     sizes = {"--max-model-len": place.max_model_len, "--max-num-seqs": MAX_NUM_SEQS}
     sizes["--max-num-batched-tokens"] = MAX_NUM_BATCHED_TOKENS
-    return (*command, "--host", "127.0.0.1", *(str(word) for item in sizes.items() for word in item))
+    quiet = ("--host", "127.0.0.1", "--uvicorn-log-level", "warning")
+    return (*command, *quiet, *(str(word) for item in sizes.items() for word in item))
 
 
 def _llama_server(where: str, model: str, place: Place) -> tuple[str, ...]:
-    threads = str(os.cpu_count() or 1)
-    sizes = ("--parallel", str(MAX_NUM_SEQS), "--ctx-size", str(place.max_num_tokens), "--kv-unified")
-    return (where, "--model", model, "--port", "{port}", *sizes, "--threads", threads, "--no-webui")
+    threads = str(len(cores()))
+    command = (where, "--model", model, "--host", "127.0.0.1", "--port", "{port}", "--no-webui")
+    # Each slot with a cache of its own is 5 % faster in a batch, where there is room for as many of the longest.
+    apart = place.max_requests * place.max_model_len
+    cache = (str(apart),) if apart <= APART_TOKENS_MAX else (str(place.max_num_tokens), "--kv-unified")
+    sizes = ("--parallel", str(place.max_requests), "--ctx-size", *cache)
+    return (*command, "--threads", threads, "--threads-batch", threads, "--flash-attn", "on", *sizes)
 
 
 PEERS: Mapping[str, Kind] = {
-    "vllm": Kind("run_vllm", "vllm", None, {"bf16": ("bf16", _as_it_is), "int8": ("W8A8", _w8a8)}, _vllm_server),
+    "vllm": Kind(
+        "run_vllm",
+        "vllm",
+        None,
+        {"bf16": ("bf16", _as_it_is), "int8": ("W8A8", _w8a8)},
+        _vllm_server,
+        _vllm_environment,
+    ),
     "openvino": Kind(
         "run_openvino", "openvino_genai", None, {"bf16": ("F16", _gguf("F16")), "int8": ("Q8_0", _gguf("Q8_0"))}
     ),
@@ -120,7 +161,7 @@ PEERS: Mapping[str, Kind] = {
         _llama_server,
     ),
     "transformers": Kind(
-        "run_transformers", "transformers", None, {"bf16": ("bf16", _as_it_is)}, omp_wait_policy="passive"
+        "run_transformers", "transformers", None, {"bf16": ("bf16", _as_it_is)}, environment=lambda _: PASSIVE
     ),
 }
 
@@ -156,14 +197,15 @@ def peer_systems(name: str, where: str, precision: str, place: Place, folder: st
         return None
     title, make = kind.forms[precision]
     model = make(place, where)
+    server = None if kind.server is None else kind.server(where, model, place)
     python = where if kind.module is not None else sys.executable
-    options = place.options | ({"program": where} if kind.module is None else {})
+    options = place.options if kind.module is not None else {"server": server}  # which its program asks
     return SystemSpec(
         name=f"{name} {title}",
         precision=precision,
         command=(python, "-m", f"{PACKAGE}.{kind.program}", model, json.dumps(options)),
-        environment={"PYTHONPATH": folder, "OMP_WAIT_POLICY": kind.omp_wait_policy},
-        server=None if kind.server is None else kind.server(where, model, place),
+        environment={"PYTHONPATH": folder, **kind.environment(where)},
+        server=server,
     )
 
 

@@ -1,67 +1,41 @@
 """llama.cpp's server as a system under test: `python -m … MODEL.gguf OPTIONS`, asked over HTTP/1.1 on the loopback.
 
-Best settings on a CPU: a slot for each request, one KV cache for all of them, a thread for each core. Its streamed
-answers are read by a thread each; what that costs is its client's, and too little to show beside a step.
+Its streamed answers are read by a thread each; what that costs is its client's, and too little to show beside a step.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import os
-import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from .child import Memory, Timeline, resident, serve
+from .launch import Server, tree_cpu_s
 
 READY_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 1200.0
 
 
 class LlamaServer:
-    """One server, in a process of its own; `options["program"]` is where llama-server lies."""
+    """One server, in a process of its own; `command` starts it."""
 
     name = "llama.cpp"
 
-    def __init__(self, model: str, options: dict[str, Any]) -> None:
-        self._port = _free_port()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the server)
-        threads = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-        command = [options["program"], "--model", model, "--host", "127.0.0.1", "--port", str(self._port)]
-        command += ["--parallel", str(options["max_num_seqs"]), "--ctx-size", str(options["max_num_tokens"])]
-        command += ["--kv-unified", "--threads", threads, "--threads-batch", threads, "--no-webui"]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log)
+    def __init__(self, command: list[str]) -> None:
+        self._server = Server(command)
         try:
-            self._wait_until_ready()
+            self._server.wait_until_ready(READY_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
         self.version: str = self._get("/props").get("build_info", "unknown")
-        self.facts = {"slots": options["max_num_seqs"], "ctx_size": options["max_num_tokens"], "threads": int(threads)}
-
-    def _wait_until_ready(self) -> None:
-        began_s = time.perf_counter()
-        while time.perf_counter() - began_s < READY_TIMEOUT_S:
-            if self._process.poll() is not None:
-                self._log.seek(0)
-                words = self._log.read().decode("utf-8", "replace").strip().splitlines()
-                raise RuntimeError(f"llama-server ended with {self._process.returncode}: {' / '.join(words[-3:])}")
-            try:
-                if self._get("/health").get("status") == "ok":
-                    return
-            except (OSError, ValueError):
-                pass
-            time.sleep(0.05)
-        raise RuntimeError(f"llama-server was not ready within {READY_TIMEOUT_S:.0f} s")
+        self.facts = {"flags": command[3:]}
 
     def _get(self, path: str) -> dict[str, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=10)
         try:
             connection.request("GET", path)
             found: dict[str, Any] = json.loads(connection.getresponse().read())
@@ -93,7 +67,7 @@ class LlamaServer:
     def _one(self, line: Timeline, prompt: list[int], length: int, arrival_s: float, began_s: float) -> None:
         body = {"prompt": prompt, "n_predict": length, "temperature": 0.0, "ignore_eos": True, "stream": True}
         time.sleep(max(0.0, arrival_s - (time.perf_counter() - began_s)))
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_TIMEOUT_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=ANSWER_TIMEOUT_S)
         try:
             connection.request("POST", "/completion", json.dumps(body), {"content-type": "application/json"})
             answer = connection.getresponse()
@@ -117,25 +91,15 @@ class LlamaServer:
 
     def memory(self) -> Memory:
         """Of the server."""
-        return resident(self._process.pid)
+        return resident(self._server.pid)
 
     def cpu_s(self) -> float:
         """Of the server, where /proc tells it."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system time
+        return tree_cpu_s(self._server.pid)
 
     def close(self) -> None:
         """End the server."""
-        self._process.kill()
-        self._process.wait()
-        self._log.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        self._server.close()
 
 
 def main() -> None:
@@ -143,7 +107,7 @@ def main() -> None:
     made: list[LlamaServer] = []
 
     def make() -> LlamaServer:
-        made.append(LlamaServer(sys.argv[1], json.loads(sys.argv[2])))
+        made.append(LlamaServer(json.loads(sys.argv[2])["server"]))
         return made[0]
 
     try:

@@ -1,7 +1,7 @@
 """vLLM as a system under test: `python -m … MODEL_DIR OPTIONS`, its asynchronous engine in this process.
 
-Best settings on a CPU: compiled (no `enforce_eager`), prefix cache, threads bound to the cores by itself, a KV cache
-that holds every workload (`VLLM_CPU_KVCACHE_SPACE`, in GiB).
+Best settings on a CPU: compiled (no `enforce_eager`), prefix cache; its environment says how many threads, which
+libraries, and how large a KV cache.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from .child import Memory, Timeline, resident, serve
+from .child import Memory, Timeline, serve, tree_memory
+from .launch import tree_cpu_s
+
+NAMED = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "LD_PRELOAD", "OMP_WAIT_POLICY")  # told with the result
 
 
 class Vllm:
@@ -41,7 +43,7 @@ class Vllm:
         self._engine = self._runner.run(_called(AsyncLLM.from_engine_args, arguments))
         self.facts = {
             "dtype": str(self._engine.model_config.dtype).removeprefix("torch."),
-            "cache_gib": options["cache_gib"],
+            "environment": {name: os.environ.get(name) for name in NAMED},
         }
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> list[Timeline]:
@@ -78,40 +80,20 @@ class Vllm:
 
     def memory(self) -> Memory:
         """Of this process and of those that it has started, the engine's core among them."""
-        found = [resident(), *(resident(pid) for pid in _children())]
-        return Memory(
-            resident_bytes=sum(memory.resident_bytes for memory in found),
-            peak_bytes=sum(memory.peak_bytes for memory in found),
-        )
+        return tree_memory(os.getpid())
 
     def cpu_s(self) -> float:
         """Likewise; where /proc tells it."""
-        ticks = os.sysconf("SC_CLK_TCK")
-        total = time.process_time()
-        for pid in _children():
-            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-            total += (int(fields[11]) + int(fields[12])) / ticks  # user and system time
-        return total
+        return tree_cpu_s(os.getpid())
 
 
 async def _called(function: Any, *arguments: Any) -> Any:
     return function(*arguments)  # it wants a running loop
 
 
-def _children(pid: int | str = "self") -> list[int]:
-    """Processes below one, at any depth; none where there is no /proc."""
-    found: list[int] = []
-    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, listing.read_text().split()):
-            found += [child, *_children(child)]
-    return found
-
-
 def main() -> None:
     """Imports first, and then the clock of the load."""
     options = json.loads(sys.argv[2])
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options["cache_gib"]))
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     began_s = time.perf_counter()
     for module in ("vllm", "vllm.engine.arg_utils", "vllm.v1.engine.async_llm"):
         __import__(module)

@@ -10,14 +10,19 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import safe_open
 
 from novainfer.actors.tokenizer.gguf_tokenizer import gguf_tokenizer
+from novainfer.bench.cli import bench
 from novainfer.bench.make_checkpoint import SHAPES, make_checkpoint
 from novainfer.bench.peers import compare, files, known
 from novainfer.bench.peers.known import OURS, SystemSpec
+from novainfer.bench.peers.picture import picture
 from novainfer.bench.peers.probe import Look, Probe
-from novainfer.bench.peers.report import LEFT, picture
+from novainfer.bench.peers.report import MergeError, merged
+from novainfer.bench.report import number
+from novainfer.bench.serve import W5
 from novainfer.bench.worker import Child, ChildError, Task
 from novainfer.bench.workload import TRAFFIC, WORKLOADS, scaled
 from novainfer.kernels.ops.quantised import quantised
@@ -67,7 +72,7 @@ def run(
     monkeypatch.setattr(compare, "_ours", lambda _, precision: SystemSpec(OURS, precision, tuple(systems[OURS])))
     settings: dict[str, Any] = {"precisions": ["bf16", "int8"], "workloads": [scaled(w, 8) for w in WORKLOADS]}
     peers = {name: name for name in systems if name != OURS}
-    return compare.run(model_dir, peers, with_http=False, **settings | options)
+    return compare.run(model_dir, peers, http_work=None, **settings | options)
 
 
 def test_each_precision_has_a_table_of_its_systems(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +85,7 @@ def test_each_precision_has_a_table_of_its_systems(model_dir: Path, monkeypatch:
     assert work["vllm"]["ratio"] == pytest.approx(sum(pairs) / 2)
     assert work["vllm"]["ratio_spread"] == pytest.approx(pairs)
     assert list(report["precisions"]["int4"]["workloads"]["W1"]["systems"]) == [OURS], "the peer has no int4"
-    assert text.count("interleaved repetitions") == 2
+    assert text.count("interleaved, medians") == 2
 
 
 def test_the_roof_of_a_run_is_the_better_of_the_looks_around_it(
@@ -95,26 +100,40 @@ def test_the_roof_of_a_run_is_the_better_of_the_looks_around_it(
                 assert before.bytes_per_s < after.bytes_per_s
                 assert work["systems"][system]["runs"][0]["look"]["bytes_per_s"] == after.bytes_per_s
     shares = [
-        report["precisions"][precision]["workloads"]["W3"]["systems"][OURS]["share_of_roof"]
+        report["precisions"][precision]["workloads"]["W3"]["systems"][OURS]["share_of_roofline"]
         * report["precisions"][precision]["workloads"]["W3"]["systems"][OURS]["wall_s"]
         for precision in ("bf16", "int8")
     ]
     assert shares[1] < shares[0], "in int8 the same work has a higher roof"
 
 
-def test_peers_that_do_not_start_or_fail_on_the_way_or_have_no_form_are_left_out(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    systems = {OURS: command(0.5), "no-start": command(1.0, "fail"), "late": command(1.0, "die=3"), "broken": []}
-    report, text = run(model_dir, monkeypatch, systems, precisions=["bf16"], repeat=2)
+def test_peers_that_do_not_start_or_have_no_form_are_left_out(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    systems = {OURS: command(0.5), "no-start": command(1.0, "fail"), "broken": []}
+    report, text = run(model_dir, monkeypatch, systems, precisions=["bf16"], repeat=1)
     assert "not installed" in report["skipped"]["no-start"]
-    assert "died on the way" in report["skipped"]["late"]
     assert report["skipped"]["broken bf16"] == "no such form here"
+    assert "no-start was left out" in text
+    for work in report["precisions"]["bf16"]["workloads"].values():
+        assert list(work["systems"]) == [OURS]
+
+
+def test_a_peer_that_fails_in_one_work_keeps_the_others(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = len(compare.WARM_UPS) + 2  # it dies in W2, whenever it is started
+    systems = {OURS: command(0.5), "late": command(1.0, f"die={asked}")}
+    report, _ = run(model_dir, monkeypatch, systems, precisions=["bf16"], repeat=3)
+    assert "died on the way" in report["skipped"]["late W2"]
     works = report["precisions"]["bf16"]["workloads"]
-    assert len(works["W1"]["systems"]["late"]["runs"]) == 1, "what it did before stays"
-    assert "late" not in works["W4"]["systems"]
-    assert all(len(work["systems"][OURS]["runs"]) == 2 for work in works.values())
-    assert "late was left out" in text
+    assert "late" not in works["W2"]["systems"]
+    # Started anew it does W3, dies in W4, and then, in the second repetition, in W3: what it did before stays.
+    assert set(report["skipped"]) == {"late W2", "late W4", "late W3"}
+    assert len(works["W1"]["systems"]["late"]["runs"]) == 3
+    assert len(works["W3"]["systems"]["late"]["runs"]) == 1
+    assert all(len(work["systems"][OURS]["runs"]) == 3 for work in works.values())
+
+
+def test_novainfer_must_not_fail(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ChildError, match="died on the way"):
+        run(model_dir, monkeypatch, {OURS: command(0.5, "die=4")}, precisions=["bf16"])
 
 
 def test_traffic_comes_at_seventy_percent_of_what_each_can_do(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +148,7 @@ def test_traffic_comes_at_seventy_percent_of_what_each_can_do(model_dir: Path, m
         assert found[name]["requests"] == traffic.num_requests
         _, lengths = traffic.requests(CONFIG["vocab_size"], 1)  # type: ignore[arg-type]
         assert found[name]["output_tokens"] == sum(lengths)
-    assert "share_of_roof" not in found[OURS]
+    assert "share_of_roofline" not in found[OURS]
 
 
 def test_servers_have_room_for_what_they_are_asked_over_http(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +159,9 @@ def test_servers_have_room_for_what_they_are_asked_over_http(model_dir: Path, mo
         return SystemSpec(OURS, precision, tuple(command(0.5)))
 
     monkeypatch.setattr(compare, "_ours", ours)
-    monkeypatch.setattr(compare, "measure_http", lambda *_: {"title": "W5", "systems": {}})
-    compare.run(model_dir, {}, precisions=["bf16"], workloads=[], with_http=True)
-    work = compare.HTTP_WORK
+    monkeypatch.setattr(compare, "take_http", lambda *_: None)
+    compare.run(model_dir, {}, precisions=["bf16"], workloads=[], http_work=W5)
+    work = W5
     assert places[0].max_model_len >= work.prompt_len + work.max_tokens
     assert places[0].max_num_tokens >= work.num_requests * (work.prompt_len + work.max_tokens)
 
@@ -162,10 +181,48 @@ def test_the_clock_is_the_same_at_any_rate_and_its_mean_is_the_rate() -> None:
 def test_the_picture_is_an_image_with_a_bar_for_each_system(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report, _ = run(model_dir, monkeypatch, {OURS: command(0.5), "a<b": command(1.0)}, repeat=1)
     root = ElementTree.fromstring(picture(report))
-    bars = root.findall("{http://www.w3.org/2000/svg}rect")
-    assert len(bars) == 2 * len(WORKLOADS) * 2
-    assert max(float(bar.attrib["width"]) for bar in bars) + LEFT < float(root.attrib["width"])
-    assert "a<b" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    boxes = root.findall("{http://www.w3.org/2000/svg}rect")
+    bars = [box for box in boxes if "bar" in box.attrib["class"].split()]
+    assert len(bars) == 2 * len(WORKLOADS) * 2, "precisions, works, systems"
+    assert sum("own" in bar.attrib["class"] for bar in bars) == len(bars) / 2
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "a<b" in texts
+    found = report["precisions"]["int8"]["workloads"]["W2"]["systems"]
+    assert f"{number(found['a<b']['ratio'])}x the best peer" in texts
+    own = found[OURS]
+    assert f"{number(own['output_tok_s'])} ({100 * own['share_of_roofline']:.0f} %)" in texts
+    right = max(float(box.attrib["x"]) + float(box.attrib["width"]) for box in boxes if "x" in box.attrib)
+    assert right < float(root.attrib["width"])
+
+
+def test_reports_of_several_runs_make_one_table(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    systems = {OURS: command(0.5), "vllm": command(1.0)}
+    work = {w.name: [scaled(w, 8)] for w in WORKLOADS}
+    first, _ = run(model_dir, monkeypatch, systems, precisions=["bf16"], workloads=work["W1"] + work["W2"], repeat=1)
+    second, _ = run(model_dir, monkeypatch, {OURS: command(0.5)}, workloads=work["W2"] + work["W3"], repeat=2)
+    files = [tmp_path / "1.json", tmp_path / "2.json"]
+    for file, report in zip(files, (first, second), strict=True):
+        file.write_text("a table\n" + json.dumps(report) + "\n")
+    picture = tmp_path / "all.svg"
+    done = CliRunner().invoke(bench, ["peers-table", *map(str, files), "--json", "--picture", str(picture)])
+    assert done.exit_code == 0, done.output
+    whole = json.loads(done.stdout.splitlines()[-1])["precisions"]
+    assert {precision: list(group["workloads"]) for precision, group in whole.items()} == {
+        "bf16": ["W1", "W2", "W3"],
+        "int8": ["W2", "W3"],
+    }
+    assert list(whole["bf16"]["workloads"]["W1"]["systems"]) == [OURS, "vllm"]
+    assert list(whole["bf16"]["workloads"]["W2"]["systems"]) == [OURS], "the later run's, and no mixture"
+    assert whole["bf16"]["workloads"]["W2"]["repeat"] == 2
+    assert ElementTree.fromstring(picture.read_text()) is not None
+    with pytest.raises(MergeError, match="model must be"):
+        merged([first, {**second, "model": "another"}])
+    with pytest.raises(MergeError, match="two machines"):
+        merged([first, {**second, "machine": {**second["machine"], "cpu": "another"}}])
+    files[0].write_text("")
+    assert "must be the JSON of a report" in CliRunner().invoke(bench, ["peers-table", str(files[0])]).output
 
 
 def test_peers_are_found_where_they_are_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,16 +239,47 @@ def test_a_peer_waits_as_it_does_best_and_not_as_novainfer_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    place = known.Place(tmp_path, tmp_path, 1024, 4096)
+    place = known.Place(tmp_path, tmp_path, 1024, 4096, 4)
     spec = known.peer_systems("vllm", sys.executable, "bf16", place, "/a/folder")
     assert spec is not None
-    assert spec.environment == {"PYTHONPATH": "/a/folder", "OMP_WAIT_POLICY": None}
+    assert spec.environment["OMP_WAIT_POLICY"] is None
     other = known.peer_systems("transformers", sys.executable, "bf16", place, "/a/folder")
     assert other is not None
     assert other.environment["OMP_WAIT_POLICY"] == "passive"
     code = "import os, sys; sys.exit(3 if 'OMP_WAIT_POLICY' in os.environ else 4)"
     with pytest.raises(ChildError, match="exit code 4"):
         Child([sys.executable, "-c", code], spec.environment)
+
+
+def test_vllm_has_a_thread_on_each_core_and_the_libraries_that_its_manual_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "cores", lambda: [2, 3])
+    monkeypatch.setattr(known.ctypes.util, "find_library", lambda name: f"lib{name}.so.4")
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    python, openmp = tmp_path / "bin" / "python", tmp_path / "lib" / "libiomp5.so"
+    for file in (python, openmp):
+        file.parent.mkdir()
+        file.touch()
+    spec = known.peer_systems("vllm", str(python), "bf16", known.Place(tmp_path, tmp_path, 1024, 4096, 4), "/a/folder")
+    assert spec is not None
+    assert spec.environment["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
+    assert spec.environment["LD_PRELOAD"] == f"libtcmalloc_minimal.so.4:{openmp}"
+    assert spec.server is not None, "it is served in the same environment"
+
+
+def test_llama_cpps_slots_have_caches_of_their_own_where_these_fit() -> None:
+    def flags(longest: int, requests: int) -> tuple[str, ...]:
+        place = known.Place(Path("model"), Path("forms"), longest, 4096, requests)
+        server = known.PEERS["llama.cpp"].server
+        assert server is not None
+        return server("llama-server", "model.gguf", place)
+
+    short, long = flags(1024, 32), flags(8192, 32)
+    assert short[short.index("--ctx-size") + 1] == str(1024 * 32)
+    assert "--kv-unified" not in short
+    assert long[long.index("--ctx-size") + 1] == "4096"
+    assert "--kv-unified" in long
 
 
 def test_a_peers_program_needs_nothing_of_novainfer() -> None:
