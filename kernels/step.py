@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from novainfer.fsm.messages.step import SAMPLED, STEPS_IN_FLIGHT_MAX, StepPlan
+from novainfer.kernels.masks import check_masks
 
 __all__ = ["StepBuffers", "StepTensors", "must_lie_in"]
 
@@ -220,6 +221,8 @@ class StepBuffers:
                 raise ValueError("a sequence of a step has no token before its drafts")
         if len(plan.sample_seqs) + sum(plan.num_drafts) > num_tokens:
             raise ValueError("a step samples more positions than it holds")
+        if plan.mask_positions or plan.masks:
+            check_masks(plan, self.vocab_size)
 
     def fill(self, plan: StepPlan, *, bucket: int = 0) -> StepTensors:
         """Apply the block-table updates and lay out the step; raises ValueError for a plan over the limits.

@@ -13,6 +13,7 @@ from novainfer.fsm.messages.mode import Mode
 
 SAMPLED = -1  # in `input_ids`: the token that the step before has given this slot, which only the device knows yet
 NO_TOKEN = -1  # what a row gets from which no token can be drawn: its logits hold a NaN, or their largest is infinite
+NONE_ALLOWED = -2  # what a row with a mask gets, where its sequence may be given none of the tokens that it allows
 
 STEPS_IN_FLIGHT_MAX = 2  # on a device: one that is computed, and one that waits for it there
 
@@ -73,6 +74,12 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
     its own position, and as if the drafts before it were the sequence's tokens; up to the first whose token is not the
     draft that stands there. So the row's tokens are those that as many steps without drafts give.
 
+    Each position that is sampled may have a mask, drafts' positions among them: the tokens that may be drawn there, in
+    this step only. They are numbered from 0 on, those of the first of `sample_seqs` first; `mask_positions` are those
+    that have a mask, in ascending order, and `masks` are these one after the other: ceil(vocab_size / 32) words each,
+    32 bits with the lowest byte first, of which bit i % 32 of word i // 32 allows token i. Logits of all other tokens
+    are as if they were minus infinity, also where log probabilities are asked for.
+
     A step may be handed over before the one before it has ended: that is the step `after`, and if it did not end well
     just before on this device, this one is not begun (`launched=False`), and changes nothing. Only such a step holds
     `SAMPLED` among its `input_ids`: the device puts the token there that its slot was given last, which must stand at
@@ -90,6 +97,8 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
     admissions: list[SeqParams] = []
     num_drafts: list[int] = []  # [num_samples] drafts at the end of each; empty: none has any
     num_drafts_wanted: list[int] = []  # [num_samples] that the device's own draft model may propose; empty: none
+    mask_positions: list[int] = []  # [num_masks] of the positions that are sampled; empty: none has a mask
+    masks: bytes = b""  # [num_masks, ceil(vocab_size / 32)] int32
     swap_out_blocks: list[int] = []
     swap_out_hosts: list[int] = []
     swap_in_hosts: list[int] = []
@@ -106,7 +115,8 @@ class StepDone(msgspec.Struct, frozen=True, omit_defaults=True):
     """The step ran, and gave the tokens of each of the plan's `sample_seqs`, one after the other.
 
     `num_tokens` says how many tokens each of them got: at least 1, at most 1 + its drafts, the last of them being no
-    draft; empty: one each. `NO_TOKEN` is the last one of a row whose output is not a number. `logprobs` are those
+    draft; empty: one each. `NO_TOKEN` is the last one of a row whose output is not a number, and `NONE_ALLOWED` of one
+    whose mask allows nothing. `logprobs` are those
     of the tokens, and empty when no row asked. `took_s` is how long the step took, in seconds; 0 where that was not
     measured.
     """

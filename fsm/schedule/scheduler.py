@@ -47,7 +47,7 @@ from novainfer.fsm.messages.events import (
     WorkerLost,
 )
 from novainfer.fsm.messages.mode import Mode
-from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.messages.step import NONE_ALLOWED, StepDone, StepPlan
 from novainfer.fsm.schedule import answer
 from novainfer.fsm.schedule.batching import Flight
 from novainfer.fsm.schedule.ladder import FIRST_MODE, Offered, Rung
@@ -58,6 +58,7 @@ from novainfer.fsm.schedule.speculation import Speculation, SpeculationStatistic
 from novainfer.fsm.text import Vocabulary
 
 NOT_A_NUMBER = "the model's output for this request is not a number: no token can be drawn from it"
+NONE_LEFT = "no token is left for this request: what it may be given and the mask of this step have none in common"
 NO_NUMBERS = "the model's output for tokens of no request is not a number either"
 
 
@@ -544,6 +545,9 @@ class Scheduler(Machine):
                 if request is was:
                     self.planner.commit_draft(request)
                 was = request
+            if token_id == NONE_ALLOWED:
+                outputs.append(self._end(request, RequestState.FINISHED_ERROR, End(error=NONE_LEFT)))
+                continue
             if token_id < 0:
                 outputs.append(self._end_not_a_number(request, outcome))
                 continue

@@ -71,6 +71,7 @@ struct Scan {
   int32_t* tops;    // [chunks * VL]: keys of the largest of each lane of a chunk
   long num_tops;
   bool is_finite;  // no NaN, and the largest is no infinity
+  bool is_empty;   // all are minus infinity
 };
 
 template <class T>
@@ -91,7 +92,8 @@ inline Scan scan(const typename T::type* x, long n, int32_t* tops) {
   storef((float*)most, asf(largest));
   storef((float*)least, asf(smallest));
   const int32_t above = *std::max_element(most, most + VL), below = *std::min_element(least, least + VL);
-  return {above, tops, count, above < key(INF) && above > key(-INF) && below >= key(-INF)};
+  const bool is_finite = above < key(INF) && above > key(-INF) && below >= key(-INF);
+  return {above, tops, count, is_finite, above == key(-INF) && below == key(-INF)};
 }
 
 // Calls f(index) in order for each number whose key is at least this one, until f says that it is enough.

@@ -1,7 +1,8 @@
 // From logits to tokens: what kernels/sampling/sampler.py says, a row of logits at a time on whichever thread is free.
 //
 // A row is read once for its largest logits (`scan`), and once more where a sum over all of its weights is wanted. What
-// changes logits (masks, bans, bias, penalties) works on a copy in fp32, so that the caller's row stays as it was. A
+// changes logits (allowed ids, bans, bias, penalties) works on a copy in fp32, so that the model's are there to report;
+// only a step's mask is written into the caller's row, since what it forbids is as if the model had never offered it. A
 // row's token is the same whatever threads there are and whatever is computed beside it (largest.h says why).
 #include <atomic>
 
@@ -44,12 +45,11 @@ struct SlotDesc {
 struct DrawDesc {
   const SlotDesc* slots;
   int64_t num_slots, vocab_size, num_positions;
-  const void* logits;
+  void* logits;
   int64_t stride, num_rows;
   const int64_t *row_slots, *positions;
-  const int64_t* drafts;  // null: none
-  const uint32_t* masks;  // of allowed tokens, for this step, as SlotDesc::allowed; null: none
-  int64_t mask_stride;    // words
+  const int64_t* drafts;         // null: none
+  const uint32_t* const* masks;  // of allowed tokens, one a row, as SlotDesc::allowed; null: none, or of no row
   int64_t* tokens;
   double* logprobs;  // [num_rows, 1 + width]: of the token, and of the most likely ones
   int32_t* likely;   // [num_rows, width]
@@ -59,9 +59,9 @@ struct DrawDesc {
   int32_t dtype;
 };
 
-constexpr int64_t NO_TOKEN = -1;
-constexpr long NUCLEUS_GUESS = 64;  // tokens in which a top_p is looked for before the whole row is
-constexpr long BLOCK = 64;          // weights summed at once where the token is looked for inside a chunk
+constexpr int64_t NO_TOKEN = -1, NONE_ALLOWED = -2;  // fsm/messages/step.py
+constexpr long NUCLEUS_GUESS = 64;                   // tokens in which a top_p is looked for before the whole row is
+constexpr long BLOCK = 64;  // weights summed at once where the token is looked for inside a chunk
 
 // What a thread needs to draw from one row; memory that is not touched takes none.
 struct Scratch {
@@ -103,21 +103,14 @@ double uniform(uint64_t seed, int64_t position) {
 
 // ---- what changes logits: kernels/sampling/logits.py
 
-// One bit for each token, of up to two masks; null: all are allowed.
-struct Allowed {
-  const uint32_t* masks[2];
-
-  bool all() const { return !masks[0] && !masks[1]; }
-  uint32_t word(long i) const { return (masks[0] ? masks[0][i] : ~0u) & (masks[1] ? masks[1][i] : ~0u); }
-};
-
-template <class T>
-void copy_allowed(const typename T::type* x, long n, const Allowed& allowed, float* out) {
+// Those of `allowed`, one bit for each token, and minus infinity for the others; null: all are. From may be To.
+template <class From, class To>
+void copy_allowed(const typename From::type* x, long n, const uint32_t* allowed, typename To::type* out) {
   const vf never = set1(-INF);
   vectors(n, [&](long i, auto left) {
-    const vf value = load_first<T>(x + i, left);
-    const vm may = allowed.all() ? first_lanes(VL) : from_bits(allowed.word(i / 32) >> (i % 32) & ((1u << VL) - 1));
-    store_first<Fp32>(out + i, select(may, value, never), left);
+    const vf value = load_first<From>(x + i, left);
+    const vm may = allowed ? from_bits(allowed[i / 32] >> (i % 32) & ((1u << VL) - 1)) : first_lanes(VL);
+    store_first<To>(out + i, select(may, value, never), left);
   });
 }
 
@@ -140,11 +133,10 @@ void penalise(const SlotDesc& slot, int64_t position, uint32_t* marks, float* x)
 }
 
 template <class T>
-void edit(const typename T::type* x, long n, const SlotDesc& slot, int64_t position, const uint32_t* mask,
+void edit(const typename T::type* x, long n, const SlotDesc& slot, int64_t position, bool is_masked,
           const Scratch& scratch) {
   float* out = scratch.edited;
-  const Allowed allowed = {{slot.allowed, mask}};
-  copy_allowed<T>(x, n, allowed, out);
+  copy_allowed<T, Fp32>(x, n, slot.allowed, out);
   for (int64_t i = 0; i < slot.num_banned; i++) out[slot.banned[i]] = -INF;
   if (position < slot.stops_until) {
     for (int64_t i = 0; i < slot.num_stops; i++) {
@@ -153,7 +145,7 @@ void edit(const typename T::type* x, long n, const SlotDesc& slot, int64_t posit
       value = -INF;
     }
     // Where they are all that may be drawn they stay: some token must be.
-    if ((!allowed.all() || slot.num_banned) && !scan<Fp32>(out, n, scratch.tops[1]).is_finite)
+    if ((slot.allowed || is_masked || slot.num_banned) && !scan<Fp32>(out, n, scratch.tops[1]).is_finite)
       for (int64_t i = 0; i < slot.num_stops; i++) out[slot.stops[i]] = scratch.values[i];
   }
   for (int64_t i = 0; i < slot.num_biased; i++) out[slot.biased[i]] += slot.biases[i];
@@ -259,7 +251,7 @@ long draw_from(const typename T::type* x, long n, const Scan& found, const SlotD
     return draw_among(picked, kind, slot.top_p, 0, u, work);
   }
   if (slot.top_k) {
-    copy_allowed<T>(x, n, {}, weights);
+    copy_allowed<T, Fp32>(x, n, nullptr, weights);
     kind.least = cut<ByCount>(weights, n, slot.top_k, n, work).least;
   }
   if (slot.top_p >= 1.0) {
@@ -298,6 +290,9 @@ void report(const typename T::type* x, long n, const Scan& found, long token, lo
   if (count == 0) return;
   Picked picked = scratch.picked();
   pick<T>(x, n, found, count, scratch.tops[2], picked);
+  picked.keep([](float value) { return value > -INF; });
+  std::fill(logprobs + 1 + std::min(count, picked.count), logprobs + 1 + count, -INF);
+  count = std::min(count, picked.count);
   int32_t* const order = (int32_t*)scratch.work;
   for (long i = 0; i < picked.count; i++) order[i] = (int32_t)i;  // ids ascend with it
   std::partial_sort(order, order + count, order + picked.count, [&](int32_t a, int32_t b) {
@@ -314,29 +309,34 @@ void report(const typename T::type* x, long n, const Scan& found, long token, lo
 template <class T>
 int64_t draw_row(const DrawDesc& call, long row, const Scratch& scratch) {
   const long n = call.vocab_size;
-  const auto* x = (const typename T::type*)call.logits + row * call.stride;
+  auto* x = (typename T::type*)call.logits + row * call.stride;
   const SlotDesc& slot = call.slots[call.row_slots[row]];
   const int64_t position = call.positions[row];
-  const uint32_t* mask = call.masks ? call.masks + row * call.mask_stride : nullptr;
-  const bool is_edited = slot.allowed || mask || slot.num_banned || slot.num_biased || slot.history ||
+  const uint32_t* const mask = call.masks ? call.masks[row] : nullptr;
+  if (mask) copy_allowed<T, T>(x, n, mask, x);
+  const auto no_token = [&](const Scan& found) {
+    return mask && found.is_empty ? NONE_ALLOWED : NO_TOKEN;
+  };
+  const bool is_edited = slot.allowed || slot.num_banned || slot.num_biased || slot.history ||
                          (slot.num_stops && position < slot.stops_until);
   Scan raw{};
   if (!is_edited || slot.logprobs >= 0) raw = scan<T>(x, n, scratch.tops[0]);
-  if (slot.logprobs >= 0 && !raw.is_finite) return NO_TOKEN;  // wherever the NaN lies, there are no log probabilities
+  if (slot.logprobs >= 0 && !raw.is_finite)
+    return no_token(raw);  // wherever a NaN lies, there are no log probabilities
   const auto draw = [&](auto type, const auto* from, const Scan& found) -> long {
     using Type = decltype(type);
-    if (!found.is_finite) return NO_TOKEN;
+    if (!found.is_finite) return no_token(found);
     if (slot.temperature == 0) return first_largest<Type>(from, n, found);
     return draw_from<Type>(from, n, found, slot, uniform(slot.seed, position), scratch);
   };
   long token;
   if (is_edited) {
-    edit<T>(x, n, slot, position, mask, scratch);
+    edit<T>(x, n, slot, position, mask != nullptr, scratch);
     token = draw(Fp32(), scratch.edited, scan<Fp32>(scratch.edited, n, scratch.tops[1]));
   } else {
     token = draw(T(), x, raw);
   }
-  if (slot.logprobs >= 0 && token != NO_TOKEN)
+  if (slot.logprobs >= 0 && token >= 0)
     report<T>(x, n, raw, token, std::min<long>(slot.logprobs, n), scratch, call.logprobs + row * (1 + call.width),
               call.likely + row * call.width);
   return token;
@@ -346,7 +346,7 @@ int64_t draw_row(const DrawDesc& call, long row, const Scratch& scratch) {
 void write_history(const DrawDesc& call, const int64_t* tokens) {
   for (long row = 0; row < call.num_rows; row++) {
     int32_t* history = call.slots[call.row_slots[row]].history;
-    if (history && tokens[row] != NO_TOKEN) history[call.positions[row]] = (int32_t)tokens[row];
+    if (history && tokens[row] >= 0) history[call.positions[row]] = (int32_t)tokens[row];
   }
 }
 

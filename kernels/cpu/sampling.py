@@ -15,12 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from novainfer.fsm.messages.step import NO_TOKEN, Logprobs, SeqParams
+from novainfer.fsm.messages.step import Logprobs, SeqParams
 from novainfer.kernels.cpu.native import DTYPE_CODES, library, num_threads
+from novainfer.kernels.masks import packed_mask
 from novainfer.kernels.memory import lazy_zeros
 from novainfer.kernels.sampling.drawn import Draw, DrawnAtOnce
 from novainfer.kernels.sampling.sampler import LOGIT_ROWS_MAX, TEMPERATURE_GREEDY_MAX
-from novainfer.kernels.sampling.verify import Positions, Sampled
+from novainfer.kernels.sampling.verify import Positions, Sampled, logprobs_of
 from novainfer.kernels.step import must_lie_in
 
 __all__ = ["NativeSampler"]
@@ -73,7 +74,6 @@ class DrawDesc(ctypes.Structure):
         ("positions", _P),
         ("drafts", _P),
         ("masks", _P),
-        ("mask_stride", _L),
         ("tokens", _P),
         ("logprobs", _P),
         ("likely", _P),
@@ -85,7 +85,7 @@ class DrawDesc(ctypes.Structure):
 
 
 class NativeSampler:
-    """See `Sampler`: each thread of the team takes row after row. Logits are not written."""
+    """See `Sampler`: each thread of the team takes row after row. Only masks are written into logits."""
 
     name: ClassVar[str] = "native"
     row_invariant: ClassVar[bool] = True
@@ -180,11 +180,8 @@ class NativeSampler:
         own[: len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.int32)
         return own.data_ptr()
 
-    def draw(self, logits: Tensor, at: Positions, masks: Tensor | None = None) -> Draw:
-        """As in `Sampler`. Bit i % 32 of word i // 32 of a row of `masks`, int32 [n, words], says that token i may be.
-
-        A mask holds for this draw, and beside what its sequence may be given at all.
-        """
+    def draw(self, logits: Tensor, at: Positions) -> Draw:
+        """As in `Sampler`."""
         num_rows = len(at.slots)
         if logits.shape != (num_rows, self.vocab_size) or logits.stride(1) != 1:
             raise ValueError(
@@ -203,7 +200,8 @@ class NativeSampler:
         call.num_rows = num_rows
         call.row_slots, call.positions, call.tokens = slots.ctypes.data, positions.ctypes.data, tokens.ctypes.data
         call.drafts = drafts.ctypes.data if len(drafts) else None
-        call.masks, call.mask_stride = self._mask_address(masks, num_rows)
+        masks = None if at.masks is None else at.masks.addresses(at.masks.words.ctypes.data, num_rows, self.vocab_size)
+        call.masks = None if masks is None else masks.ctypes.data
         counts = [self._reports[slot] for slot in at.slots]
         width = max(0, *counts) if counts else 0
         logprobs, likely = np.empty((num_rows, 1 + width)), np.empty((num_rows, width), dtype=np.int32)
@@ -212,27 +210,10 @@ class NativeSampler:
         token_ids: list[int] = tokens.tolist()
         reports: list[Logprobs | None] = [
             None
-            if count < 0 or token_id == NO_TOKEN
-            else (float(values[0]), ids[:count].tolist(), values[1 : 1 + count].tolist())
+            if count < 0 or token_id < 0
+            else logprobs_of(float(values[0]), ids[:count].tolist(), values[1 : 1 + count].tolist())
             for token_id, count, ids, values in zip(token_ids, counts, likely, logprobs, strict=True)
         ]
         return DrawnAtOnce(
             Sampled(token_ids, reports if any(entry is not None for entry in reports) else []), logits.device
         )
-
-    def _mask_address(self, masks: Tensor | None, num_rows: int) -> tuple[int | None, int]:
-        if masks is None:
-            return None, 0
-        words = -(-self.vocab_size // 32)
-        if masks.shape != (num_rows, words) or masks.dtype != torch.int32 or masks.stride(1) != 1:
-            raise ValueError(
-                f"masks must be int32 [{num_rows}, {words}], rows contiguous, not {masks.dtype} {list(masks.shape)}"
-            )
-        return masks.data_ptr(), masks.stride(0)
-
-
-def packed_mask(token_ids: list[int], vocab_size: int) -> npt.NDArray[np.int32]:
-    """One bit for each token, set for these, in words of 32."""
-    is_allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
-    is_allowed[token_ids] = 1
-    return np.packbits(is_allowed, bitorder="little").view("<i4").astype(np.int32)

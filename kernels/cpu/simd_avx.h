@@ -163,12 +163,20 @@ inline vd subd(vd a, vd b) { return _mm256_sub_pd(a, b); }
 inline vd first_half(vf a) { return _mm256_cvtps_pd(_mm256_castps256_ps128(a)); }
 inline vd second_half(vf a) { return _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)); }
 inline void stored(double* p, vd x) { _mm256_storeu_pd(p, x); }
+// For each set of lanes, eight bits each: the lanes in it one after the other, and then lane 0.
+struct LanesOfBits {
+  uint64_t lanes[256];
+
+  constexpr LanesOfBits() : lanes() {
+    for (uint64_t bits = 0; bits < 256; bits++)
+      for (uint64_t lane = 0, place = 0; lane < 8; lane++)
+        if (bits >> lane & 1) lanes[bits] |= lane << 8 * place++;
+  }
+};
+inline constexpr LanesOfBits LANES_OF_BITS;
 inline void store_packed(float* p, vm m, vf x) {
-  uint32_t bits = to_bits(m);
-  if (bits == 0) return;
-  alignas(32) float lane[VL];
-  storef(lane, x);
-  for (; bits; bits &= bits - 1) *p++ = lane[__builtin_ctz(bits)];
+  const __m128i lanes = _mm_loadl_epi64((const __m128i*)&LANES_OF_BITS.lanes[to_bits(m)]);
+  _mm256_storeu_ps(p, _mm256_permutevar8x32_ps(x, _mm256_cvtepu8_epi32(lanes)));
 }
 #endif
 

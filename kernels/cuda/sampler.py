@@ -1,10 +1,11 @@
 """The sampler on a GPU: from logits to tokens in a few launches, and nothing is waited for.
 
 How a slot samples is written on the host when its sequence is admitted. Each draw sends the records of its rows over,
-144 bytes a row, beside their positions: a step that was told before has records of its own, so an admission disturbs
-none. What is longer (tokens so far, lists of ids) lies on the device, and is written there in order with all else on
-the stream: a step that was told before has read what stood there. Both come from pinned memory of torch's caching
-allocator, which gives a piece out again only when the copy that reads it has ended; tokens come back the same way.
+152 bytes a row, beside their positions: a step that was told before has records of its own, so an admission disturbs
+none; and so do the masks of a step, of the rows that have one. What is longer (tokens so far, lists of ids) lies on
+the device, and is written there in order with all else on the stream: a step that was told before has read what stood
+there. Both come from pinned memory of torch's caching allocator, which gives a piece out again only when the copy that
+reads it has ended; tokens come back the same way.
 
 Penalties are counted from the tokens of the sequence at each draw, and no count outlives it. So a position that is
 drawn from twice, because a step has failed or its drafts were wrong, counts what stands before it, and nothing twice.
@@ -27,9 +28,10 @@ from novainfer.kernels.cuda.jit import draws, edits, scans
 from novainfer.kernels.cuda.jit import records as of_record
 from novainfer.kernels.cuda.language import can_compute_on, element
 from novainfer.kernels.cuda.variant import Config, Variant
+from novainfer.kernels.masks import Masks, mask_words, packed_mask
 from novainfer.kernels.sampling.drawn import Draw
 from novainfer.kernels.sampling.sampler import TEMPERATURE_GREEDY_MAX
-from novainfer.kernels.sampling.verify import Positions, Sampled
+from novainfer.kernels.sampling.verify import Positions, Sampled, logprobs_of
 from novainfer.kernels.step import must_lie_in
 
 __all__ = ["TritonSampler", "num_words", "variants"]
@@ -44,18 +46,19 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Bits of a logit, seen as fp32, that are the same in all numbers of one sign; even, since two are found in a pass.
 LOW_BITS = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 16}
 
-RECORD, ACTIVE, RANDOM, CHANGED, ALLOWED, LISTED, STOPS, PENALISED = (
+RECORD, ACTIVE, RANDOM, CHANGED, ALLOWED, LISTED, STOPS, PENALISED, MASKED = (
     constant.value
     for constant in (
         of_record.RECORD, of_record.ACTIVE, of_record.RANDOM, of_record.CHANGED, of_record.ALLOWED, of_record.LISTED,
-        of_record.STOPS, of_record.PENALISED,
+        of_record.STOPS, of_record.PENALISED, of_record.MASKED,
     )
 )  # fmt: skip
-POSITION, FLAGS, DRAFT, HISTORY, LISTS, NUM_BANNED, NUM_STOPS, NUM_BIASES, LOGPROBS = (
+POSITION, FLAGS, DRAFT, HISTORY, LISTS, NUM_BANNED, NUM_STOPS, NUM_BIASES, LOGPROBS, MASK = (
     word.value
     for word in (
         of_record.POSITION, of_record.FLAGS, of_record.DRAFT, of_record.HISTORY, of_record.LISTS, of_record.NUM_BANNED,
         of_record.NUM_STOPS, of_record.NUM_BIASES, of_record.LOGPROBS,
+        of_record.MASK,
     )
 )  # fmt: skip
 
@@ -80,8 +83,8 @@ class TritonDraw:
         numbers = reports.view(np.float64)
         logprobs: list[Logprobs | None] = [
             None
-            if count < 0 or token_id == NO_TOKEN
-            else (
+            if count < 0 or token_id < 0
+            else logprobs_of(
                 float(values[0]),
                 ids[1 : 1 + count].tolist(),
                 values[1 + self.width : 1 + self.width + count].tolist(),
@@ -111,7 +114,7 @@ class TritonSampler:
         self._counts: Tensor | None = None  # all 0 between draws
         self._compiled: set[torch.dtype] = set()
         mask_bytes = max_num_seqs * vocab_size // 8
-        row_bytes = 8 * vocab_size + self._layout.row_bytes  # edited, and counted
+        row_bytes = 8 * vocab_size + self._layout.row_bytes + 4 * mask_words(vocab_size)  # edited, counted, masked
         self.scratch_bytes = 4 * math.prod(self._history_shape) + mask_bytes + self.rows_max * row_bytes
         self._records[:, FLAGS] = ACTIVE
         self._records[:, LOGPROBS] = -1
@@ -180,9 +183,7 @@ class TritonSampler:
         lists: list[npt.NDArray[np.int32]] = [np.array(numbers, dtype=np.int32) for numbers in ids]
         lists.append(np.array(list(row.logit_bias.values()), dtype=np.float32).view(np.int32))
         if row.allowed_token_ids is not None:
-            is_allowed = np.zeros(-(-self.vocab_size // 32) * 32, dtype=np.uint8)
-            is_allowed[row.allowed_token_ids] = 1
-            lists.append(np.packbits(is_allowed, bitorder="little").view("<i4").astype(np.int32))
+            lists.append(packed_mask(row.allowed_token_ids, self.vocab_size))
         words = np.concatenate(lists)
         if not len(words):
             return 0, None
@@ -205,15 +206,17 @@ class TritonSampler:
         if logits.dtype not in self._compiled:
             self._compile(logits.dtype)
         slots, positions = np.array(at.slots), np.array(at.positions)
-        if (self._plain_from[slots] <= positions).all():
+        if at.masks is None and (self._plain_from[slots] <= positions).all():
             tokens = torch.empty(num_rows, dtype=torch.int64, device=self.device)
             self.draw_greedy(logits, tokens)
             return TritonDraw(tokens, self._on_host(tokens), 0, ())
         records, flags, width = self.lay_out(at)
+        masks = self._send_masks(at.masks, records) if at.masks is not None else None
         counts: list[int] = records[:, LOGPROBS].tolist() if width >= 0 else []
         found = torch.empty(num_words(num_rows, width), dtype=torch.int64, device=self.device)
         on_device = self._staged(records).to(self.device, non_blocking=True)
         self.draw_rows(logits, on_device, found, flags, width, has_drafts=bool(at.drafts))
+        del masks  # what is allocated from now on is written behind what was launched
         return TritonDraw(found[:num_rows], self._on_host(found), width, counts)
 
     def lay_out(self, at: Positions) -> tuple[Words, int, int]:
@@ -223,7 +226,15 @@ class TritonSampler:
         records[:, POSITION] = positions
         records[:, DRAFT] = at.drafts or NO_TOKEN
         records[positions < self._stops_until[slots], FLAGS] |= CHANGED | LISTED | STOPS
+        if at.masks is not None:
+            records[list(at.masks.rows), FLAGS] |= MASKED
         return records, int(np.bitwise_or.reduce(records[:, FLAGS])), int(records[:, LOGPROBS].max())
+
+    def _send_masks(self, masks: Masks, records: Words) -> Tensor:
+        """The masks on the device, whose addresses the records take; they must be kept until all is launched."""
+        sent = self._staged(masks.words).to(self.device, non_blocking=True)
+        records[:, MASK] = masks.addresses(sent.data_ptr(), len(records), self.vocab_size)
+        return sent
 
     def draw_greedy(self, logits: Tensor, tokens: Tensor) -> None:
         """The launches of a batch that is greedy, and whose logits nothing changes; tokens int64 [n]."""
@@ -236,7 +247,7 @@ class TritonSampler:
         records = torch.zeros(1, RECORD, dtype=torch.int64, device=self.device)
         found = torch.empty(num_words(1, 1), dtype=torch.int64, device=self.device)
         self.draw_greedy(logits, found)
-        self.draw_rows(logits, records, found, CHANGED | LISTED | PENALISED, 1, has_drafts=True)
+        self.draw_rows(logits, records, found, CHANGED | LISTED | PENALISED | MASKED, 1, has_drafts=True)
 
     def draw_rows(
         self, logits: Tensor, records: Tensor, found: Tensor, flags: int, width: int, *, has_drafts: bool
@@ -248,6 +259,8 @@ class TritonSampler:
         """
         num_rows, layout = len(records), self._layout
         edited = None
+        if flags & MASKED:
+            layout.forbid(logits, records)
         if flags & CHANGED:
             edited = torch.empty(num_rows, self.vocab_size, dtype=torch.float32, device=self.device)
             # Of the same dtype where none is read, or Triton would compile the function again.
@@ -303,6 +316,11 @@ class _Layout:
         sizes = (logits.stride(0), self.vocab_size, self.num_chunks)
         scans.largest_of_chunks[self._grid(logits)](logits, largest, ids, *sizes, **self.of_chunks().arguments)
         scans.most_likely[len(logits),](largest, ids, tokens, self.num_chunks, **self.of_rows().arguments)
+
+    def forbid(self, logits: Tensor, records: Tensor) -> None:
+        """Minus infinity where a row's mask allows no token."""
+        sizes = (logits.stride(0), self.vocab_size)
+        edits.forbid[self._grid(logits)](logits, records, *sizes, **self.masks().arguments)
 
     def edit(
         self, logits: Tensor, edited: Tensor, counts: Tensor, records: Tensor, flags: int, *, has_drafts: bool
@@ -369,6 +387,10 @@ class _Layout:
         """`copy_logits`."""
         return Config({"CHUNK": self.chunk, "TOKENS": TOKENS}, num_warps=4, num_stages=1)
 
+    def masks(self) -> Config:
+        """`forbid`."""
+        return Config({"CHUNK": self.chunk}, num_warps=4, num_stages=1)
+
     def lists(self) -> Config:
         """`edit_logits`."""
         return Config({"IDS": TOKENS, "CHUNK": self.chunk}, num_warps=4, num_stages=1)
@@ -430,6 +452,7 @@ def variants(capability: int) -> Iterator[Variant]:
         both = {**logits, "edited": "*fp32"}
         yield of(scans.largest_of_chunks, layout.of_chunks(), **logits, largest="*fp32", ids="*i32", **sizes)
         rows = {"records": "*i64", "stride": "i32", "vocab_size": "i32"}
+        yield of(edits.forbid, layout.masks(), **logits, **rows)
         yield of(edits.copy_logits, layout.copy(), **both, counts="*i32", **rows)
         yield of(edits.edit_logits, layout.lists(), **both, **rows)
         for reported in (False, True):

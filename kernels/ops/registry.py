@@ -309,6 +309,9 @@ class Sampler(Protocol):
     def draw(self, logits: Tensor, at: Positions) -> Draw:
         """Have one token a row drawn; `NO_TOKEN` where the logits hold a NaN or an infinity above all others.
 
+        A row with a mask (`at.masks`) is drawn, and its log probabilities are, as if the logits of all tokens that it
+        forbids were minus infinity; `NONE_ALLOWED` where no token is left that its sequence may be given.
+
         logits [n, vocab_size] in the model's dtype, rows contiguous (may be overwritten); `at` [n]: whose rows they are
         and where the drawn tokens will stand. Where there are drafts, the row behind one is the sequence's next
         position, drawn as if the draft were its token; behind a draft that was not drawn itself it is of no use, and

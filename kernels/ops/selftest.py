@@ -11,10 +11,12 @@ import functools
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from novainfer.fsm.messages.step import NO_TOKEN, SeqParams
+from novainfer.kernels.masks import Masks, packed_mask
 from novainfer.kernels.ops.forward import (
     EXPERT_PRODUCTS,
     SHAPES,
@@ -480,7 +482,10 @@ def _step(
 
 
 def check_sampler(sampler: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Each way of sampling, three steps of each: apart, as drafts that are right, and a step computed again."""
+    """Each way of sampling, three steps of each: apart, as drafts that are right, and a step computed again.
+
+    With masks of some rows, and without any.
+    """
     if sampler is TorchSampler:
         return None  # it is what the others are compared with
     prompt = [5, 9, 5, 700]
@@ -504,29 +509,39 @@ def check_sampler(sampler: Any, dtype: torch.dtype, device: torch.device) -> str
     every = list(range(len(slots)))
     first, second, third = every[::3], every[1::3], every[2::3]
 
-    def run(kernel: Any, *steps: list[int], drafts: list[int] | None = None) -> list[tuple[int, Any]]:
+    def run(
+        kernel: Any, *steps: list[int], drafts: list[int] | None = None, masks: dict[int, Any]
+    ) -> list[tuple[int, Any]]:
         found: list[tuple[int, Any]] = [(NO_TOKEN, None)] * len(every)
         drawing = kernel.over(VOCAB_SIZE, len(rows), 16, device)
         for row in rows:
             drawing.admit(row)
         for step in steps:
-            at = Positions([slots[i] for i in step], [positions[i] for i in step], drafts or [])
+            masked = [number for number, i in enumerate(step) if i in masks]
+            own = Masks(masked, np.stack([masks[step[number]] for number in masked])) if masked else None
+            at = Positions([slots[i] for i in step], [positions[i] for i in step], drafts or [], own)
             sampled: Sampled = drawing.draw(logits[step], at).read()
             for number, i in enumerate(step):
                 found[i] = sampled.token_ids[number], sampled.logprobs[number] if sampled.logprobs else None
         return found
 
-    expected = run(TorchSampler, first, second, third)
-    wrong = _other_draws(run(sampler, first, second, third), expected)
-    if wrong is None:
-        wrong = _other_draws(run(sampler, first, second, second, third), expected, "drawn again")
-    if wrong is None:
+    # Allowed are multiples of odd numbers, so that a mask of another row, or shifted by a word, is another.
+    masks = {i: packed_mask(range(i % 3, VOCAB_SIZE, 3 + 2 * (i % 5)), VOCAB_SIZE) for i in (*first, *third)}
+    masks[third[1]] = packed_mask([], VOCAB_SIZE)
+    wrong = None
+    for own, how in (({}, "drawn"), (masks, "masked")):
+        expected = run(TorchSampler, first, second, third, masks=own)
         drafts = [NO_TOKEN if i % 3 == 2 else expected[i][0] for i in every]
-        wrong = _other_draws(run(sampler, every, drafts=drafts), expected, "behind drafts")
+        for steps, given, more in (
+            ((first, second, third), None, ""),
+            ((first, second, second, third), None, " again"),
+            ((every,), drafts, " behind drafts"),
+        ):
+            wrong = wrong or _other_draws(run(sampler, *steps, drafts=given, masks=own), expected, how + more)
     return wrong
 
 
-def _other_draws(got: list[tuple[int, Any]], expected: list[tuple[int, Any]], how: str = "drawn") -> str | None:
+def _other_draws(got: list[tuple[int, Any]], expected: list[tuple[int, Any]], how: str) -> str | None:
     for i, ((token_id, logprobs), (right, right_logprobs)) in enumerate(zip(got, expected, strict=True)):
         what = f"step {i % 3} of way {i // 3} of sampling, {how},"
         if token_id != right:

@@ -268,7 +268,7 @@ class Proposer:
             last = found = done.token_ids[end - 1]
             if place:  # choices of one prompt share its last block, and each would write its own token there
                 last = lasts.setdefault(int(block_table[plan.slots[seq], index]), found)
-            if wanted[row] > 0 and found != NO_TOKEN and found == last:
+            if wanted[row] > 0 and 0 <= found == last:
                 rows.append((row, seq, start + count, wanted[row]))
         return rows
 

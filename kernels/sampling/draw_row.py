@@ -90,10 +90,14 @@ def most_likely(x: Row, k: int) -> Ids:
 
 
 def logprobs_of_row(raw: Row, token_id: int, count: int) -> Logprobs:
-    """Log-softmax of a row at one token, and its `count` most likely tokens with theirs (ties by id)."""
+    """Log-softmax of a row at one token, and its `count` most likely tokens with theirs (ties by id).
+
+    Those of minus infinity are none.
+    """
     largest = raw.max()
     normaliser = float(largest + np.log(np.exp(raw - largest).sum(dtype=np.float64)))
     ids = most_likely(raw, count) if count else np.empty(0, dtype=np.int64)
+    ids = ids[raw[ids] > -np.inf]
     ids = ids[np.argsort(-raw[ids], kind="stable")][:count]
     return float(raw[token_id]) - normaliser, ids.tolist(), (raw[ids].astype(np.float64) - normaliser).tolist()
 

@@ -19,11 +19,11 @@ def changes_until(row: SeqParams) -> float:
     return row.min_position if row.stop_token_ids else 0
 
 
-def apply_masks(logits: Tensor, row: SeqParams, position: int) -> None:
+def apply_masks(logits: Tensor, row: SeqParams, position: int, *, is_masked: bool = False) -> None:
     """Allowed ids, banned ids, stop ids while too early, bias; fp32 [vocab_size], in place.
 
     Where the stop ids would leave nothing (they are all that is allowed, or not banned), they stay: some token must be
-    drawn.
+    drawn. `is_masked`: so it is where they are all that a step's mask has left of `logits`.
     """
     if row.allowed_token_ids is not None:
         allowed = torch.tensor(row.allowed_token_ids, device=logits.device)
@@ -36,7 +36,8 @@ def apply_masks(logits: Tensor, row: SeqParams, position: int) -> None:
         stops = torch.tensor(row.stop_token_ids, device=logits.device)
         kept = logits[stops]
         logits[stops] = -torch.inf
-        if (row.allowed_token_ids is not None or row.banned_token_ids) and not bool(torch.isfinite(logits.amax())):
+        is_restricted = is_masked or row.allowed_token_ids is not None or row.banned_token_ids
+        if is_restricted and not bool(torch.isfinite(logits.amax())):
             logits[stops] = kept
     if row.logit_bias:
         biased = torch.tensor(list(row.logit_bias), device=logits.device)

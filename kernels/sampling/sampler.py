@@ -1,21 +1,23 @@
 """From logits to tokens on the device: masks, bias, penalties, temperature, filters, one draw a row.
 
-The order is vLLM's: allowed ids, banned ids, stop ids while too early, logit bias; penalties; temperature;
-min_p; top_k; top_p. Log probabilities are those of the raw logits, before all of this (vLLM's default,
-`raw_logprobs`). A batch in which every row is greedy, and whose logits nothing changes, is one argmax.
+The order is vLLM's: the step's mask; allowed ids, banned ids, stop ids while too early, logit bias; penalties;
+temperature; min_p; top_k; top_p. Log probabilities are those of the raw logits, before all of this but the mask
+(vLLM's default, `raw_logprobs`, where a grammar's mask is written into the logits before the sampler sees them). A
+batch in which every row is greedy, and whose logits nothing changes, is one argmax.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar, Self
 
 import msgspec
 import torch
 from torch import Tensor
 
-from novainfer.fsm.messages.step import NO_TOKEN, Logprobs, SeqParams
+from novainfer.fsm.messages.step import NO_TOKEN, NONE_ALLOWED, Logprobs, SeqParams
+from novainfer.kernels.masks import Masks
 from novainfer.kernels.memory import lazy_zeros
 from novainfer.kernels.sampling.draw import draw
 from novainfer.kernels.sampling.draw_row import argmax, draw_row, logprobs_of_row
@@ -83,15 +85,20 @@ class TorchSampler:
         return DrawnAtOnce(self._sample(logits, at), self.device)
 
     def _sample(self, logits: Tensor, at: Positions) -> Sampled:
-        slots, positions, drafts = at
+        slots, positions, drafts, masks = at
         plain = [self._plain_from[slot] <= position for slot, position in zip(slots, positions, strict=True)]
+        masked: set[int] = set()
+        if masks is not None:
+            masked.update(masks.rows)
+            logits = logits.masked_fill(self._forbidden(masks, len(slots)), -torch.inf)
+            plain = [is_plain and row not in masked for row, is_plain in enumerate(plain)]
         if all(plain):
             return Sampled(self._most_likely(logits), [])
         rows = [self._rows[slot] for slot in slots]
         if drafts:
             self._suppose(rows, slots, positions, drafts)
         u = uniforms([row.seed for row in rows], positions).tolist()
-        token_ids, logprobs = self._sample_rows(logits, rows, slots, positions, drafts, plain, u)
+        token_ids, logprobs = self._sample_rows(logits, rows, at, plain, masked, u)
         self._suppose(rows, slots, positions, token_ids)
         return Sampled(token_ids, logprobs if any(entry is not None for entry in logprobs) else [])
 
@@ -100,7 +107,7 @@ class TorchSampler:
     ) -> None:
         """What penalties count from now on: drafts first, and then what was drawn in their places."""
         for row, slot, position, token_id in zip(rows, slots, positions, token_ids, strict=True):
-            if row.needs_history and token_id != NO_TOKEN:
+            if row.needs_history and token_id >= 0:
                 self._tokens()[slot, position] = token_id
 
     def _most_likely(self, logits: Tensor) -> list[int]:
@@ -112,10 +119,9 @@ class TorchSampler:
         self,
         logits: Tensor,
         rows: list[SeqParams],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        drafts: Sequence[int],
+        at: Positions,
         plain: list[bool],
+        masked: Collection[int],
         u: list[float],
     ) -> tuple[list[int], list[Logprobs | None]]:
         logits = logits.float()
@@ -123,7 +129,7 @@ class TorchSampler:
         raw = logits[asked]  # a copy: masks overwrite
         for i, row in enumerate(rows):
             if not plain[i]:
-                self._apply(logits[i], row, slots[i], positions[i])
+                self._apply(logits[i], row, at.slots[i], at.positions[i], is_masked=i in masked)
         largest, tokens = logits.max(-1)
         is_finite = largest.isfinite()
         random = [i for i, row in enumerate(rows) if row.temperature >= TEMPERATURE_GREEDY_MAX]
@@ -131,15 +137,25 @@ class TorchSampler:
             numbers = torch.tensor([u[i] for i in random], dtype=torch.float64, device=self.device)
             tokens[random] = draw(logits[random], [rows[i] for i in random], numbers)
         is_finite[asked] &= raw.amax(-1).isfinite()
-        token_ids: list[int] = tokens.masked_fill_(~is_finite, NO_TOKEN).tolist()
+        tokens.masked_fill_(~is_finite, NO_TOKEN)
+        for i in masked:
+            if largest[i] == -torch.inf:
+                tokens[i] = NONE_ALLOWED
+        token_ids: list[int] = tokens.tolist()
         logprobs: list[Logprobs | None] = [None] * len(rows)
         for i, row in zip(asked, raw.cpu().numpy(), strict=True):
-            if token_ids[i] != NO_TOKEN:
+            if token_ids[i] >= 0:
                 logprobs[i] = logprobs_of_row(row, token_ids[i], rows[i].logprobs or 0)
         return token_ids, logprobs
 
-    def _apply(self, x: Tensor, row: SeqParams, slot: int, position: int) -> None:
-        apply_masks(x, row, position)
+    def _forbidden(self, masks: Masks, num_rows: int) -> Tensor:
+        """What the masks forbid; bool [num_rows, vocab_size]."""
+        forbidden = torch.zeros(num_rows, self.vocab_size, dtype=torch.bool)
+        forbidden[list(masks.rows)] = torch.from_numpy(~masks.allowed(self.vocab_size))
+        return forbidden.to(self.device)
+
+    def _apply(self, x: Tensor, row: SeqParams, slot: int, position: int, *, is_masked: bool) -> None:
+        apply_masks(x, row, position, is_masked=is_masked)
         if row.needs_history:
             apply_penalties(x, row, self._tokens()[slot, :position])
 
@@ -168,16 +184,15 @@ class RowSampler(TorchSampler):
         self,
         logits: Tensor,
         rows: list[SeqParams],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        drafts: Sequence[int],
+        at: Positions,
         plain: list[bool],
+        masked: Collection[int],
         u: list[float],
     ) -> tuple[list[int], list[Logprobs | None]]:
         token_ids: list[int] = []
         logprobs: list[Logprobs | None] = []
         for i, row in enumerate(rows):
-            if i and drafts and drafts[i - 1] not in (NO_TOKEN, token_ids[-1]):
+            if i and at.drafts and at.drafts[i - 1] not in (NO_TOKEN, token_ids[-1]):
                 token_ids.append(NO_TOKEN)
                 logprobs.append(None)
                 continue
@@ -187,15 +202,17 @@ class RowSampler(TorchSampler):
                 continue
             x = logits[i].float()
             raw = x.clone() if row.logprobs is not None else None
-            self._apply(x, row, slots[i], positions[i])
-            if raw is not None and not raw.amax().isfinite():
+            self._apply(x, row, at.slots[i], at.positions[i], is_masked=i in masked)
+            if i in masked and x.amax() == -torch.inf:
+                token_id = NONE_ALLOWED
+            elif raw is not None and not raw.amax().isfinite():
                 token_id = NO_TOKEN  # its log probabilities would be none, wherever the NaN lies
             elif row.temperature < TEMPERATURE_GREEDY_MAX:
                 token_id = int(argmax(x[None])[0])
             else:
                 token_id = draw_row(x.numpy(), row, u[i])
             token_ids.append(token_id)
-            if raw is None or token_id == NO_TOKEN:
+            if raw is None or token_id < 0:
                 logprobs.append(None)
             else:
                 logprobs.append(logprobs_of_row(raw.numpy(), token_id, row.logprobs or 0))

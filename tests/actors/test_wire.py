@@ -63,6 +63,8 @@ PLAN = StepPlan(
     ],
     num_drafts=[1, 0],
     num_drafts_wanted=[0, 3],
+    mask_positions=[1],
+    masks=b"\x00\xff\x01\x80" * 2,
     swap_out_blocks=[1],
     swap_out_hosts=[2],
     copy_from_blocks=[3],

@@ -3,7 +3,7 @@ import pytest
 from novainfer.fsm.kv.blocks import Journal
 from novainfer.fsm.messages.events import CancelRequest, Cause, Fault, MakeBatch, PauseRequest, ResumeRequest
 from novainfer.fsm.messages.params import SamplingParams
-from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.messages.step import NONE_ALLOWED, StepDone
 from novainfer.fsm.schedule.allowance import PATIENCE_MAX
 from novainfer.fsm.schedule.ladder import Rung
 from novainfer.fsm.schedule.recovery import TRIES_ALONE
@@ -269,6 +269,25 @@ def test_output_that_is_not_a_number_ends_its_request_and_harms_no_other():
     bench.run()
     assert bench.end(again).end.error is None
     assert bench.end(two).end.error is None
+
+
+def test_a_mask_that_leaves_no_token_ends_its_request_and_blames_neither_model_nor_prompt():
+    bench = Bench(modes=ALL_MODES)
+    prompt = [7] * 10
+    one, two = bench.submit(prompt), bench.submit([2] * 3)
+    bench.step()
+    bench.step(sampled=[NONE_ALLOWED, A])
+    end = bench.end(one).end
+    assert (end.error, end.code) == (
+        "no token is left for this request: what it may be given and the mask of this step have none in common",
+        "step_failed",
+    )
+    assert [t for o in bench.outputs if o.request_id == two for t in o.token_ids] == [A]
+    assert (bench.plan.mode, bench.rows(), bench.incidents) == (BEST, {two: 1}, [])
+    again = bench.submit(prompt)
+    bench.step()
+    assert bench.rows()[again] < len(prompt), "what was computed of the prompt is good"
+    bench.run()
 
 
 def test_output_that_is_not_a_number_comes_alone_as_often_as_it_likes_and_moves_no_rung():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from novainfer.fsm.messages.step import SAMPLED, SeqParams, StepDone, StepPlan
+from novainfer.kernels.masks import packed_mask
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.ops.linear import MkldnnLinear
 from novainfer.kernels.ops.precision import precision_of
@@ -128,14 +130,23 @@ class Driver:
     """Blocks are handed out in a scrambled order, so that no test passes because blocks happen to be in order."""
 
     def __init__(
-        self, runner: ModelRunner, seed: int = 0, capture: bool = False, num_drafts: int = 0, ahead: bool = False
+        self,
+        runner: ModelRunner,
+        seed: int = 0,
+        capture: bool = False,
+        num_drafts: int = 0,
+        ahead: bool = False,
+        allowed: Callable[[Items[int]], Items[int] | None] | None = None,
     ) -> None:
         """`num_drafts` are wanted of the runner's draft model for each sampled row of each step.
+
+        `allowed` says what may follow some tokens, or None: anything.
 
         `ahead`: plans are those that would be made before the step before has ended: what it samples is not in them.
         """
         self.num_drafts = num_drafts
         self.ahead = ahead
+        self.allowed = allowed
         self.num_hidden = 0  # tokens that plans did not tell
         self._step_id = 0
         self._sampled: list[Sequence] = []  # in the step before
@@ -189,6 +200,7 @@ class Driver:
             self.num_hidden += is_hidden
             sequence.num_computed = end
         self._sampled = sampled
+        self._mask(plan, [sequence.tokens for sequence in sampled])
         result = self._run(plan)
         for sequence, token_id in zip(sampled, result.token_ids, strict=True):
             sequence.tokens.append(token_id)
@@ -199,6 +211,8 @@ class Driver:
         plan = StepPlan(sample_seqs=list(range(len(sequences))), num_drafts=[len(guesses) for guesses in drafts])
         for sequence, guesses in zip(sequences, drafts, strict=True):
             self._add_row(plan, sequence, sequence.tokens + guesses)
+        pairs = list(zip(sequences, drafts, strict=True))
+        self._mask(plan, [row.tokens + guesses[:at] for row, guesses in pairs for at in range(len(guesses) + 1)])
         result = self._run(plan)
         at = 0
         for sequence, count in zip(sequences, result.num_tokens, strict=True):
@@ -206,6 +220,15 @@ class Driver:
             sequence.num_computed = len(sequence.tokens) - 1
             at += count
         return result.num_tokens
+
+    def _mask(self, plan: StepPlan, contexts: Items[list[int]]) -> None:
+        """The mask of each position that is sampled, by what stands before it."""
+        if self.allowed is None:
+            return
+        for position, tokens in enumerate(contexts):
+            if (ids := self.allowed(tokens)) is not None:
+                plan.mask_positions.append(position)
+                plan.masks += packed_mask(ids, self.runner.info.vocab_size).astype("<i4").tobytes()
 
     def _run(self, plan: StepPlan) -> StepDone:
         plan.num_drafts_wanted = [self.num_drafts for _ in plan.sample_seqs] if self.num_drafts else []

@@ -10,10 +10,12 @@ from novainfer.kernels.cuda.jit.records import (
     HISTORY,
     LOGPROBS,
     LOWEST,
+    MASKED,
     MIN_P,
     MINUS_INFINITY,
     NO_ID,
     NO_TOKEN,
+    NONE_ALLOWED,
     PENALISED,
     POSITION,
     RANDOM,
@@ -131,7 +133,10 @@ def draw(
             GUESS,
             TILE,
         )
-    tl.store(tokens + row, tl.where(is_drawn, token, NO_TOKEN).to(tl.int64))
+    has_none = ((flags & MASKED) != 0) & (top == float("-inf"))
+    has_none = has_none & ((whole(record, LOGPROBS) < 0) | (raw_top < float("inf")))
+    token = tl.where(is_drawn, token, tl.where(has_none, NONE_ALLOWED, NO_TOKEN))
+    tl.store(tokens + row, token.to(tl.int64))
     if ((flags & PENALISED) != 0) & is_drawn:
         tl.store(address(record, HISTORY) + tl.load(record + POSITION), token)
 

@@ -12,6 +12,8 @@ from novainfer.kernels.cuda.jit.records import (
     HISTORY,
     LISTED,
     LISTS,
+    MASK,
+    MASKED,
     NUM_BANNED,
     NUM_BIASES,
     NUM_PROMPT,
@@ -37,6 +39,20 @@ def suppose_drafts(records):
     draft = whole(record, DRAFT)
     if ((whole(record, FLAGS) & PENALISED) != 0) & (draft >= 0):
         tl.store(address(record, HISTORY) + tl.load(record + POSITION), draft)
+
+
+@triton.jit
+def forbid(logits, records, stride, vocab_size, CHUNK: tl.constexpr):
+    """Write minus infinity over the logits of a chunk of a masked row whose ids its mask does not allow."""
+    row = tl.program_id(0).to(tl.int64)
+    record = records + row * RECORD
+    if (whole(record, FLAGS) & MASKED) == 0:
+        return
+    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = at < vocab_size
+    bits = tl.load(address(record, MASK) + (at >> 5), inside, other=0)
+    never = tl.full([CHUNK], float("-inf"), logits.dtype.element_ty)
+    tl.store(logits + row * stride + at, never, inside & (((bits >> (at & 31)) & 1) == 0))
 
 
 @triton.jit
@@ -88,7 +104,7 @@ def edit_logits(logits, edited, records, stride, vocab_size, IDS: tl.constexpr, 
     store_at(own, banned, num_banned, float("-inf"), IDS)
     if (flags & STOPS) != 0:
         store_at(own, stops, num_stops, float("-inf"), IDS)
-        if ((flags & ALLOWED) != 0) | (num_banned > 0):
+        if ((flags & (ALLOWED | MASKED)) != 0) | (num_banned > 0):
             tl.debug_barrier()
             largest = tl.full([CHUNK], float("-inf"), tl.float32)
             for begin in range(0, vocab_size, CHUNK):

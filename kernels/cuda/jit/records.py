@@ -6,7 +6,7 @@ A record of `RECORD` 64-bit words says how a row samples; floats lie in it as th
 import triton
 import triton.language as tl
 
-RECORD = tl.constexpr(18)  # words of a record
+RECORD = tl.constexpr(19)  # words of a record
 POSITION = tl.constexpr(0)
 FLAGS = tl.constexpr(1)
 DRAFT = tl.constexpr(2)
@@ -25,6 +25,7 @@ REPETITION = tl.constexpr(14)
 PRESENCE = tl.constexpr(15)
 FREQUENCY = tl.constexpr(16)
 LOGPROBS = tl.constexpr(17)  # how many most likely tokens are reported; -1: nothing is
+MASK = tl.constexpr(18)  # address of bits of the ids that this step allows, int32
 
 ACTIVE = tl.constexpr(1)  # without it there is no such row: it gets no token, and nothing is written for it
 RANDOM = tl.constexpr(2)
@@ -33,8 +34,10 @@ ALLOWED = tl.constexpr(8)  # only some ids are
 LISTED = tl.constexpr(16)  # it has banned ids, stop ids that count, or biases
 STOPS = tl.constexpr(32)  # its stop ids are banned at this position
 PENALISED = tl.constexpr(64)
+MASKED = tl.constexpr(128)  # it has a MASK
 
 NO_TOKEN = tl.constexpr(-1)
+NONE_ALLOWED = tl.constexpr(-2)
 NO_ID = tl.constexpr(2147483647)
 LOWEST = tl.constexpr(-2147483648)
 MINUS_INFINITY = tl.constexpr(-2139095041)  # its `ordered` bits

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from novainfer.kernels.cuda.attention import TritonAttention, TritonInvariantAtt
 from novainfer.kernels.cuda.jit import attention as attention_jit
 from novainfer.kernels.cuda.jit import draws, edits, scans
 from novainfer.kernels.cuda.language import INTERPRETED
+from novainfer.kernels.masks import Masks
 from novainfer.kernels.ops.registry import AttentionShape
 from novainfer.kernels.sampling.verify import Positions
 from novainfer.kernels.step import StepBuffers
@@ -104,7 +106,9 @@ def test_sampling_is_compiled_before_the_first_request_that_wants_it(monkeypatch
     drawn.admit(SeqParams(slot=1, temperature=1.0, top_p=0.5, repetition_penalty=1.5, token_ids=[1, 2], logprobs=3))
     drawn.admit(SeqParams(slot=2))
     for slots in ([0], [1], [2], [0, 1, 2], [2, 2, 2]):
-        drawn.draw(torch.zeros(len(slots), 100, dtype=torch.bfloat16), Positions(slots, [5] * len(slots)))
+        for masks in (None, Masks([0], np.full((1, 4), 5, dtype=np.int32))):
+            at = Positions(slots, [5] * len(slots), masks=masks)
+            drawn.draw(torch.zeros(len(slots), 100, dtype=torch.bfloat16), at)
     assert recorder.kinds == before
 
 

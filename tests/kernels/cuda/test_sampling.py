@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from novainfer.fsm.messages.step import NO_TOKEN, SeqParams
+from novainfer.fsm.messages.step import NO_TOKEN, NONE_ALLOWED, SeqParams
 from novainfer.kernels.cuda.jit import draws
 from novainfer.kernels.cuda.jit.records import FLAGS, POSITION
 from novainfer.kernels.cuda.sampler import CANDIDATES, GUESS, TritonSampler
+from novainfer.kernels.masks import Masks, packed_mask
 from novainfer.kernels.sampling.sampler import RowSampler, TorchSampler
 from novainfer.kernels.sampling.uniform import uniforms
 from novainfer.kernels.sampling.verify import Positions, Sampled
@@ -425,6 +426,37 @@ def test_a_model_gives_the_tokens_that_it_gives_on_the_cpu(tmp_path: Path, devic
         generated.append([row.tokens for row in rows])
         assert any(found)
     assert generated[0] == generated[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_forbid_in_their_rows_and_their_step(dtype: torch.dtype, device: torch.device) -> None:
+    """Rows of several chunks, with masks and without; none of it is left behind the step."""
+    vocab, count = 1103, 10
+    rng = np.random.default_rng(31)
+    rows, tokens = random_rows(32, count, vocab)
+    rows[4] = SeqParams(slot=0, stop_token_ids=[17], min_position=50)
+    rows[5] = rows[6] = SeqParams(slot=0, logprobs=5)
+    logits = logits_of(33, count, vocab, dtype)
+    logits[7, 3] = NAN
+    allowed = [sorted(rng.permutation(vocab)[: int(rng.integers(300, 1000))].tolist()) for _ in range(count)]
+    allowed[4], allowed[5], allowed[6] = [17], [vocab - 1, 2], []
+    allowed[7] = [token for token in allowed[7] if token != 3]
+    masked = [i for i in range(count) if i % 4 != 1 or i == 5]
+    masks = Masks(masked, np.stack([packed_mask(allowed[i], vocab) for i in masked]))
+    ours, reference = samplers(rows, vocab, device, tokens)
+    at = Positions(range(count), [6] * count)
+    for where in (at._replace(masks=masks), at):
+        got = ours.draw(logits.to(device, copy=True), where).read()
+        assert_alike(got, reference.draw(logits.clone(), where).read(), rows)
+        if where.masks:
+            assert (got.token_ids[4], got.token_ids[6]) == (17, NONE_ALLOWED)
+            assert got.logprobs[5] is not None
+            assert sorted(got.logprobs[5][1]) == [2, vocab - 1]
+    # Greedy rows alone, where most steps take no more than two launches.
+    ours, reference = samplers([SeqParams(slot=0)] * count, vocab, device)
+    where = at._replace(masks=masks)
+    got = ours.draw(logits.to(device, copy=True), where).read()
+    assert_alike(got, reference.draw(logits.clone(), where).read())
 
 
 # ---- contract --------------------------------------------------------------------------------------------------------
