@@ -35,7 +35,7 @@ from novainfer.bench.peers.report import render, targets
 from novainfer.bench.report import targets_json
 from novainfer.bench.serve import CLIENTS, our_server
 from novainfer.bench.worker import Child, ChildError, Task
-from novainfer.bench.workload import Traffic, Workload
+from novainfer.bench.workload import LONG, WORKLOADS, Traffic, Workload
 
 __all__ = ["WEIGHT_BYTES", "run"]
 
@@ -61,7 +61,8 @@ def run(
     A peer that does not start is left out; one that fails in a work is started anew for the others, and its reason is
     in the report.
     """
-    place = _place(model_dir, [*workloads, *filter(None, [http_work])], traffic)
+    asked = [*workloads, *filter(None, [http_work])]
+    place = _place(model_dir, asked, traffic)
     groups: dict[str, Any] = {}
     skipped: dict[str, str] = {}
 
@@ -105,7 +106,8 @@ def run(
     report = {
         "benchmark": "peers",
         "model": model_dir.name,
-        "is_reference": Geometry.read(model_dir).is_reference,
+        # what is smaller than its name says was promised nothing
+        "is_reference": Geometry.read(model_dir).is_reference and {*asked} <= {*WORKLOADS, LONG, HTTP_WORK},
         "machine": describe(),
         "settings": place.options,
         "skipped": skipped,

@@ -25,7 +25,7 @@ from novainfer.kernels.ops.quantised import quantised
 
 __all__ = ["GGUF_KINDS", "FileError", "make_gguf", "make_w8a8"]
 
-GGUF_KINDS = ("F16", "BF16", "Q8_0", "Q4_K_M")
+GGUF_KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M")
 ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 # llama.cpp's names of the tensors of Qwen2 and Qwen3, by Hugging Face's
 GGUF_NAMES = {

@@ -151,7 +151,11 @@ PEERS: Mapping[str, Kind] = {
         _vllm_environment,
     ),
     "openvino": Kind(
-        "run_openvino", "openvino_genai", None, {"bf16": ("F16", _gguf("F16")), "int8": ("Q8_0", _gguf("Q8_0"))}
+        "run_openvino",
+        "openvino_genai",
+        None,
+        # of llama.cpp's mixtures it reads few
+        {"bf16": ("F16", _gguf("F16")), "int8": ("Q8_0", _gguf("Q8_0")), "int4": ("Q4_0", _gguf("Q4_0"))},
     ),
     "llama.cpp": Kind(
         "run_llama_cpp",

@@ -131,6 +131,21 @@ def test_a_peer_that_fails_in_one_work_keeps_the_others(model_dir: Path, monkeyp
     assert all(len(work["systems"][OURS]["runs"]) == 3 for work in works.values())
 
 
+def test_targets_are_for_works_of_their_whole_size_alone(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare.Geometry, "is_reference", True)
+    small, _ = run(model_dir, monkeypatch, {OURS: command(0.5)}, precisions=["int8"], repeat=1)
+    assert small["targets"] == {}
+    systems = {OURS: command(0.5), "llama.cpp Q8_0": command(1.0), "vllm W8A8": command(0.01)}
+    whole, text = run(model_dir, monkeypatch, systems, precisions=["int8"], workloads=WORKLOADS[:1], repeat=1)
+    own, other = (whole["precisions"]["int8"]["workloads"]["W1"]["systems"][name] for name in [*systems][:2])
+    assert whole["targets"]["W1 int8: share of the roof"]["measured"] == own["share_of_roofline"]
+    found = whole["targets"]["W1 int8: output tok/s over llama.cpp Q8_0"]
+    assert found["measured"] == other["ratio"] == pytest.approx(own["output_tok_s"] / other["output_tok_s"])
+    assert found["met"] == (other["ratio"] >= 1.5)
+    assert whole["targets"]["W2 int8: output tok/s over vllm W8A8"]["met"] is None
+    assert "W1 int8: output tok/s over llama.cpp Q8_0" in text
+
+
 def test_novainfer_must_not_fail(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ChildError, match="died on the way"):
         run(model_dir, monkeypatch, {OURS: command(0.5, "die=4")}, precisions=["bf16"])
@@ -328,6 +343,9 @@ def test_a_gguf_file_holds_the_same_tensors(tmp_path: Path, monkeypatch: pytest.
         weight = old.get_tensor("model.layers.1.mlp.gate_proj.weight")
         bits = torch.from_numpy(read["blk.1.ffn_gate.weight"].data.copy()).view(torch.bfloat16)
         assert torch.equal(bits.view(weight.shape), weight)
+    small = files.make_gguf(source, tmp_path / "forms" / "Q4_0.gguf", "Q4_0")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(small).tensors}
+    assert kinds["blk.1.ffn_gate.weight"] == "Q4_0"
     with pytest.raises(files.FileError, match="llama-quantize"):
         files.make_gguf(source, tmp_path / "forms" / "Q4_K_M.gguf", "Q4_K_M")
 
