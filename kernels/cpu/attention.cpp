@@ -27,6 +27,7 @@ struct Scratch {
   std::vector<float> max, sum;            // [rows], merged so far
   std::vector<float> tile_max, tile_sum;  // [rows]
   std::vector<float> keep, take;          // [rows]
+  std::vector<int> window_begin, seen;    // [rows]: from where to before where each of them sees
 
   // May run out of memory half way, so each is asked, and none shrinks.
   void fit(size_t rows, const CacheDesc& cache) {
@@ -34,6 +35,8 @@ struct Scratch {
     tiles.fit(rows, cache);
     if (acc.size() < rows * width) acc.resize(rows * width);
     for (auto* v : {&max, &sum, &tile_max, &tile_sum, &keep, &take})
+      if (v->size() < rows) v->resize(rows);
+    for (auto* v : {&window_begin, &seen})
       if (v->size() < rows) v->resize(rows);
   }
 };
@@ -84,8 +87,11 @@ struct Attention {
 
   void load_queries(const AttentionPlan::Group& group) {
     for (int r = 0; r < group.count * ratio; r++) {
-      const E* token = (const E*)call.query + token_of(group, r).index * call.query_stride;
-      s.tiles.load(r, token + head_of(group, r) * (long)cache.head_dim, cache.head_dim);
+      const AttentionPlan::QueryToken& token = token_of(group, r);
+      const E* query = (const E*)call.query + token.index * call.query_stride;
+      s.tiles.load(r, query + head_of(group, r) * (long)cache.head_dim, cache.head_dim);
+      s.seen[r] = token.position + 1;
+      s.window_begin[r] = plan.window ? (int)std::max<int64_t>(0, s.seen[r] - plan.window) : 0;
     }
   }
 
@@ -112,21 +118,16 @@ struct Attention {
   void rows_of_tile(const AttentionPlan::Group& group, const TileGroups& g, const TileGroups& next, int r,
                     float* partial) {
     const int rows = group.count * ratio;
-    score<MR>(g, r, r == 0 && rows <= 2 * ROWS);
-    int begin[MR], seen[MR];
-    for (int j = 0; j < MR; j++) {
-      seen[j] = token_of(group, r + j).position + 1;
-      begin[j] = plan.window ? (int)std::max<int64_t>(0, seen[j] - plan.window) : 0;
-      const Softened softened = s.tiles.soften(g, j, begin[j], seen[j], call.scale * LOG2E);
-      s.tile_max[r + j] = softened.max, s.tile_sum[r + j] = softened.sum;
-    }
+    const Sight sight(g, &s.window_begin[r], &s.seen[r], MR);
+    if (!partial && sight.is_empty()) return;  // merging it would change nothing
+    score<MR>(g, sight.count, r, r == 0 && rows <= 2 * ROWS);
     if (partial) {
-      std::copy_n(&s.tile_max[r], MR, partial + r);
-      std::copy_n(&s.tile_sum[r], MR, partial + rows + r);
-      weigh<MR>(g, partial + 2 * rows + r * width, nullptr, nullptr, begin, seen);
+      s.tiles.template soften<MR>(sight, call.scale * LOG2E, partial + r, partial + rows + r);
+      weigh<MR>(sight, partial + 2 * rows + r * width, nullptr, nullptr);
     } else {
+      s.tiles.template soften<MR>(sight, call.scale * LOG2E, &s.tile_max[r], &s.tile_sum[r]);
       merge_sums(r, r + MR);
-      weigh<MR>(g, &s.acc[r * width], &s.keep[r], &s.take[r], begin, seen);
+      weigh<MR>(sight, &s.acc[r * width], &s.keep[r], &s.take[r]);
     }
     if (r == 0 && rows <= 2 * ROWS)
       for (int i = 0; i < std::min(next.count, WIDE); i++) prefetch(next.keys[i], cache.key_group());
@@ -134,36 +135,37 @@ struct Attention {
 
   // `stream`: few rows, so the context is waited for; ask for what comes next while this is computed.
   template <int MR>
-  void score(const TileGroups& g, int r, bool stream) {
+  void score(const TileGroups& g, int count, int r, bool stream) {
     int i = 0;
-    for (; i + WIDE <= g.count; i += WIDE) {
+    for (; i + WIDE <= count; i += WIDE) {
       if (stream) {
         for (int j = i + WIDE; j < std::min(g.count, i + 2 * WIDE); j++) prefetch(g.keys[j], cache.key_group());
         for (int j = i; j < i + WIDE; j++) prefetch(g.values[j], cache.value_group());
       }
       s.tiles.template score<MR, WIDE>(g, i, r);
     }
-    for (; i < g.count; i++) s.tiles.template score<MR, 1>(g, i, r);
+    for (; i < count; i++) s.tiles.template score<MR, 1>(g, i, r);
   }
 
   template <int MR>
-  void weigh(const TileGroups& g, float* out, const float* keep, const float* take, const int* begin, const int* seen) {
+  void weigh(const Sight& sight, float* out, const float* keep, const float* take) {
     long column = 0;
     for (; column + VECTORS * VL <= width; column += VECTORS * VL)
-      s.tiles.template weigh<MR, VECTORS>(g, column, width, out, keep, take, begin, seen);
-    for (; column < width; column += VL) s.tiles.template weigh<MR, 1>(g, column, width, out, keep, take, begin, seen);
+      s.tiles.template weigh<MR, VECTORS>(sight, column, width, out, keep, take);
+    for (; column < width; column += VL) s.tiles.template weigh<MR, 1>(sight, column, width, out, keep, take);
   }
 
   // Takes the tile's maxima and sums in, and leaves the factors of the old and the new accumulators.
   __attribute__((noinline)) void merge_sums(int first, int last) {
-    for (int r = first; r < last; r++) {
-      const float max = std::max(s.max[r], s.tile_max[r]);
-      const float from = max == NEG_INF ? 0.0f : max;  // nothing seen so far: its window begins behind this tile
-      alignas(64) float power[VL] = {s.max[r] - from, s.tile_max[r] - from};
-      storef(power, exp2v(loadf(power)));
-      s.keep[r] = power[0], s.take[r] = power[1];
-      s.max[r] = max;
-      s.sum[r] = std::fma(s.sum[r], power[0], s.tile_sum[r] * power[1]);
+    for (int r = first; r < last; r += VL) {
+      const vm rows = first_lanes(last - r);
+      const vf old = load_lanes(&s.max[r], rows), tile = load_lanes(&s.tile_max[r], rows);
+      const vf max = vmax(tile, old);
+      const vf from = select(eq(max, set1(NEG_INF)), zero(), max);  // nothing seen so far: its window begins behind it
+      const vf keep = exp2v(sub(old, from)), take = exp2v(sub(tile, from));
+      const vf sum = fma(load_lanes(&s.sum[r], rows), keep, mul(load_lanes(&s.tile_sum[r], rows), take));
+      store_lanes(&s.max[r], rows, max), store_lanes(&s.sum[r], rows, sum);
+      store_lanes(&s.keep[r], rows, keep), store_lanes(&s.take[r], rows, take);
     }
   }
 

@@ -33,30 +33,24 @@ __attribute__((noinline)) void score_tile(const uint32_t* q, long q_stride, cons
 }
 
 // out[r][column] = sum over the tile's tokens of p[r][token] * value[token][column], for MR rows and NC vectors of
-// columns; merged into what is there as `out * keep[r] + sum * take[r]` when `keep` is given. Row r sees the tokens
-// from position begin[r] to before seen[r], which ascend with r; all others are not multiplied, not even by their
-// probability of zero: they may be infinite or NaN.
+// columns; merged into what is there as `out * keep[r] + sum * take[r]` when `keep` is given. What a row does not see
+// is not multiplied, not even by its probability of zero: it may be infinite or NaN.
 template <class T, int MR, int NC>
-__attribute__((noinline)) void value_tile(const typename T::type* p, const TileGroups& g, long column, long width,
-                                          float* out, const float* keep, const float* take, const int* begin,
-                                          const int* seen) {
+__attribute__((noinline)) void value_tile(const typename T::type* p, const Sight& sight, long column, long width,
+                                          float* out, const float* keep, const float* take) {
+  const TileGroups& g = sight.g;
   vf acc[MR][NC];
 #pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 16
     for (int v = 0; v < NC; v++) acc[r][v] = zero();
-  int lead = 0;  // groups that begin before the window of some row
-  while (lead < g.count && g.position[lead] < begin[MR - 1]) lead++;
-  int common = g.count;  // behind them: groups that all rows see as far as they are filled
-  while (common > lead && g.position[common - 1] + g.tokens[common - 1] > seen[0]) common--;
   const vi low = set1i(0xffffu), high = set1i(0xffff0000u);
   // Only in a group of the first `lead` may a row's window begin.
   auto row_by_row = [&](int i, auto leads) __attribute__((always_inline)) {
     for (int r = 0; r < MR; r++) {
       const uint32_t* value = g.values[i] + column;
       const typename T::type* pr = p + i * GROUP + r * TILE_LANES;
-      const int from = leads ? std::max(0, begin[r] - g.position[i]) : 0;
-      const int tokens = std::max(0, std::min(g.tokens[i], seen[r] - g.position[i]));
+      const int from = leads ? sight.from(r, i) : 0, tokens = std::max(0, sight.to(r, i));
       if (leads && tokens <= from) continue;
       const int full = tokens / T::E;
       int u = from / T::E;
@@ -74,6 +68,7 @@ __attribute__((noinline)) void value_tile(const typename T::type* p, const TileG
               T::dp(acc[r][v], broadcast_unit(pr + full * T::E), andi(loadi(value + full * width + v * VL), low));
     }
   };
+  const int lead = sight.lead, common = sight.common, count = sight.count;
   for (int i = 0; i < lead; i++) row_by_row(i, std::true_type());  // where windows begin
   for (int i = lead; i < common; i++) {
     const uint32_t* value = g.values[i] + column;
@@ -100,7 +95,7 @@ __attribute__((noinline)) void value_tile(const typename T::type* p, const TileG
       }
     }
   }
-  for (int i = common; i < g.count; i++) row_by_row(i, std::false_type());  // the diagonal
+  for (int i = common; i < count; i++) row_by_row(i, std::false_type());  // the diagonal
 #pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 16
@@ -135,56 +130,45 @@ class FloatTiles {
     score_tile<T, MR, NG>(&query_[r * units_], units_, g.keys + i, units_, &scores_[i * GROUP]);
   }
 
-  // Turns row j of the scores into probabilities up to a common factor, 2^(score * factor - max), for the tokens from
-  // position `begin` to before `seen`, which it sees.
-  __attribute__((noinline)) Softened soften(const TileGroups& g, int j, int begin, int seen, float factor) {
-    const vf minus_inf = set1(NEG_INF), scale = set1(factor);
-    float* scores = &scores_[j * TILE_LANES];
-    Element* p = &p_[j * TILE_LANES];
-    int lead = 0;  // groups that begin before its window
-    while (lead < g.count && g.position[lead] < begin) lead++;
-    int whole = lead;  // behind them: up to here groups that this row sees entirely
-    while (whole < g.count && g.tokens[whole] == GROUP && g.position[whole] + GROUP <= seen) whole++;
-    // Vector v of group i where the row sees it, `other` elsewhere.
-    auto visible = [&](int i, int v, vf x, vf other, auto leads) {
-      x = select(first_lanes(std::min(g.tokens[i], seen - g.position[i]) - v * VL), x, other);
-      return leads ? select(first_lanes(begin - g.position[i] - v * VL), other, x) : x;
-    };
-
-    vf most = minus_inf;
-    auto take_maximum = [&](int i, auto leads) {
-      for (int v = 0; v < GROUP_VECTORS; v++)
-        most = vmax(visible(i, v, loadf(scores + i * GROUP + v * VL), minus_inf, leads), most);
-    };
-    for (int i = 0; i < lead; i++) take_maximum(i, std::true_type());
-    for (int v = lead * GROUP_VECTORS; v < whole * GROUP_VECTORS; v++) most = vmax(loadf(scores + v * VL), most);
-    for (int i = whole; i < g.count; i++) take_maximum(i, std::false_type());
-    const float max = hmax(most) * factor;
-    const vf minus_max = set1(-max);
-    vf sum = zero();
-    auto soften_group = [&](int i, auto leads) {
-      for (int v = 0; v < GROUP_VECTORS; v++) {
-        const vf e = exp2v<T::E == 2>(fma(loadf(scores + i * GROUP + v * VL), scale, minus_max));
-        const vf kept = visible(i, v, e, zero(), leads);
-        sum = add(sum, kept);
-        T::store(p + i * GROUP + v * VL, kept);
-      }
-    };
-    for (int i = 0; i < lead; i++) soften_group(i, std::true_type());
-    for (int v = lead * GROUP_VECTORS; v < whole * GROUP_VECTORS; v++) {
-      const vf e = exp2v<T::E == 2>(fma(loadf(scores + v * VL), scale, minus_max));
-      sum = add(sum, e);
-      T::store(p + v * VL, e);
-    }
-    for (int i = whole; i < g.count; i++) soften_group(i, std::false_type());
-    return {max, hsum(sum)};
+  // Turns MR rows of scores into probabilities, each up to a common factor of its row, 2^(score * factor - max). Gives
+  // those maxima, and the sums of the probabilities.
+  template <int MR>
+  __attribute__((noinline)) void soften(const Sight& sight, float factor, float* max, float* sum) {
+    vf most[MR];
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++) most[r] = set1(NEG_INF);
+    sight.over_groups([&](int i, auto cut) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; r++)
+        for (int v = 0; v < GROUP_VECTORS; v++) {
+          const vf score = loadf(&scores_[r * TILE_LANES + i * GROUP + v * VL]);
+          most[r] = vmax(sight.cut(cut, r, i, v, score, set1(NEG_INF)), most[r]);
+        }
+    });
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++) max[r] = hmax(most[r]) * factor;
+    vf minus_max[MR], sums[MR];
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++) minus_max[r] = set1(-max[r]), sums[r] = zero();
+    sight.over_groups([&](int i, auto cut) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; r++)
+        for (int v = 0; v < GROUP_VECTORS; v++) {
+          const long at = r * TILE_LANES + i * GROUP + v * VL;
+          const vf e = T::exp2(fma(loadf(&scores_[at]), set1(factor), minus_max[r]));
+          const vf seen = sight.cut(cut, r, i, v, e, zero());
+          sums[r] = add(sums[r], seen);
+          T::store(&p_[at], seen);
+        }
+    });
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++) sum[r] = hsum(sums[r]);
   }
 
   // The values weighted by MR rows of probabilities, in NC vectors of columns: `value_tile` says how they are merged.
   template <int MR, int NC>
-  void weigh(const TileGroups& g, long column, long width, float* out, const float* keep, const float* take,
-             const int* begin, const int* seen) {
-    value_tile<T, MR, NC>(p_.data(), g, column, width, out, keep, take, begin, seen);
+  void weigh(const Sight& sight, long column, long width, float* out, const float* keep, const float* take) {
+    value_tile<T, MR, NC>(p_.data(), sight, column, width, out, keep, take);
   }
 
  private:

@@ -63,8 +63,9 @@ class Int8Tiles {
 
   // Takes query [head_dim] as row r.
   void load(int r, const Element* query, long head_dim) {
-    const float step = scale_of<T>(query, head_dim, DIGIT_MAX);
-    const vf per_step = set1(step == 0.0f ? 0.0f : 1.0f / step);
+    const float largest = scale_of<T>(query, head_dim, DIGIT_MAX);
+    const float step = largest == 0.0f ? 1.0f : largest;  // of zeros any will do, but 0 times minus infinity is NaN
+    const vf per_step = set1(1.0f / step);
     int16_t* to = (int16_t*)&query_[r * DIGITS * pairs_];
     for (long i = 0; i < head_dim; i += VL) {
       int16_t digits[DIGITS][VL];
@@ -82,70 +83,68 @@ class Int8Tiles {
     first_row_ = r;
   }
 
-  // Turns row j of the scores into probabilities up to a common factor, 2^(score * factor - max), for the tokens from
-  // position `begin` to before `seen`, which it sees.
-  __attribute__((noinline)) Softened soften(const TileGroups& g, int j, int begin, int seen, float factor) {
-    const int32_t* scores = &scores_[j * DIGITS * TILE_LANES];
-    float* p = p_.data();
-    factor *= query_step_[first_row_ + j];
-    int lead = 0;  // groups that begin before its window
-    while (lead < g.count && g.position[lead] < begin) lead++;
-    int whole = lead;  // behind them: up to here groups that this row sees entirely
-    while (whole < g.count && g.tokens[whole] == GROUP && g.position[whole] + GROUP <= seen) whole++;
-    // Calls f(first lane, group, vector of the group, visible): of a vector, `visible` leaves what the row sees.
-    auto over_vectors = [&](auto&& f) __attribute__((always_inline)) {
-      auto over = [&](int from, int to, auto cut) __attribute__((always_inline)) {
-        for (int i = from; i < to; i++)
-          for (int v = 0; v < GROUP_VECTORS; v++)
-            f(i * GROUP + v * VL, i, v, [&](vf x, vf other) __attribute__((always_inline)) {
-              if (!cut) return x;
-              x = select(first_lanes(std::min(g.tokens[i], seen - g.position[i]) - v * VL), x, other);
-              return select(first_lanes(begin - g.position[i] - v * VL), other, x);
-            });
-      };
-      over(0, lead, std::true_type());
-      over(lead, whole, std::false_type());
-      over(whole, g.count, std::true_type());
-    };
-
-    vf most = set1(NEG_INF);
-    over_vectors([&](long at, int i, int v, auto visible) __attribute__((always_inline)) {
-      vf score = to_float(loadi(scores + at));
-      if (DIGITS == 2) score = fma(to_float(loadi(scores + TILE_LANES + at)), set1(1.0f / DIGIT_BASE), score);
-      score = mul(score, loadf(scales_of(g.keys[i]) + v * VL));
-      storef(p + at, score);
-      most = vmax(visible(score, set1(NEG_INF)), most);
+  // Turns MR rows of scores into digits of probabilities times the scales of values, the probabilities up to a common
+  // factor of each row, 2^(score * factor - max). Gives those maxima, and the sums of the probabilities.
+  template <int MR>
+  __attribute__((noinline)) void soften(const Sight& sight, float factor, float* max, float* sum) {
+    vf most[MR], sums[MR], largest[MR];
+    float per_unit[MR];  // of a row's scores as they were summed
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++) {
+      per_unit[r] = factor * query_step_[first_row_ + r];
+      most[r] = set1(NEG_INF), sums[r] = largest[r] = zero();
+    }
+    sight.over_groups([&](int i, auto cut) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; r++)
+        for (int v = 0; v < GROUP_VECTORS; v++) {
+          const vf score = score_of(sight.g, r, i, v);
+          storef(weights(r, i, v), score);
+          most[r] = vmax(sight.cut(cut, r, i, v, score, set1(NEG_INF)), most[r]);
+        }
     });
-    const float max = hmax(most) * factor;
-    vf sum = zero(), largest = zero();
-    over_vectors([&](long at, int i, int v, auto visible) __attribute__((always_inline)) {
-      const vf e = exp2v<T::E == 2>(fma(loadf(p + at), set1(factor), set1(-max)));
-      const vf weighted = visible(mul(e, loadf(scales_of(g.values[i]) + v * VL)), zero());
-      sum = add(sum, visible(e, zero()));
-      largest = vmax(weighted, largest);
-      storef(p + at, weighted);
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++) max[r] = hmax(most[r]) * per_unit[r];
+    sight.over_groups([&](int i, auto cut) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; r++)
+        for (int v = 0; v < GROUP_VECTORS; v++) {
+          float* at = weights(r, i, v);
+          const vf e = T::exp2(fma(loadf(at), set1(per_unit[r]), set1(-max[r])));
+          const vf weight = mul(e, loadf(scales_of(sight.g.values[i]) + v * VL));
+          const vf seen = sight.cut(cut, r, i, v, weight, zero());
+          sums[r] = add(sums[r], sight.cut(cut, r, i, v, e, zero()));
+          largest[r] = vmax(seen, largest[r]);
+          storef(at, seen);
+        }
     });
-    const float p_step = hmax(largest) / DIGIT_MAX;
-    const vf per_step = set1(p_step == 0.0f ? 0.0f : 1.0f / p_step);
-    for (long at = 0; at < g.count * GROUP; at += VL)
-      to_digits(mul(loadf(p + at), per_step), &digits_[j * DIGITS * TILE_LANES + at], TILE_LANES);
-    p_step_[j] = p_step;
-    return {max, hsum(sum)};
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++) {
+      sum[r] = hsum(sums[r]);
+      p_step_[r] = hmax(largest[r]) / DIGIT_MAX;
+    }
+    for (int r = 0; r < MR; r++) {
+      const vf per_step = set1(p_step_[r] == 0.0f ? 0.0f : 1.0f / p_step_[r]);
+      for (int i = 0; i < sight.count; i++)
+        for (int v = 0; v < GROUP_VECTORS; v++)
+          to_digits(mul(loadf(weights(r, i, v)), per_step), &digits_[r * DIGITS * TILE_LANES + i * GROUP + v * VL],
+                    TILE_LANES);
+    }
   }
 
   // The values weighted by MR rows of probabilities, in NC vectors of columns, merged into what is there as
   // `out * keep[r] + values * take[r]` when `keep` is given.
   template <int MR, int NC>
-  __attribute__((noinline)) void weigh(const TileGroups& g, long column, long width, float* out, const float* keep,
-                                       const float* take, const int*, const int*) {
+  __attribute__((noinline)) void weigh(const Sight& sight, long column, long width, float* out, const float* keep,
+                                       const float* take) {
     constexpr int NR = MR * DIGITS;
     vi acc[NR][NC];
 #pragma GCC unroll 16
     for (int r = 0; r < NR; r++)
 #pragma GCC unroll 16
       for (int v = 0; v < NC; v++) acc[r][v] = set1i(0);
-    for (int i = 0; i < g.count; i++) {
-      const char* value = cells_of(g.values[i]) + 2 * column;
+    for (int i = 0; i < sight.count; i++) {
+      const char* value = cells_of(sight.g.values[i]) + 2 * column;
       const int16_t* p = &digits_[i * GROUP];
       for (int u = 0; u < GROUP / 2; u++, value += 2 * width, p += 2) {
         vi b[NC];
@@ -171,6 +170,17 @@ class Int8Tiles {
   }
 
  private:
+  // Where vector v of group i is among row r's scores, and then among its probabilities times scales.
+  float* weights(int r, int i, int v) { return (float*)&scores_[r * DIGITS * TILE_LANES + i * GROUP + v * VL]; }
+
+  // It as a score, in steps of the row's query.
+  vf score_of(const TileGroups& g, int r, int i, int v) const {
+    const int32_t* at = &scores_[r * DIGITS * TILE_LANES + i * GROUP + v * VL];
+    vf score = to_float(loadi(at));
+    if (DIGITS == 2) score = fma(to_float(loadi(at + TILE_LANES)), set1(1.0f / DIGIT_BASE), score);
+    return mul(score, loadf(scales_of(g.keys[i]) + v * VL));
+  }
+
   // x in steps -> its digits, those of a second row `stride` behind those of the first.
   static void to_digits(vf x, int16_t* digits, long stride) {
     store_int16(digits, x);
@@ -182,7 +192,6 @@ class Int8Tiles {
   std::vector<uint32_t> query_;                                                  // [rows][DIGITS][pairs_]
   std::vector<float> query_step_;                                                // [rows]: what a digit of 1 stands for
   std::vector<int32_t> scores_ = std::vector<int32_t>(nova::ROWS * TILE_LANES);  // [ROWS][DIGITS][TILE_LANES]
-  std::vector<float> p_ = std::vector<float>(TILE_LANES);
   std::vector<int16_t> digits_ = std::vector<int16_t>(nova::ROWS * TILE_LANES);  // [ROWS][DIGITS][TILE_LANES]
   float p_step_[ROWS];
 };

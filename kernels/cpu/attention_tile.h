@@ -89,9 +89,47 @@ void over_rows(int rows, F&& f) {
   }
 }
 
-// What a row's probabilities in a tile are relative to, and their sum.
-struct Softened {
-  float max, sum;
+// What the rows of a register tile see of a KV tile: row r the tokens from position begin[r] to before seen[r]. Both
+// ascend with r, unless all rows see the whole tile (those of several sequences, that share it).
+struct Sight {
+  const TileGroups& g;
+  const int *begin, *seen;
+  int count;     // groups before the first one that no row sees any more
+  int lead = 0;  // of them, those in which a window may begin
+  int common;    // behind those and before this one: groups that all rows see as far as they are filled
+
+  Sight(const TileGroups& g, const int* begin, const int* seen, int rows)
+      : g(g), begin(begin), seen(seen), count(g.count) {
+    while (count > 0 && g.position[count - 1] >= seen[rows - 1]) count--;
+    while (lead < count && g.position[lead] < begin[rows - 1]) lead++;
+    common = count;
+    while (common > lead && g.position[common - 1] + g.tokens[common - 1] > seen[0]) common--;
+  }
+
+  // No row sees any of it.
+  bool is_empty() const { return count == 0 || g.position[count - 1] + g.tokens[count - 1] <= begin[0]; }
+
+  // Row r sees the lanes of group i from the one to before the other; none, when that is not more.
+  int from(int r, int i) const { return std::max(0, begin[r] - g.position[i]); }
+  int to(int r, int i) const { return std::min(g.tokens[i], seen[r] - g.position[i]); }
+
+  // Calls f(group, cut) for each group; where `cut` is false, all rows see all of its 16 lanes.
+  template <class F>
+  __attribute__((always_inline)) void over_groups(F&& f) const {
+    for (int i = 0; i < count; i++)
+      if (lead <= i && i < common && g.tokens[i] == GROUP)
+        f(i, std::false_type());
+      else
+        f(i, std::true_type());
+  }
+
+  // Vector v of group i where row r sees it, `other` elsewhere.
+  template <bool CUT>
+  vf cut(std::bool_constant<CUT>, int r, int i, int v, vf x, vf other) const {
+    if (!CUT) return x;
+    x = select(first_lanes(to(r, i) - v * VL), x, other);
+    return select(first_lanes(from(r, i) - v * VL), other, x);
+  }
 };
 
 }  // namespace nova

@@ -24,24 +24,34 @@ constexpr int ACCUMULATORS = REGISTERS / 4 * 3;  // vectors of sums in a registe
 // Asks for a cache line; any address may be asked for.
 inline void prefetch(const void* line) { __builtin_prefetch(line); }
 
-// 2^x for x <= 127; relative error below 2e-7, or 4e-6 with COARSE; 2^-126 for everything smaller.
-template <bool COARSE = false>
+// 2^x for x <= 127; relative error below 2e-7; 2^-126 for everything smaller.
 inline vf exp2v(vf x) {
   x = vmax(set1(-126.0f), x);  // in this order a NaN stays one
   const vf n = round_even(x);
   const vf f = sub(x, n);  // [-0.5, 0.5]
-  vf p;
-  if (COARSE) {
-    p = fma(set1(9.6181291076284772e-3f), f, set1(5.5504108664821580e-2f));
-  } else {
-    p = fma(set1(1.5403530393381610e-4f), f, set1(1.3333558146428443e-3f));
-    p = fma(p, f, set1(9.6181291076284772e-3f));
-    p = fma(p, f, set1(5.5504108664821580e-2f));
-  }
+  vf p = fma(set1(1.5403530393381610e-4f), f, set1(1.3333558146428443e-3f));
+  p = fma(p, f, set1(9.6181291076284772e-3f));
+  p = fma(p, f, set1(5.5504108664821580e-2f));
   p = fma(p, f, set1(2.4022650695910072e-1f));
   p = fma(p, f, set1(6.9314718055994531e-1f));
   p = fma(p, f, set1(1.0f));
   return times_pow2(p, n);
+}
+
+// 2^x for x <= 127 at half the cost; relative error below 1.1e-4, a twentieth of a bf16's, and none where x is whole;
+// 2^-126 or 0 for everything smaller.
+inline vf exp2_coarse(vf x) {
+#if defined(__AVX512F__)
+  const vf f = fraction(x);
+#else
+  x = vmax(set1(-126.0f), x);
+  const vf n = round_down(x), f = sub(x, n);
+  x = n;
+#endif
+  vf p = fma(set1(7.8267470e-2f), f, set1(2.2630836e-1f));
+  p = fma(p, f, set1(6.9542417e-1f));
+  p = fma(p, f, set1(1.0f));
+  return times_pow2(p, x);
 }
 constexpr float LOG2E = 1.4426950408889634f;
 
@@ -56,6 +66,7 @@ struct Fp32 {
   using type = float;
   static constexpr int E = 1;  // elements in a unit
   static vf dp(vf acc, vi a, vi b) { return fma(asf(a), asf(b), acc); }
+  static vf exp2(vf x) { return exp2v(x); }
   static vf load(const type* p) { return loadf(p); }
   static void store(type* p, vf x) { storef(p, x); }
 };
@@ -72,6 +83,7 @@ struct Bf16 {
     return fma(asf(shl16(a)), asf(shl16(b)), acc);
   }
 #endif
+  static vf exp2(vf x) { return exp2_coarse(x); }
   static vf load(const type* p) { return load_bf16(p); }
   static void store(type* p, vf x) { store_bf16(p, x); }
 };

@@ -54,9 +54,12 @@ inline vi dot_pairs(vi acc, vi a, vi b) {  // of 16 bits, into 32; spelled out f
 inline vi dot_pairs(vi acc, vi a, vi b) { return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b)); }
 #endif
 inline vf round_even(vf a) { return _mm512_roundscale_ps(a, 8); }
-inline vf times_pow2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
+inline vf fraction(vf a) { return _mm512_reduce_ps(a, 9); }          // a - floor(a), and 0 of what is infinite
+inline vf times_pow2(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // by 2^floor(n)
 inline vm first_lanes(long n) { return n >= 16 ? (vm)0xffff : n <= 0 ? (vm)0 : (vm)((1u << n) - 1); }
 inline vf select(vm m, vf yes, vf no) { return _mm512_mask_blend_ps(m, no, yes); }
+inline vf load_lanes(const float* p, vm m) { return _mm512_maskz_loadu_ps(m, p); }  // 0 in the others, not touched
+inline void store_lanes(float* p, vm m, vf x) { _mm512_mask_storeu_ps(p, m, x); }
 inline vm from_bits(uint32_t bits) { return (vm)bits; }  // bit i is lane i
 inline uint32_t to_bits(vm m) { return m; }
 inline vm eq(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
@@ -135,6 +138,7 @@ inline vi dot_pairs(vi acc, vi a, vi b) {
 inline vi dot_pairs(vi acc, vi a, vi b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
 #endif
 inline vf round_even(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline vf round_down(vf a) { return _mm256_floor_ps(a); }
 inline vf times_pow2(vf x, vf n) {  // n is integral, in [-126, 127]
   return mul(x, asf(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)));
 }
@@ -143,6 +147,8 @@ inline vm first_lanes(long n) {
   return _mm256_cmp_ps(iota, _mm256_set1_ps((float)(n > 8 ? 8 : n)), _CMP_LT_OQ);
 }
 inline vf select(vm m, vf yes, vf no) { return _mm256_blendv_ps(no, yes, m); }
+inline vf load_lanes(const float* p, vm m) { return _mm256_maskload_ps(p, _mm256_castps_si256(m)); }
+inline void store_lanes(float* p, vm m, vf x) { _mm256_maskstore_ps(p, _mm256_castps_si256(m), x); }
 inline vm from_bits(uint32_t bits) {
   const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   return asf(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), lanes), lanes));

@@ -55,12 +55,23 @@ inline vi dot_pairs(vi acc, vi a, vi b) {  // of 16 bits, into 32
   return addi(acc, vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y)));
 }
 inline vf round_even(vf a) { return vrndnq_f32(a); }
+inline vf round_down(vf a) { return vrndmq_f32(a); }
 inline vf times_pow2(vf x, vf n) {  // n is integral, in [-126, 127]
   return mul(x, asf(vshlq_n_s32(addi(to_int(n), vdupq_n_s32(127)), 23)));
 }
 inline vm first_lanes(long n) {
   const int32_t iota[VL] = {0, 1, 2, 3};
   return vcltq_s32(vld1q_s32(iota), vdupq_n_s32((int32_t)(n > VL ? VL : n < 0 ? 0 : n)));
+}
+inline vf load_lanes(const float* p, vm m) {  // 0 in the others, not touched
+  float lane[VL] = {};
+  for (int i = 0; i < VL; i++)
+    if (m[i]) lane[i] = p[i];
+  return loadf(lane);
+}
+inline void store_lanes(float* p, vm m, vf x) {
+  for (int i = 0; i < VL; i++)
+    if (m[i]) p[i] = x[i];
 }
 inline vm from_bits(uint32_t bits) {  // bit i is lane i
   const int32_t lanes[VL] = {1, 2, 4, 8};

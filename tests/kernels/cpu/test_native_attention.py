@@ -195,6 +195,17 @@ def test_a_query_that_is_not_a_number_is_its_own_rows_trouble(kept: tuple[torch.
         assert torch.equal(got.flatten(1), expected)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+def test_a_query_of_zeros_weighs_all_that_it_sees_alike(kept: tuple[torch.dtype, str], window: int | None) -> None:
+    world = make_world(GEOMETRIES[0], *kept, ((530, 530),))
+    world.window = window
+    world.queries[0][::5] = 0
+    got = world.attend(world.everything())
+    expected = torch.cat([in_double(*parts, world.scale, window) for parts in world.read()])
+    assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[kept[0]]
+
+
 def test_order_and_company_of_sequences_do_not_matter() -> None:
     world = make_world(GEOMETRIES[0], torch.bfloat16)
     order = world.everything()
