@@ -620,6 +620,8 @@ class ModelRunner:
 
     def _bucket(self, plan: StepPlan) -> int:
         """The rows that the step is padded to, for a CUDA graph; 0: it is not."""
+        if not self._is_ahead:  # a CPU; to ask a protocol whether it fits took 50 us between two of its steps
+            return 0
         forward = self._decoder.compute
         if not isinstance(forward, GraphedForward) or plan.num_drafts or max(plan.query_lens) > 1:
             return 0

@@ -51,8 +51,10 @@ def random_batch(draw: random.Random, tables: list[list[int]]) -> StepPlan:
     return batch
 
 
+@pytest.mark.parametrize("few_tokens", [0, 3])  # up to so many are laid out one by one
 @pytest.mark.parametrize("staged", [False, True])
-def test_arrays_are_what_their_definition_says(staged: bool) -> None:
+def test_arrays_are_what_their_definition_says(staged: bool, few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("novainfer.kernels.step.FEW_TOKENS", few_tokens)
     draw = random.Random(1)
     made = buffers(staged=staged)
     tables = [[0] * 10 for _ in range(NUM_SLOTS)]
