@@ -5,7 +5,9 @@
 // experts were chosen: which rows are computed beside it decides only where its copies lie meanwhile.
 #pragma once
 
+#include <algorithm>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "linear.h"
@@ -51,6 +53,13 @@ struct MlpCall {
   const void* residual = nullptr;
 };
 
+// Whether what is rounded to INT8 for one of the weights that `weight_of` a call gives is rounded for all of them.
+template <class F>
+bool read_alike(const std::vector<MlpCall>& calls, F&& weight_of) {
+  return std::all_of(calls.begin(), calls.end(),
+                     [&](const MlpCall& call) { return reads_alike(weight_of(calls[0]), weight_of(call)); });
+}
+
 template <class T>
 class Mlp {
  public:
@@ -58,8 +67,9 @@ class Mlp {
 
   void run(Team& team, const MlpCall& call) { run(team, std::vector<MlpCall>{call}); }
 
-  // Several of one shape: each product of all of them in one loop.
-  void run(Team& team, const std::vector<MlpCall>& calls) {
+  // Several of one shape: each product of all of them in one loop. `rounded` is what they read, one behind the other,
+  // if it was rounded for all of them.
+  void run(Team& team, const std::vector<MlpCall>& calls, const Rounded* rounded = nullptr) {
     if (calls.empty()) return;
     const long hidden = calls[0].gate_up.k, width = calls[0].down.k;
     const bool gated = can_gate(calls[0].gate_up);
@@ -71,16 +81,20 @@ class Mlp {
     m = 0;
     for (const MlpCall& call : calls) {
       E* out = gated ? &inner_[m * width] : &gate_up_[m * 2 * width];
-      jobs_.push_back({call.gate_up, {call.x, hidden, call.m, out, nullptr, gated}});
+      jobs_.push_back({call.gate_up, {call.x, hidden, call.m, out, nullptr, gated, rounded, m}});
       m += call.m;
     }
     linear(team, jobs_.data(), (long)jobs_.size());
     if (!gated)
       team.rows(m, [&](long row) { silu_mul_row<T>(&gate_up_[row * 2 * width], &inner_[row * width], width); });
+    std::optional<Rounded> inner;
+    if (read_alike(calls, [](const MlpCall& call) -> const LinearDesc& { return call.down; }))
+      inner.emplace(rounded_rows(team, calls[0].down, {inner_.get(), width, m, nullptr}));
+    rounded = inner ? &*inner : nullptr;
     jobs_.clear();
     m = 0;
     for (const MlpCall& call : calls) {
-      jobs_.push_back({call.down, {&inner_[m * width], width, call.m, call.out, call.residual}});
+      jobs_.push_back({call.down, {&inner_[m * width], width, call.m, call.out, call.residual, false, rounded, m}});
       m += call.m;
     }
     linear(team, jobs_.data(), (long)jobs_.size());
@@ -104,15 +118,19 @@ class Experts {
     choose(team, d, x, m);
     sort(d.router->n, pairs);
     rows_.resize(pairs * hidden);
-    team.rows(pairs,
-              [&](long pair) { std::copy_n(x + pair / active * hidden, hidden, &rows_[places_[pair] * hidden]); });
     calls_.clear();
     for (long expert = 0; expert < d.router->n; expert++) {
       const long first = begin_[expert], count = begin_[expert + 1] - first;
       E* rows = &rows_[first * hidden];  // what an expert gives replaces what it was given, when that has been read
       if (count) calls_.push_back({*d.gate_up[expert], *d.down[expert], rows, count, rows});
     }
-    mlp_.run(team, calls_);
+    std::optional<Rounded> rounded;
+    if (read_alike(calls_, [](const MlpCall& call) -> const LinearDesc& { return call.gate_up; }))
+      rounded.emplace(rounded_once(team, calls_[0].gate_up, x, m, active));
+    else
+      team.rows(pairs,
+                [&](long pair) { std::copy_n(x + pair / active * hidden, hidden, &rows_[places_[pair] * hidden]); });
+    mlp_.run(team, calls_, rounded ? &*rounded : nullptr);
     const E *shared = nullptr, *gate = nullptr;
     if (d.shared_gate_up) {
       shared_.resize(m * hidden);
@@ -146,6 +164,21 @@ class Experts {
       choose_experts_row<T>(&logits_[row * experts], (int)experts, (int)active, d.normalises, &chosen_[row * active],
                             &weights_[row * active]);
     });
+  }
+
+  // The rows that experts are given, sorted: each of x is rounded once, and copied for each of its experts.
+  Rounded rounded_once(Team& team, const LinearDesc& gate_up, const E* x, long m, long active) {
+    const Rounded each = rounded_rows(team, gate_up, {x, gate_up.k, m, nullptr});
+    const long width = each.width, groups = each.groups;
+    Rounded sorted(m * active, width, groups);
+    team.rows(m * active, [&](long pair) {
+      const long from = pair / active, to = places_[pair];
+      std::copy_n(&each.q[from * width], width, &sorted.q[to * width]);
+      std::copy_n(&each.scale[from * groups], groups, &sorted.scale[to * groups]);
+      std::copy_n(&each.sum[from * groups], groups, &sorted.sum[to * groups]);
+      std::copy_n(&each.begin[from * groups], groups, &sorted.begin[to * groups]);
+    });
+    return sorted;
   }
 
   // By counting; rows of one expert stay in their order.

@@ -2,6 +2,8 @@
 // quantised.cpp where weights are codes).
 #pragma once
 
+#include <memory>
+
 #include "simd.h"
 #include "team.h"
 
@@ -34,14 +36,33 @@ constexpr int NV = VL == 4 ? 4 : 2;        // vectors in a panel, whose steps ar
 constexpr int PANEL = NV * VL;             // weight rows in a panel
 constexpr int MR_MAX = ACCUMULATORS / NV;  // activation rows in a tile: MR * NV accumulators fill the registers
 
+// Activations in INT8, as products over codes read them: rows of `width` bytes, and three numbers for each of their
+// groups.
+struct Rounded {
+  long width, groups;
+  std::unique_ptr<int8_t[]> q;
+  std::unique_ptr<float[]> scale, sum;  // the sum times the scale
+  std::unique_ptr<int32_t[]> begin;     // what a sum of products begins at: the zero of all codes taken from it
+
+  Rounded(long m, long width, long groups)
+      : width(width),
+        groups(groups),
+        q(new int8_t[m * width]),
+        scale(new float[m * groups]),
+        sum(new float[m * groups]),
+        begin(new int32_t[m * groups]) {}
+};
+
 // What one product reads and writes. Strides in elements.
 struct LinearCall {
   const void* x;  // [m, k]
   long x_stride;
   long m;
-  void* out;                       // [m, n], or [m, n / 2] when gated
-  const void* residual = nullptr;  // [m, n]: out = round(residual + round(product)); may be `out` itself
-  bool gated = false;              // out = round(silu(round(left half)) * round(right half))
+  void* out;                         // [m, n], or [m, n / 2] when gated
+  const void* residual = nullptr;    // [m, n]: out = round(residual + round(product)); may be `out` itself
+  bool gated = false;                // out = round(silu(round(left half)) * round(right half))
+  const Rounded* rounded = nullptr;  // x, if it was rounded for a weight that reads it alike: x is not read then
+  long first = 0;                    // row of these that is its first
 };
 
 // Whether a product can be gated: the halves must not share a panel.
@@ -60,7 +81,9 @@ inline void linear(Team& team, const LinearDesc& d, const LinearCall& call) {
   linear(team, &job, 1);
 }
 
-// Of weights that are codes (quantised.cpp).
+// Of weights that are codes (quantised.cpp). `reads_alike`: what was rounded for one of these is as the other needs it.
+Rounded rounded_rows(Team& team, const LinearDesc& d, const LinearCall& call);
+bool reads_alike(const LinearDesc& a, const LinearDesc& b);
 void quantised_linear(Team& team, const LinearJob* jobs, long count);
 long quantised_bytes(const LinearDesc& d);
 void quantised_rows(const LinearDesc& d, const int64_t* ids, long count, void* out, int threads);

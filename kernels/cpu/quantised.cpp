@@ -1,9 +1,10 @@
 // y = x @ W.T over weights that are whole numbers of 8 or 4 bits, with a scale (and a shift) for each group of
 // features.
 //
-// Activations are rounded to INT8 once for each product, every group of a row's features as a row of its own, by the
-// definition of kernels/ops/quantised.py; a weight that is rounded by row is one group. Products and sums within a
-// group are exact, so neither tile nor instruction set can change them. Then, in fp32, one chain for an output element:
+// Activations are rounded to INT8 once for each product (once for all experts of a layer), every group of a row's
+// features as a row of its own, by the definition of kernels/ops/quantised.py; a weight that is rounded by row is one
+// group. Products and sums within a group are exact, so neither tile nor instruction set can change them. Then, in
+// fp32, one chain for an output element:
 //
 //   y = fma(float(sum of code * q) * x scale, weight scale, y)      for each group, ascending
 //   y = fma(float(sum of q) * x scale, shift, y)                    likewise, where codes are not symmetric
@@ -36,20 +37,20 @@ int zero_of(const LinearDesc& d) {
 long steps_of(const LinearDesc& d) { return ceil_div(d.group_size, STEP); }  // of a group
 long padded_columns(const LinearDesc& d) { return d.groups() * steps_of(d) * STEP; }
 
-// Activations in INT8: rows of `width` bytes, and three numbers for each of their groups.
-struct Rounded {
+// Some rows of `Rounded`.
+struct Rows {
   const long width, groups;
-  std::unique_ptr<int8_t[]> q;
-  std::unique_ptr<float[]> scale, sum;  // the sum times the scale
-  std::unique_ptr<int32_t[]> begin;     // what a sum of products begins at: the zero of all codes taken from it
+  const int8_t* q;
+  const float *scale, *sum;
+  const int32_t* begin;
 
-  Rounded(long m, long width, long groups)
-      : width(width),
-        groups(groups),
-        q(new int8_t[m * width]),
-        scale(new float[m * groups]),
-        sum(new float[m * groups]),
-        begin(new int32_t[m * groups]) {}
+  Rows(const Rounded& all, long first)
+      : width(all.width),
+        groups(all.groups),
+        q(&all.q[first * width]),
+        scale(&all.scale[first * groups]),
+        sum(&all.sum[first * groups]),
+        begin(&all.begin[first * groups]) {}
 };
 
 // Rounds `count` numbers to `padded` bytes and gives the scale: the largest over 127, NaN where one is. `sum` is that
@@ -82,7 +83,7 @@ float round_to_int8(const typename T::type* from, long count, int8_t* to, long p
 }
 
 template <class T>
-Rounded rounded_rows(Team& team, const LinearDesc& d, const LinearCall& call, int zero) {
+Rounded rounded_for(Team& team, const LinearDesc& d, const LinearCall& call, int zero) {
   using E = typename T::type;
   const long groups = d.groups(), padded = steps_of(d) * STEP;
   Rounded out(call.m, padded_columns(d), groups);
@@ -109,7 +110,7 @@ struct Panel {
 
 // out[r][lane] = row r of x by panel row `lane`, for MR rows from `row` on.
 template <class W, int MR, int LINES>
-void tile(const Rounded& x, long row, const Panel& panel, long steps, float* out) {
+void tile(const Rows& x, long row, const Panel& panel, long steps, float* out) {
   // Few rows leave registers for two chains of sums each, which hide the products' latency. Sums are exact.
   constexpr int CHAINS = 2 * MR * NV <= REGISTERS / 2 ? 2 : 1;
   constexpr long VECTOR = W::VECTOR;
@@ -161,7 +162,7 @@ void tile(const Rounded& x, long row, const Panel& panel, long steps, float* out
   }
 }
 
-using Tile = void (*)(const Rounded&, long, const Panel&, long, float*);
+using Tile = void (*)(const Rows&, long, const Panel&, long, float*);
 
 template <class W, int LINES>
 constexpr Tile tiles[] = {
@@ -179,7 +180,8 @@ class Product {
   Product(const LinearJob& job, long num_products, Team& team)
       : d_(job.d),
         call_(job.call),
-        x_(rounded_rows<T>(team, d_, call_, zero_of<W>(d_))),
+        own_(call_.rounded ? nullptr : new Rounded(nova::rounded_rows(team, d_, call_))),
+        x_(call_.rounded ? *call_.rounded : *own_, call_.rounded ? call_.first : 0),
         tiling_(call_.m, panels_, panel_bytes() * (call_.gated ? 2 : 1), num_products, team.size()) {}
 
   long items() const { return tiling_.items(); }
@@ -207,7 +209,8 @@ class Product {
   const LinearCall call_;
   const long steps_ = steps_of(d_), codes_bytes_ = d_.groups() * steps_ * NV * W::VECTOR;
   const long panels_ = call_.gated ? d_.n / 2 / PANEL : ceil_div(d_.n, PANEL);
-  Rounded x_;
+  std::unique_ptr<Rounded> own_;  // of x, where the caller has not rounded it
+  const Rows x_;
   const Tiling tiling_;
 
   long panel_bytes() const { return codes_bytes_ + d_.groups() * PANEL * (d_.shift ? 8 : 4); }
@@ -260,6 +263,19 @@ void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::typ
 }
 
 }  // namespace
+
+Rounded rounded_rows(Team& team, const LinearDesc& d, const LinearCall& call) {
+  const int zero = d.format == CODES8 ? zero_of<Bytes>(d) : zero_of<Nibbles>(d);
+  return d.dtype == 0 ? rounded_for<Bf16>(team, d, call, zero) : rounded_for<Fp32>(team, d, call, zero);
+}
+
+bool reads_alike(const LinearDesc& a, const LinearDesc& b) {
+  const auto is_codes = [](const LinearDesc& d) {
+    return d.format != AS_DTYPE;
+  };
+  return is_codes(a) && a.format == b.format && a.dtype == b.dtype && a.k == b.k && a.group_size == b.group_size &&
+         !a.shift == !b.shift;
+}
 
 void quantised_linear(Team& team, const LinearJob* jobs, long count) {
   const bool is_int8 = jobs[0].d.format == CODES8;

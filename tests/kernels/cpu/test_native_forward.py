@@ -16,10 +16,11 @@ from novainfer.kernels.cpu.linear import NativeLinear, PackedLinear
 from novainfer.kernels.cpu.ops import NativeRowOps
 from novainfer.kernels.cpu.quantised import NativeGroupedLinear, NativeInt8Linear
 from novainfer.kernels.ops.forward import PRODUCTS, DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
+from novainfer.kernels.ops.grouped import GroupedWeight
 from novainfer.kernels.ops.linear import TorchLinear
 from novainfer.kernels.ops.registry import AttentionShape, Registry
 from novainfer.kernels.ops.selection import Selection, build_registry
-from novainfer.kernels.ops.selftest import check_forward
+from novainfer.kernels.ops.selftest import check_forward, grouped_weight
 from novainfer.kernels.step import StepTensors
 
 CPU = torch.device("cpu")
@@ -149,7 +150,7 @@ def test_a_forward_is_proved_on_a_decoder_like_the_one_it_is_for(dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("linear", [NativeLinear, NativeInt8Linear])
+@pytest.mark.parametrize("linear", [NativeLinear, NativeInt8Linear, NativeGroupedLinear])
 def test_it_is_proved_on_experts_beside_an_mlp(linear: type[PackedLinear], dtype: torch.dtype) -> None:
     norms, shared = frozenset(("input_norm", "post_norm")), ("shared_gate_up", "shared_down", "shared_gate")
     of = ("qkv", "o", "router", "experts_gate_up", "experts_down")
@@ -172,6 +173,50 @@ def test_it_is_proved_on_experts_beside_an_mlp(linear: type[PackedLinear], dtype
         mixed = replace(sparse, products=(*sparse.products, ("experts_down", NativeInt8Linear), ("o", NativeLinear)))
         reason = NativeForward.refuses(replace(decoder, layers=frozenset((mixed,))))
         assert reason == "a layer's experts are not all of one kind"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("forms", "is_shared"),
+    [
+        (((4, 32, True), (4, 32, True)), True),
+        (((4, 32, True), (4, 32, False)), False),  # codes stand for 0 at another place
+        (((4, 32, False), (4, 16, False)), False),
+        (((8, 64, False), (8, 64, False)), True),
+        (((8, 16, True), (8, 64, True)), False),
+    ],
+)
+def test_rows_are_rounded_once_for_experts_that_read_them_alike_and_for_each_that_does_not(
+    forms: tuple[tuple[int, int, bool], ...], is_shared: bool, dtype: torch.dtype
+) -> None:
+    parts = make_parts(DIMS[2], dtype)
+    (layer,), hidden, inner, num_experts = parts.layers, DIMS[2][1], 64, 5
+
+    def expert(number: int, n: int, k: int) -> NativeGroupedLinear:
+        bits, group_size, has_shift = forms[number % len(forms)]
+        weight = grouped_weight(n + number, k, bits, group_size, has_shift=has_shift)  # others by other seeds
+        rows = (weight.codes[:n], weight.scale[:n] / 100, None if weight.shift is None else weight.shift[:n] / 100)
+        if bits == 4 and not has_shift:
+            rows = (*rows[:2], -8 * rows[1])
+        return NativeGroupedLinear.pack_grouped(GroupedWeight(bits, group_size, *rows), None, dtype, CPU)
+
+    layer.router = NativeLinear.pack(
+        torch.randn(num_experts, hidden, generator=torch.Generator().manual_seed(3)).to(dtype), None
+    )
+    layer.experts_gate_up = [expert(number, 2 * inner, hidden) for number in range(num_experts)]
+    layer.experts_down = [expert(number, hidden, inner) for number in range(num_experts)]
+    layer.gate_up = layer.down = None
+    layer.num_active_experts = 3
+    assert len({(e.desc.group_size, e.shift is None) for e in layer.experts_down}) == (1 if is_shared else 2)
+    forwards = [forward.over(parts) for forward in (NativeForward, OpByOpForward)]
+    for sequences, sampled in STEPS[:2]:
+        step = make_step(sequences, sampled)
+        embedded = torch.randn(len(step.positions), hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
+        got, expected = (forward(embedded.clone(), step) for forward in forwards)
+        assert got is not None
+        assert expected is not None
+        assert torch.equal(got, expected)
+        assert expected.isfinite().all()
 
 
 class OffByOneBit(NativeForward):
