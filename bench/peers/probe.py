@@ -15,6 +15,8 @@ from typing import Any, Self
 
 import msgspec
 
+from novainfer.bench.peers.launch import die_with_parent
+
 __all__ = ["Look", "Probe"]
 
 REPEATS = 3
@@ -77,6 +79,7 @@ def main() -> None:
     from novainfer.kernels.cpu.linear import NativeLinear
     from novainfer.kernels.errors import KernelUnavailableError
 
+    die_with_parent()
     m, k, n = SHAPE
     data = torch.ones(READ_BYTES // 8, dtype=torch.int64)
     x, weight = torch.ones(m, k, dtype=torch.bfloat16), torch.ones(n, k, dtype=torch.bfloat16)
