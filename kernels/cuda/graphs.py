@@ -26,7 +26,7 @@ from novainfer.kernels.cuda.forward import TritonBiasForward, TritonForward
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.memory import is_out_of_memory
 from novainfer.kernels.ops.forward import DecoderKind, DecoderParts
-from novainfer.kernels.ops.selftest import deviation
+from novainfer.kernels.ops.selftest.numbers import deviation
 from novainfer.kernels.step import StepTensors
 
 __all__ = ["CudaGraphs", "GraphBiasForward", "GraphForward", "Graphs", "buckets_for"]

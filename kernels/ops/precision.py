@@ -18,7 +18,7 @@ from novainfer.kernels.ops.grouped_linear import ReferenceGroupedLinear, TorchGr
 from novainfer.kernels.ops.linear import MkldnnLinear, TorchLinear
 from novainfer.kernels.ops.quantised import ReferenceFp8Linear, ReferenceInt8Linear, TorchFp8Linear, TorchInt8Linear
 from novainfer.kernels.ops.reference import ReferenceLinear
-from novainfer.kernels.ops.selftest import check_grouped_linear, check_linear, check_quantised_linear
+from novainfer.kernels.ops.selftest.linears import check_grouped_linear, check_linear, check_quantised_linear
 
 __all__ = ["ALL_PRECISIONS", "Precision", "precision_of", "quantization_of"]
 

@@ -13,7 +13,7 @@ buffers:
 - `sampler`: how each slot samples, and the draw from logits (`Sampler`)
 
 An implementation declares what it can do with `refuses(...)`: None, or the reason why not.
-`Registry.select` takes the first one that does not refuse and passes its self-test (kernels/ops/selftest.py);
+`Registry.select` takes the first one that does not refuse and passes its self-test (kernels/ops/selftest);
 one that fails is skipped with one log line. `row_invariant` promises that a row's result has the same bits
 whatever other rows are computed beside it, and whether it is a row of a prefill, of a chunk or of a decode
 step: the order of every reduction depends on the row alone.

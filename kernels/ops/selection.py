@@ -20,7 +20,10 @@ from novainfer.kernels.ops.precision import ALL_PRECISIONS, Precision, precision
 from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceRowOps
 from novainfer.kernels.ops.registry import AttentionShape, BlockMover, Operation, Registry
 from novainfer.kernels.ops.row_ops import TorchRowOps
-from novainfer.kernels.ops.selftest import check_attention, check_forward, check_row_ops, check_sampler
+from novainfer.kernels.ops.selftest.attention import check_attention
+from novainfer.kernels.ops.selftest.forward import check_forward
+from novainfer.kernels.ops.selftest.row_ops import check_row_ops
+from novainfer.kernels.ops.selftest.sampler import check_sampler
 from novainfer.kernels.sampling.sampler import RowSampler, TorchSampler
 
 __all__ = ["Selection", "build_registry"]

@@ -8,7 +8,7 @@ import torch
 from novainfer.kernels.ops.grouped import GroupedForm, int4_form, rounded_to_int4
 from novainfer.kernels.ops.grouped_linear import ReferenceGroupedLinear, TorchGroupedLinear
 from novainfer.kernels.ops.selection import Selection, build_registry
-from novainfer.kernels.ops.selftest import grouped_weight
+from novainfer.kernels.ops.selftest.linears import grouped_weight
 
 CPU = torch.device("cpu")
 FORMS = [(4, 16, True), (4, 32, False), (4, 7, True), (4, 21, False), (8, 7, True), (8, 21, False), (8, 3, False)]

@@ -9,7 +9,7 @@ from novainfer.kernels.ops import kv_cache
 from novainfer.kernels.ops.attention import TorchAttention
 from novainfer.kernels.ops.reference import ReferenceAttention
 from novainfer.kernels.ops.registry import AttentionShape
-from novainfer.kernels.ops.selftest import check_attention
+from novainfer.kernels.ops.selftest.attention import check_attention
 
 CPU = torch.device("cpu")
 QUANTISED = pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])

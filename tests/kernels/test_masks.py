@@ -20,7 +20,7 @@ from novainfer.fsm.messages.step import NO_TOKEN, NONE_ALLOWED, SeqParams, StepP
 from novainfer.fsm.recording.log import hash_of_plan
 from novainfer.kernels.cpu.sampling import NativeSampler
 from novainfer.kernels.masks import Masks, masks_of, packed_mask
-from novainfer.kernels.ops.selftest import check_sampler
+from novainfer.kernels.ops.selftest.sampler import check_sampler
 from novainfer.kernels.runtime.runner import ModelRunner
 from novainfer.kernels.sampling.sampler import RowSampler, TorchSampler
 from novainfer.kernels.sampling.verify import Positions, Sampled, sampled_positions

@@ -22,7 +22,10 @@ from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceLinear,
 from novainfer.kernels.ops.registry import AttentionShape, Registry
 from novainfer.kernels.ops.row_ops import TorchRowOps
 from novainfer.kernels.ops.selection import Selection, build_registry
-from novainfer.kernels.ops.selftest import check_attention, check_linear, check_row_ops, check_sampler
+from novainfer.kernels.ops.selftest.attention import check_attention
+from novainfer.kernels.ops.selftest.linears import check_linear
+from novainfer.kernels.ops.selftest.row_ops import check_row_ops
+from novainfer.kernels.ops.selftest.sampler import check_sampler
 from novainfer.kernels.sampling.sampler import RowSampler, TorchSampler
 from novainfer.kernels.sampling.verify import Positions
 from novainfer.kernels.step import StepTensors

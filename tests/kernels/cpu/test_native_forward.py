@@ -20,7 +20,8 @@ from novainfer.kernels.ops.grouped import GroupedWeight
 from novainfer.kernels.ops.linear import TorchLinear
 from novainfer.kernels.ops.registry import AttentionShape, Registry
 from novainfer.kernels.ops.selection import Selection, build_registry
-from novainfer.kernels.ops.selftest import check_forward, grouped_weight
+from novainfer.kernels.ops.selftest.forward import check_forward
+from novainfer.kernels.ops.selftest.linears import grouped_weight
 from novainfer.kernels.step import StepTensors
 
 CPU = torch.device("cpu")

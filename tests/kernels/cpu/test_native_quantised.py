@@ -12,7 +12,7 @@ from novainfer.kernels.cpu.quantised import PRODUCT_MAX, SUM_MAX, NativeGroupedL
 from novainfer.kernels.ops.grouped import GroupedForm, GroupedWeight, rounded_to_int4
 from novainfer.kernels.ops.grouped_linear import ReferenceGroupedActivationsLinear
 from novainfer.kernels.ops.quantised import PART_ROWS, ReferenceInt8ActivationsLinear, put_in_parts, quantised
-from novainfer.kernels.ops.selftest import grouped_weight
+from novainfer.kernels.ops.selftest.linears import grouped_weight
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float32)

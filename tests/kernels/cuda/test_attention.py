@@ -15,7 +15,7 @@ from novainfer.kernels.cuda import attention
 from novainfer.kernels.cuda.attention import TritonAttention, TritonInvariantAttention
 from novainfer.kernels.ops.attention import TorchAttention
 from novainfer.kernels.ops.registry import AttentionShape
-from novainfer.kernels.ops.selftest import check_attention
+from novainfer.kernels.ops.selftest.attention import check_attention
 from novainfer.kernels.step import StepTensors
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the largest value

@@ -18,13 +18,13 @@ from novainfer.kernels.cuda.attention import TritonAttention
 from novainfer.kernels.cuda.forward import TritonBiasForward, TritonForward
 from novainfer.kernels.cuda.graphs import GraphForward
 from novainfer.kernels.cuda.row_ops import TritonRowOps
-from novainfer.kernels.ops import selftest
 from novainfer.kernels.ops.attention import TorchAttention
 from novainfer.kernels.ops.forward import DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
 from novainfer.kernels.ops.linear import TorchLinear
 from novainfer.kernels.ops.reference import ReferenceAttention, ReferenceRowOps
 from novainfer.kernels.ops.registry import AttentionShape
-from novainfer.kernels.ops.selftest import check_forward
+from novainfer.kernels.ops.selftest import forward as proofs
+from novainfer.kernels.ops.selftest.forward import check_forward
 from novainfer.kernels.step import StepTensors
 
 NORMS = frozenset({"input_norm", "post_norm"})
@@ -52,7 +52,7 @@ def test_experts_are_computed_without_graphs_and_it_is_said_why() -> None:
 def one_size(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time: here one size behind attention is as good as two."""
     if device.type == "cpu":
-        monkeypatch.setattr(selftest, "INTERMEDIATE_SIZES", selftest.INTERMEDIATE_SIZES[:1])
+        monkeypatch.setattr(proofs, "INTERMEDIATE_SIZES", proofs.INTERMEDIATE_SIZES[:1])
 
 
 @pytest.mark.parametrize(("family", "dtype"), [(QWEN2, torch.float16), (QWEN3, torch.float32), (BOTH, torch.bfloat16)])

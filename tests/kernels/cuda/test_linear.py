@@ -12,13 +12,13 @@ from novainfer.fsm.messages.mode import CHECKPOINT, FP8, INT8
 from novainfer.kernels.cuda import linear
 from novainfer.kernels.cuda.compile import CAPABILITIES
 from novainfer.kernels.cuda.linear import TritonFp8Linear, TritonInt8Linear, TritonLinear, quantised_rows
-from novainfer.kernels.ops import selftest
 from novainfer.kernels.ops.linear import TorchLinear, sum_in_fp32
 from novainfer.kernels.ops.precision import precision_of
 from novainfer.kernels.ops.quantised import LARGEST, ReferenceFp8Linear, ReferenceInt8Linear, quantised
 from novainfer.kernels.ops.registry import Registry
 from novainfer.kernels.ops.selection import Selection, build_registry
-from novainfer.kernels.ops.selftest import check_linear, check_quantised_linear
+from novainfer.kernels.ops.selftest import linears
+from novainfer.kernels.ops.selftest.linears import check_linear, check_quantised_linear
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # (N, K): one part and a tail in every dimension; several parts, the last of them shorter.
@@ -46,8 +46,8 @@ def test_the_self_test_of_eight_bits_passes(
     kernel: Any, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type == "cpu":  # two of the three: the interpreter takes its time with eight bits
-        monkeypatch.setattr(selftest, "LINEAR_SHAPES", selftest.LINEAR_SHAPES[1:])
-        monkeypatch.setattr(selftest, "ROWS", (1, 7))
+        monkeypatch.setattr(linears, "LINEAR_SHAPES", linears.LINEAR_SHAPES[1:])
+        monkeypatch.setattr(linears, "ROWS", (1, 7))
     assert kernel.refuses(64, 64, dtype, device) is None
     assert check_quantised_linear(kernel, dtype, device) is None
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from novainfer.kernels.cuda.row_ops import TritonRowOps
 from novainfer.kernels.ops.reference import ReferenceRowOps
-from novainfer.kernels.ops.selftest import check_row_ops
+from novainfer.kernels.ops.selftest.row_ops import check_row_ops
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 EPS = 1e-6
