@@ -18,6 +18,7 @@ from novainfer.bench.peers.launch import ServerError
 from novainfer.bench.report import emit
 from novainfer.bench.worker import ChildError
 from novainfer.bench.workload import PREFIX, WORKLOADS, Workload, scaled
+from novainfer.fsm.messages.mode import QUANTIZATIONS, UNQUANTIZED
 from novainfer.server.cli.options import API_KEY_VARIABLES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -172,12 +173,20 @@ def recorder(repeat: int, steps: int, batches: str, device_ms: float, as_json: b
 @bench.command()
 @_repeat(3)
 @click.option("--model", default="demo", show_default=True)
+@click.option("--quantizations", default="none", show_default=True, help="Of the weights, in turns: none,int8,int4.")
+@click.option("--cached", is_flag=True, help="From packed weights that a start before, not counted, has kept.")
+@click.option("--option", "options", multiple=True, metavar="FIELD=VALUE", help="A field of EngineConfig.")
 @_json
-def startup(repeat: int, model: str, as_json: bool) -> None:
+def startup(repeat: int, model: str, quantizations: str, cached: bool, options: Sequence[str], as_json: bool) -> None:
     """Seconds from a new process to a warm model, imports told apart."""
     from novainfer.bench import startup as run
 
-    emit(*run.run(model, repeat), as_json)
+    wanted = _among(quantizations, (UNQUANTIZED, *QUANTIZATIONS), "quantization")
+    fields = _fields(options)
+    measure = lambda: run.run(  # noqa: E731
+        model, repeat, quantizations=wanted, cached=cached, options=fields, progress=_progress
+    )
+    emit(*_told(measure), as_json)
 
 
 @bench.command()
@@ -188,7 +197,9 @@ def startup(repeat: int, model: str, as_json: bool) -> None:
 @click.option("--peers/--no-peers", default=True, help="transformers' generate in between.")
 @click.option("--peer", "extra", multiple=True, metavar="NAME=COMMAND", help="Another system; {model} is its folder.")
 @click.option("--option", "options", multiple=True, metavar="FIELD=VALUE", help="A field of EngineConfig.")
+@click.option("--against", multiple=True, metavar="FIELD=VALUE", help="A second NovaInfer with this field, in turns.")
 @click.option("--sampling", is_flag=True, help="Only what drawing costs: five ways to sample, beside greedy.")
+@click.option("--beside-busy", is_flag=True, help="Only the workloads alone and beside a process that spins, in turns.")
 @_roof
 @_scale
 @_json
@@ -200,7 +211,9 @@ def offline(
     peers: bool,
     extra: Sequence[str],
     options: Sequence[str],
+    against: Sequence[str],
     sampling: bool,
+    beside_busy: bool,
     with_roof: bool,
     scale: int,
     as_json: bool,
@@ -219,6 +232,14 @@ def offline(
         work = scaled(drawing.BATCH, scale)
         emit(*_told(lambda: drawing.run(commands[run.OURS], workload=work, repeat=repeat, progress=_progress)), as_json)
         return
+    if beside_busy:
+        from novainfer.bench import busy
+
+        chosen = _chosen(workloads, scale)
+        emit(*_told(lambda: busy.run(commands[run.OURS], workloads=chosen, repeat=repeat, progress=_progress)), as_json)
+        return
+    if against:
+        commands[" ".join((run.OURS, *against))] = run.ours(str(folder), _fields(options) | _fields(against))
     if peers:
         commands[run.TRANSFORMERS] = run.transformers(str(folder))
     for item in extra:

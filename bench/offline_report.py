@@ -8,7 +8,7 @@ from novainfer.bench.report import Target, speed_table, table, targets_table
 
 RATIOS_WANTED = {"W1": 2.2, "W2": 1.7, "W3": 1.3, "W4": 8.0}  # to transformers' generate, output tok/s
 CACHED_TTFT_MAX = 0.15  # of the first request's
-REST_MB_MAX = 600.0  # resident beside weights and KV cache
+REST_MB_MAX = 350.0  # resident beside weights and KV cache
 
 
 def targets(report: dict[str, Any]) -> list[Target]:

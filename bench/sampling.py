@@ -13,17 +13,18 @@ from typing import Any
 import msgspec
 
 from novainfer.bench.machine import describe
-from novainfer.bench.report import between, table
+from novainfer.bench.report import Target, between, table, targets_json, targets_table
 from novainfer.bench.statistic import percentile, ratios, spread
 from novainfer.bench.worker import Child, Task
 from novainfer.bench.workload import Workload
 
-GREEDY = "greedy"
+GREEDY, DEFAULTS = "greedy", "Qwen's defaults"
+DEFAULTS_MAX = 1.06  # times greedy
 WAYS: Mapping[str, dict[str, Any]] = {
     GREEDY: {"temperature": 0.0},
     "temperature 1": {"temperature": 1.0},
     # generation_config.json of Qwen2.5-Instruct
-    "Qwen's defaults": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
+    DEFAULTS: {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
     "top_p .95": {"temperature": 1.0, "top_p": 0.95},
     "greedy, 5 log probabilities": {"temperature": 0.0, "logprobs": 5},
 }
@@ -65,6 +66,15 @@ def run(
             "ratio_spread": spread(to_greedy),
             "runs_ms": [1e3 * second for second in seconds],
         }
+    targets = [
+        Target(
+            name=f"{DEFAULTS}, a step of {workload.num_requests} over greedy",
+            wanted=DEFAULTS_MAX,
+            measured=ways[DEFAULTS]["ratio_to_greedy"],
+            unit="x",
+            at_most=True,
+        )
+    ]
     report: dict[str, Any] = {
         "benchmark": "offline-sampling",
         "machine": describe(),
@@ -72,6 +82,7 @@ def run(
         "workload": msgspec.to_builtins(workload),
         "system": facts,
         "ways": ways,
+        "targets": targets_json(targets),
     }
     rows = [
         (
@@ -84,7 +95,8 @@ def run(
     ]
     place = f"Sampling, {workload.title}, on {report['machine']['cpu']}"
     title = f"{place}, {repeat} interleaved repetitions, medians (from-to)"
-    return report, table(title, ("", "ms a step", "more than greedy", "x greedy"), rows)
+    header = ("", "ms a step", "more than greedy", "x greedy")
+    return report, table(title, header, rows) + "\n\n" + targets_table(targets)
 
 
 def _task(workload: Workload, facts: Mapping[str, Any], seed: int, sampling: dict[str, Any]) -> Task:

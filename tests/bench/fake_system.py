@@ -1,6 +1,7 @@
 """A system under test whose token takes as long as it is told, without waiting: `fake_system.py SECONDS [fail]`.
 
-With `die=N` it dies at its Nth task; with `mixed` it takes requests that come one by one, and really waits.
+With `die=N` it dies at its Nth task; with `mixed` it takes requests that come one by one, and really waits. With
+`sleep-beside=FILE` it sleeps a moment while there is such a file.
 """
 
 import os
@@ -28,6 +29,10 @@ class FakeSystem:
             print("it died on the way", file=sys.stderr, flush=True)
             os._exit(7)
         assert all(prompts), "a prompt of 0 tokens"
+        if any(
+            os.path.exists(path) for name, _, path in (a.partition("=") for a in sys.argv) if name == "sleep-beside"
+        ):
+            time.sleep(0.2)
         times_s = [float(sys.argv[1]) * (at + 1) for at in range(max_tokens)]
         return [Timeline(num_prompt_tokens=len(prompts), times_s=times_s, counts=[1] * max_tokens) for _ in prompts]
 

@@ -102,9 +102,14 @@ def test_a_checkpoint_is_written_and_measured(tmp_path: Path) -> None:
     assert memory["kv_mb"] > 0
     assert found["prefix"]["first_ttft_ms"] > 0
     assert found["systems"]["novainfer"]["kernels"]
-    started = last_json(call("startup", "--model", str(tmp_path), "--repeat", "1", "--json"))
-    assert started["ready_s"] > 0
-    assert started["first_token_s"] > 0
+    cached = ("--cached", "--quantizations", "none,int8")
+    started = last_json(call("startup", "--model", str(tmp_path), "--repeat", "1", *cached, "--json"))
+    assert list(started["starts"]) == ["none", "int8"]
+    for start in started["starts"].values():
+        assert start["ready_s"] > 0
+        assert start["ready_cpu_s"] > 0
+        assert start["first_token_s"] > 0
+    assert len(started["targets"]) == 2
 
 
 @pytest.mark.slow

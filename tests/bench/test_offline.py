@@ -1,14 +1,18 @@
 """`bench offline` with systems that need no model: what is reported of them, and what becomes of one that fails."""
 
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from novainfer import SamplingParams
-from novainfer.bench import offline, sampling, speculative
+from novainfer.bench import busy, offline, sampling, speculative, startup
 from novainfer.bench.ideal import Roof
 from novainfer.bench.worker import Child, ChildError, Task
 from novainfer.bench.workload import PREFIX, WORKLOADS, scaled
@@ -125,6 +129,61 @@ def test_sampling_is_set_beside_greedy_within_each_repetition() -> None:
         assert len(ways[name]["runs_ms"]) == 3
     assert ways["greedy, 5 log probabilities"]["ratio_to_greedy"] == pytest.approx(1.0)
     assert "more than greedy" in text
+
+    assert report["targets"]["Qwen's defaults, a step of 4 over greedy"]["met"] is False
+
+
+def test_a_busy_process_spins_on_one_core_while_it_is_wanted() -> None:
+    with busy.busy_process() as pid:
+        if hasattr(os, "sched_getaffinity"):
+            assert os.sched_getaffinity(pid) == {min(os.sched_getaffinity(0))}
+        os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_busy_process_ends_with_the_one_that_started_it() -> None:
+    code = "import os; from novainfer.bench.busy import busy_process as b; c = b(); c.__enter__(); os._exit(0)"
+    # It holds stderr, too: this returns when both have ended.
+    subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, check=True, timeout=60)
+
+
+def test_beside_a_busy_process_each_workload_is_set_beside_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_busy = tmp_path / "busy"
+
+    @contextmanager
+    def marked() -> Iterator[int]:
+        is_busy.touch()
+        yield 0
+        is_busy.unlink()
+
+    monkeypatch.setattr(busy, "busy_process", marked)
+    work = [scaled(work, 8) for work in WORKLOADS[:2]]
+    report, text = busy.run(command(0.5, f"sleep-beside={is_busy}"), workloads=work, repeat=2)
+    assert list(report["workloads"]) == ["W1", "W2"]
+    for found in report["workloads"].values():
+        assert all(run["wall_s"] > 0.2 for run in found["runs"][busy.BESIDE])
+        ratios = [b["wall_s"] / a["wall_s"] for a, b in zip(*found["runs"].values(), strict=True)]
+        assert found["slower"] == pytest.approx(sum(ratios) / 2)
+    assert "x slower" in text
+
+
+def test_starts_from_kept_weights_are_counted_after_the_one_that_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Mapping[str, Any]] = []
+
+    def ours(model: str, options: Mapping[str, Any]) -> list[str]:
+        asked.append(options)
+        return command(0.5)
+
+    monkeypatch.setattr(startup, "ours", ours)
+    report, _ = startup.run("m", 2, quantizations=["none", "int8"], cached=True)
+    assert [options["quantization"] for options in asked] == ["none", "int8"] * 3
+    assert len({options["weight_cache_dir"] for options in asked}) == 1
+    assert not Path(asked[0]["weight_cache_dir"]).exists()
+    assert {name: len(start["runs"]) for name, start in report["starts"].items()} == {"none": 2, "int8": 2}
+    assert {target["wanted"] for target in report["targets"].values()} == {startup.READY_CACHED_S_MAX}
 
 
 def test_the_ways_to_sample_are_ones_that_requests_may_ask_for() -> None:
