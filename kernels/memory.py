@@ -8,6 +8,7 @@ import errno
 import math
 import mmap
 import os
+import re
 import sys
 import weakref
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = [
     "is_out_of_memory",
     "lazy_zeros",
     "page_locked_zeros",
+    "release_code_pages",
     "release_freed_pages",
     "use_huge_pages",
 ]
@@ -160,3 +162,27 @@ def release_freed_pages() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # musl has no malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def release_code_pages() -> None:
+    """Let go of the pages of program code that this process has touched so far: what is run again comes back by itself.
+
+    They are clean pages of files, mostly of torch's libraries, that imports and self-tests ran once: of 107 MB 84 stay
+    away for good, and those that come back take a millisecond of one step. Pages that somebody has written to (a
+    debugger's breakpoints) exist nowhere else: a mapping that has any is left alone.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for begin, end in _clean_code(Path("/proc/self/smaps").read_text()):
+            madvise(begin, end - begin, mmap.MADV_DONTNEED)
+
+
+def _clean_code(smaps: str) -> list[tuple[int, int]]:
+    """First address and end of each private mapping of a file that may be run and not written, and never was."""
+    mapping = r"^([0-9a-f]+)-([0-9a-f]+) r-xp \S+ \S+ (?!0 )\d+ .*\n((?:[A-Z]\w+: .*\n)+)"
+    return [
+        (int(begin, 16), int(end, 16))
+        for begin, end, facts in re.findall(mapping, smaps, re.MULTILINE)
+        if re.search(r"^Anonymous: +0 kB$", facts, re.MULTILINE)
+    ]

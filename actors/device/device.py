@@ -232,9 +232,13 @@ class ModelDevice:
     def warm(self) -> dict[str, Any]:
         """A small prefill and a decode step; and what steps cost by their tokens, if that was asked for.
 
+        On the CPU what the start alone needed is given back to the system.
+
         Where they, or CUDA graphs, find no memory beside a cache that was fitted to what is there, it is fitted again
         with less, three times at most: then the answer gives the number of blocks, too.
         """
+        from novainfer.kernels.memory import release_code_pages, release_freed_pages
+
         found: dict[str, Any] = {}
         for eighths in FEWER_EIGHTHS:
             try:
@@ -244,7 +248,11 @@ class ModelDevice:
                 found = self._fit_less(eighths, error)
         else:
             self._model.warm()
-        return found | self._measured()
+        found |= self._measured()
+        if self._settings.device == "cpu":
+            release_freed_pages()
+            release_code_pages()
+        return found
 
     def _fit_less(self, eighths: int, error: Exception) -> dict[str, Any]:
         from novainfer.kernels.memory import is_out_of_memory

@@ -167,9 +167,8 @@ class HFTokenizer:
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        settings = json.loads(self._backend.to_str())
-        self._bytes_of = _bytes_by(settings.get("decoder") or {}, path)
-        self._bytes_per_token = self._longest_token(settings)
+        self._bytes_of = _bytes_by(_settings_of(self._backend.decoder), path)
+        self._bytes_per_token = self._longest_token()
         self._max_tokens = 1 << 32
         self._renderer = self._make_renderer()
 
@@ -200,8 +199,9 @@ class HFTokenizer:
     def vocabulary(self) -> Vocabulary:
         """The bytes of each id, what its decoder makes of it; added tokens stand for their own text."""
         added = self._tokenizer.added_tokens_decoder
-        table: list[bytes] = [b""] * (max([*self._tokenizer.get_vocab().values(), *added]) + 1)
-        for token, token_id in self._tokenizer.get_vocab().items():
+        ids = self._backend.get_vocab()
+        table: list[bytes] = [b""] * (max([*ids.values(), *added]) + 1)
+        for token, token_id in ids.items():
             if token_id in added:
                 table[token_id] = added[token_id].content.encode()
             else:
@@ -262,16 +262,23 @@ class HFTokenizer:
             return TooLong(f"{limit}, and these messages have more; shorten them.")
         return f"the chat template cannot render these messages: {error}"
 
-    def _longest_token(self, settings: dict[str, Any]) -> int:
+    def _longest_token(self) -> int:
         """The bytes of the longest token; 0 when a text may have fewer tokens than its bytes over these."""
         if self._bytes_of is not _bytes_of_byte_level:
             return 0  # it may make one token of all that it does not know
-        if (settings.get("normalizer") or {}).get("type") not in (None, "NFC"):
+        if _settings_of(self._backend.normalizer).get("type") not in (None, "NFC"):
             return 0
-        if any(token["lstrip"] or token["rstrip"] for token in settings["added_tokens"]):
+        added = self._backend.get_added_tokens_decoder().values()
+        if any(token.lstrip or token.rstrip for token in added):
             return 0  # it takes the spaces around it along, however many
-        added = [len(token["content"].encode()) for token in settings["added_tokens"]]
-        return max([1, *added, *map(len, self._tokenizer.get_vocab())])  # a character of its alphabet is a byte
+        longest = max([1, *(len(token.content.encode()) for token in added)])
+        return max(longest, *map(len, self._backend.get_vocab()))  # a character of its alphabet is a byte
+
+
+def _settings_of(part: Any) -> dict[str, Any]:
+    """What tokenizer.json says of a part of a tokenizer; nothing of one that is not there."""
+    found: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
+    return found
 
 
 def _bytes_by(decoder: dict[str, Any], path: Path) -> Callable[[str], bytes]:

@@ -47,7 +47,7 @@ class Timeline:
 class Memory:
     """Bytes of physical memory: now, at the highest since the last task began, and what of it is known by name.
 
-    `kv_bytes` counts the blocks in use or cached, not those of the pool that were never touched.
+    `kv_bytes` counts the pages of the KV cache that are there, not those that were never touched.
     """
 
     resident_bytes: int

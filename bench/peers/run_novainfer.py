@@ -94,10 +94,12 @@ class NovaInfer:
         return line
 
     def memory(self) -> Memory:
-        """Resident bytes, with what the engine knows of them."""
-        memory, info, found = resident(), self._engine.model_info, self._engine.statistics()
-        memory.weight_bytes = info.weight_bytes
-        memory.kv_bytes = (found.kv_blocks_owned + found.kv_blocks_cached) * info.kv_bytes_per_block
+        """Resident bytes, and what of them are weights and pages of the KV cache."""
+        from novainfer.bench.resident import cache_bytes
+
+        memory = resident()
+        memory.weight_bytes = self._engine.model_info.weight_bytes
+        memory.kv_bytes = cache_bytes()
         return memory
 
 

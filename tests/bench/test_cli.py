@@ -91,8 +91,9 @@ def test_a_checkpoint_is_written_and_measured(tmp_path: Path) -> None:
     made = last_json(call("make-checkpoint", "--like", "tiny", str(tmp_path), "--json"))
     assert made["bytes"] > 100_000
     options = ("--model", str(tmp_path), "--scale", "8", "--repeat", "1", "--no-roofline", "--no-peers", "--json")
-    found = last_json(call("offline", *options))
+    found = last_json(call("offline", *options, "--against", "num_threads=1"))
     assert list(found["workloads"]) == ["W1", "W2", "W3", "W4"]
+    assert list(found["systems"]) == ["novainfer", "novainfer num_threads=1"]
     for workload in found["workloads"].values():
         own = workload["novainfer"]
         assert own["output_tok_s"] > 0

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from novainfer import SamplingParams
 from novainfer.bench import busy, offline, sampling, speculative, startup
 from novainfer.bench.ideal import Roof
+from novainfer.bench.resident import resident_bytes
 from novainfer.bench.worker import Child, ChildError, Task
 from novainfer.bench.workload import PREFIX, WORKLOADS, scaled
+from novainfer.kernels.memory import lazy_zeros
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -131,6 +134,16 @@ def test_sampling_is_set_beside_greedy_within_each_repetition() -> None:
     assert "more than greedy" in text
 
     assert report["targets"]["Qwen's defaults, a step of 4 over greedy"]["met"] is False
+
+
+def test_of_memory_the_pages_that_are_there_count() -> None:
+    megabyte = 1 << 20
+    cache = lazy_zeros((16, megabyte), torch.uint8, torch.device("cpu"))
+    assert resident_bytes(cache) == 0
+    cache[5, :100] = 1
+    assert 0 < resident_bytes(cache) <= 4 * megabyte  # a huge page, or a small one
+    cache[:] = 1
+    assert resident_bytes(cache) == 16 * megabyte
 
 
 def test_a_busy_process_spins_on_one_core_while_it_is_wanted() -> None:

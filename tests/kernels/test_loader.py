@@ -306,6 +306,44 @@ def test_free_memory_is_the_least_of_machine_and_cgroup(tmp_path: Path, monkeypa
     assert memory.free_bytes(cpu) > 5000
 
 
+SMAPS = """\
+1000-3000 r-xp 00000000 fe:00 77 /lib/torch.so
+Rss:                   8 kB
+Anonymous:             0 kB
+VmFlags: rd ex
+3000-5000 r-xp 00000000 fe:00 78 /lib/with a breakpoint.so
+Rss:                   8 kB
+Anonymous:             4 kB
+VmFlags: rd ex
+5000-6000 r--p 00000000 fe:00 77 /lib/torch.so
+Anonymous:             0 kB
+6000-7000 rw-p 00000000 fe:00 77 /lib/torch.so
+Anonymous:             0 kB
+7000-8000 r-xp 00000000 00:00 0 [vdso]
+Anonymous:             0 kB
+8000-9000 r-xp 00000000 00:00 0{space}
+Anonymous:             0 kB
+9000-a000 r-xp 00000000 fe:00 79                         /lib/of spaces.so (deleted)
+Anonymous:             0 kB
+""".format(space=" ")
+
+
+def test_code_is_let_go_only_where_a_file_holds_all_of_it() -> None:
+    assert memory._clean_code(SMAPS) == [(0x1000, 0x3000), (0x9000, 0xA000)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_code_that_was_let_go_runs_again() -> None:
+    def code_kb() -> int:
+        return int(next(x for x in Path("/proc/self/status").read_text().splitlines() if "RssFile" in x).split()[1])
+
+    weight = torch.ones(8, 8)
+    before, product = code_kb(), weight @ weight
+    memory.release_code_pages()
+    assert code_kb() < before / 2
+    assert torch.equal(weight @ weight, product)
+
+
 def test_memory_moved_to_huge_pages_holds_what_it_held() -> None:
     weight = torch.arange(3 * 2**20, dtype=torch.int32)
     memory.use_huge_pages(weight.data_ptr(), weight.nbytes)
