@@ -121,6 +121,7 @@ def run(
 def _place(model_dir: Path, works: Sequence[Workload], traffic: Traffic | None) -> Place:
     """Room for the largest of what is asked, and a quarter more tokens."""
     sizes = [(work.num_requests, work.prompt_len + work.max_tokens) for work in works]
+    sizes += [(len(task.prompts), len(task.prompts[0]) + task.max_tokens) for task in WARM_UPS]
     if traffic is not None:
         sizes.append((traffic.num_requests, traffic.prompt_lens[1] + traffic.lengths[1]))
     longest = max(length for _, length in sizes)

@@ -181,6 +181,15 @@ def test_servers_have_room_for_what_they_are_asked_over_http(model_dir: Path, mo
     assert places[0].max_num_tokens >= work.num_requests * (work.prompt_len + work.max_tokens)
 
 
+def test_systems_have_room_for_what_they_are_warmed_up_with(tmp_path: Path) -> None:
+    place = compare._place(tmp_path, [scaled(WORKLOADS[0], 16)], None)
+    for task in compare.WARM_UPS:
+        length = max(map(len, task.prompts)) + task.max_tokens
+        assert place.max_model_len >= length
+        assert place.max_num_tokens >= length * len(task.prompts)
+        assert place.max_requests >= len(task.prompts)
+
+
 def test_the_clock_is_the_same_at_any_rate_and_its_mean_is_the_rate() -> None:
     slow, fast = TRAFFIC.arrivals_s(1.0, 5), TRAFFIC.arrivals_s(4.0, 5)
     assert slow[0] == 0.0
