@@ -15,7 +15,7 @@ import msgspec
 
 from novainfer.actors.core.streams import StreamHandle, Streams
 from novainfer.actors.tokenizer.threads import size_of
-from novainfer.fsm.client.drain import DrainRate
+from novainfer.fsm.client.drain import DrainRate, Expected
 from novainfer.fsm.client.gate import Gate
 from novainfer.fsm.messages.errors import EngineClosed, EngineDraining, EngineOverloaded, NovaInferError
 from novainfer.fsm.messages.events import Arrive, Cancel, CancelAll, Cause, Chat, Departed, Prompt, Rejected
@@ -44,7 +44,10 @@ class AdmissionStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admission:
-    """The way in, and the way out before the end. `ask` hands an event to the gate's actor, now."""
+    """The way in, and the way out before the end. `ask` hands an event to the gate's actor, now.
+
+    `expected_s` says how long so many requests and prompt tokens will wait, while none has left the queue.
+    """
 
     def __init__(
         self,
@@ -52,11 +55,13 @@ class Admission:
         streams: Streams,
         *,
         ask: Callable[[Any], None],
+        expected_s: Expected,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._gate = gate
         self._streams = streams
         self._ask = ask
+        self._expected_s = expected_s
         self._clock = clock
         self._next_stream_id = 0
         self._rejected: Rejected | None = None  # the gate's answer to the stream just added
@@ -102,8 +107,8 @@ class Admission:
         self._rate.departs(self._gate, event, self._clock())
 
     def retry_after_s(self) -> float:
-        """Seconds until all who wait now will have left the queue, at the rate they leave now."""
-        return self._rate.wait_s(self._gate, self._clock())
+        """Seconds until all who wait now will have left the queue, at the rate they leave now, or are expected to."""
+        return self._rate.wait_s(self._gate, self._clock(), self._expected_s)
 
     def statistics(self) -> AdmissionStatistics:
         """An immutable record of the moment."""

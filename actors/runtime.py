@@ -145,7 +145,9 @@ class Runtime:
         self.incidents.subscribe(self.recorder.on_incident)
         self.inspector = Inspector(self._gate, self._engine, self._streams, self.incidents, self._actors)
         self.steps = StepLog()
-        self._admission = Admission(self._gate, self._streams, ask=self._actors["gate"].handle)
+        self._admission = Admission(
+            self._gate, self._streams, ask=self._actors["gate"].handle, expected_s=self._expected_s
+        )
         self._link = make_link(self._from_device)
         self._threads = TokenizerThreads(
             load_tokenizer, loaded=self._has_vocabulary, deliver=partial(self._tell, "engine")
@@ -422,6 +424,9 @@ class Runtime:
     def retry_after_s(self) -> float:
         """Seconds until the queue will have drained, at the rate it drains now."""
         return self._admission.retry_after_s()
+
+    def _expected_s(self, num_waiting: int, num_prompt_tokens: int) -> float | None:
+        return self._scheduler.wait_s(num_waiting, num_prompt_tokens) if self._scheduler is not None else None
 
     async def _wait_idle(self) -> None:
         assert self._idle is not None

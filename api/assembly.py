@@ -43,6 +43,7 @@ def make_runtime(
         prefill_chunk_tokens=min(config.prefill_chunk_tokens, config.max_num_batched_tokens),
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
+        inter_token_target_ms=config.inter_token_target_ms,
     )
     return Runtime(
         make_link=_link(config, device or model_spec(config), on_progress),
@@ -125,7 +126,6 @@ def model_spec(config: EngineConfig) -> ModelSpec:
         swap_space_gib=config.swap_space_gib,
         gpu_memory_utilization=config.gpu_memory_utilization,
         generation_config=config.generation_config,
-        measures_step_costs=speculative is not None,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         attention_backend=config.attention_backend,

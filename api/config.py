@@ -97,6 +97,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: Annotated[int, says(BATCHING, "Most requests in a step.")] = 256
     max_num_batched_tokens: Annotated[int, says(BATCHING, "Most tokens in a step.")] = 2048
     prefill_chunk_tokens: Annotated[int, says(BATCHING, "Most tokens of prompts in a step.")] = 512
+    inter_token_target_ms: Annotated[
+        float | None,
+        says(
+            BATCHING,
+            "Steps in which requests decode hold as much of prompts as keeps them within so many milliseconds, and a "
+            "block at least.",
+            unset="as little as costs prompts no more than a twentieth of their speed",
+        ),
+    ] = None
     block_size: Annotated[
         int, says(MEMORY, "Tokens in a KV block; where they are no multiple of 16, the last bits differ.")
     ] = 16
@@ -242,6 +251,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidParameter(f"{name} must be at least 1, not {value}", param=name)
+        if (target := self.inter_token_target_ms) is not None and not target > 0:
+            raise InvalidParameter(
+                f"inter_token_target_ms must be more than 0, not {target}", param="inter_token_target_ms"
+            )
         for name in ("max_restarts", "max_num_overflow_reqs", "swap_space_gib", "stall_keep_s"):
             value = getattr(self, name)
             if value < 0:

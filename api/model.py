@@ -27,7 +27,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     `chat`; `text`, where there is no chat template; `token_ids`, where there is no tokenizer. `memory` says what a
     GPU's is used for, in bytes: `total_bytes`, `model_bytes` (weights and buffers), the peak of `activation_bytes`,
     `graph_bytes`, `other_bytes` (outside torch), `kv_cache_bytes`, `free_bytes`. On a CPU, and where the number of KV
-    blocks was fixed, it is empty.
+    blocks was fixed, it is empty. `step_costs` are (tokens, milliseconds) of a step, as measured when it came up.
     """
 
     name: str
@@ -49,6 +49,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 0
     memory: dict[str, int] = {}
     prompt_kind: PromptKind = "chat"
+    step_costs: list[tuple[int, float]] = []
 
 
 def model_info(config: EngineConfig, ready: WorkerReady, *, created: int, prompt_kind: PromptKind) -> ModelInfo:
@@ -73,6 +74,7 @@ def model_info(config: EngineConfig, ready: WorkerReady, *, created: int, prompt
         num_threads=int(ready.facts.get("num_threads", 0)),
         memory=dict(ready.facts.get("memory", {})),
         prompt_kind=prompt_kind,
+        step_costs=ready.step_costs,
     )
 
 

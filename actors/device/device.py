@@ -131,7 +131,6 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     generation_config: Literal["auto", "none"] = "auto"
-    measures_step_costs: bool = False
     quantization: str | None = None
     kv_cache_dtype: str = AUTO
     attention_backend: str = AUTO
@@ -154,7 +153,7 @@ class ModelDevice:
         self._on_progress = on_progress
         self._weights_fd = weights_fd
         self._runner: ModelRunner | None = None
-        self._step_costs: list[tuple[int, float]] | None = None  # of what is loaded, where they were measured
+        self._step_costs: list[tuple[int, float]] | None = None  # of what is loaded, once they were measured
         self._may_fit_less = False  # the number of blocks is nobody's wish
 
     def load(self, precision: str | None = None) -> dict[str, Any]:
@@ -230,7 +229,7 @@ class ModelDevice:
         return found if self._model.memory is None else found | {"memory": asdict(self._model.memory)}
 
     def warm(self) -> dict[str, Any]:
-        """A small prefill and a decode step; and what steps cost by their tokens, if that was asked for.
+        """A small prefill and a decode step; and what steps cost by their tokens.
 
         On the CPU what the start alone needed is given back to the system.
 
@@ -272,9 +271,9 @@ class ModelDevice:
         return self._fitted(num_blocks)
 
     def _measured(self) -> dict[str, Any]:
-        if self._settings.measures_step_costs and self._step_costs is None:  # they do not depend on the KV cache
+        if self._step_costs is None:  # they do not depend on the KV cache
             self._step_costs = self._model.measure_step_costs()
-        return {"step_costs": self._step_costs} if self._step_costs is not None else {}
+        return {"step_costs": self._step_costs}
 
     def run(self, plan: StepPlan) -> StepDone | Flight:
         """One step; the allocators' out-of-memory errors become MemoryError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,9 +12,11 @@ if TYPE_CHECKING:
 
 DRAIN_RATE_WINDOW = 256  # departures from the queue that its drain rate is computed from, and
 DRAIN_RATE_WINDOW_S = 60.0  # how old they may be
-RETRY_AFTER_S_DEFAULT = 1.0  # while nothing has departed yet there is no rate
+RETRY_AFTER_S_DEFAULT = 1.0  # while nothing has departed yet there is no rate, and no expectation without costs
 RETRY_AFTER_S_MIN = 0.1  # less is a burst of retries, not a wait
 RETRY_AFTER_S_MAX = 60.0  # openai-python gives up above 120 s
+
+Expected = Callable[[int, int], float | None]  # seconds for so many requests and prompt tokens, if that can be said
 
 
 class DrainRate:
@@ -44,9 +47,16 @@ class DrainRate:
         self._leaving = leaving | new
         self.note(now_s, sum(map(gate.num_credits, new)), num_waiting=self._num_waiting(gate))
 
-    def wait_s(self, gate: Gate, now_s: float) -> float:
-        """Seconds until all who wait at `gate` now will have left the queue, at the rate they leave now."""
-        return self.retry_after_s(now_s, gate.num_queued + gate.num_overflow)
+    def wait_s(self, gate: Gate, now_s: float, expected_s: Expected = lambda *_: None) -> float:
+        """Seconds until all who wait at `gate` now will have left the queue, at the rate they leave now.
+
+        While there is no rate, `expected_s` says it, of so many requests and prompt tokens: by what steps cost.
+        """
+        num_waiting = gate.num_queued + gate.num_overflow
+        if self.per_s(now_s) is None:
+            found_s = expected_s(num_waiting, gate.num_queued_tokens + gate.num_overflow_tokens)
+            return RETRY_AFTER_S_DEFAULT if found_s is None else _bounded(found_s)
+        return self.retry_after_s(now_s, num_waiting)
 
     def _num_waiting(self, gate: Gate) -> int:
         """Those who wait for room in the queue come to it when others leave."""
@@ -89,4 +99,9 @@ class DrainRate:
         rate = self.per_s(now_s)
         if rate is None:
             return RETRY_AFTER_S_DEFAULT
-        return min(max(num_waiting / rate, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
+        return _bounded(num_waiting / rate)
+
+
+def _bounded(wait_s: float) -> float:
+    """What a client is told, where `wait_s` seconds are what it takes."""
+    return min(max(wait_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)

@@ -120,6 +120,11 @@ class Gate(Machine):
         return self._waiting_room.num_reqs
 
     @property
+    def num_overflow_tokens(self) -> int:
+        """Prompt tokens of those."""
+        return self._waiting_room.num_tokens
+
+    @property
     def overflow(self) -> list[int]:
         """Streams on the overflow list, the next one first."""
         return list(self._overflow)

@@ -37,6 +37,7 @@ RENAMED = {
     "kv:Prefix": "cache:Prefix",
     "trouble:Trouble": "recovery:FailurePolicy",
     "scheduler:Scheduler.trouble": "recovery",
+    "speculation:Cost": "costs:StepCosts",
 }
 DEPTH_MAX = 200  # lists within lists; machines nest about ten deep
 # What no machine decides by, or what cannot be data: left out, and this when it is read back.

@@ -1,9 +1,10 @@
 """One step being planned: who runs in it, and how many tokens of each; continuous batching under one token budget.
 
-Every request that decodes takes one token. What is left of the budget, but no more than the chunk, goes to prompts:
-half of it by age, and half by work (the tokens that have to be computed), least first. A prompt longer than what is
-left is cut at a block boundary and goes on in the next step. So with C tokens a step for prompts, p = C // 2 - block
-size, and slots and blocks free, a request of w tokens of work has its first token within
+Every request that decodes takes one token. What is left of the budget, but no more than the chunk, goes to prompts;
+beside requests that decode, which wait for the step's end, less (`costs.Chunks`). Half of it goes by age, and half by
+work (the tokens that have to be computed), least first. A prompt longer than what is left is cut at a block boundary
+and goes on in the next step. So with C tokens a step for prompts, p = C // 2 - block size, and slots and blocks free, a
+request of w tokens of work has its first token within
 
     ceil((min(A, S) + w) / p) + 2 steps
 
@@ -151,7 +152,7 @@ class StepBuilder:
     def add_prefills(self) -> None:
         """Prompt tokens within the chunk and the budget: half of them by age, half by work."""
         planner = self.planner
-        self.left = min(self.chunk, self.budget)
+        self.left = min(self.chunk, planner.chunks.beside(self.num_decodes), self.budget)
         if self.left <= 0:
             return
         if not self.others and not planner.waiting:

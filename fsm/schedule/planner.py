@@ -18,6 +18,7 @@ from novainfer.fsm.kv.cache import KVCache
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import StepPlan
 from novainfer.fsm.schedule.batching import Flight, StepBuilder, arrival, runnable
+from novainfer.fsm.schedule.costs import Chunks
 from novainfer.fsm.schedule.request import (
     FETCHED,
     LOSE,
@@ -40,6 +41,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     prefill_chunk_tokens: int = 512
     block_size: int = 16
+    inter_token_target_ms: float | None = None
     enable_prefix_caching: bool = True
 
 
@@ -63,6 +65,7 @@ class Planner:
         self.looked_at = -1  # the id of the waiting request that was looked at last in turn
         self.num_preemptions = 0
         self.speculation = speculation
+        self.chunks = Chunks(limits.prefill_chunk_tokens, limits.block_size, limits.inter_token_target_ms)
 
     # ---- queue ---------------------------------------------------------------------------------------------------
 
@@ -148,7 +151,8 @@ class Planner:
     ) -> tuple[StepPlan, Flight] | None:
         """The next step, or None if nothing can run; `only` restricts it to some request ids (a bisection).
 
-        `chunk` is the number of prompt tokens it may hold. Requests are preempted when memory is short: that is a
+        `chunk` is the number of prompt tokens it may hold, and `chunks` says how many beside decodes. Requests are
+        preempted when memory is short: that is a
         decision of its own, which stays when the step is rolled back.
         """
         while True:

@@ -48,8 +48,9 @@ from novainfer.fsm.messages.events import (
 )
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import NONE_ALLOWED, StepDone, StepPlan
-from novainfer.fsm.schedule import answer
+from novainfer.fsm.schedule import answer, costs
 from novainfer.fsm.schedule.batching import Flight
+from novainfer.fsm.schedule.costs import ANSWER_TOKENS, ANSWER_WEIGHT, StepCosts
 from novainfer.fsm.schedule.ladder import FIRST_MODE, Offered, Rung
 from novainfer.fsm.schedule.planner import Limits, Planner
 from novainfer.fsm.schedule.recovery import Doomed, FailurePolicy, Trial
@@ -217,6 +218,8 @@ class Scheduler(Machine):
         self._steps = self._failures = self._prompt_tokens = self._generated = self._losses = 0
         self._queried = self._hit = 0
         self._swapped_out = self._swapped_in = self._copied = 0  # blocks
+        self.costs = StepCosts()
+        self.answer_tokens = ANSWER_TOKENS  # of an answer, the latest count most
         self._finished: dict[str, int] = dict.fromkeys(sorted(ENDED), 0)
 
     def statistics(self) -> SchedulerStatistics:
@@ -245,6 +248,23 @@ class Scheduler(Machine):
             rungs=self.recovery.ladder.rungs,
             mode=self.recovery.ladder.mode,
             speculation=self._speculation.statistics() if self._speculation is not None else None,
+        )
+
+    def wait_s(self, num_waiting: int, num_prompt_tokens: int) -> float | None:
+        """Seconds until so many requests run, which wait with so many prompt tokens; None where costs are unknown.
+
+        By the costs of steps, and by what answers were long: for a queue that nothing has left yet.
+        """
+        if not self.costs.is_measured:
+            return None
+        return costs.wait_s(
+            self.costs,
+            num_waiting=num_waiting,
+            num_prompt_tokens=num_prompt_tokens,
+            num_running=len(self.planner.running),
+            num_slots=self._limits.max_num_seqs,
+            answer_tokens=self.answer_tokens,
+            chunk=self._limits.prefill_chunk_tokens,
         )
 
     # ---- requests come and go ------------------------------------------------------------------------------------
@@ -279,8 +299,11 @@ class Scheduler(Machine):
         return self._recover(event)
 
     def _measured(self, event: Configure) -> None:
+        """The worker has measured what its steps cost, or could not: then nothing is decided by it."""
+        self.costs = StepCosts(event.step_costs)
+        self.planner.chunks.measured(event.step_costs)
         if self._speculation is not None:
-            self._speculation.measured(event.step_costs)
+            self._speculation.measured(self.costs)
 
     def _submit(self, event: Submit) -> StrEnum:
         self._last_submitted = event.request_id
@@ -382,6 +405,9 @@ class Scheduler(Machine):
             self._drop(KeepOver(request.request_id))
         request.handle(Finish(state))
         self._finished[state] += 1
+        if not request.is_first_output:
+            num_tokens = len(request.token_ids) - request.num_prompt
+            self.answer_tokens += ANSWER_WEIGHT * (num_tokens - self.answer_tokens)
         self.requests.pop(request.request_id, None)
         if not self.requests:
             self.recovery.none_left(self._effects)
@@ -562,6 +588,8 @@ class Scheduler(Machine):
             outputs.append(output)
             num_generated += 1
         self._generated += num_generated
+        if flight.num_prompt_tokens:
+            self.planner.chunks.took(sum(count for _, count, _ in flight.rows), 1e3 * outcome.took_s)
         if flight.is_noted:
             self._note_speed(flight, outcome)
         if drafts:

@@ -8,16 +8,16 @@ measured, and by how often drafts of this request were right lately.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, nlargest, nsmallest
-from itertools import accumulate, compress
+from itertools import compress
 from math import ceil, inf
 from typing import Protocol
 
 import msgspec
 
 from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.costs import StepCosts
 from novainfer.fsm.schedule.lookup import PromptLookup
 from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.speculative_config import SpeculativeConfig
@@ -28,8 +28,6 @@ TRIALS_BEFORE = 2.0  # what is known of all requests counts as so many drafts of
 WEIGHT = 0.25  # of the latest step in what steps of its kind take
 SLOW = 1.5  # of the average, as which a step counts that took longer
 SLOW_PASSES = 4.0  # of what its passes take, as which a draft model's part in a step counts that took longer
-CORRECT = 0.1  # of the difference between what a step took and what it was thought to, by which that is corrected
-OTHERS = 0.75  # of that for steps of other sizes
 PLACES_PER_LOOK = 1024  # tokens that one look adds to the index of a text: a quarter of a millisecond of the loop
 PROBE_EVERY = 32  # tokens after which one draft is verified though it seems not to pay: the text may repeat by now
 PROBE_SHARE = 0.01  # of the time of steps, which such drafts may cost
@@ -87,48 +85,6 @@ class SpeculationStatistics(msgspec.Struct, frozen=True):
     num_draft_tokens_total: int = 0
     num_accepted_tokens_total: int = 0
     accepted_per_position: list[int] = []  # [num_speculative_tokens]
-
-
-class Cost:
-    """Milliseconds of a step by its tokens: straight lines through what was measured, corrected by what steps take."""
-
-    def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
-        """`measured` are (tokens, milliseconds), by tokens; nothing of it: a step costs the same whatever it holds."""
-        self._tokens = [tokens for tokens, _ in measured]
-        self._ms = [ms for _, ms in measured]
-        for place in reversed(range(len(measured) - 1)):  # fewer tokens never take more time: that was the machine
-            self._ms[place] = min(self._ms[place], self._ms[place + 1])
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether it is of milliseconds at all."""
-        return bool(self._tokens)
-
-    def of(self, num_tokens: int) -> float:
-        """What a step of so many tokens takes."""
-        tokens, ms = self._tokens, self._ms
-        if not tokens:
-            return 1.0
-        at = self._place(num_tokens)
-        if at == 0:
-            return ms[0]
-        slope = (ms[at] - ms[at - 1]) / (tokens[at] - tokens[at - 1])
-        return ms[at - 1] + slope * (num_tokens - tokens[at - 1])
-
-    def took(self, num_tokens: int, ms: float) -> None:
-        """A step of so many tokens took so long."""
-        if not self._tokens or num_tokens > self._tokens[-1] or ms <= 0:
-            return
-        at = self._place(num_tokens)
-        share = min(CORRECT * (ms / self.of(num_tokens) - 1), 1.0)
-        near = {at, at if self._tokens[at] == num_tokens else max(at - 1, 0)}
-        here, elsewhere = 1 + share, 1 + OTHERS * share  # the machine may be slower or faster than it was
-        found = [now * (here if place in near else elsewhere) for place, now in enumerate(self._ms)]
-        self._ms = list(accumulate(found, max))  # more tokens never take less time
-
-    def _place(self, num_tokens: int) -> int:
-        """Which of the measured sizes is the first that is no smaller; the last one for all beyond."""
-        return min(bisect_left(self._tokens, num_tokens), len(self._tokens) - 1)
 
 
 class Stretches(msgspec.Struct):
@@ -248,7 +204,7 @@ class Speculation:
     ) -> None:
         self.proposer = proposer
         self.num_tokens_max = num_speculative_tokens
-        self._cost = Cost(costs)
+        self._cost = StepCosts(costs)
         self._stretches: dict[int, Stretches] = {}  # by the number of requests, to powers of two
         self.is_noted = True  # whether the outcome of the step planned last is to be told
         self._num_rows = 0  # in it that may have drafts
@@ -269,11 +225,11 @@ class Speculation:
             proposer = Lookup(config.prompt_lookup_min, config.prompt_lookup_max)
         return cls(proposer, config.num_speculative_tokens)
 
-    def measured(self, costs: Sequence[tuple[int, float]]) -> None:
-        """A worker is warm, and has measured what its steps cost; nothing when it has not."""
+    def measured(self, costs: StepCosts) -> None:
+        """A worker is warm, and this is what its steps cost; where that was not measured, what is known stays."""
         self._errors = 0
-        if costs:
-            self._cost = Cost(costs)
+        if costs.is_measured:
+            self._cost = costs
 
     def statistics(self) -> SpeculationStatistics:
         """An immutable record of the moment."""

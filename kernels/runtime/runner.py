@@ -35,6 +35,7 @@ from novainfer.kernels.runtime.capacity import GpuMemory, MemoryUse, graph_bytes
 from novainfer.kernels.runtime.copies import copy_blocks
 from novainfer.kernels.runtime.modes import Modes, selections_by_mode
 from novainfer.kernels.runtime.proposer import Proposer, load_proposer
+from novainfer.kernels.runtime.step_costs import measure_step_costs
 from novainfer.kernels.runtime.swap import STAGING_BYTES, HostPool
 from novainfer.kernels.sampling.drawn import Draw, joined
 from novainfer.kernels.sampling.verify import Positions, accept, sampled_positions
@@ -52,11 +53,8 @@ logger = logging.getLogger(__name__)
 DRAFT_FAILURES_MAX = 3  # after as many without a success between them a draft model is of no use any more
 GIVEN_UP = "there is no draft model any more"
 
-COST_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of the steps whose time is measured
-COST_TRIES = 3
 WARM_TOKENS = 8  # of the prompt that is run once
 WARM_TOKENS_AHEAD = 32  # on CUDA, where fewer are computed as drafts are, by other kernels
-COST_LIMIT_S = 2.0  # for all of them: a worker that replaces another is waited for; larger steps cost in proportion
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,34 +475,10 @@ class ModelRunner:
                 forward.capture(self._max_num_seqs, self._buffers.blank)
 
     def measure_step_costs(self) -> list[tuple[int, float]]:
-        """Milliseconds of a step by its tokens, all of which are sampled: the fastest of a few tries of each."""
+        """Milliseconds of a step by its tokens, in ascending order (`step_costs`)."""
         info = self.info
         longest = min(self._buffers.max_num_batched_tokens, info.max_model_len, self.num_blocks * info.block_size)
-        costs: list[tuple[int, float]] = []
-        all_began_s = time.perf_counter()
-        for num_tokens in (n for n in COST_TOKENS if n <= longest):
-            blocks = list(range(-(-num_tokens // info.block_size)))
-            plan = StepPlan(
-                slots=[0],
-                query_lens=[num_tokens],
-                context_lens=[num_tokens],
-                input_ids=[0] * num_tokens,
-                table_slots=[0] * len(blocks),
-                table_indexes=blocks,
-                table_blocks=blocks,
-                sample_seqs=[0],
-                num_drafts=[num_tokens - 1],
-                admissions=[SeqParams(slot=0)],
-            )
-            tries_s = []
-            for _ in range(COST_TRIES):
-                began_s = time.perf_counter()
-                self.execute(plan)
-                tries_s.append(time.perf_counter() - began_s)
-            costs.append((num_tokens, 1e3 * min(tries_s)))
-            if time.perf_counter() - all_began_s > COST_LIMIT_S:
-                break
-        return costs
+        return measure_step_costs(self.execute, longest, info.block_size)
 
     @property
     def mode(self) -> Mode:

@@ -46,6 +46,7 @@ class Bench:
         num_host_blocks: int = 0,
         modes: tuple[Mode, ...] = (BEST,),
         speculation: Speculation | None = None,
+        step_costs: list[tuple[int, float]] | None = None,
         **limits: Any,
     ) -> None:
         fields = {"max_num_seqs": 8, "block_size": 4, "max_num_batched_tokens": 64, "prefill_chunk_tokens": 32}
@@ -56,7 +57,9 @@ class Bench:
         self.timers: list[After] = []
         self.plan: StepPlan | None = None
         self._next_id = 0
-        self.configuration = Configure(num_blocks, max_model_len, VOCAB_SIZE, [EOS], 0, num_host_blocks, modes)
+        self.configuration = Configure(
+            num_blocks, max_model_len, VOCAB_SIZE, [EOS], 0, num_host_blocks, modes, step_costs or []
+        )
         self._epoch = 0
         self.device = self._new_device()
         self.tell(self.configuration)

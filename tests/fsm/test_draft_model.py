@@ -9,6 +9,7 @@ import pytest
 from novainfer.fsm.messages.events import Submit
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.costs import StepCosts
 from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.speculation import (
     ERRORS_MAX,
@@ -208,7 +209,7 @@ def test_a_draft_model_that_fails_again_and_again_is_asked_for_nothing_until_the
     assert not speculation.is_noted
     speculation.proposed([one], done(0, 1))  # nothing was asked for, and nothing went wrong
     assert not speculation.begin_step(1)
-    speculation.measured(())
+    speculation.measured(StepCosts())
     assert speculation.begin_step(1)
     assert speculation.wanted([one])
 

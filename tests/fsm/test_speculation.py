@@ -4,6 +4,7 @@ import pytest
 from novainfer.fsm.messages.events import Submit
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.costs import StepCosts
 from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.speculation import (
     CREDIT_AGAIN,
@@ -13,7 +14,6 @@ from novainfer.fsm.schedule.speculation import (
     PROBE_EVERY,
     REST_STEPS,
     STRETCH_STEPS,
-    Cost,
     DraftModel,
     Lookup,
     Speculation,
@@ -131,7 +131,7 @@ def test_where_drafts_pay_nearly_all_steps_have_them():
 
 
 def test_costs_are_corrected_by_what_steps_take():
-    cost = Cost([(1, 10.0), (4, 10.0), (16, 40.0)])
+    cost = StepCosts([(1, 10.0), (4, 10.0), (16, 40.0)])
     assert (cost.of(1), cost.of(4), cost.of(10), cost.of(64)) == (10.0, 10.0, 25.0, 160.0)
     for _ in range(100):
         cost.took(4, 20.0)
@@ -141,7 +141,7 @@ def test_costs_are_corrected_by_what_steps_take():
 
 
 def test_nothing_measured_is_a_step_that_costs_the_same_whatever_it_holds():
-    assert Cost([]).of(1) == Cost([]).of(1000)
+    assert StepCosts([]).of(1) == StepCosts([]).of(1000)
 
 
 def test_counts_are_by_place_in_the_row():
@@ -166,7 +166,7 @@ def test_the_proposer_is_that_of_the_method():
 
 
 def test_measurements_of_a_busy_machine_never_say_that_more_tokens_cost_less():
-    cost = Cost([(1, 30.0), (2, 10.0), (4, 12.0)])
+    cost = StepCosts([(1, 30.0), (2, 10.0), (4, 12.0)])
     assert [cost.of(n) for n in (1, 2, 4)] == [10.0, 10.0, 12.0]
 
 
@@ -390,7 +390,7 @@ def test_a_text_that_begins_to_repeat_is_seen_after_a_rest():
             for _ in range(2000 if not is_right else most + STRETCH_STEPS):
                 drafts = drafts_of(speculation, one)
                 kept = len(drafts) if is_right else 0
-                took_s = Cost(costs).of(1 + len(drafts)) / 1e3
+                took_s = StepCosts(costs).of(1 + len(drafts)) / 1e3
                 speculation.took(took(took_s, 1 + kept), 1 + len(drafts), 1)
                 if drafts:
                     speculation.verified(one, len(drafts), kept)

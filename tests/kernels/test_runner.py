@@ -14,10 +14,11 @@ from checkpoints import Shape, save_checkpoint
 from driver import Driver, make_runner
 
 from novainfer.bench.make_checkpoint import SHAPES, make_checkpoint
-from novainfer.fsm.messages.step import SeqParams, StepPlan
+from novainfer.fsm.messages.step import SeqParams, StepDone, StepPlan
 from novainfer.kernels import threads
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.runtime.runner import COST_TOKENS, ModelRunner
+from novainfer.kernels.runtime.runner import ModelRunner
+from novainfer.kernels.runtime.step_costs import TOKENS, TRIES, measure_step_costs
 from novainfer.kernels.sampling.draw_row import draw_row
 from novainfer.kernels.sampling.sampler import LOGIT_ROWS_MAX
 from novainfer.kernels.sampling.uniform import uniforms
@@ -271,16 +272,52 @@ def test_batch_invariant_takes_the_native_kernels_throughout(folder: Path, dtype
     assert runner.info.kernels == dict.fromkeys(("linear", "attention", "ops", "forward", "sampler"), "native")
 
 
-def test_step_costs_are_measured_by_size_until_that_took_long_enough(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_costs_are_measured_by_size(folder: Path) -> None:
     runner = load(folder, max_model_len=48)
     runner.fit(mode="auto")
     costs = runner.measure_step_costs()
-    assert [num_tokens for num_tokens, _ in costs] == [n for n in COST_TOKENS if n <= 48]
+    assert [num_tokens for num_tokens, _ in costs] == sorted(n for n in TOKENS if n <= 48)
     assert all(ms > 0 for _, ms in costs)
-    monkeypatch.setattr("novainfer.kernels.runtime.runner.COST_LIMIT_S", 0.0)
-    assert [num_tokens for num_tokens, _ in runner.measure_step_costs()] == [1]
+
+
+class Clocked:
+    """A device whose steps take `first_ms` and `each_ms` for each token, and twice as much in the first round."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first_ms: float, each_ms: float) -> None:
+        self.now_s = 100.0
+        self.taken: list[int] = []
+        self._first_ms, self._each_ms = first_ms, each_ms
+        monkeypatch.setattr("novainfer.kernels.runtime.step_costs.time.perf_counter", lambda: self.now_s)
+
+    def execute(self, plan: StepPlan) -> StepDone:
+        (num_tokens,) = plan.query_lens
+        assert len(plan.input_ids) == num_tokens == plan.context_lens[0]
+        assert plan.num_drafts == [min(num_tokens, 32) - 1], "so many are sampled that a step's logits stay small"
+        times = 1 if num_tokens in self.taken else 2
+        self.taken.append(num_tokens)
+        self.now_s += 1e-3 * times * (self._first_ms + self._each_ms * num_tokens)
+        return StepDone(0, 0, [])
+
+
+def test_step_costs_are_the_fastest_of_tries_that_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Clocked(monkeypatch, 1.0, 0.01)
+    costs = measure_step_costs(device.execute, 300, 16)
+    assert costs == [(n, pytest.approx(1.0 + 0.01 * n)) for n in sorted(TOKENS)]
+    assert device.taken == list(TOKENS) * TRIES
+    device.taken.clear()
+    assert [n for n, _ in measure_step_costs(device.execute, 20, 16)] == [1, 2, 3, 4, 6, 8, 12, 16]
+
+
+def test_step_costs_are_measured_for_so_long_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Clocked(monkeypatch, 20.0, 0.7)
+    measure_step_costs(device.execute, 2048, 16)
+    assert device.taken[:3] == [1, 16, 64]
+    assert 256 not in device.taken, "it would have taken more than was left"
+    assert device.now_s - 100.0 < 0.4 * 1.2
+    large = Clocked(monkeypatch, 400.0, 15.0)
+    costs = measure_step_costs(large.execute, 2048, 16)
+    assert {1, 16, 64} <= dict(costs).keys(), "of a large model the curve is told as well"
+    assert large.now_s - 100.0 < 10 * 0.83
 
 
 def test_a_step_that_samples_nothing_is_over_when_it_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.client import drain
 from novainfer.fsm.client.drain import DrainRate
 from novainfer.fsm.simulation.bugs.mutants import Mutant
 
@@ -50,17 +51,17 @@ DRAIN_MUTANTS = [
     ),
     Mutant(  # thousands of clients come again within a millisecond
         "a client may be told to come again at once",
-        DrainRate,
-        "retry_after_s",
-        "max(num_waiting / rate, RETRY_AFTER_S_MIN)",
-        "num_waiting / rate",
+        drain,
+        "_bounded",
+        "max(wait_s, RETRY_AFTER_S_MIN)",
+        "wait_s",
     ),
     Mutant(  # clients give up that were told to wait for an hour
         "a client may be told to come again at any time",
-        DrainRate,
-        "retry_after_s",
-        "min(max(num_waiting / rate, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)",
-        "max(num_waiting / rate, RETRY_AFTER_S_MIN)",
+        drain,
+        "_bounded",
+        "min(max(wait_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)",
+        "max(wait_s, RETRY_AFTER_S_MIN)",
     ),
     Mutant(
         "what leaves counts again until the gate has heard of it",

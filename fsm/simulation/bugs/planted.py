@@ -21,6 +21,7 @@ from novainfer.fsm.simulation.bugs.ahead import AHEAD_MUTANTS
 from novainfer.fsm.simulation.bugs.blame import BLAME_MUTANTS
 from novainfer.fsm.simulation.bugs.copy import COPY_MUTANTS
 from novainfer.fsm.simulation.bugs.core import CORE_MUTANTS
+from novainfer.fsm.simulation.bugs.costs import COSTS_MUTANTS
 from novainfer.fsm.simulation.bugs.deadline import DEADLINE_MUTANTS
 from novainfer.fsm.simulation.bugs.drain import DRAIN_MUTANTS
 from novainfer.fsm.simulation.bugs.flights import FLIGHTS_MUTANTS
@@ -214,6 +215,7 @@ MUTANTS = [
     *BLAME_MUTANTS,
     *LADDER_MUTANTS,
     *CORE_MUTANTS,
+    *COSTS_MUTANTS,
     *DEADLINE_MUTANTS,
     *SAMPLING_MUTANTS,
     *TURN_MUTANTS,

@@ -9,6 +9,7 @@ from novainfer.fsm.core.machine import Effect
 from novainfer.fsm.messages.events import KeepOver, PauseRequest
 from novainfer.fsm.schedule.request import Preempt, Request, Vacate
 from novainfer.fsm.simulation.checks.blame import Blame
+from novainfer.fsm.simulation.checks.chunks import Beside
 from novainfer.fsm.simulation.checks.counts import Counts
 from novainfer.fsm.simulation.checks.deadlines import Deadlines
 from novainfer.fsm.simulation.checks.degraded import Degraded
@@ -34,10 +35,11 @@ class Audit:
         self._world = world
         self.deadlines = Deadlines(world)
         self.blame = Blame(world)
-        self.turns = Turns(world)
+        self.beside = Beside(world)
+        self.turns = Turns(world, self.beside.tokens)
         self.retry = Retry(world)
         self.verified = Verified(world)
-        self.order = Order(world, self.turns.has_blocks_for_all)
+        self.order = Order(world, self.turns.has_blocks_for_all, self.beside.tokens)
         self.ledger = Ledger(world)
         self.counts = Counts(world)
         self.degraded = Degraded(world)
@@ -50,6 +52,7 @@ class Audit:
     def before_scheduler(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
         self.verified.before(event)
+        self.beside.before(event)
         self.blame.before(event)
         self.rungs.before(event)
         self.sizes.before()
@@ -74,6 +77,7 @@ class Audit:
             self.scarcity.scheduled(event, effects)
         if self.paces is not None:
             self.paces.after(event)
+        self.beside.after()
         self.turns.after(event, is_restricted=self.blame.is_restricted)
         self.order.after(event, is_restricted=self.blame.is_restricted)
         if isinstance(event, PauseRequest):

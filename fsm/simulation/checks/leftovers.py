@@ -30,7 +30,7 @@ KEPT = {
     "HostPool": frozenset(["_free"]),  # its size
     "Planner": frozenset(["free_slots"]),  # its size
     "Speculation": frozenset(["_accepted", "_stretches"]),  # counts; what steps took
-    "Cost": frozenset(["_ms", "_tokens"]),  # as measured
+    "StepCosts": frozenset(["_ms", "_tokens"]),  # as measured
     "Scheduler": frozenset(["_eos_token_ids", "_finished"]),  # a constant; counts by kind of end
     "Ladder": frozenset(["_modes"]),  # those that the device has
     "Worker": frozenset(["_found", "_losses", "_fatal"]),  # the model; a restart budget of times; counts by mode

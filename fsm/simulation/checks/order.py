@@ -53,9 +53,12 @@ class Wait(msgspec.Struct):
 class Order:
     """The account of one world."""
 
-    def __init__(self, world: World, has_room: Callable[[list[Request]], bool]) -> None:
+    def __init__(
+        self, world: World, has_room: Callable[[list[Request]], bool], tokens_beside: Callable[[int], int]
+    ) -> None:
         self._world = world
         self._has_room = has_room  # whether blocks are free for all of these
+        self._tokens_beside = tokens_beside  # of prompts, by how many decode
         self._prefixes = Prefixes(world)
         self._works: dict[int, Work] = {}  # of requests in prefill, as they were admitted
         self._waits: dict[int, Wait] = {}
@@ -179,6 +182,7 @@ class Order:
         ]
         limits = scheduler.recovery.limits
         tokens = min(scheduler.recovery.chunk, limits.max_num_batched_tokens - num_decodes)
+        tokens = min(tokens, self._tokens_beside(num_decodes))
         unused = tokens - sum(count for _, count, _ in rows)
         # What this step has planned may be shared within it: a request that was looked at before has asked for more.
         spared = sum(works[i].most - works[i].least for i in admitted)

@@ -3,7 +3,8 @@
 The words are those of `fsm/client/drain.py` and docs/server.md: the seconds until all who wait now will have left the
 queue, at the rate at which they leave now.
 
-    always              between 0.1 and 60 s, and 1 s where nothing left the queue in the last minute
+    always              between 0.1 and 60 s
+    nothing has left    in the last minute: what the device's costs make of all that wait; 1 s where it has told none
     one busy time       no less is said than those that left since the queue began to fill took, for as many as wait
     nothing leaves      the longer that lasts, beyond the longest time between two that left, the more is said
     steady work         (one seed in some: equal requests that come faster than they are computed, in waves, in half of
@@ -157,7 +158,7 @@ class Retry:
         """A client was refused, because the queue is full: it is told when to come again."""
         world, now_s = self._world, self._world.now_s
         gate = world.gate
-        said_s = self._rate.wait_s(gate, now_s)
+        said_s = self._rate.wait_s(gate, now_s, world.scheduler.wait_s)
         while self._left and self._left[0][0] < now_s - WINDOW_S:
             self._left.popleft()
             self._longest.popleft()
@@ -165,9 +166,9 @@ class Retry:
         num_waiting = gate.num_queued + gate.num_overflow
         if not LEAST_S <= said_s <= MOST_S:
             raise Violation(f"a client is told to come again after {said_s} s")
-        if not num_left and said_s != DEFAULT_S:
-            raise Violation(f"nothing has left the queue for a minute, and a client is told to come after {said_s} s")
-        if num_left and said_s != DEFAULT_S:
+        if not num_left or self._rate.per_s(now_s) is None:
+            self._check_expected(said_s)
+        else:
             longest_s = max(length_s for _, length_s in self._longest)
             idle_s = now_s - self._last_s - longest_s
             if said_s < min(num_waiting * idle_s / num_left, MOST_S) / 1.001:
@@ -185,6 +186,22 @@ class Retry:
         if self.is_steady and min(num_left, self._num_since) >= max(FEW, FILLED * world.shape.max_num_seqs):
             burst_s = max(length_s for _, length_s in self._longest)
             self._promises.append(Promise(now_s, said_s, burst_s, {*gate.queued, *gate.overflow}))
+
+    def _check_expected(self, said_s: float) -> None:
+        """No rate is known: so long take the prompts that wait, and the answers that have to end first."""
+        world, gate = self._world, self._world.gate
+        scheduler, costs_ms = world.scheduler, world.scheduler.costs.of
+        wanted_s = DEFAULT_S
+        if scheduler.costs.is_measured:
+            chunk, num_slots = world.shape.prefill_chunk_tokens, world.shape.max_num_seqs
+            num_tokens = gate.num_queued_tokens + sum(world.clients[i].arrive.num_tokens for i in gate.overflow)
+            num_behind = gate.num_queued + gate.num_overflow + len(scheduler.planner.running) - num_slots
+            steps = max(num_behind, 0) / num_slots * scheduler.answer_tokens
+            wanted_s = (num_tokens / chunk * costs_ms(chunk) + steps * costs_ms(num_slots)) / 1e3
+            wanted_s = min(max(wanted_s, LEAST_S), MOST_S)
+            world.counts["retries expected"] += 1
+        if not wanted_s / 1.001 <= said_s <= wanted_s * 1.001:
+            raise Violation(f"no rate is known, and a client is told to come after {said_s:.3f} s, not {wanted_s:.3f}")
 
     def _check(self, promise: Promise) -> None:
         """All who waited have left."""

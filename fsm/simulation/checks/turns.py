@@ -14,6 +14,7 @@ While requests are tried apart (see `blame`) only that order counts, and none of
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.messages.events import Configure, MakeBatch, WorkerLost
@@ -75,8 +76,9 @@ class Heads:
 class Turns:
     """The account of one world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, tokens_beside: Callable[[int], int]) -> None:
         self._world = world
+        self._tokens_beside = tokens_beside  # of prompts, by how many decode
         self._running: set[int] = set()  # before the step was planned
         self._waiting: set[int] = set()
         self._claims: dict[int, Claim] = {}
@@ -132,10 +134,8 @@ class Turns:
             return
         num_decodes = sum(is_decode(request, start) for request, _, start in flight.rows)
         num_prompt = sum(count for request, count, start in flight.rows if not is_decode(request, start))
-        if (
-            min(scheduler.recovery.chunk, scheduler.recovery.limits.max_num_batched_tokens - num_decodes) - num_prompt
-            <= 2 * size
-        ):
+        tokens = min(scheduler.recovery.chunk, scheduler.recovery.limits.max_num_batched_tokens - num_decodes)
+        if min(tokens, self._tokens_beside(num_decodes)) - num_prompt <= 2 * size:
             return
         computing = [request for request in planner.running.values() if request.state in COMPUTING]
         room = self._world.cache.pool.num_available - self._promised()
@@ -309,6 +309,8 @@ class Turns:
             if not has_room and request.slot < 0:  # it has no claim before it is admitted
                 self._claims.pop(request_id, None)
                 continue
+            if request.slot >= 0 and request_id not in admitted:  # its turn is by the work that it came with
+                continue
             is_new = request in new or request_id in admitted
             if not is_new or request_id in self._claims or not request.is_first_output:
                 continue
@@ -318,7 +320,7 @@ class Turns:
             self._claims[request_id] = Claim(work, by_age, by_work)
         samples = {request.request_id for request in flight.samples}
         num_decodes = sum(is_decode(request, start) for request, _, start in flight.rows)
-        tokens = min(shape.prefill_chunk_tokens, shape.max_num_batched_tokens - num_decodes)
+        tokens = min(self._tokens_beside(num_decodes), shape.max_num_batched_tokens - num_decodes)
         share = max(tokens // 2 - shape.block_size, 1)
         live = {request.request_id: request for request in queue}
         for request_id, claim in list(self._claims.items()):

@@ -24,6 +24,7 @@ from novainfer.fsm.simulation.swarm.mix import PER_EVENT, Mix
 from novainfer.fsm.simulation.world import faults
 from novainfer.fsm.simulation.world.broken import NO_NUMBER, Broken, Relapse
 from novainfer.fsm.simulation.world.clock import Clock
+from novainfer.fsm.simulation.world.costs import costing
 from novainfer.fsm.simulation.world.device import POISON_HANG
 from novainfer.fsm.simulation.world.drafts import going_ahead, speculating
 from novainfer.fsm.simulation.world.moves import MOVES, Move, is_possible
@@ -110,7 +111,7 @@ class Seed:
             self.mix.burst, self.mix.burst_gap_s = self._relapse.burst, self._relapse.burst_gap_s
             self.mix.rates = dict.fromkeys(self.mix.rates, 0.0)
             self.mix.come_up_fails, self.mix.is_brisk = False, True
-        self.mix.shape = going_ahead(seed, speculating(seed, self.mix.shape))
+        self.mix.shape = costing(seed, going_ahead(seed, speculating(seed, self.mix.shape)))
         self._launches = random.Random(seed * 1_000_003 + 13)  # of its own: every other draw stays what it was
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()

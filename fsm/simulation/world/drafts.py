@@ -5,7 +5,6 @@ They go on behind the request's own end, as a draft model's do: nothing knows ye
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 
 import msgspec
@@ -17,8 +16,6 @@ from novainfer.fsm.simulation.world.device import Sampler, guesses
 from novainfer.fsm.simulation.world.shape import Shape
 
 SPECULATING_EVERY = 4  # one seed of so many guesses
-# Milliseconds of a step by its tokens: one that speculation pays in always, seldom, and by how many run.
-COSTS = ((), ((1, 1.0), (64, 2.0)), ((1, 1.0), (8, 1.2), (64, 8.0)))
 
 
 class Guesses:
@@ -60,6 +57,5 @@ def speculation_of(shape: Shape) -> Speculation | None:
     """What the scheduler of a world of this shape guesses with."""
     if not shape.num_speculative_tokens:
         return None
-    costs: Sequence[tuple[int, float]] = COSTS[shape.step_costs]
     proposer = DraftModel() if shape.drafts_on_device else Guesses(shape.wrong_drafts_of_16)
-    return Speculation(proposer, shape.num_speculative_tokens, costs)
+    return Speculation(proposer, shape.num_speculative_tokens)

@@ -79,7 +79,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     num_speculative_tokens: int = 0
     wrong_drafts_of_16: int = 0
     drafts_on_device: bool = False
-    step_costs: int = 0  # which of `drafts.COSTS`
+    step_costs: int = 0  # which of `costs.COSTS`
+    inter_token_target_ms: float | None = None
     max_in_flight: int = 1  # steps
     warms_with_less: bool = False  # a process that is not the first may find no memory for its first step
     computes_beside: bool = False  # the device is told of a step before the one before it has ended

@@ -70,6 +70,7 @@ from novainfer.fsm.simulation.checks.health import check_asked
 from novainfer.fsm.simulation.checks.oracle import VOCABULARY, Violation
 from novainfer.fsm.simulation.checks.reconfigurations import Reconfigurations
 from novainfer.fsm.simulation.world.client import Client
+from novainfer.fsm.simulation.world.costs import COSTS
 from novainfer.fsm.simulation.world.device import EOS, VOCAB_SIZE, ScriptedDevice
 from novainfer.fsm.simulation.world.drafts import speculation_of
 from novainfer.fsm.simulation.world.process import Processes
@@ -153,6 +154,7 @@ class World:
             prefill_chunk_tokens=shape.prefill_chunk_tokens,
             block_size=shape.block_size,
             enable_prefix_caching=shape.enable_prefix_caching,
+            inter_token_target_ms=shape.inter_token_target_ms,
         )
         self.taken = Rows()
         self.gate = Gate(shape.max_num_queued_reqs, shape.max_num_queued_tokens, shape.max_num_overflow_reqs)
@@ -618,6 +620,7 @@ class World:
         }
         if isinstance(job, Warm):
             del found["num_blocks"]
+            found["step_costs"] = COSTS[shape.step_costs]
         elif isinstance(job, Load):
             found["modes"] = modes_in(job.precision, shape.modes)
         elif isinstance(job, Fit) and job.num_blocks is not None:
