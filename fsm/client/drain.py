@@ -47,16 +47,17 @@ class DrainRate:
         self._leaving = leaving | new
         self.note(now_s, sum(map(gate.num_credits, new)), num_waiting=self._num_waiting(gate))
 
-    def wait_s(self, gate: Gate, now_s: float, expected_s: Expected = lambda *_: None) -> float:
+    def wait_s(self, gate: Gate, now_s: float, expected_s: Expected) -> float:
         """Seconds until all who wait at `gate` now will have left the queue, at the rate they leave now.
 
         While there is no rate, `expected_s` says it, of so many requests and prompt tokens: by what steps cost.
         """
-        num_waiting = gate.num_queued + gate.num_overflow
-        if self.per_s(now_s) is None:
+        num_waiting, rate = gate.num_queued + gate.num_overflow, self.per_s(now_s)
+        if rate is not None:
+            found_s: float | None = num_waiting / rate
+        else:
             found_s = expected_s(num_waiting, gate.num_queued_tokens + gate.num_overflow_tokens)
-            return RETRY_AFTER_S_DEFAULT if found_s is None else _bounded(found_s)
-        return self.retry_after_s(now_s, num_waiting)
+        return RETRY_AFTER_S_DEFAULT if found_s is None else min(max(found_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
 
     def _num_waiting(self, gate: Gate) -> int:
         """Those who wait for room in the queue come to it when others leave."""
@@ -93,15 +94,3 @@ class DrainRate:
         if since_s is not None:  # the interval that has not ended yet, as far as it is longer than all of them
             elapsed_s += max(now_s - since_s - max(intervals_s), 0.0)
         return sum(num_left for _, num_left, _ in bursts) / max(elapsed_s, 1e-3)
-
-    def retry_after_s(self, now_s: float, num_waiting: int) -> float:
-        """Seconds until all `num_waiting` requests will have left the queue, at the rate they leave now."""
-        rate = self.per_s(now_s)
-        if rate is None:
-            return RETRY_AFTER_S_DEFAULT
-        return _bounded(num_waiting / rate)
-
-
-def _bounded(wait_s: float) -> float:
-    """What a client is told, where `wait_s` seconds are what it takes."""
-    return min(max(wait_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)

@@ -43,8 +43,8 @@ class Health(msgspec.Struct, kw_only=True):
     """The answer of the health probes when all is well; `state` is what the engine does.
 
     `rung` is that of the ladder, and `mode` the kernels and the precision that steps are computed with there: of its
-    precision `checkpoint` (what the model came up in, unless it was rounded) `weights` says what that is. `memory` and
-    `failed_kernels` are those of `ModelInfo`, where they are not empty.
+    precision `checkpoint` (what the model came up in, unless it was rounded) `weights` says what that is. `memory`,
+    `failed_kernels` and `step_costs` are those of `ModelInfo`, where they are not empty.
     """
 
     status: str = "ok"
@@ -55,6 +55,7 @@ class Health(msgspec.Struct, kw_only=True):
     weights: str
     memory: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
     failed_kernels: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    step_costs: list[tuple[int, float]] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Alive(msgspec.Struct, kw_only=True):
@@ -117,6 +118,7 @@ async def health(service: Service, request: Request) -> Response:
             weights=weights_in(info, stats.mode),
             memory=info.memory or msgspec.UNSET,
             failed_kernels=info.failed_kernels or msgspec.UNSET,
+            step_costs=info.step_costs or msgspec.UNSET,
         )
     )
 

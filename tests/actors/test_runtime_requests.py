@@ -142,6 +142,32 @@ async def test_a_refused_stream_leaves_nothing_behind() -> None:
         assert len(runtime._streams) == 0
 
 
+class Costly(FakeDevice):
+    """Says that a step takes half a second, and a millisecond more for each token."""
+
+    def warm(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"step_costs": [(1, 501.0), (64, 564.0)]}
+
+
+async def test_before_anything_has_left_the_queue_retry_after_is_worked_out_of_what_steps_cost() -> None:
+    valve = Valve()
+    async with running(Costly(on_step=valve), limits=ONE_AT_A_TIME, max_queue=(3, 10_000)) as runtime:
+        readers = [asyncio.create_task(answer(runtime, [65], params(2)))]
+        await valve.step_arrived()
+        readers += [asyncio.create_task(answer(runtime, [70 + i] * 64, params(2))) for i in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineOverloaded) as refused:
+            ask(runtime, [99])
+        assert refused.value.retry_after_s == RETRY_AFTER_S_MAX, "three answers of 128 tokens come first"
+        assert runtime._scheduler is not None
+        runtime._scheduler.answer_tokens = 2.0
+        with pytest.raises(EngineOverloaded) as refused:
+            ask(runtime, [99])
+        assert refused.value.retry_after_s == pytest.approx(3 * 0.564 + 3 * 2 * 0.501)
+        valve.open()
+        await asyncio.gather(*readers)
+
+
 async def test_retry_after_is_the_time_the_queue_takes_to_drain_at_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     valve = Valve()
     async with running(FakeDevice(on_step=valve), limits=ONE_AT_A_TIME, max_queue=(1000, 10_000)) as runtime:

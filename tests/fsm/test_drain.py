@@ -72,7 +72,7 @@ def test_a_stream_leaves_once_though_the_gate_hears_of_it_later() -> None:
     rate.departs(gate, Departed([0, 1, 1]), 3.0)
     assert rate.per_s(3.0) == pytest.approx(2.0)
     gate.handle(Departed([0, 1]))
-    assert rate.wait_s(gate, 3.0) == pytest.approx(1.0)
+    assert rate.wait_s(gate, 3.0, lambda *_: None) == pytest.approx(1.0)
     rate.departs(gate, Departed([2]), 4.0)
     rate.arrives(gate, 90.0)  # all have left, and the gate is about to hear so
     rate.departs(gate, Departed([7]), 91.0)  # which holds no credits any more
@@ -83,12 +83,35 @@ def test_what_was_a_minute_ago_is_forgotten() -> None:
     assert rate_of([(0.5 * i, 1, 10) for i in range(8)], 64.0) is None
 
 
+class Waiting(Gate):
+    """A gate at which so many requests, and prompt tokens, wait for room and for their turn."""
+
+    def __init__(self, num_queued: int, num_overflow: int = 0) -> None:
+        super().__init__(1 << 30, 1 << 30)
+        self._queue.take(0, (num_queued, 100))
+        self._waiting_room.take(1, (num_overflow, 30 * num_overflow))
+
+
 @pytest.mark.parametrize(
     ("num_waiting", "retry_after_s"), [(10, 5.0), (0, RETRY_AFTER_S_MIN), (1_000_000, RETRY_AFTER_S_MAX)]
 )
 def test_a_client_is_to_come_again_when_all_who_wait_will_have_left(num_waiting: int, retry_after_s: float) -> None:
     rate = DrainRate()
-    assert rate.retry_after_s(0.0, num_waiting) == RETRY_AFTER_S_DEFAULT, "nothing has left yet"
     for departure in range(8):
         rate.note(0.5 * departure, 1, num_waiting=10)
-    assert rate.retry_after_s(3.6, num_waiting) == pytest.approx(retry_after_s)
+    assert rate.wait_s(Waiting(num_waiting), 3.6, lambda *_: 17.0) == pytest.approx(retry_after_s)
+
+
+def test_while_nothing_has_left_a_client_is_to_come_again_when_all_who_wait_are_expected_to_have() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def expected_s(num_waiting: int, num_prompt_tokens: int) -> float:
+        asked.append((num_waiting, num_prompt_tokens))
+        return 7.5 * num_waiting
+
+    rate = DrainRate()
+    assert rate.wait_s(Waiting(1, num_overflow=2), 0.0, expected_s) == 22.5
+    assert asked == [(3, 160)], "those on the overflow list are before it as well"
+    assert rate.wait_s(Waiting(0), 0.0, expected_s) == RETRY_AFTER_S_MIN
+    assert rate.wait_s(Waiting(1000), 0.0, expected_s) == RETRY_AFTER_S_MAX
+    assert rate.wait_s(Waiting(1000), 0.0, lambda *_: None) == RETRY_AFTER_S_DEFAULT, "nothing can be said"

@@ -55,6 +55,7 @@ class FakeModelInfo(msgspec.Struct, frozen=True):
         default_factory=lambda: {"linear": "native", "ops": "native", "attention": "torch"}
     )
     failed_kernels: dict[str, str] = {}
+    step_costs: list[tuple[int, float]] = []
     weight_bytes: int = 3 << 30
     kv_bytes_per_block: int = 1 << 20
     memory: dict[str, int] = {}

@@ -106,6 +106,8 @@ async def test_kernels_that_failed_their_self_test_are_told(client: httpx.AsyncC
     }
     engine.model_info = FakeModelInfo(failed_kernels=failed)
     assert (await client.get("/readyz")).json()["failed_kernels"] == failed
+    engine.model_info = FakeModelInfo(failed_kernels=failed, step_costs=[(1, 20.0), (64, 51.5)])
+    assert (await client.get("/readyz")).json()["step_costs"] == [[1, 20.0], [64, 51.5]]
     assert "nova_failed_kernels 1.0" in (await client.get("/metrics")).text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from novainfer.fsm.client import drain
 from novainfer.fsm.client.drain import DrainRate
 from novainfer.fsm.simulation.bugs.mutants import Mutant
 
@@ -51,17 +50,17 @@ DRAIN_MUTANTS = [
     ),
     Mutant(  # thousands of clients come again within a millisecond
         "a client may be told to come again at once",
-        drain,
-        "_bounded",
-        "max(wait_s, RETRY_AFTER_S_MIN)",
+        DrainRate,
         "wait_s",
+        "max(found_s, RETRY_AFTER_S_MIN)",
+        "found_s",
     ),
     Mutant(  # clients give up that were told to wait for an hour
         "a client may be told to come again at any time",
-        drain,
-        "_bounded",
-        "min(max(wait_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)",
-        "max(wait_s, RETRY_AFTER_S_MIN)",
+        DrainRate,
+        "wait_s",
+        "min(max(found_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)",
+        "max(found_s, RETRY_AFTER_S_MIN)",
     ),
     Mutant(
         "what leaves counts again until the gate has heard of it",

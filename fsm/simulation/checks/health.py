@@ -8,6 +8,7 @@ machines that work, for minutes: what moves is never late, and a machine that ta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -78,7 +79,7 @@ class Observer:
             raise Violation(f"{late[0].sentence()}, and it gets on")
         awake_s = world.now_s - self._since_s - (world.slept_s - self._slept_s)
         # A step that hangs behind one that ran out of memory is late when what waits for it is: to reclaim some.
-        deadline_s = DEADLINE_S[Reclaim] if Reclaim in map(type, world.jobs) else hang.deadline_s
+        deadline_s = min(hang.deadline_s, DEADLINE_S[Reclaim] if Reclaim in map(type, world.jobs) else inf)
         if late and awake_s < deadline_s - SLACK_S:
             raise Violation(f"{hang} is called late after {awake_s:.1f} s")
         if not late and not hang.seconds_per_sign and self._watched_s > hang.deadline_s + SLACK_S:
