@@ -23,11 +23,11 @@ namespace {
 template <class Tiles>
 struct Scratch {
   Tiles tiles;
-  std::vector<float> acc;                 // [rows][width]
-  std::vector<float> max, sum;            // [rows], merged so far
-  std::vector<float> tile_max, tile_sum;  // [rows]
-  std::vector<float> keep, take;          // [rows]
-  std::vector<int> window_begin, seen;    // [rows]: from where to before where each of them sees
+  AlignedVector<float> acc;                 // [rows][width]
+  AlignedVector<float> max, sum;            // [rows], merged so far
+  AlignedVector<float> tile_max, tile_sum;  // [rows]
+  AlignedVector<float> keep, take;          // [rows]
+  AlignedVector<int> window_begin, seen;    // [rows]: from where to before where each of them sees
 
   // May run out of memory half way, so each is asked, and none shrinks.
   void fit(size_t rows, const CacheDesc& cache) {

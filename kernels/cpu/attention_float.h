@@ -134,6 +134,8 @@ class FloatTiles {
   // those maxima, and the sums of the probabilities.
   template <int MR>
   __attribute__((noinline)) void soften(const Sight& sight, float factor, float* max, float* sum) {
+    const float* scores = scores_.data();  // what is stored below might be the vectors' own pointers, to a compiler
+    Element* p = p_.data();
     vf most[MR];
 #pragma GCC unroll 16
     for (int r = 0; r < MR; r++) most[r] = set1(NEG_INF);
@@ -141,7 +143,7 @@ class FloatTiles {
 #pragma GCC unroll 16
       for (int r = 0; r < MR; r++)
         for (int v = 0; v < GROUP_VECTORS; v++) {
-          const vf score = loadf(&scores_[r * TILE_LANES + i * GROUP + v * VL]);
+          const vf score = loadf(scores + r * TILE_LANES + i * GROUP + v * VL);
           most[r] = vmax(sight.cut(cut, r, i, v, score, set1(NEG_INF)), most[r]);
         }
     });
@@ -155,10 +157,10 @@ class FloatTiles {
       for (int r = 0; r < MR; r++)
         for (int v = 0; v < GROUP_VECTORS; v++) {
           const long at = r * TILE_LANES + i * GROUP + v * VL;
-          const vf e = T::exp2(fma(loadf(&scores_[at]), set1(factor), minus_max[r]));
+          const vf e = T::exp2(fma(loadf(scores + at), set1(factor), minus_max[r]));
           const vf seen = sight.cut(cut, r, i, v, e, zero());
           sums[r] = add(sums[r], seen);
-          T::store(&p_[at], seen);
+          T::store(p + at, seen);
         }
     });
 #pragma GCC unroll 16
@@ -173,9 +175,9 @@ class FloatTiles {
 
  private:
   long units_ = 0;
-  std::vector<uint32_t> query_;  // [rows][units_]
-  std::vector<float> scores_ = std::vector<float>(ROWS * TILE_LANES);
-  std::vector<Element> p_ = std::vector<Element>(ROWS * TILE_LANES);
+  AlignedVector<uint32_t> query_;  // [rows][units_]
+  AlignedVector<float> scores_ = AlignedVector<float>(ROWS * TILE_LANES);
+  AlignedVector<Element> p_ = AlignedVector<Element>(ROWS * TILE_LANES);
 };
 
 }  // namespace nova

@@ -87,48 +87,49 @@ class Int8Tiles {
   // factor of each row, 2^(score * factor - max). Gives those maxima, and the sums of the probabilities.
   template <int MR>
   __attribute__((noinline)) void soften(const Sight& sight, float factor, float* max, float* sum) {
-    vf most[MR], sums[MR], largest[MR];
-    float per_unit[MR];  // of a row's scores as they were summed
+    const int32_t* scores = scores_.data();  // what is stored below might be the vectors' own pointers, to a compiler
+    float* weights = weights_.data();        // scores as they are, then probabilities times scales
+    int16_t* digits = digits_.data();
+    vf most[MR], per_unit[MR];  // of a row's scores as they were summed
 #pragma GCC unroll 16
-    for (int r = 0; r < MR; r++) {
-      per_unit[r] = factor * query_step_[first_row_ + r];
-      most[r] = set1(NEG_INF), sums[r] = largest[r] = zero();
-    }
+    for (int r = 0; r < MR; r++) most[r] = set1(NEG_INF), per_unit[r] = set1(factor * query_step_[first_row_ + r]);
     sight.over_groups([&](int i, auto cut) __attribute__((always_inline)) {
 #pragma GCC unroll 16
       for (int r = 0; r < MR; r++)
         for (int v = 0; v < GROUP_VECTORS; v++) {
-          const vf score = score_of(sight.g, r, i, v);
-          storef(weights(r, i, v), score);
+          const long at = i * GROUP + v * VL;
+          const vf scale = loadf(scales_of(sight.g.keys[i]) + v * VL);
+          const vf score = mul(score_of(scores + r * DIGITS * TILE_LANES + at), scale);
+          storef(weights + r * TILE_LANES + at, score);
           most[r] = vmax(sight.cut(cut, r, i, v, score, set1(NEG_INF)), most[r]);
         }
     });
+    vf minus_max[MR], sums[MR], largest[MR];
 #pragma GCC unroll 16
-    for (int r = 0; r < MR; r++) max[r] = hmax(most[r]) * per_unit[r];
+    for (int r = 0; r < MR; r++) {
+      max[r] = hmax(most[r]) * (factor * query_step_[first_row_ + r]);
+      minus_max[r] = set1(-max[r]), sums[r] = largest[r] = zero();
+    }
     sight.over_groups([&](int i, auto cut) __attribute__((always_inline)) {
 #pragma GCC unroll 16
       for (int r = 0; r < MR; r++)
         for (int v = 0; v < GROUP_VECTORS; v++) {
-          float* at = weights(r, i, v);
-          const vf e = T::exp2(fma(loadf(at), set1(per_unit[r]), set1(-max[r])));
-          const vf weight = mul(e, loadf(scales_of(sight.g.values[i]) + v * VL));
-          const vf seen = sight.cut(cut, r, i, v, weight, zero());
-          sums[r] = add(sums[r], sight.cut(cut, r, i, v, e, zero()));
-          largest[r] = vmax(seen, largest[r]);
-          storef(at, seen);
+          float* at = weights + r * TILE_LANES + i * GROUP + v * VL;
+          const vf e = sight.cut(cut, r, i, v, T::exp2(fma(loadf(at), per_unit[r], minus_max[r])), zero());
+          // A scale may be infinite.
+          const vf weight = sight.cut(cut, r, i, v, mul(e, loadf(scales_of(sight.g.values[i]) + v * VL)), zero());
+          sums[r] = add(sums[r], e);
+          largest[r] = vmax(weight, largest[r]);
+          storef(at, weight);
         }
     });
-#pragma GCC unroll 16
     for (int r = 0; r < MR; r++) {
       sum[r] = hsum(sums[r]);
       p_step_[r] = hmax(largest[r]) / DIGIT_MAX;
-    }
-    for (int r = 0; r < MR; r++) {
       const vf per_step = set1(p_step_[r] == 0.0f ? 0.0f : 1.0f / p_step_[r]);
-      for (int i = 0; i < sight.count; i++)
-        for (int v = 0; v < GROUP_VECTORS; v++)
-          to_digits(mul(loadf(weights(r, i, v)), per_step), &digits_[r * DIGITS * TILE_LANES + i * GROUP + v * VL],
-                    TILE_LANES);
+      for (long at = 0; at < sight.count * GROUP; at += VL)
+        to_digits(mul(loadf(weights + r * TILE_LANES + at), per_step), digits + r * DIGITS * TILE_LANES + at,
+                  TILE_LANES);
     }
   }
 
@@ -170,15 +171,10 @@ class Int8Tiles {
   }
 
  private:
-  // Where vector v of group i is among row r's scores, and then among its probabilities times scales.
-  float* weights(int r, int i, int v) { return (float*)&scores_[r * DIGITS * TILE_LANES + i * GROUP + v * VL]; }
-
-  // It as a score, in steps of the row's query.
-  vf score_of(const TileGroups& g, int r, int i, int v) const {
-    const int32_t* at = &scores_[r * DIGITS * TILE_LANES + i * GROUP + v * VL];
-    vf score = to_float(loadi(at));
-    if (DIGITS == 2) score = fma(to_float(loadi(at + TILE_LANES)), set1(1.0f / DIGIT_BASE), score);
-    return mul(score, loadf(scales_of(g.keys[i]) + v * VL));
+  // A vector of scores, in steps of a query, of the sums of their digits.
+  static vf score_of(const int32_t* sums) {
+    const vf first = to_float(loadi(sums));
+    return DIGITS == 1 ? first : fma(to_float(loadi(sums + TILE_LANES)), set1(1.0f / DIGIT_BASE), first);
   }
 
   // x in steps -> its digits, those of a second row `stride` behind those of the first.
@@ -188,11 +184,12 @@ class Int8Tiles {
   }
 
   long pairs_ = 0;
-  int first_row_ = 0;                                                            // of those that were scored last
-  std::vector<uint32_t> query_;                                                  // [rows][DIGITS][pairs_]
-  std::vector<float> query_step_;                                                // [rows]: what a digit of 1 stands for
-  std::vector<int32_t> scores_ = std::vector<int32_t>(nova::ROWS * TILE_LANES);  // [ROWS][DIGITS][TILE_LANES]
-  std::vector<int16_t> digits_ = std::vector<int16_t>(nova::ROWS * TILE_LANES);  // [ROWS][DIGITS][TILE_LANES]
+  int first_row_ = 0;                // of those that were scored last
+  AlignedVector<uint32_t> query_;    // [rows][DIGITS][pairs_]
+  AlignedVector<float> query_step_;  // [rows]: what a digit of 1 stands for
+  AlignedVector<int32_t> scores_ = AlignedVector<int32_t>(nova::ROWS * TILE_LANES);  // [ROWS][DIGITS][TILE_LANES]
+  AlignedVector<int16_t> digits_ = AlignedVector<int16_t>(nova::ROWS * TILE_LANES);  // [ROWS][DIGITS][TILE_LANES]
+  AlignedVector<float> weights_ = AlignedVector<float>(ROWS * TILE_LANES);
   float p_step_[ROWS];
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <new>
 #include <type_traits>
 #include <vector>
 
@@ -28,6 +29,21 @@ inline long tiles_of(const CacheDesc& cache, long tokens) { return ceil_div(grou
 inline long tile_at(const CacheDesc& cache, long position) {
   return (position / cache.block_size * cache.groups_per_block() + position % cache.block_size / GROUP) / TILE_GROUPS;
 }
+
+// Memory that begins where a cache line does, so that no vector register's worth of it lies in two of them.
+template <class T>
+struct OnCacheLines {
+  using value_type = T;
+  OnCacheLines() = default;
+  template <class U>
+  OnCacheLines(const OnCacheLines<U>&) {}
+  T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), std::align_val_t(64)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+  bool operator==(const OnCacheLines&) const { return true; }
+  bool operator!=(const OnCacheLines&) const { return false; }
+};
+template <class T>
+using AlignedVector = std::vector<T, OnCacheLines<T>>;
 
 // A tile's result for some rows in AttentionPlan::partials: max [rows], sum [rows], accumulator [rows][width].
 inline long partial_floats(long rows, long width) { return rows * (2 + width); }
@@ -116,6 +132,7 @@ struct Sight {
   // Calls f(group, cut) for each group; where `cut` is false, all rows see all of its 16 lanes.
   template <class F>
   __attribute__((always_inline)) void over_groups(F&& f) const {
+    const int count = this->count, lead = this->lead, common = this->common;  // f stores, which might change them
     for (int i = 0; i < count; i++)
       if (lead <= i && i < common && g.tokens[i] == GROUP)
         f(i, std::false_type());

@@ -53,8 +53,7 @@ struct DrawDesc {  // likewise
   const void* logits;
   int64_t stride, num_rows;
   const int64_t *row_slots, *positions, *drafts;
-  const uint32_t* masks;
-  int64_t mask_stride;
+  const uint32_t* const* masks;
   int64_t* tokens;
   double* logprobs;
   int32_t* likely;
@@ -289,10 +288,9 @@ struct Run {
     std::vector<int32_t> likely(num_rows * WIDTH);
     const int64_t bytes = nova_draw_scratch_bytes(VOCAB);
     std::vector<uint8_t> scratch(THREADS * bytes);
-    const DrawDesc call{
-        slots.data(),     num_rows, VOCAB,   64, logits.data(), VOCAB,           num_rows,      rows.data(),
-        positions.data(), nullptr,  nullptr, 0,  tokens.data(), logprobs.data(), likely.data(), WIDTH,
-        scratch.data(),   bytes,    DTYPE};
+    const DrawDesc call{slots.data(), num_rows,         VOCAB,   64,      logits.data(), VOCAB,           num_rows,
+                        rows.data(),  positions.data(), nullptr, nullptr, tokens.data(), logprobs.data(), likely.data(),
+                        WIDTH,        scratch.data(),   bytes,   DTYPE};
     check(nova_draw(&call, THREADS));
     print("tokens/" + type, "i64", tokens);
     print("likeliest/" + type, "i32", likely);
