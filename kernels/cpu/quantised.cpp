@@ -187,13 +187,14 @@ class Product {
   long items() const { return tiling_.items(); }
 
   void compute(long item) const {
-    constexpr int LINES = NV * W::VECTOR / 64;  // cache lines of a step
+    constexpr int LINES = NV * W::VECTOR / 64;       // cache lines of a step
+    constexpr int HALF = LINES > 1 ? LINES / 2 : 1;  // two tiles are the fewest of several
     const bool stream = tiling_.is_stream;
     const Epilogue<T> epilogue{d_, call_};
     alignas(64) float result[2][MR_MAX * PANEL];
     tiling_.compute(item, [&](long panel, long row, int rows, long t) {
-      const Tile tile = stream ? tiles<W, LINES>[rows] : tiles<W, 1>[rows];  // as in linear.cpp
-      const long ahead = stream ? PREFETCH_BYTES : t < LINES ? codes_bytes_ + t * d_.groups() * steps_ * 64 : 0;
+      const Tile tile = stream ? tiles<W, LINES>[rows] : tiles<W, HALF>[rows];  // as in linear.cpp
+      const long ahead = stream ? PREFETCH_BYTES : t < 2 ? codes_bytes_ + t * d_.groups() * steps_ * HALF * 64 : 0;
       tile(x_, row, this->panel(panel, ahead), steps_, result[0]);
       if (call_.gated) {
         tile(x_, row, this->panel(panel + panels_, ahead), steps_, result[1]);
