@@ -23,9 +23,9 @@ namespace {
 // out[r][lane] = x[r] . panel row `lane`, for MR rows. Rows are addressed as base[r / 3] + (r % 3) * stride: with 12
 // rows that is 4 pointers and the addressing mode's scaled index instead of 12 pointers, which would not fit into the
 // general registers.
-// Beside each step it asks for LINES cache lines from `next` on.
+// Beside each step it asks for LINES cache lines from `next` on, which goes on by `next_step` bytes.
 template <class T, int MR, int LINES>
-void tile(const char* x, long stride_bytes, const char* w, long units, const char* next, float* out) {
+void tile(const char* x, long stride_bytes, const char* w, long units, const char* next, long next_step, float* out) {
   constexpr long VECTOR = VL * 4;  // bytes
   vf acc[MR][NV];
   for (int r = 0; r < MR; r++)
@@ -36,7 +36,7 @@ void tile(const char* x, long stride_bytes, const char* w, long units, const cha
   for (long u = 0; u < units; u++) {
     vi b[NV];
     for (int v = 0; v < NV; v++) b[v] = loadi(w + v * VECTOR);
-    for (int line = 0; line < LINES; line++) prefetch(next + (u * LINES + line) * 64);
+    for (int line = 0; line < LINES; line++) prefetch(next + u * next_step + line * 64);
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
       const vi a = broadcast_unit(base[r / 3] + (r % 3) * stride_bytes + u * 4);
@@ -48,7 +48,7 @@ void tile(const char* x, long stride_bytes, const char* w, long units, const cha
     for (int v = 0; v < NV; v++) storef(out + r * PANEL + v * VL, acc[r][v]);
 }
 
-using Tile = void (*)(const char*, long, const char*, long, const char*, float*);
+using Tile = void (*)(const char*, long, const char*, long, const char*, long, float*);
 
 template <class T, int LINES>
 constexpr Tile tiles[] = {
@@ -77,21 +77,23 @@ class Product {
   long items() const { return tiling_.items(); }
 
   void compute(long item) const {
-    constexpr int LINES = STEP / 64;  // cache lines of a step
+    constexpr int LINES = STEP / 64;                 // cache lines of a step
+    constexpr int HALF = LINES > 1 ? LINES / 2 : 1;  // two tiles are the fewest of several
     const bool stream = tiling_.is_stream;
     const Epilogue<T> epilogue{d_, call_};
     alignas(64) float result[2][MR_MAX * PANEL];
-    tiling_.compute(item, [&](long panel, long row, int rows, long t) {
+    tiling_.compute(item, [&](long panel, long row, int rows, long t, long row_tiles) {
       const char* x = x_ + row * stride_bytes_;
       const char* w = (const char*)d_.weight + panel * panel_bytes_;
-      // One tile asks for what it will need itself in a moment; of several, the first ones ask for a line a step
-      // of the next panel, the others for what is there (which costs nothing, and a third variant compile time).
-      const Tile tile = stream ? tiles<T, LINES>[rows] : tiles<T, 1>[rows];
-      const long ahead = stream ? PREFETCH_BYTES : t < LINES ? panel_bytes_ + t * units_ * 64 : 0;
-      tile(x, stride_bytes_, w, units_, w + ahead, result[0]);
+      // One tile asks for what it will need itself in a moment; several share out the next panel, so that memory has
+      // no rest while any of them computes.
+      const Tile tile = stream ? tiles<T, LINES>[rows] : tiles<T, HALF>[rows];
+      const long each = stream ? STEP : ceil_div(STEP, row_tiles);
+      const long ahead = stream ? PREFETCH_BYTES : panel_bytes_ + t * units_ * each;
+      tile(x, stride_bytes_, w, units_, w + ahead, each, result[0]);
       if (call_.gated) {
         w += panels_ * panel_bytes_;
-        tile(x, stride_bytes_, w, units_, w + ahead, result[1]);
+        tile(x, stride_bytes_, w, units_, w + ahead, each, result[1]);
         epilogue.store_gated(result[0], result[1], rows, row, panel, panel + panels_);
       } else {
         epilogue.store(result[0], rows, row, panel);

@@ -105,7 +105,8 @@ struct Panel {
   const char* w;
   const float* scale;
   const float* shift;
-  const char* next;  // what is asked for meanwhile
+  const char* next;  // what is asked for meanwhile, from there on so many bytes for each step
+  long next_step;
 };
 
 // out[r][lane] = row r of x by panel row `lane`, for MR rows from `row` on.
@@ -128,7 +129,7 @@ void tile(const Rows& x, long row, const Panel& panel, long steps, float* out) {
 #pragma GCC unroll 1  // twice, sums would be copied to and fro
     for (long s = 0; s < steps; s++) {
       for (int line = 0; line < LINES; line++) prefetch(next + line * 64);
-      next += LINES * 64;
+      next += panel.next_step;
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {
         vi codes[NV];
@@ -192,12 +193,14 @@ class Product {
     const bool stream = tiling_.is_stream;
     const Epilogue<T> epilogue{d_, call_};
     alignas(64) float result[2][MR_MAX * PANEL];
-    tiling_.compute(item, [&](long panel, long row, int rows, long t) {
-      const Tile tile = stream ? tiles<W, LINES>[rows] : tiles<W, HALF>[rows];  // as in linear.cpp
-      const long ahead = stream ? PREFETCH_BYTES : t < 2 ? codes_bytes_ + t * d_.groups() * steps_ * HALF * 64 : 0;
-      tile(x_, row, this->panel(panel, ahead), steps_, result[0]);
+    tiling_.compute(item, [&](long panel, long row, int rows, long t, long row_tiles) {
+      // One tile asks for what it will need itself in a moment; several share out the next panel (as in linear.cpp).
+      const Tile tile = stream ? tiles<W, LINES>[rows] : tiles<W, HALF>[rows];
+      const long each = stream ? LINES * 64 : ceil_div(LINES * 64, row_tiles);
+      const long ahead = stream ? PREFETCH_BYTES : codes_bytes_ + t * d_.groups() * steps_ * each;
+      tile(x_, row, this->panel(panel, ahead, each), steps_, result[0]);
       if (call_.gated) {
-        tile(x_, row, this->panel(panel + panels_, ahead), steps_, result[1]);
+        tile(x_, row, this->panel(panel + panels_, ahead, each), steps_, result[1]);
         epilogue.store_gated(result[0], result[1], rows, row, panel, panel + panels_);
       } else {
         epilogue.store(result[0], rows, row, panel);
@@ -216,10 +219,10 @@ class Product {
 
   long panel_bytes() const { return codes_bytes_ + d_.groups() * PANEL * (d_.shift ? 8 : 4); }
 
-  Panel panel(long number, long ahead) const {
+  Panel panel(long number, long ahead, long each) const {
     const char* w = (const char*)d_.weight + number * codes_bytes_;
     const long numbers = number * d_.groups() * PANEL;
-    return {w, d_.scale + numbers, d_.shift ? d_.shift + numbers : nullptr, w + ahead};
+    return {w, d_.scale + numbers, d_.shift ? d_.shift + numbers : nullptr, w + ahead, each};
   }
 };
 

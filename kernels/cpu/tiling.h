@@ -31,8 +31,8 @@ class Tiling {
 
   long items() const { return row_blocks_ * groups_; }
 
-  // Calls f(panel, first row, rows, number of the tile beside its panel) for the item's tiles, at most MR_MAX rows
-  // each.
+  // Calls f(panel, first row, rows, number of the tile beside its panel, and of how many) for the item's tiles, at
+  // most MR_MAX rows each.
   template <class F>
   void compute(long item, F&& f) const {
     const long block = item / groups_, first = (item % groups_) * group_, last = std::min(panels_, first + group_);
@@ -41,7 +41,7 @@ class Tiling {
     for (long panel = first; panel < last; panel++)
       for (long t = 0; t < row_tiles; t++) {  // of nearly equal height: 13 rows are 7 + 6, not 12 + 1
         const long a = row0 + (row1 - row0) * t / row_tiles, b = row0 + (row1 - row0) * (t + 1) / row_tiles;
-        f(panel, a, (int)(b - a), t);
+        f(panel, a, (int)(b - a), t, row_tiles);
       }
   }
 
