@@ -169,12 +169,12 @@ def release_code_pages() -> None:
 
     They are clean pages of files, mostly of torch's libraries, that imports and self-tests ran once: of 107 MB 84 stay
     away for good, and those that come back take a millisecond of one step. Pages that somebody has written to (a
-    debugger's breakpoints) exist nowhere else: a mapping that has any is left alone.
+    debugger's breakpoints) exist nowhere else: a mapping that has any, in memory or swapped out, is left alone.
     """
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        for begin, end in _clean_code(Path("/proc/self/smaps").read_text()):
+        for begin, end in _clean_code(Path("/proc/self/smaps").read_text(errors="replace")):
             madvise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
@@ -184,5 +184,5 @@ def _clean_code(smaps: str) -> list[tuple[int, int]]:
     return [
         (int(begin, 16), int(end, 16))
         for begin, end, facts in re.findall(mapping, smaps, re.MULTILINE)
-        if re.search(r"^Anonymous: +0 kB$", facts, re.MULTILINE)
+        if all(re.search(rf"^{kind}: +0 kB$", facts, re.MULTILINE) for kind in ("Anonymous", "Swap"))
     ]

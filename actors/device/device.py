@@ -153,7 +153,7 @@ class ModelDevice:
         self._on_progress = on_progress
         self._weights_fd = weights_fd
         self._runner: ModelRunner | None = None
-        self._step_costs: list[tuple[int, float]] | None = None  # of what is loaded, once they were measured
+        self._step_costs: dict[str, list[tuple[int, float]]] = {}  # by precision: measured once for each
         self._may_fit_less = False  # the number of blocks is nobody's wish
 
     def load(self, precision: str | None = None) -> dict[str, Any]:
@@ -271,9 +271,10 @@ class ModelDevice:
         return self._fitted(num_blocks)
 
     def _measured(self) -> dict[str, Any]:
-        if self._step_costs is None:  # they do not depend on the KV cache
-            self._step_costs = self._model.measure_step_costs()
-        return {"step_costs": self._step_costs}
+        precision = self._model.info.precision  # that is all they depend on: not on the KV cache
+        if precision not in self._step_costs:
+            self._step_costs[precision] = self._model.measure_step_costs()
+        return {"step_costs": self._step_costs[precision]}
 
     def run(self, plan: StepPlan) -> StepDone | Flight:
         """One step; the allocators' out-of-memory errors become MemoryError."""
@@ -297,7 +298,7 @@ class ModelDevice:
         """Free weights and KV cache."""
         if self._runner is not None:
             self._runner.close()
-            self._runner = self._step_costs = None
+            self._runner = None
 
     def is_usable(self) -> bool:
         """False once a CUDA context is poisoned: after an illegal access every call fails, to the process's end.

@@ -56,7 +56,7 @@ class AttentionPlan {
   std::vector<Item> items;                      // by round, the most expensive first
   std::vector<long> round_ends;                 // in `items`
   int rows_max = 0;                             // query rows (tokens x heads of the kv head) of the largest group
-  std::vector<float> partials;                  // of divided groups, by tile: see Partial in attention.cpp
+  std::vector<float> partials;                  // of divided groups, by tile: see attention_tile.h
   std::vector<float> states;                    // between rounds, by query token and head: maximum, sum, accumulator
   std::unique_ptr<std::atomic<int>[]> pending;  // items not done yet, by group; reset by the last
 };

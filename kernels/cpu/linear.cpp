@@ -149,9 +149,14 @@ void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::typ
 }  // namespace
 
 void linear(Team& team, const LinearJob* jobs, long count) {
-  if (count == 0) return;
-  if (jobs[0].d.format != AS_DTYPE) return quantised_linear(team, jobs, count);
-  jobs[0].d.dtype == 0 ? multiply<Product<Bf16>>(team, jobs, count) : multiply<Product<Fp32>>(team, jobs, count);
+  for (long alike; count > 0; jobs += alike, count -= alike) {
+    const LinearDesc& d = jobs[0].d;
+    for (alike = 1; alike < count && jobs[alike].d.format == d.format;) alike++;
+    if (d.format != AS_DTYPE)
+      quantised_linear(team, jobs, alike);
+    else
+      d.dtype == 0 ? multiply<Product<Bf16>>(team, jobs, alike) : multiply<Product<Fp32>>(team, jobs, alike);
+  }
 }
 
 }  // namespace nova

@@ -73,7 +73,7 @@ struct LinearJob {
   LinearCall call;
 };
 
-// Products of one dtype and format, worked off in one loop; none reads what another one writes.
+// Products of one dtype; none reads what another one writes. Neighbours of one format are worked off in one loop.
 void linear(Team& team, const LinearJob* jobs, long count);
 
 inline void linear(Team& team, const LinearDesc& d, const LinearCall& call) {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from novainfer import Engine, EngineConfig, ReconfigureFailed, SamplingParams
 from novainfer.fsm.messages.mode import CHECKPOINT, INT8
@@ -149,7 +150,8 @@ async def test_more_than_there_is_room_for_leaves_everything_as_it_was(name: str
             await steps(engine, 6)
             with pytest.raises(ReconfigureFailed, match=r"goes on as before: 99999999 KV blocks need .* blocks fit$"):
                 await engine.reconfigure(num_kv_blocks=99_999_999, precision=precision)
-            assert engine.model_info == before
+            found = engine.model_info  # a worker of its own has measured anew what its steps cost
+            assert replace(found, step_costs=before.step_costs) == before
         assert await load == undisturbed
         await blocks_back(engine)
 

@@ -310,21 +310,31 @@ SMAPS = """\
 1000-3000 r-xp 00000000 fe:00 77 /lib/torch.so
 Rss:                   8 kB
 Anonymous:             0 kB
+Swap:                  0 kB
 VmFlags: rd ex
 3000-5000 r-xp 00000000 fe:00 78 /lib/with a breakpoint.so
 Rss:                   8 kB
 Anonymous:             4 kB
+Swap:                  0 kB
 VmFlags: rd ex
+b000-c000 r-xp 00000000 fe:00 78 /lib/with one that is swapped out.so
+Anonymous:             0 kB
+Swap:                  4 kB
 5000-6000 r--p 00000000 fe:00 77 /lib/torch.so
 Anonymous:             0 kB
+Swap:                  0 kB
 6000-7000 rw-p 00000000 fe:00 77 /lib/torch.so
 Anonymous:             0 kB
+Swap:                  0 kB
 7000-8000 r-xp 00000000 00:00 0 [vdso]
 Anonymous:             0 kB
+Swap:                  0 kB
 8000-9000 r-xp 00000000 00:00 0{space}
 Anonymous:             0 kB
+Swap:                  0 kB
 9000-a000 r-xp 00000000 fe:00 79                         /lib/of spaces.so (deleted)
 Anonymous:             0 kB
+Swap:                  0 kB
 """.format(space=" ")
 
 

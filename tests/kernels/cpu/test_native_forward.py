@@ -185,6 +185,7 @@ def test_it_is_proved_on_experts_beside_an_mlp(linear: type[PackedLinear], dtype
         (((4, 32, False), (4, 16, False)), False),
         (((8, 64, False), (8, 64, False)), True),
         (((8, 16, True), (8, 64, True)), False),
+        (((4, 32, True), (8, 32, True)), False),
     ],
 )
 def test_rows_are_rounded_once_for_experts_that_read_them_alike_and_for_each_that_does_not(
@@ -208,7 +209,9 @@ def test_rows_are_rounded_once_for_experts_that_read_them_alike_and_for_each_tha
     layer.experts_down = [expert(number, hidden, inner) for number in range(num_experts)]
     layer.gate_up = layer.down = None
     layer.num_active_experts = 3
-    assert len({(e.desc.group_size, e.shift is None) for e in layer.experts_down}) == (1 if is_shared else 2)
+    assert len({(e.desc.format, e.desc.group_size, e.shift is None) for e in layer.experts_down}) == (
+        1 if is_shared else 2
+    )
     forwards = [forward.over(parts) for forward in (NativeForward, OpByOpForward)]
     for sequences, sampled in STEPS[:2]:
         step = make_step(sequences, sampled)
