@@ -121,22 +121,30 @@ class System(Protocol):
     def memory(self) -> Memory: ...
 
 
-def resident(pid: int | str = "self") -> Memory:
-    """A process's memory; from /proc where there is one, else the peak alone."""
+def resident() -> Memory:
+    """This process's memory; from /proc where there is one, else the peak alone."""
+    found = _told("self")
+    if found is not None:
+        return found
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    return Memory(resident_bytes=peak, peak_bytes=peak)
+
+
+def _told(pid: int | str) -> Memory | None:
+    """What /proc tells of a process's memory; of one that has ended it tells nothing."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-        return Memory(resident_bytes=peak, peak_bytes=peak)
+        return None
     kib = {key: int(value) for key, value in re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status, re.MULTILINE)}
-    return Memory(resident_bytes=kib["VmRSS"] * 1024, peak_bytes=kib["VmHWM"] * 1024)
+    return Memory(resident_bytes=kib["VmRSS"] * 1024, peak_bytes=kib["VmHWM"] * 1024) if len(kib) == 2 else None
 
 
 def tree_memory(pid: int) -> Memory:
     """Of a process and those below it; pages that they share count for each of them."""
-    found = [resident(each) for each in tree(pid)]
+    found = [memory for each in tree(pid) if (memory := _told(each)) is not None]
     return Memory(
         resident_bytes=sum(memory.resident_bytes for memory in found),
         peak_bytes=sum(memory.peak_bytes for memory in found),

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from click import ClickException
+
 from novainfer.bench.load import Load, drive
 from novainfer.bench.offline import WARM_UP
 from novainfer.bench.peers.child import tree_memory
@@ -24,6 +26,7 @@ __all__ = ["HTTP_WORK", "LIBRARY", "take_http"]
 
 HTTP_WORK = W5
 LIBRARY = "novainfer, no HTTP"
+FAILURES = (ServerError, ChildError, ClickException, OSError)  # of a system; a connection that is refused is the last
 READY_TIMEOUT_S = 400.0  # vLLM compiles for minutes when it starts first
 
 
@@ -35,20 +38,31 @@ def take_http(
     skip: Callable[[str, Exception], None],
     progress: Callable[[str], None],
 ) -> None:
-    """Each server in turn; `skip` hears of those that do not start, or fail on the way, and may raise."""
+    """Each server in turn; `skip` hears of those that do not start, or fail on the way, and may raise.
+
+    Such a server has ended by then, so that it computes beside no other one.
+    """
     with ExitStack() as stack:
+        servers: dict[str, Server] = {}
         asked: dict[str, Callable[[list[list[int]], int], Result]] = {}
+
+        def leave_out(name: str, error: Exception) -> None:
+            asked.pop(name, None)
+            if name in servers:
+                servers[name].close()
+            skip(f"{name} server", error)
+
         for spec in specs:
             if spec.server is None:
                 continue
             progress(f"{spec.precision}: starting {spec.name} as a server")
             try:
-                server = stack.enter_context(Server(spec.server, spec.environment))
+                server = servers[spec.name] = stack.enter_context(Server(spec.server, spec.environment))
                 server.wait_until_ready(READY_TIMEOUT_S)
                 ask = _clients(server)
                 ask([[1, 2, 3, 4]], 2)
-            except ServerError as error:
-                skip(f"{spec.name} server", error)
+            except FAILURES as error:
+                leave_out(spec.name, error)
             else:
                 asked[spec.name] = ask
             if spec.name == OURS:
@@ -59,9 +73,8 @@ def take_http(
             for name in [*asked][shift:] + [*asked][:shift]:
                 try:
                     records.take(work.name, name, repetition, partial(asked[name], prompts, work.max_tokens))
-                except (ServerError, ChildError) as error:
-                    skip(f"{name} server", error)
-                    del asked[name]
+                except FAILURES as error:
+                    leave_out(name, error)
 
 
 def _clients(server: Server) -> Callable[[list[list[int]], int], Result]:

@@ -41,15 +41,19 @@ class Server:
             self.port: int = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the server)
-        self._process = subprocess.Popen(
-            [word.replace("{port}", str(self.port)) for word in command],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            env=environment_with(environment or {}),
-            process_group=0,  # by which its workers can be ended, too
-            preexec_fn=die_with_parent,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [word.replace("{port}", str(self.port)) for word in command],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=environment_with(environment or {}),
+                process_group=0,  # by which its workers can be ended, too
+                preexec_fn=die_with_parent,
+            )
+        except OSError as error:  # there is no such program
+            self._log.close()
+            raise ServerError(str(error)) from None
         self.pid = self._process.pid
 
     def wait_until_ready(self, timeout_s: float) -> None:

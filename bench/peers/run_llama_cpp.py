@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from .child import Memory, Timeline, resident, serve
+from .child import Memory, Timeline, serve, tree_memory
 from .launch import Server, tree_cpu_s
 
 READY_TIMEOUT_S = 300.0
@@ -91,7 +91,7 @@ class LlamaServer:
 
     def memory(self) -> Memory:
         """Of the server."""
-        return resident(self._server.pid)
+        return tree_memory(self._server.pid)
 
     def cpu_s(self) -> float:
         """Of the server, where /proc tells it."""

@@ -1,13 +1,17 @@
-"""A server of completions without a model: `fake_server.py PORT [fail | broken | worker]`.
+"""A server of completions without a model: `fake_server.py PORT [fail | broken | dies | worker]`.
 
-With `fail` it does not start; with `broken` its answers end without their last event; with `worker` it starts a process
-that would outlive it, and names it to those who ask for its health.
+With `fail` it does not start; with `broken` its answers end without their last event; with `dies` it ends at the second
+one; with `worker` it starts a process that would outlive it, and names it to those who ask for its health.
 """
 
+import itertools
 import json
+import os
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+POSTS = itertools.count()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -22,6 +26,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_POST(self) -> None:
+        if "dies" in sys.argv and next(POSTS):
+            os._exit(1)
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         events = [{"choices": [{"text": "x", "token_ids": [7]}]}] * asked["max_tokens"]
         lines = [json.dumps(event) for event in events] + ([] if "broken" in sys.argv else ["[DONE]"])

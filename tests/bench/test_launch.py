@@ -95,19 +95,35 @@ class Kept:
         self.taken.append((work, system, repetition))
 
 
-def test_servers_and_the_library_answer_the_same_prompts_in_turns() -> None:
+def test_servers_and_the_library_answer_the_same_prompts_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[Server] = []
+
+    class Noted(Server):
+        def __init__(self, command: Any, environment: Any) -> None:
+            super().__init__(command, environment)
+            servers.append(self)
+
+    def skip(name: str, error: Exception) -> None:
+        skipped[name] = str(error)
+        assert not Path(f"/proc/{servers[-1].pid}").exists(), "it computes beside no other one"
+
+    monkeypatch.setattr(http, "Server", Noted)
     specs = [
         SystemSpec(OURS, "bf16", tuple(command(0.01)), {}, FAKE),
         SystemSpec("peer", "bf16", (), {}, FAKE),
         SystemSpec("no-start", "bf16", (), {}, (*FAKE, "fail")),
         SystemSpec("broken", "bf16", (), {}, (*FAKE, "broken")),
+        SystemSpec("not there", "bf16", (), {}, ("/no/such/server",)),
         SystemSpec("serves nothing", "bf16", ()),
+        SystemSpec("dies", "bf16", (), {}, (*FAKE, "dies")),
     ]
-    work, kept, skipped = scaled(W5, 4), Kept(), {}
-    http.take_http(specs, work, 2, kept, lambda name, error: skipped.update({name: str(error)}), print)  # type: ignore[arg-type]
+    work, kept, skipped = scaled(W5, 4), Kept(), dict[str, str]()
+    http.take_http(specs, work, 2, kept, skip, print)  # type: ignore[arg-type]
     names = [OURS, http.LIBRARY, "peer"]
     assert kept.taken == [("W5", name, 0) for name in names] + [("W5", name, 1) for name in [*names[1:], OURS]]
     assert "no model" in skipped.pop("no-start server")
+    assert "No such file" in skipped.pop("not there server")
+    assert skipped.pop("dies server")
     assert skipped == {"broken server": "the stream ended without [DONE]"}
     for result in kept.results.values():
         assert [line.num_output_tokens for line in result.timelines] == [work.max_tokens] * work.num_requests
