@@ -152,8 +152,7 @@ class Planner:
         """The next step, or None if nothing can run; `only` restricts it to some request ids (a bisection).
 
         `chunk` is the number of prompt tokens it may hold, and `chunks` says how many beside decodes. Requests are
-        preempted when memory is short: that is a
-        decision of its own, which stays when the step is rolled back.
+        preempted when memory is short: that is a decision of its own, which stays when the step is rolled back.
         """
         while True:
             self._park_overstayed()

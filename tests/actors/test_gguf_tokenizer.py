@@ -31,9 +31,8 @@ TEXTS = (
 CHAT = Chat(messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}])
 
 
-def write(path: Path, change: Callable[[gguf.GGUFWriter], None] = lambda writer: None, pre: str = "qwen2") -> Path:
-    writer = gguf.GGUFWriter(path, "qwen2")
-    write_tokenizer(writer, DEMO, pre)
+def finished(writer: gguf.GGUFWriter, path: Path, change: Callable[[gguf.GGUFWriter], None]) -> Path:
+    """The file, written; keys that `change` sets take the place of those that are there."""
     keys = writer.kv_data[0]
     before = dict(keys)
     keys.clear()
@@ -44,6 +43,12 @@ def write(path: Path, change: Callable[[gguf.GGUFWriter], None] = lambda writer:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write(path: Path, change: Callable[[gguf.GGUFWriter], None] = lambda writer: None, pre: str = "qwen2") -> Path:
+    writer = gguf.GGUFWriter(path, "qwen2")
+    write_tokenizer(writer, DEMO, pre)
+    return finished(writer, path, change)
 
 
 @pytest.fixture(scope="module")
@@ -187,16 +192,7 @@ def write_sentencepiece(path: Path, change: Callable[[gguf.GGUFWriter], None] = 
     writer.add_token_types(KINDS)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    keys = writer.kv_data[0]
-    before = dict(keys)
-    keys.clear()
-    change(writer)
-    writer.kv_data[0] = before | keys
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finished(writer, path, change)
 
 
 def test_pieces_are_joined_as_transformers_joins_them(tmp_path: Path) -> None:

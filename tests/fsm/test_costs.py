@@ -145,12 +145,12 @@ def test_a_target_of_the_configuration_is_kept() -> None:
     bench.submit([1, 2], max_tokens=100)
     bench.step()
     bench.step()
-    bench.submit([1] * 1000, max_tokens=1)
+    bench.submit([1] * 3000, max_tokens=1)
     bench.step()
     assert num_prompt_tokens(bench) == 60, "with the one that decodes 61 tokens, in blocks of 4"
     for _ in range(20):
         bench.step(took_s=0.1)
-    assert num_prompt_tokens(bench) < 20, "steps take twice as long as was measured, and more"
+    assert 0 < num_prompt_tokens(bench) < 20, "steps take twice as long as was measured, and more"
 
 
 def test_another_worker_brings_its_own_costs() -> None:
