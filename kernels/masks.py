@@ -75,5 +75,5 @@ def masks_of(plan: StepPlan) -> Masks | None:
     """The masks of `plan`, which have been checked."""
     if not plan.mask_positions:
         return None
-    words = np.frombuffer(plan.masks, dtype="<i4").astype(np.int32, copy=False)
+    words = np.frombuffer(plan.masks, dtype="<i4").astype(np.int32)  # a copy: torch wants memory that may be written
     return Masks(plan.mask_positions, words.reshape(len(plan.mask_positions), -1))

@@ -7,7 +7,9 @@ Mistral 7B) has no such choice: the best pair of pieces is joined first, by the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from novainfer.fsm.messages.errors import ModelLoadError
@@ -147,10 +149,13 @@ def _merges(gguf: Gguf, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     scores = gguf.items(f"{KEYS}scores", float)
     if len(scores) != len(tokens):
         raise LoadError(f"{gguf.path}: {KEYS}scores must have one entry for each of {len(tokens)} tokens")
+    if not all(map(math.isfinite, scores)):
+        raise LoadError(f"{gguf.path}: {KEYS}scores must be finite")
+    lengths = sorted(set(map(len, vocabulary)))  # where alone a token can be cut, however long it is
     found = [
         (-scores[token_id], -cut, token[:cut], token[cut:])
         for token, token_id in vocabulary.items()
-        for cut in range(1, len(token))
+        for cut in takewhile(len(token).__gt__, lengths)
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
     found.sort(key=lambda merge: (*merge[:2], -len(merge[3])))

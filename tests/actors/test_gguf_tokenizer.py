@@ -262,6 +262,7 @@ def test_the_space_before_a_text_and_the_token_before_it_are_there_unless_the_fi
             lambda w: w.add_token_list(["?a", *PIECES[1:100], "?b", *PIECES[101:]]),
             "tokens holds no <0x61>, but must hold",
         ),
+        (lambda w: w.add_token_scores([float("nan")] * len(PIECES)), "scores must be finite"),
         (lambda w: w.add_string("tokenizer.ggml.scores", "x"), "scores must be an array of float, not 'x'"),
     ],
 )

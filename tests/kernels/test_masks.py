@@ -210,6 +210,7 @@ def test_masks_come_out_of_a_frame_as_they_went_in_and_count_for_the_replay() ->
     at = sampled_positions(run.plan)
     assert at.masks is not None
     assert list(at.masks.rows) == [0, 2]
+    assert at.masks.words.flags.writeable, "torch warns of memory that is not"
     assert [np.flatnonzero(row).tolist() for row in at.masks.allowed(VOCAB)] == [[1, 33], [VOCAB - 1]]
     others = [PLAN, masked_plan([0, 1], [[1, 33], [VOCAB - 1]]), masked_plan([0, 2], [[1, 34], [VOCAB - 1]])]
     assert len({hash_of_plan(one, 0) for one in (plan, *others)}) == 4
