@@ -406,7 +406,8 @@ class Runtime:
         """Ask for admission; raises `EngineOverloaded`, `EngineDraining` or `EngineClosed` when it is refused."""
         if self._stopping is not None and self._stopping.is_set():
             raise EngineClosed(self.error or "the engine is not running")
-        self._threads.check_length(prompt)
+        if params.truncate_prompt_tokens is None:
+            self._threads.check_length(prompt)
         handle = self._admission.add(name, prompt, params, seed)
         self.inspector.arrived(handle.stream_id, name, owner, params)
         assert self._idle is not None

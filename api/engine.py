@@ -57,7 +57,7 @@ from novainfer.fsm.messages.params import SamplingParams, is_unicode
 from novainfer.fsm.schedule.speculation import SpeculationStatistics
 from novainfer.home import Home
 from novainfer.model import ModelInfo, checked_reconfiguration, model_info
-from novainfer.prompt import PromptLike, to_prompt
+from novainfer.prompt import PromptLike, to_prompt, with_room
 from novainfer.room import check_room
 
 SEED_MASK = 2**64 - 1
@@ -257,7 +257,10 @@ class Engine:
         if params.n > self.config.max_num_queued_reqs:
             limit = self.config.max_num_queued_reqs
             raise InvalidParameter(f"n must be at most {limit}, not {params.n}", param="n")
+        params = with_room(params, self._info.max_model_len)
         wanted = to_prompt(prompt, self._info.vocab_size)
+        if isinstance(wanted, list):
+            wanted = params.truncated(wanted)
         seed = params.seed if params.seed is not None else self._random.getrandbits(SEED_DRAWN_BITS)
         name = request_id or secrets.token_hex(8)
         if name in self._handles:

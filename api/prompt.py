@@ -8,7 +8,7 @@ import msgspec
 
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.events import Chat, Prompt
-from novainfer.fsm.messages.params import is_unicode, shown
+from novainfer.fsm.messages.params import SamplingParams, is_unicode, shown
 
 # What apply_chat_template takes itself: as template variables they would change what is rendered, or by what.
 RESERVED_KWARGS = frozenset(
@@ -58,6 +58,14 @@ def to_prompt(prompt: PromptLike, vocab_size: int) -> Prompt:
             )
         ids.append(item)
     return ids
+
+
+def with_room(params: SamplingParams, max_model_len: int) -> SamplingParams:
+    """`params`, with the number of tokens where `truncate_prompt_tokens` says: as many as the context holds."""
+    if params.truncate_prompt_tokens != -1:
+        return params
+    room = max(max_model_len - (params.max_tokens or 1), 1)
+    return msgspec.structs.replace(params, truncate_prompt_tokens=room)
 
 
 def _chat(chat: Chat) -> Chat:

@@ -58,6 +58,7 @@ SAMPLING = {
     "allowed_token_ids": "No other token is drawn.",
     "banned_token_ids": "These tokens are not drawn.",
     "skip_special_tokens": "Leave control tokens out of the text.",
+    "truncate_prompt_tokens": "Keep so many tokens of a longer prompt, its last ones; -1: as many as have room.",
     "timeout_s": "Deadline in seconds for the whole request, its time in the queue included.",
     "max_queue_s": "Seconds that the request waits for room in a full queue; None: it is refused at once.",
 }

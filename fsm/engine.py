@@ -340,8 +340,9 @@ class Engine(Machine):
 
     def _encoded(self, event: Encoded) -> StrEnum:
         arrival = self._encoding.pop(event.stream_id)
-        self._send("gate", Settled(event.stream_id, len(event.token_ids)))
-        return self._submit(arrival, event.token_ids)
+        token_ids = arrival.params.truncated(event.token_ids)
+        self._send("gate", Settled(event.stream_id, len(token_ids)))
+        return self._submit(arrival, token_ids)
 
     def _encode_failed(self, event: EncodeFailed) -> StrEnum:
         del self._encoding[event.stream_id]

@@ -26,6 +26,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     of prompts that wait, and `max_client_unread` answers that wait for it to read them; None is no limit. While other
     clients are here, it may have no more than its equal share of `client_slots` live choices and of `client_tokens`
     tokens, and no more than `client_room` live choices.
+    With `strict_fields` a field that would have no effect is refused, instead of being named in the answer's header.
     `shutdown_timeout_s` is what running requests get to finish when the server is told to stop. With `api_keys`, each
     key sees and cancels its own requests only; `admin_key` sees all, and is what drills (`POST /v1/faults`) need.
     """
@@ -37,6 +38,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     self_signed: bool = False
+    strict_fields: bool = False
     access_log: bool = False
     sse_keep_alive_interval_s: float = 15.0
     stall_timeout_s: float = 300.0

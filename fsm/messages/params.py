@@ -38,6 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     token, its log probability and those of the k most likely ones (k may be 0). `timeout_s` is a deadline for the
     whole request, queueing included. With `max_queue_s` it waits for so long when the queue is full, instead of being
     refused at once, and ends if its first token has not come by then.
+    `truncate_prompt_tokens=k` keeps the last k tokens of a prompt that has more; -1, as many as leave room for
+    `max_tokens` in the context.
     """
 
     n: int = 1
@@ -60,6 +62,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     allowed_token_ids: TokenIds | None = None
     banned_token_ids: TokenIds = []
     skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     timeout_s: float | None = None
     max_queue_s: float | None = None
 
@@ -96,6 +99,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise InvalidParameter(f"{name} must hold token ids, and {shown(wrong)} is none", param=name)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids must hold at least one token id", param="allowed_token_ids")
+        if (kept := self.truncate_prompt_tokens) is not None and kept != -1 and not 1 <= kept <= INTEGER_MAX:
+            limits = f"between 1 and {INTEGER_MAX}, or -1 for as many as the context holds"
+            message = f"truncate_prompt_tokens must be {limits}, not {shown(kept)}"
+            raise InvalidParameter(message, param="truncate_prompt_tokens")
         check.duration("timeout_s", self.timeout_s)
         check.duration("max_queue_s", self.max_queue_s)
 
@@ -127,6 +134,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def truncated(self, token_ids: list[int]) -> list[int]:
+        """What is kept of a prompt of these tokens, where `truncate_prompt_tokens` is none or a number of them."""
+        kept = self.truncate_prompt_tokens
+        return token_ids if kept is None else token_ids[-kept:]
 
     @property
     def is_greedy(self) -> bool:

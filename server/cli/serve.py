@@ -44,6 +44,7 @@ _PATH = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="A key that sees and cancels all requests, and may inject faults. [env: NOVAINFER_ADMIN_KEY]",
 )
 @flag(ACCESS, "--access-log/--no-access-log", default=False, show_default=True, help="Log a line for each request.")
+@flag(HTTP, "--strict-fields", is_flag=True, help="Refuse request fields that have no effect, by name.")
 @flag(
     HTTP,
     "--sse-keep-alive-interval",
@@ -101,6 +102,7 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
         ssl_keyfile=options["ssl_keyfile"],
         self_signed=options["self_signed"],
         access_log=options["access_log"],
+        strict_fields=options["strict_fields"],
         sse_keep_alive_interval_s=options["sse_keep_alive_interval"],
         shutdown_timeout_s=options["shutdown_timeout"],
         stall_timeout_s=config.stall_timeout_s,

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from novainfer.server.openai.chunks import ChunkOptions, CompletionChunks
 from novainfer.server.openai.generation import Generation, receive, wanted_id
 from novainfer.server.openai.protocol import CompletionRequest
-from novainfer.server.openai.replies import Completion
+from novainfer.server.openai.replies import Choice, Completion
 from novainfer.server.openai.sse import EventStream
 from novainfer.server.service import Service
 
@@ -29,12 +29,24 @@ async def create_completion(service: Service, request: Request) -> Response | Ev
         )
         return EventStream(generation, first, encoder, service.settings)
 
-    choices = await generation.collect()
+    choices = _best(await generation.collect(), params.n, body.num_wanted)
     reply = Completion(
         id=generation.id,
         created=generation.created,
         model=generation.model,
-        choices=[choice.of_completion(i, body, echoes[i // params.n]) for i, choice in enumerate(choices)],
+        choices=[choice.of_completion(i, body, echoes[i // body.num_wanted]) for i, choice in enumerate(choices)],
         usage=generation.tally.usage(),
     )
     return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+def _best(choices: list[Choice], num_made: int, num_wanted: int) -> list[Choice]:
+    """Of each prompt's `num_made` choices the `num_wanted` likeliest a token, likeliest first (`best_of`)."""
+    if num_made == num_wanted:
+        return choices
+    found: list[Choice] = []
+    for first in range(0, len(choices), num_made):
+        found += sorted(choices[first : first + num_made], key=lambda choice: choice.mean_logprob, reverse=True)[
+            :num_wanted
+        ]
+    return found

@@ -26,13 +26,17 @@ _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`
 _FIELD = re.compile(r"field `(?P<field>[^`]+)`")
 
 
-def decode(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
-    """The Struct, and the names of fields that have no effect; raises `MalformedBody` or `InvalidParameter`."""
+def decode(kind: type[Body], body: bytes, *, is_strict: bool = False) -> tuple[Body, list[str]]:
+    """The Struct, and the names of fields that have no effect; raises `MalformedBody` or `InvalidParameter`.
+
+    Where the server `is_strict` there may be no such fields.
+    """
     with _explained():
         fields = _FIELDS.decode(body)
         if len(fields) > FIELDS_MAX:
             raise MalformedBody(f"The body must have at most {FIELDS_MAX} fields, not {len(fields)}")
-        ignored = ignored_fields(fields, _KNOWN[kind], adds_special_tokens=kind is CompletionRequest)
+        adds = kind is CompletionRequest
+        ignored = ignored_fields(fields, _KNOWN[kind], adds_special_tokens=adds, is_strict=is_strict)
         request = cast(Body, _DECODERS[kind].decode(body))
     return request, ignored
 

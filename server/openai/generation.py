@@ -162,7 +162,7 @@ async def receive(service: Service, request: Request, kind: type[Body]) -> tuple
     """The body, read when it is its client's turn, and how tokens are to be chosen; raises what is wrong with it."""
     exchange: Exchange = request.scope[SCOPE_KEY]
     waited_s = await service.turns.wait(exchange.client, len(exchange.body))
-    body, ignored = decode(kind, exchange.take_body())
+    body, ignored = decode(kind, exchange.take_body(), is_strict=service.settings.strict_fields)
     exchange.ignored = header_value(ignored)
     service.check_model(body.model)
     params = body.sampling_params(service.ready_engine().model_info.sampling_defaults)

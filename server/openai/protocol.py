@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from novainfer import Chat, InvalidParameter, SamplingParams, UnsupportedParameter
-from novainfer.fsm.messages.params import DURATION_S_MAX
+from novainfer.fsm.messages.params import DURATION_S_MAX, NUM_CHOICES_MAX, shown
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chat fills the context
@@ -131,6 +131,7 @@ class CommonRequest(Sampling, kw_only=True):
             raise InvalidParameter("stream_options needs stream: true", param="stream_options")
         given = dict(defaults)
         given |= {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
+        given |= more
         if self.timeout is not None:
             given["timeout_s"] = self.timeout
         if self.max_queue_ms is not None:
@@ -140,7 +141,7 @@ class CommonRequest(Sampling, kw_only=True):
                 raise InvalidParameter(message, param="max_queue_ms")
             given["max_queue_s"] = self.max_queue_ms / 1000
         try:
-            return SamplingParams(max_tokens=max_tokens, **given, **more)
+            return SamplingParams(max_tokens=max_tokens, **given)
         except InvalidParameter as error:
             names = {"max_tokens": max_tokens_field, "timeout_s": "timeout", "logprobs": self._logprobs_field()}
             if error.param in names:
@@ -230,8 +231,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
 
     def sampling_params(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
         """The sampling fields, those of `defaults` where it sets none; raises `InvalidParameter` naming the field."""
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise UnsupportedParameter("best_of other than n is not supported", param="best_of")
+        self._check_best_of()
         if self.echo and self.logprobs is not None:
             raise UnsupportedParameter(
                 "echo together with logprobs is not supported: leave one of them out", param="echo"
@@ -240,8 +240,30 @@ class CompletionRequest(CommonRequest, kw_only=True):
             defaults,
             max_tokens=COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
             max_tokens_field="max_tokens",
-            logprobs=self.logprobs,
+            **self._choices(),
         )
+
+    def _choices(self) -> dict[str, int | None]:
+        """How many choices are made, and with which log probabilities: the best are told by theirs."""
+        if self.best_of is None or not 1 <= self.num_wanted < self.best_of:
+            return {"n": self.num_wanted, "logprobs": self.logprobs}
+        return {"n": self.best_of, "logprobs": self.logprobs or 0}
+
+    @property
+    def num_wanted(self) -> int:
+        """How many choices of a prompt are given back; where `best_of` is more, as many as that are made."""
+        return 1 if self.n is None else self.n
+
+    def _check_best_of(self) -> None:
+        if self.best_of is None or self.best_of == self.num_wanted or self.num_wanted < 1:
+            return
+        if not self.num_wanted < self.best_of <= NUM_CHOICES_MAX:
+            limits = f"between n, which is {self.num_wanted}, and {NUM_CHOICES_MAX}"
+            raise InvalidParameter(f"best_of must be {limits}, not {shown(self.best_of)}", param="best_of")
+        if self.stream:
+            raise InvalidParameter(
+                "best_of cannot be streamed: which choices are best is known at their end", param="best_of"
+            )
 
     def echoes(self, prompts: list[Prompt]) -> list[str]:
         """The text to put before each prompt's completions: the prompt itself where `echo` is set."""

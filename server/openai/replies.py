@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -182,6 +183,11 @@ class Choice:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def mean_logprob(self) -> float:
+        """The log probability of its tokens, a token; they must have been asked for."""
+        return fmean(item.logprob for item in self.logprobs) if self.logprobs else -math.inf
 
     def ending(self) -> dict[str, Any]:
         """`finish_reason`, `stop_reason`, `seed` and `degraded`, for the choice's constructor."""

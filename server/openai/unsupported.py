@@ -7,11 +7,12 @@ that only hint, and unknown ones, are let through; the answer names them in its 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
 
-from novainfer import UnsupportedParameter
+from novainfer import InvalidParameter, UnsupportedParameter
 
 NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
 
@@ -41,7 +42,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "bad_words": (),
     "logits_processors": (),
-    "truncate_prompt_tokens": (),
     "chat_template": (),
     "documents": (),
     "prompt_embeds": (),
@@ -56,8 +56,13 @@ HEADER_BYTES_MAX = 1024
 NAME_CHARS_MAX = 64
 
 
-def ignored_fields(fields: Mapping[str, msgspec.Raw], known: frozenset[str], *, adds_special_tokens: bool) -> list[str]:
-    """The names in `fields` (a body's top level) that have no effect; raises `UnsupportedParameter` for the others."""
+def ignored_fields(
+    fields: Mapping[str, msgspec.Raw], known: frozenset[str], *, adds_special_tokens: bool, is_strict: bool = False
+) -> list[str]:
+    """The names in `fields` (a body's top level) that have no effect; raises `UnsupportedParameter` for the others.
+
+    Where the server `is_strict`, there may be none: the first of them raises `InvalidParameter`.
+    """
     ignored = []
     for name, raw in fields.items():
         if name in known:
@@ -67,13 +72,27 @@ def ignored_fields(fields: Mapping[str, msgspec.Raw], known: frozenset[str], *, 
         elif name in UNSUPPORTED:
             neutral = NOTHING + UNSUPPORTED[name]
         else:
-            if name not in WITHOUT_EFFECT:
-                ignored.append(name)
+            if name in WITHOUT_EFFECT:
+                continue
+            if is_strict:
+                raise InvalidParameter(f"{shown_name(name)} {_is_not_known(name, known)}", param=shown_name(name))
+            ignored.append(name)
             continue
         value = msgspec.json.decode(raw)
         if not any(value == item and type(value) is type(item) for item in neutral):
             raise UnsupportedParameter(f"{name} is not supported by this server: leave it out", param=name)
     return ignored
+
+
+def _is_not_known(name: str, known: frozenset[str]) -> str:
+    close = get_close_matches(name, known, 1)
+    what = "has no effect on this endpoint, and this server refuses such fields"
+    return f"{what}: did you mean {close[0]}?" if close else f"{what}: leave it out"
+
+
+def shown_name(name: str) -> str:
+    """A field's name in an error: whatever a client made of it, on one line."""
+    return name if len(name) <= NAME_CHARS_MAX and name.isprintable() else ascii(name)[1:-1][:NAME_CHARS_MAX]
 
 
 def header_value(names: list[str]) -> bytes:

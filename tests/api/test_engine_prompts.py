@@ -43,6 +43,25 @@ async def test_every_form_of_prompt_is_taken(prompt: Any, token_ids: list[int]) 
         assert found.last.num_generated_tokens == 5
 
 
+@pytest.mark.parametrize("prompt", ["x" * 500 + "hello", [120] * 500 + list(b"hello")], ids=["text", "ids"])
+@pytest.mark.parametrize(("kept", "num_kept"), [(5, 5), (3, 3), (1000, 505), (-1, 256 - 6)])
+async def test_a_prompt_that_is_too_long_loses_its_beginning_where_it_may(
+    prompt: Any, kept: int, num_kept: int
+) -> None:
+    max_model_len = 1024 if num_kept == 505 else 256
+    async with fake_engine(FakeDevice(max_model_len=max_model_len)) as engine:
+        found = await ask(engine, prompt, greedy(6, truncate_prompt_tokens=kept))
+        assert found.prompt_token_ids == ([120] * 500 + list(b"hello"))[-num_kept:]
+        assert (found.last.num_prompt_tokens, found.last.num_generated_tokens) == (num_kept, 6)
+        assert engine.statistics().admission.num_queued_tokens == 0
+
+
+async def test_a_prompt_that_is_kept_too_long_is_still_refused() -> None:
+    async with fake_engine(FakeDevice(max_model_len=256)) as engine:
+        with pytest.raises(ContextLengthExceeded):
+            await ask(engine, "x" * 500, greedy(6, truncate_prompt_tokens=251))
+
+
 def _nested(depth: int) -> list[Any]:
     found: list[Any] = []
     for _ in range(depth):

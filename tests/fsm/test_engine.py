@@ -162,6 +162,13 @@ def test_the_gate_is_told_how_long_a_prompt_really_is(engine):
     assert sent(engine.handle(Encoded(0, [1, 2, 3])), "gate") == [Settled(0, 3)]
 
 
+def test_credits_of_tokens_that_a_prompt_loses_are_given_back(engine):
+    engine.handle(arrive(0, truncate_prompt_tokens=2))
+    effects = engine.handle(Encoded(0, [1, 2, 3]))
+    assert sent(effects, "gate") == [Settled(0, 2)]
+    assert sent(effects, "scheduler")[0].token_ids == [2, 3]
+
+
 def test_a_stream_cancelled_at_the_tokenizer_ends_at_once_and_its_tokens_are_dropped(engine):
     engine.handle(arrive(0))
     assert ended(sent(engine.handle(Cancel(0, Cause.CLIENT)), "streams")[0]).cause is Cause.CLIENT

@@ -9,7 +9,9 @@ import msgspec
 from novainfer import Delta
 from novainfer.server.directory import shown_id
 from novainfer.server.openai.replies import Tally
+from tests.server.conftest import Serve
 from tests.server.fakes import FakeEngine
+from tests.server.test_bad_input import error_of
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -194,6 +196,24 @@ async def test_ignored_fields_are_named(client: httpx.AsyncClient) -> None:
     response = await chat(client, user="u", reasoning_effort="low", my_field=1, service_tier="auto")
     assert response.headers["x-nova-ignored-fields"] == "reasoning_effort, my_field, service_tier"
     assert "x-nova-ignored-fields" not in (await chat(client, user="u")).headers
+
+
+async def test_fields_without_effect_are_refused_where_the_server_is_strict(serve: Serve, engine: FakeEngine) -> None:
+    server = await serve(engine, strict_fields=True)
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        for name, more in [("temprature", "did you mean temperature?"), ("service_tier", "leave it out")]:
+            response = await chat(client, **{name: 1})
+            assert response.status_code == 400
+            error = error_of(response)
+            assert (error["param"], error["code"]) == (name, "invalid_value")
+            assert error["message"].startswith(f"{name} has no effect")
+            assert error["message"].endswith(more)
+        assert error_of(await chat(client, **{"a\nb": 1}))["param"] == "a\\nb"
+        assert error_of(await chat(client, **{"é" * 99: 1}))["param"]
+        assert not engine.seen
+        response = await chat(client, user="u", metadata={"a": "b"}, top_k=3, cache_salt=None)
+        assert response.status_code == 200
+        assert "x-nova-ignored-fields" not in response.headers
 
 
 def test_usage_tells_of_guesses_where_any_were_verified() -> None:

@@ -5,9 +5,11 @@ from typing import Any
 import httpx
 import pytest
 
-from novainfer import Delta
+from novainfer import Delta, TokenLogprob
 from novainfer.server.openai.replies import Tally
+from tests.server.conftest import Serve
 from tests.server.fakes import FakeEngine
+from tests.server.test_bad_input import error_of
 from tests.server.test_chat import events
 
 
@@ -73,6 +75,37 @@ async def test_one_bad_prompt_ends_the_others(client: httpx.AsyncClient, engine:
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert not engine.active
+
+
+class Ranked(FakeEngine):
+    """An engine whose choice i is as likely as `RANKS[i]` says, and says which one it is."""
+
+    RANKS = (-3.0, -0.5, -2.0, -1.0)
+
+    def _delta(self, request_id: str, index: int, *args: Any) -> Delta:
+        delta = super()._delta(request_id, index, *args)
+        assert delta.logprobs is not None
+        (told,) = delta.logprobs
+        delta.logprobs = [TokenLogprob(told.token_id, told.token, self.RANKS[index], told.top)]
+        delta.seed = index
+        return delta
+
+
+async def test_best_of_gives_the_likeliest_choices_of_each_prompt_and_counts_the_tokens_of_all(serve: Serve) -> None:
+    server = await serve(Ranked())
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        reply = (await complete(client, ["a", "b"], n=2, best_of=4)).json()
+        assert [choice["seed"] for choice in reply["choices"]] == [1, 3, 1, 3]
+        assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+        assert [choice["logprobs"] for choice in reply["choices"]] == [None] * 4
+        assert reply["usage"]["completion_tokens"] == 2 * 4 * 5
+        reply = (await complete(client, ["A: ", "B: "], best_of=3, logprobs=1, echo=False)).json()
+        assert [choice["logprobs"]["token_logprobs"][0] for choice in reply["choices"]] == [-0.5, -0.5]
+        reply = (await complete(client, ["A: ", "B: "], best_of=2, echo=True)).json()
+        assert [choice["text"][:3] for choice in reply["choices"]] == ["A: ", "B: "]
+        response = await complete(client, "a", best_of=2, stream=True)
+        assert response.status_code == 400
+        assert error_of(response)["param"] == "best_of"
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 3, 0, 2), (3, 2, 1, 0)])
