@@ -19,7 +19,7 @@ from typing import Any
 from novainfer.bench.machine import describe
 from novainfer.bench.report import Target, between, table, targets_json, targets_table
 from novainfer.bench.statistic import ratios, spread
-from novainfer.bench.worker import Child, Task
+from novainfer.bench.worker import Child, ChildError, Task
 from novainfer.bench.workload import WORKLOADS, Workload
 
 ALONE, BESIDE = "alone", "beside a busy process"
@@ -39,12 +39,18 @@ while os.getppid() == parent and time.monotonic() < end_s:
 
 @contextmanager
 def busy_process() -> Iterator[int]:
-    """One core of this machine is taken by a process that spins, until the end of the block; gives its id."""
+    """One core of this machine is taken by a process that spins, until the end of the block; gives its id.
+
+    Raises `ChildError` where it could not, or ended before the block did: nothing was measured beside it.
+    """
     process = subprocess.Popen([sys.executable, "-c", SPIN], stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
-        process.stdout.readline()
+        if process.stdout.readline() != b"spinning\n":
+            raise ChildError(f"the busy process does not spin (exit code {process.wait()}): see its words above")
         yield process.pid
+        if process.poll() is not None:
+            raise ChildError(f"the busy process ended before the work beside it, which may take {SPIN_S_MAX} s")
     finally:
         process.kill()
         process.wait()

@@ -66,6 +66,7 @@ SPEED_COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
     "its/ours": lambda found: found.get("cpu_ratio"),
     "of roof": lambda found: between(found.get("share_of_roofline"), found.get("share_spread")),
     "req/s": lambda found: found.get("requests_per_s"),
+    "most MB": lambda found: found.get("peak_mb"),
 }
 
 

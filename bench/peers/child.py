@@ -22,7 +22,18 @@ from typing import Any, Protocol
 
 from .launch import die_with_parent, tree
 
-__all__ = ["Memory", "Ready", "Result", "System", "Task", "Timeline", "resident", "serve", "tree_memory"]
+__all__ = [
+    "Memory",
+    "Ready",
+    "Result",
+    "System",
+    "Task",
+    "Timeline",
+    "forget_peaks",
+    "resident",
+    "serve",
+    "tree_memory",
+]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,6 +87,7 @@ class Ready:
 class Task:
     """Answer `prompts` (token ids, or messages), `at_once` of them at a time (0: all), with `max_tokens` tokens each.
 
+    With `clients` that many are open at any time: the next one is sent when one has ended, as clients of a server do.
     `lengths` are the tokens of each answer, where they differ; `arrivals_s` when each request is sent, in seconds since
     the task began (none: all at once). `sampling` are fields of SamplingParams, for systems that know them (default:
     greedy). The model's weights are read `num_reads` times before and after, by systems that can, to see how fast the
@@ -85,6 +97,7 @@ class Task:
     prompts: list[list[Any]]
     max_tokens: int
     at_once: int = 0
+    clients: int = 0
     lengths: list[int] = field(default_factory=list)
     arrivals_s: list[float] = field(default_factory=list)
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -108,9 +121,10 @@ class Result:
 class System(Protocol):
     """What a child runs; `answer` gives one timeline a prompt.
 
-    It may have `answer_sampled(prompts, max_tokens, sampling)`; `answer_mixed(prompts, lengths, arrivals_s)`, without
-    which it is asked for no such work; `read_weights()`: bytes a second, or None; `counters()`, which only grow;
-    `token_ids`, the answers that it gave last; `cpu_s()`, where processes of its own do the work.
+    It may have `answer_sampled(prompts, max_tokens, sampling)`; `answer_by_clients(prompts, max_tokens, clients)`;
+    `answer_mixed(prompts, lengths, arrivals_s)`, without which it is asked for no such work; `read_weights()`:
+    bytes a second, or None; `counters()`, which only grow; `token_ids`, the answers that it gave last; `cpu_s()`,
+    where processes of its own do the work.
     """
 
     name: str
@@ -151,10 +165,11 @@ def tree_memory(pid: int) -> Memory:
     )
 
 
-def forget_peak(pid: int | str = "self") -> None:
-    """Let the highest size of a process be what it is now."""
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # man 5 proc: resets VmHWM
+def forget_peaks(pid: int) -> None:
+    """Let the highest size of a process, and of those below it, be what it is now."""
+    for each in tree(pid):
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{each}/clear_refs").write_text("5")  # man 5 proc: resets VmHWM
 
 
 def serve(make: Callable[[], System], *, import_s: float) -> None:
@@ -190,7 +205,7 @@ def serve(make: Callable[[], System], *, import_s: float) -> None:
 def _do(system: Any, task: Task) -> Result:
     size = task.at_once or len(task.prompts)
     groups = [task.prompts[at : at + size] for at in range(0, len(task.prompts), size)]
-    forget_peak()
+    forget_peaks(os.getpid())
     counted = _counters(system)
     reads = _readings(system, task.num_reads)
     cpu_clock: Callable[[], float] = getattr(system, "cpu_s", time.process_time)
@@ -215,7 +230,9 @@ def _do(system: Any, task: Task) -> Result:
 
 def _answer(system: Any, prompts: list[list[Any]], task: Task) -> list[Timeline]:
     timelines: list[Timeline]
-    if task.lengths or task.arrivals_s:
+    if task.clients:
+        timelines = system.answer_by_clients(prompts, task.max_tokens, task.clients)
+    elif task.lengths or task.arrivals_s:
         lengths = task.lengths or [task.max_tokens] * len(prompts)
         timelines = system.answer_mixed(prompts, lengths, task.arrivals_s or [0.0] * len(prompts))
     elif task.sampling:

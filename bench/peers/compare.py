@@ -1,22 +1,24 @@
 """The engine beside its peers: the same model, the same prompts, in turns, one precision after the other.
 
 Within a precision all systems are up, each in a process and an environment of its own, and one works at a time: each
-workload is answered by each of them in turn, and who begins changes with the repetition. Before and after each run a
-probe looks at how fast the machine reads and multiplies just then, and a run's roof is the better of its two looks.
-Ratios are formed within a repetition; what is reported is their median, and their spread.
+workload is answered by each of them in turn, and who begins changes with the repetition. For prompts of 8k, and as
+servers, they are started once more, so that each has the room that its work needs and no more. Before and after each
+run a probe looks at how fast the machine reads and multiplies just then, and a run's roof is the better of its two
+looks. Ratios are formed within a repetition; what is reported is their median, and their spread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from novainfer.bench.ideal import Geometry, ideal_s, ideal_served_s
 from novainfer.bench.machine import cache_dir, describe
-from novainfer.bench.offline import BLOCK_SIZE, WARM_UP, ours
+from novainfer.bench.offline import BLOCK_SIZE, ours
 from novainfer.bench.peers.files import FileError
 from novainfer.bench.peers.http import HTTP_WORK, take_http
 from novainfer.bench.peers.known import (
@@ -24,6 +26,7 @@ from novainfer.bench.peers.known import (
     MAX_NUM_SEQS,
     OURS,
     PASSIVE,
+    WARM_UPS,
     Place,
     SystemSpec,
     peer_systems,
@@ -31,17 +34,16 @@ from novainfer.bench.peers.known import (
 )
 from novainfer.bench.peers.probe import Probe
 from novainfer.bench.peers.records import Records
-from novainfer.bench.peers.report import render, targets
+from novainfer.bench.peers.report import FORMAT, render, targets
 from novainfer.bench.report import targets_json
 from novainfer.bench.serve import CLIENTS, our_server
 from novainfer.bench.worker import Child, ChildError, Task
-from novainfer.bench.workload import LONG, WORKLOADS, Traffic, Workload
+from novainfer.bench.workload import LONG, TRAFFIC, WORKLOADS, Traffic, Workload
 
 __all__ = ["WEIGHT_BYTES", "run"]
 
 WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}  # of an element, by which a precision's roof is counted
 QUANTIZATION = {"bf16": None, "int8": "int8", "int4": "int4"}
-WARM_UPS = (WARM_UP, Task(prompts=[[2 + number] * 128 for number in range(8)], max_tokens=8))
 Say = Callable[[str], None]
 
 
@@ -61,56 +63,35 @@ def run(
     A peer that does not start is left out; one that fails in a work is started anew for the others, and its reason is
     in the report.
     """
-    asked = [*workloads, *filter(None, [http_work])]
-    place = _place(model_dir, asked, traffic)
+    parts = _parts(workloads, traffic, http_work)
     groups: dict[str, Any] = {}
-    skipped: dict[str, str] = {}
-
-    def skip(name: str, error: Exception) -> None:
-        if name.startswith(OURS):
-            raise error
-        skipped[name] = str(error)
-        progress(f"{name} is left out: {error}")
-
     with programs() as folder, Probe() as probe:
         for precision in precisions:
-            specs = [_ours(place, precision)]
-            for name, where in peers.items():
-                try:
-                    spec = peer_systems(name, where, precision, place, folder)
-                except FileError as error:
-                    skip(f"{name} {precision}", error)
-                else:
-                    specs += [] if spec is None else [spec]
             geometry = Geometry.read(model_dir, WEIGHT_BYTES[precision])
-            records = Records(precision, probe, progress)
-            group = _Group(specs, geometry.config.vocab_size, records, skip, progress)
-            systems = group.run(workloads, traffic, repeat) if workloads or traffic is not None else {}
-            ideals = {work.name: partial(ideal_s, work, geometry) for work in workloads}
-            titles = {work.name: work.title for work in workloads}
-            if traffic is not None:
-                titles[traffic.name] = traffic.title
-            if http_work is not None:
-                take_http(specs, http_work, repeat, records, skip, progress)
-                ideals[http_work.name] = partial(ideal_served_s, http_work, CLIENTS, geometry)
-                titles[http_work.name] = f"{http_work.title}, {CLIENTS} clients over HTTP"
-            machine = describe()
-            groups[precision] = {
-                "systems": systems,
-                "workloads": {
-                    work: {"title": titles[work], "date": machine["date"], "repeat": repeat, "systems": found}
-                    for work, found in records.compared(ideals).items()
-                },
-                "peak_mb": records.peak_mb(),
-            }
+            works: dict[str, Any] = {}
+            for part in parts:
+                records = Records(precision, probe, progress)
+                place = _place(model_dir, part)
+                specs = [_ours(place, precision)]
+                for name, where in peers.items():
+                    try:
+                        spec = peer_systems(name, where, precision, place, folder)
+                    except FileError as error:
+                        records.leave_out(f"{name} {precision}", part.names, error)
+                    else:
+                        specs += [] if spec is None else [spec]
+                works |= _measured(part, specs, geometry, records, repeat, place)
+            groups[precision] = {"workloads": works}
+    asked = {work for part in parts for work in part.works}
     report = {
         "benchmark": "peers",
+        "format": FORMAT,
         "model": model_dir.name,
         # what is smaller than its name says was promised nothing
-        "is_reference": Geometry.read(model_dir).is_reference and {*asked} <= {*WORKLOADS, LONG, HTTP_WORK},
+        "is_reference": Geometry.read(model_dir).is_reference
+        and asked <= {*WORKLOADS, LONG, HTTP_WORK}
+        and traffic in (None, TRAFFIC),
         "machine": describe(),
-        "settings": place.options,
-        "skipped": skipped,
         "precisions": groups,
     }
     promised = targets(report)
@@ -118,11 +99,68 @@ def run(
     return report, render(report, promised)
 
 
-def _place(model_dir: Path, works: Sequence[Workload], traffic: Traffic | None) -> Place:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Works that are answered by the same start of all systems, which has room for them and for no larger ones."""
+
+    works: tuple[Workload, ...]
+    traffic: Traffic | None = None
+    is_served: bool = False
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """By name."""
+        found = {work.name: work.title for work in self.works}
+        if self.is_served:
+            return {name: f"{title}, {CLIENTS} clients over HTTP" for name, title in found.items()}
+        return found if self.traffic is None else {**found, self.traffic.name: self.traffic.title}
+
+    @property
+    def names(self) -> list[str]:
+        """Of its works."""
+        return [*self.titles]
+
+
+def _parts(workloads: Sequence[Workload], traffic: Traffic | None, http_work: Workload | None) -> list[_Part]:
+    """Prompts of 8k apart: a peer whose cache must hold them is not at its best in the others."""
+    short = tuple(work for work in workloads if work.name != LONG.name)
+    long = tuple(work for work in workloads if work.name == LONG.name)
+    parts = [_Part(short, traffic), _Part(long)]
+    parts += [] if http_work is None else [_Part((http_work,), is_served=True)]
+    return [part for part in parts if part.names]
+
+
+def _measured(
+    part: _Part, specs: Sequence[SystemSpec], geometry: Geometry, records: Records, repeat: int, place: Place
+) -> dict[str, Any]:
+    """What came of each work of a part, and with what it was measured."""
+    starts: dict[str, Any] = {}
+    if part.is_served:
+        (work,) = part.works
+        take_http(specs, work, repeat, records)
+        ideals = {work.name: partial(ideal_served_s, work, CLIENTS, geometry)}
+    else:
+        starts = _Group(specs, geometry.config.vocab_size, records, part).run(repeat)
+        ideals = {work.name: partial(ideal_s, work, geometry) for work in part.works}
+    return {
+        name: {
+            "title": part.titles[name],
+            "date": describe()["date"],
+            "repeat": repeat,
+            "settings": place.options,
+            "starts": starts,
+            "left_out": records.left_out(name, repeat),
+            "systems": systems,
+        }
+        for name, systems in records.compared(ideals).items()
+    }
+
+
+def _place(model_dir: Path, part: _Part) -> Place:
     """Room for the largest of what is asked, and a quarter more tokens."""
-    sizes = [(work.num_requests, work.prompt_len + work.max_tokens) for work in works]
+    sizes = [(work.num_requests, work.prompt_len + work.max_tokens) for work in part.works]
     sizes += [(len(task.prompts), len(task.prompts[0]) + task.max_tokens) for task in WARM_UPS]
-    if traffic is not None:
+    if (traffic := part.traffic) is not None:
         sizes.append((traffic.num_requests, traffic.prompt_lens[1] + traffic.lengths[1]))
     longest = max(length for _, length in sizes)
     return Place(
@@ -150,33 +188,26 @@ def _ours(place: Place, precision: str) -> SystemSpec:
 
 
 class _Group:
-    """All systems of one precision, while they are up."""
+    """All systems of one precision, while they are up for one part of the works."""
 
-    def __init__(
-        self,
-        specs: Sequence[SystemSpec],
-        vocab_size: int,
-        records: Records,
-        skip: Callable[[str, Exception], None],
-        progress: Say,
-    ) -> None:
+    def __init__(self, specs: Sequence[SystemSpec], vocab_size: int, records: Records, part: _Part) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._vocab_size = vocab_size
         self._records = records
-        self._skip = skip
-        self._progress = progress
+        self._part = part
         self._children: dict[str, Child] = {}
         self._facts: dict[str, Any] = {}
         self._failed: set[tuple[str, str]] = set()  # a system, and the work that it cannot do
 
-    def run(self, workloads: Sequence[Workload], traffic: Traffic | None, repeat: int) -> dict[str, Any]:
+    def run(self, repeat: int) -> dict[str, Any]:
         """Start all, let each answer everything, and say what they are."""
+        traffic = self._part.traffic
         with ExitStack() as stack:
             self._stack = stack
             for name in self._specs:
                 self._start(name)
             for repetition in range(repeat):
-                for workload in workloads:
+                for workload in self._part.works:
                     self._each(workload.name, repetition, partial(self._answer, workload, repetition))
                 if traffic is not None:
                     self._each(traffic.name, repetition, partial(self._take_traffic, traffic, repetition))
@@ -184,13 +215,13 @@ class _Group:
 
     def _start(self, name: str) -> None:
         spec = self._specs[name]
-        self._progress(f"{spec.precision}: starting {name}")
+        self._records.progress(f"{spec.precision}: starting {name}")
         try:
             child = self._stack.enter_context(Child(spec.command, spec.environment))
             for task in WARM_UPS:
                 child.run(task)
         except ChildError as error:
-            self._skip(name, error)
+            self._records.leave_out(name, self._part.names, error)
             return
         self._children[name] = child
         ready = child.ready
@@ -212,7 +243,7 @@ class _Group:
                 ask(name, self._children[name])
             except ChildError as error:
                 self._failed.add((name, work))
-                self._skip(f"{name} {work}", error)
+                self._records.leave_out(name, [work], error)
                 self._children.pop(name).close()
                 self._start(name)
 

@@ -1,6 +1,7 @@
 """W5: the systems of one precision as servers, asked by streaming clients over HTTP/1.1, in turns.
 
-NovaInfer's library answers the same prompts between them, as many at once: what the way over HTTP costs.
+NovaInfer's library answers the same prompts between them, as many at once, each when another has ended: what the way
+over HTTP costs.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from functools import partial
 from click import ClickException
 
 from novainfer.bench.load import Load, drive
-from novainfer.bench.offline import WARM_UP
-from novainfer.bench.peers.child import tree_memory
-from novainfer.bench.peers.known import OURS, SystemSpec
+from novainfer.bench.peers.child import forget_peaks, tree_memory
+from novainfer.bench.peers.known import OURS, WARM_UPS, SystemSpec
 from novainfer.bench.peers.launch import Server, ServerError, tree_cpu_s
 from novainfer.bench.peers.records import Records
 from novainfer.bench.serve import CLIENTS, VOCAB_SIZE, W5, find_model
@@ -35,12 +35,10 @@ def take_http(
     work: Workload,
     repeat: int,
     records: Records,
-    skip: Callable[[str, Exception], None],
-    progress: Callable[[str], None],
 ) -> None:
-    """Each server in turn; `skip` hears of those that do not start, or fail on the way, and may raise.
+    """Each server in turn; one that does not start, or fails on the way, is left out.
 
-    Such a server has ended by then, so that it computes beside no other one.
+    It has ended by then, so that it computes beside no other one.
     """
     with ExitStack() as stack:
         servers: dict[str, Server] = {}
@@ -50,17 +48,18 @@ def take_http(
             asked.pop(name, None)
             if name in servers:
                 servers[name].close()
-            skip(f"{name} server", error)
+            records.leave_out(name, [work.name], error)
 
         for spec in specs:
             if spec.server is None:
                 continue
-            progress(f"{spec.precision}: starting {spec.name} as a server")
+            records.progress(f"{spec.precision}: starting {spec.name} as a server")
             try:
                 server = servers[spec.name] = stack.enter_context(Server(spec.server, spec.environment))
                 server.wait_until_ready(READY_TIMEOUT_S)
                 ask = _clients(server)
-                ask([[1, 2, 3, 4]], 2)
+                for task in WARM_UPS:
+                    ask(task.prompts, task.max_tokens)
             except FAILURES as error:
                 leave_out(spec.name, error)
             else:
@@ -81,6 +80,7 @@ def _clients(server: Server) -> Callable[[list[list[int]], int], Result]:
     load: Load = find_model(server.url, None)
 
     def ask(prompts: list[list[int]], max_tokens: int) -> Result:
+        forget_peaks(server.pid)
         cpu_s = tree_cpu_s(server.pid)
         found = asyncio.run(drive(load, "h1", prompts, max_tokens, CLIENTS))
         for line in found.timelines:
@@ -93,5 +93,6 @@ def _clients(server: Server) -> Callable[[list[list[int]], int], Result]:
 
 
 def _library(child: Child) -> Callable[[list[list[int]], int], Result]:
-    child.run(WARM_UP)
-    return lambda prompts, max_tokens: child.run(Task(prompts=prompts, max_tokens=max_tokens, at_once=CLIENTS))
+    for task in WARM_UPS:
+        child.run(task)
+    return lambda prompts, max_tokens: child.run(Task(prompts=prompts, max_tokens=max_tokens, clients=CLIENTS))

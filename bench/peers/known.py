@@ -19,9 +19,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from novainfer.bench.peers.child import Task
 from novainfer.bench.peers.files import make_gguf, make_w8a8
 
-__all__ = ["OURS", "PEERS", "PRECISIONS", "Kind", "Place", "SystemSpec", "find_peers", "peer_systems", "programs"]
+__all__ = [
+    "OURS",
+    "PEERS",
+    "PRECISIONS",
+    "WARM_UPS",
+    "Kind",
+    "Place",
+    "SystemSpec",
+    "find_peers",
+    "peer_systems",
+    "programs",
+]
 
 OURS = "novainfer"
 PRECISIONS = ("bf16", "int8", "int4")
@@ -29,6 +41,11 @@ PACKAGE = "novainfer_peers"  # by which a peer's environment knows this folder
 CACHE_GIB = 2  # of keys and values: 40,000 tokens of the largest shape that is compared
 MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 2048
+# What each system answers before anything is timed, as a library and as a server.
+WARM_UPS = (
+    Task(prompts=[[1] * 16], max_tokens=4),
+    Task(prompts=[[2 + number] * 128 for number in range(8)], max_tokens=8),
+)
 APART_TOKENS_MAX = 131_072  # 1.6 GB of the reference shape's keys and values
 
 

@@ -9,6 +9,7 @@ from xml.sax.saxutils import escape
 
 from novainfer.bench.peers.http import LIBRARY
 from novainfer.bench.peers.known import OURS
+from novainfer.bench.peers.report import label
 from novainfer.bench.report import number
 
 __all__ = ["picture"]
@@ -53,7 +54,7 @@ def picture(report: Mapping[str, Any]) -> str:
         parts += [_text(MARGIN, y + LINE * (2 + at), line, "quiet") for at, line in enumerate(told)]
         for at, work in enumerate(cells):
             if work is not None:
-                parts += _cell(MARGIN + GUTTER + COLUMN * at, y + LINE, work["systems"])
+                parts += _cell(MARGIN + GUTTER + COLUMN * at, y + LINE, work)
         y += LINE * (1 + max(len(told), *(len(work["systems"]) for work in known))) + GAP
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" viewBox="0 0 {width} {y}" role="img">'
@@ -63,8 +64,9 @@ def picture(report: Mapping[str, Any]) -> str:
     )
 
 
-def _cell(x: int, y: int, systems: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _cell(x: int, y: int, work: Mapping[str, Any]) -> Iterator[str]:
     """Of one work in one precision: our ratio, then the systems, the fastest first."""
+    systems = work["systems"]
     others = [found["ratio"] for name, found in systems.items() if not name.startswith(OURS)]
     if others:
         yield _text(x + NAME, y, f"{number(min(others))}x the best peer", "ours")
@@ -74,7 +76,7 @@ def _cell(x: int, y: int, systems: Mapping[str, Mapping[str, Any]]) -> Iterator[
         share = found.get("share_of_roofline") or found["output_tok_s"] / fastest  # of traffic no roof is known
         filled = TRACK * min(1.0, share)
         own = " own" if name in (OURS, LIBRARY) else ""
-        yield _text(x + NAME - 6, middle, name, "ours" if own else "", "end")
+        yield _text(x + NAME - 6, middle, label(name, found, work), "ours" if own else "", "end")
         yield _bar(x + NAME, middle, TRACK, "track")
         yield _bar(x + NAME, middle, filled, f"bar{own}")
         yield _text(x + NAME + TRACK + 6, middle, _rate(found), "ours" if own else "")

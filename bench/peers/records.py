@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ import msgspec
 from novainfer.bench.ideal import Roof
 from novainfer.bench.peers.known import OURS
 from novainfer.bench.peers.probe import Look, Probe
-from novainfer.bench.statistic import medians, ratios, spread, summary
+from novainfer.bench.statistic import median_ratio, medians, ratios, spread, summary
 from novainfer.bench.worker import Result
 
 __all__ = ["Records"]
@@ -20,14 +20,14 @@ Record = dict[str, Any]
 
 
 class Records:
-    """The runs of one precision: work -> system -> repetition."""
+    """The runs of one precision, and why there are no more: work -> system -> repetition."""
 
     def __init__(self, precision: str, probe: Probe, progress: Callable[[str], None]) -> None:
+        self.progress = progress
         self._precision = precision
         self._probe = probe
-        self._progress = progress
         self._runs: dict[str, dict[str, dict[int, Record]]] = {}
-        self._peak_bytes: dict[str, int] = {}
+        self._left_out: dict[str, dict[str, str]] = {}
 
     def take(
         self, work: str, system: str, repetition: int, run: Callable[[], Result], facts: Mapping[str, Any] | None = None
@@ -36,14 +36,30 @@ class Records:
         before = self._probe.look()
         result = run()
         look = before.at_least(self._probe.look())
-        record = summary(result.timelines, result.wall_s) | {"cpu_s": result.cpu_s, "look": msgspec.to_builtins(look)}
+        record = summary(result.timelines, result.wall_s) | {
+            "cpu_s": result.cpu_s,
+            "peak_mb": result.memory.peak_bytes / 1e6,
+            "look": msgspec.to_builtins(look),
+        }
         self._runs.setdefault(work, {}).setdefault(system, {})[repetition] = record | dict(facts or {})
-        self._peak_bytes[system] = max(self._peak_bytes.get(system, 0), result.memory.peak_bytes)
-        self._progress(f"{work} {self._precision} {system}: {record['output_tok_s']:.1f} output tok/s")
+        self.progress(f"{work} {self._precision} {system}: {record['output_tok_s']:.1f} output tok/s")
 
-    def peak_mb(self) -> dict[str, float]:
-        """The most that each system's processes held, in 10^6 bytes."""
-        return {system: peak / 1e6 for system, peak in self._peak_bytes.items()}
+    def leave_out(self, system: str, works: Sequence[str], error: Exception) -> None:
+        """From now on `system` answers none of `works`; raises `error` where that is ours, which must not fail."""
+        if system.startswith(OURS):
+            raise error
+        for work in works:
+            self._left_out.setdefault(work, {}).setdefault(system, str(error))
+        self.progress(f"{system} is left out of {', '.join(works)}: {error}")
+
+    def left_out(self, work: str, repeat: int) -> dict[str, str]:
+        """Why a system has fewer than `repeat` runs of this work, or none; the first reason of each."""
+        runs = self._runs[work]
+        return {
+            system: reason
+            for system, reason in self._left_out.get(work, {}).items()
+            if len(runs.get(system, ())) < repeat
+        }
 
     def compared(self, ideals: Mapping[str, Callable[[Roof], float]]) -> dict[str, dict[str, Record]]:
         """work -> system -> medians, our ratio to it, and its share of the roof where `ideals` tells the least time."""
@@ -61,6 +77,9 @@ class Records:
         worth = medians(runs) | {
             "ratio": statistics.median(to_own),
             "ratio_spread": spread(to_own),
+            "ttft_ratio": median_ratio(
+                [a["ttft_ms"]["p50"] for a, _ in pairs], [b["ttft_ms"]["p50"] for _, b in pairs]
+            ),
             "cpu_ratio": statistics.median(b["cpu_s"] / a["cpu_s"] for a, b in pairs),
             "runs": runs,
         }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from novainfer.bench.peers.http import LIBRARY
 from novainfer.bench.peers.known import OURS
 from novainfer.bench.report import Target, speed_table, targets_table
 
-__all__ = ["MergeError", "merged", "render", "targets"]
+__all__ = ["FORMAT", "MergeError", "label", "merged", "render", "targets"]
+
+FORMAT = 2  # of the report; 1 had settings, memory and who was left out for all works together
 
 SHARES_WANTED = {
     ("W1", "bf16"): 0.85,
@@ -54,8 +56,7 @@ def targets(report: dict[str, Any]) -> list[Target]:
     served = _systems(report, "bf16", "W5")
     share = served[LIBRARY]["ratio"] if LIBRARY in served else None  # ours over the library's
     found.append(Target(name="W5 bf16: output tok/s, of the library's", wanted=HTTP_SHARE_WANTED, measured=share))
-    vllm = served.get("vllm bf16")
-    ttft = None if vllm is None else served[OURS]["ttft_ms"]["p50"] / vllm["ttft_ms"]["p50"]
+    ttft = served["vllm bf16"]["ttft_ratio"] if "vllm bf16" in served else None
     found.append(Target(name="W5 bf16: TTFT p50, of vLLM's", wanted=HTTP_TTFT_MAX, measured=ttft, at_most=True))
     return found
 
@@ -69,7 +70,7 @@ def _systems(report: dict[str, Any], precision: str, work: str) -> dict[str, dic
 def render(report: dict[str, Any], promised: Sequence[Target]) -> str:
     """A table for each precision, who was left out, targets."""
     parts = [_table(report, precision, group) for precision, group in report["precisions"].items()]
-    parts += [f"{name} was left out: {reason}" for name, reason in report["skipped"].items()]
+    parts += _left_out(report)
     if promised:
         parts.append(targets_table(list(promised)))
     return "\n\n".join(parts)
@@ -78,31 +79,48 @@ def render(report: dict[str, Any], promised: Sequence[Target]) -> str:
 def _table(report: dict[str, Any], precision: str, group: dict[str, Any]) -> str:
     works = sorted(group["workloads"].items())
     titles = "; ".join(f"{name} {work['title']} ({work['repeat']} x, {work['date']})" for name, work in works)
-    sizes = ", ".join(f"{name} {size:.0f}" for name, size in group["peak_mb"].items())
     place = f"{report['model']} in {precision} on {report['machine']['cpu']}, interleaved, medians (from-to)"
-    title = f"{place}\n{titles}\nat most resident, MB: {sizes}"
     return speed_table(
-        title, ((name, system, found) for name, work in works for system, found in work["systems"].items())
+        f"{place}\n{titles}",
+        (
+            (name, label(system, found, work), found)
+            for name, work in works
+            for system, found in work["systems"].items()
+        ),
     )
+
+
+def label(system: str, found: Mapping[str, Any], work: Mapping[str, Any]) -> str:
+    """Its name, and how often it answered a work before it failed, where that is not as often as the others."""
+    number = len(found["runs"])
+    return system if number == work["repeat"] else f"{system} ({number} x)"
+
+
+def _left_out(report: dict[str, Any]) -> list[str]:
+    works: dict[tuple[str, str], list[str]] = {}
+    for group in report["precisions"].values():
+        for name, work in sorted(group["workloads"].items()):
+            for system, reason in work["left_out"].items():
+                works.setdefault((system, reason), []).append(name)
+    return [f"{system} was left out of {', '.join(names)}: {reason}" for (system, reason), names in works.items()]
 
 
 def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One report of several; of a work that is in more than one, the last. Raises `MergeError`.
 
-    A work's ratios and shares stay those of its own run: systems of one run are never set beside another's.
+    A work's ratios and shares stay those of its own run, and so do its settings and who was left out of it: systems of
+    one run are never set beside another's.
     """
-    whole: dict[str, Any] = {**reports[-1], "skipped": {}, "precisions": {}}
+    whole: dict[str, Any] = {**reports[-1], "precisions": {}}
     for report in reports:
-        for field, value in (("benchmark", "peers"), ("model", whole["model"])):
+        for field, value in (("benchmark", "peers"), ("format", FORMAT), ("model", whole.get("model"))):
             if report.get(field) != value:
-                raise MergeError(f"{field} must be {value!r} in all reports, not {report.get(field)!r}")
+                raise MergeError(f"{field} must be {value!r} in all reports, not {report.get(field)!r}: measure again")
+        if report["is_reference"] != whole["is_reference"]:
+            raise MergeError("is_reference must be the same in all reports: some are of works of a smaller --scale")
         if report["machine"]["cpu"] != whole["machine"]["cpu"]:
             raise MergeError(f"reports are of two machines: {report['machine']['cpu']} and {whole['machine']['cpu']}")
-        whole["skipped"] |= report["skipped"]
         for precision, group in report["precisions"].items():
-            into = whole["precisions"].setdefault(precision, {"systems": {}, "workloads": {}, "peak_mb": {}})
-            into["systems"] |= group["systems"]
+            into = whole["precisions"].setdefault(precision, {"workloads": {}})
             into["workloads"] |= group["workloads"]
-            for name, size in group["peak_mb"].items():
-                into["peak_mb"][name] = max(size, into["peak_mb"].get(name, 0.0))
     return whole

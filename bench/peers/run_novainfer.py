@@ -55,6 +55,11 @@ class NovaInfer:
         rows = [(SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0)) for length in lengths]
         return self._runner.run(self._answer_all(prompts, rows, arrivals_s))
 
+    def answer_by_clients(self, prompts: list[list[Any]], max_tokens: int, clients: int) -> list[Timeline]:
+        """Greedy, so many open at any time; the times of each are from when it was sent."""
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+        return self._runner.run(self._answer_in_turn(prompts, params, clients))
+
     def read_weights(self) -> float | None:
         """Bytes a second of one reading of the packed weights, where they lie."""
         from novainfer.bench.roofline import read_packed_weights
@@ -76,18 +81,30 @@ class NovaInfer:
     ) -> list[Timeline]:
         started = time.perf_counter()
         self.token_ids = [[] for _ in prompts]
-        answers = zip(prompts, self.token_ids, params, arrivals_s, strict=True)
-        return await asyncio.gather(*(self._answer_one(*answer, started) for answer in answers))
+        answers = zip(prompts, self.token_ids, params, (started + at for at in arrivals_s), strict=True)
+        return await asyncio.gather(*(self._answer_one(*answer) for answer in answers))
+
+    async def _answer_in_turn(self, prompts: list[list[Any]], params: SamplingParams, clients: int) -> list[Timeline]:
+        self.token_ids = [[] for _ in prompts]
+        lines = [Timeline(num_prompt_tokens=len(prompt)) for prompt in prompts]
+        waiting = iter(enumerate(zip(prompts, self.token_ids, strict=True)))
+
+        async def client() -> None:
+            for at, (prompt, token_ids) in waiting:
+                lines[at] = await self._answer_one(prompt, token_ids, params, time.perf_counter())
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+        return lines
 
     async def _answer_one(
-        self, prompt: list[Any], token_ids: list[int], params: SamplingParams, arrival_s: float, started: float
+        self, prompt: list[Any], token_ids: list[int], params: SamplingParams, begins_s: float
     ) -> Timeline:
         line = Timeline(num_prompt_tokens=len(prompt), times_s=[], counts=[])
-        if arrival_s:
-            await asyncio.sleep(arrival_s - (time.perf_counter() - started))
+        if (wait_s := begins_s - time.perf_counter()) > 0:
+            await asyncio.sleep(wait_s)
         async for delta in self._engine.generate(prompt, params):
             if delta.token_ids:
-                line.times_s.append(time.perf_counter() - started - arrival_s)
+                line.times_s.append(time.perf_counter() - begins_s)
                 line.counts.append(len(delta.token_ids))
                 line.num_prompt_tokens = delta.num_prompt_tokens
                 token_ids += delta.token_ids

@@ -1,6 +1,6 @@
-"""A server of completions without a model: `fake_server.py PORT [fail | broken | dies | worker]`.
+"""A server of completions without a model: `fake_server.py PORT [fail | broken | dies=N | worker]`.
 
-With `fail` it does not start; with `broken` its answers end without their last event; with `dies` it ends at the second
+With `fail` it does not start; with `broken` its answers end without their last event; with `dies=N` it ends at the Nth
 one; with `worker` it starts a process that would outlive it, and names it to those who ask for its health.
 """
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-POSTS = itertools.count()
+POSTS = itertools.count(1)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -26,7 +26,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_POST(self) -> None:
-        if "dies" in sys.argv and next(POSTS):
+        if f"dies={next(POSTS)}" in sys.argv:
             os._exit(1)
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         events = [{"choices": [{"text": "x", "token_ids": [7]}]}] * asked["max_tokens"]

@@ -43,6 +43,9 @@ class FakeSystem:
             line.times_s = [at * (2 if sampling["temperature"] else 1) for at in line.times_s]
         return lines
 
+    def answer_by_clients(self, prompts: list[list[int]], max_tokens: int, clients: int) -> list[Timeline]:
+        return self.answer(prompts, max_tokens)
+
     def counters(self) -> dict[str, float]:
         """Asked before and after a task: two drafts of each, of which one and a half were right."""
         self.tasks = getattr(self, "tasks", 0) + 1

@@ -155,6 +155,18 @@ def test_a_busy_process_spins_on_one_core_while_it_is_wanted() -> None:
         os.kill(pid, 0)
 
 
+@pytest.mark.parametrize(
+    ("spin", "words"),
+    [("raise SystemExit(3)", "does not spin .exit code 3"), ("print('spinning', flush=True)", "ended before the work")],
+)
+def test_beside_a_busy_process_that_does_not_spin_nothing_is_measured(
+    spin: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(busy, "SPIN", spin)
+    with pytest.raises(ChildError, match=words), busy.busy_process() as pid:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
 def test_a_busy_process_ends_with_the_one_that_started_it() -> None:
     code = "import os; from novainfer.bench.busy import busy_process as b; c = b(); c.__enter__(); os._exit(0)"
     # It holds stderr, too: this returns when both have ended.

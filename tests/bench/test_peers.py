@@ -1,10 +1,12 @@
 """`bench peers` with systems that need no model: turns, ratios, roofs, who is left out, traffic, forms of the model."""
 
+import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import msgspec
@@ -13,6 +15,7 @@ import torch
 from click.testing import CliRunner
 from safetensors import safe_open
 
+from novainfer import SamplingParams
 from novainfer.actors.tokenizer.gguf_tokenizer import gguf_tokenizer
 from novainfer.bench.cli import bench
 from novainfer.bench.make_checkpoint import SHAPES, make_checkpoint
@@ -20,11 +23,14 @@ from novainfer.bench.peers import compare, files, known
 from novainfer.bench.peers.known import OURS, SystemSpec
 from novainfer.bench.peers.picture import picture
 from novainfer.bench.peers.probe import Look, Probe
+from novainfer.bench.peers.records import Records
 from novainfer.bench.peers.report import MergeError, merged
+from novainfer.bench.peers.run_novainfer import NovaInfer
 from novainfer.bench.report import number
 from novainfer.bench.serve import W5
-from novainfer.bench.worker import Child, ChildError, Task
-from novainfer.bench.workload import TRAFFIC, WORKLOADS, scaled
+from novainfer.bench.statistic import Timeline
+from novainfer.bench.worker import Child, ChildError, Memory, Result, Task
+from novainfer.bench.workload import LONG, TRAFFIC, WORKLOADS, scaled
 from novainfer.kernels.ops.quantised import quantised
 from novainfer.kernels.weights.gguf import read_gguf
 from tests.bench.test_offline import CONFIG, command
@@ -110,22 +116,25 @@ def test_the_roof_of_a_run_is_the_better_of_the_looks_around_it(
 def test_peers_that_do_not_start_or_have_no_form_are_left_out(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     systems = {OURS: command(0.5), "no-start": command(1.0, "fail"), "broken": []}
     report, text = run(model_dir, monkeypatch, systems, precisions=["bf16"], repeat=1)
-    assert "not installed" in report["skipped"]["no-start"]
-    assert report["skipped"]["broken bf16"] == "no such form here"
-    assert "no-start was left out" in text
     for work in report["precisions"]["bf16"]["workloads"].values():
         assert list(work["systems"]) == [OURS]
+        assert "not installed" in work["left_out"]["no-start"]
+        assert work["left_out"]["broken bf16"] == "no such form here"
+    assert "broken bf16 was left out of W1, W2, W3, W4: no such form here" in text
 
 
 def test_a_peer_that_fails_in_one_work_keeps_the_others(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = len(compare.WARM_UPS) + 2  # it dies in W2, whenever it is started
     systems = {OURS: command(0.5), "late": command(1.0, f"die={asked}")}
-    report, _ = run(model_dir, monkeypatch, systems, precisions=["bf16"], repeat=3)
-    assert "died on the way" in report["skipped"]["late W2"]
+    report, text = run(model_dir, monkeypatch, systems, precisions=["bf16"], repeat=3)
     works = report["precisions"]["bf16"]["workloads"]
+    assert "died on the way" in works["W2"]["left_out"]["late"]
     assert "late" not in works["W2"]["systems"]
     # Started anew it does W3, dies in W4, and then, in the second repetition, in W3: what it did before stays.
-    assert set(report["skipped"]) == {"late W2", "late W4", "late W3"}
+    assert [name for name, work in works.items() if work["left_out"]] == ["W2", "W3", "W4"]
+    assert text.count("late (1 x)") == 1, "W3 has fewer runs than it says of the others"
+    assert "late (1 x)" in picture(report)
+    assert "late was left out of W2, W3, W4" in text
     assert len(works["W1"]["systems"]["late"]["runs"]) == 3
     assert len(works["W3"]["systems"]["late"]["runs"]) == 1
     assert all(len(work["systems"][OURS]["runs"]) == 3 for work in works.values())
@@ -133,6 +142,16 @@ def test_a_peer_that_fails_in_one_work_keeps_the_others(model_dir: Path, monkeyp
 
 def test_targets_are_for_works_of_their_whole_size_alone(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare.Geometry, "is_reference", True)
+    mixed, _ = run(
+        model_dir,
+        monkeypatch,
+        {OURS: command(0.01, "mixed")},
+        precisions=["bf16"],
+        repeat=1,
+        workloads=[],
+        traffic=TRAFFIC.scaled(16),
+    )
+    assert mixed["targets"] == {}
     small, _ = run(model_dir, monkeypatch, {OURS: command(0.5)}, precisions=["int8"], repeat=1)
     assert small["targets"] == {}
     systems = {OURS: command(0.5), "llama.cpp Q8_0": command(1.0), "vllm W8A8": command(0.01)}
@@ -182,12 +201,57 @@ def test_servers_have_room_for_what_they_are_asked_over_http(model_dir: Path, mo
 
 
 def test_systems_have_room_for_what_they_are_warmed_up_with(tmp_path: Path) -> None:
-    place = compare._place(tmp_path, [scaled(WORKLOADS[0], 16)], None)
+    place = compare._place(tmp_path, compare._Part((scaled(WORKLOADS[0], 16),)))
     for task in compare.WARM_UPS:
         length = max(map(len, task.prompts)) + task.max_tokens
         assert place.max_model_len >= length
         assert place.max_num_tokens >= length * len(task.prompts)
         assert place.max_requests >= len(task.prompts)
+
+
+def test_prompts_of_8k_and_servers_have_starts_of_their_own(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[known.Place] = []
+
+    def ours(place: known.Place, precision: str) -> SystemSpec:
+        places.append(place)
+        return SystemSpec(OURS, precision, tuple(command(0.5, "mixed")))
+
+    monkeypatch.setattr(compare, "_ours", ours)
+    monkeypatch.setattr(compare, "take_http", lambda *_: None)
+    works = [WORKLOADS[1], LONG]
+    traffic = TRAFFIC.scaled(8)
+    report, _ = compare.run(
+        model_dir, {}, precisions=["bf16"], workloads=works, traffic=traffic, http_work=W5, repeat=1
+    )
+    short, long, served = places
+    assert short.max_model_len < 512 < 8192 < long.max_model_len
+    assert served.max_model_len < 512
+    found = report["precisions"]["bf16"]["workloads"]
+    assert {name: work["settings"]["max_model_len"] for name, work in found.items()} == {
+        "W2": short.max_model_len,
+        "W6": long.max_model_len,
+        "W7": short.max_model_len,
+    }
+
+
+def test_memory_and_first_tokens_are_compared_within_a_work_and_a_repetition(probe: list[Look]) -> None:
+    records = Records("bf16", Probe(), lambda _: None)
+    # (first token, peak) of ours and of the peer in each repetition; the machine is slow in the second one
+    for repetition, (own_s, peer_s) in enumerate([(1.0, 2.0), (9.0, 10.0), (1.0, 8.0)]):
+        for system, first_s, peak in ((OURS, own_s, 100), ("peer", peer_s, 300 + repetition)):
+            lines = [Timeline(num_prompt_tokens=1, times_s=[first_s, first_s + 1], counts=[1, 1])]
+            memory = Memory(resident_bytes=0, peak_bytes=peak * 1_000_000)
+            result = Result(wall_s=1.0, cpu_s=1.0, timelines=lines, memory=memory)
+            records.take("W5", system, repetition, lambda result=result: result)  # type: ignore[misc]
+    memory = Memory(resident_bytes=0, peak_bytes=7_000_000)
+    other = Result(wall_s=1.0, cpu_s=1.0, timelines=lines, memory=memory)
+    records.take("W1", "peer", 0, lambda: other)
+    records.take("W1", OURS, 0, lambda: result)
+    found = records.compared({})
+    assert found["W5"]["peer"]["ttft_ratio"] == 0.5, "2, not 8 over 1: a ratio is of one repetition"
+    assert found["W5"][OURS]["peak_mb"] == 100
+    assert found["W5"]["peer"]["peak_mb"] == 301
+    assert found["W1"]["peer"]["peak_mb"] == 7, "another work, and maybe a process of another kind"
 
 
 def test_the_clock_is_the_same_at_any_rate_and_its_mean_is_the_rate() -> None:
@@ -243,6 +307,10 @@ def test_reports_of_several_runs_make_one_table(
     assert ElementTree.fromstring(picture.read_text()) is not None
     with pytest.raises(MergeError, match="model must be"):
         merged([first, {**second, "model": "another"}])
+    with pytest.raises(MergeError, match="format must be 2 in all reports, not None"):
+        merged([{name: value for name, value in first.items() if name != "format"}, second])
+    with pytest.raises(MergeError, match="smaller --scale"):
+        merged([{**first, "is_reference": True}, second])
     with pytest.raises(MergeError, match="two machines"):
         merged([first, {**second, "machine": {**second["machine"], "cpu": "another"}}])
     files[0].write_text("")
@@ -357,6 +425,35 @@ def test_a_gguf_file_holds_the_same_tensors(tmp_path: Path, monkeypatch: pytest.
     assert kinds["blk.1.ffn_gate.weight"] == "Q4_0"
     with pytest.raises(files.FileError, match="llama-quantize"):
         files.make_gguf(source, tmp_path / "forms" / "Q4_K_M.gguf", "Q4_K_M")
+
+
+def test_novainfers_library_has_as_many_requests_open_as_clients_of_a_server_would() -> None:
+    open_now, most, sent = set[int](), list[int](), list[int]()
+
+    class Delta(NamedTuple):
+        token_ids: list[int]
+        num_prompt_tokens: int = 1
+
+    class SlowFirst:
+        async def generate(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[Delta]:
+            open_now.add(prompt[0])
+            sent.append(prompt[0])
+            most.append(len(open_now))
+            assert params.max_tokens == 7
+            for _ in range(20 if prompt[0] == 0 else 2):
+                await asyncio.sleep(0)
+            yield Delta([1, 2])
+            open_now.remove(prompt[0])
+
+    system = NovaInfer.__new__(NovaInfer)
+    with asyncio.Runner() as runner:
+        vars(system).update(_runner=runner, _engine=SlowFirst())
+        lines = system.answer_by_clients([[number] for number in range(6)], 7, 2)
+        assert max(most) == 2
+        assert sent == [0, 1, 2, 3, 4, 5]
+        assert most == [1, 2, 2, 2, 2, 2], "the next one is sent when another has ended, not when all have"
+        assert [line.counts for line in lines] == [[2]] * 6
+        assert all(line.times_s[0] < 1 for line in lines)
 
 
 def test_a_child_tells_whether_it_takes_requests_that_come_one_by_one() -> None:
