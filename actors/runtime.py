@@ -75,6 +75,7 @@ from novainfer.fsm.messages.events import (
 )
 from novainfer.fsm.messages.params import NUM_CHOICES_MAX, SamplingParams
 from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.scheduler import PARKED_PER_SLOT, Scheduler, SchedulerStatistics
 from novainfer.fsm.schedule.speculation import Speculation
@@ -399,6 +400,19 @@ class Runtime:
     def prompt_kind(self) -> PromptKind:
         """The most that a prompt can be; known when the engine has started."""
         return self._threads.prompt_kind
+
+    @property
+    def formats(self) -> Formats:
+        """How the model calls tools and reasons; known when the engine has started."""
+        return self._threads.formats
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of each token; known when the engine has started."""
+        assert self._vocabulary is not None, "nothing is let in before it is there"
+        found = self._vocabulary.result()
+        assert found is not None, "the engine was stopped before it was there"
+        return found
 
     # ---- requests ------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.outputs import Delta
 from novainfer.fsm.messages.params import SamplingParams, is_unicode
 from novainfer.fsm.schedule.speculation import SpeculationStatistics
+from novainfer.fsm.text import Vocabulary
 from novainfer.home import Home
 from novainfer.model import ModelInfo, checked_reconfiguration, model_info
 from novainfer.prompt import PromptLike, to_prompt, with_room
@@ -149,7 +150,10 @@ class Engine:
         self._is_started = True
         check_before_start(self.config, **self._loads)
         ready = await self._runtime.start()
-        self._info = model_info(self.config, ready, created=int(time.time()), prompt_kind=self._runtime.prompt_kind)
+        runtime = self._runtime
+        self._info = model_info(
+            self.config, ready, created=int(time.time()), prompt_kind=runtime.prompt_kind, formats=runtime.formats
+        )
 
     async def reconfigure(self, *, num_kv_blocks: int | None = None, precision: str | None = None) -> ModelInfo:
         """Go on with another number of KV blocks, or with weights in another precision ("checkpoint", "int8").
@@ -323,6 +327,13 @@ class Engine:
         return self._info
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of each token id; raises `EngineClosed` before `start`."""
+        if self._info is None:
+            raise EngineClosed("the engine was not started")
+        return self._runtime.vocabulary
+
+    @property
     def recorder_dir(self) -> Path | None:
         """The folder of the flight recorder's files; None when faults write none."""
         folder = self.config.recorder_dir
@@ -448,7 +459,9 @@ class Engine:
         """The worker is as it was asked to be, or as it was, whether a caller still waits for that or not."""
         if not answer.exception() and (ready := answer.result().ready) is not None:
             info = self.model_info
-            found = model_info(self.config, ready, created=info.created, prompt_kind=info.prompt_kind)
+            found = model_info(
+                self.config, ready, created=info.created, prompt_kind=info.prompt_kind, formats=info.formats
+            )
             self._info = msgspec.structs.replace(found, max_model_len=info.max_model_len)  # requests have no more room
 
     def _leave(self, request_id: str) -> None:

@@ -12,6 +12,7 @@ from novainfer.fsm.kv.blocks import blocks_for, tokens_in
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.events import PromptKind, WorkerReady
 from novainfer.fsm.messages.mode import PRECISIONS, Mode
+from novainfer.fsm.parsing.formats import Formats
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +29,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     GPU's is used for, in bytes: `total_bytes`, `model_bytes` (weights and buffers), the peak of `activation_bytes`,
     `graph_bytes`, `other_bytes` (outside torch), `kv_cache_bytes`, `free_bytes`. On a CPU, and where the number of KV
     blocks was fixed, it is empty. `step_costs` are (tokens, milliseconds) of a step, as measured when it came up.
+    `formats` say how the model calls tools and reasons, by its chat template.
     """
 
     name: str
@@ -50,9 +52,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, int] = {}
     prompt_kind: PromptKind = "chat"
     step_costs: list[tuple[int, float]] = []
+    formats: Formats = Formats()
 
 
-def model_info(config: EngineConfig, ready: WorkerReady, *, created: int, prompt_kind: PromptKind) -> ModelInfo:
+def model_info(
+    config: EngineConfig, ready: WorkerReady, *, created: int, prompt_kind: PromptKind, formats: Formats
+) -> ModelInfo:
     """What a worker that came up has said of its model."""
     return ModelInfo(
         name=config.served_model_name or str(config.model),
@@ -74,6 +79,7 @@ def model_info(config: EngineConfig, ready: WorkerReady, *, created: int, prompt
         num_threads=int(ready.facts.get("num_threads", 0)),
         memory=dict(ready.facts.get("memory", {})),
         prompt_kind=prompt_kind,
+        formats=formats,
         step_costs=ready.step_costs,
     )
 

@@ -82,7 +82,10 @@ def _chat(chat: Chat) -> Chat:
         what = f"chat_template_kwargs must not hold {', '.join(reserved)}"
         why = "templates, and how they are used, are the operator's to choose"
         raise InvalidParameter(f"{what}: {why}", param=f"chat_template_kwargs.{reserved[0]}")
+    if not isinstance(chat.tools, list) or not all(isinstance(tool, dict) for tool in chat.tools):
+        raise InvalidParameter("tools must be a list of dicts", param="tools")
     _check_data("messages", chat.messages)
+    _check_data("tools", chat.tools)
     num_bytes = _check_data("chat_template_kwargs", kwargs)
     if num_bytes > KWARGS_BYTES_MAX:
         what = f"chat_template_kwargs must have at most {KWARGS_BYTES_MAX} bytes, not {num_bytes}"

@@ -8,9 +8,11 @@ still begin with.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
+
+from novainfer.fsm.messages.outputs import Mark
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -77,6 +79,10 @@ class TextAssembler:
             return text
         return self._release(text, may_stop)
 
+    def take_marks(self) -> list[Mark]:
+        """Where tokens stand that are marked: those that were not taken before."""
+        return []
+
     def flush(self) -> str:
         """What was held back, when the request ends for another reason; an unfinished character becomes U+FFFD."""
         text = self._held + self._decoder.decode(b"", final=True)
@@ -109,3 +115,56 @@ class TextAssembler:
             if any(stop.startswith(tail) for stop in self._stops):
                 return length
         return 0
+
+
+class MarkingAssembler(TextAssembler):
+    """One that notes where tokens of `marked_ids` stand in the text, also while that is held back."""
+
+    __slots__ = ("_marked_ids", "_marks", "_num_chars", "_num_tokens")
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stops: Sequence[str],
+        *,
+        include_stop: bool,
+        skip_special: bool,
+        marked_ids: Collection[int],
+    ) -> None:
+        super().__init__(vocabulary, stops, include_stop=include_stop, skip_special=skip_special)
+        self._marked_ids = frozenset(marked_ids)
+        self._num_tokens = self._num_chars = 0  # that were pushed, and that were given
+        self._marks: list[Mark] = []
+
+    def take_marks(self) -> list[Mark]:
+        """As `TextAssembler.take_marks`."""
+        marks, self._marks = self._marks, []
+        return marks
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """As `TextAssembler.push`; a token that a stop string ends in has no mark, for its text is cut."""
+        text = super().push(token_id, may_stop=may_stop)
+        self._num_tokens += 1
+        self._num_chars += len(text)
+        if token_id in self._marked_ids and self.stopped_by is None:
+            is_hidden = token_id in self._vocabulary.special_ids and not self._show_special
+            shown = "" if is_hidden else self._vocabulary.bytes_of(token_id).decode("utf-8", "replace")
+            end = self._num_chars + len(self._held)
+            self._marks.append(Mark(token_id, end - len(shown), end, self._num_tokens))
+        return text
+
+
+def text_assembler(
+    vocabulary: Vocabulary,
+    stops: Sequence[str],
+    *,
+    include_stop: bool,
+    skip_special: bool,
+    marked_ids: Collection[int],
+) -> TextAssembler:
+    """The assembler of a request's text; only one with marked tokens counts characters."""
+    if marked_ids:
+        return MarkingAssembler(
+            vocabulary, stops, include_stop=include_stop, skip_special=skip_special, marked_ids=marked_ids
+        )
+    return TextAssembler(vocabulary, stops, include_stop=include_stop, skip_special=skip_special)

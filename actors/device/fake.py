@@ -16,6 +16,7 @@ import msgspec
 from novainfer.fsm.messages.events import Chat, PromptKind
 from novainfer.fsm.messages.mode import CHECKPOINT, Mode
 from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, StepDone, StepPlan
+from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.text import Vocabulary
 
 EOS = 256  # after the 256 byte tokens
@@ -130,6 +131,7 @@ class ByteTokenizer:
     """Token ids are UTF-8 bytes; a chat is its messages' contents, one a line."""
 
     prompt_kind: PromptKind = "chat"
+    formats = Formats()
 
     def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
         """The ids of each prompt, or why it has none."""

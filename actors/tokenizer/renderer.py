@@ -71,7 +71,12 @@ class Renderer:
     def render(self, chat: Chat, chars_max: int) -> str:
         """The text of `chat`; raises `RenderError`, or `RendererUnavailable` where the chat is not to blame."""
         order = Order(
-            chat.messages, chat.add_generation_prompt, chat.continue_final_message, chat.template_kwargs, chars_max
+            chat.messages,
+            chat.add_generation_prompt,
+            chat.continue_final_message,
+            chat.template_kwargs,
+            chars_max,
+            chat.tools,
         )
         try:
             data = msgspec.msgpack.encode(order)

@@ -37,13 +37,14 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # <sys/prctl.h>
 
 
 class Order(msgspec.Struct, frozen=True):
-    """A chat to be rendered, in at most `chars_max` characters."""
+    """A chat to be rendered with these `tools`, in at most `chars_max` characters."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
     continue_final_message: bool
     variables: dict[str, Any]
     chars_max: int
+    tools: list[dict[str, Any]]
 
 
 class TooLongError(Exception):
@@ -76,7 +77,7 @@ class ChatTemplate:
             raise TemplateError("there are no messages")
         if order.continue_final_message:
             messages[-1] = _marked(messages[-1])
-        variables = {"tools": None, "documents": None, **self._variables, **order.variables}
+        variables = {"tools": order.tools or None, "documents": None, **self._variables, **order.variables}
         assert self._template is not None, "compile comes first"
         pieces: list[str] = []
         num_chars = 0

@@ -24,6 +24,7 @@ from novainfer.actors.tokenizer.tokenizer import Tokenizer, encode_jobs
 from novainfer.fsm.health import Sighting, TokenizerState
 from novainfer.fsm.messages.errors import ContextLengthExceeded
 from novainfer.fsm.messages.events import Chat, Encode, Encoded, EncodeFailed, Prompt, PromptKind
+from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.text import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,12 @@ class TokenizerThreads:
         """The most that a prompt can be; known when the tokenizer is loaded."""
         assert self._tokenizer is not None, "nothing is let in before it is there"
         return self._tokenizer.prompt_kind
+
+    @property
+    def formats(self) -> Formats:
+        """How the model calls tools and reasons; known when the tokenizer is loaded."""
+        assert self._tokenizer is not None, "nothing is let in before it is there"
+        return self._tokenizer.formats
 
     @property
     def num_waiting(self) -> int:
@@ -255,7 +262,7 @@ def size_of(prompt: Prompt) -> int:
     if isinstance(prompt, str):
         return len(prompt) if prompt.isascii() else len(prompt.encode("utf-8", "surrogatepass"))
     assert isinstance(prompt, Chat), "token ids need no tokenizer"
-    return len(_encode((prompt.messages, prompt.template_kwargs)))
+    return len(_encode((prompt.messages, prompt.template_kwargs, prompt.tools)))
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -19,6 +19,7 @@ from novainfer.actors.tokenizer.gguf_tokenizer import gguf_tokenizer, has_tokeni
 from novainfer.actors.tokenizer.renderer import Renderer, RenderError, RendererUnavailable
 from novainfer.fsm.messages.errors import ModelLoadError
 from novainfer.fsm.messages.events import Chat, Encode, Encoded, EncodeFailed, PromptKind
+from novainfer.fsm.parsing.formats import Formats, formats_of
 from novainfer.fsm.text import Vocabulary
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.models.gguf import Gguf, is_gguf, read_gguf
@@ -37,6 +38,10 @@ class Tokenizer(Protocol):
     @property
     def prompt_kind(self) -> PromptKind:
         """The most that it makes a prompt of: conversations (and text), text, or no more than token ids."""
+
+    @property
+    def formats(self) -> Formats:
+        """How its model calls tools and reasons."""
 
     def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
         """The token ids of each prompt, or a sentence saying why it has none."""
@@ -138,6 +143,7 @@ class NoTokenizer:
     """For a checkpoint that is only weights: prompts are token ids, and no token has text."""
 
     prompt_kind: PromptKind = "token_ids"
+    formats = Formats()
 
     def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
         """A refusal for each."""
@@ -170,12 +176,18 @@ class HFTokenizer:
         self._bytes_of = _bytes_by(_settings_of(self._backend.decoder), path)
         self._bytes_per_token = self._longest_token()
         self._max_tokens = 1 << 32
-        self._renderer = self._make_renderer()
+        self._template = self._default_template()
+        self._renderer = None if self._template is None else self._make_renderer(self._template)
 
     @property
     def prompt_kind(self) -> PromptKind:
         """Conversations where there is a template."""
         return "text" if self._renderer is None else "chat"
+
+    @property
+    def formats(self) -> Formats:
+        """By what the chat template writes."""
+        return formats_of(self._template, self._backend.token_to_id)
 
     def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
         """Render the chats, then tokenise everything in one call."""
@@ -246,14 +258,16 @@ class HFTokenizer:
             raise RenderError("it is too long", is_too_long=True)
         return text
 
-    def _make_renderer(self) -> Renderer | None:
+    def _default_template(self) -> str | None:
         if not self._tokenizer.chat_template:
             return None
         try:
-            template = self._tokenizer.get_chat_template()
+            return str(self._tokenizer.get_chat_template())
         except ValueError:  # it has several, by name
             logger.warning("none of the model's chat templates is called default: it takes plain prompts only")
             return None
+
+    def _make_renderer(self, template: str) -> Renderer:
         return Renderer(template, {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()})
 
     def _refusal(self, error: RenderError) -> str:

@@ -174,6 +174,8 @@ class Stream(Machine):
                 delta.logprobs = [*(delta.logprobs or ()), *event.logprobs]
             delta.num_generated_tokens = generated
             delta.is_degraded = delta.is_degraded or event.is_degraded
+        if event.marks:
+            delta.marks = delta.marks + event.marks
         if event.first is not None and event.first.prompt_token_ids:
             delta.prompt_token_ids = event.first.prompt_token_ids
         self._unread += num_new

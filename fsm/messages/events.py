@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from novainfer.fsm.messages.mode import Mode
-from novainfer.fsm.messages.outputs import FinishReason, TokenLogprob
+from novainfer.fsm.messages.outputs import FinishReason, Mark, TokenLogprob
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone, StepPlan
 
@@ -41,12 +41,13 @@ class Fault(StrEnum):
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation to be rendered by the model's chat template."""
+    """A conversation to be rendered by the model's chat template, which is given the `tools` that may be called."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] = []
 
 
 Prompt = str | list[int] | Chat
@@ -264,6 +265,7 @@ class Output(msgspec.Struct, gc=False):
     first: Begun | None = None
     end: End | None = None
     is_degraded: bool = False  # some of it was computed in another mode than the one the engine was started in
+    marks: list[Mark] | None = None
 
 
 class MakeBatch(msgspec.Struct, frozen=True):

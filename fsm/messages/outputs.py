@@ -26,6 +26,18 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: list[tuple[int, bytes, float]]
 
 
+class Mark(msgspec.Struct, frozen=True):
+    """Where a token stands in a choice: characters `start` to `end` of all its text, none where its text is not shown.
+
+    It is the `num_tokens`-th token of the choice. A mark may come before the text that it is in.
+    """
+
+    token_id: int
+    start: int
+    end: int
+    num_tokens: int
+
+
 class Delta(msgspec.Struct, kw_only=True):
     """What is new in one choice of a request since the last delta that was read; slow readers get merged ones.
 
@@ -34,6 +46,7 @@ class Delta(msgspec.Struct, kw_only=True):
     Counts are totals so far, in tokens; `num_cached_tokens` of the prompt came from the prefix cache when its first
     choice ran. On the last delta of each choice, `num_draft_tokens` guesses were verified for it, and
     `num_accepted_tokens` of them were right.
+    `marks` are those of tokens that `SamplingParams.mark_token_ids` names.
     `is_degraded`: some of it was computed in a degraded mode (plainer kernels or a lower precision than the engine was
     started with), and may differ from what it says otherwise.
     """
@@ -43,6 +56,7 @@ class Delta(msgspec.Struct, kw_only=True):
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
+    marks: list[Mark] = []
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_prompt_tokens: int = 0

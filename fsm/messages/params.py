@@ -38,6 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     token, its log probability and those of the k most likely ones (k may be 0). `timeout_s` is a deadline for the
     whole request, queueing included. With `max_queue_s` it waits for so long when the queue is full, instead of being
     refused at once, and ends if its first token has not come by then.
+    `Delta.marks` tells where tokens of `mark_token_ids` stand in the text.
     `truncate_prompt_tokens=k` keeps the last k tokens of a prompt that has more; -1, as many as leave room for
     `max_tokens` in the context.
     """
@@ -63,6 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     banned_token_ids: TokenIds = []
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    mark_token_ids: TokenIds = []
     timeout_s: float | None = None
     max_queue_s: float | None = None
 
@@ -126,6 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "logit_bias": self.logit_bias,
             "allowed_token_ids": self.allowed_token_ids or [],
             "banned_token_ids": self.banned_token_ids,
+            "mark_token_ids": self.mark_token_ids,
         }
 
     @property

@@ -50,6 +50,8 @@ def next_output(
         output.end = _good_end(request, FinishReason.STOP, None if is_eos else token_id)
         return output
     output.text = text.push(token_id, may_stop=may_stop)
+    if params.mark_token_ids:
+        output.marks = text.take_marks()
     if text.stopped_by is not None:
         output.end = _good_end(request, FinishReason.STOP, text.stopped_by)
     elif len(token_ids) >= request.max_len:

@@ -28,7 +28,7 @@ from novainfer.fsm.kv.blocks import BlockTable
 from novainfer.fsm.messages.events import PauseRequest, ResumeRequest, Submit
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import SeqParams
-from novainfer.fsm.text import TextAssembler, Vocabulary
+from novainfer.fsm.text import Vocabulary, text_assembler
 
 # What the device is told as it was asked for: the fields that both records have.
 SAMPLED_AS_ASKED = tuple(name for name in SeqParams.__struct_fields__ if name in SamplingParams.__struct_fields__)
@@ -232,11 +232,12 @@ class Request(Machine):
         self.num_prompt = len(submit.token_ids)
         self.max_len = max_len  # tokens, prompt included, at which it ends with "length"
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
-        self.text = TextAssembler(
+        self.text = text_assembler(
             vocabulary,
             params.stop_strings,
             include_stop=params.include_stop_str_in_output,
             skip_special=params.skip_special_tokens,
+            marked_ids=params.mark_token_ids,
         )
         self.kv = BlockTable()  # what it has of the KV cache
         self.num_computed = 0  # tokens whose keys and values are computed

@@ -193,6 +193,7 @@ TEMPLATES = {
     "namespaces": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + m.content | length %}"
     "{% endfor %}{{ ns.n }}{{ messages[0] is mapping }}{{ messages[0].name is defined }}",
 }
+TOOL = {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {"zone": {}}}}}
 CHATS = [
     [{"role": "user", "content": "Hello <b>&amp;</b> \u00e9\U0001f600"}],
     [
@@ -205,7 +206,10 @@ CHATS = [
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("continued", [False, True])
-def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path: Path, name: str, continued: bool) -> None:
+@pytest.mark.parametrize("tools", [[], [TOOL]], ids=["no tools", "a tool"])
+def test_a_chat_is_rendered_as_transformers_renders_it(
+    tmp_path: Path, name: str, continued: bool, tools: list[dict[str, Any]]
+) -> None:
     for part in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / part, tmp_path / part)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -218,6 +222,7 @@ def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path: Path, name: str
             add_generation_prompt=not continued,
             continue_final_message=continued,
             template_kwargs={"deep": {"x": [1, 2]}},
+            tools=tools,
         )
         wanted = _by_transformers(tokenizer, chat)
         if wanted is None:  # it refuses to continue in a template that does not say "content"
@@ -236,6 +241,7 @@ def _by_transformers(tokenizer: HFTokenizer, chat: Chat) -> str | None:
                 tokenize=False,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
+                tools=chat.tools or None,
                 **kwargs,
             )
         )

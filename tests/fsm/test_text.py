@@ -2,8 +2,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from novainfer.fsm.messages.outputs import Mark
 from novainfer.fsm.simulation.checks.oracle import whole_characters
-from novainfer.fsm.text import TextAssembler, Vocabulary
+from novainfer.fsm.text import TextAssembler, Vocabulary, text_assembler
 
 PIECES = [b"a", b"b", b"ab", b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", b"\xf0\x9f\x98", b"\x80", b"\xff", b"", b"<s>"]
 SPECIAL = len(PIECES) - 1
@@ -85,3 +86,44 @@ def test_a_stop_string_is_text_like_any_other_while_the_request_may_not_stop():
 @pytest.mark.parametrize("token_id", [len(PIECES), 10_000])
 def test_an_id_that_the_tokenizer_does_not_have_gives_no_text(token_id):
     assert TextAssembler(VOCABULARY, ["a"]).push(token_id) == ""
+
+
+def marking(stop_strings: list[str], *, skip_special: bool = False) -> TextAssembler:
+    return text_assembler(
+        VOCABULARY, stop_strings, include_stop=False, skip_special=skip_special, marked_ids=[SPECIAL, 2]
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(tokens, st.lists(st.sampled_from(["b<", "<s>b", "aba", "abb", "s>ab"]), max_size=2), st.booleans())
+@example([2, SPECIAL, 2, 0], ["b<s>x"], False)
+def test_a_mark_says_which_characters_of_all_the_text_are_those_of_a_token(ids, stop_strings, skip_special):
+    text = marking(stop_strings, skip_special=skip_special)
+    plain = TextAssembler(VOCABULARY, stop_strings, skip_special=skip_special)
+    sent, marks, pushed = "", [], []
+    for token_id in ids:
+        pushed.append(token_id)
+        piece = text.push(token_id)
+        assert piece == plain.push(token_id)
+        sent += piece
+        marks += text.take_marks()
+        if text.stopped_by is not None:
+            break
+    else:
+        sent += text.flush()
+    places = [at for at, token_id in enumerate(pushed, 1) if token_id in (SPECIAL, 2)]
+    if text.stopped_by is not None and places and places[-1] == len(pushed):
+        places.pop()
+    assert [mark.num_tokens for mark in marks] == places
+    for mark in marks:
+        own = "" if mark.token_id == SPECIAL and skip_special else PIECES[mark.token_id].decode()
+        assert mark.end - mark.start == len(own)
+        if mark.end <= len(sent):
+            assert sent[mark.start : mark.end] == own
+
+
+def test_a_mark_comes_with_its_token_though_a_stop_string_may_begin_in_its_text():
+    text = marking(["<s>x"])
+    assert (text.push(0), text.take_marks()) == ("a", [])
+    assert (text.push(SPECIAL), text.take_marks()) == ("", [Mark(SPECIAL, 1, 4, 2)])
+    assert (text.push(1), text.take_marks()) == ("<s>b", [])
