@@ -17,9 +17,11 @@ CORRECT = 0.1  # of the difference between what a step took and what it was thou
 OTHERS = 0.75  # of that for steps of other sizes
 
 # Beside requests that decode, a step holds as few prompt tokens as cost the prompts no more than this share of their
-# speed: on a CPU 64 to 256, where a step of 512 takes four times as long and brings hardly more tokens a second.
-LOSS_MAX = 0.05
-CHUNK_BLOCKS = 4  # such chunks are multiples of so many blocks: whatever was measured on a busy machine, 64 tokens
+# speed, by a table that other programs may have disturbed: on a CPU 256 to 384 of 512, at a true loss of 1 to 2 %, and
+# of 5 % once in a hundred starts on a busy machine (docs/decisions/2026-11-23-costs.md).
+LOSS_MAX = 0.04
+CHUNK_BLOCKS = 4  # such chunks are multiples of so many blocks: 64 tokens of the usual blocks of 16
+LARGER = 4  # sizes count as the larger ones down to such a part of the largest: 128, 64 and 32 are three tries at least
 UNNOTICED_MS = 25.0  # 40 tokens a second: nobody who reads sees a shorter step, so none is made shorter than that
 PACE_WEIGHT = 0.25  # of the latest step with a prompt in what those take, as a multiple of what the table says
 PACE_MOST = 4.0  # of that multiple, as which a step counts that took longer
@@ -53,6 +55,16 @@ class StepCosts:
             return ms[0]
         slope = (ms[at] - ms[at - 1]) / (tokens[at] - tokens[at - 1])
         return ms[at - 1] + slope * (num_tokens - tokens[at - 1])
+
+    def line(self) -> tuple[float, float]:
+        """Milliseconds of the first token, and of each more by the flattest line from it to one of the larger sizes.
+
+        Another program only ever makes a try slower, and so its line steeper: the flattest is of the size that was
+        disturbed least.
+        """
+        first, largest = self._tokens[0], self._tokens[-1]
+        points = [(n, ms) for n, ms in zip(self._tokens, self._ms, strict=True) if n > first and n * LARGER >= largest]
+        return self._ms[0], min(((ms - self._ms[0]) / (n - first) for n, ms in points), default=0.0)
 
     def took(self, num_tokens: int, ms: float) -> None:
         """A step of so many tokens took so long."""
@@ -111,11 +123,16 @@ class Chunks:
             self._pace += PACE_WEIGHT * (found - self._pace)
 
     def _cheapest(self) -> int:
-        """The fewest tokens that cost little more each than in a whole chunk, or that nobody waits for."""
-        of, most, grid = self._costs.of, self._most, CHUNK_BLOCKS * self._block_size
-        enough_ms = (1 + LOSS_MAX) * of(most) / most
+        """The fewest tokens that cost little more each than in a whole chunk, or that nobody waits for.
+
+        What a step costs beside its tokens is thought to be what its first one costs: more than it is, mostly.
+        """
+        most, grid = self._most, CHUNK_BLOCKS * self._block_size
+        first_ms, each_ms = self._costs.line()
+        enough_ms = (1 + LOSS_MAX) * (first_ms / most + each_ms)  # a token
         for num_tokens in range(grid, most, grid):
-            if of(num_tokens) <= enough_ms * num_tokens and of(num_tokens + grid) > UNNOTICED_MS:
+            is_noticed = self._costs.of(num_tokens + grid) > UNNOTICED_MS
+            if is_noticed and first_ms / num_tokens + each_ms <= enough_ms:
                 return num_tokens
         return most
 

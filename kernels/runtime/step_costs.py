@@ -20,10 +20,11 @@ LIMIT_STEPS = 8
 def measure_step_costs(
     execute: Callable[[StepPlan], StepDone], longest: int, block_size: int
 ) -> list[tuple[int, float]]:
-    """(tokens, milliseconds) of steps of `longest` tokens at most: of each size the fastest of a few tries.
+    """(tokens, milliseconds) of steps of `longest` tokens at most: of each size the fastest of up to `TRIES`.
 
     Each round tries all sizes once, so that a moment in which the machine is busy spoils one try of some of them, and
-    not all tries of one. A size that would probably take longer than the time that is left is not tried.
+    not all tries of one. A size that would probably take longer than the time that is left is not tried: where a step
+    takes 20 ms there is one round, and whoever reads the table has to bear with sizes that were disturbed.
     """
     found: dict[int, float] = {}
     all_began_s = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from tests.fsm.helpers import Bench
 
 # A CPU: 20 ms read all weights, and from 24 tokens on each takes another 0.75 ms.
 MEASURED = [(1, 20.0), (2, 20.0), (8, 20.5), (16, 21.0), (32, 27.0), (64, 51.0), (128, 99.0)]
+CURVED = [(1, 22.4), (4, 23.9), (16, 28.9), (32, 42.4), (64, 65.8), (128, 115.9)]  # as one was measured
+WHOLE_MS = 408.9  # of 512 tokens there, and of some smaller chunks
+CHUNKS_MS = {64: 65.8, 128: 115.9, 192: 161.0, 256: 209.5, 320: 259.5, 384: 309.5, 448: 359.2, 512: WHOLE_MS}
 FAST = [(n, ms / 20) for n, ms in MEASURED]  # of a model twenty times as small
 FLAT = [(1, 4.0), (64, 4.4), (128, 5.0), (256, 8.0)]  # a GPU
 
@@ -34,12 +38,35 @@ def test_a_size_that_was_disturbed_costs_no_more_than_a_larger_one() -> None:
 
 
 def test_beside_decodes_a_chunk_is_the_least_that_loses_prompts_next_to_nothing() -> None:
-    found = chunks(MEASURED)
+    found = chunks(CURVED)
     assert found.beside(0) == 512, "nobody waits for its end"
-    assert found.beside(1) == found.beside(200) == 128
-    costs = StepCosts(MEASURED)
-    whole = costs.of(512) / 512
-    assert costs.of(128) / 128 <= 1.05 * whole < costs.of(64) / 64
+    assert found.beside(1) == found.beside(200) == 320
+    assert loss(320) < 0.02
+    first_ms, each_ms = StepCosts(CURVED).line()
+    assert first_ms == 22.4
+    assert each_ms == pytest.approx((42.4 - 22.4) / 31), "the flattest one to 32, 64 and 128 tokens"
+    whole_ms = first_ms / 512 + each_ms
+    assert first_ms / 320 + each_ms <= 1.04 * whole_ms < first_ms / 256 + each_ms
+
+
+def loss(num_tokens: int) -> float:
+    """What prompts lose in such chunks, of the speed that they have in whole ones."""
+    return CHUNKS_MS[num_tokens] / num_tokens / (WHOLE_MS / 512) - 1
+
+
+def test_prompts_lose_next_to_nothing_whichever_sizes_were_disturbed() -> None:
+    """Each on its own, and any two of them, as a program beside it does: by a tenth, a half, or three times as long."""
+    for one, other in combinations_with_replacement(range(len(CURVED)), 2):
+        for times in (1.1, 1.5, 3.0):
+            table = [(n, ms * times if at in (one, other) else ms) for at, (n, ms) in enumerate(CURVED)]
+            assert loss(chunks(table).beside(8)) < 0.05, (one, other, times)
+    slower = [(n, 3 * ms) for n, ms in CURVED]
+    assert chunks(slower).beside(8) == 320, "a machine that is busy all the time tells the same"
+
+
+def test_prompts_lose_next_to_nothing_where_a_busy_machine_left_no_time_for_the_larger_sizes() -> None:
+    for num_sizes in (3, 4, 5):
+        assert loss(chunks(CURVED[:num_sizes]).beside(8)) < 0.02
 
 
 def test_chunks_are_whole_where_steps_are_short_or_their_time_is_unknown() -> None:
@@ -52,9 +79,9 @@ def test_chunks_are_whole_where_steps_are_short_or_their_time_is_unknown() -> No
 
 
 def test_a_table_of_a_busy_machine_leaves_chunks_of_four_blocks_at_least() -> None:
-    """The largest size was disturbed, so that all smaller ones seem to pay."""
-    assert chunks([(1, 20.0), (16, 21.0), (32, 27.0), (64, 400.0)]).beside(8) == 64
-    assert chunks([(1, 20.0), (16, 90.0), (64, 95.0)]).beside(8) == 512, "and one that seems to cost nothing takes all"
+    """All but the first were disturbed, so that all smaller ones seem to pay."""
+    assert chunks([(1, 20.0), (16, 700.0), (32, 900.0), (64, 2000.0)]).beside(8) == 64
+    assert chunks([(1, 20.0), (16, 20.0), (64, 20.0)]).beside(8) == 512, "and tokens that seem to cost nothing are many"
 
 
 def test_a_target_is_kept_with_those_that_decode_in_whole_blocks() -> None:
@@ -87,14 +114,14 @@ def test_a_target_is_kept_also_where_steps_take_longer_than_was_measured() -> No
 
 
 def test_without_a_target_chunks_are_as_they_were_measured_whatever_steps_take() -> None:
-    found = chunks(MEASURED)
+    found = chunks(CURVED)
     found.took(140, 5000.0)
-    assert found.beside(12) == 128
+    assert found.beside(12) == 320
 
 
 def bench_with_costs(**limits: Any) -> Bench:
-    """Steps of 80 prompt tokens and more cost hardly anything but those."""
-    costs = [(1, 20.0), (64, 52.0), (128, 100.0)]
+    """Steps of 112 prompt tokens and more cost hardly anything but those."""
+    costs = [(1, 5.0), (64, 52.0), (128, 100.0)]
     sizes = {"max_num_batched_tokens": 512, "prefill_chunk_tokens": 256, "max_num_seqs": 2} | limits
     return Bench(num_blocks=2000, max_model_len=4000, step_costs=costs, **sizes)
 
@@ -120,10 +147,10 @@ def test_steps_hold_small_chunks_while_requests_decode_and_whole_ones_else() -> 
     bench.step()
     bench.submit([2] * 1000, max_tokens=1)
     sizes = []
-    for _ in range(10):
+    for _ in range(8):
         bench.step(took_s=0.01)
         sizes.append(num_prompt_tokens(bench))
-    assert set(sizes) == {80}, sizes
+    assert set(sizes) == {112}, sizes
 
 
 def test_small_chunks_end_with_the_last_request_that_decodes() -> None:
@@ -133,7 +160,7 @@ def test_small_chunks_end_with_the_last_request_that_decodes() -> None:
     bench.step()
     bench.submit([1] * 2000, max_tokens=1)
     bench.step()
-    assert num_prompt_tokens(bench) == 80
+    assert num_prompt_tokens(bench) == 112
     bench.cancel(first)
     for _ in range(3):
         bench.step()
@@ -157,7 +184,7 @@ def test_another_worker_brings_its_own_costs() -> None:
     bench = bench_with_costs()
     bench.submit([1, 2], max_tokens=100)
     bench.step()
-    assert bench.scheduler.planner.chunks.beside(1) == 80
+    assert bench.scheduler.planner.chunks.beside(1) == 112
     bench.lose()
     bench.configuration.step_costs.clear()
     bench.recover()
@@ -197,7 +224,7 @@ def test_a_scheduler_expects_answers_as_long_as_they_were() -> None:
     assert bench.scheduler.wait_s(0, 0) == 0.0
     assert bench.scheduler.wait_s(1, 256) == pytest.approx(0.196)
     before = bench.scheduler.wait_s(4, 0)
-    assert before == pytest.approx(2 / 2 * ANSWER_TOKENS * StepCosts([(1, 20.0), (64, 52.0)]).of(2) / 1e3)
+    assert before == pytest.approx(2 / 2 * ANSWER_TOKENS * StepCosts([(1, 5.0), (64, 52.0)]).of(2) / 1e3)
     for _ in range(200):
         bench.submit([1, 2], max_tokens=3)
         while bench.scheduler.requests:

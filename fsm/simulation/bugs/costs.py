@@ -5,7 +5,7 @@ from __future__ import annotations
 from novainfer.fsm.client.drain import DrainRate
 from novainfer.fsm.schedule import costs
 from novainfer.fsm.schedule.batching import StepBuilder
-from novainfer.fsm.schedule.costs import Chunks
+from novainfer.fsm.schedule.costs import Chunks, StepCosts
 from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.bugs.mutants import Mutant
 
@@ -38,11 +38,25 @@ COSTS_MUTANTS = [
         "(1 + LOSS_MAX)",
         "1.5",
     ),
+    Mutant(  # one try of the largest size is disturbed, and prompts go on in pieces
+        "chunks are as small as the steepest line lets them be",
+        StepCosts,
+        "line",
+        "min((",
+        "max((",
+    ),
+    Mutant(  # a few tokens more cost nothing where weights are read, so that whole chunks seem to be free
+        "small steps tell as much of the line as large ones",
+        StepCosts,
+        "line",
+        "n > first and n * LARGER >= largest",
+        "n > first",
+    ),
     Mutant(
         "chunks are cut also where no step is long enough to be noticed",
         Chunks,
         "_cheapest",
-        "of(num_tokens + grid) > UNNOTICED_MS",
+        "self._costs.of(num_tokens + grid) > UNNOTICED_MS",
         "True",
     ),
     Mutant(  # prompts wait until nothing decodes any more

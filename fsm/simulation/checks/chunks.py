@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from novainfer.fsm.simulation.world.world import World
 
 GRID = 4  # blocks
-SHARE = 1.05  # of what a token costs in a whole chunk
+SHARE = 1.04  # of what a token costs in a whole chunk, by the flattest line from one token to a larger size
+LARGER = 1 / 4  # of the largest, and more
 SHORT_MS = 25.0
 LATEST, MOST = 0.25, 4.0  # of a step in the pace, and as how many times the pace it counts
 
@@ -64,10 +65,12 @@ class Beside:
         if target_ms is not None:
             fits = [n for n in range(size, most + 1, size) if self._pace * self._costs(num_decodes + n) <= target_ms]
             return most if len(fits) == most // size else min(max(fits, default=size), most)
-        each = self._costs(most) / most
+        (one, first_ms), *others = self._table
+        slopes = ((ms - first_ms) / (n - one) for n, ms in others if n >= LARGER * others[-1][0])
+        slope = min(slopes, default=0.0)
         for num_tokens in range(GRID * size, most, GRID * size):
             is_longer = self._costs(num_tokens + GRID * size) > SHORT_MS
-            if is_longer and self._costs(num_tokens) / num_tokens <= SHARE * each:
+            if is_longer and first_ms / num_tokens + slope <= SHARE * (first_ms / most + slope):
                 return num_tokens
         return most
 

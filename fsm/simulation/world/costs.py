@@ -9,13 +9,14 @@ import msgspec
 from novainfer.fsm.simulation.world.shape import Shape
 
 # Milliseconds of a step by its tokens. The first three: none measured, one that speculation pays in always, and by how
-# many run. In the others a step is long enough to be noticed: chunks beside decodes are of some sizes, or of one.
+# many run. In the others a step is long enough to be noticed, and in the last the largest was disturbed: chunks beside
+# decodes are a fourth of a whole one, a half, and more.
 COSTS: tuple[tuple[tuple[int, float], ...], ...] = (
     (),
     ((1, 1.0), (64, 2.0)),
     ((1, 1.0), (8, 1.2), (64, 8.0)),
-    ((1, 30.0), (4, 31.0), (64, 600.0)),
-    ((1, 20.0), (16, 24.0), (64, 80.0), (128, 158.0)),
+    ((1, 10.0), (4, 13.0), (64, 600.0)),
+    ((1, 20.0), (16, 24.0), (64, 80.0), (128, 400.0)),
 )
 TARGETS_MS = (None, None, 2.0, 40.0, 1000.0)
 
