@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.models.gguf import GGUF, is_gguf
+from novainfer.kernels.models.gguf import GGUF, is_gguf, read_gguf
 
 __all__ = ["read_json", "weight_files"]
 
@@ -34,10 +34,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def weight_files(model_dir: Path) -> list[Path]:
     """The safetensors files of a model, all of which are there; raises `LoadError` when some are missing.
 
-    A GGUF file is the only one of its model.
+    A GGUF file is the only one of its model, or the first of its parts.
     """
     if is_gguf(model_dir):
-        return [model_dir]
+        return [*read_gguf(model_dir).files]
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")

@@ -3,6 +3,9 @@
 The format (github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian: magic, version, the numbers of tensors
 and of keys; keys with typed values; for each tensor name, sizes (the innermost first), type and offset; and the data.
 It is read here for the reason that safetensors headers are: each fault is named before a byte of weights is touched.
+
+A large model comes in parts, `NAME-00001-of-00003.gguf` and so on, as llama.cpp's gguf-split makes them: the keys are
+in the first one, and each holds some of the tensors.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # version 1 had other widths, and was written for some weeks of 2023
 DIMENSIONS_MAX = 4  # of GGML's tensors
 ALIGNMENT = 32  # of the data, where general.alignment says nothing
+SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS = "split.count", "split.no", "split.tensors.count"
+SPLIT_NAME = "-{:05}-of-{:05}.gguf"  # which of how many, from 1 on
 READ_BYTES = 1 << 22  # of a header at once: one with a tokenizer has some MB
 
 # By number: the name, and of a block the elements and the bytes. Those of one element are no blocks.
@@ -59,21 +64,23 @@ NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies: absolute byte offsets `begin`..`end`; its shape with the innermost size last."""
+    """Where one tensor lies: in `file`, absolute byte offsets `begin`..`end`; its shape has the innermost size last."""
 
     type: str
     shape: tuple[int, ...]
+    file: Path
     begin: int
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """One file."""
+    """One file, or all parts of one: `path` is the first."""
 
     path: Path
     values: dict[str, Any]
     tensors: dict[str, GgufTensor]
+    files: tuple[Path, ...]
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
         """A whole number of at least `minimum`."""
@@ -123,7 +130,36 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """What a file says of itself; raises `LoadError` when it is cut short, damaged, or of a type that is not read."""
+    """What a file says of itself; of a model in parts `path` is the first, and the others lie beside it.
+
+    Raises `LoadError` when one is cut short, damaged, missing, or of a type that is not read.
+    """
+    first = _read_part(path)
+    count = first.integer(SPLIT_COUNT, 1, minimum=0)
+    if count <= 1:
+        return first
+    if (number := first.integer(SPLIT_NUMBER, minimum=0)) != 0:
+        raise LoadError(f"{path} is part {number + 1} of {count} ({SPLIT_COUNT}): give the first one")
+    ending = SPLIT_NAME.format(1, count)
+    if not path.name.endswith(ending):
+        raise LoadError(f"{path} is the first of {count} parts ({SPLIT_COUNT}): its name must end with {ending}")
+    tensors, files = dict(first.tensors), [path]
+    for at in range(1, count):
+        file = path.with_name(path.name.removesuffix(ending) + SPLIT_NAME.format(at + 1, count))
+        part = _read_part(file)
+        found = part.integer(SPLIT_NUMBER, minimum=0), part.integer(SPLIT_COUNT)
+        if found != (at, count):
+            raise LoadError(f"{file}: {SPLIT_NUMBER} and {SPLIT_COUNT} must be {at} and {count}, not {found}")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise LoadError(f"{file}: tensor {min(twice)} is in a part before it, too")
+        tensors |= part.tensors
+        files.append(file)
+    if len(tensors) != (expected := first.integer(SPLIT_TENSORS, len(tensors))):
+        raise LoadError(f"{path}: {SPLIT_TENSORS} is {expected}, but the parts hold {len(tensors)}")
+    return Gguf(path, first.values, tensors, tuple(files))
+
+
+def _read_part(path: Path) -> Gguf:
     try:
         status = path.stat()
     except OSError as error:
@@ -131,7 +167,7 @@ def read_gguf(path: Path) -> Gguf:
     return _read(path, status.st_size, status.st_mtime_ns)
 
 
-@lru_cache(maxsize=4)  # a start asks for config, tokenizer and tensors one after the other
+@lru_cache(maxsize=16)  # a start asks for config, tokenizer and tensors one after the other, of all parts
 def _read(path: Path, num_bytes: int, changed_ns: int) -> Gguf:
     try:
         with path.open("rb") as file:
@@ -153,8 +189,6 @@ def _parse(path: Path, header: _Header) -> Gguf:
     for _ in range(header.fits(num_keys, 13, "keys")):
         key = header.string("a key")
         values[key] = header.value(header.number(4), key)
-    if isinstance(values.get("split.count"), int) and values["split.count"] > 1:
-        raise LoadError(f"{path} is one of {values['split.count']} parts (split.count): merge them, as gguf-split does")
     infos = [header.tensor() for _ in range(header.fits(num_tensors, 24, "tensors"))]
     alignment = values.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 8 or alignment & alignment - 1:
@@ -171,8 +205,8 @@ def _parse(path: Path, header: _Header) -> Gguf:
             raise LoadError(
                 f"{path} was cut off: {name} should end at byte {end}, but the file has {header.size} bytes"
             )
-        tensors[name] = GgufTensor(type_name, shape, begin, end)
-    return Gguf(path, values, tensors)
+        tensors[name] = GgufTensor(type_name, shape, path, begin, end)
+    return Gguf(path, values, tensors, (path,))
 
 
 class _Header:

@@ -177,7 +177,7 @@ def _llama3(gguf: Gguf, head_dim: int, theta: float) -> dict[str, Any]:
     tensor = gguf.tensors[ROPE_FACTORS]
     count = head_dim // 2
     if tensor.type == "F32" and tensor.shape == (count,):
-        with gguf.path.open("rb") as file:
+        with tensor.file.open("rb") as file:
             file.seek(tensor.begin)
             data = memoryview(file.read(4 * count)).cast("f").tolist()
         for fields in LLAMA3:

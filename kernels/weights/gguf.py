@@ -7,6 +7,7 @@ It stacks the weights of all experts of a layer in one tensor: here each is a we
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from novainfer.kernels.errors import LoadError
@@ -33,6 +34,8 @@ LAYER_NAMES = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
+NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]*)\.)?([a-z_]+)\.(weight|bias)")  # of two layers, or none: no two are one
+FUSED = "ffn_gate_up_exps"
 STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 ONE_ROW = "ffn_gate_inp_shexp"  # written as a vector
 DERIVED = ("rope_freqs.weight",)  # read with the config, whose fields say the same
@@ -44,14 +47,28 @@ def gguf_entries(path: Path) -> dict[str, Entry]:
     gguf = read_gguf(path)
     entries: dict[str, Entry] = {}
     for name, tensor in gguf.tensors.items():
-        stem, _, part = name.removesuffix(".weight").rpartition(".")
-        if part in STACKED and name.endswith(".weight"):
+        if name in DERIVED:
+            continue
+        match = NAME.fullmatch(name)
+        layer, part, kind = match.groups() if match is not None else (None, "", "")
+        if layer is not None and kind == "weight" and part in STACKED:
             for expert, weight in enumerate(_unstacked(gguf, name, tensor)):
-                known = f"{_layer(stem)}.mlp.experts.{expert}.{STACKED[part]}.weight"
+                known = f"model.layers.{layer}.mlp.experts.{expert}.{STACKED[part]}.weight"
                 entries[known] = _entry(gguf, name, known, weight)
-        elif name not in DERIVED:
-            known = _name(name)
-            entries[known] = _entry(gguf, name, known, tensor)
+            continue
+        if layer is not None and part in LAYER_NAMES:
+            known = f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
+        elif layer is None and part in NAMES:
+            known = f"{NAMES[part]}.{kind}"
+        elif part == FUSED:
+            raise LoadError(
+                f"{tensor.file}: {name} holds gate and up in one tensor, which is not supported, only apart"
+            )
+        else:
+            raise LoadError(
+                f"{tensor.file}: {name} is not supported, only tensors that the architectures read here have"
+            )
+        entries[known] = _entry(gguf, name, known, tensor)
     return entries
 
 
@@ -65,20 +82,7 @@ def _unstacked(gguf: Gguf, name: str, tensor: GgufTensor) -> list[GgufTensor]:
         )
     size = (tensor.end - tensor.begin) // count
     begins = range(tensor.begin, tensor.end, size)
-    return [GgufTensor(tensor.type, tensor.shape[1:], begin, begin + size) for begin in begins]
-
-
-def _layer(stem: str) -> str:
-    return f"model.layers.{stem.removeprefix('blk.')}"
-
-
-def _name(name: str) -> str:
-    """Its name in a Hugging Face checkpoint, or as it is where that has none."""
-    stem, _, kind = name.rpartition(".")
-    if stem.startswith("blk.") and stem.count(".") == 2:
-        _, layer, part = stem.split(".")
-        return f"{_layer(layer)}.{LAYER_NAMES[part]}.{kind}" if part in LAYER_NAMES else name
-    return f"{NAMES[stem]}.{kind}" if stem in NAMES else name
+    return [GgufTensor(tensor.type, tensor.shape[1:], tensor.file, begin, begin + size) for begin in begins]
 
 
 def _entry(gguf: Gguf, name: str, known: str, tensor: GgufTensor) -> Entry:
@@ -89,10 +93,10 @@ def _entry(gguf: Gguf, name: str, known: str, tensor: GgufTensor) -> Entry:
         if tensor.shape[0] % (2 * heads):
             raise LoadError(f"{gguf.path}: {name} {list(tensor.shape)} does not have an even size for {heads} heads")
     shape = (1, *tensor.shape) if part == ONE_ROW and len(tensor.shape) == 1 else tensor.shape
-    entry = TensorEntry(gguf.path, FLOATS.get(tensor.type, tensor.type), shape, tensor.begin, tensor.end, heads)
+    entry = TensorEntry(tensor.file, FLOATS.get(tensor.type, tensor.type), shape, tensor.begin, tensor.end, heads)
     if tensor.type in FLOATS:
         return entry
     if len(tensor.shape) != 2:
         raise LoadError(f"{gguf.path}: {name} {list(tensor.shape)} is of type {tensor.type}, but is no matrix")
     form = FORMS[tensor.type]
-    return GroupedEntry(known, gguf.path, tensor.type, tensor.shape, form, tensor.type, {"weight": entry})
+    return GroupedEntry(known, tensor.file, tensor.type, tensor.shape, form, tensor.type, {"weight": entry})

@@ -266,13 +266,18 @@ def test_a_file_that_is_not_quantised_may_be(tmp_path: Path) -> None:
             lambda w: w.add_float32("qwen2.rope.freq_base", -1.0),
             "qwen2.rope.freq_base must be a number above 0, not -1.0",
         ),
-        (lambda w: w.add_uint16("split.count", 3), "is one of 3 parts (split.count): merge them"),
+        (lambda w: w.add_uint16("split.count", 3), "split.no is missing"),
         (lambda w: w.add_uint32("general.alignment", 48), "general.alignment must be a power of 2"),
         (
             lambda w: w.add_tensor("rope_freqs.weight", np.full(8, 3.0, np.float32)),
             "rope_freqs.weight is not supported",
         ),
-        (lambda w: w.add_tensor("blk.0.extra.weight", np.zeros(8, np.float32)), "1 unexpected (blk.0.extra.weight)"),
+        (lambda w: w.add_tensor("blk.0.extra.weight", np.zeros(8, np.float32)), "blk.0.extra.weight is not supported"),
+        (lambda w: w.add_tensor("blk.0.attn_q.scale", np.zeros(8, np.float32)), "blk.0.attn_q.scale is not supported"),
+        # names that this program has for others of the file
+        (lambda w: w.add_tensor("model.norm.weight", np.zeros(64, np.float32)), "model.norm.weight is not supported"),
+        (lambda w: w.add_tensor("0.attn_norm.weight", np.zeros(64, np.float32)), "0.attn_norm.weight is not supported"),
+        (lambda w: w.add_tensor("blk.00.ffn_norm.weight", np.zeros(64, np.float32)), "blk.00.ffn_norm.weight is not"),
         (
             lambda w: w.add_tensor("x", np.zeros((1, 84), np.uint8), raw_dtype=Type.Q2_K),
             "x is of type Q2_K, which is not supported, only F32, F16, BF16, Q4_0, ",
@@ -327,7 +332,19 @@ FEW = (("num_experts", 5), ("num_experts_per_tok", 2), ("moe_intermediate_size",
         (lambda w: w.add_expert_group_count(4), "qwen3moe.expert_group_count 4 is not supported, only 0"),
         (
             lambda w: w.add_tensor("blk.0.ffn_gate_up_exps.weight", np.zeros((5, 64, 64), np.float32)),
-            "1 unexpected (blk.0.ffn_gate_up_exps.weight)",
+            "blk.0.ffn_gate_up_exps.weight holds gate and up in one tensor, which is not supported, only apart",
+        ),
+        (
+            lambda w: w.add_tensor("model.layers.0.mlp.experts.1.up_proj.weight", np.zeros((32, 64), np.float32)),
+            "model.layers.0.mlp.experts.1.up_proj.weight is not supported",
+        ),
+        (
+            lambda w: w.add_tensor("0.ffn_up_exps.weight", np.zeros((5, 32, 64), np.float32)),
+            "0.ffn_up_exps.weight is not supported",
+        ),
+        (
+            lambda w: w.add_tensor("blk.0.ffn_up.1.weight", np.zeros((32, 64), np.float32)),  # as Mixtral's once were
+            "blk.0.ffn_up.1.weight is not supported",
         ),
     ],
 )
@@ -388,6 +405,77 @@ def test_llama_3s_factors_are_those_of_its_fields(tmp_path: Path) -> None:
     change = lambda writer: writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))  # noqa: E731
     save_gguf(source, tmp_path / "m.gguf", only(Type.Q8_0), change=change)
     assert read_config(tmp_path / "m.gguf").rope == read_config(source).rope
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model as one file, and in three parts."""
+    folder = tmp_path_factory.mktemp("parts")
+    source = save_checkpoint(Shape("split", 4, 2, 16, 64, 512, intermediate_size=64), folder / "source")
+    save_gguf(source, folder / "whole.gguf", only(Type.Q8_0))
+    num_tensors = len(read_gguf(folder / "whole.gguf").tensors)
+
+    def in_three(writer: gguf.GGUFWriter) -> None:
+        writer.split_max_tensors = -(-num_tensors // 3)
+
+    save_gguf(source, folder / "m.gguf", only(Type.Q8_0), change=in_three)
+    return folder
+
+
+def test_a_model_in_parts_computes_what_it_does_as_one_file(parts: Path) -> None:
+    first = parts / "m-00001-of-00003.gguf"
+    check_weights(first)
+    assert len({tensor.file for tensor in read_gguf(first).tensors.values()}) == 3
+    tokens, logits = logits_of(load(first))
+    expected_tokens, expected = logits_of(load(parts / "whole.gguf"))
+    assert tokens == expected_tokens
+    assert torch.equal(logits, expected)
+    checkpoint = Checkpoint(first)
+    assert [file.name for file in checkpoint.identities] == [f"m-0000{at}-of-00003.gguf" for at in (1, 2, 3)]
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "expected"),
+    [
+        (lambda first, second, third: None, 2, "is part 2 of 3 (split.count): give the first one"),
+        (lambda first, second, third: third.unlink(), 1, "m-00003-of-00003.gguf cannot be read: No such file"),
+        (lambda first, second, third: cut(third), 1, "m-00003-of-00003.gguf was cut off: "),
+        (lambda first, second, third: shutil.copy(second, third), 1, "split.count must be 2 and 3, not (1, 3)"),
+        (lambda first, second, third: first.rename(first.with_name("m.gguf")), 0, "end with -00001-of-00003.gguf"),
+        (lambda first, second, third: replaced(first, b"split.tensors.count", 1), 1, "split.tensors.count is "),
+        (lambda first, second, third: as_part(third, second), 1, "is in a part before it, too"),
+    ],
+)
+def test_parts_that_do_not_make_one_model_are_said_in_one_sentence(
+    change: Callable[..., None], given: int, expected: str, parts: Path, tmp_path: Path
+) -> None:
+    files = [tmp_path / f"m-0000{at}-of-00003.gguf" for at in (1, 2, 3)]
+    for file in files:
+        shutil.copy(parts / file.name, file)
+    change(*files)
+    with pytest.raises(LoadError) as caught:
+        check_weights(files[given - 1] if given else tmp_path / "m.gguf")
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+def replaced(file: Path, key: bytes, more: int) -> None:
+    """The number of this key, made larger in place."""
+    data = bytearray(file.read_bytes())
+    at = data.index(key) + len(key) + 4  # its type
+    data[at] += more
+    file.write_bytes(data)
+
+
+def as_part(file: Path, of: Path) -> None:
+    """The tensors of another part, with this one's number."""
+    shutil.copy(of, file)
+    replaced(file, b"split.no", 1)
 
 
 def test_a_file_that_was_cut_off_is_told_wherever_that_was(file: Path, tmp_path: Path) -> None:
