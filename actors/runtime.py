@@ -53,9 +53,12 @@ from novainfer.fsm.messages.errors import (
 from novainfer.fsm.messages.events import (
     Begin,
     Cause,
+    Chat,
     Departed,
     DeviceLost,
     Drain,
+    Encoded,
+    EncodeFailed,
     Fault,
     Incident,
     JobDone,
@@ -79,7 +82,7 @@ from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.scheduler import PARKED_PER_SLOT, Scheduler, SchedulerStatistics
 from novainfer.fsm.schedule.speculation import Speculation
-from novainfer.fsm.text import Vocabulary
+from novainfer.fsm.text import TokenizerInfo, Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -427,6 +430,16 @@ class Runtime:
         assert self._idle is not None
         self._idle.clear()
         return handle
+
+    async def tokenize(self, prompt: str | Chat) -> Encoded | EncodeFailed:
+        """The tokens of a prompt that nothing is to be generated for; raises `EngineOverloaded` or `EngineClosed`."""
+        if self._stopping is None or self._stopping.is_set():
+            raise EngineClosed(self.error or "the engine is not running")
+        return await self._threads.ask(prompt)
+
+    def tokenizer_info(self) -> TokenizerInfo:
+        """What the tokenizer is, when the engine has started."""
+        return self._threads.info()
 
     def cancel(self, stream_id: int, cause: Cause) -> None:
         """End this stream; harmless when it has ended."""

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from novainfer.fsm.messages.events import Chat
     from novainfer.fsm.messages.outputs import Delta, FinishReason, TokenLogprob
     from novainfer.fsm.messages.params import SamplingParams
+    from novainfer.fsm.text import TokenizerInfo
     from novainfer.llm import LLM, CompletionOutput, RequestOutput
     from novainfer.model import ModelInfo
 
@@ -78,6 +79,7 @@ _HOMES = {
     "novainfer.fsm.messages.events": ("Chat",),
     "novainfer.fsm.messages.outputs": ("Delta", "FinishReason", "TokenLogprob"),
     "novainfer.fsm.messages.params": ("SamplingParams",),
+    "novainfer.fsm.text": ("TokenizerInfo",),
     "novainfer.llm": ("LLM", "CompletionOutput", "RequestOutput"),
     "novainfer.model": ("ModelInfo",),
 }
@@ -116,6 +118,7 @@ __all__ = [
     "ServerError",
     "StepFailedError",
     "TokenLogprob",
+    "TokenizerInfo",
     "UnsupportedParameter",
     "WrongLoop",
     "__version__",

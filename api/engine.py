@@ -29,36 +29,28 @@ from novainfer.actors.inspection.feed import FEED_EVENTS_MAX, Subscription
 from novainfer.actors.inspection.incidents import IncidentRecord
 from novainfer.actors.inspection.records import ActorRecord, HealthRecord, KvRecord, RequestRecord
 from novainfer.actors.inspection.steps import PhaseTotals, StepRecord
-from novainfer.actors.tokenizer.tokenizer import Tokenizer
+from novainfer.actors.tokenizer.tokenizer import Bare, Tokenizer
 from novainfer.arguments import must_be, must_be_seconds, must_have
 from novainfer.assembly import callers_tokenizer, check_before_start, check_model, make_runtime
 from novainfer.config import EngineConfig
+from novainfer.ends import error_of
 from novainfer.fsm.client.stream import StreamState
 from novainfer.fsm.messages.errors import (
-    ContextLengthExceeded,
     EngineClosed,
-    EngineDead,
-    EngineDraining,
-    EngineOverloaded,
     InvalidParameter,
     ModelLoadError,
-    NovaInferError,
-    ReaderStalled,
     ReconfigureFailed,
-    RequestCancelled,
     RequestNotFound,
-    RequestTimeout,
-    StepFailedError,
 )
-from novainfer.fsm.messages.events import Cause, Chat, End, Finished, Reconfigured
+from novainfer.fsm.messages.events import Cause, Chat, Encoded, End, Finished, Reconfigured
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.outputs import Delta
 from novainfer.fsm.messages.params import SamplingParams, is_unicode
 from novainfer.fsm.schedule.speculation import SpeculationStatistics
-from novainfer.fsm.text import Vocabulary
+from novainfer.fsm.text import TokenizerInfo, Vocabulary
 from novainfer.home import Home
 from novainfer.model import ModelInfo, checked_reconfiguration, model_info
-from novainfer.prompt import PromptLike, to_prompt, with_room
+from novainfer.prompt import PromptLike, checked_ids, to_prompt, with_room
 from novainfer.room import check_room
 
 SEED_MASK = 2**64 - 1
@@ -312,6 +304,46 @@ class Engine:
         handle = self._handles.get(request_id)
         return handle is not None and self._runtime.is_overflowed(handle.stream_id)
 
+    # ---- tokens --------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, prompt: PromptLike, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `prompt`, as `generate` would begin with them; it may be longer than the context.
+
+        Without `add_special_tokens` a text has none put before or behind it. A conversation has those of its template.
+        Raises `InvalidParameter`, `ContextLengthExceeded` (a conversation far beyond it), `EngineOverloaded` or
+        `EngineClosed`.
+        """
+        self._home.check()
+        wanted = to_prompt(prompt, self.model_info.vocab_size)
+        if isinstance(wanted, list):
+            return wanted
+        if isinstance(wanted, str) and not add_special_tokens:
+            wanted = Bare(wanted)
+        found = await self._runtime.tokenize(wanted)
+        if isinstance(found, Encoded):
+            return found.token_ids
+        end = End(error=found.message, code=found.code, param=found.param)
+        raise error_of(end, self._runtime.retry_after_s())
+
+    async def detokenize(self, token_ids: list[int]) -> list[bytes]:
+        """The bytes of each token, special ones included; those of one may be no whole character.
+
+        Raises `InvalidParameter`, also where the model has no tokenizer.
+        """
+        self._home.check()
+        must_be("token_ids", token_ids, list, "a list of integers")
+        ids = checked_ids(token_ids, self.model_info.vocab_size, "token_ids", param="token_ids")
+        if self.model_info.prompt_kind == "token_ids":
+            raise InvalidParameter("token_ids have no text: this model has no tokenizer", param="token_ids")
+        return await asyncio.to_thread(lambda: list(map(self._runtime.vocabulary.bytes_of, ids)))
+
+    def tokenizer_info(self) -> TokenizerInfo:
+        """What the tokenizer is: its class, its special tokens, and the template of chats."""
+        self._home.check()
+        if self._info is None:
+            raise EngineClosed("the engine was not started")
+        return self._runtime.tokenizer_info()
+
     # ---- looking in ----------------------------------------------------------------------------------------------
 
     @property
@@ -475,27 +507,3 @@ def _check_name(name: str, value: Any) -> None:
     must_be(name, value, str, "a string")
     if len(value) > NAME_CHARS_MAX or not is_unicode(value):
         raise InvalidParameter(f"{name} must be valid Unicode of at most {NAME_CHARS_MAX} characters", param=name)
-
-
-def error_of(end: End, retry_after_s: float) -> NovaInferError:
-    """The exception for a bad end; after too long a wait it says to come back in `retry_after_s`."""
-    if end.cause is Cause.QUEUE:
-        message = "no first token came within the time that the request was willing to wait"
-        return EngineOverloaded(f"{message}: try again in {retry_after_s:.1f} s", retry_after_s=retry_after_s)
-    if end.cause is Cause.TIMEOUT:
-        return RequestTimeout("the request's deadline passed before it finished", param="timeout_s")
-    if end.cause is Cause.DRAIN:
-        return EngineDraining("the engine shut down before the request finished")
-    if end.cause is not None:
-        return RequestCancelled("the request was cancelled")
-    message = end.error or "the request failed"
-    if end.code == EngineOverloaded.code:
-        return EngineOverloaded(message, retry_after_s=retry_after_s)
-    kinds: dict[str, type[NovaInferError]] = {
-        "context_length_exceeded": ContextLengthExceeded,
-        "invalid_value": InvalidParameter,
-        "draining": EngineDraining,
-        "engine_dead": EngineDead,
-        "stalled": ReaderStalled,
-    }
-    return kinds.get(end.code, StepFailedError)(message, param=end.param)

@@ -50,12 +50,16 @@ def to_prompt(prompt: PromptLike, vocab_size: int) -> Prompt:
         raise InvalidParameter(f"the prompt must be {kinds}, and not empty", param="prompt")
     if all(isinstance(item, dict) for item in prompt):
         return _chat(Chat(messages=[item for item in prompt if isinstance(item, dict)]))
+    return checked_ids(prompt, vocab_size, "prompt token ids", param="prompt")
+
+
+def checked_ids(items: list[Any], vocab_size: int, what: str, *, param: str) -> list[int]:
+    """`items`, when they are token ids; raises `InvalidParameter` that calls them `what`."""
     ids: list[int] = []
-    for item in prompt:
+    for item in items:
         if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < vocab_size:
-            raise InvalidParameter(
-                f"prompt token ids must be integers from 0 to {vocab_size - 1}, not {_shown(item)}", param="prompt"
-            )
+            message = f"{what} must be integers from 0 to {vocab_size - 1}, not {_shown(item)}"
+            raise InvalidParameter(message, param=param)
         ids.append(item)
     return ids
 

@@ -35,6 +35,18 @@ class Vocabulary(msgspec.Struct, frozen=True):
         return self.token_bytes[token_id] if token_id < len(self.token_bytes) else b""
 
 
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tokenizer is, as tokenizer_config.json names it: its special tokens, and the template of chats."""
+
+    tokenizer_class: str
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    additional_special_tokens: list[str] = []
+    chat_template: str | None = None
+
+
 class TextAssembler:
     """The text of one request. `push` gives what may be sent; `stopped_by` is set when a stop string was met."""
 

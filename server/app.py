@@ -10,8 +10,10 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
+from novainfer import TokenizerInfo
 from novainfer.server.guard import Guard
 from novainfer.server.http.errors import one_of
+from novainfer.server.openai import tokens
 from novainfer.server.openai.chat import create_chat_completion
 from novainfer.server.openai.completions import create_completion
 from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -45,6 +47,23 @@ ROUTES: tuple[Endpoint, ...] = (
         *("POST", "/v1/completions", create_completion, "Continue one prompt or several", Completion),
         body=CompletionRequest, errors=GENERATION, media_types=ANSWERS,
     ),
+    Endpoint(
+        *("POST", "/v1/chat/completions/render", tokens.render_chat, "The tokens that a chat would begin with"),
+        tokens.Rendered, body=ChatCompletionRequest, errors=GENERATION,
+    ),
+    Endpoint(
+        *("POST", "/v1/completions/render", tokens.render_completion, "The tokens that prompts would begin with"),
+        list[tokens.Rendered], body=CompletionRequest, errors=GENERATION,
+    ),
+    Endpoint(
+        *("POST", "/tokenize", tokens.tokenize, "The tokens of a text or of messages", tokens.Tokenized),
+        body=tokens.TokenizeRequest, errors=GENERATION,
+    ),
+    Endpoint(
+        *("POST", "/detokenize", tokens.detokenize, "The text of tokens", tokens.Detokenized),
+        body=tokens.DetokenizeRequest, errors=GENERATION,
+    ),
+    Endpoint("GET", "/tokenizer_info", tokens.tokenizer_info, "What the tokenizer is", TokenizerInfo),
     Endpoint("GET", "/v1/models", info.list_models, "List the models", info.ModelList),
     Endpoint("GET", "/v1/models/{model:path}", info.get_model, "One model", info.Model, errors=(401, 404, 503)),
     Endpoint(
@@ -95,6 +114,8 @@ ROUTES: tuple[Endpoint, ...] = (
     Endpoint(
         *("GET", "/metrics", info.metrics, "Prometheus metrics", None), errors=(401,), media_types=("text/plain",),
     ),
+    Endpoint("GET", "/load", info.load, "How many requests are here", info.Load),
+    Endpoint("GET", "/server_info", info.server_info, "What is served, and how", info.ServerInfo),
     Endpoint("GET", "/version", info.version, "Version", info.Version),
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from novainfer.fsm.messages.events import Chat, PromptKind
 from novainfer.fsm.messages.mode import CHECKPOINT, Mode
 from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, StepDone, StepPlan
 from novainfer.fsm.parsing.formats import Formats
-from novainfer.fsm.text import Vocabulary
+from novainfer.fsm.text import TokenizerInfo, Vocabulary
 
 EOS = 256  # after the 256 byte tokens
 
@@ -144,6 +144,10 @@ class ByteTokenizer:
     def tokens_min(self, text: str) -> int:
         """Each byte is a token."""
         return len(text.encode())
+
+    def info(self) -> TokenizerInfo:
+        """Its name and its one special token."""
+        return TokenizerInfo(tokenizer_class=type(self).__name__, eos_token="<eos>")
 
     def limit_tokens(self, max_tokens: int) -> None:
         """Its chats are as long as their messages."""

@@ -3,6 +3,9 @@
     put ─▶ up to LARGE_BYTES ─▶ a batch of BATCH_BYTES at most ─▶ thread ─▶ deliver
        └─▶ larger ───────────▶ one at a time ───────────────────▶ thread ─▶ deliver
 
+Who asks for tokens alone (`ask`) stands behind no request's prompt: each lane takes one batch of asked ones between two
+of requests' prompts, and asked ones have numbers below zero, as no stream has.
+
 A thread has one batch, and nothing waits in it: a prompt whose request has left its queue is dropped here and now, so
 that what waits is what holds credits, and admission bounds it. A prompt that surely has more tokens than the context
 never comes here (`tokens_min`). The tokenizer itself is in `novainfer.actors.tokenizer.tokenizer`.
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -22,10 +26,10 @@ import msgspec
 from novainfer.actors.core.thread import JobThread
 from novainfer.actors.tokenizer.tokenizer import Tokenizer, encode_jobs
 from novainfer.fsm.health import Sighting, TokenizerState
-from novainfer.fsm.messages.errors import ContextLengthExceeded
+from novainfer.fsm.messages.errors import ContextLengthExceeded, EngineClosed, EngineOverloaded
 from novainfer.fsm.messages.events import Chat, Encode, Encoded, EncodeFailed, Prompt, PromptKind
 from novainfer.fsm.parsing.formats import Formats
-from novainfer.fsm.text import Vocabulary
+from novainfer.fsm.text import TokenizerInfo, Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,8 @@ LOAD = "load"  # the first thread's first job
 LARGE_BYTES = 16 << 10  # the worst text is tokenised at 0.3 MB a second: 50 ms
 BATCH_BYTES = 64 << 10  # what a small prompt may find at work before it: 0.2 s, or one chat's time for its template
 BATCH_MAX = 64  # prompts, however small
+ASKED_MAX = 64  # prompts that wait because someone asks for their tokens, in both lanes
+ASKED_RETRY_S = 1.0  # when someone else may find room there
 LAST_WORD_S = 1.0  # for what is at work when the engine ends; then its thread is left behind
 
 
@@ -55,6 +61,8 @@ class TokenizerThreads:
         self._small = _Lane("novainfer-tokenizer", self._work, self._take, batch_max=BATCH_MAX)
         self._large = _Lane("novainfer-tokenizer-large", self._work, self._take, batch_max=1)
         self._giving_up: asyncio.TimerHandle | None = None
+        self._asked: dict[int, asyncio.Future[Encoded | EncodeFailed]] = {}
+        self._num_asked = 0
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -80,6 +88,9 @@ class TokenizerThreads:
         """Drop what waits, and end after what is at work, or without it after `LAST_WORD_S` seconds."""
         for lane in (self._small, self._large):
             lane.stop()
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(EngineClosed("the engine was closed meanwhile"))
         self._giving_up = asyncio.get_running_loop().call_later(LAST_WORD_S, self._give_up)
 
     def _give_up(self) -> None:
@@ -94,6 +105,22 @@ class TokenizerThreads:
         """Encode this prompt."""
         num_bytes = size_of(job.prompt)
         (self._small if num_bytes <= LARGE_BYTES else self._large).put(job, num_bytes)
+
+    async def ask(self, prompt: str | Chat) -> Encoded | EncodeFailed:
+        """Encode this prompt for its own sake; raises `EngineOverloaded`, or `EngineClosed` when that comes first."""
+        if len(self._asked) >= ASKED_MAX:
+            message = f"{ASKED_MAX} prompts wait to be tokenised already: try again in {ASKED_RETRY_S:g} s"
+            raise EngineOverloaded(message, retry_after_s=ASKED_RETRY_S)
+        self._num_asked += 1
+        asked_id = -self._num_asked
+        answer = self._asked[asked_id] = asyncio.get_running_loop().create_future()
+        try:
+            self.put(Encode(asked_id, prompt))
+            found: Encoded | EncodeFailed = await answer
+            return found
+        finally:
+            del self._asked[asked_id]
+            self.forget([asked_id])
 
     def forget(self, stream_ids: Iterable[int]) -> None:
         """These streams have left the queue: their prompts, if they still wait, are tokenised for nothing."""
@@ -117,6 +144,11 @@ class TokenizerThreads:
             raise ContextLengthExceeded(
                 f"{limit}, but the prompt has at least {num_tokens}; shorten it.", param="prompt"
             )
+
+    def info(self) -> TokenizerInfo:
+        """What the tokenizer is."""
+        assert self._tokenizer is not None, "nothing is let in before it is there"
+        return self._tokenizer.info()
 
     # ---- looking in ----------------------------------------------------------------------------------------------
 
@@ -183,8 +215,11 @@ class TokenizerThreads:
         if isinstance(result, Vocabulary | Exception):
             self._loaded(result)
         else:
-            for answer in result:
-                self._deliver(self._checked(answer))
+            for answer in map(self._checked, result):
+                if answer.stream_id >= 0:
+                    self._deliver(answer)
+                elif (asked := self._asked.get(answer.stream_id)) is not None and not asked.done():
+                    asked.set_result(answer)
 
     def _checked(self, result: Encoded | EncodeFailed) -> Encoded | EncodeFailed:
         """`result`, unless the tokenizer used a token that the model has no row for."""
@@ -198,12 +233,14 @@ class TokenizerThreads:
 
 
 class _Lane:
-    """What waits for one thread, in order, and the batch it is at."""
+    """What waits for one thread, in order, and the batch it is at. Requests' prompts and asked ones take turns."""
 
     def __init__(self, name: str, work: Callable[[Any], Any], take: Callable[[Any], None], *, batch_max: int) -> None:
         self.thread = JobThread(name, work, partial(self._done, take))
         self._batch_max = batch_max
-        self._waiting: dict[int, tuple[Encode, int]] = {}  # by stream; and how many bytes
+        # Prompts of requests, and asked ones: by stream, and how many bytes. The first have the next batch.
+        self._queues: deque[dict[int, tuple[Encode, int]]] = deque(({}, {}))
+        self._requested, self._asked = self._queues
         self._num_at_work = 0
         self._is_stopped = False
         self.num_done = 0
@@ -214,30 +251,37 @@ class _Lane:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._num_at_work
+        return len(self._requested) + len(self._asked) + self._num_at_work
 
     def load(self) -> None:
         self.thread.put(LOAD)
 
     def put(self, job: Encode, num_bytes: int) -> None:
-        self._waiting[job.stream_id] = (job, num_bytes)
+        queue = self._requested if job.stream_id >= 0 else self._asked
+        queue[job.stream_id] = (job, num_bytes)
         self._next()
 
     def forget(self, stream_id: int) -> None:
-        self._waiting.pop(stream_id, None)
+        for queue in self._queues:
+            queue.pop(stream_id, None)
 
     def stop(self) -> None:
         self._is_stopped = True
-        self._waiting.clear()
+        for queue in self._queues:
+            queue.clear()
         self.thread.stop(drop_waiting=True)
 
     def _next(self) -> None:
         """Hand the thread its next batch, unless it has one."""
-        if self._num_at_work or not self._waiting or self._is_stopped:
+        if self._num_at_work or not any(self._queues) or self._is_stopped:
             return
+        if not self._queues[0]:
+            self._queues.rotate()
+        waiting = self._queues[0]
+        self._queues.rotate()
         batch: list[Encode] = []
         left = BATCH_BYTES
-        for job, num_bytes in self._waiting.values():
+        for job, num_bytes in waiting.values():
             is_chat = isinstance(job.prompt, Chat)  # rendered alone: each may take its template's whole time
             if batch and (is_chat or num_bytes > left or len(batch) == self._batch_max):
                 break
@@ -246,7 +290,7 @@ class _Lane:
                 break
             left -= num_bytes
         for job in batch:
-            del self._waiting[job.stream_id]
+            del waiting[job.stream_id]
         self._num_at_work = len(batch)
         self.thread.put(batch)
 

@@ -20,7 +20,7 @@ from novainfer.actors.tokenizer.renderer import Renderer, RenderError, RendererU
 from novainfer.fsm.messages.errors import ModelLoadError
 from novainfer.fsm.messages.events import Chat, Encode, Encoded, EncodeFailed, PromptKind
 from novainfer.fsm.parsing.formats import Formats, formats_of
-from novainfer.fsm.text import Vocabulary
+from novainfer.fsm.text import TokenizerInfo, Vocabulary
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.models.gguf import Gguf, is_gguf, read_gguf
 
@@ -30,6 +30,12 @@ NFC_SHRINK = 3  # bytes of UTF-8 that become one at most, when characters are co
 SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # and this for a byte
 CHARS_PER_TOKEN = 128  # of the longest tokens of large vocabularies
+
+
+class Bare(str):
+    """A text that is tokenised as it is: no special token is put before or behind it, whatever the model's way is."""
+
+    __slots__ = ()
 
 
 class Tokenizer(Protocol):
@@ -51,6 +57,9 @@ class Tokenizer(Protocol):
 
     def tokens_min(self, text: str) -> int:
         """A number of tokens that `text` has at least, found without tokenising it; called on the loop."""
+
+    def info(self) -> TokenizerInfo:
+        """What it is; called on the loop."""
 
     def limit_tokens(self, max_tokens: int) -> None:
         """A prompt of more tokens than this will be refused: a chat that is longer need not be rendered to its end."""
@@ -157,6 +166,10 @@ class NoTokenizer:
         """None: it will be refused for another reason."""
         return 0
 
+    def info(self) -> TokenizerInfo:
+        """Nothing but its name."""
+        return TokenizerInfo(tokenizer_class=type(self).__name__)
+
     def limit_tokens(self, max_tokens: int) -> None:
         """It makes no tokens."""
 
@@ -200,10 +213,11 @@ class HFTokenizer:
                 results[at] = self._refusal(error)
             except RendererUnavailable as error:
                 results[at] = NotNow(f"{error}: try again")
-        for is_chat in (False, True):
-            places = [at for at in texts if isinstance(prompts[at], str) != is_chat]
-            # Templates write the control tokens themselves; a model that begins with one has it put before plain text.
-            encoded = self._encode([texts[at] for at in places], add_special_tokens=not is_chat)
+        # Templates write the control tokens themselves; a model that begins with one has it put before plain text.
+        adds = {at: isinstance(prompts[at], str) and not isinstance(prompts[at], Bare) for at in texts}
+        for add_special_tokens in (False, True):
+            places = [at for at in texts if adds[at] is add_special_tokens]
+            encoded = self._encode([texts[at] for at in places], add_special_tokens=add_special_tokens)
             for at, ids in zip(places, encoded, strict=True):
                 results[at] = ids
         return results
@@ -239,6 +253,21 @@ class HFTokenizer:
             return 0
         num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass")) // NFC_SHRINK
         return -(-num_bytes // self._bytes_per_token)
+
+    def info(self) -> TokenizerInfo:
+        """What it was read with, and the default template where there are several."""
+        tokenizer = self._tokenizer
+        named = {
+            name: str(token)
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if (token := getattr(tokenizer, name, None)) is not None
+        }
+        return TokenizerInfo(
+            tokenizer_class=type(tokenizer).__name__,
+            additional_special_tokens=[token for token in tokenizer.all_special_tokens if token not in named.values()],
+            chat_template=tokenizer.get_chat_template() if self._renderer is not None else None,
+            **named,
+        )
 
     def limit_tokens(self, max_tokens: int) -> None:
         """Chats of more tokens are not rendered to their end."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 
@@ -15,18 +16,16 @@ from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRe
 from novainfer.server.openai.unsupported import ignored_fields
 
 Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest)
-OwnBody = TypeVar("OwnBody", bound=msgspec.Struct)
+AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
 
 FIELDS_MAX = 256  # all that are known are a fourth of it
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in (ChatCompletionRequest, CompletionRequest)}
-_KNOWN = {kind: frozenset(kind.__struct_fields__) for kind in _DECODERS}
 
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"field `(?P<field>[^`]+)`")
 
 
-def decode(kind: type[Body], body: bytes, *, is_strict: bool = False) -> tuple[Body, list[str]]:
+def decode(kind: type[AnyBody], body: bytes, *, is_strict: bool = False) -> tuple[AnyBody, list[str]]:
     """The Struct, and the names of fields that have no effect; raises `MalformedBody` or `InvalidParameter`.
 
     Where the server `is_strict` there may be no such fields.
@@ -35,16 +34,21 @@ def decode(kind: type[Body], body: bytes, *, is_strict: bool = False) -> tuple[B
         fields = _FIELDS.decode(body)
         if len(fields) > FIELDS_MAX:
             raise MalformedBody(f"The body must have at most {FIELDS_MAX} fields, not {len(fields)}")
-        adds = kind is CompletionRequest
-        ignored = ignored_fields(fields, _KNOWN[kind], adds_special_tokens=adds, is_strict=is_strict)
-        request = cast(Body, _DECODERS[kind].decode(body))
+        known, adds = frozenset(kind.__struct_fields__), kind is CompletionRequest
+        ignored = ignored_fields(fields, known, adds_special_tokens=adds, is_strict=is_strict)
+        request = _decoder(kind).decode(body)
     return request, ignored
 
 
-def decode_own(kind: type[OwnBody], body: bytes) -> OwnBody:
+def decode_own(kind: type[AnyBody], body: bytes) -> AnyBody:
     """The Struct of an endpoint that is no other server's; raises as `decode` does."""
     with _explained():
         return msgspec.json.decode(body, type=kind)
+
+
+@functools.cache
+def _decoder(kind: type[AnyBody]) -> msgspec.json.Decoder[AnyBody]:
+    return msgspec.json.Decoder(kind)
 
 
 @contextmanager

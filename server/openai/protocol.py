@@ -96,7 +96,7 @@ if TYPE_CHECKING:
     class Sampling(msgspec.Struct, kw_only=True):
         """How to sample: each field of `SamplingParams`, or null."""
 
-        n: int | None
+        n: int | None = None
 
 else:
     Sampling = msgspec.defstruct("Sampling", [(f.name, f.type | None, None) for f in _FIELDS], kw_only=True)

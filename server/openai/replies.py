@@ -244,8 +244,8 @@ def chat_logprobs(logprobs: list[TokenLogprob]) -> ChatLogprobs:
     )
 
 
-def _key(token: bytes) -> str:
-    """A token as the key of `top_logprobs`: its text, or OpenAI's `bytes:\\xe2\\x96` where it is no whole character."""
+def token_text(token: bytes) -> str:
+    """A token as `top_logprobs` names it: its text, or OpenAI's `bytes:\\xe2\\x96` where it is no whole character."""
     try:
         return token.decode("utf-8")
     except UnicodeDecodeError:
@@ -256,8 +256,8 @@ def completion_logprobs(logprobs: list[TokenLogprob], *, offset: int = 0) -> Com
     """Completions' shape; `offset` is where the first of these tokens begins, in characters."""
     reply = CompletionLogprobs([], [], [], [])
     for item in logprobs:
-        text = _key(item.token)
-        top = {_key(token): _finite(logprob) for _, token, logprob in item.top}
+        text = token_text(item.token)
+        top = {token_text(token): _finite(logprob) for _, token, logprob in item.top}
         top[text] = _finite(item.logprob)  # lm-eval looks the chosen token up here, and compares exactly
         reply.text_offset.append(offset)
         reply.token_logprobs.append(_finite(item.logprob))

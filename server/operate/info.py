@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from novainfer import ModelNotFound, RequestNotFound
+from novainfer import ModelInfo, ModelNotFound, RequestNotFound
 from novainfer.fsm.messages.mode import Mode
 from novainfer.server.engine import weights_in
 from novainfer.server.http.errors import NotMoving
@@ -17,6 +17,11 @@ from novainfer.server.http.exchange import SCOPE_KEY, Exchange
 from novainfer.server.metrics import CONTENT_TYPE
 from novainfer.server.openai.generation import ADMISSION_TURNS
 from novainfer.server.service import Service
+
+SHOWN_SETTINGS = (
+    *("strict_fields", "max_client_reqs", "max_client_unread", "max_client_tokens", "http2_max_concurrent_streams"),
+    *("body_timeout_s", "keep_alive_timeout_s", "sse_keep_alive_interval_s", "stall_timeout_s", "shutdown_timeout_s"),
+)
 
 
 class Model(msgspec.Struct, kw_only=True):
@@ -78,6 +83,24 @@ class Version(msgspec.Struct, kw_only=True):
     version: str
 
 
+class Load(msgspec.Struct, kw_only=True):
+    """The answer of `GET /load`: requests (choices) by what they do, and the share of the KV cache that they own."""
+
+    server_load: int
+    num_running: int
+    num_waiting: int
+    max_num_seqs: int
+    kv_cache_usage: float
+
+
+class ServerInfo(msgspec.Struct, kw_only=True):
+    """The answer of `GET /server_info`: what is served and how; `settings` are some of the HTTP side's."""
+
+    version: str
+    model: ModelInfo
+    settings: dict[str, Any]
+
+
 def json_response(reply: msgspec.Struct) -> Response:
     """A 200 with `reply` as JSON."""
     return Response(msgspec.json.encode(reply), media_type="application/json")
@@ -134,6 +157,30 @@ async def live(service: Service, request: Request) -> Response:
 async def version(service: Service, request: Request) -> Response:
     """The version of NovaInfer."""
     return json_response(Version(version=service.version))
+
+
+async def load(service: Service, request: Request) -> Response:
+    """How many requests are here: what a router wants to know several times a second."""
+    engine = service.ready_engine()
+    stats = engine.statistics()
+    total = stats.kv_blocks_total
+    return json_response(
+        Load(
+            server_load=service.live.num_live,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            max_num_seqs=engine.model_info.max_num_seqs,
+            kv_cache_usage=stats.kv_blocks_owned / total if total else 0.0,
+        )
+    )
+
+
+async def server_info(service: Service, request: Request) -> Response:
+    """The model as it is computed here, and what the HTTP side was told of time and room."""
+    settings = {name: getattr(service.settings, name) for name in SHOWN_SETTINGS}
+    return json_response(
+        ServerInfo(version=service.version, model=service.ready_engine().model_info, settings=settings)
+    )
 
 
 async def cancel_request(service: Service, request: Request) -> Response:

@@ -13,7 +13,7 @@ from typing import Any
 import gguf
 import pytest
 
-from novainfer.actors.tokenizer.tokenizer import HFTokenizer, NoTokenizer, load_tokenizer
+from novainfer.actors.tokenizer.tokenizer import Bare, HFTokenizer, NoTokenizer, load_tokenizer
 from novainfer.fsm.messages.errors import ModelLoadError
 from novainfer.fsm.messages.events import Chat
 from tests.kernels.gguf_checkpoints import write_tokenizer
@@ -85,7 +85,9 @@ def test_a_model_begins_with_its_control_token_where_the_file_says_so(tmp_path: 
 
     tokenizer = HFTokenizer(write(tmp_path / "m.gguf", change))
     (plain,) = HFTokenizer(DEMO).encode_batch(["Hello"])
-    assert tokenizer.encode_batch(["Hello"]) == [[0, *plain]]
+    assert tokenizer.encode_batch(["Hello", Bare("Hello"), "Hello"]) == [[0, *plain], plain, [0, *plain]]
+    token = tokenizer.vocabulary().bytes_of(0).decode()
+    assert tokenizer.info().bos_token == token
 
 
 def test_tokens_that_users_have_defined_are_whole_and_are_text(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from novainfer.actors.device.fake import ByteTokenizer, FakeDevice
-from novainfer.actors.tokenizer.threads import BATCH_BYTES, BATCH_MAX, LARGE_BYTES, size_of
+from novainfer.actors.tokenizer.threads import ASKED_MAX, BATCH_BYTES, BATCH_MAX, LARGE_BYTES, size_of
 from novainfer.actors.tokenizer.tokenizer import NFC_SHRINK, HFTokenizer
-from novainfer.fsm.messages.errors import ContextLengthExceeded
-from novainfer.fsm.messages.events import Chat
+from novainfer.fsm.messages.errors import ContextLengthExceeded, EngineClosed, EngineOverloaded
+from novainfer.fsm.messages.events import Chat, Encoded
 from tests.actors.helpers import WAIT_S, answer, ask, eventually, params, read_all, running
 
 LARGE = "x" * (LARGE_BYTES + 1)
@@ -84,6 +84,52 @@ async def test_each_chat_is_a_batch_of_its_own() -> None:
         for handle in (first, *handles):
             assert (await read_all(handle)).is_well
     assert tokenizer.batches == [["first"], ["a", "b"], [chat], [chat], ["c", "d"]]
+
+
+async def test_asked_prompts_take_turns_with_those_of_requests() -> None:
+    """However many tokens are asked for, a request's prompt waits for one batch of them."""
+    tokenizer = Gated(holds=0)
+    async with running(device(), tokenizer=tokenizer) as runtime:
+        asked = [asyncio.create_task(runtime.tokenize(LARGE + str(i))) for i in range(4)]
+        await eventually(lambda: len(tokenizer.batches) == 1)
+        requests = [ask(runtime, LARGE + name, params(1)) for name in "xy"]
+        tokenizer.let(6)
+        for handle in requests:
+            assert (await read_all(handle)).is_well
+        for i, task in enumerate(asked):
+            assert (await task) == Encoded(-1 - i, list((LARGE + str(i)).encode()))
+        assert runtime._threads.num_waiting == 0
+    assert [batch[0][-1] for batch in tokenizer.batches if isinstance(batch[0], str)] == ["0", "x", "1", "y", "2", "3"]
+
+
+async def test_so_many_prompts_may_be_asked_and_one_whose_asker_leaves_is_dropped() -> None:
+    tokenizer = Gated(holds=0)
+    async with running(device(), tokenizer=tokenizer) as runtime:
+        asked = [asyncio.create_task(runtime.tokenize(f"{i}")) for i in range(ASKED_MAX)]
+        await eventually(lambda: runtime._threads.num_waiting == ASKED_MAX)
+        with pytest.raises(EngineOverloaded):
+            await runtime.tokenize("too many")
+        asked[5].cancel()
+        await eventually(lambda: runtime._threads.num_waiting == ASKED_MAX - 1)
+        last = asyncio.create_task(runtime.tokenize("last"))
+        tokenizer.let(ASKED_MAX)
+        assert isinstance(await last, Encoded)
+        await asyncio.gather(*asked, return_exceptions=True)
+    assert sum(len(batch) for batch in tokenizer.batches) == ASKED_MAX
+    assert ["5"] not in [[prompt] for batch in tokenizer.batches for prompt in batch]
+
+
+async def test_who_waits_for_tokens_hears_that_the_engine_ends() -> None:
+    tokenizer = Gated(holds=0)
+    async with running(device(), tokenizer=tokenizer) as runtime:
+        asked = [asyncio.create_task(runtime.tokenize(name)) for name in "ab"]
+        await eventually(lambda: runtime._threads.num_waiting == 2)
+        tokenizer.let()
+    for task in asked:
+        with pytest.raises(EngineClosed):
+            await task
+    with pytest.raises(EngineClosed):
+        await runtime.tokenize("late")
 
 
 async def test_a_cancelled_prompt_is_dropped_when_its_credits_come_back() -> None:

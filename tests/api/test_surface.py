@@ -42,6 +42,7 @@ SURFACE = [
     "ServerError",
     "StepFailedError",
     "TokenLogprob",
+    "TokenizerInfo",
     "UnsupportedParameter",
     "WrongLoop",
     "__version__",

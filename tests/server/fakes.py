@@ -10,16 +10,19 @@ from typing import Any
 import msgspec
 
 from novainfer import (
+    Chat,
     ContextLengthExceeded,
     Delta,
     EngineDraining,
     EngineOverloaded,
     EngineStatistics,
     FinishReason,
+    InvalidParameter,
     NovaInferError,
     RecorderUnavailable,
     RequestCancelled,
     SamplingParams,
+    TokenizerInfo,
     TokenLogprob,
 )
 from novainfer.actors.admission import AdmissionStatistics
@@ -148,6 +151,22 @@ class FakeEngine:
                 active.error = EngineDraining("The server is shutting down")
                 active.changed.set()
             await self.wait_until(lambda: not self.active)
+
+    async def tokenize(self, prompt: Any, *, add_special_tokens: bool = True) -> list[int]:
+        """A byte is a token, behind one more where special tokens are added to a text."""
+        if isinstance(prompt, Chat):
+            return [2, *"|".join(message["content"] for message in prompt.messages).encode()]
+        if isinstance(prompt, dict):
+            return list(prompt["prompt_token_ids"])
+        return [1] * add_special_tokens + list(prompt.encode())
+
+    async def detokenize(self, token_ids: list[int]) -> list[bytes]:
+        if wrong := [token_id for token_id in token_ids if not 0 <= token_id < 256]:
+            raise InvalidParameter(f"token_ids must be integers from 0 to 255, not {wrong[0]}", param="token_ids")
+        return [bytes([token_id]) for token_id in token_ids]
+
+    def tokenizer_info(self) -> TokenizerInfo:
+        return TokenizerInfo(tokenizer_class="Bytes", eos_token="<eos>", chat_template="{{ messages }}")
 
     def check_room(self, prompts: Sequence[Any], params: SamplingParams) -> list[int]:
         """There is always room; a character is a token."""

@@ -3,11 +3,13 @@
 import asyncio
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import httpx2
@@ -236,6 +238,50 @@ async def test_two_conversations_share_their_beginning(demo: DemoServer) -> None
         assert events(response.text)[-1] == "[DONE]"
         metrics = (await http.get("/metrics")).text
         assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="demo"}' in metrics
+
+
+async def test_tokens_are_those_that_answers_begin_with(demo: DemoServer) -> None:
+    async with httpx.AsyncClient(base_url=demo.server.url, headers={"authorization": f"Bearer {KEY}"}) as http:
+
+        async def post(path: str, **body: object) -> Any:
+            response = await http.post(path, json=body)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        chat = await post("/v1/chat/completions", messages=SUM, max_tokens=4, return_token_ids=True)
+        tokens = chat["prompt_token_ids"]
+        assert (await post("/tokenize", messages=SUM))["tokens"] == tokens
+        assert (await post("/v1/chat/completions/render", messages=SUM))["token_ids"] == tokens
+        rendered = (await post("/detokenize", tokens=tokens))["prompt"]
+        assert SUM[0]["content"] in rendered
+        assert (await post("/tokenize", prompt=rendered))["tokens"] == tokens
+        kept = await post(
+            "/v1/completions", prompt=rendered, max_tokens=4, truncate_prompt_tokens=5, return_token_ids=True
+        )
+        assert kept["choices"][0]["prompt_token_ids"] == tokens[-5:]
+        info = (await http.get("/tokenizer_info")).json()
+        assert info["eos_token"] in rendered
+        assert "messages" in info["chat_template"]
+        found = (await http.get("/server_info")).json()["model"]
+        assert (found["name"], found["prompt_kind"]) == ("demo", "chat")
+        assert (await http.get("/load")).json()["kv_cache_usage"] == 0.0
+        response = await http.post("/tokenize", json={"messages": SUM, "chat_template_kwargs": {"tools": []}})
+        assert response.json()["error"]["param"] == "chat_template_kwargs.tools"
+
+
+async def test_the_likeliest_of_several_completions_is_given_back(client: openai.AsyncOpenAI) -> None:
+    async with client:
+        asked = {"model": "demo", "prompt": "Once upon", "max_tokens": 12, "temperature": 1.5, "seed": 7, "logprobs": 0}
+        made = await client.completions.create(**asked, n=4)
+        best = await client.completions.create(**asked, n=2, best_of=4)
+
+        def mean(choice: openai.types.CompletionChoice) -> float:
+            assert choice.logprobs is not None
+            return statistics.fmean(choice.logprobs.token_logprobs or [])
+
+        expected = sorted(made.choices, key=mean, reverse=True)[:2]
+        assert [choice.text for choice in best.choices] == [choice.text for choice in expected]
+        assert len({choice.text for choice in made.choices}) == 4
 
 
 @pytest.mark.parametrize("language", ["bash", "python"])

@@ -12,7 +12,10 @@ from tests.server.test_bad_input import error_of
 from tests.server.test_chat import USER
 
 PUBLIC = ("/health", "/healthz", "/livez", "/readyz", "/ping")
-GUARDED = ("/v1/models", "/v1/models/fake", "/metrics", "/version", "/openapi.json", "/nothing", "/")
+GUARDED = (
+    *("/v1/models", "/v1/models/fake", "/metrics", "/version", "/openapi.json", "/nothing", "/"),
+    *("/load", "/server_info", "/tokenizer_info"),
+)
 
 
 async def test_every_path_but_the_probes_needs_a_key(serve: Serve, engine: FakeEngine) -> None:
@@ -26,7 +29,7 @@ async def test_every_path_but_the_probes_needs_a_key(serve: Serve, engine: FakeE
                 assert response.status_code == 401
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert error_of(response)["code"] == "invalid_api_key"
-            for path in ("/v1/chat/completions", "/v1/completions", "/v1/requests/x/cancel", "/nothing"):
+            for path in ("/v1/chat/completions", "/tokenize", "/detokenize", "/v1/requests/x/cancel", "/nothing"):
                 assert (await client.post(path, json={"messages": USER}, headers=headers)).status_code == 401
         assert not engine.seen
         for key in ("first-key", "second-key"):
