@@ -241,10 +241,16 @@ int nova_attend(const CacheDesc* cache, int layer, const void* query, int64_t qu
   });
 }
 
-int64_t nova_attend_tiles(const CacheDesc* cache, const int32_t* block_tables, int64_t table_stride,
-                          const int32_t* query_start, const int32_t* context_lens, int64_t num_seqs, int64_t window) {
-  return AttentionPlan(*cache, {block_tables, table_stride, query_start, context_lens, num_seqs}, 1, window)
-      .tiles_read();
+// What a layer's attention of a step would read and take, on so many threads.
+int nova_attend_plan(const CacheDesc* cache, const int32_t* block_tables, int64_t table_stride,
+                     const int32_t* query_start, const int32_t* context_lens, int64_t num_seqs, int64_t window,
+                     int threads, int64_t* tiles_read, int64_t* partials_bytes) {
+  return guarded([&] {
+    const Batch batch{block_tables, table_stride, query_start, context_lens, num_seqs};
+    const AttentionPlan plan(*cache, batch, threads, window);
+    *tiles_read = plan.tiles_read();
+    *partials_bytes = plan.partials_bytes();
+  });
 }
 
 }  // extern "C"

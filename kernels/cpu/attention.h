@@ -49,6 +49,7 @@ class AttentionPlan {
 
   // KV tiles that are read for one head: those of a shared group count once for each reading, not for each sequence.
   int64_t tiles_read() const;
+  int64_t partials_bytes() const { return partials.size() * sizeof(float); }
 
   int64_t window;  // tokens that a row sees, itself among them; 0: its whole context
   std::vector<QueryToken> tokens;
@@ -56,7 +57,7 @@ class AttentionPlan {
   std::vector<Item> items;                      // by round, the most expensive first
   std::vector<long> round_ends;                 // in `items`
   int rows_max = 0;                             // query rows (tokens x heads of the kv head) of the largest group
-  std::vector<float> partials;                  // of divided groups, by tile: see attention_tile.h
+  std::vector<float> partials;                  // of divided groups, by tile: see partial_floats in attention_tile.h
   std::vector<float> states;                    // between rounds, by query token and head: maximum, sum, accumulator
   std::unique_ptr<std::atomic<int>[]> pending;  // items not done yet, by group; reset by the last
 };

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from novainfer.kernels.cpu.native import CACHE_FORMATS, DTYPE_CODES, CacheDesc, 
 from novainfer.kernels.ops.registry import AttentionShape
 from novainfer.kernels.step import StepTensors
 
-__all__ = ["NativeAttention"]
+__all__ = ["AttentionPlan", "NativeAttention"]
 
 # Below this much work one thread ends before a second one would have woken up.
 SERIAL_FLOPS_MAX = 2 << 20
@@ -34,6 +34,13 @@ def _describe(shape: AttentionShape, num_blocks: int, dtype: torch.dtype, data: 
         dtype=DTYPE_CODES[dtype],
         format=CACHE_FORMATS[shape.kv_dtype],
     )
+
+
+class AttentionPlan(NamedTuple):
+    """How a step's attention is divided, in numbers."""
+
+    tiles_read: int  # KV tiles of 256 tokens, for each kv head; those that sequences share count once a reading
+    partials_bytes: int  # of working memory, for what parts of a context give
 
 
 class NativeAttention:
@@ -120,16 +127,16 @@ class NativeAttention:
         )  # fmt: skip
         return out
 
-    def tiles_read(self, step: StepTensors, window: int | None = None) -> int:
-        """KV tiles of 256 tokens that a layer's attention reads for each kv head; shared ones count once a reading."""
+    def plan(self, step: StepTensors, threads: int, window: int | None = None) -> AttentionPlan:
+        """What a layer's attention of this step would read and take on so many threads."""
         tables, starts, lens = step.block_tables, step.query_start, step.context_lens
         desc = next(iter(self.descs.values()))
-        return int(
-            library().nova_attend_tiles(
-                ctypes.byref(desc), tables.data_ptr(), tables.stride(0), starts.data_ptr(), lens.data_ptr(),
-                lens.shape[0], window or 0,
-            )
+        tiles, partials_bytes = ctypes.c_int64(), ctypes.c_int64()
+        library().nova_attend_plan(
+            ctypes.byref(desc), tables.data_ptr(), tables.stride(0), starts.data_ptr(), lens.data_ptr(),
+            lens.shape[0], window or 0, threads, ctypes.byref(tiles), ctypes.byref(partials_bytes),
         )  # fmt: skip
+        return AttentionPlan(tiles.value, partials_bytes.value)
 
     def _dtypes(self) -> str:
         return " or ".join(map(str, self.descs))

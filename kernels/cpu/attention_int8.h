@@ -115,8 +115,9 @@ class Int8Tiles {
       for (int r = 0; r < MR; r++)
         for (int v = 0; v < GROUP_VECTORS; v++) {
           float* at = weights + r * TILE_LANES + i * GROUP + v * VL;
-          const vf e = sight.cut(cut, r, i, v, T::exp2(fma(loadf(at), per_unit[r], minus_max[r])), zero());
-          // A scale may be infinite.
+          // A scale may be infinite, and is then to be seen however small the probability is: no exponential is zero.
+          const vf x = vmax(set1(-126.0f), fma(loadf(at), per_unit[r], minus_max[r]));
+          const vf e = sight.cut(cut, r, i, v, T::exp2(x), zero());
           const vf weight = sight.cut(cut, r, i, v, mul(e, loadf(scales_of(sight.g.values[i]) + v * VL)), zero());
           sums[r] = add(sums[r], e);
           largest[r] = vmax(weight, largest[r]);

@@ -11,17 +11,21 @@ namespace {
 // Tuning: tests/bench/kernels.py long; Zen 5, two cores.
 constexpr int ROWS_SHARED = 48;          // query rows computed over one reading of the context: of decodes
 constexpr long CHUNK_BYTES = 320 << 10;  // of a chunk: their queries and accumulators, which stay in L2 beside a tile
-constexpr long CHUNK_GROUPS = 16;        // but at least so many groups for each thread, so that all end together
+// By cost, that all threads end together: a group of a chunk is at most a sixteenth of what a thread has to do in the
+// step, if that is ROWS_SHARED rows, and any group that is more than a quarter is divided along its context.
+constexpr long CHUNK_GROUPS = 16, PARTS = 4;
+// Floats of what the parts of all divided groups give (64 MB, in no account of memory): enough for drafts behind 128k
+// tokens. Where it would be more, chunks have smaller groups and others fewer parts.
+constexpr long PARTIALS_MAX = 16 << 20;
 
 // Divides the rows of a step into groups.
 class Grouping {
  public:
   Grouping(const CacheDesc& cache, const Batch& batch, int threads, AttentionPlan& plan)
       : cache_(cache), batch_(batch), plan_(plan) {
-    const long in_l2 = CHUNK_BYTES / (4 * (cache.key_units() + cache.value_width()));
-    const long all = (long)batch.query_start[batch.num_seqs] * cache.num_heads;
-    const long rows = std::min(in_l2, all / (CHUNK_GROUPS * threads));
-    chunk_tokens_ = std::max(shared_tokens_, (int)rows / ratio_);
+    long cost = 0;
+    for (int seq = 0; seq < batch.num_seqs; seq++) cost += queries(seq) * cost_of_token(seq);
+    thread_cost_ = cost * cache.num_kv_heads / threads;
     int num_states = 0;
     for (int seq = 0; seq < batch.num_seqs; seq++) {
       // A chunk reads its context once for as many rows as a group has: sharing it would save nothing. Where a window
@@ -62,6 +66,22 @@ class Grouping {
   int queries(int seq) const { return batch_.query_start[seq + 1] - batch_.query_start[seq]; }
   int before(int seq) const { return batch_.context_lens[seq] - queries(seq); }
   const int32_t* table(const Member& member) const { return batch_.block_tables + member.seq * batch_.table_stride; }
+
+  // Tiles that the last token of a sequence sees.
+  long cost_of_token(int seq) const {
+    const int64_t tokens = batch_.context_lens[seq];
+    return std::max(1L, tiles_of(cache_, plan_.window ? std::min(plan_.window, tokens) : tokens));
+  }
+
+  // Query tokens of a group of one sequence.
+  int chunk_tokens(int seq) const {
+    const long in_l2 = CHUNK_BYTES / (4 * (cache_.key_units() + cache_.value_width()) * ratio_);
+    const long cost = cost_of_token(seq), share = thread_cost_ / cost;
+    // If it could not be divided, of so few rows that it need not be.
+    const bool fits = cost * partial_floats(queries(seq) * cache_.num_heads, cache_.value_width()) <= PARTIALS_MAX;
+    const long least = fits ? shared_tokens_ : std::clamp(share / PARTS, 1L, (long)shared_tokens_);
+    return (int)std::max(least, std::min(in_l2, share / CHUNK_GROUPS));
+  }
 
   // The blocks that the tiles of a member lie in.
   int blocks(const Member& member) const {
@@ -105,7 +125,7 @@ class Grouping {
   // The rest of one sequence: from this tile, or from where its windows begin.
   void own_groups(const Member& member, int tile, int round) {
     const int seq = member.seq;
-    const int chunks = (int)ceil_div(queries(seq), chunk_tokens_);
+    const int chunks = (int)ceil_div(queries(seq), chunk_tokens(seq));
     for (int c = 0; c < chunks; c++) {
       const int first = (int)((long)queries(seq) * c / chunks), last = (int)((long)queries(seq) * (c + 1) / chunks);
       const int64_t begin = plan_.window ? std::max<int64_t>(0, before(seq) + first + 1 - plan_.window) : 0;
@@ -133,7 +153,7 @@ class Grouping {
   AttentionPlan& plan_;
   const int ratio_ = cache_.num_heads / cache_.num_kv_heads;
   const int shared_tokens_ = std::max(1, ROWS_SHARED / ratio_);  // of a shared group
-  int chunk_tokens_;                                             // of a group of one sequence
+  long thread_cost_;                                             // a thread's share: tiles x query tokens, for a head
   std::vector<Member> members_;
 };
 
@@ -147,23 +167,30 @@ AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int thr
     if ((int)totals.size() <= group.round) totals.resize(group.round + 1);
     totals[group.round] += (double)group.tiles * group.count;
   }
+  long floats;
+  // Divides the groups that are more than `most` of their round; of all of it none is.
+  const auto divide = [&](double most) {
+    floats = 0;
+    for (Group& group : groups) {
+      const double parts = std::ceil(group.tiles * group.count / (totals[group.round] * most));
+      group.parts = (int)std::max(1.0, std::min<double>(group.tiles, parts));
+      if (group.parts == 1) continue;
+      group.partial = floats;
+      floats += group.tiles * partial_floats(group.count * ratio, cache.value_width());
+    }
+    return floats <= PARTIALS_MAX;
+  };
+  for (double most = threads == 1 ? 1.0 : 1.0 / (PARTS * threads); !divide(most);) most *= 2;
+  partials.resize(floats);
+
   struct Priced {
     int round;
     double cost;
     Item item;
   };
   std::vector<Priced> order;
-  long floats = 0;
   for (int i = 0; i < (int)groups.size(); i++) {
-    Group& group = groups[i];
-    // A group is divided along its context when it would be more than a quarter of a thread's share.
-    const double share = totals[group.round] / (4.0 * threads);
-    if (threads > 1)
-      group.parts = (int)std::min<double>(group.tiles, std::max(1.0, std::ceil(group.tiles * group.count / share)));
-    if (group.parts > 1) {
-      group.partial = floats;
-      floats += group.tiles * partial_floats(group.count * ratio, cache.value_width());
-    }
+    const Group& group = groups[i];
     for (int part = 0; part < group.parts; part++) {
       const int first = group.tiles * part / group.parts, last = group.tiles * (part + 1) / group.parts;
       order.push_back(
@@ -176,7 +203,6 @@ AttentionPlan::AttentionPlan(const CacheDesc& cache, const Batch& batch, int thr
   for (const Priced& priced : order) items.push_back(priced.item);
   for (size_t i = 0; i < order.size(); i++)
     if (i + 1 == order.size() || order[i + 1].round != order[i].round) round_ends.push_back(i + 1);
-  partials.resize(floats);
   pending.reset(new std::atomic<int>[groups.size()]);
   for (size_t i = 0; i < groups.size(); i++) pending[i].store(groups[i].parts, std::memory_order_relaxed);
 }

@@ -115,6 +115,7 @@ class Experts {
   // residual += what the experts of each of m rows make of it.
   void run(Team& team, const ExpertsDesc& d, const E* x, long m, E* residual) {
     const long hidden = d.router->k, active = d.active, pairs = m * active;
+    if (pairs == 0) return;
     choose(team, d, x, m);
     sort(d.router->n, pairs);
     rows_.resize(pairs * hidden);

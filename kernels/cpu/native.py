@@ -141,7 +141,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nova_cache_block_bytes": (_L, (_CACHE,)),
     "nova_cache_write": (_STATUS, (_CACHE, _I, _P, _L, _P, _L, _P, _L, _I)),
     "nova_attend": (_STATUS, (_CACHE, _I, _P, _L, _P, _L, _P, _P, _L, _F, _L, _P, _I)),
-    "nova_attend_tiles": (_L, (_CACHE, _P, _L, _P, _P, _L, _L)),
+    "nova_attend_plan": (_STATUS, (_CACHE, _P, _L, _P, _P, _L, _L, _I, _P, _P)),
     "nova_rms_norm": (_STATUS, (_I, _P, _L, _P, _F, _P, _L, _L, _I)),
     "nova_add_rms_norm": (_STATUS, (_I, _P, _P, _P, _F, _P, _L, _L, _I)),
     "nova_silu_mul": (_STATUS, (_I, _P, _P, _L, _L, _I)),

@@ -310,7 +310,8 @@ class Sampler(Protocol):
         """Have one token a row drawn; `NO_TOKEN` where the logits hold a NaN or an infinity above all others.
 
         A row with a mask (`at.masks`) is drawn, and its log probabilities are, as if the logits of all tokens that it
-        forbids were minus infinity; `NONE_ALLOWED` where no token is left that its sequence may be given.
+        forbids were minus infinity; `NONE_ALLOWED` where no token is left that its sequence may be given. What is
+        banned counts for log probabilities: where they are asked for, a NaN there makes the row `NO_TOKEN`.
 
         logits [n, vocab_size] in the model's dtype, rows contiguous (may be overwritten); `at` [n]: whose rows they are
         and where the drawn tokens will stand. Where there are drafts, the row behind one is the sequence's next

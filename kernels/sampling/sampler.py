@@ -136,10 +136,12 @@ class TorchSampler:
         if random:
             numbers = torch.tensor([u[i] for i in random], dtype=torch.float64, device=self.device)
             tokens[random] = draw(logits[random], [rows[i] for i in random], numbers)
-        is_finite[asked] &= raw.amax(-1).isfinite()
+        raw_largest = largest.clone()
+        raw_largest[asked] = raw.amax(-1)
+        is_finite &= raw_largest.isfinite()
         tokens.masked_fill_(~is_finite, NO_TOKEN)
         for i in masked:
-            if largest[i] == -torch.inf:
+            if largest[i] == -torch.inf and raw_largest[i] < torch.inf:
                 tokens[i] = NONE_ALLOWED
         token_ids: list[int] = tokens.tolist()
         logprobs: list[Logprobs | None] = [None] * len(rows)
@@ -203,10 +205,10 @@ class RowSampler(TorchSampler):
             x = logits[i].float()
             raw = x.clone() if row.logprobs is not None else None
             self._apply(x, row, at.slots[i], at.positions[i], is_masked=i in masked)
-            if i in masked and x.amax() == -torch.inf:
-                token_id = NONE_ALLOWED
-            elif raw is not None and not raw.amax().isfinite():
+            if raw is not None and not bool(raw.amax() < torch.inf):
                 token_id = NO_TOKEN  # its log probabilities would be none, wherever the NaN lies
+            elif i in masked and x.amax() == -torch.inf:
+                token_id = NONE_ALLOWED
             elif row.temperature < TEMPERATURE_GREEDY_MAX:
                 token_id = int(argmax(x[None])[0])
             else:

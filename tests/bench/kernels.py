@@ -253,7 +253,8 @@ def bench_shared(dtype: torch.dtype, clock: Clock) -> None:
             name: attend_calls(cache, tables, context, 1, dtype)
             for name, tables in (("apart", apart), ("shared", alike))
         }
-        tiles = [cache.tiles_read(attend_step(tables, context, 1)) for tables in (apart, alike)]
+        threads = torch.get_num_threads()
+        tiles = [cache.plan(attend_step(tables, context, 1), threads).tiles_read for tables in (apart, alike)]
         us = interleaved(variants, SECONDS_PER_CASE, clock)
         print(
             f"{seqs:>5} {shared:>7} {own:>5} {us['apart']:9.0f} {us['shared']:9.0f} {us['apart'] / us['shared']:5.2f}"

@@ -139,6 +139,16 @@ def test_what_is_not_a_number_counts_where_it_is_allowed(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("kernel", SAMPLERS)
+def test_what_is_not_a_number_and_banned_counts_for_log_probabilities_alone(kernel: Any) -> None:
+    ways = [SeqParams(slot=0, banned_token_ids=[50, 51], temperature=t, logprobs=n) for n in (None, 1) for t in (0, 1)]
+    for bad in (NAN, INF):
+        logits = logits_of(5, 5)
+        logits[:4, 50] = bad
+        found = drawn(over(kernel, [*ways, ways[-1]]), logits, masks_at(range(5), [[50, 51]] * 5))
+        assert found.token_ids == [NONE_ALLOWED] * 2 + [NO_TOKEN] * 2 + [NONE_ALLOWED]
+
+
+@pytest.mark.parametrize("kernel", SAMPLERS)
 def test_stop_tokens_that_are_all_a_mask_allows_may_come_too_early(kernel: Any) -> None:
     ways = [SeqParams(slot=0, stop_token_ids=[9, 11], min_position=POSITION + 5)] * 2
     masks = masks_at([0, 1], [[9], [9, 12]])

@@ -11,7 +11,7 @@ import torch
 from attended import CPU, DTYPES, KEPT, step_of
 from torch import Tensor
 
-from novainfer.kernels.cpu.attention import NativeAttention
+from novainfer.kernels.cpu.attention import AttentionPlan, NativeAttention
 from novainfer.kernels.cpu.plain_attention import NativeLayoutAttention
 from novainfer.kernels.ops import kv_cache
 from novainfer.kernels.ops.registry import AttentionShape
@@ -195,6 +195,21 @@ def test_a_query_that_is_not_a_number_is_its_own_rows_trouble(kept: tuple[torch.
         assert torch.equal(got.flatten(1), expected)
 
 
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+def test_a_value_that_is_infinite_reaches_rows_to_which_its_key_says_nothing(kept: tuple[torch.dtype, str]) -> None:
+    """Its probability is less than any number that is not zero."""
+    world = make_world(GEOMETRIES[0], *kept, ((300, 20),))
+    expected = world.attend(world.everything())
+    key = -1000 * world.queries[0][:1, 3:4].expand(1, 2, 64)  # against head 3 of the first row
+    value = torch.full((1, 2, 64), float("inf"), dtype=kept[0])
+    slot = int(world.tables[0, 5]) * 16 + 7
+    world.cache.write(1, key, torch.ones_like(value), torch.tensor([slot]))
+    without = world.attend(world.everything()).view(20, 14, 64)[0, 3]
+    assert (without - expected.view(20, 14, 64)[0, 3]).abs().max() < 0.2  # a value of 1 is not to be seen
+    world.cache.write(1, key, value, torch.tensor([slot]))
+    assert not world.attend(world.everything()).view(20, 14, 64)[0, 3].isfinite().any()
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 def test_a_query_of_zeros_weighs_all_that_it_sees_alike(kept: tuple[torch.dtype, str], window: int | None) -> None:
@@ -308,3 +323,28 @@ def test_a_sink_of_small_values_leaves_the_others_their_digits() -> None:
             query, keys * key_scales[..., None].double(), values * value_scales[..., None].double(), 0.125
         )
         assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize("shape", [(14, 2, 64), (28, 4, 128), (32, 8, 128)], ids=str)
+def test_a_step_is_divided_by_what_its_sequences_cost_and_takes_little_memory(
+    shape: tuple[int, int, int], threads: int
+) -> None:
+    cache = NativeAttention.allocate(AttentionShape(1, *shape, 16), 1, torch.bfloat16, CPU)
+
+    def plan(*sequences: tuple[int, int], is_shared: bool = False) -> AttentionPlan:
+        starts = torch.tensor([0, *(rows for _, rows in sequences)]).cumsum(0).int()
+        lens = torch.tensor([context for context, _ in sequences], dtype=torch.int32)
+        tables = torch.arange(len(sequences) * 8192, dtype=torch.int32).view(-1, 8192)
+        return cache.plan(step_of(tables[:1].repeat(len(tables), 1) if is_shared else tables, starts, lens), threads)
+
+    new, decode = (1900, 1900), (102400, 1)
+    for piece in ((32768, 148), (102400, 148)):
+        together, one, other = plan(piece, new), plan(piece), plan(new)
+        assert together.partials_bytes == one.partials_bytes == other.partials_bytes == 0
+        assert other.tiles_read < together.tiles_read <= one.tiles_read + other.tiles_read
+        groups = one.tiles_read * shape[1] // -(-piece[0] // 256)
+        assert 2 * threads <= groups <= 16 * threads + shape[1]
+    assert (plan(decode).partials_bytes > 0) == (threads > 1 and 4 * threads > shape[1])  # each thread has a part
+    assert plan(*[decode] * 40, is_shared=True).partials_bytes <= 64 << 20
+    assert plan(*[(131072, 6)] * 2).partials_bytes <= 64 << 20

@@ -96,8 +96,8 @@ def test_what_all_read_is_read_once_for_as_many_rows_as_a_tile_holds(dtype: torc
     lens = torch.full((13,), shared + 40, dtype=torch.int32)
     starts = torch.arange(14, dtype=torch.int32)
     step = step_of(tables, starts, lens)
-    assert cache.tiles_read(step) == 3 * 12 + 2 * 4 + 1 * 4 + 13
-    assert cache.tiles_read(step, window=8192) == 13 * 17
-    assert cache.tiles_read(step_of(tables[:1], starts[:2], lens[:1])) == 17
+    assert cache.plan(step, 1).tiles_read == 3 * 12 + 2 * 4 + 1 * 4 + 13
+    assert cache.plan(step, 1, window=8192).tiles_read == 13 * 17
+    assert cache.plan(step_of(tables[:1], starts[:2], lens[:1]), 1).tiles_read == 17
     mixed = step_of(tables[:2], torch.tensor([0, 1, 8], dtype=torch.int32), lens[:2])
-    assert cache.tiles_read(mixed) == 17 + 2 * 17  # seven rows are a chunk
+    assert cache.plan(mixed, 1).tiles_read == 17 + 2 * 17  # seven rows are a chunk

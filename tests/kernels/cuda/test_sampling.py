@@ -431,16 +431,18 @@ def test_a_model_gives_the_tokens_that_it_gives_on_the_cpu(tmp_path: Path, devic
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masks_forbid_in_their_rows_and_their_step(dtype: torch.dtype, device: torch.device) -> None:
     """Rows of several chunks, with masks and without; none of it is left behind the step."""
-    vocab, count = 1103, 10
+    vocab, count = 1103, 12
     rng = np.random.default_rng(31)
     rows, tokens = random_rows(32, count, vocab)
     rows[4] = SeqParams(slot=0, stop_token_ids=[17], min_position=50)
     rows[5] = rows[6] = SeqParams(slot=0, logprobs=5)
+    rows[8], rows[10] = (SeqParams(slot=0, banned_token_ids=[9], logprobs=asked) for asked in (None, 5))
     logits = logits_of(33, count, vocab, dtype)
-    logits[7, 3] = NAN
+    logits[7, 3] = logits[8, 9] = logits[10, 9] = NAN
     allowed = [sorted(rng.permutation(vocab)[: int(rng.integers(300, 1000))].tolist()) for _ in range(count)]
     allowed[4], allowed[5], allowed[6] = [17], [vocab - 1, 2], []
     allowed[7] = [token for token in allowed[7] if token != 3]
+    allowed[8] = allowed[10] = [9]
     masked = [i for i in range(count) if i % 4 != 1 or i == 5]
     masks = Masks(masked, np.stack([packed_mask(allowed[i], vocab) for i in masked]))
     ours, reference = samplers(rows, vocab, device, tokens)
@@ -449,7 +451,7 @@ def test_masks_forbid_in_their_rows_and_their_step(dtype: torch.dtype, device: t
         got = ours.draw(logits.to(device, copy=True), where).read()
         assert_alike(got, reference.draw(logits.clone(), where).read(), rows)
         if where.masks:
-            assert (got.token_ids[4], got.token_ids[6]) == (17, NONE_ALLOWED)
+            assert [got.token_ids[i] for i in (4, 6, 8, 10)] == [17, NONE_ALLOWED, NONE_ALLOWED, NO_TOKEN]
             assert got.logprobs[5] is not None
             assert sorted(got.logprobs[5][1]) == [2, vocab - 1]
     # Greedy rows alone, where most steps take no more than two launches.
