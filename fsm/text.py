@@ -8,31 +8,56 @@ still begin with.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import msgspec
 
 from novainfer.fsm.messages.outputs import Mark
 
 
+class TokenTable(msgspec.Struct, frozen=True):
+    """The bytes of each token id, one behind the other: of a list of them the objects would be nine tenths."""
+
+    data: bytes
+    ends: array[int]  # 0, and where each token ends
+
+    @classmethod
+    def of(cls, token_bytes: Iterable[bytes]) -> TokenTable:
+        """From the bytes of each token id, `[vocab_size]`."""
+        found = list(token_bytes)
+        return cls(b"".join(found), array("I", accumulate(map(len, found), initial=0)))
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self.data[begin:end] for begin, end in pairwise(self.ends))
+
+    def __getitem__(self, token_id: int) -> bytes:
+        """The bytes of a token id, at least 0; IndexError where the table has none."""
+        ends = self.ends
+        return self.data[ends[token_id] : ends[token_id + 1]]
+
+
 class Vocabulary(msgspec.Struct, frozen=True):
     """The bytes of each token id; special tokens give none unless a request asks for them."""
 
-    token_bytes: list[bytes]
+    token_bytes: TokenTable
     special_ids: frozenset[int]
-    ascii: list[str | None]  # the token's text where it is plain ASCII, else None: the fast path
 
     @classmethod
-    def build(cls, token_bytes: Sequence[bytes], special_ids: frozenset[int]) -> Vocabulary:
+    def build(cls, token_bytes: Iterable[bytes], special_ids: frozenset[int]) -> Vocabulary:
         """From the bytes of each token id, `[vocab_size]`; `special_ids` are control tokens such as `<|im_end|>`."""
-        ascii_text = [
-            t.decode("ascii") if t.isascii() and i not in special_ids else None for i, t in enumerate(token_bytes)
-        ]
-        return cls(list(token_bytes), special_ids, ascii_text)
+        return cls(TokenTable.of(token_bytes), special_ids)
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of `token_id`; none for ids that the model has and the tokenizer has not."""
-        return self.token_bytes[token_id] if token_id < len(self.token_bytes) else b""
+        try:
+            return self.token_bytes[token_id]
+        except IndexError:
+            return b""
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +79,6 @@ class TextAssembler:
         "_decoder",
         "_held",
         "_longest_stop",
-        "_plain",
         "_show_special",
         "_stops",
         "_vocabulary",
@@ -74,7 +98,6 @@ class TextAssembler:
         self._stops = list(stops)
         self._longest_stop = max(map(len, stops), default=0)
         self._show_special = not skip_special
-        self._plain = vocabulary.ascii  # valid while no bytes are pending
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # text that a stop string may begin in
         self.include_stop = include_stop
@@ -82,11 +105,14 @@ class TextAssembler:
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """The text that `token_id` frees; with `may_stop` False a stop string is sent like any other text."""
-        plain = self._plain[token_id] if token_id < len(self._plain) else None
-        if plain is not None and not self._decoder.getstate()[0]:
-            text = plain
+        vocabulary = self._vocabulary
+        if token_id in vocabulary.special_ids and not self._show_special:
+            text = ""
         else:
-            text = self._decode(token_id)
+            found = vocabulary.bytes_of(token_id)
+            # Plain ASCII needs no decoder, unless that holds the bytes of an unfinished character.
+            is_plain = found.isascii() and not self._decoder.getstate()[0]
+            text = found.decode() if is_plain else self._decoder.decode(found)
         if not self._stops:
             return text
         return self._release(text, may_stop)
@@ -100,11 +126,6 @@ class TextAssembler:
         text = self._held + self._decoder.decode(b"", final=True)
         self._held = ""
         return text
-
-    def _decode(self, token_id: int) -> str:
-        if token_id in self._vocabulary.special_ids and not self._show_special:
-            return ""
-        return self._decoder.decode(self._vocabulary.bytes_of(token_id))
 
     def _release(self, text: str, may_stop: bool) -> str:
         held = self._held + text

@@ -16,6 +16,7 @@ import msgspec
 
 from novainfer.fsm.recording.log import Image, Segment
 from novainfer.fsm.recording.replay import DamagedRecording
+from novainfer.fsm.text import TokenTable
 
 MAGIC = b"NOVAREC1"
 SUFFIX = ".novarec"
@@ -42,7 +43,7 @@ def encode_dump(image: Image, about: About) -> bytes:
     encode = msgspec.msgpack.encode
     codes = (image.layout, image.lanes, image.codes, image.kinds, image.ended_us)
     parts = [MAGIC, _section(b"meta", msgspec.json.encode(about)), _section(b"code", encode(codes))]
-    parts.append(_section(b"voca", encode((image.token_bytes, image.special_ids))))
+    parts.append(_section(b"voca", encode((list(image.token_bytes), image.special_ids))))
     parts += [_section(b"segm", encode((s.began_us, s.snapshot, s.log))) for s in image.segments]
     parts += [_section(b"now.", image.now), _section(b"end.", b"")]
     return b"".join(parts)
@@ -70,7 +71,7 @@ def decode_dump(data: bytes) -> tuple[Image, About]:
             lanes=lanes,
             codes=codes,
             kinds=kinds,
-            token_bytes=token_bytes,
+            token_bytes=TokenTable.of(token_bytes),
             special_ids=special_ids,
             segments=segments,
             now=found[b"now."][0],

@@ -24,7 +24,7 @@ from novainfer.fsm.core.machine import Machine
 from novainfer.fsm.messages.events import Output
 from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.recording.pack import Kinds, counts_of, pack
-from novainfer.fsm.text import Vocabulary
+from novainfer.fsm.text import TokenTable, Vocabulary
 
 # A token costs about 10 bytes of log, so a segment holds some 400,000 tokens, minutes of a busy server. A snapshot
 # (22 ms and 2 MB for 256 requests of 1,000 tokens on 32,768 blocks) then comes to 0.05 us a token.
@@ -69,7 +69,7 @@ class Image(msgspec.Struct, kw_only=True):
     lanes: list[tuple[str, str]]  # name, actor
     codes: list[tuple[int, str, str]]  # lane, kind of event, state after
     kinds: list[tuple[str, list[str]]]
-    token_bytes: list[bytes]
+    token_bytes: TokenTable
     special_ids: list[int]
     segments: list[Segment]
     now: bytes
@@ -102,7 +102,7 @@ def pack_parts(parts: Parts, kinds: Kinds, known: Mapping[str, Any]) -> bytes:
 
 def known_of(vocabulary: Vocabulary) -> dict[str, Any]:
     """What snapshots name instead of holding it."""
-    return {"vocabulary": vocabulary, "ascii": vocabulary.ascii}
+    return {"vocabulary": vocabulary}
 
 
 class Codes(dict[tuple[type, str], bytes]):

@@ -45,7 +45,7 @@ from novainfer.fsm.recording.log import (
 )
 from novainfer.fsm.recording.pack import Kinds, pack, step_logprobs, unpack
 from novainfer.fsm.schedule.scheduler import Scheduler
-from novainfer.fsm.text import Vocabulary
+from novainfer.fsm.text import TokenTable, Vocabulary
 
 LAST_TRANSITIONS = 20  # kept for people
 SAID_CHARS_MAX = 300  # of an exception that damage has caused
@@ -125,26 +125,24 @@ def replay(image: Image, *, check: bool = False) -> Replayed:
 def slim(image: Image) -> Image:
     """`image`, once it was replayed, without the bytes of tokens that nothing looked at: most of a vocabulary."""
     run = _Run(image)
-    token_bytes, texts = _Noting(run.vocabulary.token_bytes), _Noting(run.vocabulary.ascii)
-    run.vocabulary = Vocabulary(token_bytes, run.vocabulary.special_ids, texts)
+    used: set[int] = set()
+    table = run.vocabulary.token_bytes
+    run.vocabulary = Vocabulary(_Noting(table.data, table.ends, used), run.vocabulary.special_ids)
     run.known = known_of(run.vocabulary)
     with suppress(_Differs, _Gone):
         run.run()
-    used = token_bytes.used | texts.used
-    kept = [found if at in used else b"" for at, found in enumerate(image.token_bytes)]
+    kept = TokenTable.of(found if at in used else b"" for at, found in enumerate(table))
     return msgspec.structs.replace(image, token_bytes=kept)
 
 
-class _Noting(list[Any]):
-    """A list that remembers what was looked up."""
+class _Noting(TokenTable, frozen=True):
+    """A table that remembers what was looked up."""
 
-    def __init__(self, items: list[Any]) -> None:
-        super().__init__(items)
-        self.used: set[int] = set()
+    used: set[int]
 
-    def __getitem__(self, at: Any) -> Any:
-        self.used.add(at)
-        return super().__getitem__(at)
+    def __getitem__(self, token_id: int) -> bytes:
+        self.used.add(token_id)
+        return super().__getitem__(token_id)
 
 
 class _Run:
@@ -153,7 +151,7 @@ class _Run:
         self.found = Replayed(transitions={}, last=[], incidents=[])
         self.checks_all = False
         self.entry = 0
-        self.vocabulary = Vocabulary.build(image.token_bytes, frozenset(image.special_ids))
+        self.vocabulary = Vocabulary(image.token_bytes, frozenset(image.special_ids))
         self.known = known_of(self.vocabulary)
         self._now_us = self._began_us = 0
         self._machines: dict[str, Machine] = {}

@@ -21,7 +21,10 @@ template <class E>
 class Buffer {
  public:
   void resize(long count) {
-    if (count > size_) data_.reset(new E[count]), size_ = count;
+    if (count <= size_) return;
+    data_.reset();
+    data_.reset(new E[count]);
+    size_ = count;
   }
   E* get() { return data_.get(); }
   E& operator[](long i) { return data_[i]; }
@@ -60,12 +63,27 @@ bool read_alike(const std::vector<MlpCall>& calls, F&& weight_of) {
                      [&](const MlpCall& call) { return reads_alike(weight_of(calls[0]), weight_of(call)); });
 }
 
+// Rows that pass through an MLP at once, for each thread: products go through more of them in blocks of as many
+// (tiling.h), so that all at once would cost memory and save no reads.
+constexpr long MLP_ROWS = 512;
+
 template <class T>
 class Mlp {
  public:
   using E = typename T::type;
 
-  void run(Team& team, const MlpCall& call) { run(team, std::vector<MlpCall>{call}); }
+  // `inner` holds what lies between the two products, and may hold something else before and after.
+  explicit Mlp(Buffer<E>& inner) : inner_(inner) {}
+
+  void run(Team& team, const MlpCall& call) {
+    const long hidden = call.gate_up.k, width = call.down.n, blocks = ceil_div(call.m, MLP_ROWS * team.size());
+    for (long b = 0; b < blocks; b++) {
+      const long first = call.m * b / blocks, end = call.m * (b + 1) / blocks;
+      const E* residual = call.residual ? (const E*)call.residual + first * width : nullptr;
+      run(team, std::vector<MlpCall>{{call.gate_up, call.down, (const E*)call.x + first * hidden, end - first,
+                                      (E*)call.out + first * width, residual}});
+    }
+  }
 
   // Several of one shape: each product of all of them in one loop. `rounded` is what they read, one behind the other,
   // if it was rounded for all of them.
@@ -101,7 +119,8 @@ class Mlp {
   }
 
  private:
-  Buffer<E> gate_up_, inner_;
+  Buffer<E>& inner_;
+  Buffer<E> gate_up_;
   std::vector<LinearJob> jobs_;
 };
 

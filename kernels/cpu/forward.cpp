@@ -66,9 +66,9 @@ struct Forward {
   const long qkv_width = attended + 2 * cache.num_kv_heads * head_dim;
   const Batch batch{step.block_tables, step.table_stride, step.query_start, step.context_lens, step.num_seqs};
 
-  // Working memory of the step, in rows of num_tokens.
-  std::unique_ptr<E[]> x_ = rows(hidden), qkv_ = rows(qkv_width), attended_ = rows(attended);
-  Mlp<T> mlp_;
+  std::unique_ptr<E[]> x_ = std::unique_ptr<E[]>(new E[step.num_tokens * hidden]);
+  Buffer<E> inner_;  // what a layer's attention needs, and then its MLP
+  Mlp<T> mlp_{inner_};
   Experts<T> experts_{mlp_};
   std::unique_ptr<E[]> sampled_ = std::unique_ptr<E[]>(new E[step.num_samples * (attended + hidden)]);
   std::vector<AttentionPlan> plans;  // one for each window of the layers
@@ -84,21 +84,21 @@ struct Forward {
     return nullptr;
   }
 
-  std::unique_ptr<E[]> rows(long width) const { return std::unique_ptr<E[]>(new E[step.num_tokens * width]); }
-
   void run(Team& team) {
     E* x = x_.get();
     E* residual = (E*)step.residual;
-    const E* attention = attended_.get();
     long m = step.num_tokens;
     norm(team, residual, model.layers[0].input_norm, x, m);
     for (long l = 0; l < model.num_layers; l++) {
       const LayerDesc& layer = model.layers[l];
       const bool last = l + 1 == model.num_layers;
-      linear(team, *layer.qkv, {x, hidden, m, qkv_.get()});
-      team.rows(m, [&](long row) { rotate_and_write((int)l, row); });
+      inner_.resize(m * (qkv_width + attended));
+      E* qkv = inner_.get();
+      const E* attention = qkv + m * qkv_width;
+      linear(team, *layer.qkv, {x, hidden, m, qkv});
+      team.rows(m, [&](long row) { rotate_and_write((int)l, row, qkv + row * qkv_width); });
       if (last && step.num_samples == 0) return;
-      attend(team, cache, batch, *plan_of(layer), {(int)l, qkv_.get(), qkv_width, attended_.get(), model.scale});
+      attend(team, cache, batch, *plan_of(layer), {(int)l, qkv, qkv_width, qkv + m * qkv_width, model.scale});
       if (last && step.logit_rows) {  // from here on only what is sampled from
         E* attention_of = sampled_.get();
         E* residual_of = attention_of + step.num_samples * attended;
@@ -124,8 +124,7 @@ struct Forward {
     });
   }
 
-  void rotate_and_write(int layer, long row) {
-    E* qkv = &qkv_[row * qkv_width];
+  void rotate_and_write(int layer, long row, E* qkv) {
     E* key = qkv + attended;
     const LayerDesc& weights = model.layers[layer];
     if (weights.q_norm)

@@ -21,7 +21,7 @@ from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.text import TextAssembler, Vocabulary
 
 VOCABULARY = Vocabulary.build([b"a", b"\xc3", b"\xa9", b"<eos>"], frozenset([3]))
-KNOWN = {"vocabulary": VOCABULARY, "ascii": VOCABULARY.ascii}
+KNOWN = {"vocabulary": VOCABULARY}
 
 
 def there_and_back(thing: Any) -> Any:
@@ -89,7 +89,7 @@ def test_half_a_character_that_was_held_back_is_still_held_back() -> None:
 
 def test_what_is_known_is_written_by_its_name() -> None:
     vocabulary = Vocabulary.build([b"x" * 1000] * 1000, frozenset())
-    assert len(pack([vocabulary, vocabulary.ascii], Kinds(), {"v": vocabulary, "a": vocabulary.ascii})) < 20
+    assert len(pack([vocabulary, vocabulary], Kinds(), {"v": vocabulary})) < 20
 
 
 def test_of_log_probabilities_only_their_number_is_kept() -> None:

@@ -19,6 +19,7 @@ from novainfer.fsm.simulation.bugs.mutants import Mutant, planted
 from novainfer.fsm.simulation.bugs.planted import MUTANTS
 from novainfer.fsm.simulation.swarm.recorded import RecordedWorld
 from novainfer.fsm.simulation.swarm.swarm import Seed
+from novainfer.fsm.text import TokenTable
 
 pytestmark = pytest.mark.timeout(1800)
 ABOUT = About(version="0.1.0", created=1.8e9, reason="test")
@@ -179,7 +180,7 @@ def test_a_replay_needs_only_the_tokens_that_were_sampled() -> None:
     small = slim(image)
     assert sum(map(bool, small.token_bytes)) < sum(map(bool, image.token_bytes))
     assert replay(small).is_same
-    none = msgspec.structs.replace(image, token_bytes=[b""] * len(image.token_bytes))
+    none = msgspec.structs.replace(image, token_bytes=TokenTable.of([b""] * len(image.token_bytes)))
     assert not replay(none).is_same
 
 

@@ -190,8 +190,8 @@ MUTANTS = [
         "a character is split",
         TextAssembler,
         "push",
-        "if plain is not None and not self._decoder.getstate()[0]:",
-        "if plain is not None:",
+        "is_plain = found.isascii() and not self._decoder.getstate()[0]",
+        "is_plain = found.isascii()",
     ),
     Mutant("what was held back is lost at the end", answer, "next_output", "output.text += text.flush()", "pass"),
     Mutant(

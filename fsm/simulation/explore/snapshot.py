@@ -59,7 +59,7 @@ SKIPPED: dict[str, frozenset[str]] = {
     "ScriptedDevice": frozenset(["block_size"]),
     "Stream": frozenset(["_stall_high", "_stall_low", "name"]),
     "Submit": frozenset(["params", "seed", "token_ids"]),
-    "TextAssembler": frozenset(["_longest_stop", "_plain", "_show_special", "_stops", "_vocabulary", "include_stop"]),
+    "TextAssembler": frozenset(["_longest_stop", "_show_special", "_stops", "_vocabulary", "include_stop"]),
     "FailurePolicy": frozenset(["limits", "planner"]),
     "Worker": frozenset(["_policy"]),
     "_Room": frozenset(["_max_reqs", "_max_tokens"]),

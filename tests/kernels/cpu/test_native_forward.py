@@ -131,6 +131,22 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts(
             assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("dims", DIMS[:2], ids=str)
+def test_rows_that_pass_through_an_mlp_in_blocks_have_the_same_bits(
+    dims: tuple[int, int, int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread takes 512 rows at once, and what lies between its products takes the place of attention's rows."""
+    monkeypatch.setattr("novainfer.kernels.cpu.forward.num_threads", lambda: 1)
+    parts = make_parts(dims, torch.bfloat16)
+    step = make_step(((120, 120),) * 5, None)
+    embedded = torch.randn(600, dims[1], generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    expected = OpByOpForward.over(parts)(embedded.clone(), step)
+    assert expected is not None
+    got = NativeForward.over(parts)(embedded.clone(), step)
+    assert got is not None
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_forward_is_proved_on_a_decoder_like_the_one_it_is_for(dtype: torch.dtype) -> None:
     """Its own kernels, one layer of each kind."""
