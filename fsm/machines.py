@@ -1,4 +1,4 @@
-"""All machines, in the order in which a request meets them."""
+"""All machines: those of an engine, in the order in which a request meets them, and those that read its answers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from novainfer.fsm.device.process import Process
 from novainfer.fsm.device.roster import Roster
 from novainfer.fsm.device.worker import Worker
 from novainfer.fsm.engine import Engine
+from novainfer.fsm.parsing.answer import Answer
 from novainfer.fsm.schedule.ladder import Ladder
 from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.scheduler import Scheduler
@@ -28,6 +29,7 @@ MACHINES: tuple[type[Machine], ...] = (
     Ladder,
     Stream,
 )
+READERS: tuple[type[Machine], ...] = (Answer,)  # of what an engine has written: no part of it
 
 
 def states(machine: type[Machine]) -> list[StrEnum]:
