@@ -10,7 +10,7 @@ from novainfer.fsm.diagram import page
 from novainfer.fsm.machines import MACHINES, READERS, states
 from novainfer.fsm.simulation.explore.coverage import ARGUED, coverage
 
-each_machine = pytest.mark.parametrize("machine", (*MACHINES, *READERS), ids=lambda m: m.__name__)
+each_machine = pytest.mark.parametrize("machine", [*MACHINES, *READERS], ids=lambda m: m.__name__)
 ROOT = Path(__file__).parents[2]
 FSM = Path(inspect.getfile(novainfer.fsm)).resolve().parent
 CORE = sorted(path for path in FSM.rglob("*.py") if "simulation" not in path.parts)
