@@ -10,6 +10,7 @@ import pytest
 
 from novainfer.bench.ideal import Geometry, Roof, decode_step_s, ideal_s, prefill_s
 from novainfer.bench.idle import idle_between
+from novainfer.bench.machine import roof_of
 from novainfer.bench.make_checkpoint import SHAPES
 from novainfer.bench.report import Target, number, rounded, table, targets_json
 from novainfer.bench.statistic import (
@@ -199,3 +200,9 @@ def test_tables_line_up_and_numbers_have_three_digits() -> None:
     text = table("Title", ("", "speed"), [("a", 1.0), ("long name", 123.0)])
     assert text.splitlines() == ["Title", "           speed", "a           1.00", "long name    123"]
     assert rounded({"a": [1.23456789, 2]}) == {"a": [1.23457, 2]}
+
+
+@pytest.mark.parametrize(("bf16", "fp32"), [(1000.0, 500.0), (300.0, 500.0)], ids=["bf16 instructions", "none"])
+def test_a_cpu_that_multiplies_fp32_faster_than_bf16_has_fp32s_peak(bf16: float, fp32: float) -> None:
+    roof = roof_of({"read_gb_s": 50.0, "bfloat16_gflop_s": bf16, "float32_gflop_s": fp32})
+    assert roof == Roof(bytes_per_s=50e9, flops_per_s=max(bf16, fp32) * 1e9)
