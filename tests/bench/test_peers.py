@@ -252,6 +252,12 @@ def test_memory_and_first_tokens_are_compared_within_a_work_and_a_repetition(pro
     assert found["W5"][OURS]["peak_mb"] == 100
     assert found["W5"]["peer"]["peak_mb"] == 301
     assert found["W1"]["peer"]["peak_mb"] == 7, "another work, and maybe a process of another kind"
+    for words in ("the first reason", "another"):
+        records.leave_out("peer", ["W1", "W5"], ChildError(words))
+    assert records.left_out("W1", 3) == {"peer": "the first reason"}
+    assert records.left_out("W5", 3) == {}, "it has all its runs"
+    with pytest.raises(ChildError, match="must not fail"):
+        records.leave_out(OURS, ["W1"], ChildError("must not fail"))
 
 
 def test_the_clock_is_the_same_at_any_rate_and_its_mean_is_the_rate() -> None:
