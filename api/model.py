@@ -28,7 +28,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     `chat`; `text`, where there is no chat template; `token_ids`, where there is no tokenizer. `memory` says what a
     GPU's is used for, in bytes: `total_bytes`, `model_bytes` (weights and buffers), the peak of `activation_bytes`,
     `graph_bytes`, `other_bytes` (outside torch), `kv_cache_bytes`, `free_bytes`. On a CPU, and where the number of KV
-    blocks was fixed, it is empty. `step_costs` are (tokens, milliseconds) of a step, as measured when it came up.
+    blocks was fixed, it is empty. `step_costs` are (tokens, milliseconds) of a step, as measured at the start or at the
+    last reconfiguration; a worker that has come up since may go by others.
     `formats` say how the model calls tools and reasons, by its chat template.
     """
 

@@ -3,7 +3,7 @@
 Every request that decodes takes one token. What is left of the budget, but no more than the chunk, goes to prompts;
 beside requests that decode, which wait for the step's end, less (`costs.Chunks`). Half of it goes by age, and half by
 work (the tokens that have to be computed), least first. A prompt longer than what is left is cut at a block boundary
-and goes on in the next step. So with C tokens a step for prompts, p = C // 2 - block size, and slots and blocks free, a
+and goes on in the next step. So with C tokens a step for prompts, p = C // 2 - block size (1 at least), and slots and blocks free, a
 request of w tokens of work has its first token within
 
     ceil((min(A, S) + w) / p) + 2 steps
@@ -152,15 +152,15 @@ class StepBuilder:
     def add_prefills(self) -> None:
         """Prompt tokens within the chunk and the budget: half of them by age, half by work."""
         planner = self.planner
-        self.left = min(self.chunk, planner.chunks.beside(self.num_decodes), self.budget)
-        if self.left <= 0:
-            return
         if not self.others and not planner.waiting:
             return
         prefilling = [
             r for r in self.others if r.state is RequestState.PREFILL and r.num_remaining > 0 and allowed(r, self.only)
         ]
         if not prefilling and not planner.waiting:
+            return
+        self.left = min(self.chunk, planner.chunks.beside(self.num_decodes), self.budget)
+        if self.left <= 0:
             return
         fetching = (r for r in self.others if r.state is RequestState.WAITING_FOR_REMOTE_KVS)
         self.reserved = sum(self.cache.room_for(r, len(r.token_ids)) for r in (*prefilling, *fetching))
@@ -370,6 +370,8 @@ class StepBuilder:
         decodes = [request for request, _, _ in flight.rows[: self.num_decodes]]
         num_tokens = len(plan.input_ids)
         most = self.planner.limits.max_num_batched_tokens - num_tokens
+        if flight.num_prompt_tokens:
+            most = self.planner.chunks.room_for_drafts(num_tokens, most)
         found = speculation.drafts(decodes, num_tokens, most)
         if not any(found):
             return

@@ -116,6 +116,14 @@ class Chunks:
         )
         return self._most if within == left else min(max(within, 1) * size, self._most)
 
+    def room_for_drafts(self, num_tokens: int, most: int) -> int:
+        """How many tokens more, of `most`, a target leaves to a step of so many, prompts among them."""
+        if self._target_ms is None or not self._costs.is_measured:
+            return most
+        return bisect_right(
+            range(1, most + 1), self._target_ms, key=lambda n: self._pace * self._costs.of(num_tokens + n)
+        )
+
     def took(self, num_tokens: int, ms: float) -> None:
         """A step with prompts, of so many tokens in all, took so long."""
         if self._target_ms is not None and self._costs.is_measured and ms > 0:

@@ -96,6 +96,16 @@ def test_a_target_is_kept_with_those_that_decode_in_whole_blocks() -> None:
     assert chunks(MEASURED, most=8, target_ms=1.0).beside(8) == 8
 
 
+def test_a_target_leaves_drafts_what_prompts_do_not_take() -> None:
+    found = chunks(MEASURED, target_ms=60.0)
+    assert found.room_for_drafts(70, 100) == 6, "76 tokens take exactly so long"
+    assert found.room_for_drafts(70, 4) == 4
+    assert found.room_for_drafts(76, 100) == found.room_for_drafts(90, 100) == 0
+    found.took(76, 120.0)
+    assert found.room_for_drafts(60, 100) == 0, "by what such steps take"
+    assert chunks(MEASURED).room_for_drafts(70, 100) == chunks([], target_ms=60.0).room_for_drafts(70, 100) == 100
+
+
 def test_a_target_is_kept_also_where_steps_take_longer_than_was_measured() -> None:
     """Over a long context a step takes twice as long; one of a second does not make the next ones small for long."""
     found = chunks(MEASURED, target_ms=60.0)

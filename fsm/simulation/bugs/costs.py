@@ -73,6 +73,13 @@ COSTS_MUTANTS = [
         "self._costs.of(num_decodes + n * size)",
         "self._costs.of(n * size)",
     ),
+    Mutant(  # a draft model's drafts make a step of 60 ms one of 120
+        "drafts come on top of a target",
+        StepBuilder,
+        "add_drafts",
+        "most = self.planner.chunks.room_for_drafts(num_tokens, most)",
+        "pass",
+    ),
     Mutant(  # over long contexts steps are as late as they are
         "what steps with prompts take does not count",
         Chunks,

@@ -53,6 +53,12 @@ class Beside:
         num_tokens = sum(count for request, count, start in flight.rows if not is_decode(request, start))
         if num_tokens > (most := self.tokens(num_decodes)):
             raise Violation(f"step {flight.step_id} holds {num_tokens} prompt tokens beside decodes, of {most}")
+        target_ms = self._world.shape.inter_token_target_ms
+        if target_ms is not None and self._table and flight.drafts and num_tokens:
+            took_ms = self._pace * self._costs(sum(count for _, count, _ in flight.rows))
+            if took_ms > target_ms * (1 + 1e-9):
+                raise Violation(f"step {flight.step_id} takes {took_ms:.3f} ms with its drafts, of {target_ms}")
+            self._world.counts["drafts beside prompts within a target"] += 1
         self._world.counts["chunks beside decodes"] += bool(num_decodes and num_tokens)
         self._world.counts["chunks as large as decodes let them be"] += bool(num_decodes) and num_tokens == most
 
