@@ -58,8 +58,8 @@ class Device(Protocol):
         where there is no room for it; otherwise one was in use a moment ago, and memory is short for that reason only.
         """
 
-    def warm(self) -> dict[str, Any] | None:
-        """Run the kernels once, so that the first request finds them ready; may give `step_costs`.
+    def warm(self, *, measures: bool = True) -> dict[str, Any] | None:
+        """Run the kernels once, so that the first request finds them ready; may give `step_costs`, if it `measures`.
 
         And `num_blocks`, where there was no memory for that beside as many as `fit` has given.
         """
@@ -228,8 +228,8 @@ class ModelDevice:
         found = {"num_blocks": num_blocks, "num_host_blocks": self._model.num_host_blocks}
         return found if self._model.memory is None else found | {"memory": asdict(self._model.memory)}
 
-    def warm(self) -> dict[str, Any]:
-        """A small prefill and a decode step; and what steps cost by their tokens.
+    def warm(self, *, measures: bool = True) -> dict[str, Any]:
+        """A small prefill and a decode step; and what steps cost by their tokens, if it `measures` them.
 
         On the CPU what the start alone needed is given back to the system.
 
@@ -247,7 +247,8 @@ class ModelDevice:
                 found = self._fit_less(eighths, error)
         else:
             self._model.warm()
-        found |= self._measured()
+        if measures:
+            found |= self._measured()
         if self._settings.device == "cpu":
             release_freed_pages()
             release_code_pages()

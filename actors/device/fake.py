@@ -70,7 +70,7 @@ class FakeDevice:
             raise MemoryError(f"at most {self._num_blocks_max} blocks fit")
         return {"num_blocks": num_blocks}
 
-    def warm(self) -> None:
+    def warm(self, *, measures: bool = True) -> None:
         """Nothing to warm."""
 
     def run(self, plan: StepPlan) -> StepDone:

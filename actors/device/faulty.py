@@ -85,9 +85,9 @@ class FaultyDevice:
         """As the device does."""
         return self.device.fit(num_blocks, is_new=is_new)
 
-    def warm(self) -> dict[str, Any] | None:
+    def warm(self, *, measures: bool = True) -> dict[str, Any] | None:
         """As the device does."""
-        return self.device.warm()
+        return self.device.warm(measures=measures)
 
     def switch(self, mode: Mode) -> None:
         """As the device does."""

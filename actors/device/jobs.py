@@ -182,7 +182,7 @@ _OTHER_JOBS: dict[type, Callable[[Device, Any], Any]] = {
     Spawn: lambda device, job: None,  # the device is here already
     Load: lambda device, job: device.load(job.precision),
     Fit: lambda device, job: device.fit(job.num_blocks, is_new=job.is_new),
-    Warm: lambda device, job: device.warm(),
+    Warm: lambda device, job: device.warm(measures=job.measures),
     Switch: lambda device, job: device.switch(job.mode),
     Reclaim: lambda device, job: device.reclaim(),
     Close: lambda device, job: device.close(),

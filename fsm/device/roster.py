@@ -469,7 +469,7 @@ class Roster(Machine):
         elif answer.job == "Load" and answer.value.get("kv_is_lazy", False) and self._num_blocks is not None:
             self._pass(spare, GoAhead(Fit(SPARE_EPOCH, self._num_blocks)))
         elif answer.job == "Fit":
-            self._pass(spare, GoAhead(Warm(SPARE_EPOCH)))
+            self._pass(spare, GoAhead(Warm(SPARE_EPOCH, measures=False)))
         return self.state
 
     def _dying(self, event: Dying) -> StrEnum:

@@ -290,7 +290,7 @@ class Worker(Machine):
     def _warmed(self, event: JobDone) -> WorkerState:
         self._was_ready = True
         found = self._found
-        found.update(event.value or {})
+        found.update(event.value or {})  # a spare says no costs of steps: those of the worker before it stay
         error, self._error = self._error, None
         self._num_blocks, self._precision = found["num_blocks"], self._precision_wanted
         self._wanted, self._is_changing = None, False

@@ -470,9 +470,13 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 class Warm(msgspec.Struct, frozen=True):
-    """Job: run the kernels once."""
+    """Job: run the kernels once, and measure what steps cost.
+
+    A spare `measures` nothing: a worker computes beside it, whose steps would wait, and whose costs it takes over.
+    """
 
     epoch: int = 0
+    measures: bool = True
 
 
 class Run(msgspec.Struct, frozen=True):

@@ -3,8 +3,8 @@
 Every request that decodes takes one token. What is left of the budget, but no more than the chunk, goes to prompts;
 beside requests that decode, which wait for the step's end, less (`costs.Chunks`). Half of it goes by age, and half by
 work (the tokens that have to be computed), least first. A prompt longer than what is left is cut at a block boundary
-and goes on in the next step. So with C tokens a step for prompts, p = C // 2 - block size (1 at least), and slots and blocks free, a
-request of w tokens of work has its first token within
+and goes on in the next step. So with C tokens a step for prompts, p = C // 2 - block size (1 at least), and slots and
+blocks free, a request of w tokens of work has its first token within
 
     ceil((min(A, S) + w) / p) + 2 steps
 

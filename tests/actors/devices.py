@@ -65,7 +65,7 @@ class Scripted(FakeDevice):
         self._maybe("fit")
         return super().fit(num_blocks, is_new=is_new)
 
-    def warm(self) -> None:
+    def warm(self, *, measures: bool = True) -> None:
         self._maybe("warm")
 
     def run(self, plan: StepPlan) -> StepDone:

@@ -46,7 +46,7 @@ class FailingDevice(FakeDevice):
     def fit(self, num_blocks: int | None = None, *, is_new: bool = False) -> dict[str, Any]:
         return self._maybe("fit", super().fit(num_blocks, is_new=is_new))
 
-    def warm(self) -> None:
+    def warm(self, *, measures: bool = True) -> None:
         self._maybe("warm", None)
 
     def _maybe(self, job: str, value: Any) -> Any:

@@ -145,7 +145,7 @@ async def test_a_refused_stream_leaves_nothing_behind() -> None:
 class Costly(FakeDevice):
     """Says that a step takes half a second, and a millisecond more for each token."""
 
-    def warm(self) -> dict[str, Any]:  # type: ignore[override]
+    def warm(self, *, measures: bool = True) -> dict[str, Any]:  # type: ignore[override]
         return {"step_costs": [(1, 501.0), (64, 564.0)]}
 
 

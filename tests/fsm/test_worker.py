@@ -70,6 +70,20 @@ def test_a_worker_loads_fits_and_warms_and_then_says_what_it_holds():
     assert worker.state is WorkerState.READY
 
 
+def test_costs_of_steps_stay_where_a_device_takes_over_that_has_measured_none():
+    worker = Worker(RestartPolicy(max_restarts=1))
+    worker.handle(Begin())
+    answers = [("Spawn", None), ("Load", LOADED), ("Fit", {"num_blocks": 8}), ("Warm", {"step_costs": [(1, 2.0)]})]
+    for job, value in answers:
+        (ready,) = worker.handle(JobDone(job, value))
+    assert ready.event.step_costs == [(1, 2.0)]
+    worker.handle(DeviceLost(0, "killed", 1.0))
+    worker.handle(Restart())
+    (ready,) = come_up(worker, 1)
+    assert ready.event.epoch == 1
+    assert ready.event.step_costs == [(1, 2.0)]
+
+
 @pytest.mark.parametrize("done", [[], ["Spawn"], ["Spawn", "Load"], ["Spawn", "Load", "Fit"]])
 def test_a_job_that_fails_while_it_comes_up_fails_the_worker_with_its_sentence(done):
     worker = Worker()

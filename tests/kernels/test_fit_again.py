@@ -255,6 +255,7 @@ def test_the_old_model_is_gone_before_another_is_read_and_its_steps_are_measured
         device.load(precision)
         for num_blocks in (40, 30):
             device.fit(num_blocks)
+            assert device.warm(measures=False) == {}
             assert device.warm() == {"step_costs": [(1, 1.0)]}
     assert read == [None, None]
     assert measured == [CHECKPOINT, INT8], "they do not depend on the KV cache"

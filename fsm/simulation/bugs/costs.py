@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from novainfer.fsm.client.drain import DrainRate
+from novainfer.fsm.device.roster import Roster
+from novainfer.fsm.device.worker import Worker
 from novainfer.fsm.schedule import costs
 from novainfer.fsm.schedule.batching import StepBuilder
 from novainfer.fsm.schedule.costs import Chunks, StepCosts
@@ -79,6 +81,20 @@ COSTS_MUTANTS = [
         "add_drafts",
         "most = self.planner.chunks.room_for_drafts(num_tokens, most)",
         "pass",
+    ),
+    Mutant(  # and so finds what a machine costs on which another process computes
+        "a spare measures what steps cost",
+        Roster,
+        "_went_ahead",
+        "Warm(SPARE_EPOCH, measures=False)",
+        "Warm(SPARE_EPOCH)",
+    ),
+    Mutant(  # chunks are whole from then on
+        "with a spare that takes over costs are forgotten",
+        Worker,
+        "_warmed",
+        "found.update(event.value or {})",
+        'found.update({"step_costs": []} | (event.value or {}))',
     ),
     Mutant(  # over long contexts steps are as late as they are
         "what steps with prompts take does not count",

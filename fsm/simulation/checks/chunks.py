@@ -13,6 +13,7 @@ from novainfer.fsm.messages.events import Configure, MakeBatch
 from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.simulation.checks.oracle import Violation
 from novainfer.fsm.simulation.checks.turns import is_decode
+from novainfer.fsm.simulation.world.costs import COSTS
 
 if TYPE_CHECKING:
     from novainfer.fsm.simulation.world.world import World
@@ -35,7 +36,9 @@ class Beside:
     def before(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
         if isinstance(event, Configure):
-            self._table, self._pace = list(event.step_costs), 1.0
+            self._table, self._pace = list(COSTS[self._world.shape.step_costs]), 1.0
+            if event.step_costs != self._table:
+                raise Violation(f"a worker comes up with costs of {event.step_costs}, and devices have {self._table}")
         if not isinstance(event, MakeBatch) or not isinstance(event.outcome, StepDone):
             return
         flight, took_ms = self._world.scheduler.oldest_flight, 1e3 * event.outcome.took_s

@@ -218,6 +218,8 @@ class Processes:
                 raise Violation("a spare takes the memory that the worker has")
             if isinstance(job, Fit) and job.num_blocks != world.num_blocks:
                 raise Violation(f"a spare makes a cache of {job.num_blocks} blocks")
+            if isinstance(job, Warm) and job.measures:
+                raise Violation("a spare measures steps beside those of the worker")
         is_in_place = serial == self._current and isinstance(job, Fit) and bool(real.num_blocks)
         if is_in_place:
             if job.num_blocks == real.num_blocks and not world.worker._is_changing:

@@ -620,7 +620,8 @@ class World:
         }
         if isinstance(job, Warm):
             del found["num_blocks"]
-            found["step_costs"] = COSTS[shape.step_costs]
+            if job.measures:
+                found["step_costs"] = COSTS[shape.step_costs]
         elif isinstance(job, Load):
             found["modes"] = modes_in(job.precision, shape.modes)
         elif isinstance(job, Fit) and job.num_blocks is not None:
