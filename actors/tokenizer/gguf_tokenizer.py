@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from novainfer.fsm.messages.errors import ModelLoadError
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.models.gguf import Gguf
+from novainfer.kernels.models.gguf_config import EMBEDDING
 
 __all__ = ["gguf_tokenizer", "has_tokenizer"]
 
@@ -72,6 +73,12 @@ def _build(gguf: Gguf) -> Any:
     if gguf.boolean(f"{KEYS}add_eos_token", False):
         raise LoadError(f"{gguf.path}: {KEYS}add_eos_token true is not supported: a prompt goes on")
     tokens = gguf.items(f"{KEYS}tokens", str)
+    embedding = gguf.tensors.get(EMBEDDING)
+    if embedding is not None and len(tokens) > embedding.shape[0]:
+        raise LoadError(
+            f"{gguf.path}: {KEYS}tokens must have at most {embedding.shape[0]} entries, the rows of {EMBEDDING}, not "
+            f"{len(tokens)}{ANOTHER}"
+        )
     types = gguf.items(f"{KEYS}token_type", int, [NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise LoadError(f"{gguf.path}: {KEYS}token_type must have one entry for each of {len(tokens)} tokens")

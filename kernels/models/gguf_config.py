@@ -12,7 +12,7 @@ from novainfer.kernels.models.config import ModelConfig
 from novainfer.kernels.models.family import ModelFamily, parse_config
 from novainfer.kernels.models.gguf import Gguf, read_gguf
 
-__all__ = ["config_values", "end_tokens", "gguf_config"]
+__all__ = ["EMBEDDING", "config_values", "end_tokens", "gguf_config"]
 
 # What config.json calls them as `model_type`; Mistral's files say "llama".
 ARCHITECTURES = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 
 from novainfer.actors.tokenizer.tokenizer import Bare, HFTokenizer, NoTokenizer, load_tokenizer
@@ -102,6 +103,33 @@ def test_tokens_that_users_have_defined_are_whole_and_are_text(tmp_path: Path) -
     assert tokenizer.encode_batch([token["content"]]) == [[token["id"]]]
 
 
+@pytest.mark.parametrize(("pre", "bos", "begins"), [("llama-bpe", 0, [0]), ("llama-bpe", None, []), ("qwen2", 0, [])])
+def test_what_a_model_begins_with_where_the_file_does_not_say(
+    pre: str, bos: int | None, begins: list[int], tmp_path: Path
+) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        if bos is not None:
+            writer.add_bos_token_id(bos)
+
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    write_tokenizer(writer, DEMO, pre)
+    del writer.kv_data[0]["tokenizer.ggml.add_bos_token"]
+    tokenizer = HFTokenizer(finished(writer, tmp_path / "m.gguf", change))
+    (plain,) = HFTokenizer(DEMO).encode_batch(["Hello"])
+    assert tokenizer.encode_batch(["Hello"]) == [[*begins, *plain]]
+
+
+def test_a_piece_of_llama_3_that_is_a_token_is_it_whatever_merges_say(tmp_path: Path) -> None:
+    tokens = json.loads((DEMO / "tokenizer.json").read_text())["model"]["vocab"]
+    word = max((token for token in tokens if token.isalpha() and token.isascii()), key=len)
+    found = {}
+    for pre in ("llama-bpe", "gpt-2"):
+        tokenizer = HFTokenizer(write(tmp_path / "m.gguf", lambda writer: writer.add_token_merges(["h e"]), pre))
+        (found[pre],) = tokenizer.encode_batch([word])
+    assert found["llama-bpe"] == [tokens[word]]
+    assert len(found["gpt-2"]) >= len(word) - 1
+
+
 @pytest.mark.parametrize("pre", ["llama-bpe", "gpt-2"])
 def test_other_splittings_are_those_of_their_models(pre: str, tmp_path: Path) -> None:
     from tokenizers import Regex, pre_tokenizers
@@ -162,6 +190,7 @@ PIECES = (
         "\u2581the re",
         "aa",
         "aaa",
+        "\u2581Hellold",  # of two pieces that are long
     ),
     *(
         "\u2581",
@@ -175,7 +204,7 @@ PIECES = (
 )
 KINDS = [2, 3, 3, *[6] * 256, *[1] * (len(PIECES) - 262), 4, 3, 5]
 # Pieces of sentencepiece have the negated place among them as a score; here some are equal, and some out of order.
-SCORES = [0.0] * 259 + [-float((7 * i) % 40) for i in range(len(PIECES) - 262)] + [0.0] * 3
+SCORES = [0.0] * 259 + [-float((7 * i) % 12) for i in range(len(PIECES) - 262)] + [0.0] * 3
 SENTENCES = (
     "Hello world, the other thing!",
     "there\u2019s naïve 日本語 \U0001f642 in the world",
@@ -186,8 +215,12 @@ SENTENCES = (
 WITH_SPACES_AND_CONTROL = (" Hello", "  two", "<s>Hello</s>Hello [INST] in [/INST]", "[CONTROL]the<unk>the [UNUSED]")
 
 
-def write_sentencepiece(path: Path, change: Callable[[gguf.GGUFWriter], None] = lambda writer: None) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
+def write_sentencepiece(
+    path: Path,
+    change: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    writer: gguf.GGUFWriter | None = None,
+) -> Path:
+    writer = writer or gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("llama")
     writer.add_token_list(list(PIECES))
     writer.add_token_scores(SCORES)
@@ -216,6 +249,7 @@ def test_pieces_are_joined_as_transformers_joins_them(tmp_path: Path) -> None:
         assert read.encode_batch([text]) == [[1, *expected]]
         if text in SENTENCES:
             assert expected == modern.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        if "[" not in text and "<" not in text:
             assert read._backend.decode(expected) == text
     vocabulary = read.vocabulary()
     assert vocabulary.special_ids == {0, 1, 2, PIECES.index("[CONTROL]")}
@@ -253,17 +287,21 @@ def test_the_space_before_a_text_and_the_token_before_it_are_there_unless_the_fi
         writer.add_add_bos_token(False)
 
     tokenizer = HFTokenizer(write_sentencepiece(tmp_path / "m.gguf", change))
-    assert tokenizer.encode_batch(["in", " in"]) == [[PIECES.index("in")], [PIECES.index("\u2581in")]]
+    found = tokenizer.encode_batch(["in", " in"])
+    assert found == [[PIECES.index("in")], [PIECES.index("\u2581in")]]
+    assert [tokenizer._backend.decode(ids) for ids in found] == ["in", " in"]
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         (lambda w: w.add_token_scores([0.5]), f"scores must have one entry for each of {len(PIECES)} tokens"),
+        (lambda w: w.add_token_scores([*SCORES, 0.5]), f"scores must have one entry for each of {len(PIECES)} tokens"),
         (
             lambda w: w.add_token_list(["?a", *PIECES[1:100], "?b", *PIECES[101:]]),
             "tokens holds no <0x61>, but must hold",
         ),
+        (lambda w: w.add_token_list([*PIECES[:258], "?a", *PIECES[259:]]), "tokens holds no <0xFF>, but must hold"),
         (lambda w: w.add_token_scores([float("nan")] * len(PIECES)), "scores must be finite"),
         (lambda w: w.add_string("tokenizer.ggml.scores", "x"), "scores must be an array of float, not 'x'"),
     ],
@@ -272,6 +310,19 @@ def test_pieces_that_cannot_be_read_are_named(change: Callable[..., None], expec
     with pytest.raises(ModelLoadError) as caught:
         load_tokenizer(write_sentencepiece(tmp_path / "m.gguf", change))
     assert expected in str(caught.value)
+
+
+def test_more_tokens_than_the_model_has_rows_for_are_refused_before_a_prompt_holds_one(tmp_path: Path) -> None:
+    count = len(PIECES)
+    for rows in (count - 1, count, count + 64):  # models are padded
+        writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+        writer.add_tensor("token_embd.weight", np.zeros((rows, 32), np.float32))
+        path = write_sentencepiece(tmp_path / "m.gguf", writer=writer)
+        if rows >= count:
+            assert load_tokenizer(path).encode_batch(["in"]) == [[1, PIECES.index("\u2581in")]]
+            continue
+        with pytest.raises(ModelLoadError, match=f"tokens must have at most {rows} entries.*, not {count}; another"):
+            load_tokenizer(path)
 
 
 def test_a_file_without_one_takes_token_ids(tmp_path: Path) -> None:
@@ -298,6 +349,7 @@ def test_a_file_without_one_takes_token_ids(tmp_path: Path) -> None:
             "tokenizer.ggml.pre 'tekken' is not supported, only 'qwen2', 'deepseek-r1-qwen'",
         ),
         (lambda w: w.add_token_types([1, 2]), "token_type must have one entry for each of"),
+        (lambda w: w.add_token_types([1] * 10**5), "token_type must have one entry for each of"),
         (lambda w: w.add_token_merges(["ab"]), "merges must hold two parts with a space between, not 'ab'"),
         (lambda w: w.add_token_merges(["zq zq"]), "its tokenizer cannot be built: "),
         (lambda w: w.add_eos_token_id(10**6), "tokenizer.ggml.eos_token_id 1000000 is none of"),

@@ -266,8 +266,9 @@ def test_stop_tokens_are_banned_until_their_position(kernel: Any) -> None:
     row = SeqParams(slot=0, stop_token_ids=[0], min_position=6)
     assert sample(kernel, logits, row, position=5).token_ids == [1]
     assert sample(kernel, logits, row, position=6).token_ids == [0]
-    only = SeqParams(slot=0, stop_token_ids=[1], min_position=6, allowed_token_ids=[1])  # something must be drawn
-    assert sample(kernel, logits, only, position=5).token_ids == [1]
+    for others in ({"allowed_token_ids": [1]}, {"banned_token_ids": [0, 2]}):  # something must be drawn
+        only = SeqParams(slot=0, stop_token_ids=[1], min_position=6, **others)
+        assert sample(kernel, logits, only, position=5).token_ids == [1]
 
 
 def test_penalties_are_those_of_transformers_and_openai() -> None:

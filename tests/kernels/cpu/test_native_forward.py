@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import novainfer.kernels.cpu.forward as native_forward
 from novainfer.kernels.cpu.attention import NativeAttention
 from novainfer.kernels.cpu.forward import NativeForward
 from novainfer.kernels.cpu.linear import NativeLinear, PackedLinear
@@ -37,11 +38,18 @@ STEPS: tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...] | None], ...] = 
     (((40, 1), (41, 1)), None),
     (((60, 30),), ()),
     (((100, 100), (3, 1)), (3, 50, 100)),
+    (((600, 1), (5, 1)), None),  # a context that threads divide between them, in each layer anew
 )
 
 DENSE = ("qkv", "o", "gate_up", "down")  # the products of a layer without experts
 
-pytestmark = pytest.mark.usefixtures("level")
+pytestmark = pytest.mark.usefixtures("level", "on_all_threads")
+
+
+@pytest.fixture
+def on_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small as they are, steps are shared out as a model's are."""
+    monkeypatch.setattr(native_forward, "SERIAL_FLOPS_MAX", 0)
 
 
 def make_parts(dims: tuple[int, int, int, int, int, int], dtype: torch.dtype, kv_dtype: str = "auto") -> DecoderParts:
@@ -67,7 +75,7 @@ def make_parts(dims: tuple[int, int, int, int, int, int], dtype: torch.dtype, kv
         for _ in range(num_layers)
     ]
     final_norm = norm()
-    angles = torch.arange(128.0)[:, None] / 10_000 ** (torch.arange(0, dim, 2) / dim)
+    angles = torch.arange(640.0)[:, None] / 10_000 ** (torch.arange(0, dim, 2) / dim)
     table = torch.cat((angles.cos(), angles.sin()), 1)
     cache = NativeAttention.allocate(AttentionShape(num_layers, heads, kv_heads, dim, SIZE, kv_dtype), 40, dtype, CPU)
     return DecoderParts(layers, final_norm, table, NativeRowOps, cache, EPS)
@@ -76,7 +84,7 @@ def make_parts(dims: tuple[int, int, int, int, int, int], dtype: torch.dtype, kv
 def make_step(sequences: tuple[tuple[int, int], ...], sampled: tuple[int, ...] | None) -> StepTensors:
     free = list(range(40))
     random.Random(0).shuffle(free)
-    tables = torch.zeros(len(sequences), 8, dtype=torch.int32)
+    tables = torch.zeros(len(sequences), 40, dtype=torch.int32)
     positions: list[int] = []
     slots: list[int] = []
     for seq, (context, new) in enumerate(sequences):
