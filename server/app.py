@@ -19,6 +19,8 @@ from novainfer.server.openai.completions import create_completion
 from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from novainfer.server.openai.replies import ChatCompletion, Completion
 from novainfer.server.operate import info, inspection, recorder
+from novainfer.server.operate.docs_page import HEADERS as DOCS_HEADERS
+from novainfer.server.operate.docs_page import docs_page
 from novainfer.server.operate.events import stream_events
 from novainfer.server.operate.inspection import REQUEST_STATES
 from novainfer.server.operate.openapi import Endpoint, build_openapi
@@ -122,14 +124,22 @@ ROUTES: tuple[Endpoint, ...] = (
 
 def create_app(service: Service) -> ASGIApp:
     """The app that serves `service`; it neither starts nor stops the engine."""
-    document = msgspec.json.encode(build_openapi(service.version, ROUTES))
+    document = build_openapi(service.version, ROUTES)
+    encoded, page = msgspec.json.encode(document), docs_page(document)
 
     async def openapi(service: Service, request: Request) -> Response:
-        return Response(document, media_type="application/json")
+        return Response(encoded, media_type="application/json")
 
+    async def docs(service: Service, request: Request) -> Response:
+        return Response(page, headers=DOCS_HEADERS)
+
+    about = (
+        Endpoint("GET", "/openapi.json", openapi, "This document", None),
+        Endpoint("GET", "/docs", docs, "The same as a page", None, is_public=True),
+    )
     labels: dict[object, str] = {}
     routes = []
-    for endpoint in (*ROUTES, Endpoint("GET", "/openapi.json", openapi, "This document", None)):
+    for endpoint in (*ROUTES, *about):
         handler = partial(endpoint.handler, service)
         labels[handler] = endpoint.name
         routes.append(Route(endpoint.path, handler, methods=[endpoint.method], name=endpoint.path))

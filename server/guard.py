@@ -53,6 +53,7 @@ class Guard:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         exchange = Exchange(scope, send, unread=service.unread, is_draining=lambda: service.is_draining)
+        exchange.extra_headers = service.origins.headers(scope)
         scope[SCOPE_KEY] = exchange
         scope["app"] = self
         task = asyncio.current_task()
@@ -71,6 +72,9 @@ class Guard:
         admitted: Admitted | None = None
         try:
             try:
+                if (preflight := service.origins.preflight(scope)) is not None:
+                    await exchange.answer(200, preflight, b"")
+                    return
                 await self._admit(scope, receive, exchange)
                 if (admitted := scope.get("state", {}).get(ADMITTED_KEY)) is not None:
                     admitted.num_requests += 1

@@ -12,6 +12,7 @@ from novainfer.server.engine import ServedEngine
 from novainfer.server.http.access import Keys
 from novainfer.server.http.clients import Clients, Unread
 from novainfer.server.http.errors import ModelLoading
+from novainfer.server.http.origins import Origins
 from novainfer.server.http.turns import BodyTurns
 from novainfer.server.metrics import Metrics
 from novainfer.server.settings import ServerSettings
@@ -32,6 +33,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.keys = Keys(settings.api_keys, settings.admin_key)
+        self.origins = Origins(settings.allowed_origins)
         self.metrics = Metrics()
         self.live = RequestDirectory()
         self.clients = Clients(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,8 @@ from novainfer.fsm.messages.params import DURATION_S_MAX
 BODY_BYTES_MIN = 1_000_000  # a long chat history; grows with the model's context (`body_bytes_max`)
 HTTP2_STREAMS_MAX = 2**31 - 1  # a connection has no more stream ids
 BODY_BYTES_PER_TOKEN = 16  # an English token is 4 bytes of text, or up to 9 as a number in a JSON list
+# What a browser calls a page's origin, or all of them.
+_ORIGIN = re.compile(r"null|\*|[a-z][a-z0-9+.-]*://[a-z0-9._~%!$&'()*+;=:\[\]-]+")
 KEEP_ALIVE_INTERVAL_S_MIN = 0.01  # below it, a stream that waits does nothing else
 
 
@@ -27,6 +30,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     clients are here, it may have no more than its equal share of `client_slots` live choices and of `client_tokens`
     tokens, and no more than `client_room` live choices.
     With `strict_fields` a field that would have no effect is refused, instead of being named in the answer's header.
+    Web pages of `allowed_origins` (`*`: of all) may use the server; of others, browsers let none read its answers.
     `shutdown_timeout_s` is what running requests get to finish when the server is told to stop. With `api_keys`, each
     key sees and cancels its own requests only; `admin_key` sees all, and is what drills (`POST /v1/faults`) need.
     """
@@ -35,6 +39,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
+    allowed_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     self_signed: bool = False
@@ -102,6 +107,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidParameter("api_key must be ASCII and not empty", param="api_key")
         if self.admin_key is not None and (not self.admin_key or not self.admin_key.isascii()):
             raise InvalidParameter("admin_key must be ASCII and not empty", param="admin_key")
+        for origin in self.allowed_origins:
+            if _ORIGIN.fullmatch(origin) is None:
+                wanted = "origins as browsers name them, such as https://chat.example:8443, or *"
+                raise InvalidParameter(f"allowed_origins must hold {wanted}, not {origin!r}", param="allowed_origins")
         if self.admin_key in self.api_keys:
             raise InvalidParameter("admin_key must not be one of the API keys", param="admin_key")
 

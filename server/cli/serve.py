@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from novainfer import EngineConfig
 from novainfer.server.cli.flags import Grouped, flag
@@ -42,6 +43,14 @@ _PATH = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--admin-key",
     envvar="NOVAINFER_ADMIN_KEY",
     help="A key that sees and cancels all requests, and may inject faults. [env: NOVAINFER_ADMIN_KEY]",
+)
+@flag(
+    ACCESS,
+    "--allowed-origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Origin whose web pages may use the server, as in https://chat.example, or *; may be given several times, "
+    "or as a JSON list. [default: none]",
 )
 @flag(ACCESS, "--access-log/--no-access-log", default=False, show_default=True, help="Log a line for each request.")
 @flag(HTTP, "--strict-fields", is_flag=True, help="Refuse request fields that have no effect, by name.")
@@ -98,6 +107,7 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
         port=options["port"],
         api_keys=tuple(options["api_keys"]),
         admin_key=options["admin_key"],
+        allowed_origins=_origins(options["allowed_origins"]),
         ssl_certfile=options["ssl_certfile"],
         ssl_keyfile=options["ssl_keyfile"],
         self_signed=options["self_signed"],
@@ -115,6 +125,21 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
     if config.recorder and config.recorder_dir is None:
         log.warning("%s cannot be written: recordings stay in memory unless --recorder-dir is given", default_folder())
     return run_server(settings, lambda: make_engine(config))
+
+
+def _origins(given: tuple[str, ...]) -> tuple[str, ...]:
+    """The origins of all flags, each an origin or a JSON list of them, as vLLM takes it."""
+    found: list[str] = []
+    for text in given:
+        if not text.lstrip().startswith("["):
+            found.append(text)
+            continue
+        try:
+            found += msgspec.json.decode(text, type=list[str])
+        except msgspec.DecodeError:
+            message = f"an origin, or a JSON list of strings, and not {text!r}"
+            raise click.BadParameter(message, param_hint="--allowed-origins") from None
+    return tuple(origin.rstrip("/").lower() for origin in found)
 
 
 def _client_limits(options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from starlette.types import Scope
 from novainfer.server.http.errors import AuthenticationError, PermissionDenied
 from novainfer.server.http.exchange import Viewer, header
 
-PUBLIC_PATHS = frozenset({"/health", "/healthz", "/livez", "/readyz", "/ping"})
+# Probes, and a page that is the same on every server; a browser sends no key for it.
+PUBLIC_PATHS = frozenset({"/health", "/healthz", "/livez", "/readyz", "/ping", "/docs"})
 OWNER_CHARS = 16  # of a key's SHA-256: tells keys apart, and keeps them out of the engine
 
 

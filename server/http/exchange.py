@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ipaddress import IPv6Address
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,7 @@ class Exchange:
         "_send",
         "body",
         "ended",
+        "extra_headers",
         "ignored",
         "method",
         "num_bytes",
@@ -72,6 +73,7 @@ class Exchange:
         self.request_id = _request_id(scope)
         self.body = b""
         self.viewer = Viewer()  # who asks; the guard finds out
+        self.extra_headers: Sequence[tuple[bytes, bytes]] = ()  # what a page's browser wants to know
         self.ignored = b""  # the value of x-nova-ignored-fields
         self.status = 0  # 0: no answer yet
         self.ended = False
@@ -105,6 +107,7 @@ class Exchange:
             headers = list(message.get("headers", ()))
             headers.append((b"x-request-id", self.request_id.encode("ascii")))
             headers.append((b"openai-processing-ms", b"%d" % elapsed_ms))
+            headers.extend(self.extra_headers)
             if self._is_last():
                 headers.append((b"connection", b"close"))
             if self.ignored:

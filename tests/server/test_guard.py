@@ -1,6 +1,8 @@
 """Keys, limits and the small endpoints."""
 
 import asyncio
+import re
+from html.parser import HTMLParser
 
 import httpx
 import pytest
@@ -11,7 +13,7 @@ from tests.server.rawh2 import RawH2
 from tests.server.test_bad_input import error_of
 from tests.server.test_chat import USER
 
-PUBLIC = ("/health", "/healthz", "/livez", "/readyz", "/ping")
+PUBLIC = ("/health", "/healthz", "/livez", "/readyz", "/ping", "/docs")
 GUARDED = (
     *("/v1/models", "/v1/models/fake", "/metrics", "/version", "/openapi.json", "/nothing", "/"),
     *("/load", "/server_info", "/tokenizer_info"),
@@ -172,6 +174,25 @@ async def test_the_openapi_document_describes_every_route(client: httpx.AsyncCli
     for path in document["paths"]:
         name = path.replace("{model}", "fake").replace("{request_id}", "x")
         assert (await client.options(name)).status_code == 405, f"{path} is described but not served"
+
+
+async def test_the_docs_page_is_whole_in_itself_and_says_nothing_of_its_server(serve: Serve) -> None:
+    server = await serve(FakeEngine(), api_keys=("first-key",))
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        response = await client.get("/docs")
+        document = (await client.get("/openapi.json", headers={"authorization": "Bearer first-key"})).json()
+    page = response.text
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert response.headers["content-security-policy"].startswith("default-src 'none'")
+    names = re.findall(r"(?:id|href)='#?([^']*)'", page)
+    assert set(document["components"]["schemas"]) <= set(names)  # a record has its place, and links lead to one
+    assert set(names) <= set(document["components"]["schemas"])
+    for path in document["paths"]:
+        assert f"<code>{path}</code>" in page
+    assert "truncate_prompt_tokens" in page
+    assert not re.search(r"<script|src=|url\(|https?://", page)
+    assert document["info"]["version"] not in page
+    HTMLParser().feed(page)
 
 
 async def test_head_and_version(client: httpx.AsyncClient) -> None:
