@@ -37,6 +37,18 @@ def test_a_size_that_was_disturbed_costs_no_more_than_a_larger_one() -> None:
     assert [costs.of(n) for n in (1, 2, 3, 4)] == [20.0, 21.0, 21.0, 21.0]
 
 
+def test_what_a_step_takes_corrects_its_neighbours_most_and_no_size_ever_costs_less_than_a_smaller_one() -> None:
+    costs = StepCosts([(1, 10.0), (4, 10.0), (8, 20.0), (16, 40.0)])
+    costs.took(6, 30.0)  # twice the 15 of the line between 4 and 8
+    found = [costs.of(n) for n in (1, 4, 8, 16)]
+    assert found == pytest.approx([10.75, 11.0, 22.0, 43.0])
+    costs.took(17, 500.0)  # no size that was measured
+    assert [costs.of(n) for n in (1, 4, 8, 16)] == found
+    flat = StepCosts([(1, 10.0), (4, 10.0), (8, 10.0)])
+    flat.took(4, 20.0)
+    assert [flat.of(n) for n in (1, 4, 8)] == pytest.approx([10.75, 11.0, 11.0])
+
+
 def test_beside_decodes_a_chunk_is_the_least_that_loses_prompts_next_to_nothing() -> None:
     found = chunks(CURVED)
     assert found.beside(0) == 512, "nobody waits for its end"
