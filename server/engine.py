@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from novainfer import Delta, SamplingParams
 from novainfer.fsm.messages.mode import CHECKPOINT, Mode
+from novainfer.fsm.text import Vocabulary
 from novainfer.inspection import (
     ActorRecord,
     HealthRecord,
@@ -34,6 +35,8 @@ class ServedEngine(Protocol):
     def generate(
         self, prompt: Any, params: SamplingParams | None = None, *, request_id: str | None = None, owner: str = ""
     ) -> AsyncGenerator[Delta, None]: ...
+    @property
+    def vocabulary(self) -> Vocabulary: ...
     async def tokenize(self, prompt: Any, *, add_special_tokens: bool = True) -> list[int]: ...
     async def detokenize(self, token_ids: list[int]) -> list[bytes]: ...
     def tokenizer_info(self) -> TokenizerInfo: ...

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 
+import msgspec
+
 from novainfer import EngineClosed, EngineDraining, ModelNotFound
+from novainfer.fsm.parsing.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, Formats
 from novainfer.inspection import Subscription
 from novainfer.server.directory import RequestDirectory
 from novainfer.server.engine import ServedEngine
@@ -76,6 +79,16 @@ class Service:
             raise ModelNotFound(
                 f"The model {name!r} is not served here: use {served!r} (GET /v1/models lists it)", param="model"
             )
+
+    @property
+    def formats(self) -> Formats:
+        """How the model calls tools and reasons, unless the operator knows better."""
+        formats = self.ready_engine().model_info.formats
+        if (asked := self.settings.tool_call_parser) is not None:
+            formats = msgspec.structs.replace(formats, tool_calls=TOOL_CALL_PARSERS[asked])
+        if (asked := self.settings.reasoning_parser) is not None:
+            formats = msgspec.structs.replace(formats, reasoning=REASONING_PARSERS[asked])
+        return formats
 
     @property
     def body_bytes_max(self) -> int:

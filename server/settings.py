@@ -10,6 +10,7 @@ import msgspec
 
 from novainfer import InvalidParameter
 from novainfer.fsm.messages.params import DURATION_S_MAX
+from novainfer.fsm.parsing.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 BODY_BYTES_MIN = 1_000_000  # a long chat history; grows with the model's context (`body_bytes_max`)
 HTTP2_STREAMS_MAX = 2**31 - 1  # a connection has no more stream ids
@@ -29,6 +30,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     of prompts that wait, and `max_client_unread` answers that wait for it to read them; None is no limit. While other
     clients are here, it may have no more than its equal share of `client_slots` live choices and of `client_tokens`
     tokens, and no more than `client_room` live choices.
+    `tool_call_parser` and `reasoning_parser` name the formats of the model's answers; None: what its template says.
     With `strict_fields` a field that would have no effect is refused, instead of being named in the answer's header.
     Web pages of `allowed_origins` (`*`: of all) may use the server; of others, browsers let none read its answers.
     `shutdown_timeout_s` is what running requests get to finish when the server is told to stop. With `api_keys`, each
@@ -44,6 +46,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ssl_keyfile: Path | None = None
     self_signed: bool = False
     strict_fields: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     access_log: bool = False
     sse_keep_alive_interval_s: float = 15.0
     stall_timeout_s: float = 300.0
@@ -111,6 +115,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if _ORIGIN.fullmatch(origin) is None:
                 wanted = "origins as browsers name them, such as https://chat.example:8443, or *"
                 raise InvalidParameter(f"allowed_origins must hold {wanted}, not {origin!r}", param="allowed_origins")
+        for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            if (value := getattr(self, name)) is not None and value not in known:
+                raise InvalidParameter(f"{name} must be one of {', '.join(known)}, not {value!r}", param=name)
         if self.admin_key in self.api_keys:
             raise InvalidParameter("admin_key must not be one of the API keys", param="admin_key")
 

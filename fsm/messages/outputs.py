@@ -8,10 +8,14 @@ import msgspec
 
 
 class FinishReason(StrEnum):
-    """How a choice ended well; OpenAI's words. A request that ends badly raises an error instead."""
+    """How a choice ended well; OpenAI's words. A request that ends badly raises an error instead.
+
+    That it calls tools is known where its text is read (`novainfer.fsm.parsing`): no delta says so.
+    """
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

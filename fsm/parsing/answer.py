@@ -209,6 +209,11 @@ class Answer(Machine):
         """Whether it is inside a string of a call."""
         return self._call is not None and self._call.is_quoting
 
+    def num_thought(self, num_tokens: int) -> int:
+        """`num_reasoning_tokens`, when the answer has so many tokens, with those of thoughts that go on."""
+        going_on = num_tokens - self._num_before_thoughts if self.state is S.REASONING else 0
+        return self.num_reasoning_tokens + going_on
+
     # ---- thoughts and content -------------------------------------------------------------------------------------
 
     def _text(self, event: Text | Marker) -> AnswerState:
@@ -222,7 +227,6 @@ class Answer(Machine):
         return S.REASONING
 
     def _end_thoughts(self, event: CloseThink) -> AnswerState:
-        self._spaces.clear()
         self._is_behind_marker = True
         self.num_reasoning_tokens += event.num_tokens - self._num_before_thoughts
         return S.CONTENT

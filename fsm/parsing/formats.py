@@ -37,6 +37,11 @@ class Formats(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str = NONE
     marker_ids: dict[str, int] = {}
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether it calls tools at all."""
+        return self.tool_calls != NONE
+
 
 def formats_of(template: str | None, token_id_of: Callable[[str], int | None]) -> Formats:
     """By what a chat `template` writes into its prompts; `token_id_of` a text, where it is one token of its own."""

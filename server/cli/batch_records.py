@@ -285,7 +285,9 @@ def parse(record: Record, defaults: Defaults, sampling: Mapping[str, Any] = NOTH
     prompt: Any
     if kind == "messages":
         chat, ignored = decode(ChatCompletionRequest, line)
-        body, prompt = chat, chat.prompt()
+        if chat.tools:
+            raise UnsupportedParameter("tools are not supported in batches: leave them out", param="tools")
+        body, prompt = chat, chat.prompt(has_tools=True)
         if chat.max_completion_tokens is not None:
             chat.max_tokens, chat.max_completion_tokens = chat.max_completion_tokens, None
     else:

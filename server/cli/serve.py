@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from novainfer import EngineConfig
+from novainfer.fsm.parsing.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from novainfer.server.cli.flags import Grouped, flag
 from novainfer.server.cli.options import API_KEY_VARIABLES, engine_config, engine_options, set_up_logging
 from novainfer.server.engine import ServedEngine
@@ -53,6 +54,18 @@ _PATH = click.Path(exists=True, dir_okay=False, path_type=Path)
     "or as a JSON list. [default: none]",
 )
 @flag(ACCESS, "--access-log/--no-access-log", default=False, show_default=True, help="Log a line for each request.")
+@flag(
+    HTTP,
+    "--tool-call-parser",
+    type=click.Choice(list(TOOL_CALL_PARSERS)),
+    help="The format in which the model calls tools. [default: by its chat template]",
+)
+@flag(
+    HTTP,
+    "--reasoning-parser",
+    type=click.Choice(list(REASONING_PARSERS)),
+    help="The format in which the model reasons. [default: by its chat template]",
+)
 @flag(HTTP, "--strict-fields", is_flag=True, help="Refuse request fields that have no effect, by name.")
 @flag(
     HTTP,
@@ -113,6 +126,8 @@ def serve(ctx: click.Context, /, **options: Any) -> int:
         self_signed=options["self_signed"],
         access_log=options["access_log"],
         strict_fields=options["strict_fields"],
+        tool_call_parser=options["tool_call_parser"],
+        reasoning_parser=options["reasoning_parser"],
         sse_keep_alive_interval_s=options["sse_keep_alive_interval"],
         shutdown_timeout_s=options["shutdown_timeout"],
         stall_timeout_s=config.stall_timeout_s,

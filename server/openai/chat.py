@@ -6,9 +6,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from novainfer.server.openai.chunks import ChatChunks, ChunkOptions
+from novainfer.server.openai.chunks import ChatChunks, ChunkOptions, ReadChatChunks
 from novainfer.server.openai.generation import Generation, receive, wanted_id
 from novainfer.server.openai.protocol import ChatCompletionRequest
+from novainfer.server.openai.reading import Reading, message_of, params_for, wanted_of
 from novainfer.server.openai.replies import ChatCompletion
 from novainfer.server.openai.sse import EventStream
 from novainfer.server.service import Service
@@ -17,24 +18,36 @@ from novainfer.server.service import Service
 async def create_chat_completion(service: Service, request: Request) -> Response | EventStream:
     """Answer a conversation, as one object or as a stream of chunks."""
     exchange, body, params = await receive(service, request, ChatCompletionRequest)
-    prompt = body.prompt()
+    formats = service.formats
+    prompt, params = body.prompt(has_tools=formats.has_tools), params_for(params, body, formats)
     name = wanted_id(body.request_id, exchange.request_id)
     generation = Generation(service, "chatcmpl", name, [prompt], params, exchange.viewer.owner, exchange.client)
+    reading = None
+    if (wanted := wanted_of(body, formats)) is not None:
+        reading = Reading(wanted, service.ready_engine().vocabulary, params.n, generation.tally)
     if body.stream:
         first = await generation.first()
-        options = ChunkOptions.of(body)
-        encoder = ChatChunks(
-            generation.id, generation.created, generation.model, generation.tally, options, n=generation.n
-        )
-        return EventStream(generation, first, encoder, service.settings)
+        return EventStream(generation, first, _encoder(generation, body, reading), service.settings)
 
-    choices = await generation.collect()
+    choices = await generation.collect(reading)
+    has_reasoning = body.include_reasoning is not False
+    messages = [
+        None if reading is None else message_of(choice.pieces, has_reasoning=has_reasoning) for choice in choices
+    ]
     reply = ChatCompletion(
         id=generation.id,
         created=generation.created,
         model=generation.model,
-        choices=[choice.of_chat(index, body) for index, choice in enumerate(choices)],
+        choices=[choice.of_chat(index, body, messages[index]) for index, choice in enumerate(choices)],
         usage=generation.tally.usage(),
         prompt_token_ids=choices[0].prompt_token_ids if body.return_token_ids else msgspec.UNSET,
     )
     return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+def _encoder(generation: Generation, body: ChatCompletionRequest, reading: Reading | None) -> ChatChunks:
+    envelope = (generation.id, generation.created, generation.model, generation.tally, ChunkOptions.of(body))
+    if reading is None:
+        return ChatChunks(*envelope, n=generation.n)
+    has_reasoning = body.include_reasoning is not False
+    return ReadChatChunks(*envelope, reading=reading, n=generation.n, has_reasoning=has_reasoning)

@@ -2,7 +2,7 @@
 
 Chat: a chunk with the role for each choice, content chunks, a chunk with `delta: {}` and the finish reason; then,
 when asked for, one with `choices: []` and the usage; then `[DONE]`. Completions: text chunks, the last one with the
-finish reason.
+finish reason. Of thoughts and calls of tools each piece is a chunk: a call's index, id and name, then its arguments.
 What does not change within a stream is encoded once: a plain token costs two concatenations and one string escape.
 """
 
@@ -13,7 +13,9 @@ from typing import Protocol, Self
 import msgspec
 
 from novainfer import Delta
+from novainfer.fsm.parsing.pieces import Piece, Reasoning
 from novainfer.server.openai.protocol import CommonRequest
+from novainfer.server.openai.reading import Reading, delta_of
 from novainfer.server.openai.replies import Tally, chat_logprobs, completion_logprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -24,8 +26,13 @@ _json = msgspec.json.Encoder().encode
 
 
 class StreamEncoder(Protocol):
-    """Turns the deltas of one request into SSE bytes; each method may return nothing to send."""
+    """Turns the deltas of one request into SSE bytes; each method may return nothing to send.
 
+    `is_over`: no more deltas are wanted.
+    """
+
+    @property
+    def is_over(self) -> bool: ...
     def begin(self) -> bytes: ...
     def delta(self, delta: Delta) -> bytes: ...
     def end(self) -> bytes: ...
@@ -49,6 +56,7 @@ class _Chunks:
     """What both kinds of chunks share: the envelope, usage, and the extras of a choice."""
 
     kind = ""
+    is_over = False
 
     def __init__(self, request_id: str, created: int, model: str, tally: Tally, options: ChunkOptions) -> None:
         envelope = {"id": request_id, "object": self.kind, "created": created, "model": model}
@@ -106,12 +114,18 @@ class ChatChunks(_Chunks):
         """The chunks of one delta; nothing when all of its text is held back."""
         if self._is_plain and delta.finish_reason is None and delta.logprobs is None:
             return self._plain[delta.index] + _json(delta.text) + self._plain_tail if delta.text else b""
+        return self._chunks(delta, [b'{"content":' + _json(delta.text) + b"}"] if delta.text else [])
+
+    def _chunks(self, delta: Delta, bodies: list[bytes]) -> bytes:
+        """A chunk for each of `bodies`, the first with what came beside the text; and one for the choice's end."""
         data = b""
-        if delta.text or delta.logprobs or (self._options.token_ids and delta.token_ids):
-            content = b'{"content":' + _json(delta.text) + b"}"
+        if not bodies and (delta.logprobs or (self._options.token_ids and delta.token_ids)):
+            bodies = [b'{"content":""}']
+        if bodies:
             logprobs = b"null" if delta.logprobs is None else _json(chat_logprobs(delta.logprobs))
             ids = msgspec.structs.replace(delta, finish_reason=None) if delta.finish_reason else delta
-            data = self._chunk(delta.index, content, logprobs=logprobs, extras=self._extras(ids))
+            data = self._chunk(delta.index, bodies[0], logprobs=logprobs, extras=self._extras(ids))
+            data += b"".join([self._chunk(delta.index, body) for body in bodies[1:]])
         if delta.finish_reason is not None:
             bare = msgspec.structs.replace(delta, token_ids=[], prompt_token_ids=None)
             finish = _json(delta.finish_reason)
@@ -123,6 +137,39 @@ class ChatChunks(_Chunks):
     ) -> bytes:
         choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}'
         return self._head + choice % (index, delta, logprobs, finish, extras) + self._close()
+
+
+class ReadChatChunks(ChatChunks):
+    """`chat.completion.chunk` events of answers that are read for thoughts and calls."""
+
+    def __init__(
+        self,
+        request_id: str,
+        created: int,
+        model: str,
+        tally: Tally,
+        options: ChunkOptions,
+        *,
+        reading: Reading,
+        n: int,
+        has_reasoning: bool,
+    ) -> None:
+        super().__init__(request_id, created, model, tally, options, n=n)
+        self._reading = reading
+        self._has_reasoning = has_reasoning
+
+    @property
+    def is_over(self) -> bool:  # type: ignore[override]
+        """Whether nothing more is wanted, though the engine may go on."""
+        return self._reading.is_over
+
+    def delta(self, delta: Delta) -> bytes:
+        """The chunks of what `delta` brings."""
+        return b"".join([self._read(one, pieces) for one, pieces in self._reading.read(delta)])
+
+    def _read(self, delta: Delta, pieces: list[Piece]) -> bytes:
+        shown = [piece for piece in pieces if self._has_reasoning or not isinstance(piece, Reasoning)]
+        return self._chunks(delta, [_json(delta_of(piece)) for piece in shown])
 
 
 class CompletionChunks(_Chunks):

@@ -18,6 +18,7 @@ from novainfer.server.http.exchange import SCOPE_KEY, Exchange, is_printable_id
 from novainfer.server.http.turns import after
 from novainfer.server.openai.decode import Body, decode
 from novainfer.server.openai.merge import merge_deltas, turns_to_begin
+from novainfer.server.openai.reading import Reading
 from novainfer.server.openai.replies import Choice, Tally
 from novainfer.server.openai.unsupported import header_value
 from novainfer.server.service import Service
@@ -111,13 +112,19 @@ class Generation:
         finally:  # cancelled once more, by an end of the connection behind the client's own
             await self.close(error)
 
-    async def collect(self) -> list[Choice]:
-        """All deltas, put together by choice."""
+    async def collect(self, reading: Reading | None = None) -> list[Choice]:
+        """All deltas, put together by choice; what `reading` makes of them, and no more than it wants."""
         choices = [Choice() for _ in range(self.num_choices)]
         try:
             async for delta in self.deltas:
                 self.note(delta)
-                choices[delta.index].add(delta)
+                if reading is None:
+                    choices[delta.index].add(delta)
+                    continue
+                for read, pieces in reading.read(delta):
+                    choices[read.index].add(read, pieces)
+                if reading.is_over:
+                    break
         except BaseException as error:
             await self.close(error)
             raise

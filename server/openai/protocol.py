@@ -14,6 +14,7 @@ import msgspec
 
 from novainfer import Chat, InvalidParameter, SamplingParams, UnsupportedParameter
 from novainfer.fsm.messages.params import DURATION_S_MAX, NUM_CHOICES_MAX, shown
+from novainfer.server.openai.tools import Tool, ToolCall, ToolChoice, check_choice, tools_of_template
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chat fills the context
@@ -21,6 +22,11 @@ MESSAGES_MAX = 10_000  # rendering takes some 5 us each
 PROMPTS_MAX = 2048  # OpenAI's limit for a list of inputs
 
 Prompt = str | dict[str, list[int]]
+
+_NO_TOOLS = (
+    "cannot be used: the chat template of this model knows of none (--tool-call-parser says in which format it calls "
+    "them all the same)"
+)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -44,24 +50,37 @@ class Message(msgspec.Struct, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
 
-    def as_template_input(self, path: str) -> dict[str, Any]:
-        """What a chat template takes; `path` is this message's own, for errors."""
-        if self.role in ("tool", "function"):
+    def as_template_input(self, path: str, *, has_tools: bool) -> dict[str, Any]:
+        """What a chat template takes; `path` is this message's own, for errors. `has_tools`: it knows of tools."""
+        if self.role == "function":
             raise UnsupportedParameter(
-                f'messages of role "{self.role}" are not supported: this server has no tools yet', param=f"{path}.role"
+                f'{path}.role "function" is not supported: what a tool has said is a message of role "tool"',
+                param=f"{path}.role",
             )
-        if self.tool_calls:
-            raise UnsupportedParameter(
-                "tool_calls are not supported: this server has no tools yet", param=f"{path}.tool_calls"
-            )
+        if not has_tools and (self.role == "tool" or self.tool_calls):
+            field = f"{path}.role" if self.role == "tool" else f"{path}.tool_calls"
+            raise UnsupportedParameter(f"{field} {_NO_TOOLS}", param=field)
+        if self.tool_calls and self.role != "assistant":
+            field = f"{path}.tool_calls"
+            raise InvalidParameter(f'{field} belong to messages of role "assistant"', param=field)
         # The models served know no "developer"; OpenAI's own older ones are given it as "system" too.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self._text(f"{path}.content")}
         if self.name is not None:
             message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_template_input() for call in self.tool_calls]
+        thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if thoughts is not None and role == "assistant":
+            message["reasoning_content"] = thoughts
         return message
 
     def _text(self, path: str) -> str:
@@ -163,9 +182,13 @@ class ChatCompletionRequest(CommonRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
-    def prompt(self) -> Chat:
-        """The conversation, checked."""
+    def prompt(self, *, has_tools: bool) -> Chat:
+        """The conversation, checked; `has_tools`: the model's template knows of them."""
         if not self.messages:
             raise InvalidParameter("messages must hold at least one message", param="messages")
         if (num_messages := len(self.messages)) > MESSAGES_MAX:
@@ -176,9 +199,16 @@ class ChatCompletionRequest(CommonRequest, kw_only=True):
             raise InvalidParameter(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
+        if self.tools and not has_tools:
+            raise UnsupportedParameter(f"tools {_NO_TOOLS}", param="tools")
+        check_choice(self.tools or [], self.tool_choice)
         generation_prompt = not continued if self.add_generation_prompt is None else self.add_generation_prompt
         return Chat(
-            messages=[message.as_template_input(f"messages[{i}]") for i, message in enumerate(self.messages)],
+            messages=[
+                message.as_template_input(f"messages[{i}]", has_tools=has_tools)
+                for i, message in enumerate(self.messages)
+            ],
+            tools=tools_of_template(self.tools or []),
             add_generation_prompt=generation_prompt,
             continue_final_message=continued,
             template_kwargs=self.chat_template_kwargs or {},

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from novainfer import Delta, FinishReason, TokenLogprob
+from novainfer.fsm.parsing.pieces import Piece
 
 if TYPE_CHECKING:
     from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -20,15 +22,19 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
-class CompletionTokensDetails(msgspec.Struct):
-    """Guesses that steps have verified (speculative decoding): as many were right, and as many wrong."""
+class CompletionTokensDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Tokens of thoughts, where a model thinks; and guesses that steps have verified (speculative decoding).
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    Of those as many were right (accepted), and as many wrong (rejected).
+    """
+
+    reasoning_tokens: int | None = None
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, omit_defaults=True):
-    """Token counts of the whole request, all prompts and choices together; details of guesses where there were any."""
+    """Token counts of the whole request, all prompts and choices together; details where there is any."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -66,10 +72,30 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
+class CalledFunctionReply(msgspec.Struct):
+    """A function to be called, and its arguments: the JSON that the model has written, whatever it is."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallReply(msgspec.Struct):
+    """A call of a tool; what the tool says comes back under its `id`."""
+
+    id: str
+    function: CalledFunctionReply
+    type: Literal["function"] = "function"
+
+
 class AssistantMessage(msgspec.Struct):
-    content: str
+    """What a model says; `content` is null where it only calls tools. Both names of its thoughts are in use."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: str | None = None
+    tool_calls: list[ToolCallReply] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -135,6 +161,7 @@ class Tally:
         self._cached_tokens = [0] * num_prompts
         self.completion_tokens = 0
         self._draft_tokens = self._accepted_tokens = 0
+        self.reasoning_tokens: int | None = None  # where a model may think
 
     def add(self, delta: Delta) -> None:
         prompt_index = delta.index // self._n
@@ -151,13 +178,16 @@ class Tally:
 
     def usage(self) -> Usage:
         prompt_tokens = self.prompt_tokens
-        guesses = CompletionTokensDetails(self._accepted_tokens, self._draft_tokens - self._accepted_tokens)
+        details = CompletionTokensDetails(reasoning_tokens=self.reasoning_tokens)
+        if self._draft_tokens:
+            details.accepted_prediction_tokens = self._accepted_tokens
+            details.rejected_prediction_tokens = self._draft_tokens - self._accepted_tokens
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self.completion_tokens,
             total_tokens=prompt_tokens + self.completion_tokens,
             prompt_tokens_details=PromptTokensDetails(sum(self._cached_tokens)),
-            completion_tokens_details=guesses if self._draft_tokens else None,
+            completion_tokens_details=details if details != CompletionTokensDetails() else None,
         )
 
 
@@ -169,10 +199,12 @@ class Choice:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_token_ids: list[int] = []
+        self.pieces: list[Piece] = []  # where its text was read for more than content
         self.last: Delta | None = None
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: Delta, pieces: Sequence[Piece] = ()) -> None:
         self.texts.append(delta.text)
+        self.pieces.extend(pieces)
         self.token_ids.extend(delta.token_ids)
         if delta.logprobs:
             self.logprobs.extend(delta.logprobs)
@@ -200,11 +232,11 @@ class Choice:
             "degraded": self.last.is_degraded or msgspec.UNSET,
         }
 
-    def of_chat(self, index: int, body: ChatCompletionRequest) -> ChatChoice:
-        """As chat completions give it, with what `body` asks for."""
+    def of_chat(self, index: int, body: ChatCompletionRequest, message: AssistantMessage | None = None) -> ChatChoice:
+        """As chat completions give it, with what `body` asks for; `message` where its text was read for more."""
         return ChatChoice(
             index=index,
-            message=AssistantMessage(self.text),
+            message=AssistantMessage(self.text) if message is None else message,
             logprobs=chat_logprobs(self.logprobs) if body.logprobs else None,
             token_ids=self.token_ids if body.return_token_ids else msgspec.UNSET,
             **self.ending(),

@@ -75,7 +75,11 @@ class EventStream:
             generation.note(delta)
             await writer.write(begin + encoder.delta(delta))
             unturned_bytes = 0
-            async for delta in generation.deltas:
+            while not encoder.is_over:
+                following = await anext(generation.deltas, None)
+                if following is None:
+                    break
+                delta = following
                 generation.note(delta)
                 if data := encoder.delta(delta):
                     await writer.write(data)

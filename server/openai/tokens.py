@@ -21,6 +21,7 @@ from novainfer.server.openai.decode import decode
 from novainfer.server.openai.generation import receive, wanted_id
 from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest, Message
 from novainfer.server.openai.replies import token_text
+from novainfer.server.openai.tools import Tool
 from novainfer.server.openai.unsupported import header_value
 from novainfer.server.service import Service
 
@@ -35,9 +36,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
-    def checked_prompt(self) -> str | Chat:
+    def checked_prompt(self, *, has_tools: bool) -> str | Chat:
         """What is to be tokenised; raises `InvalidParameter` unless it is given once."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidParameter("prompt or messages must be given, and not both", param="prompt")
@@ -51,7 +53,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             chat_template_kwargs=self.chat_template_kwargs,
-        ).prompt()
+            tools=self.tools,
+        ).prompt(has_tools=has_tools)
 
 
 TokensBody = TypeVar("TokensBody", "TokenizeRequest", "DetokenizeRequest")
@@ -92,7 +95,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     """The tokens of a text or of a conversation."""
     exchange: Exchange = request.scope[SCOPE_KEY]
     body = await _receive(service, exchange, TokenizeRequest)
-    engine, prompt = service.ready_engine(), body.checked_prompt()
+    engine, prompt = service.ready_engine(), body.checked_prompt(has_tools=service.formats.has_tools)
     if prompt == "":
         tokens = []
     else:
@@ -121,7 +124,8 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
 async def render_chat(service: Service, request: Request) -> Response:
     """The tokens that a chat completion would begin with."""
     exchange, body, params = await receive(service, request, ChatCompletionRequest)
-    [rendered] = await _rendered(service, exchange, "chatcmpl", body.request_id, [body.prompt()], params)
+    prompt = body.prompt(has_tools=service.formats.has_tools)
+    [rendered] = await _rendered(service, exchange, "chatcmpl", body.request_id, [prompt], params)
     return _json(rendered)
 
 

@@ -25,7 +25,7 @@ SHOWN_SETTINGS = (
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """A served model; `max_model_len` is its context in tokens."""
+    """A served model; `max_model_len` is its context in tokens, and the parsers are those that read its answers."""
 
     id: str
     object: str = "model"
@@ -34,6 +34,8 @@ class Model(msgspec.Struct, kw_only=True):
     root: str
     parent: str | None = None
     max_model_len: int
+    tool_call_parser: str
+    reasoning_parser: str
     permission: list[Any] = []
 
 
@@ -108,7 +110,15 @@ def json_response(reply: msgspec.Struct) -> Response:
 
 def _model(service: Service) -> Model:
     info = service.ready_engine().model_info
-    return Model(id=info.name, root=info.name, created=info.created, max_model_len=info.max_model_len)
+    formats = service.formats
+    return Model(
+        id=info.name,
+        root=info.name,
+        created=info.created,
+        max_model_len=info.max_model_len,
+        tool_call_parser=formats.tool_calls,
+        reasoning_parser=formats.reasoning,
+    )
 
 
 async def list_models(service: Service, request: Request) -> Response:

@@ -50,6 +50,7 @@ TOOLS = [
 HERMES = Wanted(tool_calls="hermes", reasoning=True, marker_ids=IDS)
 XML = Wanted(tool_calls="qwen3_coder", reasoning=True, marker_ids=IDS, schemas=types_of_tools(TOOLS))
 SPELLED = Wanted(tool_calls="hermes", reasoning=True)
+MIXED = Wanted(tool_calls="hermes", reasoning=True, marker_ids={"<tool_call>": IDS["<tool_call>"]})
 
 Said = tuple[str, str, list[tuple[str, str]]]
 
@@ -201,6 +202,11 @@ CASES: dict[str, tuple[str, Said]] = {
         '<tool_call>{"name": "f", "arguments": {"a": </tool_call>B',
         ("", "B", [("f", '{"a": ')]),
     ),
+    "a call in thoughts, within another one": (
+        "<think>a <tool_call> <tool_call> x</think>B",
+        ("a <tool_call> <tool_call> x", "B", []),
+    ),
+    "half a marker before one": ("</thin" + PARIS, ("", "</thin", [CALL_PARIS])),
     "no end": ('<tool_call>{"name": "f", "arguments": {"a": ' + PARIS, ("", "", [("f", '{"a": '), CALL_PARIS])),
     "junk in the envelope": (
         '<tool_call>{"name": "f", "arguments": {} junk}</tool_call>B',
@@ -299,19 +305,17 @@ def expected(case: tuple[str, Said | None]) -> Said:
     return case[1] if case[1] is not None else ("", case[0], [])
 
 
+@pytest.mark.parametrize("wanted", [HERMES, SPELLED, MIXED], ids=["tokens", "spelled", "mixed"])
 @pytest.mark.parametrize("name", CASES)
-def test_an_answer_of_hermes_says(name: str):
-    assert said(CASES[name][0]) == expected(CASES[name])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_markers_that_are_no_tokens_mean_the_same(name: str):
-    assert said(CASES[name][0], SPELLED) == expected(CASES[name])
+def test_an_answer_of_hermes_says(name: str, wanted: Wanted):
+    assert said(CASES[name][0], wanted) == expected(CASES[name])
+    assert read(CASES[name][0], wanted, cuts=range(1000))[0] == expected(CASES[name])
 
 
 @pytest.mark.parametrize("name", XML_CASES)
 def test_an_answer_of_qwen3_coder_says(name: str):
     assert said(XML_CASES[name][0], XML) == expected(XML_CASES[name])
+    assert read(XML_CASES[name][0], XML, cuts=range(1000))[0] == expected(XML_CASES[name])
 
 
 # ---- however it is cut -----------------------------------------------------------------------------------------------
@@ -328,7 +332,7 @@ STOPS = st.lists(st.sampled_from(["w1", "</tool_call>w", "call>\n<", "}}", "x<th
 
 
 @settings(max_examples=600, deadline=None)
-@given(ANSWERS, CUTS, STOPS, st.sampled_from([HERMES, XML, SPELLED]), st.booleans())
+@given(ANSWERS, CUTS, STOPS, st.sampled_from([HERMES, XML, SPELLED, MIXED]), st.booleans())
 @example("<think>a</think>" + PARIS, range(1000), [], SPELLED, False)
 @example(XML_PARIS + "\n" + XML_PARIS, range(1000), ["</tool_call>w"], XML, False)
 @example(PARIS, [11, 12], ["call>x"], HERMES, False)
@@ -338,12 +342,12 @@ def test_an_answer_says_the_same_however_it_is_cut_into_deltas(
     whole, at_once = read(text, wanted, stops=stops, is_thinking=is_thinking)
     pieces, cut = read(text, wanted, cuts=cuts, stops=stops, is_thinking=is_thinking)
     assert pieces == whole
-    if wanted is not SPELLED:  # whose markers are known with their delta only
+    if wanted not in (SPELLED, MIXED):  # whose markers are known with their delta only
         assert cut.answer.num_reasoning_tokens == at_once.answer.num_reasoning_tokens
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.lists(FRAGMENTS, max_size=12), st.sampled_from([HERMES, XML, SPELLED]), st.booleans())
+@given(st.lists(FRAGMENTS, max_size=12), st.sampled_from([HERMES, XML, SPELLED, MIXED]), st.booleans())
 def test_no_word_of_an_answer_is_lost_or_said_twice(fragments: list[str], wanted: Wanted, is_thinking: bool):
     text = "".join(f"{fragment}w{100 + at}x" for at, fragment in enumerate(fragments))
     reasoning, content, calls = said(text, wanted, is_thinking=is_thinking)

@@ -28,6 +28,9 @@ from novainfer import (
 from novainfer.actors.admission import AdmissionStatistics
 from novainfer.actors.inspection.feed import Feed
 from novainfer.fsm.messages.mode import INT8, Mode
+from novainfer.fsm.messages.outputs import Mark
+from novainfer.fsm.parsing.formats import Formats
+from novainfer.fsm.text import Vocabulary
 from novainfer.inspection import (
     ActorRecord,
     HealthRecord,
@@ -63,6 +66,7 @@ class FakeModelInfo(msgspec.Struct, frozen=True):
     kv_bytes_per_block: int = 1 << 20
     memory: dict[str, int] = {}
     prompt_kind: str = "chat"
+    formats: Formats = Formats()
 
 
 class FakeStatistics(EngineStatistics, frozen=True, kw_only=True):
@@ -102,6 +106,7 @@ class FakeEngine:
         self.is_ready = False
         self._ready_after_start = is_ready
         self.model_info = FakeModelInfo()
+        self.prompt_ends_with = ""  # the text of its last token
         self.recorder_dir: Path | None = None
         self.fail_at: int | None = None
         self.failure: Exception = RuntimeError("a secret that must not leave the server")
@@ -167,6 +172,11 @@ class FakeEngine:
 
     def tokenizer_info(self) -> TokenizerInfo:
         return TokenizerInfo(tokenizer_class="Bytes", eos_token="<eos>", chat_template="{{ messages }}")
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Of a prompt's three tokens the last has a text."""
+        return Vocabulary.build([b"", b"", b"", self.prompt_ends_with.encode()], frozenset([1]))
 
     def check_room(self, prompts: Sequence[Any], params: SamplingParams) -> list[int]:
         """There is always room; a character is a token."""
@@ -288,6 +298,9 @@ class FakeEngine:
         text = self.answer[position]
         limit = len(self.answer) if params.max_tokens is None else min(params.max_tokens, len(self.answer))
         is_last = position == len(self.answer) - 1
+        marker_id = self.model_info.formats.marker_ids.get(text)
+        begin = sum(map(len, self.answer[:position]))
+        is_marked = marker_id is not None and marker_id in params.mark_token_ids
         logprobs = None
         if params.logprobs is not None:
             top = [(position, text.encode(), -0.5), (99, b"\xff", float("-inf"))][: params.logprobs]
@@ -297,6 +310,7 @@ class FakeEngine:
             index=index,
             text=text,
             token_ids=[position],
+            marks=[Mark(marker_id or 0, begin, begin + len(text), position + 1)] if is_marked else [],
             logprobs=logprobs,
             finish_reason=(FinishReason.LENGTH if limit < len(self.answer) else FinishReason.STOP) if is_last else None,
             num_prompt_tokens=num_prompt_tokens,
