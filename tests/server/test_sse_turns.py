@@ -19,6 +19,8 @@ NUM_EVENTS = 40
 class Encoder:
     """Makes an event of half of what a turn may hold of each delta."""
 
+    is_over = False
+
     def begin(self) -> bytes:
         return b""
 
