@@ -235,8 +235,10 @@ class Answer(Machine):
         """Spaces wait for what follows them: before a marker, and between it and what comes next, they are its own."""
         body = text.rstrip(SPACES)
         if body:
-            said = "".join([*self._spaces, body])
-            self._spaces.clear()
+            said = body
+            if self._spaces:
+                said = "".join([*self._spaces, body])
+                self._spaces.clear()
             if where is S.REASONING:
                 self._give(Reasoning(said if self.has_thought else said.lstrip(SPACES)))
                 self.has_thought = True

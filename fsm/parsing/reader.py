@@ -86,6 +86,9 @@ class AnswerReader:
 
     def read(self, text: str, marks: Sequence[Mark], num_tokens: int) -> list[Piece]:
         """What a delta brings, behind which the choice has `num_tokens`."""
+        if not (marks or self._marks or self._text) and (self._spelled is None or self._spelled.is_plain(text)):
+            self._at += len(text)
+            return self._pieces([Text(text)]) if text else []
         return self._pieces(self._cut(text, marks, num_tokens))
 
     def finish(self, num_tokens: int) -> list[Piece]:
@@ -102,7 +105,10 @@ class AnswerReader:
         for event in events:
             for effect in self.answer.handle(event):
                 assert isinstance(effect, Send)
-                _append(pieces, effect.event)
+                if pieces:
+                    _append(pieces, effect.event)
+                else:
+                    pieces.append(effect.event)
         return pieces
 
     def _cut(self, text: str, marks: Sequence[Mark], num_tokens: int) -> Iterator[Text | Marker]:
@@ -139,6 +145,10 @@ class _Spelled:
         self._longest = max(map(len, markers))
         self._held = ""  # may be the beginning of one
 
+    def is_plain(self, text: str) -> bool:
+        """Whether no marker is in `text`, nor may one begin or end there."""
+        return not self._held and "<" not in text
+
     def cut(self, text: str, num_tokens: int) -> Iterator[Text | Marker]:
         """`text`, behind what was held back, cut at its markers."""
         text, at = self._held + text, 0
@@ -166,8 +176,8 @@ class _Spelled:
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:
-    last = pieces[-1] if pieces else None
-    if last is None or isinstance(last, CallBegun) or type(last) is not type(piece):
+    last = pieces[-1]
+    if isinstance(last, CallBegun) or type(last) is not type(piece):
         pieces.append(piece)
     else:  # two calls have a beginning between them
         pieces[-1] = msgspec.structs.replace(last, text=last.text + piece.text)

@@ -157,6 +157,8 @@ class ReadChatChunks(ChatChunks):
         super().__init__(request_id, created, model, tally, options, n=n)
         self._reading = reading
         self._has_reasoning = has_reasoning
+        self._open = [self._head + b'{"index":%d,"delta":' % index for index in range(n)]
+        self._open_tail = b',"logprobs":null,"finish_reason":null}' + self._tail
 
     @property
     def is_over(self) -> bool:  # type: ignore[override]
@@ -168,8 +170,13 @@ class ReadChatChunks(ChatChunks):
         return b"".join([self._read(one, pieces) for one, pieces in self._reading.read(delta)])
 
     def _read(self, delta: Delta, pieces: list[Piece]) -> bytes:
-        shown = [piece for piece in pieces if self._has_reasoning or not isinstance(piece, Reasoning)]
-        return self._chunks(delta, [_json(delta_of(piece)) for piece in shown])
+        shown = pieces
+        if not self._has_reasoning:
+            shown = [piece for piece in pieces if not isinstance(piece, Reasoning)]
+        bodies = [delta_of(piece) for piece in shown]
+        if self._is_plain and delta.finish_reason is None and delta.logprobs is None:
+            return b"".join([self._open[delta.index] + body + self._open_tail for body in bodies])
+        return self._chunks(delta, bodies)
 
 
 class CompletionChunks(_Chunks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,6 +20,7 @@ from novainfer.server.openai.tools import tools_of_template
 if TYPE_CHECKING:
     from novainfer.server.openai.protocol import ChatCompletionRequest
 
+_json = msgspec.json.Encoder().encode
 ReadDelta = tuple[Delta, list[Piece]]  # what it brings
 
 
@@ -120,18 +121,19 @@ def message_of(pieces: Sequence[Piece], *, has_reasoning: bool) -> AssistantMess
     return message
 
 
-def delta_of(piece: Piece) -> dict[str, Any]:
-    """A piece as the `delta` of a chunk."""
+def delta_of(piece: Piece) -> bytes:
+    """A piece as the `delta` of a chunk, in JSON."""
     match piece:
-        case Reasoning(text):
-            return {"reasoning_content": text, "reasoning": text}
         case Content(text):
-            return {"content": text}
-        case CallBegun(index, name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": new_call_id(), "type": "function", "function": function}]}
+            return b'{"content":' + _json(text) + b"}"
+        case Reasoning(text):
+            thought = _json(text)
+            return b'{"reasoning_content":' + thought + b',"reasoning":' + thought + b"}"
         case CallArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, _json(text))
+        case CallBegun(index, name):
+            call = b'{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":""}}'
+            return b'{"tool_calls":[' + call % (index, _json(new_call_id()), _json(name)) + b"]}"
 
 
 def new_call_id() -> str:
