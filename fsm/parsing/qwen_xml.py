@@ -24,6 +24,7 @@ from typing import Any
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 NAME_CHARS_MAX = 256  # of a tool or a parameter; longer ones are no names
+CHOICE_DEPTH_MAX = 8  # of anyOf in anyOf: deeper ones are any type
 
 Types = frozenset[str]  # of JSON Schema; none: any
 ANY: Types = frozenset()
@@ -203,9 +204,9 @@ def types_of_tools(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Ty
     return found
 
 
-def types_of(schema: Any) -> Types:
-    """The types that a value may have by its JSON schema."""
-    if not isinstance(schema, dict):
+def types_of(schema: Any, depth: int = 0) -> Types:
+    """The types that a value may have by its JSON schema; `depth` is that of its choices, within others."""
+    if not isinstance(schema, dict) or depth == CHOICE_DEPTH_MAX:
         return ANY
     said = schema.get("type")
     if isinstance(said, str):
@@ -217,7 +218,7 @@ def types_of(schema: Any) -> Types:
         return frozenset(_KINDS.get(type(value), "string") for value in values)
     for several in ("anyOf", "oneOf"):
         if isinstance(schema.get(several), list):
-            each = [types_of(one) for one in schema[several]]
+            each = [types_of(one, depth + 1) for one in schema[several]]
             return frozenset().union(*each) if all(each) else ANY
     return ANY
 

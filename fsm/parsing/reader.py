@@ -183,13 +183,16 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
         pieces[-1] = msgspec.structs.replace(last, text=last.text + piece.text)
 
 
-def opens_thoughts(prompt_token_ids: Sequence[int], vocabulary: Vocabulary) -> bool:
-    """Whether a rendered prompt has opened `<think>` for the answer: behind its last control token.
+def opens_thoughts(prompt_token_ids: Sequence[int], vocabulary: Vocabulary, marker_ids: Mapping[str, int]) -> bool:
+    """Whether a rendered prompt has opened `<think>` for the answer: behind its last control token that is no marker.
 
     What a user or a tool says of the marker stands before that: it is the one that begins the assistant's turn.
     """
-    begin = len(prompt_token_ids)
-    while begin and prompt_token_ids[begin - 1] not in vocabulary.special_ids:
+    begin, markers = len(prompt_token_ids), frozenset(marker_ids.values())
+    while begin:
+        token_id = prompt_token_ids[begin - 1]
+        if token_id in vocabulary.special_ids and token_id not in markers:
+            break
         begin -= 1
     tail = b"".join(map(vocabulary.bytes_of, prompt_token_ids[begin:]))
     return tail.rfind(OPEN_THINK.encode()) > tail.rfind(CLOSE_THINK.encode())

@@ -77,7 +77,8 @@ class Reading:
             if delta.prompt_token_ids is None:
                 self._early.append(delta)
                 return []
-            self._begin(is_thinking=opens_thoughts(delta.prompt_token_ids, self._vocabulary))
+            ids, marker_ids = delta.prompt_token_ids, self._wanted.marker_ids
+            self._begin(is_thinking=opens_thoughts(ids, self._vocabulary, marker_ids))
         deltas, self._early = [*self._early, delta], []
         return [self._read(one) for one in deltas if not self._ended[one.index]]
 

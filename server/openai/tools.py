@@ -55,13 +55,17 @@ class CalledFunction(msgspec.Struct, kw_only=True):
     def as_template_input(self) -> dict[str, Any]:
         """With arguments as an object where they are one: what a model had cut off stays the text that it was."""
         found: Any = self.arguments or {}
-        if isinstance(found, str):
-            try:
-                value = json.loads(found)
-            except (ValueError, RecursionError):
-                value = None
-            found = value if isinstance(value, dict) else found
-        return {"name": self.name, "arguments": found}
+        return {"name": self.name, "arguments": _parsed(found) if isinstance(found, str) else found}
+
+
+def _parsed(arguments: str) -> Any:
+    """The object that they are, if a template's process can be given it; else the text."""
+    try:
+        value = json.loads(arguments)
+        msgspec.msgpack.encode(value)  # has no half of a surrogate pair, and no integer of more than 64 bits
+    except (ValueError, OverflowError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 class ToolCall(msgspec.Struct, kw_only=True):

@@ -26,6 +26,8 @@ VOCABULARY = Vocabulary.build(
     [char.encode() for char in (*CHARS, *MARKERS, "<|im_start|>", "<|im_end|>")], frozenset([IM_START, IM_END])
 )
 IDS = {marker: len(CHARS) + at for at, marker in enumerate(MARKERS)}
+# The same, in which markers are control tokens.
+HIDDEN = Vocabulary.build(VOCABULARY.token_bytes, VOCABULARY.special_ids | set(IDS.values()))
 TOKENS = {text: at for at, text in enumerate((*CHARS, *MARKERS, "<|im_start|>", "<|im_end|>"))}
 SPLIT = re.compile("|".join(map(re.escape, (*MARKERS, "<|im_start|>", "<|im_end|>"))) + "|(?s:.)")
 TOOLS = [
@@ -433,6 +435,13 @@ def test_values_as_qwen3_coders_template_writes_them_have_the_types_of_the_schem
     assert (name, json.loads(found)) == ("weather", arguments)
 
 
+def test_choices_within_choices_without_an_end_are_any_type():
+    schema: dict[str, object] = {"type": "integer"}
+    for _ in range(900):
+        schema = {"anyOf": [schema]}
+    assert types_of(schema) == frozenset()
+
+
 @pytest.mark.parametrize(
     ("text", "schema", "wanted"),
     [
@@ -536,8 +545,7 @@ def test_tokens_of_thoughts_are_counted_with_their_markers(text: str, is_thinkin
 
 
 def test_markers_that_are_not_shown_are_read_all_the_same():
-    hidden = Vocabulary.build(VOCABULARY.token_bytes, VOCABULARY.special_ids | set(IDS.values()))
-    assembler = text_assembler(hidden, [], include_stop=False, skip_special=True, marked_ids=list(IDS.values()))
+    assembler = text_assembler(HIDDEN, [], include_stop=False, skip_special=True, marked_ids=list(IDS.values()))
     reader = AnswerReader(HERMES)
     pieces = []
     for count, token_id in enumerate(ids_of("<think>Hm.</think>Yes " + PARIS), 1):
@@ -563,4 +571,5 @@ def test_markers_that_are_not_shown_are_read_all_the_same():
     ],
 )
 def test_a_prompt_has_opened_thoughts_when_its_last_turn_has(tail: str, wanted: bool):
-    assert opens_thoughts(ids_of(tail), VOCABULARY) is wanted
+    assert opens_thoughts(ids_of(tail), VOCABULARY, IDS) is wanted
+    assert opens_thoughts(ids_of(tail), HIDDEN, IDS) is wanted

@@ -10,12 +10,17 @@ import httpx
 import msgspec
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from novainfer import Chat, Delta
+from novainfer import CallerError, Chat, Delta, SamplingParams
 from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.parsing.reader import Wanted
 from novainfer.fsm.text import Vocabulary
-from novainfer.server.openai.reading import Reading
+from novainfer.prompt import to_prompt
+from novainfer.server.openai.decode import decode
+from novainfer.server.openai.protocol import ChatCompletionRequest
+from novainfer.server.openai.reading import Reading, params_for, wanted_of
 from novainfer.server.openai.replies import Tally
 from tests.server.conftest import Serve, eventually
 from tests.server.fakes import FakeEngine, FakeModelInfo
@@ -44,6 +49,35 @@ PARIS = (
     "</tool_call>",
 )
 ROME = ("<tool_call>", '\n{"name": "weather", "arguments": {"city": "Rome"}}\n', "</tool_call>")
+
+
+# Fields and keys that are looked at, and tools that are nearly right.
+FIELDS = ("messages", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "include_reasoning")
+KEYS = st.sampled_from(
+    [
+        *(
+            "role",
+            "content",
+            "tool_calls",
+            "tool_call_id",
+            "reasoning_content",
+            "type",
+            "function",
+            "name",
+            "arguments",
+        ),
+        *("parameters", "properties", "anyOf", "enum", "const", "strict", "description"),
+    ]
+)
+TOOLS = st.fixed_dictionaries(
+    {
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries(
+            {"name": st.sampled_from(["f", "a.b", "", "a b"])},
+            optional={"parameters": st.fixed_dictionaries({}, optional={"properties": st.deferred(lambda: JSON)})},
+        ),
+    }
+)
 
 
 @pytest.fixture
@@ -343,3 +377,42 @@ def test_a_choice_that_comes_before_the_prompt_is_known_waits_for_it():
     found = reading.read(Delta(request_id="r", index=0, text="a", num_generated_tokens=1, prompt_token_ids=[0]))
     assert [(delta.index, [piece.text for piece in pieces]) for delta, pieces in found] == [(1, ["b"]), (0, ["a"])]
     assert {type(piece).__name__ for _, pieces in found for piece in pieces} == {"Reasoning"}
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"n": 36893488147419103232}', '{"s": "\\ud800"}', "[1]", '{"a":', "[" * 100_000, "", None, {"a": 1}]
+)
+async def test_arguments_that_were_called_with_are_given_to_the_template_whatever_they_are(
+    ai: openai.AsyncOpenAI, engine: FakeEngine, arguments: Any
+):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    await ai.chat.completions.create(
+        **{**asked(), "messages": [{"role": "assistant", "tool_calls": [call]}]}  # type: ignore[arg-type]
+    )
+    [found] = engine.seen[-1][0].messages[0]["tool_calls"]
+    assert found["function"]["arguments"] == (arguments or {})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.text(max_size=3), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(FIELDS, JSON)), st.lists(TOOLS | JSON, max_size=3))
+def test_whatever_is_sent_is_taken_or_refused_by_the_field(more: dict[str, Any], tools: list[Any]):
+    assert fault_of(msgspec.json.encode({"messages": MESSAGES, "tools": tools, **more})) is not None
+
+
+def fault_of(body: bytes) -> str | None:
+    """The field that a body is refused for; "" where it is taken."""
+    try:
+        request, _ = decode(ChatCompletionRequest, body)
+        to_prompt(request.prompt(has_tools=True), 1000)
+        params_for(SamplingParams(), request, FORMATS)
+        wanted_of(request, msgspec.structs.replace(FORMATS, tool_calls="qwen3_coder"))
+    except CallerError as error:
+        return error.param
+    return ""

@@ -1,0 +1,146 @@
+"""Tools and thoughts through a tokenizer, a template and an engine: a device that says what a test has written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from novainfer import Engine, EngineConfig
+from novainfer.actors.device.fake import FakeDevice
+from novainfer.actors.tokenizer.tokenizer import HFTokenizer
+from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.parsing.formats import MARKERS
+from tests.server.conftest import running
+
+DEMO = Path(str(files("novainfer.kernels"))) / "demo" / "model"
+# As Qwen's: tools in the system message, calls in <tool_call>, thoughts opened or closed for the answer.
+TEMPLATE = (
+    r"{%- if tools %}{{ '<|im_start|>system\nTools:' }}{% for tool in tools %}{{ '\n' ~ (tool | tojson) }}{% endfor %}"
+    r"{{ '<|im_end|>\n' }}{% endif %}"
+    r"{%- for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\n' }}"
+    r"{%- if message.reasoning_content %}{{ '<think>\n' ~ message.reasoning_content ~ '\n</think>\n\n' }}{% endif %}"
+    r"{{- message.content }}"
+    r"{%- for call in message.tool_calls or [] %}"
+    r"{%- if not loop.first or message.content %}{{ '\n' }}{% endif %}"
+    r"""{{ '<tool_call>\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}"""
+    r"{{- (call.function.arguments | tojson) ~ '}\n</tool_call>' }}"
+    r"{%- endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    r"{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    r"{%- if enable_thinking is defined %}"
+    r"{{- '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+MESSAGES = [{"role": "user", "content": "What is <think> in Paris </think> and <think>?"}]
+ARGUMENTS = {"city": "P\u00e4ris \U0001f600", "n": [1, {"a": None}]}
+WRITTEN = json.dumps(ARGUMENTS, ensure_ascii=False)
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {WRITTEN}}}\n</tool_call>'
+
+
+class ScriptedDevice(FakeDevice):
+    """Says `script`, token by token, then ends the answer."""
+
+    def __init__(self, vocab_size: int, eos: int) -> None:
+        super().__init__()
+        self._vocab_size = vocab_size
+        self._eos = eos
+        self.script: list[int] = []
+
+    def load(self, precision: str | None = None) -> dict[str, Any]:
+        return {**super().load(precision), "vocab_size": self._vocab_size, "eos_token_ids": [self._eos]}
+
+    def run(self, plan: StepPlan) -> StepDone:
+        said = [self.script.pop(0) if self.script else self._eos for _ in plan.sample_seqs]
+        return StepDone(plan.step_id, plan.epoch, said)
+
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(params=[False, True], ids=["added", "special"])
+async def ask(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Ask]:
+    """`await ask(script, …)`: a chat completion in which the model says `script`; markers are tokens, hidden or not."""
+    for part in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / part, tmp_path / part)
+    found = json.loads((tmp_path / "tokenizer.json").read_text())
+    first = found["added_tokens"][-1]["id"] + 1
+    plain = found["added_tokens"][0] | {"special": request.param}
+    found["added_tokens"] += [plain | {"id": first + at, "content": marker} for at, marker in enumerate(MARKERS)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TEMPLATE
+    del settings["added_tokens_decoder"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = HFTokenizer(tmp_path)
+    device = ScriptedDevice(first + len(MARKERS), first - 1)
+    engine = Engine(EngineConfig(served_model_name="scripted"), device=device, tokenizer=tokenizer)
+
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(running(engine, shutdown_timeout_s=0.0))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=20.0))
+
+        async def post(script: str, *, path: str = "/v1/chat/completions", **body: Any) -> Any:
+            [ids] = tokenizer._encode([script], add_special_tokens=False)
+            device.script = list(ids)
+            response = await http.post(path, json={"messages": MESSAGES, "tools": [TOOL], **body})
+            if not body.get("stream"):
+                return response.json()
+            events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+            return [json.loads(event) for event in events]
+
+        yield post
+
+
+async def test_the_format_of_a_template_is_found(ask: Ask):
+    info = await ask("", path="/v1/chat/completions/render")
+    assert info["token_ids"][-1] != 0
+    reply = await ask("Yes" + CALL)
+    message = reply["choices"][0]["message"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == ARGUMENTS
+    assert message["content"] == "Yes"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thoughts_begin_where_the_template_has_opened_them(ask: Ask, stream: bool):
+    wanted = {"on": ("Hm.", "Yes"), "off": ("", "Hm.\n\n\nYes"), "unsaid": ("", "Hm.\n\n\nYes")}
+    for switch, (reasoning, content) in wanted.items():
+        kwargs = {} if switch == "unsaid" else {"enable_thinking": switch == "on"}
+        script = "Hm.\n</think>\n\nYes" if switch == "on" else "Hm.\n\n\nYes"
+        reply = await ask(script, chat_template_kwargs=kwargs, stream=stream)
+        if stream:
+            deltas = [choice["delta"] for event in reply for choice in event["choices"]]
+            message = {
+                name: "".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "content")
+            }
+        else:
+            message = reply["choices"][0]["message"]
+            assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0 or switch != "on"
+        assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, content), switch
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": True}])
+async def test_an_answer_that_is_sent_back_is_rendered_as_the_model_has_written_it(ask: Ask, kwargs: dict[str, Any]):
+    script = ("Hm, \u00e9.\n</think>\n\n" if kwargs else "") + "Let me see." + f"\n{CALL}\n{CALL}"
+    first = await ask("", path="/v1/chat/completions/render", chat_template_kwargs=kwargs)
+    reply = await ask(script, chat_template_kwargs=kwargs, return_token_ids=True)
+    [choice] = reply["choices"]
+    message = {name: value for name, value in choice["message"].items() if name != "reasoning"}
+    said = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "Rain"}
+    again = await ask("", path="/v1/chat/completions/render", messages=[*MESSAGES, message, said])
+    written = first["token_ids"] + choice["token_ids"]
+    assert again["token_ids"][: len(written)] == written
+
+
+async def test_a_stop_string_may_end_in_a_call(ask: Ask):
+    reply = await ask("Yes" + CALL, stop=["null"])
+    [choice] = reply["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "null")
+    arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
+    assert arguments == WRITTEN.partition("null")[0]
