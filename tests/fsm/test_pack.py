@@ -18,7 +18,7 @@ from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.recording.pack import RENAMED, Kinds, PackError, pack, unpack
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.scheduler import Scheduler
-from novainfer.fsm.text import TextAssembler, Vocabulary
+from novainfer.fsm.text import TextAssembler, Vocabulary, text_assembler
 
 VOCABULARY = Vocabulary.build([b"a", b"\xc3", b"\xa9", b"<eos>"], frozenset([3]))
 KNOWN = {"vocabulary": VOCABULARY}
@@ -85,6 +85,18 @@ def test_half_a_character_that_was_held_back_is_still_held_back() -> None:
     found = there_and_back(text)
     assert found._vocabulary is VOCABULARY
     assert found.push(2) == text.push(2) == "\u00e9"
+
+
+def test_marks_that_were_not_taken_and_where_the_next_ones_stand_are_kept() -> None:
+    text = text_assembler(VOCABULARY, ["az"], include_stop=False, skip_special=True, marked_ids=[0, 3])
+    text.push(0)
+    found = there_and_back(text)
+    for one in (text, found):
+        one.push(3)
+        one.push(0)
+    marks = text.take_marks()
+    assert found.take_marks() == marks
+    assert [(mark.token_id, mark.num_tokens) for mark in marks] == [(0, 1), (3, 2), (0, 3)]
 
 
 def test_what_is_known_is_written_by_its_name() -> None:

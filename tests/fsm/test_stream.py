@@ -20,7 +20,7 @@ from novainfer.fsm.messages.events import (
     StallOver,
     Stop,
 )
-from novainfer.fsm.messages.outputs import Delta, FinishReason, TokenLogprob
+from novainfer.fsm.messages.outputs import Delta, FinishReason, Mark, TokenLogprob
 
 WELL = End(finish_reason=FinishReason.STOP)
 
@@ -52,6 +52,15 @@ def test_outputs_that_were_not_read_merge_into_one_delta():
     assert (delta.text, delta.token_ids, delta.finish_reason) == ("ABC", [65, 66, 67], FinishReason.STOP)
     assert (delta.num_prompt_tokens, delta.num_cached_tokens, delta.num_generated_tokens, delta.seed) == (3, 2, 3, 42)
     assert delta.prompt_token_ids == [1, 2, 3]
+
+
+def test_merged_deltas_keep_the_places_of_marked_tokens():
+    s = stream()
+    for at in range(3):
+        s.handle(output(65, marks=[Mark(9, at, at + 1, at + 1)] if at != 1 else []))
+    assert read(s).marks == [Mark(9, 0, 1, 1), Mark(9, 2, 3, 3)]
+    s.handle(output(65))
+    assert read(s).marks == []
 
 
 def test_a_prompt_was_cached_as_far_as_its_first_choice_found_it():
