@@ -54,6 +54,7 @@ SAMPLING = {
     "include_stop_str_in_output": "Keep the string that ended the answer.",
     "ignore_eos": "Go on after the end of the sequence.",
     "logprobs": "Return each token's log probability, and those of so many of the likeliest; None: neither.",
+    "prompt_logprobs": "The same of each token of the prompt, behind those before it.",
     "logit_bias": "Added to the logits of these token ids; at most 1,024.",
     "allowed_token_ids": "No other token is drawn.",
     "banned_token_ids": "These tokens are not drawn.",

@@ -51,7 +51,7 @@ class StepTensors:
     query_start: Tensor  # int32 [num_seqs + 1]
     context_lens: Tensor  # int32 [num_seqs]
     logit_rows: Tensor | None  # int64 [num_samples]; None when every row that is one is sampled, in order
-    num_samples: int  # positions: one a sampled sequence, and one more for each of its drafts
+    num_samples: int  # positions: one a sampled sequence, and one more for each of its drafts; then those scored
     max_context_len: int
     min_query_len: int  # token rows of a sequence, at least and at most: what kernels launch depends on them
     max_query_len: int
@@ -223,8 +223,14 @@ class StepBuffers:
             must_lie_in("num_drafts", plan.num_drafts, self.max_num_batched_tokens)
             if any(plan.query_lens[seq] <= count for seq, count in zip(plan.sample_seqs, plan.num_drafts, strict=True)):
                 raise ValueError("a sequence of a step has no token before its drafts")
-        if len(plan.sample_seqs) + sum(plan.num_drafts) > num_tokens:
-            raise ValueError("a step samples more positions than it holds")
+        num_scores = len(plan.score_rows)
+        if not num_scores == len(plan.score_ids) == len(plan.score_tops):
+            raise ValueError("score_rows, score_ids and score_tops of a step must be of one length")
+        must_lie_in("score_rows", plan.score_rows, num_tokens)
+        must_lie_in("score_ids", plan.score_ids, self.vocab_size)
+        must_lie_in("score_tops", plan.score_tops, self.vocab_size)
+        if len(plan.sample_seqs) + sum(plan.num_drafts) + num_scores > num_tokens:
+            raise ValueError("a step samples and scores more positions than it holds")
         if plan.mask_positions or plan.masks:
             check_masks(plan, self.vocab_size)
 
@@ -235,7 +241,8 @@ class StepBuffers:
         a step has the address and the strides that it has in every other step of this bucket.
         """
         num_seqs, num_tokens = len(plan.slots), len(plan.input_ids)
-        num_samples = len(plan.sample_seqs) + sum(plan.num_drafts)
+        num_drawn = len(plan.sample_seqs) + sum(plan.num_drafts)
+        num_samples = num_drawn + len(plan.score_rows)
         self._check(plan)
         max_context_len, max_query_len = max(plan.context_lens), max(plan.query_lens)
         is_decode = max_query_len == 1
@@ -256,14 +263,15 @@ class StepBuffers:
         else:
             self._put_many(plan, i64, i32, num_rows, num_places)
         self.written = i64[2 * num_rows : 2 * num_rows + num_tokens]
-        all_rows = num_samples == num_tokens and plan.sample_seqs == list(range(num_seqs))
+        all_rows = num_drawn == num_tokens and plan.sample_seqs == list(range(num_seqs))
         if not all_rows:
             ends = i32[1 : num_places + 1][plan.sample_seqs]
             if plan.num_drafts:
                 counts = np.array(plan.num_drafts, dtype=np.int64) + 1
-                np.add(self._arange[:num_samples], np.repeat(ends - counts.cumsum(), counts), out=logit_rows)
+                np.add(self._arange[:num_drawn], np.repeat(ends - counts.cumsum(), counts), out=logit_rows[:num_drawn])
             else:
-                np.subtract(ends, 1, out=logit_rows)
+                np.subtract(ends, 1, out=logit_rows[:num_drawn])
+            logit_rows[num_drawn:] = plan.score_rows
 
         num_blocks = -(-max_context_len // self.block_size)
         num32 = 2 * num_places + 1

@@ -15,7 +15,7 @@ import msgspec
 
 from novainfer.fsm.messages.events import Chat, PromptKind
 from novainfer.fsm.messages.mode import CHECKPOINT, Mode
-from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, StepDone, StepPlan
+from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, Logprobs, StepDone, StepPlan
 from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.text import TokenizerInfo, Vocabulary
 
@@ -84,7 +84,7 @@ class FakeDevice:
         if not plan.num_drafts and not plan.num_drafts_wanted:
             one_each = [self._next(ids[ends[seq] - 1]) for seq in plan.sample_seqs]
             self._last.update(zip([plan.slots[seq] for seq in plan.sample_seqs], one_each, strict=True))
-            return StepDone(plan.step_id, plan.epoch, one_each)
+            return StepDone(plan.step_id, plan.epoch, one_each, scores=self._scores(plan))
         none = [0] * len(plan.sample_seqs)
         tokens: list[int] = []
         num_tokens: list[int] = []
@@ -101,7 +101,17 @@ class FakeDevice:
             self._last[plan.slots[seq]] = tokens[-1]
             for _ in range(num_wanted):
                 drafts[-1].append(self._next(drafts[-1][-1] if drafts[-1] else tokens[-1]))
-        return StepDone(plan.step_id, plan.epoch, tokens, num_tokens=num_tokens, draft_token_ids=drafts)
+        return StepDone(
+            plan.step_id, plan.epoch, tokens, num_tokens=num_tokens, draft_token_ids=drafts, scores=self._scores(plan)
+        )
+
+    def _scores(self, plan: StepPlan) -> list[Logprobs]:
+        """A token scores minus its distance from the successor of the one before it, which is the most likely one."""
+        found: list[Logprobs] = []
+        for row, token_id, top in zip(plan.score_rows, plan.score_ids, plan.score_tops, strict=True):
+            expected = self._next(plan.input_ids[row])
+            found.append((float(-abs(expected - token_id)), [expected][:top], [0.0][:top]))
+        return found
 
     def _with_sampled(self, plan: StepPlan, ends: list[int]) -> list[int]:
         """The input, with the token that its slot was given last for each `SAMPLED`, which only ends a row."""

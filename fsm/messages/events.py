@@ -229,12 +229,13 @@ class ResumeRequest(msgspec.Struct, frozen=True):
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """What a client learns when its request first runs: counts in tokens, and the seed that is used."""
+    """What a client learns when its request first runs: counts in tokens, the seed, and what its prompt scored."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     prompt_token_ids: list[int]
     seed: int
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 class End(msgspec.Struct, frozen=True):

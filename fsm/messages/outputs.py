@@ -51,6 +51,8 @@ class Delta(msgspec.Struct, kw_only=True):
     choice ran. On the last delta of each choice, `num_draft_tokens` guesses were verified for it, and
     `num_accepted_tokens` of them were right.
     `marks` are those of tokens that `SamplingParams.mark_token_ids` names.
+    `prompt_logprobs` is set on the first delta of each choice where they were asked for: of each token of the prompt,
+    behind those before it. Of the first one nothing can be said: its log probability is 0, beside no other token's.
     `is_degraded`: some of it was computed in a degraded mode (plainer kernels or a lower precision than the engine was
     started with), and may differ from what it says otherwise.
     """
@@ -69,5 +71,6 @@ class Delta(msgspec.Struct, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
     seed: int | None = None
     is_degraded: bool = False

@@ -35,7 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `temperature=0` is greedy. `max_tokens=None` means: as many as the context holds. `top_k` of 0 or -1 and `top_p`
     of 1 switch those filters off. `seed=None` draws one, which the outputs return. `logprobs=k` returns, for each
-    token, its log probability and those of the k most likely ones (k may be 0). `timeout_s` is a deadline for the
+    token, its log probability and those of the k most likely ones (k may be 0); `prompt_logprobs=k`, for each token of
+    the prompt, which is then computed in full, whatever the prefix cache has of it. `timeout_s` is a deadline for the
     whole request, queueing included. With `max_queue_s` it waits for so long when the queue is full, instead of being
     refused at once, and ends if its first token has not come by then.
     `Delta.marks` tells where tokens of `mark_token_ids` stand in the text.
@@ -59,6 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     allowed_token_ids: TokenIds | None = None
     banned_token_ids: TokenIds = []
@@ -91,6 +93,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_stop()
         if self.logprobs is not None:
             check.between("logprobs", self.logprobs, 0, LOGPROBS_MAX)
+        if self.prompt_logprobs is not None:
+            check.between("prompt_logprobs", self.prompt_logprobs, 0, LOGPROBS_MAX)
         for token_id, bias in self.logit_bias.items():
             check.between(f"logit_bias[{shown(token_id)}]", bias, -100.0, 100.0, param="logit_bias")
         check.between("the length of logit_bias", len(self.logit_bias), 0, LOGIT_BIAS_MAX, param="logit_bias")

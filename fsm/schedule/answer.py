@@ -8,6 +8,7 @@ begin in.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 
 from novainfer.fsm.messages.events import Begun, End, Output, Submit
 from novainfer.fsm.messages.outputs import FinishReason, TokenLogprob
@@ -15,6 +16,7 @@ from novainfer.fsm.messages.step import Logprobs
 from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.text import Vocabulary
 
+NOTHING_SAID: Logprobs = (0.0, [], [])  # of the first token of a prompt
 ENDED_AS = {FinishReason.STOP: RequestState.FINISHED_STOPPED, FinishReason.LENGTH: RequestState.FINISHED_LENGTH}
 
 
@@ -40,7 +42,9 @@ def next_output(
     if request.is_first_output:
         request.is_first_output = False
         prompt = token_ids[: request.num_prompt] if request.choice == 0 else []
-        output.first = Begun(request.num_prompt, request.num_cached, prompt, request.seed)
+        output.first = Begun(
+            request.num_prompt, request.num_cached, prompt, request.seed, _scores_with_bytes(request, vocabulary)
+        )
     may_stop = len(token_ids) - request.num_prompt >= params.min_tokens
     if may_stop and token_id in request.stop_ids:
         is_eos = token_id in eos_token_ids
@@ -60,6 +64,11 @@ def next_output(
     return output
 
 
+def has_no_number(request: Request) -> bool:
+    """Whether what was scored of its prompt is not a number somewhere."""
+    return request.scores is not None and any(isnan(score[0]) for score in request.scores)
+
+
 def refusal(submit: Submit, max_len: int) -> End | None:
     """Why this request can never run where one may have `max_len` tokens, prompt included; None if it can."""
     num_prompt, max_tokens = len(submit.token_ids), submit.params.max_tokens
@@ -74,6 +83,16 @@ def refusal(submit: Submit, max_len: int) -> End | None:
         code="context_length_exceeded",
         param="max_tokens" if num_prompt < max_len else "prompt",
     )
+
+
+def _scores_with_bytes(request: Request, vocabulary: Vocabulary) -> list[TokenLogprob] | None:
+    """What its prompt scored, where that was asked for; the request keeps it no longer."""
+    scores, request.scores = request.scores, None
+    if scores is None:
+        return None
+    prompt = request.token_ids[: request.num_prompt]
+    told = zip(prompt, [NOTHING_SAID, *scores], strict=True)
+    return [_with_bytes(token_id, score, vocabulary) for token_id, score in told]
 
 
 def _with_bytes(token_id: int, found: Logprobs, vocabulary: Vocabulary) -> TokenLogprob:

@@ -62,6 +62,7 @@ class Flight(msgspec.Struct, gc=False):
     mode: Mode = Mode()  # what the device has to compute in
     num_prompt_tokens: int = 0  # of all that the step computes
     drafts: dict[int, int] = {}  # guessed tokens that the step verifies, by the ids of their requests
+    scored: list[tuple[Request, int, int]] = []  # whose tokens are scored: from which place on, and how many
     num_passes: int = 0  # of the device's draft model, for the next step's
     is_vacating: bool = False  # nothing but what leaves the KV cache for the host: nothing is computed
     is_noted: bool = False  # whether speculation is to know how it has ended
@@ -245,7 +246,7 @@ class StepBuilder:
     def _look(self, request: Request) -> Prefix | None:
         """What the cache holds of the beginning of `request`; what it waits for is noted. None: look on later."""
         request.waits_for = None
-        if request.kv.num_swapped:
+        if request.kv.num_swapped or request.is_unscored:
             return Prefix([])
         prefix = self.cache.find_prefix(request, self.units)
         self.units -= prefix.num_units
@@ -392,6 +393,9 @@ class StepBuilder:
                 plan.context_lens[at] += len(drafts)
                 request.num_planned += len(drafts)
         plan.input_ids[: len(decodes)] = input_ids
+        if plan.score_rows:  # they are behind the decodes
+            num_more = len(input_ids) - len(decodes)
+            plan.score_rows = [row + num_more for row in plan.score_rows]
         if not flight.drafts:
             plan.num_drafts = []
 
@@ -416,6 +420,8 @@ class StepBuilder:
         if end == total:
             self.flight.samples.append(request)
             plan.sample_seqs.append(len(plan.slots))
+        if request.is_unscored:
+            self._score(request, start, end)
         plan.slots.append(request.slot)
         plan.query_lens.append(end - start)
         plan.context_lens.append(end)
@@ -423,6 +429,19 @@ class StepBuilder:
         request.num_planned = end
         cache.expect(request, start, end)
         return end - start
+
+    def _score(self, request: Request, start: int, end: int) -> None:
+        """Have the step score the prompt's tokens behind those that it computes, from `start` to `end`."""
+        assert request.scores is not None, "it has to be scored"
+        first, last = max(start, len(request.scores)), min(end, request.num_prompt - 1)
+        if first >= last:
+            return
+        plan = self.plan
+        before = len(plan.input_ids) - start
+        plan.score_rows.extend(range(before + first, before + last))
+        plan.score_ids.extend(request.token_ids[first + 1 : last + 1])
+        plan.score_tops.extend([request.params.prompt_logprobs or 0] * (last - first))
+        self.flight.scored.append((request, first, last - first))
 
 
 arrival = attrgetter("request_id")  # the key of age: first come, first served

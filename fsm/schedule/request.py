@@ -27,7 +27,7 @@ from novainfer.fsm.core.machine import Machine, Table, ignore, never, on, table
 from novainfer.fsm.kv.blocks import BlockTable
 from novainfer.fsm.messages.events import PauseRequest, ResumeRequest, Submit
 from novainfer.fsm.messages.params import SamplingParams
-from novainfer.fsm.messages.step import SeqParams
+from novainfer.fsm.messages.step import Logprobs, SeqParams
 from novainfer.fsm.text import Vocabulary, text_assembler
 
 # What the device is told as it was asked for: the fields that both records have.
@@ -208,6 +208,7 @@ class Request(Machine):
         "paused_as",
         "queued_as",
         "request_id",
+        "scores",
         "seed",
         "slot",
         "stop_ids",
@@ -239,6 +240,8 @@ class Request(Machine):
             skip_special=params.skip_special_tokens,
             marked_ids=params.mark_token_ids,
         )
+        # What the tokens of its prompt scored, the first left out, until they are told; None: nobody asks.
+        self.scores: list[Logprobs] | None = None if params.prompt_logprobs is None else []
         self.kv = BlockTable()  # what it has of the KV cache
         self.num_computed = 0  # tokens whose keys and values are computed
         self.num_planned = 0  # the same, when the steps on the device have ended well: more while it is in one
@@ -289,6 +292,17 @@ class Request(Machine):
     def num_generated(self) -> int:
         """Tokens sampled so far."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def is_unscored(self) -> bool:
+        """True while some tokens of its prompt have to be scored: it takes nothing from the prefix cache."""
+        return self.scores is not None and len(self.scores) < self.num_prompt - 1
+
+    def note_scores(self, first: int, scores: Sequence[Logprobs]) -> None:
+        """What the tokens behind those from place `first` on have scored; those that are known already stay."""
+        assert self.scores is not None, "nobody asks, or it was told"
+        assert first <= len(self.scores), "the prompt is computed from its beginning"
+        self.scores += scores[len(self.scores) - first :]
 
     def sampling_spec(self) -> SeqParams:
         """What the device must know before it can sample this request."""

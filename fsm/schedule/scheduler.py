@@ -557,6 +557,8 @@ class Scheduler(Machine):
         if not flight.mode.computes_as(self.recovery.ladder.exact_mode):
             for request, _, _ in flight.rows:
                 request.is_degraded = True
+        if flight.scored:
+            _note_scores(flight, outcome)
         prefill, finished = RequestState.PREFILL, ENDED
         outputs: list[Output] = []
         num_generated = 0
@@ -574,7 +576,7 @@ class Scheduler(Machine):
             if token_id == NONE_ALLOWED:
                 outputs.append(self._end(request, RequestState.FINISHED_ERROR, End(error=NONE_LEFT)))
                 continue
-            if token_id < 0:
+            if token_id < 0 or answer.has_no_number(request):
                 outputs.append(self._end_not_a_number(request, outcome))
                 continue
             if state is prefill:
@@ -749,3 +751,13 @@ class Scheduler(Machine):
                 assert request.slot < 0, f"waiting request {request.request_id} owns a slot"
             is_held = request.request_id in held
             assert request.is_in_flight == is_held, f"request {request.request_id} is in no step, or in one"
+
+
+def _note_scores(flight: Flight, outcome: StepDone) -> None:
+    """What the step has scored of prompts, to the requests that asked."""
+    at = 0
+    for request, first, count in flight.scored:
+        if not request.ended:
+            request.note_scores(first, outcome.scores[at : at + count])
+        at += count
+    assert at == len(outcome.scores), "one score for each that was planned"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from novainfer.fsm.messages.mode import ATTENTION_BACKENDS, AUTO, KV_CACHE_DTYPES, Mode
-from novainfer.fsm.messages.step import SeqParams, StepDone, StepPlan
+from novainfer.fsm.messages.step import Logprobs, SeqParams, StepDone, StepPlan
 from novainfer.kernels.errors import LoadError
 from novainfer.kernels.memory import free_bytes, is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
@@ -38,6 +38,8 @@ from novainfer.kernels.runtime.proposer import Proposer, load_proposer
 from novainfer.kernels.runtime.step_costs import measure_step_costs
 from novainfer.kernels.runtime.swap import STAGING_BYTES, HostPool
 from novainfer.kernels.sampling.drawn import Draw, joined
+from novainfer.kernels.sampling.sampler import LOGIT_ROWS_MAX
+from novainfer.kernels.sampling.scores import scores
 from novainfer.kernels.sampling.verify import Positions, accept, sampled_positions
 from novainfer.kernels.step import StepBuffers, StepTensors
 from novainfer.kernels.threads import use_threads
@@ -521,7 +523,7 @@ class ModelRunner:
         `STEPS_IN_FLIGHT_MAX` steps may have been launched that were not waited for, this one among them. What the
         device raises at once comes through when it is through with what it was told before; the rest `Flight.wait`
         raises. A step with drafts, and one beside a draft model, is waited for here: what comes behind it depends on
-        its tokens.
+        its tokens; and so is one that scores tokens.
         """
         with torch.inference_mode():
             try:
@@ -535,14 +537,17 @@ class ModelRunner:
         step = self._lay_out(plan)
         hidden = None if step is None else self._decoder.forward(step)
         at = sampled_positions(plan)
-        draw = None if hidden is None else self._draw(hidden, at)
-        if self._is_ahead and self._proposer is None and not (plan.num_drafts or plan.num_drafts_wanted):
+        draw = None if hidden is None else self._draw(hidden[: len(at.slots)], at)
+        needs_host = plan.num_drafts or plan.num_drafts_wanted or plan.score_rows
+        if self._is_ahead and self._proposer is None and not needs_host:
             if step is not None and draw is not None:
                 self._buffers.keep_on_device(plan, step, draw.token_ids)
             return Flight(partial(_outcome, plan, at, draw), _recorded(self._kernels.device))
         if self._is_ahead:
             self._wait()
         done = _outcome(plan, at, draw)
+        if plan.score_rows and hidden is not None:
+            done = msgspec.structs.replace(done, scores=self._score(hidden[len(at.slots) :], plan))
         if draw is not None:
             self._buffers.keep(plan, done.token_ids, done.num_tokens)
             if self._proposer is not None:
@@ -597,7 +602,7 @@ class ModelRunner:
         if not self._is_ahead:  # a CPU; to ask a protocol whether it fits took 50 us between two of its steps
             return 0
         forward = self._decoder.compute
-        if not isinstance(forward, GraphedForward) or plan.num_drafts or max(plan.query_lens) > 1:
+        if not isinstance(forward, GraphedForward) or plan.num_drafts or plan.score_rows or max(plan.query_lens) > 1:
             return 0
         return forward.bucket(len(plan.slots))
 
@@ -609,6 +614,13 @@ class ModelRunner:
     def _draw(self, hidden: Tensor, at: Positions) -> Draw:
         size = self._sampler.rows_max
         return joined([self._sampler.draw(self._decoder.head(hidden[rows]), part) for rows, part in at.parts(size)])
+
+    def _score(self, hidden: Tensor, plan: StepPlan) -> list[Logprobs]:
+        found: list[Logprobs] = []
+        for begin in range(0, len(plan.score_rows), LOGIT_ROWS_MAX):
+            rows = slice(begin, begin + LOGIT_ROWS_MAX)
+            found += scores(self._decoder.head(hidden[rows]), plan.score_ids[rows], plan.score_tops[rows])
+        return found
 
     def close(self) -> None:
         """Let weights and cache go; the runner cannot be used afterwards."""

@@ -10,7 +10,7 @@ from novainfer.server.openai.chunks import ChatChunks, ChunkOptions, ReadChatChu
 from novainfer.server.openai.generation import Generation, receive, wanted_id
 from novainfer.server.openai.protocol import ChatCompletionRequest
 from novainfer.server.openai.reading import Reading, message_of, params_for, wanted_of
-from novainfer.server.openai.replies import ChatCompletion
+from novainfer.server.openai.replies import ChatCompletion, prompt_logprobs
 from novainfer.server.openai.sse import EventStream
 from novainfer.server.service import Service
 
@@ -41,6 +41,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         choices=[choice.of_chat(index, body, messages[index]) for index, choice in enumerate(choices)],
         usage=generation.tally.usage(),
         prompt_token_ids=choices[0].prompt_token_ids if body.return_token_ids else msgspec.UNSET,
+        prompt_logprobs=prompt_logprobs(choices[0].prompt_logprobs, body.prompt_logprobs),
     )
     return Response(msgspec.json.encode(reply), media_type="application/json")
 

@@ -14,9 +14,9 @@ import msgspec
 
 from novainfer import Delta
 from novainfer.fsm.parsing.pieces import Piece, Reasoning
-from novainfer.server.openai.protocol import CommonRequest
+from novainfer.server.openai.protocol import CommonRequest, CompletionRequest
 from novainfer.server.openai.reading import Reading, delta_of
-from novainfer.server.openai.replies import Tally, chat_logprobs, completion_logprobs
+from novainfer.server.openai.replies import Tally, chat_logprobs, completion_logprobs, echoed_logprobs
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -44,12 +44,19 @@ class ChunkOptions(msgspec.Struct, kw_only=True):
     include_usage: bool = False
     continuous_usage: bool = False
     token_ids: bool = False
+    echoed_logprobs: int | None = None  # of a completion's prompt that is given back
 
     @classmethod
     def of(cls, body: CommonRequest) -> Self:
         """What `body` asks for."""
         token_ids = bool(body.return_token_ids)
-        return cls(include_usage=body.include_usage, continuous_usage=body.continuous_usage, token_ids=token_ids)
+        echoed = body.logprobs if isinstance(body, CompletionRequest) and body.echo else None
+        return cls(
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+            token_ids=token_ids,
+            echoed_logprobs=echoed,
+        )
 
 
 class _Chunks:
@@ -201,14 +208,22 @@ class CompletionChunks(_Chunks):
         self._offsets = [len(echoes[index // n]) for index in range(len(echoes) * n)]
 
     def begin(self) -> bytes:
-        """The echoed prompts."""
+        """The echoed prompts; those with log probabilities come when these are known."""
+        if self._options.echoed_logprobs is not None:
+            return b""
         choices = range(len(self._echoes) * self._n)
         return b"".join(
             self._chunk(index, self._echoes[index // self._n]) for index in choices if self._echoes[index // self._n]
         )
 
     def delta(self, delta: Delta) -> bytes:
-        """The chunk of one delta; nothing when all of its text is held back."""
+        """The chunk of one delta, behind the echo that waited for it; nothing when all of its text is held back."""
+        if self._options.echoed_logprobs is not None and delta.prompt_logprobs is not None:
+            told = _json(echoed_logprobs(delta.prompt_logprobs, self._options.echoed_logprobs))
+            return self._chunk(delta.index, self._echoes[delta.index // self._n], logprobs=told) + self._delta(delta)
+        return self._delta(delta)
+
+    def _delta(self, delta: Delta) -> bytes:
         has_ids = self._options.token_ids and delta.token_ids
         if not (delta.text or delta.logprobs or delta.finish_reason or has_ids):
             return b""

@@ -6,9 +6,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from novainfer import InvalidParameter
 from novainfer.server.openai.chunks import ChunkOptions, CompletionChunks
 from novainfer.server.openai.generation import Generation, receive, wanted_id
-from novainfer.server.openai.protocol import CompletionRequest
+from novainfer.server.openai.protocol import CompletionRequest, Prompt
 from novainfer.server.openai.replies import Choice, Completion
 from novainfer.server.openai.sse import EventStream
 from novainfer.server.service import Service
@@ -18,7 +19,7 @@ async def create_completion(service: Service, request: Request) -> Response | Ev
     """Continue one prompt or several, as one object or as a stream of chunks; choices go prompt by prompt."""
     exchange, body, params = await receive(service, request, CompletionRequest)
     prompts = body.prompts()
-    echoes = body.echoes(prompts)
+    echoes = await _echoes(service, body, prompts)
     name = wanted_id(body.request_id, exchange.request_id)
     generation = Generation(service, "cmpl", name, prompts, params, exchange.viewer.owner, exchange.client)
     if body.stream:
@@ -38,6 +39,22 @@ async def create_completion(service: Service, request: Request) -> Response | Ev
         usage=generation.tally.usage(),
     )
     return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+async def _echoes(service: Service, body: CompletionRequest, prompts: list[Prompt]) -> list[str]:
+    """The text to put before each prompt's completions: the prompt itself where `echo` is set."""
+    if not body.echo:
+        return [""] * len(prompts)
+    engine, found = service.ready_engine(), list[str]()
+    for prompt in prompts:
+        if isinstance(prompt, dict):
+            try:
+                tokens = await engine.detokenize(prompt["prompt_token_ids"])
+            except InvalidParameter as error:
+                raise InvalidParameter(error.message.replace("token_ids", "prompt", 1), param="prompt") from None
+            prompt = b"".join(tokens).decode("utf-8", "replace")
+        found.append(prompt)
+    return found
 
 
 def _best(choices: list[Choice], num_made: int, num_wanted: int) -> list[Choice]:

@@ -116,6 +116,8 @@ if TYPE_CHECKING:
         """How to sample: each field of `SamplingParams`, or null."""
 
         n: int | None = None
+        prompt_logprobs: int | None = None
+        truncate_prompt_tokens: int | None = None
 
 else:
     Sampling = msgspec.defstruct("Sampling", [(f.name, f.type | None, None) for f in _FIELDS], kw_only=True)
@@ -148,6 +150,9 @@ class CommonRequest(Sampling, kw_only=True):
     ) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
             raise InvalidParameter("stream_options needs stream: true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs are not given in a stream: leave stream out, or use echo with logprobs"
+            raise InvalidParameter(message, param="prompt_logprobs")
         given = dict(defaults)
         given |= {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         given |= more
@@ -262,16 +267,22 @@ class CompletionRequest(CommonRequest, kw_only=True):
     def sampling_params(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
         """The sampling fields, those of `defaults` where it sets none; raises `InvalidParameter` naming the field."""
         self._check_best_of()
-        if self.echo and self.logprobs is not None:
-            raise UnsupportedParameter(
-                "echo together with logprobs is not supported: leave one of them out", param="echo"
-            )
+        if self.echo and self.truncate_prompt_tokens is not None:
+            message = "echo gives the prompt back, which truncate_prompt_tokens would cut: leave one of them out"
+            raise InvalidParameter(message, param="echo")
         return self._sampling_params(
             defaults,
             max_tokens=COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
             max_tokens_field="max_tokens",
             **self._choices(),
+            **self._scored(),
         )
+
+    def _scored(self) -> dict[str, int | None]:
+        """Of which tokens of the prompt log probabilities are told: an echoed prompt has those of its answer."""
+        if not self.echo or self.logprobs is None:
+            return {}
+        return {"prompt_logprobs": max(self.logprobs, self.prompt_logprobs or 0)}
 
     def _choices(self) -> dict[str, int | None]:
         """How many choices are made, and with which log probabilities: the best are told by theirs."""
@@ -294,14 +305,6 @@ class CompletionRequest(CommonRequest, kw_only=True):
             raise InvalidParameter(
                 "best_of cannot be streamed: which choices are best is known at their end", param="best_of"
             )
-
-    def echoes(self, prompts: list[Prompt]) -> list[str]:
-        """The text to put before each prompt's completions: the prompt itself where `echo` is set."""
-        if not self.echo:
-            return [""] * len(prompts)
-        if not all(isinstance(prompt, str) for prompt in prompts):
-            raise UnsupportedParameter("echo needs prompts given as text, not as token ids", param="echo")
-        return [str(prompt) for prompt in prompts]
 
 
 def _token_prompt(items: Any, path: str) -> dict[str, list[int]]:

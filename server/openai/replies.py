@@ -71,6 +71,10 @@ class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
+    def __add__(self, other: CompletionLogprobs) -> CompletionLogprobs:
+        mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return CompletionLogprobs(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
 
 class CalledFunctionReply(msgspec.Struct):
     """A function to be called, and its arguments: the JSON that the model has written, whatever it is."""
@@ -121,10 +125,25 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+
+
+class PromptLogprob(msgspec.Struct):
+    """What `prompt_logprobs` gives of one token, as vLLM has it; of those that cannot be drawn nothing."""
+
+    logprob: float
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, of each token of the prompt and those it competed with; null of the first, which nothing is before."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """`seed` reproduces the draw; `degraded` only when it is true; token ids only with `return_token_ids`."""
+    """`seed` reproduces the draw; `degraded` only when it is true; token ids only with `return_token_ids`.
+
+    `prompt_logprobs` only where they were asked for.
+    """
 
     index: int
     text: str
@@ -135,6 +154,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     degraded: bool | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -200,6 +220,7 @@ class Choice:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_token_ids: list[int] = []
         self.pieces: list[Piece] = []  # where its text was read for more than content
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.last: Delta | None = None
 
     def add(self, delta: Delta, pieces: Sequence[Piece] = ()) -> None:
@@ -210,6 +231,8 @@ class Choice:
             self.logprobs.extend(delta.logprobs)
         if delta.prompt_token_ids is not None:
             self.prompt_token_ids = delta.prompt_token_ids
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         self.last = delta
 
     @property
@@ -247,11 +270,16 @@ class Choice:
         return CompletionChoice(
             index=index,
             text=echo + self.text,
-            logprobs=None if body.logprobs is None else completion_logprobs(self.logprobs, offset=len(echo)),
+            logprobs=None if body.logprobs is None else self._completion_logprobs(body, echo),
             token_ids=self.token_ids if body.return_token_ids else msgspec.UNSET,
             prompt_token_ids=self.prompt_token_ids if body.return_token_ids else msgspec.UNSET,
+            prompt_logprobs=prompt_logprobs(self.prompt_logprobs, body.prompt_logprobs),
             **self.ending(),
         )
+
+    def _completion_logprobs(self, body: CompletionRequest, echo: str) -> CompletionLogprobs:
+        reply = completion_logprobs(self.logprobs, offset=len(echo))
+        return echoed_logprobs(self.prompt_logprobs, body.logprobs or 0) + reply if body.echo else reply
 
 
 def _finite(logprob: float) -> float:
@@ -297,3 +325,27 @@ def completion_logprobs(logprobs: list[TokenLogprob], *, offset: int = 0) -> Com
         reply.top_logprobs.append(top)
         offset += len(item.token.decode("utf-8", "replace"))
     return reply
+
+
+def echoed_logprobs(logprobs: list[TokenLogprob], num_top: int) -> CompletionLogprobs:
+    """Those of a prompt that is given back, in completions' shape: the first token has none."""
+    kept = [msgspec.structs.replace(item, top=item.top[:num_top]) for item in logprobs]
+    reply = completion_logprobs(kept)
+    if kept:
+        reply.token_logprobs[0] = reply.top_logprobs[0] = None
+    return reply
+
+
+def prompt_logprobs(logprobs: list[TokenLogprob], num_top: int | None) -> PromptLogprobs | msgspec.UnsetType:
+    """What the tokens of a prompt scored, in vLLM's shape; unset where that was not asked for."""
+    if num_top is None:
+        return msgspec.UNSET
+    found: PromptLogprobs = [None]
+    for item in logprobs[1:]:
+        told = {
+            str(token_id): PromptLogprob(_finite(logprob), token_text(token))
+            for token_id, token, logprob in item.top[:num_top]
+        }
+        told[str(item.token_id)] = PromptLogprob(_finite(item.logprob), token_text(item.token))
+        found.append(told)
+    return found

@@ -53,6 +53,12 @@ async def test_requests_of_every_kind_are_replayed_to_the_same_transitions() -> 
     async with running(limits=SMALL, recorder=recorder) as runtime:
         await answer(runtime, "hello there", params(20))
         await answer(runtime, [65, 66, 67], params(9, n=3, logprobs=2, stop=["QR"]))
+        scored = ask(runtime, "s" * 50, params(9, prompt_logprobs=2))
+        delta = await scored.read()
+        assert isinstance(delta, Delta)
+        assert delta.prompt_logprobs is not None
+        assert [one.logprob for one in delta.prompt_logprobs] == [0.0] + [-1.0] * 49
+        await read_all(scored)
         handle = ask(runtime, "x" * 50, params(500))
         await handle.read()
         runtime.cancel(handle.stream_id, Cause.CLIENT)
@@ -64,7 +70,7 @@ async def test_requests_of_every_kind_are_replayed_to_the_same_transitions() -> 
         found = replay(image_of(recorder), check=True)
     assert found.is_same, found.difference
     assert found.violation is None
-    assert (found.streams, found.reproduced) == (10, None)
+    assert (found.streams, found.reproduced) == (11, None)
     assert found.finished["FINISHED_LENGTH"] >= 7
     assert found.finished["FINISHED_ABORTED"] == 2
 
@@ -83,6 +89,7 @@ class Client:
             rng.randint(1, 24),
             n=rng.choice([1, 1, 2]),
             logprobs=rng.choice([None, None, 1]),
+            prompt_logprobs=2 if self.number % 3 == 0 else None,
             timeout_s=rng.choice([None, 0.002, 5]),
             stop=rng.choice([None, ["AB"]]),
         )

@@ -282,6 +282,14 @@ class FakeEngine:
                 self.left_early.append(request_id)
             await self._tell()
 
+    def _prompt_logprobs(self, params: SamplingParams) -> list[TokenLogprob] | None:
+        """Of a prompt of three tokens, "Say" and " é" in two."""
+        if params.prompt_logprobs is None:
+            return None
+        told = [(1, b"Say", 0.0), (2, b" \xc3", -0.25), (3, b"\xa9", -0.75)]
+        top = [(7, b"x", -0.125), (8, b"y", float("-inf"))][: params.prompt_logprobs]
+        return [TokenLogprob(i, token, logprob, top if i > 1 else []) for i, token, logprob in told]
+
     async def _turn(self, active: Active) -> None:
         if not self.is_paced:
             await asyncio.sleep(0)
@@ -317,5 +325,6 @@ class FakeEngine:
             num_cached_tokens=3,
             num_generated_tokens=position + 1,
             prompt_token_ids=[1, 2, 3] if position == 0 else None,
+            prompt_logprobs=self._prompt_logprobs(params) if position == 0 else None,
             seed=1234,
         )

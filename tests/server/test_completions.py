@@ -70,6 +70,64 @@ async def test_logprobs_are_parallel_lists(client: httpx.AsyncClient) -> None:
     assert chunks[0]["choices"][0]["logprobs"]["top_logprobs"] == [{"Hello": -0.5}]
 
 
+ECHOED = {
+    "tokens": ["Say", "bytes:\\x20\\xc3", "bytes:\\xa9"],
+    "token_logprobs": [None, -0.25, -0.75],
+    "top_logprobs": [None, {"bytes:\\x20\\xc3": -0.25, "x": -0.125}, {"bytes:\\xa9": -0.75, "x": -0.125}],
+}
+
+
+async def test_an_echoed_prompt_has_log_probabilities_where_its_answer_has(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """As evaluation harnesses need them: null first, and the token itself always among the likeliest."""
+    asked = {"echo": True, "logprobs": 1}
+    [choice] = (await complete(client, "Say é", **asked)).json()["choices"]
+    assert choice["text"] == "Say éHello, world!"
+    found = choice["logprobs"]
+    assert {name: told[:3] for name, told in found.items() if name in ECHOED} == ECHOED
+    assert found["tokens"][3:] == ["Hello", ",", " wor", "ld", "!"]
+    assert found["token_logprobs"][3:] == [-0.5] * 5
+    assert found["text_offset"][0] == 0
+    assert found["text_offset"][3:] == [5, 10, 11, 15, 17]
+    assert engine.seen[-1][1].prompt_logprobs == 1
+    assert "prompt_logprobs" not in choice
+
+    *chunks, _ = events((await complete(client, "Say é", stream=True, n=2, **asked)).text)
+    for index in range(2):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [choice["text"] for choice in mine] == ["Say é", "Hello", ",", " wor", "ld", "!"]
+        assert {name: mine[0]["logprobs"][name] for name in ECHOED} == ECHOED
+        assert [choice["logprobs"]["text_offset"][0] for choice in mine[1:]] == [5, 10, 11, 15, 17]
+
+
+async def test_token_ids_are_echoed_as_their_text(client: httpx.AsyncClient) -> None:
+    reply = (await complete(client, [[83, 97, 121], [195, 169]], echo=True)).json()
+    assert [choice["text"] for choice in reply["choices"]] == ["SayHello, world!", "éHello, world!"]
+
+
+async def test_prompt_logprobs_are_told_by_token_id(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    expected = [
+        None,
+        {"7": {"logprob": -0.125, "decoded_token": "x"}, "2": {"logprob": -0.25, "decoded_token": "bytes:\\x20\\xc3"}},
+        {"7": {"logprob": -0.125, "decoded_token": "x"}, "3": {"logprob": -0.75, "decoded_token": "bytes:\\xa9"}},
+    ]
+    [choice] = (await complete(client, "x", prompt_logprobs=1)).json()["choices"]
+    assert choice["prompt_logprobs"] == expected
+    assert choice["logprobs"] is None
+    response = await client.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 1}
+    )
+    assert response.json()["prompt_logprobs"] == expected
+    [choice] = (await complete(client, "x", prompt_logprobs=0, echo=True, logprobs=1)).json()["choices"]
+    assert [len(one or ()) for one in choice["prompt_logprobs"]] == [0, 1, 1]
+    assert choice["logprobs"]["top_logprobs"][:3] == ECHOED["top_logprobs"]
+    assert engine.seen[-1][1].prompt_logprobs == 1
+    response = await complete(client, "x", prompt_logprobs=1, stream=True)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "prompt_logprobs"
+
+
 async def test_one_bad_prompt_ends_the_others(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     response = await complete(client, ["short", "x" * 65])
     assert response.status_code == 400

@@ -269,6 +269,36 @@ async def test_tokens_are_those_that_answers_begin_with(demo: DemoServer) -> Non
         assert response.json()["error"]["param"] == "chat_template_kwargs.tools"
 
 
+async def test_an_echoed_answer_scores_what_it_did_when_it_was_written(client: openai.AsyncOpenAI) -> None:
+    """As lm-eval asks: the prompt by token ids, one token more, and `[begin:-1]` of what the tokens scored."""
+    async with client:
+        asked = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0.9, "seed": 3, "logprobs": 1}
+        extra = {"return_token_ids": True}
+        written = await client.completions.create(model="demo", **asked, extra_body=extra)
+        [choice] = written.choices
+        assert choice.model_extra is not None
+        tokens = choice.model_extra["prompt_token_ids"] + choice.model_extra["token_ids"]
+        begin = len(choice.model_extra["prompt_token_ids"])
+        for prompt in (tokens, [tokens]):
+            scored = await client.completions.create(
+                model="demo", prompt=prompt, max_tokens=1, temperature=0, echo=True, logprobs=1
+            )
+            told, was = scored.choices[0].logprobs, choice.logprobs
+            assert told is not None
+            assert was is not None
+            assert scored.choices[0].text.startswith(f"Once upon a time{choice.text}")
+            assert told.token_logprobs is not None
+            assert told.token_logprobs[0] is None
+            assert len(told.token_logprobs) == len(tokens) + 1
+            assert told.token_logprobs[begin:-1] == pytest.approx(was.token_logprobs, abs=1e-4)
+            assert told.tokens is not None
+            assert told.tokens[begin:-1] == was.tokens
+            assert told.top_logprobs is not None
+            pairs = zip(told.top_logprobs[1:], told.tokens[1:], strict=True)
+            greedy = [max(top.values()) == top[token] for top, token in pairs]
+            assert len(set(greedy)) == 2  # at that temperature some were the likeliest, and some were not
+
+
 async def test_the_likeliest_of_several_completions_is_given_back(client: openai.AsyncOpenAI) -> None:
     async with client:
         asked = {"model": "demo", "prompt": "Once upon", "max_tokens": 12, "temperature": 1.5, "seed": 7, "logprobs": 0}

@@ -16,6 +16,7 @@ One device is one epoch: whoever replaces it begins with garbage in every block,
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, repeat
 from zlib import crc32
@@ -113,6 +114,12 @@ def expected_logprob(token_id: int, num_top: int) -> Logprobs:
     return -token_id / 8, [(token_id + i) % VOCAB_SIZE for i in range(num_top)], [-i / 4 for i in range(num_top)]
 
 
+def expected_score(context: int, token_id: int, num_top: int) -> Logprobs:
+    """What the device says of `token_id` behind cells whose digest is `context`, and of as many likelier ones."""
+    mixed = crc32(b"%d" % token_id, context) % 1024
+    return -mixed / 8, [(mixed + i) % VOCAB_SIZE for i in range(num_top)], [-i / 4 for i in range(num_top)]
+
+
 class ScriptedDevice:
     """`num_slots` rows of block table over blocks of `block_size` tokens, and `num_host_blocks` to swap them to."""
 
@@ -193,7 +200,17 @@ class ScriptedDevice:
         drafts, error = self._propose(plan) if plan.num_drafts_wanted else ([], None)
         draft_s = took_s / 4 if plan.num_drafts_wanted else 0.0
         known = logprobs if any(logprobs) else []
-        return StepDone(plan.step_id, plan.epoch, tokens, known, took_s, counts, drafts, error, draft_s)
+        scores = self._scores(plan, ends) if plan.score_rows else []
+        return StepDone(plan.step_id, plan.epoch, tokens, known, took_s, counts, drafts, error, draft_s, scores=scores)
+
+    def _scores(self, plan: StepPlan, ends: list[int]) -> list[Logprobs]:
+        found = []
+        for row, token_id, num_top in zip(plan.score_rows, plan.score_ids, plan.score_tops, strict=True):
+            seq = bisect_right(ends, row)
+            cells = self._read(plan.slots[seq], plan.context_lens[seq] - ends[seq] + row + 1)
+            assert GARBAGE not in cells, f"step {plan.step_id} scores what was never computed, or overwritten"
+            found.append(expected_score(crc32(cells), token_id, num_top))
+        return found
 
     def stage(self, plan: StepPlan) -> None:
         """A step is laid out for it in the next one of as many buffers as steps may be in flight."""
