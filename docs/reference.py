@@ -59,6 +59,8 @@ SAMPLING = {
     "allowed_token_ids": "No other token is drawn.",
     "banned_token_ids": "These tokens are not drawn.",
     "mark_token_ids": "`Delta.marks` tells where these tokens stand in the text.",
+    "banned_sequences": "A token that would complete one of these lists of token ids is not drawn.",
+    "bad_words": "Words that are not written, as the tokenizer would write them.",
     "skip_special_tokens": "Leave control tokens out of the text.",
     "truncate_prompt_tokens": "Keep so many tokens of a longer prompt, its last ones; -1: as many as have room.",
     "timeout_s": "Deadline in seconds for the whole request, its time in the queue included.",

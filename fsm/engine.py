@@ -75,6 +75,7 @@ from novainfer.fsm.messages.events import (
     WorkerReady,
     ended_early,
 )
+from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone
 
 
@@ -322,10 +323,10 @@ class Engine(Machine):
         cause = self._cancelled_before(event.stream_id)
         if cause is not None:
             return self._end_unsubmitted(event.stream_id, End(cause=cause))
-        if isinstance(event.prompt, list):
-            return self._submit(event, event.prompt)
+        if isinstance(event.prompt, list) and not event.params.bad_words:
+            return self._submit(event, event.prompt, event.params)
         self._encoding[event.stream_id] = event
-        self._send("tokenizer", Encode(event.stream_id, event.prompt))
+        self._send("tokenizer", Encode(event.stream_id, event.prompt, event.params.bad_words))
         return self.state
 
     def _cancelled_before(self, stream_id: int) -> Cause | None:
@@ -342,14 +343,14 @@ class Engine(Machine):
         arrival = self._encoding.pop(event.stream_id)
         token_ids = arrival.params.truncated(event.token_ids)
         self._send("gate", Settled(event.stream_id, len(token_ids)))
-        return self._submit(arrival, token_ids)
+        return self._submit(arrival, token_ids, arrival.params.with_banned(event.bad_word_ids))
 
     def _encode_failed(self, event: EncodeFailed) -> StrEnum:
         del self._encoding[event.stream_id]
         end = End(error=event.message, code=event.code, param=event.param)
         return self._end_unsubmitted(event.stream_id, end)
 
-    def _submit(self, arrival: Arrive, token_ids: list[int]) -> StrEnum:
+    def _submit(self, arrival: Arrive, token_ids: list[int], params: SamplingParams) -> StrEnum:
         live = self._live[arrival.stream_id] = {}
         for choice in range(arrival.params.n):
             request_id = self._next_request_id
@@ -360,7 +361,7 @@ class Engine(Machine):
                 stream_id=arrival.stream_id,
                 choice=choice,
                 token_ids=token_ids,
-                params=arrival.params,
+                params=params,
                 seed=(arrival.seed + choice) & SEED_MASK,
             )
             self._send("scheduler", submit)

@@ -182,6 +182,12 @@ class StepBuffers:
         self._last_tokens[slots] = tokens
         self._last_positions[slots] = positions
 
+    def last_token(self, slot: int) -> int:
+        """What stands for `SAMPLED` in this slot; where the device runs beside the host, it is waited for."""
+        if self.token_pool is not None:
+            return max(int(self.token_pool[slot]), 0)
+        return max(int(self._last_tokens[slot]), 0)
+
     def _put_sampled(self, ids: Ints64, slots: Ints64, positions: Ints64) -> None:
         """Put the token that its slot was given last in the place of each `SAMPLED` of the step [num_tokens]."""
         at = np.flatnonzero(ids == SAMPLED)

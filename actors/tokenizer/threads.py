@@ -103,7 +103,7 @@ class TokenizerThreads:
 
     def put(self, job: Encode) -> None:
         """Encode this prompt."""
-        num_bytes = size_of(job.prompt)
+        num_bytes = size_of(job.prompt) + sum(map(len, job.bad_words))
         (self._small if num_bytes <= LARGE_BYTES else self._large).put(job, num_bytes)
 
     async def ask(self, prompt: str | Chat) -> Encoded | EncodeFailed:
@@ -225,7 +225,7 @@ class TokenizerThreads:
         """`result`, unless the tokenizer used a token that the model has no row for."""
         if self._num_ids is None or isinstance(result, EncodeFailed):
             return result
-        highest = max(result.token_ids, default=0)
+        highest = max([0, *result.token_ids, *(max(sequence) for sequence in result.bad_word_ids)])
         if highest < self._num_ids:
             return result
         what = f"the tokenizer's token {highest} is not in the model's vocabulary of {self._num_ids}"
@@ -305,7 +305,8 @@ def size_of(prompt: Prompt) -> int:
     """The bytes of a text, or of all that a chat's template is given."""
     if isinstance(prompt, str):
         return len(prompt) if prompt.isascii() else len(prompt.encode("utf-8", "surrogatepass"))
-    assert isinstance(prompt, Chat), "token ids need no tokenizer"
+    if isinstance(prompt, list):
+        return 0  # it comes for the words beside it
     return len(_encode((prompt.messages, prompt.template_kwargs, prompt.tools)))
 
 

@@ -84,15 +84,25 @@ def encode_jobs(tokenizer: Tokenizer, jobs: list[Any]) -> list[Encoded | EncodeF
     """The tokenizer thread's work: all waiting Encodes in one batch."""
     encodes: list[Encode] = jobs
     prompts = [job.prompt for job in encodes if not isinstance(job.prompt, list)]
-    assert len(prompts) == len(encodes), "token ids need no tokenizer"
-    results = tokenizer.encode_batch(prompts)
+    ways = [Bare(way) for job in encodes for way in _ways_of(job.bad_words)]
+    results, words = (iter(tokenizer.encode_batch(texts) if texts else []) for texts in (prompts, ways))
     answers: list[Encoded | EncodeFailed] = []
-    for job, result in zip(encodes, results, strict=True):
+    for job in encodes:
+        result = job.prompt if isinstance(job.prompt, list) else next(results)
+        found = [next(words) for _ in _ways_of(job.bad_words)]
         if isinstance(result, str):
             answers.append(_failed(job, result))
+        elif (wrong := next((one for one in found if isinstance(one, str)), None)) is not None:
+            answers.append(EncodeFailed(job.stream_id, str(wrong).replace("the prompt", "bad_words"), "bad_words"))
         else:
-            answers.append(Encoded(job.stream_id, result))
+            sequences = [one for one in found if isinstance(one, list) and one]
+            answers.append(Encoded(job.stream_id, result, sequences))
     return answers
+
+
+def _ways_of(words: Sequence[str]) -> list[str]:
+    """How each word may stand in a text: where one begins, and behind a space."""
+    return [way for word in words for way in (word.lstrip(), f" {word.lstrip()}")]
 
 
 def _failed(job: Encode, why: str) -> EncodeFailed:

@@ -135,17 +135,19 @@ class QueueOver(msgspec.Struct, frozen=True):
 
 
 class Encode(msgspec.Struct, frozen=True):
-    """Render and tokenise `prompt`."""
+    """Render and tokenise `prompt`, unless it is token ids; and `bad_words`, each alone and behind a space."""
 
     stream_id: int
     prompt: Prompt
+    bad_words: list[str] = []
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """The tokens of a prompt."""
+    """The tokens of a prompt, and of the words that came with it, in each way that they may stand in a text."""
 
     stream_id: int
     token_ids: list[int]
+    bad_word_ids: list[list[int]] = []
 
 
 class EncodeFailed(msgspec.Struct, frozen=True):

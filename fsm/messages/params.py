@@ -20,6 +20,8 @@ REPETITION_PENALTY_MAX = 100.0
 STOP_STRINGS_MAX = 16  # OpenAI allows 4; each one costs a search per token
 STOP_CHARS_MAX = 256  # a text that may be the beginning of one is compared with each of its prefixes, at each token
 TOKEN_IDS_MAX = 2**18  # ids in one list: as many as the largest vocabularies hold
+BAD_WORDS_MAX = 256  # each is two sequences at most, as a word and behind a space
+BANNED_SEQUENCES_MAX = 1024
 LOGIT_BIAS_MAX = 1024  # entries; OpenAI documents 300
 LOGPROBS_MAX = 20  # OpenAI's limit for top_logprobs
 NUM_CHOICES_MAX = 128  # OpenAI's limit for n
@@ -40,6 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     whole request, queueing included. With `max_queue_s` it waits for so long when the queue is full, instead of being
     refused at once, and ends if its first token has not come by then.
     `Delta.marks` tells where tokens of `mark_token_ids` stand in the text.
+    `bad_words` are not written, neither at the beginning of a word nor behind a space, as the tokenizer would write
+    them; `banned_sequences` are the same in token ids: a token that would complete one is not drawn.
     `truncate_prompt_tokens=k` keeps the last k tokens of a prompt that has more; -1, as many as leave room for
     `max_tokens` in the context.
     """
@@ -64,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] = {}
     allowed_token_ids: TokenIds | None = None
     banned_token_ids: TokenIds = []
+    banned_sequences: list[TokenIds] = []
+    bad_words: list[str] = []
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     mark_token_ids: TokenIds = []
@@ -103,6 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if ids and (min(ids) < 0 or max(ids) > INTEGER_MAX):
                 wrong = min(ids) if min(ids) < 0 else max(ids)
                 raise InvalidParameter(f"{name} must hold token ids, and {shown(wrong)} is none", param=name)
+        self._check_bad_words()
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids must hold at least one token id", param="allowed_token_ids")
         if (kept := self.truncate_prompt_tokens) is not None and kept != -1 and not 1 <= kept <= INTEGER_MAX:
@@ -125,6 +132,39 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not is_unicode(string):
                 raise InvalidParameter("stop is not valid Unicode: it holds half of a surrogate pair", param="stop")
 
+    def _check_bad_words(self) -> None:
+        _Check.between("the length of bad_words", len(self.bad_words), 0, BAD_WORDS_MAX, param="bad_words")
+        for word in self.bad_words:
+            if not word.strip():
+                raise InvalidParameter("bad_words must not hold an empty string", param="bad_words")
+            if len(word) > STOP_CHARS_MAX:
+                message = f"a word of bad_words has at most {STOP_CHARS_MAX} characters, not {len(word)}"
+                raise InvalidParameter(message, param="bad_words")
+            if not is_unicode(word):
+                message = "bad_words is not valid Unicode: it holds half of a surrogate pair"
+                raise InvalidParameter(message, param="bad_words")
+        _Check.between(
+            "the length of banned_sequences",
+            len(self.banned_sequences),
+            0,
+            BANNED_SEQUENCES_MAX,
+            param="banned_sequences",
+        )
+        if not all(1 <= len(sequence) <= STOP_CHARS_MAX for sequence in self.banned_sequences):
+            message = f"banned_sequences must hold lists of 1 to {STOP_CHARS_MAX} token ids"
+            raise InvalidParameter(message, param="banned_sequences")
+
+    def with_banned(self, sequences: list[list[int]]) -> SamplingParams:
+        """These, with what `bad_words` are in token ids: those of one token are banned wherever they stand."""
+        if not sequences:
+            return self
+        alone = {sequence[0] for sequence in sequences if len(sequence) == 1}
+        return msgspec.structs.replace(
+            self,
+            banned_token_ids=sorted(alone | set(self.banned_token_ids)),
+            banned_sequences=[*self.banned_sequences, *(one for one in sequences if len(one) > 1)],
+        )
+
     def _token_ids(self) -> dict[str, Collection[int]]:
         """All fields that hold token ids, by name."""
         return {
@@ -132,6 +172,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "logit_bias": self.logit_bias,
             "allowed_token_ids": self.allowed_token_ids or [],
             "banned_token_ids": self.banned_token_ids,
+            "banned_sequences": [token_id for sequence in self.banned_sequences for token_id in sequence],
             "mark_token_ids": self.mark_token_ids,
         }
 

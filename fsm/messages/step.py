@@ -27,7 +27,8 @@ class SeqParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     Names are those of `SamplingParams`, values are final: `temperature` of 0 is greedy; `top_k` of 0, `top_p` of 1 and
     `min_p` of 0 switch those filters off, penalties of 1 (repetition) and 0 (presence, frequency) likewise.
     `token_ids` are all tokens so far, of which the first `num_prompt_tokens` are prompt; they must be given where
-    `needs_history`, and where a draft model is to propose drafts. The tokens in `stop_token_ids` are banned while the
+    `needs_history` or there are `banned_sequences`, of which the last token is not drawn behind the others, and where a
+    draft model is to propose drafts. The tokens in `stop_token_ids` are banned while the
     sampled token's absolute position is below `min_position`. `logprobs=k` asks for the sampled token's log probability
     and the k most likely tokens (k may be 0).
     """
@@ -47,6 +48,7 @@ class SeqParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
     banned_token_ids: list[int] = []
+    banned_sequences: list[list[int]] = []
     logprobs: int | None = None
     token_ids: list[int] | None = None
 

@@ -261,7 +261,7 @@ class Request(Machine):
         self.num_indexed = 0  # tokens whose places it knows: what is made again from a recording knows as many
         self.drafts: list[int] = []  # what the device's draft model has proposed behind its tokens,
         self.drafts_at = 0  # when they were so many
-        self.tells_tokens = False  # whether the device must know them: for its draft model
+        self.tells_tokens = bool(params.banned_sequences)  # whether the device must know them: or for its draft model
         self.queued_as = S.WAITING  # the state it was admitted from
         self.is_first_output = True
         self.is_degraded = False  # some of it was computed in another mode than the exact one

@@ -312,7 +312,8 @@ class Scheduler(Machine):
         if event.params.max_tokens is not None:
             max_len = min(max_len, len(event.token_ids) + event.params.max_tokens)
         request = self._nest(Request(event, self._vocabulary, self._eos_token_ids, max_len))
-        request.tells_tokens = self._speculation is not None and self._speculation.is_on_device
+        if self._speculation is not None and self._speculation.is_on_device:
+            request.tells_tokens = True
         cause = self._tombstones.pop(event.request_id, None)
         if cause is not None:
             end = End(cause=cause)

@@ -37,6 +37,7 @@ from novainfer.kernels.runtime.modes import Modes, selections_by_mode
 from novainfer.kernels.runtime.proposer import Proposer, load_proposer
 from novainfer.kernels.runtime.step_costs import measure_step_costs
 from novainfer.kernels.runtime.swap import STAGING_BYTES, HostPool
+from novainfer.kernels.sampling.banned import BannedSequences
 from novainfer.kernels.sampling.drawn import Draw, joined
 from novainfer.kernels.sampling.sampler import LOGIT_ROWS_MAX
 from novainfer.kernels.sampling.scores import scores
@@ -145,6 +146,7 @@ class ModelRunner:
         self._sampler: Sampler = kernels.sampler(info.vocab_size).over(
             info.vocab_size, max_num_seqs, info.max_model_len, kernels.device
         )
+        self._banned = BannedSequences(info.vocab_size)
         self._is_ahead = kernels.device.type != "cpu"  # it is told of steps, and computes them beside the host
         self._proposer = proposer
         self._draft_failures = 0  # since the draft model did well
@@ -537,6 +539,8 @@ class ModelRunner:
         step = self._lay_out(plan)
         hidden = None if step is None else self._decoder.forward(step)
         at = sampled_positions(plan)
+        if hidden is not None:
+            at = self._banned.masked(plan, at, self._buffers.last_token)
         draw = None if hidden is None else self._draw(hidden[: len(at.slots)], at)
         needs_host = plan.num_drafts or plan.num_drafts_wanted or plan.score_rows
         if self._is_ahead and self._proposer is None and not needs_host:
@@ -587,6 +591,7 @@ class ModelRunner:
             copy_blocks(self._kv_parts, plan.copy_from_blocks, plan.copy_to_blocks, self._mover)
         for params in plan.admissions:
             self._sampler.admit(params)
+            self._banned.admit(params)
         if not plan.slots:
             self._buffers.update_table(plan)
             if self._proposer is not None:

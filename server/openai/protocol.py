@@ -106,7 +106,10 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 # Fields of SamplingParams that a body has in OpenAI's way, or not at all; all others it has as they are, or null.
-_ASKED_OTHERWISE = ("max_tokens", "logprobs", "timeout_s", "max_queue_s", "banned_token_ids", "mark_token_ids")
+_ASKED_OTHERWISE = (
+    *("max_tokens", "logprobs", "timeout_s", "max_queue_s"),
+    *("banned_token_ids", "banned_sequences", "mark_token_ids"),
+)
 _FIELDS = [field for field in msgspec.structs.fields(SamplingParams) if field.name not in _ASKED_OTHERWISE]
 _PASSED_ON = tuple(field.name for field in _FIELDS)
 

@@ -39,7 +39,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": (),
     "use_beam_search": (),
     "length_penalty": (1, 1.0),
-    "bad_words": (),
     "logits_processors": (),
     "chat_template": (),
     "documents": (),

@@ -169,6 +169,16 @@ def test_credits_of_tokens_that_a_prompt_loses_are_given_back(engine):
     assert sent(effects, "scheduler")[0].token_ids == [2, 3]
 
 
+def test_bad_words_take_any_prompt_to_the_tokenizer_and_are_banned(engine):
+    params = {"bad_words": ["no", "never"], "banned_token_ids": [9], "banned_sequences": [[7, 8]]}
+    assert sent(engine.handle(arrive(0, [1, 2], **params)), "tokenizer") == [Encode(0, [1, 2], ["no", "never"])]
+    effects = engine.handle(Encoded(0, [1, 2], [[5], [4, 5], [3]]))
+    (submit, _) = sent(effects, "scheduler")
+    assert submit.token_ids == [1, 2]
+    assert submit.params.banned_token_ids == [3, 5, 9]
+    assert submit.params.banned_sequences == [[7, 8], [4, 5]]
+
+
 def test_a_stream_cancelled_at_the_tokenizer_ends_at_once_and_its_tokens_are_dropped(engine):
     engine.handle(arrive(0))
     assert ended(sent(engine.handle(Cancel(0, Cause.CLIENT)), "streams")[0]).cause is Cause.CLIENT

@@ -240,7 +240,8 @@ class Driver:
     def _add_row(self, plan: StepPlan, sequence: Sequence, tokens: list[int]) -> None:
         self._grow(sequence, len(tokens))
         if not sequence.admitted:
-            history = list(sequence.tokens) if sequence.sampling.needs_history or self.num_drafts else None
+            way = sequence.sampling
+            history = list(sequence.tokens) if way.needs_history or way.banned_sequences or self.num_drafts else None
             plan.admissions.append(seated(sequence.slot, sequence.sampling, history))
             sequence.admitted = True
         for index in range(sequence.num_sent_blocks, len(sequence.blocks)):

@@ -299,6 +299,25 @@ async def test_an_echoed_answer_scores_what_it_did_when_it_was_written(client: o
             assert len(set(greedy)) == 2  # at that temperature some were the likeliest, and some were not
 
 
+@pytest.mark.parametrize("is_by_ids", [False, True])
+async def test_bad_words_are_not_written(client: openai.AsyncOpenAI, is_by_ids: bool) -> None:
+    async with client:
+
+        async def story(words: list[str]) -> str:
+            prompt: Any = [610, 620] if is_by_ids else "Once upon"
+            done = await client.completions.create(
+                model="demo", prompt=prompt, max_tokens=60, temperature=0, extra_body={"bad_words": words}
+            )
+            return done.choices[0].text
+
+        free = await story([])
+        words = sorted(set(re.findall(r"[A-Za-z]{4,}", free)))
+        assert len(words) > 3
+        found = await story(words)
+        assert not set(words) & set(re.findall(r"[A-Za-z]+", found))
+        assert await story(["Zanzibar"]) == free
+
+
 async def test_the_likeliest_of_several_completions_is_given_back(client: openai.AsyncOpenAI) -> None:
     async with client:
         asked = {"model": "demo", "prompt": "Once upon", "max_tokens": 12, "temperature": 1.5, "seed": 7, "logprobs": 0}

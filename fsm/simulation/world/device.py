@@ -86,6 +86,9 @@ class Sampler:
                 number = crc32(history[:position], number)
             number = crc32(history[params.num_prompt_tokens : position], number)
         forbidden = self._forbidden
+        for sequence in params.banned_sequences:
+            if list(history[max(position - len(sequence) + 1, 0) : position]) == sequence[:-1]:
+                forbidden = forbidden | {sequence[-1]}
         if position < params.min_position:
             early = forbidden | self._stop_ids
             forbidden = early if len(early) < VOCAB_SIZE else forbidden  # some token must be drawn
