@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from novainfer import CallerError, Chat, Delta, SamplingParams
+from novainfer import CallerError, Chat, Delta, FinishReason, SamplingParams
 from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.parsing.reader import Wanted
 from novainfer.fsm.text import Vocabulary
@@ -35,6 +35,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     },
 }
+STOP = FinishReason.STOP
 MESSAGES: Any = [{"role": "user", "content": "Paris?"}]
 PARIS = (
     "<tool_call>",
@@ -170,6 +171,28 @@ async def test_a_call_that_is_cut_ends_with_length(ai: openai.AsyncOpenAI, engin
     _, said = await streamed(ai, max_tokens=3)
     assert said["finish"] == "length"
     assert [call[1:] for call in said["calls"]] == [["weather", '{"city": "Par']]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_no_call_yet_is_content_where_the_answer_is_cut(
+    ai: openai.AsyncOpenAI, engine: FakeEngine, stream: bool
+):
+    engine.answer = ("Well", "<tool_call>", '{"na')
+    if stream:
+        _, said = await streamed(ai, max_tokens=1)
+        assert (said["content"], said["calls"], said["finish"]) == ('Well<tool_call>{"na', [], "length")
+        return
+    [choice] = (await ai.chat.completions.create(**asked(max_tokens=1))).choices
+    assert (choice.message.content, choice.message.tool_calls) == ('Well<tool_call>{"na', None)
+
+
+async def test_a_delta_may_bring_all_there_is(serve: Serve):
+    engine = FakeEngine(answer=("<think>a</think>b" + "".join(PARIS) + "c",))
+    server = await serve(engine, tool_call_parser="hermes", reasoning_parser="think")
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as ai:
+        _, said = await streamed(ai, logprobs=True)
+    assert (said["reasoning"], said["content"], said["finish"]) == ("a", "bc", "tool_calls")
+    assert [call[1:] for call in said["calls"]] == [["weather", '{"city": "Paris"}']]
 
 
 async def test_without_tools_calls_are_text(ai: openai.AsyncOpenAI):
@@ -336,6 +359,15 @@ async def test_what_cannot_be_done_is_refused_by_name(
     assert engine.seen == []
 
 
+async def test_calls_that_are_not_wanted_are_content_where_no_token_begins_them(serve: Serve):
+    engine = FakeEngine(answer=PARIS)
+    engine.model_info = FakeModelInfo(formats=msgspec.structs.replace(FORMATS, marker_ids={}))
+    server = await serve(engine)
+    async with httpx.AsyncClient() as http:
+        reply = (await http.post(f"{server.url}/v1/chat/completions", json=asked(tool_choice="none"))).json()
+    assert reply["choices"][0]["message"]["content"] == "".join(PARIS)
+
+
 async def test_a_model_without_tools_says_so_and_its_operator_may_know_better(serve: Serve):
     engine = FakeEngine(answer=("<think>", "a</think>", "b", "".join(PARIS)))
     plain, told = (
@@ -416,3 +448,13 @@ def fault_of(body: bytes) -> str | None:
     except CallerError as error:
         return error.param
     return ""
+
+
+def test_a_choice_whose_one_call_is_there_says_no_more():
+    reading = Reading(Wanted(tool_calls="hermes", has_one_call=True), Vocabulary.build([], frozenset()), 2, Tally(1, 2))
+    call = "".join(PARIS)
+    [(delta, pieces)] = reading.read(Delta(request_id="r", index=0, text=call + "more", num_generated_tokens=1))
+    assert (delta.finish_reason, len(pieces), reading.is_over) == ("tool_calls", 2, False)
+    assert reading.read(Delta(request_id="r", index=0, text="more", num_generated_tokens=2, finish_reason=STOP)) == []
+    reading.read(Delta(request_id="r", index=1, text=call, num_generated_tokens=1))
+    assert reading.is_over
