@@ -1,6 +1,6 @@
 """One engine's actors: made, connected, supervised, and taken down.
 
-    gate ──Arrive──▶ engine ⇄ scheduler        tokenizer: a thread, batched
+    gate ──Arrive──▶ engine ⇄ scheduler        tokenizer, grammars: threads, batched
                        │  └──▶ streams ──▶ readers
                        └──▶ worker ⇄ device: a thread, or a process
 
@@ -29,6 +29,7 @@ from novainfer.actors.core.turns import MESSAGES_MAX, Turns
 from novainfer.actors.core.watchdog import Watchdog
 from novainfer.actors.device.device import sentence_of, with_limit
 from novainfer.actors.device.link import DeviceLink, MakeLink
+from novainfer.actors.grammar.grammars import Grammars
 from novainfer.actors.inspection.incidents import Incidents
 from novainfer.actors.inspection.inspector import Inspector
 from novainfer.actors.inspection.overview import FREEZE_ACTOR, THAW_ACTOR, Overview
@@ -156,9 +157,14 @@ class Runtime:
         self._threads = TokenizerThreads(
             load_tokenizer, loaded=self._has_vocabulary, deliver=partial(self._tell, "engine")
         )
+        self._grammars = Grammars(self._threads.grammar_source, tell=partial(self._tell, "engine"))
         self.watchdog = Watchdog(
             self._actors,
-            more=lambda: [self._threads.sighting(), *self._link.sightings(timeouts.heartbeat_timeout_s)],
+            more=lambda: [
+                self._threads.sighting(),
+                *self._grammars.sightings(),
+                *self._link.sightings(timeouts.heartbeat_timeout_s),
+            ],
             silence_s=self._link.silence_s,
             num_signs=self._link.num_signs,
             rescue=self._link.overdue,
@@ -177,6 +183,7 @@ class Runtime:
         self._others: dict[str, Callable[[Any], None]] = {  # that machines speak to, and that have no mailbox
             "streams": self._to_streams,
             "tokenizer": self._threads.put,
+            "grammars": self._grammars.put,
             "client": self._to_client,
             "incidents": self._to_incidents,
         }
@@ -288,6 +295,7 @@ class Runtime:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._watch, "device", self._link)
                 group.start_soon(self._watch, "tokenizer thread", self._threads)
+                group.start_soon(self._watch, "grammar thread", self._grammars)
                 self._actors["worker"].open(self._turns)
                 self._tell("worker", Begin())
                 self.watchdog.start(self._loop)
@@ -318,7 +326,7 @@ class Runtime:
                 await self._loaded.wait()
             raise
 
-    async def _watch(self, name: str, thread: TokenizerThreads | DeviceLink) -> None:
+    async def _watch(self, name: str, thread: TokenizerThreads | Grammars | DeviceLink) -> None:
         """Live as long as `thread`; its death is an actor's death."""
         try:
             await thread.run()
@@ -370,6 +378,7 @@ class Runtime:
         self._end_reconfiguration()
         self._link.stop()
         self._threads.stop()
+        self._grammars.stop()
         if self._idle is not None:
             self._idle.set()
 
@@ -521,7 +530,8 @@ class Runtime:
     def _start_job(self, job: Any) -> None:
         if type(job) is Run:
             self.steps.launched(job.plan)
-        self._link.put(job)
+        has_masks = type(job) is Run and job.plan.mask_ids
+        self._link.put(Run(self._grammars.filled(job.plan)) if has_masks else job)
         if type(job) is Run:  # the device has begun: this costs the step no time
             self.recorder.launched(job.plan)
 
@@ -575,6 +585,7 @@ class Runtime:
         """No prompt has more tokens than the context and the KV cache hold."""
         max_tokens = min(ready.max_model_len, tokens_in(ready.num_blocks, self._limits.block_size))
         self._threads.limit(num_ids=ready.vocab_size, max_tokens=max_tokens)
+        self._grammars.limit(vocab_size=ready.vocab_size, eos_token_ids=ready.eos_token_ids)
 
     # ---- looking in ----------------------------------------------------------------------------------------------
 

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
         EngineDead,
         EngineDraining,
         EngineOverloaded,
+        GrammarLimit,
         InvalidParameter,
         ModelLoadError,
         ModelNotFound,
+        NoTokenAllowed,
         NovaInferError,
         ReaderStalled,
         ReconfigureFailed,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from novainfer.fsm.messages.events import Chat
     from novainfer.fsm.messages.outputs import Delta, FinishReason, TokenLogprob
     from novainfer.fsm.messages.params import SamplingParams
+    from novainfer.fsm.messages.structured import StructuredOutputsParams
     from novainfer.fsm.text import TokenizerInfo
     from novainfer.llm import LLM, CompletionOutput, RequestOutput
     from novainfer.model import ModelInfo
@@ -60,9 +63,11 @@ _HOMES = {
         "EngineDead",
         "EngineDraining",
         "EngineOverloaded",
+        "GrammarLimit",
         "InvalidParameter",
         "ModelLoadError",
         "ModelNotFound",
+        "NoTokenAllowed",
         "NovaInferError",
         "ReaderStalled",
         "ReconfigureFailed",
@@ -79,6 +84,7 @@ _HOMES = {
     "novainfer.fsm.messages.events": ("Chat",),
     "novainfer.fsm.messages.outputs": ("Delta", "FinishReason", "TokenLogprob"),
     "novainfer.fsm.messages.params": ("SamplingParams",),
+    "novainfer.fsm.messages.structured": ("StructuredOutputsParams",),
     "novainfer.fsm.text": ("TokenizerInfo",),
     "novainfer.llm": ("LLM", "CompletionOutput", "RequestOutput"),
     "novainfer.model": ("ModelInfo",),
@@ -101,10 +107,12 @@ __all__ = [
     "EngineOverloaded",
     "EngineStatistics",
     "FinishReason",
+    "GrammarLimit",
     "InvalidParameter",
     "ModelInfo",
     "ModelLoadError",
     "ModelNotFound",
+    "NoTokenAllowed",
     "NovaInferError",
     "ReaderStalled",
     "ReconfigureFailed",
@@ -117,6 +125,7 @@ __all__ = [
     "SamplingParams",
     "ServerError",
     "StepFailedError",
+    "StructuredOutputsParams",
     "TokenLogprob",
     "TokenizerInfo",
     "UnsupportedParameter",

@@ -7,7 +7,9 @@ from novainfer.fsm.messages.errors import (
     EngineDead,
     EngineDraining,
     EngineOverloaded,
+    GrammarLimit,
     InvalidParameter,
+    NoTokenAllowed,
     NovaInferError,
     ReaderStalled,
     RequestCancelled,
@@ -34,6 +36,8 @@ def error_of(end: End, retry_after_s: float) -> NovaInferError:
     kinds: dict[str, type[NovaInferError]] = {
         "context_length_exceeded": ContextLengthExceeded,
         "invalid_value": InvalidParameter,
+        "grammar_limit": GrammarLimit,
+        "no_token_allowed": NoTokenAllowed,
         "draining": EngineDraining,
         "engine_dead": EngineDead,
         "stalled": ReaderStalled,

@@ -219,7 +219,8 @@ class Engine:
         `owner` says whose request it is, for `requests(owner)` and its like; the server passes a digest of the key.
 
         Raises `EngineOverloaded` (with `retry_after_s`), `EngineDraining`, `InvalidParameter`,
-        `ContextLengthExceeded`, `WrongLoop`, `RequestCancelled`, `RequestTimeout`, `StepFailedError` or `EngineDead`.
+        `ContextLengthExceeded`, `GrammarLimit`, `NoTokenAllowed`, `WrongLoop`, `RequestCancelled`, `RequestTimeout`,
+        `StepFailedError` or `EngineDead`.
         """
         name = self.add_request(prompt, params, request_id=request_id, owner=owner)
         try:

@@ -41,7 +41,7 @@ from novainfer.fsm.core.dwell import (
     any_time,
 )
 from novainfer.fsm.core.guards import OfEpoch, OfStep
-from novainfer.fsm.core.machine import Guard, Machine, Table, ignore, never, on, stay, table
+from novainfer.fsm.core.machine import Guard, Machine, Table, ignore, never, on, stay, table, timer
 from novainfer.fsm.messages.events import (
     Arrive,
     Batch,
@@ -55,8 +55,11 @@ from novainfer.fsm.messages.events import (
     Encoded,
     EncodeFailed,
     End,
+    GrammarFailed,
     Launch,
     MakeBatch,
+    Masked,
+    MasksOver,
     Open,
     Output,
     Outputs,
@@ -101,6 +104,8 @@ BUSY = (*STEPPING, *DEVICELESS)
 CYCLE = (S.IDLE, *BUSY)
 SEED_MASK = 2**64 - 1  # the seed of a stream is that of its first choice, and they count on from there, as vLLM's do
 CLOSED_GATE = "the gate opens when the worker is warm"
+# For masks of all requests that have just got a token; mostly 1 ms for 32. Other requests are held up for so long.
+MASKS_LIMIT_S = 0.01
 ONE_AT_A_TIME = "another reconfiguration is under way"
 LOST = "the worker was lost while it was reconfigured, and comes up again as it was before"
 
@@ -130,6 +135,9 @@ class Engine(Machine):
             CancelAll,
             Pause,
             Resume,
+            Masked,
+            GrammarFailed,
+            MasksOver,
             Batch,
             Outputs,
             StepDone,
@@ -176,6 +184,15 @@ class Engine(Machine):
         stay(BUSY, Resume, "_resume"),
         never(S.STARTING, Resume, CLOSED_GATE),
         ignore(S.STOPPED, Resume, "its stream has ended"),
+        on(S.IDLE, Masked, "_masked", S.SCHEDULING),
+        stay(BUSY, Masked, "_masked"),
+        never(S.STARTING, Masked, CLOSED_GATE),
+        ignore(S.STOPPED, Masked, "its stream has ended"),
+        on(S.IDLE, GrammarFailed, "_masked", S.SCHEDULING),
+        stay(BUSY, GrammarFailed, "_masked"),
+        never(S.STARTING, GrammarFailed, CLOSED_GATE),
+        ignore(S.STOPPED, GrammarFailed, "its stream has ended"),
+        timer(S.IDLE, MasksOver, "_masks_over", S.SCHEDULING),
         on(S.SCHEDULING, Batch, "_batch", *AFTER_BATCH, S.SCHEDULING, S.RECONFIGURING, only=OfEpoch, renews=True),
         on(S.AHEAD, Batch, "_batch", S.WAITING_WORKER, only=OfEpoch),
         on(
@@ -188,7 +205,8 @@ class Engine(Machine):
         never((S.STARTING, S.IDLE, S.WAITING_WORKER), Batch, "the scheduler answers MakeBatch, once"),
         never(S.RECONFIGURING, Batch, "the scheduler is asked for none"),
         ignore(S.STOPPED, Batch, "its streams have ended"),
-        stay(CYCLE, Outputs, "_outputs"),
+        on(S.IDLE, Outputs, "_outputs", S.IDLE, S.SCHEDULING),
+        stay(BUSY, Outputs, "_outputs"),
         never(S.STARTING, Outputs, CLOSED_GATE),
         ignore(S.STOPPED, Outputs, "its streams have ended"),
         on(S.WAITING_WORKER, StepDone, "_step_done", S.SCHEDULING, S.AHEAD, only=OfStep),
@@ -405,6 +423,11 @@ class Engine(Machine):
         self._send("gate", Departed([stream_id]))
         return self.state
 
+    def _masked(self, event: Masked | GrammarFailed) -> StrEnum:
+        self._send("scheduler", event)
+        self._work_sent += 1
+        return self._wake()
+
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _wake(self) -> StrEnum:
@@ -436,7 +459,13 @@ class Engine(Machine):
         if self._wanted is not None or event.work_seen != self._work_sent:  # more came while the scheduler planned
             self._ask_for_batch()
             return S.SCHEDULING
+        if event.awaits_masks:
+            self._until_left(MASKS_LIMIT_S, MasksOver())
         return S.IDLE
+
+    def _masks_over(self, _: MasksOver) -> EngineState:
+        self._send("scheduler", MakeBatch(is_late=True))
+        return S.SCHEDULING
 
     def _stale_batch(self, event: Batch) -> StrEnum:
         """It was asked for before the worker was lost: its plan is of no use any more."""
@@ -454,7 +483,7 @@ class Engine(Machine):
     def _outputs(self, event: Outputs) -> StrEnum:
         self._send("streams", event)
         self._settle(event.outputs)
-        return self.state
+        return self._wake() if event.wakes else self.state
 
     def _settle(self, outputs: list[Output]) -> None:
         """Forget the requests that have ended; one that ended badly takes its siblings along."""

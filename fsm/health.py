@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from novainfer.fsm.core.dwell import ENCODE_LIMIT_S, Dwell, any_time
+from novainfer.fsm.core.dwell import ENCODE_LIMIT_S, GRAMMAR_LIMIT_S, Dwell, any_time
 from novainfer.fsm.machines import MACHINES, states
 
 PERIOD_S = 0.25  # between two looks: a quarter of the second in which a frozen actor must be reported
@@ -35,12 +35,23 @@ class TokenizerState(StrEnum):
     ENCODING = "ENCODING"
 
 
+class GrammarState(StrEnum):
+    """What a thread that compiles grammars, or makes masks, does; it is no machine either."""
+
+    IDLE = "IDLE"
+    WORKING = "WORKING"
+
+
 DWELLS: Mapping[type[StrEnum], Mapping[StrEnum, Dwell]] = {
     **{type(states(machine)[0]): machine.DWELLS for machine in MACHINES},
     TokenizerState: {
         TokenizerState.LOADING: any_time("it may be fetched"),
         TokenizerState.IDLE: any_time("it waits for prompts"),
         TokenizerState.ENCODING: Dwell(ENCODE_LIMIT_S, "one batch of prompts"),
+    },
+    GrammarState: {
+        GrammarState.IDLE: any_time("it waits for grammars"),
+        GrammarState.WORKING: Dwell(GRAMMAR_LIMIT_S, "one grammar, or the masks of one step"),
     },
 }
 

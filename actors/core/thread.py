@@ -20,7 +20,8 @@ import anyio
 class JobThread:
     """`work(job)` runs in the thread, one job after the other; `deliver(result)` on the loop.
 
-    Where `work` gives None, `tell` may give the result later. The thread calls `at_end` before it ends.
+    Where `work` gives None, `tell` may give the result later. The thread calls `at_end` before it ends. It has a stack
+    of `stack_bytes`; 0: the usual one.
     """
 
     def __init__(
@@ -29,9 +30,11 @@ class JobThread:
         work: Callable[[Any], Any],
         deliver: Callable[[Any], None],
         at_end: Callable[[], None] | None = None,
+        stack_bytes: int = 0,
     ) -> None:
         self.name = name
         self._at_end = at_end
+        self._stack_bytes = stack_bytes
         self._work = work
         self._deliver = deliver
         self._jobs: SimpleQueue[Any] = SimpleQueue()
@@ -91,7 +94,11 @@ class JobThread:
         """Live from now until `stop`; raises what killed the thread. When cancelled, the running job is waited for."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._main, name=self.name, daemon=True)
-        self._thread.start()
+        usual = threading.stack_size(self._stack_bytes)
+        try:
+            self._thread.start()
+        finally:
+            threading.stack_size(usual)
         try:
             await self._ended.wait()
         except BaseException:

@@ -162,6 +162,10 @@ class ByteTokenizer:
     def limit_tokens(self, max_tokens: int) -> None:
         """Its chats are as long as their messages."""
 
+    def grammar_source(self) -> str | None:
+        """None: the device that goes with it obeys no masks."""
+        return None
+
     def close(self) -> None:
         """It holds nothing."""
 

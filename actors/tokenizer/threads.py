@@ -150,6 +150,11 @@ class TokenizerThreads:
         assert self._tokenizer is not None, "nothing is let in before it is there"
         return self._tokenizer.info()
 
+    def grammar_source(self) -> str | None:
+        """What grammars need to know of the tokenizer, which is loaded; from any thread."""
+        assert self._tokenizer is not None, "nothing is let in before it is there"
+        return self._tokenizer.grammar_source()
+
     # ---- looking in ----------------------------------------------------------------------------------------------
 
     @property

@@ -64,6 +64,9 @@ class Tokenizer(Protocol):
     def limit_tokens(self, max_tokens: int) -> None:
         """A prompt of more tokens than this will be refused: a chat that is longer need not be rendered to its end."""
 
+    def grammar_source(self) -> str | None:
+        """What grammars need to know of it, as the text of a tokenizer.json; None: it has none. From any thread."""
+
     def close(self) -> None:
         """Let go of what it holds beside memory; it may be used again."""
 
@@ -183,6 +186,10 @@ class NoTokenizer:
     def limit_tokens(self, max_tokens: int) -> None:
         """It makes no tokens."""
 
+    def grammar_source(self) -> str | None:
+        """None: no token has text that a grammar could look at."""
+        return None
+
     def close(self) -> None:
         """It holds nothing."""
 
@@ -282,6 +289,11 @@ class HFTokenizer:
     def limit_tokens(self, max_tokens: int) -> None:
         """Chats of more tokens are not rendered to their end."""
         self._max_tokens = max_tokens
+
+    def grammar_source(self) -> str | None:
+        """All of it, tokens that were added included."""
+        source: str = self._backend.to_str()
+        return source
 
     def close(self) -> None:
         """End the processes that render chats."""

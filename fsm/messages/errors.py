@@ -4,6 +4,8 @@
     ├── CallerError                 the request is wrong; sending it again will not help
     │   ├── InvalidParameter        400  a field holds a value that cannot be used
     │   ├── UnsupportedParameter    400  a known field whose feature is not built
+    │   ├── GrammarLimit            400  a grammar takes more than it may
+    │   ├── NoTokenAllowed          400  grammar, allowed and banned tokens leave nothing to be drawn
     │   ├── ContextLengthExceeded   400  prompt plus max_tokens do not fit the context
     │   ├── ModelNotFound           404  the server does not serve this model
     │   ├── RequestNotFound         404  no request of this id
@@ -68,6 +70,18 @@ class ContextLengthExceeded(CallerError):
     """Prompt and max_tokens together exceed the maximum context length."""
 
     code = "context_length_exceeded"
+
+
+class GrammarLimit(CallerError):
+    """A grammar takes more memory or time than it may, at its beginning or later; the message names the limit."""
+
+    code = "grammar_limit"
+
+
+class NoTokenAllowed(CallerError):
+    """What a grammar allows, and what the request's other fields do, have no token in common."""
+
+    code = "no_token_allowed"
 
 
 class ModelNotFound(CallerError):

@@ -16,6 +16,7 @@ from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.outputs import FinishReason, Mark, TokenLogprob
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.messages.structured import StructuredOutputsParams
 
 
 class Cause(StrEnum):
@@ -275,11 +276,13 @@ class MakeBatch(msgspec.Struct, frozen=True):
     """Commit or roll back the oldest step in flight, if that has ended with this `outcome`, and plan the next one.
 
     With `vacates` no request is computed any more: when nothing is in flight all leave the KV cache, which is about to
-    be another one. What the host has room for is copied there first, by a step that does nothing else.
+    be another one. What the host has room for is copied there first, by a step that does nothing else. With `is_late`
+    masks that have not come are waited for no longer: the other requests go on.
     """
 
     outcome: StepDone | StepFailed | None = None
     vacates: bool = False
+    is_late: bool = False
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -288,6 +291,7 @@ class Batch(msgspec.Struct, frozen=True):
     `work_seen` counts the Submit, Resume and Cancel messages seen before planning: if the engine has sent more since,
     an empty plan is not the last word. `may_follow`: another step may be planned behind this one before it has ended.
     `is_vacant`: as was asked for, the KV cache holds nothing that any request needs, and no step is in flight.
+    `awaits_masks`: nothing is planned because masks are about to come, with which the step is a larger one.
     """
 
     plan: StepPlan | None
@@ -297,17 +301,71 @@ class Batch(msgspec.Struct, frozen=True):
     epoch: int = 0
     may_follow: bool = False
     is_vacant: bool = False
+    awaits_masks: bool = False
 
 
 class Outputs(msgspec.Struct, frozen=True):
-    """Outputs that did not come from a step: requests refused or cancelled."""
+    """Outputs that did not come from a step: requests refused or cancelled.
+
+    `wakes`: one of these held up others until its mask came, which does not come now: they can go on.
+    """
 
     outputs: list[Output]
+    wakes: bool = False
 
 
 def ended_early(stream_id: int, end: End) -> Outputs:
     """The end of a stream that the scheduler never saw."""
     return Outputs([Output(-1, stream_id, 0, [], "", end=end)])
+
+
+# ---- scheduler -> grammars -> engine -> scheduler -----------------------------------------------------------------
+# A mask says which tokens a request may be given next. Machines know its number; its bits join the step on its way.
+
+
+class Constrain(msgspec.Struct, frozen=True):
+    """Hold this new request to a grammar: its first mask is wanted."""
+
+    request_id: int
+    grammar: StructuredOutputsParams
+
+
+class Advance(msgspec.Struct, frozen=True):
+    """A step is committed: each of these requests has got this token, and its next mask is wanted."""
+
+    tokens: list[tuple[int, int]]  # request, token
+
+
+class Release(msgspec.Struct, frozen=True):
+    """This request has ended: no more masks are wanted for it."""
+
+    request_id: int
+
+
+class Mask(msgspec.Struct, frozen=True):
+    """What a request may be given behind the `num_tokens` that it has got; each `mask_id` is above 0, and used once."""
+
+    request_id: int
+    num_tokens: int
+    mask_id: int
+
+
+class Masked(msgspec.Struct, frozen=True):
+    """These masks are there."""
+
+    masks: list[Mask]
+
+
+class GrammarFailed(msgspec.Struct, frozen=True):
+    """No mask can be made for this request (any more); `message` says why, `code` whose fault it is."""
+
+    request_id: int
+    message: str
+    code: str = "invalid_value"
+
+
+class MasksOver(msgspec.Struct, frozen=True):
+    """Timer of the engine: masks have been waited for as long as other requests can be held up."""
 
 
 # ---- engine <-> worker --------------------------------------------------------------------------------------------

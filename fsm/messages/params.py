@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from novainfer.fsm.messages.errors import InvalidParameter
+from novainfer.fsm.messages.structured import StructuredOutputsParams
 
 INTEGER_MAX = 2**31 - 1  # no vocabulary and no context is larger, and every format and device holds it
 TEMPERATURE_GREEDY_MAX = 1e-5  # vLLM's bound too: below it, dividing logits overflows fp32 before it changes a draw
@@ -40,7 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     token, its log probability and those of the k most likely ones (k may be 0); `prompt_logprobs=k`, for each token of
     the prompt, which is then computed in full, whatever the prefix cache has of it. `timeout_s` is a deadline for the
     whole request, queueing included. With `max_queue_s` it waits for so long when the queue is full, instead of being
-    refused at once, and ends if its first token has not come by then.
+    refused at once, and ends if its first token has not come by then. With `structured_outputs` each token is one that
+    the grammar allows, and the end comes only where it accepts.
     `Delta.marks` tells where tokens of `mark_token_ids` stand in the text.
     `bad_words` are not written, neither at the beginning of a word nor behind a space, as the tokenizer would write
     them; `banned_sequences` are the same in token ids: a token that would complete one is not drawn.
@@ -75,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     mark_token_ids: TokenIds = []
     timeout_s: float | None = None
     max_queue_s: float | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -97,6 +100,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             check.between("max_tokens", self.max_tokens, 1, INTEGER_MAX)
         check.between("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else INTEGER_MAX)
         self._check_stop()
+        if self.structured_outputs is not None and self.ignore_eos:
+            message = "ignore_eos cannot be combined with structured_outputs: an answer ends where its grammar does"
+            raise InvalidParameter(message, param="ignore_eos")
         if self.logprobs is not None:
             check.between("logprobs", self.logprobs, 0, LOGPROBS_MAX)
         if self.prompt_logprobs is not None:

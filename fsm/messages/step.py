@@ -80,7 +80,8 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
     this step only. They are numbered from 0 on, those of the first of `sample_seqs` first; `mask_positions` are those
     that have a mask, in ascending order, and `masks` are these one after the other: ceil(vocab_size / 32) words each,
     32 bits with the lowest byte first, of which bit i % 32 of word i // 32 allows token i. Logits of all other tokens
-    are as if they were minus infinity, also where log probabilities are asked for.
+    are as if they were minus infinity, also where log probabilities are asked for. Machines name masks by `mask_ids`,
+    which `masks` replace on the way to the device.
 
     Tokens of prompts may be scored: behind the token at `score_rows[i]`, an index into `input_ids`, the log probability
     of `score_ids[i]` is asked for, and those of the `score_tops[i]` most likely tokens. None of these rows is sampled.
@@ -103,6 +104,7 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
     num_drafts: list[int] = []  # [num_samples] drafts at the end of each; empty: none has any
     num_drafts_wanted: list[int] = []  # [num_samples] that the device's own draft model may propose; empty: none
     mask_positions: list[int] = []  # [num_masks] of the positions that are sampled; empty: none has a mask
+    mask_ids: list[int] = []  # [num_masks] as long as it holds no `masks`
     masks: bytes = b""  # [num_masks, ceil(vocab_size / 32)] int32
     score_rows: list[int] = []  # [num_scores], ascending; empty: nothing is scored
     score_ids: list[int] = []

@@ -45,7 +45,9 @@ def next_output(
         output.first = Begun(
             request.num_prompt, request.num_cached, prompt, request.seed, _scores_with_bytes(request, vocabulary)
         )
-    may_stop = len(token_ids) - request.num_prompt >= params.min_tokens
+    may_stop = len(token_ids) - request.num_prompt >= params.min_tokens or (
+        request.mask_id > 0 and token_id in eos_token_ids  # too early, and all that the grammar has left
+    )
     if may_stop and token_id in request.stop_ids:
         is_eos = token_id in eos_token_ids
         output.text = text.flush()

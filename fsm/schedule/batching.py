@@ -24,7 +24,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from heapq import nsmallest
-from itertools import chain
+from itertools import chain, repeat
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -64,6 +64,7 @@ class Flight(msgspec.Struct, gc=False):
     drafts: dict[int, int] = {}  # guessed tokens that the step verifies, by the ids of their requests
     scored: list[tuple[Request, int, int]] = []  # whose tokens are scored: from which place on, and how many
     num_passes: int = 0  # of the device's draft model, for the next step's
+    has_masks: bool = False  # what follows some of its tokens depends on them
     is_vacating: bool = False  # nothing but what leaves the KV cache for the host: nothing is computed
     is_noted: bool = False  # whether speculation is to know how it has ended
     canary: list[int] = []  # the blocks that a canary is computed in: such a step computes nothing of any request
@@ -115,6 +116,8 @@ class StepBuilder:
     def close(self) -> None:
         """Everything is planned; if that is anything, it takes what was preempted before to the host."""
         flight = self.flight
+        if self.planner.num_constrained:
+            self._add_masks()
         is_step = bool(flight.rows or flight.fetched or flight.canary or flight.is_vacating)
         self.cache.close(flight.journal, is_step=is_step)
 
@@ -130,11 +133,13 @@ class StepBuilder:
                 continue
             if only is not None and request.request_id not in only:
                 continue
+            if request.mask_id < 0:
+                continue
             at, kv = request.num_planned, request.kv
             token_ids, end = request.token_ids, at + 1
             is_known = at < len(token_ids)
-            if not is_known and end >= request.max_len:  # the step in flight gives it its last token
-                continue
+            if not is_known and (end >= request.max_len or request.mask_id):  # the step in flight gives it its last
+                continue  # token, or the one that its next mask depends on
             if at == kv.capacity and not cache.reserve(request, end):
                 continue
             rows.append((request, 1, at))
@@ -197,7 +202,9 @@ class StepBuilder:
     def _admissible(self) -> list[Request]:
         """The waiting requests that could be admitted, oldest first: up to the first one that does not fit."""
         planner, cache, only = self.planner, self.cache, self.only
-        waiting = [r for r in planner.waiting if allowed(r, only)] if only is not None else planner.waiting
+        waiting = planner.waiting
+        if only is not None or planner.awaited:
+            waiting = [r for r in waiting if allowed(r, only) and r.mask_id >= 0]
         if not waiting or not self._has_slot():
             return []
         purse_of = self._whom_to_look_at(waiting)
@@ -398,6 +405,19 @@ class StepBuilder:
             plan.score_rows = [row + num_more for row in plan.score_rows]
         if not flight.drafts:
             plan.num_drafts = []
+
+    def _add_masks(self) -> None:
+        """Name the masks of the positions that are sampled; no position behind a draft has one."""
+        plan, at = self.plan, 0
+        for request, num_drafts in zip(
+            self.flight.samples, plan.num_drafts or repeat(0, len(self.flight.samples)), strict=True
+        ):
+            if request.mask_id:
+                assert not num_drafts, "what may follow a draft is not known"
+                plan.mask_positions.append(at)
+                plan.mask_ids.append(request.mask_id)
+            at += 1 + num_drafts
+        self.flight.has_masks = bool(plan.mask_ids)
 
     def add_canary(self, slot: int, num_tokens: int) -> None:
         """A prompt that no client has sent, in blocks that the journal gives back."""

@@ -58,6 +58,8 @@ class Planner:
         self.waiting: list[Request] = []  # WAITING, PREEMPTED and RECOVERING, in order of arrival
         self.running: dict[int, Request] = {}  # those that have a slot and blocks, in order of admission
         self.parked: dict[int, Request] = {}  # PAUSED without a slot or blocks
+        self.num_constrained = 0  # requests whose tokens need masks, wherever they are
+        self.awaited: dict[int, Request] = {}  # of those, the ones whose next mask has not come
         self.overstayed: set[int] = set()  # PAUSED for too long: they are parked before the next step
         self.max_running = limits.max_num_seqs  # requests in one step; less while memory or time is short
         self.mode = Mode()  # what the last step was planned in
@@ -174,7 +176,9 @@ class Planner:
             if builder.is_cut:  # nothing else is to be done than to look on
                 continue
             # Nothing fits. If a request could run, take the blocks of the one that loses least, and try again.
-            wants_to_run = [r for r in (*self.running.values(), *self.waiting) if runnable(r, only)]
+            wants_to_run = [r for r in (*self.running.values(), *self.waiting) if runnable(r, only) and r.mask_id >= 0]
+            if self.has_awaited:
+                return None
             if not wants_to_run or not self._preempt_one(keep=min(wants_to_run, key=arrival)):
                 return None
 
@@ -282,6 +286,12 @@ class Planner:
                     continue
                 self.preempt(request)
             self.overstayed.remove(request_id)
+
+    @property
+    def has_awaited(self) -> bool:
+        """Whether a request that has slot and blocks goes on when its mask comes: none is preempted meanwhile."""
+        paused = RequestState.PAUSED
+        return any(i in self.running and r.state is not paused for i, r in self.awaited.items())
 
     @property
     def _is_crowded(self) -> bool:

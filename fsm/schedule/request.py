@@ -30,6 +30,10 @@ from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import Logprobs, SeqParams
 from novainfer.fsm.text import Vocabulary, text_assembler
 
+# Instead of the number of a mask:
+UNCONSTRAINED = 0  # any token may be sampled
+AWAITED = -1  # the mask of the next token has not come
+
 # What the device is told as it was asked for: the fields that both records have.
 SAMPLED_AS_ASKED = tuple(name for name in SeqParams.__struct_fields__ if name in SamplingParams.__struct_fields__)
 
@@ -195,6 +199,7 @@ class Request(Machine):
         "is_first_output",
         "kv",
         "losses",
+        "mask_id",
         "max_len",
         "num_accepted_tokens",
         "num_cached",
@@ -247,6 +252,7 @@ class Request(Machine):
         self.num_planned = 0  # the same, when the steps on the device have ended well: more while it is in one
         self.num_cached = 0  # tokens of the prompt that the prefix cache had when it first ran
         self.slot = -1
+        self.mask_id = UNCONSTRAINED if params.structured_outputs is None else AWAITED  # of its next token
         self.waits_for: bytes | None = None  # the name it waits for another request to compute
         self.work = self.num_prompt  # tokens to compute before its next one, when it was last looked at in the queue
         self.num_preemptions = 0

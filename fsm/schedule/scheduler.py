@@ -28,19 +28,24 @@ from novainfer.fsm.core.dwell import COMES_UP, COMES_UP_AGAIN, Dwell, any_time
 from novainfer.fsm.core.machine import Guard, Machine, Table, never, on, stay, table
 from novainfer.fsm.kv.blocks import PoolStatistics
 from novainfer.fsm.messages.events import (
+    Advance,
     Batch,
     CancelRequest,
     Cause,
     Configure,
+    Constrain,
     End,
     Fault,
+    GrammarFailed,
     Incident,
     KeepOver,
     MakeBatch,
+    Masked,
     Output,
     Outputs,
     PauseRequest,
     Quiet,
+    Release,
     ResumeRequest,
     StepFailed,
     Submit,
@@ -54,12 +59,16 @@ from novainfer.fsm.schedule.costs import ANSWER_TOKENS, ANSWER_WEIGHT, StepCosts
 from novainfer.fsm.schedule.ladder import FIRST_MODE, Offered, Rung
 from novainfer.fsm.schedule.planner import Limits, Planner
 from novainfer.fsm.schedule.recovery import Doomed, FailurePolicy, Trial
-from novainfer.fsm.schedule.request import ENDED, PREFILLED, Finish, Request, RequestState
+from novainfer.fsm.schedule.request import AWAITED, ENDED, PREFILLED, Finish, Request, RequestState
 from novainfer.fsm.schedule.speculation import Speculation, SpeculationStatistics
 from novainfer.fsm.text import Vocabulary
 
 NOT_A_NUMBER = "the model's output for this request is not a number: no token can be drawn from it"
-NONE_LEFT = "no token is left for this request: what it may be given and the mask of this step have none in common"
+NONE_LEFT = (
+    "no token is left for this request: its grammar allows none of those that allowed_token_ids and banned_token_ids "
+    "have left"
+)
+NO_TOKEN_ALLOWED = "no_token_allowed"  # the code of that error: what the request asks for excludes itself
 NO_NUMBERS = "the model's output for tokens of no request is not a number either"
 
 
@@ -143,6 +152,8 @@ class Scheduler(Machine):
             CancelRequest,
             PauseRequest,
             ResumeRequest,
+            Masked,
+            GrammarFailed,
             MakeBatch,
             WorkerLost,
             KeepOver,
@@ -156,6 +167,8 @@ class Scheduler(Machine):
         stay(S, CancelRequest, "_cancel"),  # in STARTING: on the control lane it overtakes Configure and its Submit
         stay(KNOWS_REQUESTS, PauseRequest, "_pause"),
         stay(KNOWS_REQUESTS, ResumeRequest, "_resume"),
+        stay(KNOWS_REQUESTS, Masked, "_masked"),
+        stay(KNOWS_REQUESTS, GrammarFailed, "_grammar_failed"),
         on(S.EMPTY, MakeBatch, "_more", *UP),
         on(S.PARTIAL, MakeBatch, "_next", S.EMPTY, S.PARTIAL, only=WithOutcome),
         on(S.PARTIAL, MakeBatch, "_more", S.PARTIAL, S.FULL),
@@ -168,6 +181,8 @@ class Scheduler(Machine):
         never(S.STARTING, Submit, CLOSED_GATE),
         never(S.STARTING, PauseRequest, CLOSED_GATE),
         never(S.STARTING, ResumeRequest, CLOSED_GATE),
+        never(S.STARTING, Masked, CLOSED_GATE),
+        never(S.STARTING, GrammarFailed, CLOSED_GATE),
         never(S.STARTING, MakeBatch, "the engine waits for the worker"),
         never(S.STARTING, WorkerLost, "a worker that never came up has failed"),
         never(S.STARTING, KeepOver, CLOSED_GATE),
@@ -213,6 +228,7 @@ class Scheduler(Machine):
         self._work_seen = 0
         self._pauses = 0
         self._hurried: set[int] = set()  # streams whose first token has a deadline, and has not come
+        self._late: set[int] = set()  # requests whose masks were waited for in vain
         self.flights: list[Flight] = []  # oldest first
         self._step_id = 0
         self._steps = self._failures = self._prompt_tokens = self._generated = self._losses = 0
@@ -325,6 +341,10 @@ class Scheduler(Machine):
                 self._hurried.add(event.stream_id)
             self.requests[request.request_id] = request
             self.planner.enqueue(request)
+            if event.params.structured_outputs is not None:
+                self.planner.num_constrained += 1
+                self.planner.awaited[request.request_id] = request
+                self._send("grammars", Constrain(request.request_id, event.params.structured_outputs))
         return self.state
 
     def _cancel(self, event: CancelRequest) -> StrEnum:
@@ -337,8 +357,9 @@ class Scheduler(Machine):
         if event.cause is Cause.QUEUE:
             ending = self._siblings(request) if request.stream_id in self._hurried else []
         state, end = STATE_OF_CAUSE[event.cause], End(cause=event.cause)
+        wakes = any(request.request_id in self.planner.awaited for request in ending)
         if outputs := [self._end(request, state, end) for request in ending]:
-            self._send("engine", Outputs(outputs))
+            self._send("engine", Outputs(outputs, wakes))
         return self.state
 
     def _siblings(self, request: Request) -> list[Request]:
@@ -365,6 +386,24 @@ class Scheduler(Machine):
             self.planner.overstayed.discard(request.request_id)  # its next pause has a time of its own
             if request.request_id in self.planner.parked:
                 self.planner.unpark(request)
+        return self.state
+
+    def _masked(self, event: Masked) -> StrEnum:
+        self._work_seen += 1
+        for mask in event.masks:
+            request = self.planner.awaited.pop(mask.request_id, None)
+            if request is not None:  # else it has ended meanwhile
+                assert mask.num_tokens == request.num_generated, "a mask is for what follows the tokens so far"
+                request.mask_id = mask.mask_id
+                self._late.discard(mask.request_id)
+        return self.state
+
+    def _grammar_failed(self, event: GrammarFailed) -> StrEnum:
+        self._work_seen += 1
+        if (request := self.planner.awaited.get(event.request_id)) is not None:
+            state = RequestState.FINISHED_IGNORED if request.is_first_output else RequestState.FINISHED_ERROR
+            end = End(error=event.message, code=event.code, param="structured_outputs")
+            self._send("engine", Outputs([self._end(request, state, end)]))
         return self.state
 
     def _keep_over(self, event: KeepOver) -> StrEnum:
@@ -409,7 +448,8 @@ class Scheduler(Machine):
         if not request.is_first_output:
             num_tokens = len(request.token_ids) - request.num_prompt
             self.answer_tokens += ANSWER_WEIGHT * (num_tokens - self.answer_tokens)
-        self.requests.pop(request.request_id, None)
+        if self.requests.pop(request.request_id, None) is not None and request.mask_id:
+            self._release(request)
         if not self.requests:
             self.recovery.none_left(self._effects)
         if request.stream_id in self._hurried and not self._siblings(request):
@@ -422,6 +462,12 @@ class Scheduler(Machine):
         else:
             self.planner.remove(request)
         return Output(request.request_id, request.stream_id, request.choice, [], "", end=end)
+
+    def _release(self, request: Request) -> None:
+        self.planner.num_constrained -= 1
+        self.planner.awaited.pop(request.request_id, None)
+        self._late.discard(request.request_id)
+        self._send("grammars", Release(request.request_id))
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -443,13 +489,18 @@ class Scheduler(Machine):
 
     def _plan(self, outputs: list[Output], asked: MakeBatch) -> SchedulerState:
         outputs += self._end_longest_paused()
+        if asked.is_late:
+            self._late.update(self._awaited())
+        if not self.flights and not asked.vacates and self._awaited():
+            self._send("engine", Batch(None, outputs, [], self._work_seen, self._epoch, awaits_masks=True))
+            return S.EMPTY
         if asked.vacates:
             planned = None if self.flights else self._try_vacate()
         else:
             planned = self._try_ahead() if self.flights else self._try_all(outputs)
         if planned is None:
             is_vacant = asked.vacates and not self.flights
-            is_idle = not self.planner.waiting
+            is_idle = not self.planner.waiting or bool(self.planner.awaited)
             assert self.flights or is_vacant or is_idle, "a waiting request was neither planned nor made room for"
             self._send("engine", Batch(None, outputs, [], self._work_seen, self._epoch, is_vacant=is_vacant))
             return self._filled()
@@ -460,6 +511,14 @@ class Scheduler(Machine):
         may_follow = self._may_plan_ahead()
         self._send("engine", Batch(plan, outputs, started, self._work_seen, self._epoch, may_follow))
         return self._filled()
+
+    def _awaited(self) -> list[int]:
+        """The requests whose masks are about to come, and with them their next tokens: a step without them is a waste.
+
+        Those whose prompt has not been computed wait longer, for a grammar to be compiled, and hold up nothing.
+        """
+        late, decode = self._late, RequestState.DECODE
+        return [i for i, r in self.planner.awaited.items() if r.state is decode and i not in late]
 
     def _filled(self) -> SchedulerState:
         num_flights = len(self.flights)
@@ -476,6 +535,8 @@ class Scheduler(Machine):
                 outputs += self._end_doomed(recovery.convict(self.requests, self._effects))
         while planned is None and (group := recovery.next_group(self.requests)):
             planned = self._try_plan(group)
+            if planned is None and self.planner.has_awaited:
+                return None
             if planned is None:
                 recovery.skip_group()
         return planned or self._try_plan(None)
@@ -483,7 +544,7 @@ class Scheduler(Machine):
     def _may_plan_ahead(self) -> bool:
         """Whether another step may follow those in flight before one of them has ended."""
         newest = self.flights[-1]
-        if len(self.flights) >= self._max_in_flight or newest.canary or newest.is_vacating:
+        if len(self.flights) >= self._max_in_flight or newest.canary or newest.is_vacating or newest.has_masks:
             return False
         return not self.recovery.is_searching and self.recovery.ladder.mode == self.planner.mode
 
@@ -562,6 +623,7 @@ class Scheduler(Machine):
             _note_scores(flight, outcome)
         prefill, finished = RequestState.PREFILL, ENDED
         outputs: list[Output] = []
+        advanced: list[tuple[int, int]] = []  # requests whose next mask depends on these tokens
         num_generated = 0
         drafts, was = flight.drafts, None
         if drafts:
@@ -575,7 +637,8 @@ class Scheduler(Machine):
                     self.planner.commit_draft(request)
                 was = request
             if token_id == NONE_ALLOWED:
-                outputs.append(self._end(request, RequestState.FINISHED_ERROR, End(error=NONE_LEFT)))
+                none_left = End(error=NONE_LEFT, code=NO_TOKEN_ALLOWED, param="structured_outputs")
+                outputs.append(self._end(request, RequestState.FINISHED_ERROR, none_left))
                 continue
             if token_id < 0 or answer.has_no_number(request):
                 outputs.append(self._end_not_a_number(request, outcome))
@@ -588,8 +651,14 @@ class Scheduler(Machine):
             output = answer.next_output(request, token_id, logprob, self._vocabulary, self._eos_token_ids)
             if (end := output.end) is not None and end.finish_reason is not None:
                 self._end(request, answer.ENDED_AS[end.finish_reason], end)
+            elif request.mask_id:
+                request.mask_id = AWAITED
+                self.planner.awaited[request.request_id] = request
+                advanced.append((request.request_id, token_id))
             outputs.append(output)
             num_generated += 1
+        if advanced:
+            self._send("grammars", Advance(advanced))
         self._generated += num_generated
         if flight.num_prompt_tokens:
             self.planner.chunks.took(sum(count for _, count, _ in flight.rows), 1e3 * outcome.took_s)

@@ -277,7 +277,7 @@ class Speculation:
             return found
         offers: list[tuple[float, int, list[int]]] = []  # less the chance of the next draft, its row, what is proposed
         for at, request in enumerate(rows):
-            count = min(self.num_tokens_max, request.max_len - len(request.token_ids) - 1)
+            count = 0 if request.mask_id else min(self.num_tokens_max, request.max_len - len(request.token_ids) - 1)
             if most <= 0 or count <= 0 or not (paying[at] or at in probes):
                 continue
             proposed = self.proposer.propose(request, count if paying[at] else 1)
@@ -316,7 +316,7 @@ class Speculation:
         probes = self._probes(known, rows, ahead=1)
         cost, price, tokens = self._cost.of(len(rows)), self._price(len(rows)), float(len(rows))
         cost += self._between(known, len(rows))
-        rooms = [min(self.num_tokens_max, r.max_len - len(r.token_ids) - 2) for r in rows]
+        rooms = [0 if r.mask_id else min(self.num_tokens_max, r.max_len - len(r.token_ids) - 2) for r in rows]
         chances = [self._chance(request) for request in rows]
         pays = [at for at, chance in enumerate(chances) if chance * cost > price * len(rows)]
         if known.is_trying:

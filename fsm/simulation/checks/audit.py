@@ -15,6 +15,7 @@ from novainfer.fsm.simulation.checks.deadlines import Deadlines
 from novainfer.fsm.simulation.checks.degraded import Degraded
 from novainfer.fsm.simulation.checks.ledger import Ledger
 from novainfer.fsm.simulation.checks.leftovers import check_empty, check_known
+from novainfer.fsm.simulation.checks.masks import check_still
 from novainfer.fsm.simulation.checks.order import Order
 from novainfer.fsm.simulation.checks.retry import Retry
 from novainfer.fsm.simulation.checks.rungs import Rungs
@@ -93,6 +94,7 @@ class Audit:
 
     def still(self) -> None:
         """All messages have arrived, and time goes on."""
+        check_still(self._world)
         self.deadlines.still()
         self.counts.still()
         self.rungs.still()

@@ -77,7 +77,7 @@ class Blame:
             if isinstance(effect, Send) and isinstance(effect.event, Batch | Outputs):
                 for output in effect.event.outputs:
                     self._output(output)
-        if isinstance(event, MakeBatch) and not event.vacates:
+        if isinstance(event, MakeBatch) and not event.vacates and not self._world.is_held:
             self._planned(self._world.planned)
 
     def _failed(self, flight: Flight, outcome: StepFailed) -> None:
@@ -168,7 +168,9 @@ class Blame:
         if self._groups or flight is None:
             return
         for request in self._world.scheduler.requests.values():
-            if request.state is RequestState.DECODE and request.request_id not in held and not ends_in_flight(request):
+            if request.state is not RequestState.DECODE or request.request_id in held or request.mask_id < 0:
+                continue
+            if not ends_in_flight(request) and not (request.mask_id and request.is_in_flight):
                 raise Violation(f"request {request.request_id} decodes, is not suspected, and is not in the step")
 
     @property
@@ -210,7 +212,7 @@ class Blame:
 
     def _can_run(self, request_id: int) -> bool:
         request = self._world.scheduler.requests.get(request_id)
-        return request is not None and request.state is not RequestState.PAUSED
+        return request is not None and request.state is not RequestState.PAUSED and request.mask_id >= 0
 
 
 def ends_in_flight(request: Request) -> bool:

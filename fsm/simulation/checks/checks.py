@@ -53,6 +53,7 @@ from novainfer.fsm.schedule.batching import Flight
 from novainfer.fsm.schedule.request import ENDED, Request, RequestState
 from novainfer.fsm.schedule.scheduler import SchedulerState
 from novainfer.fsm.simulation.checks.blame import ends_in_flight
+from novainfer.fsm.simulation.checks.masks import check_masks, is_waited_for
 from novainfer.fsm.simulation.checks.oracle import Violation
 from novainfer.fsm.simulation.checks.restarts import Restarts
 from novainfer.fsm.simulation.checks.turns import ADMISSIONS_MAX, WAITING_MAX
@@ -212,6 +213,7 @@ class Checks:
                 raise Violation(f"request {self._oldest.request_id} is the oldest, and was preempted")
             self._oldest = None
             self._plan(self.world.planned)
+            self._check_masks(effects)
             pool, spoilt, self._spoilt = self.world.cache.pool, self._spoilt, []
             if found := [block for block in spoilt if not pool._refs[block] and pool._name[block]]:
                 raise Violation(f"blocks {found} gave no number, and can be found by others")
@@ -339,6 +341,12 @@ class Checks:
                 self._paused.pop(request.request_id, None)
                 self._paused[request.request_id] = request.paused_as, request.stream_id
 
+    def _check_masks(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            batch = effect.event if isinstance(effect, Send) else None
+            if isinstance(batch, Batch) and batch.plan is not None and self.world.planned is not None:
+                check_masks(self.world, batch.plan, self.world.planned)
+
     def _plan(self, flight: Flight | None) -> None:
         """A step was planned, or nothing was."""
         world = self.world
@@ -367,7 +375,9 @@ class Checks:
         if not scheduler.recovery.suspects:
             self._nobody_overtakes(flight)
         may_run = [
-            i for i, r in planner.running.items() if r.state in COMPUTED and (i in planned or not ends_in_flight(r))
+            i
+            for i, r in planner.running.items()
+            if r.state in COMPUTED and (i in planned or not (ends_in_flight(r) or r.request_id in planner.awaited))
         ]
         if not scheduler.recovery.suspects and may_run and min(may_run) not in planned:
             raise Violation(f"request {min(may_run)} is the oldest, and step {flight.step_id} leaves it out")
@@ -409,7 +419,7 @@ class Checks:
 
     def _nobody_overtakes(self, flight: Flight) -> None:
         """Who was admitted has less work than older ones that wait, except those that wait for a prefix."""
-        num_admitted = len(flight.admitted)
+        num_admitted, awaited = len(flight.admitted), self.world.scheduler.planner.awaited
         num_waited = num_admitted + len(self.world.scheduler.planner.waiting)
         if num_admitted >= ADMISSIONS_MAX or num_waited > WAITING_MAX:  # the step has not looked at all of them
             return
@@ -417,7 +427,7 @@ class Checks:
             for admitted in flight.admitted:
                 work = 0 if admitted in flight.fetched else admitted.work
                 overtook = admitted.request_id > request.request_id and work >= request.work
-                if overtook and request.waits_for is None:
+                if overtook and request.waits_for is None and request.request_id not in awaited:
                     raise Violation(f"request {admitted.request_id} overtook request {request.request_id}")
 
     # ---- clients -------------------------------------------------------------------------------------------------
@@ -487,7 +497,7 @@ class Checks:
         if world.engine.state is not EngineState.IDLE:
             return
         for request in world.scheduler.requests.values():
-            if request.state not in (RequestState.PAUSED,):
+            if request.state not in (RequestState.PAUSED,) and not is_waited_for(world, request):
                 raise Violation(f"request {request.request_id} is {request.state}, and nobody is going to compute it")
 
     def drained(self) -> None:

@@ -12,8 +12,9 @@ import msgspec
 
 from novainfer.fsm.messages.outputs import FinishReason
 from novainfer.fsm.messages.params import SamplingParams
-from novainfer.fsm.messages.step import SeqParams
+from novainfer.fsm.messages.step import NONE_ALLOWED, SeqParams
 from novainfer.fsm.simulation.world.device import EOS, VOCAB_SIZE, Sampler, fold
+from novainfer.fsm.simulation.world.grammars import allowed, error_code
 from novainfer.fsm.text import Vocabulary
 
 # Letters that meet in stop strings, characters cut in two and three, a stray continuation byte, and two specials.
@@ -33,8 +34,9 @@ class Expected(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     text: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     stop_reason: int | str | None
+    error_code: str | None = None  # of the error that ends it, where its grammar does
 
 
 def is_refused(num_prompt: int, params: SamplingParams, max_len: int) -> bool:
@@ -50,12 +52,20 @@ def expected_run(prompt: Sequence[int], params: SamplingParams, seed: int, choic
     tokens: list[int] = []
     searched_from = 0
     history, context = bytearray(prompt), fold(prompt)
+    grammar, mask = params.structured_outputs, None
     while True:
-        token = sampler.token(context, len(history), history)
+        if grammar is not None and (mask := allowed(grammar, tokens)) is None:
+            return Expected(tokens, _bytes(tokens, params).decode("utf-8", "replace"), None, None, error_code(tokens))
+        token = NONE_ALLOWED
+        if mask is None or sampler.allows(mask):
+            token = sampler.token(context, len(history), history, mask)
+        if token == NONE_ALLOWED:
+            text = _bytes(tokens, params).decode("utf-8", "replace")
+            return Expected(tokens, text, None, None, "no_token_allowed")
         history.append(token)
         context = fold([token], context)
-        may_stop = len(tokens) + 1 >= params.min_tokens
         is_eos = token == EOS and not params.ignore_eos
+        may_stop = len(tokens) + 1 >= params.min_tokens or (grammar is not None and is_eos)
         if may_stop and (is_eos or token in params.stop_token_ids):
             text = _bytes(tokens, params).decode("utf-8", "replace")
             if params.include_stop_str_in_output and token != EOS:

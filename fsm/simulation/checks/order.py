@@ -193,6 +193,8 @@ class Order:
             work = works[request_id]
             if request.num_remaining <= 0 or tokens <= 0 or (request_id in held and work.most > work.least):
                 continue
+            if request.mask_id < 0:
+                continue
             if request.slot < 0 and (not was_judged(request) or self._may_wait(request, works, held, starts)):
                 continue
             if request_id in admitted and self._has_lost_prefix(request, starts):

@@ -103,7 +103,7 @@ class Turns:
         flight = self._world.planned
         if isinstance(event, MakeBatch) and event.vacates:
             return
-        if flight is None and self._world.scheduler.flights and isinstance(event, MakeBatch):
+        if flight is None and isinstance(event, MakeBatch) and (self._world.scheduler.flights or self._world.is_held):
             self._victims.clear()  # nothing is planned behind a step that is in flight: there will be another question
             return
         is_good = isinstance(event, MakeBatch) and (event.outcome is None or isinstance(event.outcome, StepDone))
@@ -141,6 +141,8 @@ class Turns:
         room = self._world.cache.pool.num_available - self._promised()
         headroom = HEADROOM + num_running // RUNNING_PER_BLOCK + 1
         for request in planner.waiting:
+            if request.mask_id < 0:
+                continue
             oldest = min((other.request_id for other in computing), default=-1)
             if request.waits_for is not None and any(_is_worth_it(other, request, size, oldest) for other in computing):
                 continue
@@ -178,7 +180,7 @@ class Turns:
         if not is_step:
             return
         scheduler = self._world.scheduler
-        able = [i for i, request in scheduler.requests.items() if request.state is not RequestState.PAUSED]
+        able = [i for i, r in scheduler.requests.items() if r.state is not RequestState.PAUSED and r.mask_id >= 0]
         oldest = min(able, default=-1)
         served = {r.request_id for r in (*(row[0] for row in flight.rows), *flight.fetched)} if flight else {oldest}
         self._hunger = 0 if oldest in served or oldest != self._hungry else self._hunger + 1
@@ -273,6 +275,8 @@ class Turns:
         scheduler, shape = self._world.scheduler, self._world.shape
         planner, is_step = scheduler.planner, isinstance(event, MakeBatch)
         is_broken = isinstance(event, WorkerLost | Configure) or (is_step and flight is None)
+        # Those whose grammar is not there yet come in later, and go before younger ones.
+        is_broken = is_broken or any(r.state in TO_COMPUTE and r.mask_id < 0 for r in scheduler.requests.values())
         is_short = scheduler.recovery.chunk < shape.prefill_chunk_tokens or planner.max_running < shape.max_num_seqs
         if self._num_preempted or is_broken or is_short:
             self._num_preempted = 0

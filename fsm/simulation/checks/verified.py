@@ -14,7 +14,7 @@ import msgspec
 
 from novainfer.fsm.core.machine import Effect, Send
 from novainfer.fsm.messages.events import Batch, MakeBatch
-from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.messages.step import NO_TOKEN, StepDone, StepPlan
 from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.simulation.checks.oracle import Violation
 
@@ -37,7 +37,7 @@ def without_number(world: World, flight: Flight, outcome: StepDone) -> list[Requ
     counts = outcome.num_tokens or [1] * len(flight.samples)
     found = []
     for request, count, end in zip(flight.samples, counts, accumulate(counts), strict=False):
-        if outcome.token_ids[end - 1] < 0 and not request.ended:
+        if outcome.token_ids[end - 1] == NO_TOKEN and not request.ended:
             expected = world.clients[request.stream_id].expected(request.choice).token_ids
             if count <= len(expected) - request.num_generated:
                 found.append(request)

@@ -8,6 +8,7 @@ from novainfer.fsm.messages.events import Fault
 from novainfer.fsm.messages.mode import EAGER, INT8, Mode
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.simulation.explore.explore import SmallWorld
+from novainfer.fsm.simulation.world.grammars import FAILS, NOTHING, replaced
 from novainfer.fsm.simulation.world.shape import ALL_MODES, BEST, GPU_MODES, LEAN, Shape
 
 NEVER_STALLS = 1 << 20  # unread tokens
@@ -15,6 +16,11 @@ NEVER_STALLS = 1 << 20  # unread tokens
 
 def _ask(max_tokens: int, n: int = 1, **more: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True, temperature=0.0, **more)
+
+
+def _held_to(grammar: str, max_tokens: int) -> SamplingParams:
+    """A request that is held to a grammar of the simulated kind."""
+    return replaced(_ask(max_tokens), grammar)
 
 
 def _shape(num_blocks: int, block_size: int = 1, max_num_seqs: int = 2, **more: Any) -> Shape:
@@ -53,6 +59,30 @@ SMALL_WORLDS = [
         shape=_shape(5, 2, max_model_len=8, prefill_chunk_tokens=2),
         clients=[([1, 2, 3, 4, 5], _ask(1)), ([1, 2, 3, 4, 6], _ask(2))],
         budget={"oom": 1, "cancel": 1},
+    ),
+    SmallWorld(
+        name="a request that is held to a grammar, and one that is not",
+        shape=_shape(4),
+        clients=[([1], _held_to("1", 2)), ([2], _ask(1))],
+        budget={"cancel": 1, "fire_early": 1},
+    ),
+    SmallWorld(
+        name="two requests that are held to grammars, and a step that fails",
+        shape=_shape(6),
+        clients=[([1], _held_to("1", 2)), ([2], _held_to("2", 2))],
+        budget={"exception": 1},
+    ),
+    SmallWorld(
+        name="a request that is held to a grammar, and a worker that dies, or all stops",
+        shape=_shape(3, max_num_seqs=1),
+        clients=[([1], _held_to("1", 2))],
+        budget={"die": 1, "stop": 1, "oom": 1},
+    ),
+    SmallWorld(
+        name="a grammar that fails, or leaves nothing",
+        shape=_shape(4),
+        clients=[([1], _held_to(f"1 {FAILS} 1", 2)), ([2], _held_to(f"2 {NOTHING} 0", 1))],
+        budget={"stop": 1},
     ),
     SmallWorld(
         name="completions that come twice, at any time",

@@ -44,6 +44,7 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Checks": frozenset(["_before", "_failed", "_gate_heard", "_leaving", "_oldest", "_rung", "_sampled"])
     | frozenset(["_to_be_told", "at_once", "world"]),  # within one event, or told by the gate's state
     "Client": frozenset(["_expected", "_max_len", "arrive", "prompt"]),
+    "Grammars": frozenset(["_num_masks"]),
     "Incident": frozenset(["action", "message"]),
     "Ladder": frozenset(["_quiet_s"]),
     "Reconfigurations": frozenset(["_shape", "num_done"]),
@@ -137,6 +138,7 @@ OBJECTS = (
     "checks",
     "processes",
     "reconfigurations",
+    "grammars",
 )  # pickled, each by itself
 MESSAGES = ("links", "jobs", "late", "encodings", "timers")  # nobody changes a message: all worlds may hold the same
 VALUES = ("budget", "is_closed", "is_draining", "is_stopped", "modes", "num_blocks")

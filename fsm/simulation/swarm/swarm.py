@@ -27,6 +27,7 @@ from novainfer.fsm.simulation.world.clock import Clock
 from novainfer.fsm.simulation.world.costs import costing
 from novainfer.fsm.simulation.world.device import POISON_HANG
 from novainfer.fsm.simulation.world.drafts import going_ahead, speculating
+from novainfer.fsm.simulation.world.grammars import CONSTRAINED_EVERY, constrained
 from novainfer.fsm.simulation.world.moves import MOVES, Move, is_possible
 from novainfer.fsm.simulation.world.pace import Pace, Paces
 from novainfer.fsm.simulation.world.shape import modes_against
@@ -113,6 +114,9 @@ class Seed:
             self.mix.come_up_fails, self.mix.is_brisk = False, True
         self.mix.shape = costing(seed, going_ahead(seed, speculating(seed, self.mix.shape)))
         self._launches = random.Random(seed * 1_000_003 + 13)  # of its own: every other draw stays what it was
+        has_grammars = seed % CONSTRAINED_EVERY == CONSTRAINED_EVERY // 2 and not is_odd and not has_relapses
+        self._grammars = random.Random(seed * 1_000_003 + 17) if has_grammars and steady is None else None
+        self._mask_s = 10 ** self._grammars.uniform(-4.5, -1) if self._grammars is not None else 0.0
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()
         self.path: list[Move] | None = [] if keeps_path else None
@@ -224,7 +228,10 @@ class Seed:
         self._after(delay_s, self._arrive)
 
     def _arrive(self) -> None:
-        self._make("arrive", self.mix.prompt(), self.mix.params(), SEEDS[self.rng.randint(0, 2)])
+        prompt, params, seed = self.mix.prompt(), self.mix.params(), SEEDS[self.rng.randint(0, 2)]
+        if self._grammars is not None:
+            params = constrained(self._grammars, params) or params
+        self._make("arrive", prompt, params, seed)
         self._arrivals -= 1
         if self._arrivals:
             self._expect_client(self.mix.arrival_gap_s(len(self.world.clients)))
@@ -238,6 +245,17 @@ class Seed:
     def _encode(self, stream_id: int) -> None:
         fails = self._rates["encode"] and self.rng.random() < self._rates["encode"]
         self._make("fail_encode" if fails else "encode", stream_id)
+
+    def mask_wanted(self, request_id: int) -> None:
+        """It takes a moment, and now and then a long one."""
+        own = self._grammars
+        assert own is not None, "no client has asked for a grammar"
+        slow = 100.0 if own.random() < 0.02 else 1.0
+        self._after(slow * self._mask_s * own.random(), self._make_mask, request_id)
+
+    def _make_mask(self, request_id: int) -> None:
+        if is_possible(self.world, ("mask", request_id)):
+            self._make("mask", request_id)
 
     def news_came(self, stream_id: int) -> None:
         """The reader comes in its own time, unless it is on its way already."""

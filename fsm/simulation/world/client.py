@@ -104,5 +104,9 @@ class Client:
                 "stalled": Cause.STALLED in self.causes,
                 "draining": Cause.DRAIN in self.causes,
             }
+            if self.arrive.params.structured_outputs is not None and not self.is_refused:
+                codes = [self.expected(choice).error_code for choice in range(self.arrive.params.n)]
+                for code in ("invalid_value", "grammar_limit", "no_token_allowed"):
+                    possible[code] = possible.get(code, False) or code in codes
             if not possible[end.code]:
                 raise Violation(f"{name} ended with {end}, for no reason")

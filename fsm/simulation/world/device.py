@@ -17,17 +17,27 @@ One device is one epoch: whoever replaces it begins with garbage in every block,
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, repeat
 from zlib import crc32
 
 from novainfer.fsm.device.flights import Flights
 from novainfer.fsm.messages.mode import Mode
-from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, STEPS_IN_FLIGHT_MAX, Logprobs, SeqParams, StepDone, StepPlan
+from novainfer.fsm.messages.step import (
+    NO_TOKEN,
+    NONE_ALLOWED,
+    SAMPLED,
+    STEPS_IN_FLIGHT_MAX,
+    Logprobs,
+    SeqParams,
+    StepDone,
+    StepPlan,
+)
 from novainfer.fsm.simulation.world.shape import BEST, is_exact
 
 VOCAB_SIZE = 64
 EOS = 0
+EVERY_TOKEN = frozenset(range(VOCAB_SIZE))
 CELL = 4  # bytes
 GARBAGE = (
     b"\xff" * CELL
@@ -70,13 +80,19 @@ class Sampler:
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         self._salt = crc32(repr((params.seed, bias, filters, penalties)).encode())
         allowed = range(VOCAB_SIZE) if params.allowed_token_ids is None else params.allowed_token_ids
-        self._forbidden = frozenset(range(VOCAB_SIZE)) - frozenset(allowed) | frozenset(params.banned_token_ids)
+        self._forbidden = EVERY_TOKEN - frozenset(allowed) | frozenset(params.banned_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids)
 
-    def token(self, context: int, position: int, history: bytes | bytearray) -> int:
+    def allows(self, mask: Collection[int]) -> bool:
+        """Whether any of these tokens may be drawn."""
+        return not self._forbidden.issuperset(mask)
+
+    def token(
+        self, context: int, position: int, history: bytes | bytearray, mask: Collection[int] | None = None
+    ) -> int:
         """The token at `position`, behind cells whose digest is `context`; EOS about once in 64.
 
-        `history` holds the tokens before it, and is looked at for penalties only.
+        `history` holds the tokens before it, and is looked at for penalties only. `mask` are those that are allowed.
         """
         number = crc32(context.to_bytes(4, "little"), (self._salt + position) & 0xFFFFFFFF)
         params = self.params
@@ -89,6 +105,10 @@ class Sampler:
         for sequence in params.banned_sequences:
             if list(history[max(position - len(sequence) + 1, 0) : position]) == sequence[:-1]:
                 forbidden = forbidden | {sequence[-1]}
+        if mask is not None:
+            forbidden = EVERY_TOKEN - (set(mask) - forbidden)
+            if len(forbidden) == VOCAB_SIZE:
+                return NONE_ALLOWED
         if position < params.min_position:
             early = forbidden | self._stop_ids
             forbidden = early if len(early) < VOCAB_SIZE else forbidden  # some token must be drawn
@@ -110,6 +130,15 @@ def guesses(sampler: Sampler, token_ids: Sequence[int], count: int, wrong_of_16:
         is_wrong = crc32(b"%d %d" % (dice, at)) % 16 < wrong_of_16
         drafts.append((token + 1) % VOCAB_SIZE if is_wrong else token)
     return drafts
+
+
+def masks_of(plan: StepPlan) -> dict[int, list[int]]:
+    """The tokens that the masks of `plan` allow, by position."""
+    size, masks = VOCAB_SIZE // 8, plan.masks
+    assert not plan.mask_ids, f"step {plan.step_id} came to the device without its masks"
+    bits = [int.from_bytes(masks[at : at + size], "little") for at in range(0, len(masks), size)]
+    found = [[token for token in range(VOCAB_SIZE) if mask >> token & 1] for mask in bits]
+    return dict(zip(plan.mask_positions, found, strict=True))
 
 
 def expected_logprob(token_id: int, num_top: int) -> Logprobs:
@@ -183,19 +212,21 @@ class ScriptedDevice:
         num_tokens: list[int] = []
         self.degraded = []
         ends = list(accumulate(plan.query_lens))
+        masks, at = masks_of(plan), 0
         for seq, num_drafts in zip(plan.sample_seqs, plan.num_drafts or repeat(0, len(plan.sample_seqs)), strict=True):
             slot, first = plan.slots[seq], plan.context_lens[seq] - num_drafts
             sampler = self._samplers[slot]
             assert sampler is not None, f"step {plan.step_id} samples in slot {slot}, which was never given parameters"
             num_top = sampler.params.logprobs
             for count, draft in enumerate((*plan.input_ids[ends[seq] - num_drafts : ends[seq]], None)):
-                token = self._sample(plan.step_id, sampler, slot, first + count)
+                token = self._sample(plan.step_id, sampler, slot, first + count, masks.get(at + count))
                 if count and crc32(b"%d %d" % (plan.step_id, slot)) % NANS_EVERY == 0:
                     token = NO_TOKEN  # behind guesses that are right
                 tokens.append(token)
                 logprobs.append(None if num_top is None or token < 0 else expected_logprob(token, num_top))
                 if token != draft:
                     break
+            at += 1 + num_drafts
             self._last_tokens[slot] = max(token, 0)
             num_tokens.append(count + 1)
             self.degraded.append(self._is_degraded(slot, first + count))
@@ -244,14 +275,16 @@ class ScriptedDevice:
             drafts.append(guesses(sampler, history, wanted, self._wrong_drafts_of_16))
         return drafts, None
 
-    def _sample(self, step_id: int, sampler: Sampler, slot: int, position: int) -> int:
+    def _sample(self, step_id: int, sampler: Sampler, slot: int, position: int, mask: Collection[int] | None) -> int:
         cells, history = self._read(slot, position), self._histories[slot]
         assert GARBAGE not in cells, f"step {step_id} attends to what was never computed, or overwritten"
+        if mask is not None and not sampler.allows(mask):
+            return NONE_ALLOWED
         if NOT_A_NUMBER in cells:
             return NO_TOKEN
-        token = sampler.token(crc32(cells), position, history)
+        token = sampler.token(crc32(cells), position, history, mask)
         if sampler.params.token_ids is not None:
-            history[position:] = bytes([token])  # again, when a step is computed again
+            history[position:] = bytes([max(token, 0)])  # again, when a step is computed again
         return token
 
     def spoil(self, plan: StepPlan) -> None:

@@ -96,6 +96,10 @@ def _has_prompt(world: World, stream_id: int) -> bool:
     return stream_id in world.encodings
 
 
+def _wants_mask(world: World, request_id: int) -> bool:
+    return request_id in world.grammars.due
+
+
 def _has_timer(world: World, timer: Any) -> bool:
     return timer in world.timers
 
@@ -174,6 +178,7 @@ MOVES: dict[str, tuple[Callable[..., None], Callable[..., bool]]] = {
     "fail_launch": (_fail_launch, _can_launch),
     "unsend": (_unsend, _has_step),
     "encode": (World.encode, _has_prompt),
+    "mask": (World.make_mask, _wants_mask),
     "fire_timer": (World.fire_timer, _has_timer),
     "arrive": (World.arrive, _always),
     "read": (_read, _has_news),
@@ -229,6 +234,7 @@ def next_moves(world: World) -> list[Move]:
         if world.launchable is not None:
             found.append(("launch",))
     found += [("encode", stream_id) for stream_id in world.encodings]
+    found += [("mask", request_id) for request_id in world.grammars.due]
     if world.shape.processes and world.processes is not None:
         found += process.next_moves(world.processes)
     return found

@@ -67,12 +67,14 @@ from novainfer.fsm.simulation.checks.admission import MAILBOX_FEW, check_gate, c
 from novainfer.fsm.simulation.checks.audit import Audit
 from novainfer.fsm.simulation.checks.checks import Checks
 from novainfer.fsm.simulation.checks.health import check_asked
+from novainfer.fsm.simulation.checks.masks import holds_for_masks
 from novainfer.fsm.simulation.checks.oracle import VOCABULARY, Violation
 from novainfer.fsm.simulation.checks.reconfigurations import Reconfigurations
 from novainfer.fsm.simulation.world.client import Client
 from novainfer.fsm.simulation.world.costs import COSTS
 from novainfer.fsm.simulation.world.device import EOS, VOCAB_SIZE, ScriptedDevice
 from novainfer.fsm.simulation.world.drafts import speculation_of
+from novainfer.fsm.simulation.world.grammars import Grammars
 from novainfer.fsm.simulation.world.process import Processes
 from novainfer.fsm.simulation.world.shape import Shape, modes_in
 
@@ -107,6 +109,9 @@ class Driver(Protocol):
 
     def prompt_came(self, stream_id: int) -> None:
         """The tokenizer has got the prompt of this stream."""
+
+    def mask_wanted(self, request_id: int) -> None:
+        """A mask is to be made for this request."""
 
     def news_came(self, stream_id: int) -> None:
         """There is something to read."""
@@ -182,6 +187,7 @@ class World:
         self.is_closed = False  # the device
         self.processes: Processes | None = None  # a device that is a thread has none
         self.encodings: dict[int, Encode] = {}  # at the tokenizer, by stream
+        self.grammars = Grammars()
         self.timers: dict[Timer, Any] = {}
         self.late: list[tuple[Link, Any]] = []  # what came, and will come once more
         self.streams: dict[int, Stream] = {}
@@ -202,6 +208,7 @@ class World:
         if shape.processes:
             self.processes, self.device = Processes(self), None
         self.planned: Flight | None = None  # by what the scheduler has just handled
+        self.is_held = False  # it has planned nothing, for masks that are about to come
         self.perform("shell", [Send("worker", Begin())])
 
     def _new_device(self, epoch: int, num_blocks: int = 0) -> ScriptedDevice:
@@ -321,6 +328,8 @@ class World:
                 self.busy.remove(link)
 
     def _start(self, job: Any) -> None:
+        if isinstance(job, Run) and job.plan.mask_ids:
+            job = Run(msgspec.structs.replace(job.plan, mask_ids=[], masks=self.grammars.filled(job.plan)))
         if self.processes is not None:
             self.processes.put(job)
             return
@@ -488,6 +497,7 @@ class World:
             effects = self.handle("scheduler", self.scheduler, event)
             plans = [e.event.plan for e in effects if isinstance(e, Send) and isinstance(e.event, Batch)]
             self.planned = self.scheduler.newest_flight if any(plan is not None for plan in plans) else None
+            self.is_held = holds_for_masks(self.scheduler, effects)
             self.checks.after_scheduler(event, effects)
             if isinstance(event, Configure):
                 self.reconfigurations.configured(self, event)
@@ -499,6 +509,10 @@ class World:
             self.encodings[event.stream_id] = event
             if self._driver is not None:
                 self._driver.prompt_came(event.stream_id)
+        elif to == "grammars":
+            for request_id in self.grammars.take(event):
+                if self._driver is not None:
+                    self._driver.mask_wanted(request_id)
         elif to == "client":  # who has heard it when it was said
             pass
         elif to == "incidents":
@@ -672,6 +686,12 @@ class World:
         event = self.encodings.pop(stream_id)
         assert isinstance(event.prompt, str)
         self.tell("tokenizer", "engine", Encoded(stream_id, [ord(c) for c in event.prompt]))
+
+    def make_mask(self, request_id: int) -> None:
+        """The mask that this request waits for is there, or cannot be made."""
+        answer = self.grammars.answer(request_id)
+        self.counts[f"grammar: {type(answer).__name__}"] += 1
+        self.tell("grammars", "engine", answer)
 
     def fire_timer(self, timer: Timer) -> None:
         """A timer runs out."""
