@@ -39,6 +39,14 @@ NAMES_OF_LIMITS = {  # what llguidance says, and the limit of which it says so
     "row": f"max_items_in_row ({LIMITS.max_items_in_row})",
     "size": f"max_grammar_size ({LIMITS.max_grammar_size})",
 }
+NAMES = {
+    "json": "the JSON schema",
+    "regex": "the regular expression",
+    "choice": "the choices",
+    "grammar": "the grammar",
+    "json_object": "JSON",
+    "structural_tag": "the structural tag",
+}
 INVALID, LIMIT = "invalid_value", "grammar_limit"
 
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([-+.0-9eE]+)')
@@ -89,7 +97,7 @@ class Compiler:
         try:
             matcher = LLMatcher(self._tokenizer, _grammar_of(params), limits=LIMITS, log_level=0)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise GrammarError(f"structured_outputs.{kind} is not valid: {_sentence(str(error))}") from None
+            raise GrammarError(f"{NAMES[kind]} cannot be used: {_sentence(str(error))}") from None
         _check(matcher, kind)
         words = np.empty((1, self.num_words), dtype=np.int32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -186,7 +194,7 @@ def _check_multiple(number: str) -> None:
     digits = Decimal(number).normalize().as_tuple()
     most = int("".join(map(str, digits.digits))) * 10 ** min(max(int(digits.exponent), 0), 9)
     if most > MULTIPLE_MAX:
-        raise GrammarError(f"structured_outputs: multipleOf {number} is beyond the limit of {MULTIPLE_MAX}", LIMIT)
+        raise GrammarError(f"multipleOf {number} is beyond the limit of {MULTIPLE_MAX}", LIMIT)
 
 
 def _check(matcher: LLMatcher, kind: str) -> None:
@@ -203,7 +211,7 @@ def _error_of(matcher: LLMatcher, kind: str) -> GrammarError | None:
     if limit is not None and ("lexer" in said or "limit" in said or "too" in said):
         return GrammarError(f"the grammar takes more than it may, by {limit}: {_sentence(said)}", LIMIT)
     if kind:
-        return GrammarError(f"structured_outputs.{kind} is not valid: {_sentence(said)}")
+        return GrammarError(f"{NAMES[kind]} cannot be used: {_sentence(said)}")
     return GrammarError(f"the grammar could not be followed any further: {_sentence(said)}", LIMIT)
 
 

@@ -12,6 +12,7 @@ from novainfer.server.openai.protocol import ChatCompletionRequest
 from novainfer.server.openai.reading import Reading, message_of, params_for, wanted_of
 from novainfer.server.openai.replies import ChatCompletion, prompt_logprobs
 from novainfer.server.openai.sse import EventStream
+from novainfer.server.openai.structured import is_whole
 from novainfer.server.service import Service
 
 
@@ -23,7 +24,12 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     name = wanted_id(body.request_id, exchange.request_id)
     generation = Generation(service, "chatcmpl", name, [prompt], params, exchange.viewer.owner, exchange.client)
     reading = None
-    if (wanted := wanted_of(body, formats)) is not None:
+    calls_tools = bool(body.tools) and body.tool_choice != "none" and formats.has_tools
+    if is_whole(params.structured_outputs, calls_tools=calls_tools):
+        wanted = None
+    else:
+        wanted = wanted_of(body, formats)
+    if wanted is not None:
         reading = Reading(wanted, service.ready_engine().vocabulary, params.n, generation.tally)
     if body.stream:
         first = await generation.first()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from novainfer import Chat, InvalidParameter, SamplingParams, UnsupportedParameter
+from novainfer import Chat, InvalidParameter, SamplingParams, StructuredOutputsParams, UnsupportedParameter
 from novainfer.fsm.messages.params import DURATION_S_MAX, NUM_CHOICES_MAX, shown
+from novainfer.server.openai.structured import ResponseFormat, grammar_of
 from novainfer.server.openai.tools import Tool, ToolCall, ToolChoice, check_choice, tools_of_template
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -121,6 +122,7 @@ if TYPE_CHECKING:
         n: int | None = None
         prompt_logprobs: int | None = None
         truncate_prompt_tokens: int | None = None
+        structured_outputs: StructuredOutputsParams | None = None
 
 else:
     Sampling = msgspec.defstruct("Sampling", [(f.name, f.type | None, None) for f in _FIELDS], kw_only=True)
@@ -139,6 +141,13 @@ class CommonRequest(Sampling, kw_only=True):
     return_token_ids: bool | None = None
     timeout: float | None = None
     max_queue_ms: float | None = None
+
+    response_format: ResponseFormat | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -159,6 +168,8 @@ class CommonRequest(Sampling, kw_only=True):
         given = dict(defaults)
         given |= {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         given |= more
+        if (grammar := grammar_of(self)) is not None:
+            given["structured_outputs"] = grammar
         if self.timeout is not None:
             given["timeout_s"] = self.timeout
         if self.max_queue_ms is not None:
