@@ -1,21 +1,23 @@
 """How fast the machine is just now: reading memory, and multiplying matrices in the precisions that models are run in.
 
-A process of its own keeps what it reads and multiplies, so that a look takes a fifth of a second. What limits a run is
+A process of its own keeps what it reads and multiplies, so that a look takes a third of a second. What limits a run is
 the better of the looks before and after it: a shared machine is never faster than its best.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from novainfer.bench.peers.launch import die_with_parent
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Look", "Probe"]
 
@@ -25,7 +27,10 @@ SHAPE = (512, 1024, 8192)  # M, K, N: rows of a chunk of prompts
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes a second that are read, and operations a second (a multiply-add is two) in each precision."""
+    """Bytes a second that are read, and operations a second (a multiply-add is two) in each precision.
+
+    What is in bf16 can be multiplied in fp32, which is faster on a CPU without instructions for bf16.
+    """
 
     bytes_per_s: float
     bf16_per_s: float
@@ -71,34 +76,51 @@ def _best_s(*variants: Callable[[], Any]) -> float:
     return best
 
 
-def main() -> None:
-    """One look a line of stdin."""
+def measurement() -> Callable[[], Look]:
+    """What measures now, on data of its own."""
     import torch
 
     from novainfer.bench.roofline import reader
+
+    m, k, n = SHAPE
+    data = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+    codes_x, codes_weight = torch.ones(m, k, dtype=torch.int8), torch.ones(k, n, dtype=torch.int8)
+    read = reader(data)
+    products = _products(torch.bfloat16) + _products(torch.float32)
+
+    @torch.inference_mode()
+    def look() -> Look:
+        return Look(
+            bytes_per_s=READ_BYTES / _best_s(read),
+            bf16_per_s=2 * m * k * n / _best_s(*products),
+            int8_per_s=2 * m * k * n / _best_s(lambda: torch._int_mm(codes_x, codes_weight)),
+        )
+
+    return look
+
+
+def _products(dtype: torch.dtype) -> list[Callable[[], Any]]:
+    """Torch's product of matrices in `dtype`, and ours where there is one."""
+    import torch
+
     from novainfer.kernels.cpu.linear import NativeLinear
     from novainfer.kernels.errors import KernelUnavailableError
 
-    die_with_parent()
     m, k, n = SHAPE
-    data = torch.ones(READ_BYTES // 8, dtype=torch.int64)
-    x, weight = torch.ones(m, k, dtype=torch.bfloat16), torch.ones(n, k, dtype=torch.bfloat16)
-    codes_x, codes_weight = torch.ones(m, k, dtype=torch.int8), torch.ones(k, n, dtype=torch.int8)
-    reads: list[Callable[[], Any]] = [reader(data)]
-    halves: list[Callable[[], Any]] = [lambda: x @ weight.T]
+    x, weight = torch.ones(m, k, dtype=dtype), torch.ones(n, k, dtype=dtype)
     try:
         packed = NativeLinear.pack(weight, None)
-        halves.append(lambda: packed(x))
     except KernelUnavailableError:
-        pass
-    with torch.inference_mode():
-        for _ in sys.stdin:
-            found = {
-                "bytes_per_s": READ_BYTES / _best_s(*reads),
-                "bf16_per_s": 2 * m * k * n / _best_s(*halves),
-                "int8_per_s": 2 * m * k * n / _best_s(lambda: torch._int_mm(codes_x, codes_weight)),
-            }
-            print(json.dumps(found), flush=True)
+        return [lambda: x @ weight.T]
+    return [lambda: x @ weight.T, lambda: packed(x)]
+
+
+def main() -> None:
+    """One look a line of stdin."""
+    die_with_parent()
+    look = measurement()
+    for _ in sys.stdin:
+        print(msgspec.json.encode(look()).decode(), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from novainfer.bench.make_checkpoint import SHAPES, make_checkpoint
 from novainfer.bench.peers import compare, files, known
 from novainfer.bench.peers.known import OURS, SystemSpec
 from novainfer.bench.peers.picture import picture
-from novainfer.bench.peers.probe import Look, Probe
+from novainfer.bench.peers.probe import Look, Probe, measurement
 from novainfer.bench.peers.records import Records
 from novainfer.bench.peers.report import MergeError, merged
 from novainfer.bench.peers.run_novainfer import NovaInfer
@@ -470,3 +470,19 @@ def test_a_child_tells_whether_it_takes_requests_that_come_one_by_one() -> None:
         assert result.wall_s >= 0.05
     with Child(command(0.01)) as child:
         assert not child.ready.facts["takes_arrivals"]
+
+
+@pytest.mark.parametrize(("bf16_s", "fp32_s"), [(1.0, 2.0), (2.0, 1.0)], ids=["bf16 instructions", "none"])
+def test_what_is_in_bf16_is_looked_at_in_fp32_too(
+    bf16_s: float, fp32_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken_s = {torch.bfloat16: bf16_s, torch.float32: fp32_s, torch.int32: 4.0}
+
+    def best_s(*variants: Any) -> float:
+        return min(taken_s.get(getattr(variant(), "dtype", None), 8.0) for variant in variants)
+
+    monkeypatch.setattr("novainfer.bench.peers.probe.SHAPE", (32, 64, 128))
+    monkeypatch.setattr("novainfer.bench.peers.probe.READ_BYTES", 4096)
+    monkeypatch.setattr("novainfer.bench.peers.probe._best_s", best_s)
+    operations = 2 * 32 * 64 * 128
+    assert measurement()() == Look(bytes_per_s=512, bf16_per_s=operations, int8_per_s=operations / 4)
