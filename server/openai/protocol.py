@@ -15,7 +15,7 @@ import msgspec
 from novainfer import Chat, InvalidParameter, SamplingParams, StructuredOutputsParams, UnsupportedParameter
 from novainfer.fsm.messages.params import DURATION_S_MAX, NUM_CHOICES_MAX, shown
 from novainfer.server.openai.structured import ResponseFormat, grammar_of
-from novainfer.server.openai.tools import Tool, ToolCall, ToolChoice, check_choice, tools_of_template
+from novainfer.server.openai.tools import NamedTool, Tool, ToolCall, ToolChoice, check_choice, tools_of_template
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chat fills the context
@@ -205,6 +205,11 @@ class ChatCompletionRequest(CommonRequest, kw_only=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether an answer is over when its first call is."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
 
     def prompt(self, *, has_tools: bool) -> Chat:
         """The conversation, checked; `has_tools`: the model's template knows of them."""

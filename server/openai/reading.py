@@ -27,20 +27,23 @@ ReadDelta = tuple[Delta, list[Piece]]  # what it brings
 def wanted_of(body: ChatCompletionRequest, formats: Formats) -> Wanted | None:
     """What the answers to `body` are read for; None where all they can hold is content."""
     has_calls = bool(body.tools) and body.tool_choice != "none" and formats.has_tools
-    if not has_calls and formats.reasoning != THINK:
+    has_thoughts = formats.reasoning == THINK
+    if not has_calls and not has_thoughts:
         return None
     return Wanted(
         tool_calls=formats.tool_calls if has_calls else None,
-        reasoning=formats.reasoning == THINK,
-        has_one_call=body.parallel_tool_calls is False,
+        reasoning=has_thoughts,
+        has_one_call=body.has_one_call,
         marker_ids=formats.marker_ids,
         schemas=types_of_tools(tools_of_template(body.tools or [])),
     )
 
 
-def params_for(params: SamplingParams, body: ChatCompletionRequest, formats: Formats) -> SamplingParams:
+def params_for(
+    params: SamplingParams, body: ChatCompletionRequest, wanted: Wanted | None, formats: Formats
+) -> SamplingParams:
     """`params` with the marks that are needed; the token that begins a call is banned where none is wanted."""
-    if (wanted := wanted_of(body, formats)) is not None and wanted.mark_token_ids:
+    if wanted is not None and wanted.mark_token_ids:
         params = msgspec.structs.replace(params, mark_token_ids=wanted.mark_token_ids)
     if body.tools and body.tool_choice == "none" and OPEN_CALL in formats.marker_ids:
         params = msgspec.structs.replace(params, banned_token_ids=[formats.marker_ids[OPEN_CALL]])

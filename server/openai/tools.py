@@ -10,6 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from novainfer import InvalidParameter, UnsupportedParameter
+from novainfer.fsm.parsing.call_grammar import grammar_of_calls, has_grammar
+from novainfer.fsm.parsing.formats import Formats
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # OpenAI's, and what MCP servers put between their parts
 
@@ -98,16 +100,42 @@ def tools_of_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def check_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
-    """Raise for what calls cannot be held to: a call or a tool that must come, or arguments by their schema."""
-    if choice not in (None, "auto", "none"):
-        if not tools:
-            raise InvalidParameter("tool_choice needs tools to choose from", param="tool_choice")
-        raise UnsupportedParameter(
-            'tool_choice must be "auto" or "none": this server cannot make a model call a tool yet', param="tool_choice"
-        )
-    for at, tool in enumerate(tools):
-        if tool.function.strict:
-            path = f"tools[{at}].function.strict"
-            raise UnsupportedParameter(
-                f"{path}: true is not supported: this server cannot hold arguments to their schema yet", param=path
-            )
+    """Raise `InvalidParameter` where there is nothing to choose from, or not what is chosen."""
+    if choice in (None, "auto", "none"):
+        return
+    if not tools:
+        raise InvalidParameter("tool_choice needs tools to choose from", param="tool_choice")
+    if isinstance(choice, NamedTool) and choice.function.name not in [tool.function.name for tool in tools]:
+        message = f"tool_choice names {choice.function.name[:40]!r}, which is none of tools"
+        raise InvalidParameter(message, param="tool_choice")
+
+
+def grammar_for(
+    tools: Sequence[Tool],
+    choice: ToolChoice | None,
+    formats: Formats,
+    *,
+    has_one_call: bool,
+    is_thinking: bool,
+) -> str | None:
+    """What an answer is held to where a call must come, or where tools are `strict`; None where it is free.
+
+    Raises `UnsupportedParameter` where the model's calls cannot be held to anything.
+    """
+    must_call = choice == "required" or isinstance(choice, NamedTool)
+    strict = next((at for at, tool in enumerate(tools) if tool.function.strict), None)
+    if choice == "none" or not (must_call or strict is not None):
+        return None
+    if not has_grammar(formats):
+        field = "tool_choice" if must_call else f"tools[{strict}].function.strict"
+        what = "this model's calls cannot be held to a form, which must be JSON between tokens of their own"
+        raise UnsupportedParameter(f"{field} cannot be as it is: {what}", param=field)
+    offered = list(tools)
+    if isinstance(choice, NamedTool):
+        offered = [tool for tool in tools if tool.function.name == choice.function.name][:1]
+    described = [
+        {"function": {**one["function"], "strict": tool.function.strict}}
+        for one, tool in zip(tools_of_template(offered), offered, strict=True)
+    ]
+    is_single = has_one_call or isinstance(choice, NamedTool)
+    return grammar_of_calls(described, formats, must_call=must_call, has_one_call=is_single, is_thinking=is_thinking)

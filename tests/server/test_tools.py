@@ -22,6 +22,7 @@ from novainfer.server.openai.decode import decode
 from novainfer.server.openai.protocol import ChatCompletionRequest
 from novainfer.server.openai.reading import Reading, params_for, wanted_of
 from novainfer.server.openai.replies import Tally
+from novainfer.server.openai.tools import grammar_for
 from tests.server.conftest import Serve, eventually
 from tests.server.fakes import FakeEngine, FakeModelInfo
 
@@ -319,21 +320,12 @@ async def test_no_call_can_begin_where_none_is_wanted(ai: openai.AsyncOpenAI, en
 @pytest.mark.parametrize(
     ("more", "param", "code"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
-            "tool_choice",
-            "unsupported_parameter",
-        ),
+        ({"tool_choice": {"function": {"name": "rain"}}}, "tool_choice", "invalid_value"),
+        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tools", "unsupported_parameter"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function", "invalid_value"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_value"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]},
-            "tools[0].function.strict",
-            "unsupported_parameter",
-        ),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "unsupported_parameter"),
         ({"messages": [{"role": "tool"}]}, "messages[0].content", "invalid_value"),
         (
@@ -366,6 +358,23 @@ async def test_calls_that_are_not_wanted_are_content_where_no_token_begins_them(
     async with httpx.AsyncClient() as http:
         reply = (await http.post(f"{server.url}/v1/chat/completions", json=asked(tool_choice="none"))).json()
     assert reply["choices"][0]["message"]["content"] == "".join(PARIS)
+
+
+@pytest.mark.parametrize("formats", [{"tool_calls": "qwen3_coder"}, {"marker_ids": {}}])
+async def test_calls_that_can_be_held_to_nothing_are_refused_where_they_must_be(serve: Serve, formats: dict[str, Any]):
+    engine = FakeEngine()
+    engine.model_info = FakeModelInfo(formats=msgspec.structs.replace(FORMATS, **formats))
+    server = await serve(engine)
+    strict: Any = {**TOOL, "function": {"name": "f", "strict": True}}
+    async with httpx.AsyncClient() as http:
+        for more, param in (
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+            ({"tools": [TOOL, strict]}, "tools[1].function.strict"),
+        ):
+            error = (await http.post(f"{server.url}/v1/chat/completions", json=asked(**more))).json()["error"]
+            assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+    assert engine.seen == []
 
 
 async def test_a_model_without_tools_says_so_and_its_operator_may_know_better(serve: Serve):
@@ -443,8 +452,9 @@ def fault_of(body: bytes) -> str | None:
     try:
         request, _ = decode(ChatCompletionRequest, body)
         to_prompt(request.prompt(has_tools=True), 1000)
-        params_for(SamplingParams(), request, FORMATS)
-        wanted_of(request, msgspec.structs.replace(FORMATS, tool_calls="qwen3_coder"))
+        formats = msgspec.structs.replace(FORMATS, tool_calls="qwen3_coder")
+        params_for(SamplingParams(), request, wanted_of(request, formats), formats)
+        grammar_for(request.tools or [], request.tool_choice, FORMATS, has_one_call=False, is_thinking=False)
     except CallerError as error:
         return error.param
     return ""

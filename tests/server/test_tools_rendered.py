@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from importlib.resources import files
@@ -52,13 +53,29 @@ class ScriptedDevice(FakeDevice):
         self._vocab_size = vocab_size
         self._eos = eos
         self.script: list[int] = []
+        self.rather: list[int] = []
 
     def load(self, precision: str | None = None) -> dict[str, Any]:
         return {**super().load(precision), "vocab_size": self._vocab_size, "eos_token_ids": [self._eos]}
 
     def run(self, plan: StepPlan) -> StepDone:
-        said = [self.script.pop(0) if self.script else self._eos for _ in plan.sample_seqs]
-        return StepDone(plan.step_id, plan.epoch, said)
+        """One request at a time; where its mask forbids what is written, the first of what it would rather say."""
+        if not plan.sample_seqs:
+            return StepDone(plan.step_id, plan.epoch, [])
+        wish = self.script[0] if self.script else self._eos
+        said = next((token_id for token_id in (wish, *self.rather) if is_allowed(plan, token_id)), None)
+        if said is None:
+            said = next(token_id for token_id in range(self._vocab_size) if is_allowed(plan, token_id))
+        if said == wish:
+            del self.script[:1]
+        return StepDone(plan.step_id, plan.epoch, [said])
+
+
+def is_allowed(plan: StepPlan, token_id: int) -> bool:
+    if not plan.masks:
+        return True
+    (word,) = struct.unpack_from("<I", plan.masks, 4 * (token_id // 32))
+    return bool(word >> token_id % 32 & 1)
 
 
 Ask = Callable[..., Any]
@@ -89,6 +106,9 @@ async def ask(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[A
         async def post(script: str, *, path: str = "/v1/chat/completions", **body: Any) -> Any:
             [ids] = tokenizer._encode([script], add_special_tokens=False)
             device.script = list(ids)
+            device.rather = [
+                found for sign in '"}: ' for found in tokenizer._encode([sign], add_special_tokens=False)[0]
+            ]
             response = await http.post(path, json={"messages": MESSAGES, "tools": [TOOL], **body})
             if not body.get("stream"):
                 return response.json()
@@ -144,3 +164,63 @@ async def test_a_stop_string_may_end_in_a_call(ask: Ask):
     assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "null")
     arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
     assert arguments == WRITTEN.partition("null")[0]
+
+
+# ---- what must come --------------------------------------------------------------------------------------------------
+
+STRICT = {
+    "type": "function",
+    "function": {
+        "name": "forecast",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"$ref": "#/$defs/place"}},
+            "required": ["place"],
+            "additionalProperties": False,
+            "$defs": {"place": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("thinks", [None, True, False])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "forecast"}}])
+async def test_a_call_that_must_come_comes_whatever_the_model_would_say(ask: Ask, choice: Any, thinks: bool | None):
+    kwargs = {} if thinks is None else {"enable_thinking": thinks}
+    script = "Hm.</think>I will not." if thinks else "I will not."
+    asked = {"tools": [TOOL, STRICT], "tool_choice": choice, "chat_template_kwargs": kwargs, "max_tokens": 200}
+    reply = await ask(script, **asked)
+    [answer] = reply["choices"]
+    assert answer["finish_reason"] == "tool_calls", answer
+    message = answer["message"]
+    assert message["content"] is None
+    assert message.get("reasoning_content") == ("Hm." if thinks else None)
+    first = message["tool_calls"][0]["function"]
+    arguments = json.loads(first["arguments"])
+    if choice == "required":
+        assert first["name"] in ("weather", "forecast")
+    else:
+        assert first["name"] == "forecast"
+        assert len(message["tool_calls"]) == 1
+    assert list(arguments) == (["place"] if first["name"] == "forecast" else [])
+
+
+async def test_arguments_of_a_strict_tool_fit_its_schema_where_the_model_calls_it(ask: Ask):
+    script = 'Well. <tool_call>\n{"name": "forecast", "arguments": {"town": "Paris"}}\n</tool_call>'
+    free = await ask(script)
+    assert json.loads(free["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]) == {"town": "Paris"}
+    held = await ask(script, tools=[TOOL, STRICT], max_tokens=300)
+    message = held["choices"][0]["message"]
+    assert message["content"].startswith("Well.")
+    arguments = json.loads(message["tool_calls"][0]["function"]["arguments"])
+    assert list(arguments) == ["place"]
+    assert isinstance(arguments["place"]["city"], str)
+
+
+async def test_a_strict_schema_that_no_grammar_can_be_made_of_is_refused_by_the_field(ask: Ask):
+    wrong = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "objekt"}}}
+    reply = await ask("x", tools=[wrong])
+    assert reply["error"]["param"] == "tools"
+    assert "objekt" in reply["error"]["message"]
+    assert "structured_outputs" not in reply["error"]["message"]
