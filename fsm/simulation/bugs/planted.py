@@ -27,6 +27,7 @@ from novainfer.fsm.simulation.bugs.drain import DRAIN_MUTANTS
 from novainfer.fsm.simulation.bugs.flights import FLIGHTS_MUTANTS
 from novainfer.fsm.simulation.bugs.gate import GATE_MUTANTS
 from novainfer.fsm.simulation.bugs.ladder import LADDER_MUTANTS
+from novainfer.fsm.simulation.bugs.masks import MASKS_MUTANTS
 from novainfer.fsm.simulation.bugs.mutants import Edit, Mutant, unguarded
 from novainfer.fsm.simulation.bugs.process import PROCESS_MUTANTS
 from novainfer.fsm.simulation.bugs.queue import QUEUE_MUTANTS
@@ -216,6 +217,7 @@ MUTANTS = [
     *LADDER_MUTANTS,
     *CORE_MUTANTS,
     *COSTS_MUTANTS,
+    *MASKS_MUTANTS,
     *DEADLINE_MUTANTS,
     *SAMPLING_MUTANTS,
     *TURN_MUTANTS,
