@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import ClassVar, Self
 
 import torch
@@ -61,8 +62,9 @@ class NativeGroupedLinear(GroupedLinear, PackedLinear):
         desc = _described(out_features, in_features, dtype, form.bits, form.group_size)
         weight = huge_zeros(library().nova_linear_bytes(ctypes.byref(desc)))
         panel = _panel()
-        scale = torch.zeros(-(-out_features // panel), in_features // form.group_size, panel, dtype=torch.float32)
-        shift = None if form.is_symmetric else torch.zeros_like(scale)
+        numbers = (-(-out_features // panel), in_features // form.group_size, panel)
+        scale = _numbers(numbers)
+        shift = None if form.is_symmetric else _numbers(numbers)
         return cls(desc, weight, padded(desc, bias), dtype, scale, shift)
 
     @classmethod
@@ -142,6 +144,11 @@ class NativeInt8Linear(NativeGroupedLinear):
 
 def _described(out_features: int, in_features: int, dtype: torch.dtype, bits: int, group_size: int) -> LinearDesc:
     return described(out_features, in_features, dtype, INT4 if bits == 4 else INT8, group_size)
+
+
+def _numbers(shape: tuple[int, int, int]) -> Tensor:
+    """Zeros in float32, outside the heap: there they would lie between what loading frees, and hold its pages."""
+    return huge_zeros(math.prod(shape) * torch.float32.itemsize).view(torch.float32).view(shape)
 
 
 def _panel() -> int:
