@@ -19,6 +19,7 @@ from torch import Tensor
 __all__ = [
     "copy_alone",
     "free_bytes",
+    "in_words",
     "is_out_of_memory",
     "lazy_zeros",
     "page_locked_zeros",
@@ -28,7 +29,8 @@ __all__ = [
 ]
 
 CGROUP = Path("/sys/fs/cgroup")
-HUGE_PAGE_BYTES = 2 * 1024 * 1024
+MIB, GIB = 1024**2, 1024**3
+HUGE_PAGE_BYTES = 2 * MIB
 # Of RuntimeErrors: torch's CPU allocator; what C++ threw through torch; cuBLAS and cuDNN; an asynchronous CUDA call;
 # oneDNN, which takes scratch memory as it computes (bf16 on a CPU without BF16), and then needs nothing else.
 OUT_OF_MEMORY_TEXTS = (
@@ -56,6 +58,11 @@ def free_bytes(device: torch.device) -> int:
         return min(candidates)
     # macOS has neither file; half of the physical memory is a cautious guess.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def in_words(num_bytes: int) -> str:
+    """So many bytes for people: as GiB, or as MiB where there is less than one."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 def _meminfo_available() -> int | None:

@@ -30,8 +30,20 @@ from novainfer.bench.workload import WORKLOADS, scaled
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path), required=False)
 @like_option
 @repeat_option(3)
-@click.option("--peer", "given", multiple=True, metavar="NAME=PATH", help="A peer's Python; of llama.cpp its server.")
-@click.option("--no-peer", "left_out", multiple=True, metavar="NAME", help="Not this one, though it is installed here.")
+@click.option(
+    "--peer",
+    "given",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="The Python of vllm, openvino or transformers, or the server of llama.cpp.",
+)
+@click.option(
+    "--no-peer",
+    "left_out",
+    multiple=True,
+    metavar="NAME",
+    help="Leave it out (the same NAMEs), though it is installed.",
+)
 @click.option("--precisions", default="bf16,int8,int4", show_default=True, help="Which of them, one after the other.")
 @click.option("--workloads", default="W1,W2,W3,W4,W5,W6,W7", show_default=True, help="Which of them.")
 @picture_option
@@ -64,9 +76,9 @@ def peers(
     chosen = among(precisions, known.PRECISIONS, "precision")
     try:
         places = {name: path for name, _, path in (item.partition("=") for item in given)}
-        found = {name: at for name, at in known.find_peers(places).items() if name not in left_out}
+        found = known.find_peers(places, left_out)
     except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--peer") from None
+        raise click.BadParameter(str(error), param_hint=["--peer", "--no-peer"]) from None
     report, text = told(
         lambda: compare.run(
             model or machine.find_checkpoint(like),

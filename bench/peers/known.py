@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,18 +187,22 @@ PEERS: Mapping[str, Kind] = {
 }
 
 
-def find_peers(given: Mapping[str, str]) -> dict[str, str]:
-    """Where each peer is: the Python or the program that was given, or what is installed here.
+def find_peers(given: Mapping[str, str], left_out: Collection[str] = ()) -> dict[str, str]:
+    """Where each peer is, but those that are left out: the Python or the program that was given, or what is installed.
 
-    Raises ValueError for a peer that is not known, or a path at which there is no program.
+    Raises ValueError for a peer that is not known, for one both given and left out, or a path without a program.
     """
     found: dict[str, str] = {}
+    if unknown := [name for name in (*given, *left_out) if name not in PEERS]:
+        raise ValueError(f"there is no peer {unknown[0]!r}, only {', '.join(PEERS)}")
+    if both := [name for name in given if name in left_out]:
+        raise ValueError(f"{both[0]} is given by --peer and left out by --no-peer: only one of them can be meant")
     for name, where in given.items():
-        if name not in PEERS:
-            raise ValueError(f"there is no peer {name!r}, only {', '.join(PEERS)}")
         if not os.access(where, os.X_OK) or Path(where).is_dir():
             raise ValueError(f"{name}={where}: there is no program at this path")
     for name, kind in PEERS.items():
+        if name in left_out:
+            continue
         if name in given:
             found[name] = str(Path(given[name]).absolute())  # not resolved: a venv's Python is a link
         elif kind.module is not None and importlib.util.find_spec(kind.module) is not None:

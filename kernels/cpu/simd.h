@@ -142,8 +142,11 @@ inline vi broadcast_unit(const void* p) {
 
 inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
-inline vf silu(vf x) { return div(x, add(set1(1.0f), exp2v(vmin(mul(x, set1(-LOG2E)), set1(127.0f))))); }
+// 1 + e^-x; the smaller of the two in this order, so that a NaN stays one: an expert that all share must not vanish.
+inline vf one_and_exp_minus(vf x) { return add(set1(1.0f), exp2v(vmin(set1(127.0f), mul(x, set1(-LOG2E))))); }
 
-inline vf sigmoid(vf x) { return div(set1(1.0f), add(set1(1.0f), exp2v(vmin(mul(x, set1(-LOG2E)), set1(127.0f))))); }
+inline vf silu(vf x) { return div(x, one_and_exp_minus(x)); }
+
+inline vf sigmoid(vf x) { return div(set1(1.0f), one_and_exp_minus(x)); }
 
 }  // namespace nova

@@ -89,11 +89,13 @@ class Gguf:
             raise LoadError(f"{self.path}: {key} must be a whole number of at least {minimum}, not {value!r:.100}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+    def number(self, key: str, default: float | None = None, minimum: float = 0.0) -> float:
+        """A finite number above 0 and not below `minimum`."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise LoadError(f"{self.path}: {key} must be a number above 0, not {value!r:.100}")
+        if value < minimum:
+            raise LoadError(f"{self.path}: {key} must be at least {minimum:g}, not {value!r:.100}")
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -272,6 +274,8 @@ class _Header:
     def tensor(self) -> tuple[str, str, tuple[int, ...], int, int]:
         """Name, type, shape, bytes and offset of the next tensor."""
         name = self.string("the name of a tensor")
+        if not name.isprintable():  # it is told to people, in one line
+            raise LoadError(f"{self.path} is corrupt: {name!r:.100} is no name of a tensor")
         num_dimensions = self.number(4)
         if num_dimensions > DIMENSIONS_MAX:
             raise LoadError(f"{self.path} is corrupt: {name} has {num_dimensions} dimensions")

@@ -94,7 +94,9 @@ def config_values(gguf: Gguf, architecture: str) -> dict[str, Any]:
         if gguf.integer(key(name), head_dim) != head_dim:
             raise LoadError(f"{gguf.path}: {key(name)} must be {head_dim} like the keys, not {gguf.integer(key(name))}")
     context = gguf.integer(key("context_length"))
-    rope = {"rope_theta": gguf.number(key("rope.freq_base"), 10_000.0)} | _scaling(gguf, architecture, context)
+    rope = {"rope_theta": gguf.number(key("rope.freq_base"), 10_000.0, minimum=1.0)} | _scaling(
+        gguf, architecture, context
+    )
     if ROPE_FACTORS in gguf.tensors:
         rope |= _llama3(gguf, head_dim, rope["rope_theta"])
     return {
@@ -165,7 +167,7 @@ def _scaling(gguf: Gguf, architecture: str, context: int) -> dict[str, Any]:
         return {"rope_type": "default"}
     if kind not in ("linear", "yarn"):
         raise LoadError(f"{gguf.path}: {prefix}type {kind!r} is not supported, only 'none', 'linear' and 'yarn'")
-    factor = gguf.number(f"{prefix}factor")
+    factor = gguf.number(f"{prefix}factor", minimum=1.0)
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     original = gguf.integer(f"{prefix}original_context_length", context)

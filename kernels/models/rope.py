@@ -48,7 +48,8 @@ def read_rope(config: ConfigReader, max_position_embeddings: int) -> Rope:
             f"{config.path}: {name}.rope_type {rope_type!r} is not supported, only {', '.join(map(repr, ROPE_TYPES))}"
         )
     _refuse_others(fields, rope_type)
-    theta = fields.number("rope_theta", config.number("rope_theta", THETA))
+    # Below 1, later pairs of a head would turn faster: nothing has that, and far below they are no numbers any more.
+    theta = fields.number("rope_theta", config.number("rope_theta", THETA, minimum=1.0), minimum=1.0)
     if rope_type == "default":
         return Rope(theta)
     factor = fields.number("factor", minimum=1.0)

@@ -21,7 +21,7 @@ import torch
 
 from novainfer.fsm.messages.step import NO_TOKEN, StepDone, StepPlan
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.memory import is_out_of_memory
+from novainfer.kernels.memory import in_words, is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.ops.registry import Registry, Sampler
@@ -30,7 +30,7 @@ from novainfer.kernels.sampling.drawn import joined
 from novainfer.kernels.sampling.verify import Positions
 from novainfer.kernels.step import StepBuffers
 from novainfer.kernels.weights.checkpoint import Checkpoint
-from novainfer.kernels.weights.loader import GIB, choose_dtype, load_decoder
+from novainfer.kernels.weights.loader import choose_dtype, load_decoder
 
 __all__ = ["Proposer", "load_proposer"]
 
@@ -83,7 +83,7 @@ def load_proposer(
         device=device,
     )
     logger.info(
-        "loaded the draft model %s: %.3f GiB of weights, kernels %s", draft_dir, weight_bytes / GIB, kernels.names
+        "loaded the draft model %s: %s of weights, kernels %s", draft_dir, in_words(weight_bytes), kernels.names
     )
     return Proposer(decoder, kernels, buffers, num_speculative_tokens)
 

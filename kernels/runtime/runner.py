@@ -23,7 +23,7 @@ from torch import Tensor
 from novainfer.fsm.messages.mode import ATTENTION_BACKENDS, AUTO, KV_CACHE_DTYPES, Mode
 from novainfer.fsm.messages.step import Logprobs, SeqParams, StepDone, StepPlan
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.memory import free_bytes, is_out_of_memory
+from novainfer.kernels.memory import free_bytes, in_words, is_out_of_memory
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.ops.forward import GraphedForward
@@ -248,9 +248,9 @@ class ModelRunner:
             weights=weights,
         )
         logger.info(
-            "loaded %s: %.2f GiB of weights in %s, kernels %s",
+            "loaded %s: %s of weights in %s, kernels %s",
             model_dir,
-            weight_bytes / GIB,
+            in_words(weight_bytes),
             info.precision,
             info.kernels,
         )

@@ -38,7 +38,7 @@ def measure_step_costs(
             execute(_step_of(num_tokens, block_size))
             took_ms = 1e3 * (time.perf_counter() - began_s)
             found[num_tokens] = min(took_ms, found.get(num_tokens, took_ms))
-    return sorted(found.items())
+    return [(num_tokens, round(ms, 3)) for num_tokens, ms in sorted(found.items())]
 
 
 def _expected_ms(found: Mapping[int, float], num_tokens: int) -> float:

@@ -158,6 +158,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(file: Path, name: str, value: Any, base: int, size: int) -> TensorEntry:
+    if not name.isprintable():  # it is told to people, in one line
+        raise LoadError(f"{file} is corrupt: {name!r:.100} is no name of a tensor")
     try:
         dtype_name, shape = value["dtype"], tuple(int(n) for n in value["shape"])
         begin, end = (base + int(offset) for offset in value["data_offsets"])

@@ -289,6 +289,8 @@ def _group_size(config: ConfigReader) -> int | None:
 
 def _groups(size: int | None, columns: int, file: Path, stem: str) -> int:
     """The group size of a row of `columns`."""
+    if not columns:
+        raise LoadError(f"{file}: the codes of {stem} are of no features at all")
     if size is None:
         return columns
     if columns % size:

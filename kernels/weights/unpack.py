@@ -27,8 +27,12 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpacked(entry: GroupedEntry, view: View, first: int, last: int) -> GroupedWeight:
-    """Rows `first` to `last - 1` of a weight; raises `LoadError` for values that its config rules out."""
-    return LAYOUTS.get(entry.layout, _ggml)(entry, view, first, last)
+    """Rows `first` to `last - 1` of a weight; raises `LoadError` for what its config rules out, or is no number."""
+    weight = LAYOUTS.get(entry.layout, _ggml)(entry, view, first, last)
+    for numbers in (weight.scale, weight.shift):
+        if numbers is not None and not bool(numbers.isfinite().all()):
+            raise LoadError(f"{entry.file}: {_module(entry)} is damaged: a scale of its codes is not a finite number")
+    return weight
 
 
 def as_form(weight: GroupedWeight, form: GroupedForm) -> GroupedWeight:

@@ -54,7 +54,9 @@ def _kernels(info: ModelInfo) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:.1f} GiB"
+    return f"{num_bytes / MIB:.{0 if num_bytes >= 10 * MIB else 1}f} MiB"
 
 
 class Throughput:

@@ -333,6 +333,19 @@ def test_peers_are_found_where_they_are_said_to_be(tmp_path: Path, monkeypatch: 
             known.find_peers(given)
 
 
+def test_peers_that_are_left_out_must_be_known_and_not_given_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known.importlib.util, "find_spec", lambda name: name == "transformers" or None)
+    monkeypatch.setattr(known.shutil, "which", lambda name: "/usr/bin/" + name)
+    assert known.find_peers({}, ["llama.cpp", "vllm"]) == {"transformers": sys.executable}
+    with pytest.raises(ValueError, match="vllm is given by --peer and left out by --no-peer"):
+        known.find_peers({"vllm": sys.executable}, ["vllm"])
+    refused = CliRunner().invoke(bench, ["peers", "--no-peer", "foo"])
+    assert refused.exit_code == 2
+    assert "there is no peer 'foo', only vllm, openvino, llama.cpp, transformers" in " ".join(refused.output.split())
+    told = CliRunner().invoke(bench, ["peers", "--help"]).output
+    assert not [name for name in known.PEERS if name not in told]
+
+
 def test_a_peer_waits_as_it_does_best_and_not_as_novainfer_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,16 @@ def test_a_row_of_nan_takes_no_other_along(backend: str, folder: Path) -> None:
     assert driver.generate([well], 1)[0] == expected[2:]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_expert_that_all_share_does_not_vanish_where_its_share_is_no_number(backend: str, tmp_path: Path) -> None:
+    found = save_checkpoint(SHARED, tmp_path)
+    weights = load_file(found / "model.safetensors")
+    weights["model.layers.1.mlp.shared_expert_gate.weight"][0, 3] = float("nan")
+    save_file(weights, found / "model.safetensors", {"format": "pt"})
+    driver = Driver(make_runner(found, backend))
+    assert driver.step(driver.add(0, PROMPT)) == [NO_TOKEN]
+
+
 @needs_native
 def test_drafts_change_nothing_but_the_number_of_steps(folder: Path) -> None:
     runner = make_runner(folder, "native")

@@ -266,6 +266,7 @@ def test_a_file_that_is_not_quantised_may_be(tmp_path: Path) -> None:
             lambda w: w.add_float32("qwen2.rope.freq_base", -1.0),
             "qwen2.rope.freq_base must be a number above 0, not -1.0",
         ),
+        (lambda w: w.add_float32("qwen2.rope.freq_base", 0.5), "qwen2.rope.freq_base must be at least 1, not 0.5"),
         (lambda w: w.add_uint16("split.count", 3), "split.no is missing"),
         (lambda w: w.add_uint32("general.alignment", 48), "general.alignment must be a power of 2"),
         (

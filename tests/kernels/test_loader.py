@@ -293,6 +293,10 @@ def test_progress_counts_every_tensor(folder: Path) -> None:
     assert calls == [(i + 1, total) for i in range(total)]
 
 
+def test_bytes_are_told_in_words() -> None:
+    assert [memory.in_words(n) for n in (300_000, 500 << 20, 3 << 29)] == ["0.3 MiB", "500.0 MiB", "1.50 GiB"]
+
+
 def test_free_memory_is_the_least_of_machine_and_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(memory, "CGROUP", tmp_path)

@@ -108,6 +108,7 @@ def test_a_context_is_as_long_as_its_positions_reach(values: dict[str, Any], exp
         ),
         (YARN | {"partial_rotary_factor": 0.5}, "rope_scaling.partial_rotary_factor 0.5 is not supported, only 1.0"),
         (YARN | {"rope_theta": 1}, "rope_theta must be above 1"),
+        ({"type": "default", "rope_theta": 1e-300}, "rope_scaling.rope_theta must be at least 1, not 1e-300"),
         ({"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor is missing"),
         (LLAMA3 | {"low_freq_factor": 4.0}, "rope_scaling.high_freq_factor (4.0) must be above low_freq_factor (4.0)"),
         ({"mrope_section": [16, 24, 24], "type": "mrope"}, "rope_scaling.rope_type 'mrope' is not supported"),

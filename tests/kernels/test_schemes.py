@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from collections.abc import Callable
@@ -279,6 +280,17 @@ def with_another_last(zeros: torch.Tensor) -> torch.Tensor:
     return zeros
 
 
+def with_last(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The last number is another one."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor.view(-1)[-1] = value
+        return tensor
+
+    return change
+
+
 def without_order(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
     """Features were reordered, and no tensor says how."""
     settings["desc_act"] = True
@@ -328,6 +340,12 @@ def without_order(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) ->
         ("w8a8", tensor_with("weight_scale", lambda scale: scale[:3]), ".weight_scale has shape [3, 1], not ["),
         ("w4a16", tensor_with("weight_shape", lambda shape: shape + 1), ".weight_shape says ["),
         ("w4a16", group_with("weights", num_bits=8), "groups of 32 features do not divide the 48 of model.layers.0"),
+        ("gptq-int8", tensor_with("k_proj.qweight", lambda codes: codes[:0]), "k_proj are of no features at all"),
+        ("w8a8", tensor_with("q_proj.weight", lambda codes: codes[:, :0]), "q_proj are of no features at all"),
+        ("gptq", tensor_with("up_proj.scales", with_last(math.nan)), "up_proj is damaged: a scale of its codes is not"),
+        ("awq", tensor_with("o_proj.scales", with_last(math.inf)), "o_proj is damaged: a scale of its codes is not"),
+        ("w8a8", tensor_with("weight_scale", with_last(-math.inf)), "_proj is damaged: a scale of its codes is not"),
+        ("w4a16", tensor_with("weight_scale", with_last(math.nan)), "_proj is damaged: a scale of its codes is not"),
     ],
 )
 def test_what_cannot_be_read_is_said_in_one_sentence(

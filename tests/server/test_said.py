@@ -28,6 +28,8 @@ def test_the_start_says_memory_limits_kernels_threads_the_worker_and_where_recor
     assert "it has no folder" in about(engine)
     engine.model_info = FakeModelInfo(precision="int4 (gptq)")
     assert about(engine).startswith("  model     float32, weights in int4 (gptq), on cpu, 2 threads; kernels: ")
+    engine.model_info = FakeModelInfo(weight_bytes=300_000)
+    assert "\n  memory    0.3 MiB weights, 100 MiB KV: " in about(engine)
     engine.model_info = FakeModelInfo(failed_kernels={"attention native": "is off by 2e-1 of the largest value"})
     failed = "  FAILED    attention native: self-test is off by 2e-1 of the largest value"
     assert about(engine).splitlines()[-1] == failed
