@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from novainfer.fsm.schedule.costs import ANSWER_TOKENS, Chunks, StepCosts, wait_s
+from novainfer.fsm.schedule.speculation import Lookup, Speculation
 from tests.fsm.helpers import Bench
 
 # A CPU: 20 ms read all weights, and from 24 tokens on each takes another 0.75 ms.
@@ -214,6 +215,14 @@ def test_another_worker_brings_its_own_costs() -> None:
     assert bench.scheduler.wait_s(10, 1000) is None
 
 
+def test_what_speculation_finds_steps_to_take_corrects_the_costs_that_all_go_by() -> None:
+    bench = Bench(step_costs=[(1, 5.0), (64, 52.0)], speculation=Speculation(Lookup(1, 2), 3))
+    bench.submit([1, 2], max_tokens=40)
+    for _ in range(20):
+        bench.step(took_s=0.05)
+    assert bench.scheduler.costs.of(1) > 10.0, "steps of one token take 50 ms"
+
+
 # ---- when to come again --------------------------------------------------------------------------------------------
 
 
@@ -256,3 +265,12 @@ def test_a_scheduler_expects_answers_as_long_as_they_were() -> None:
     length = bench.scheduler.answer_tokens
     bench.cancel(bench.submit([1, 2]))
     assert bench.scheduler.answer_tokens == length, "one that never ran says nothing of answers"
+
+
+def test_a_scheduler_expects_those_that_run_to_end_first() -> None:
+    bench = bench_with_costs()
+    assert bench.scheduler.wait_s(2, 0) == 0.0, "there are slots for both"
+    bench.submit([1, 2], max_tokens=100)
+    bench.step()
+    of_both_ms = StepCosts([(1, 5.0), (64, 52.0)]).of(2)
+    assert bench.scheduler.wait_s(2, 0) == pytest.approx(1 / 2 * ANSWER_TOKENS * of_both_ms / 1e3)

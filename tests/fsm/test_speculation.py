@@ -62,6 +62,19 @@ def test_in_a_large_step_drafts_do_not_pay_though_they_do_in_a_small_one():
     assert counts(speculation, [request() for _ in range(32)]) == [0] * 32
 
 
+def test_each_draft_more_must_pay_beside_those_that_are_in_the_step_already():
+    """By the place that it takes, by the chance that all before it are right, and for the tokens that they bring."""
+    knee = [(1, 10.0), (3, 10.2), (4, 100.0)]  # a fourth token is as dear as nine steps
+    assert counts(Speculation(Always(), 5, knee), [request()]) == [2]
+    speculation = Speculation(Always(), 9, [(1, 10.0), (64, 73.0)])  # 1 ms each
+    half = request()
+    for _ in range(50):
+        speculation.verified(half, 1, 0)
+        speculation.verified(half, 1, 1)
+    # 1/2 * 10 > 1, 1/4 * 11 > 1.5, but not 1/8 * 12 > 1.75: chance * milliseconds so far > 1 ms * tokens so far
+    assert counts(speculation, [half]) == [2]
+
+
 def test_no_more_than_the_budget_and_none_behind_the_last_token():
     speculation = Speculation(Always(), 5, FLAT)
     assert sum(counts(speculation, [request(), request()], most=3)) == 3
