@@ -53,6 +53,24 @@ struct Rows {
         begin(&all.begin[first * groups]) {}
 };
 
+// x / y to the nearest whole number, ties to even, as a division of fp32 gives it. For bf16 the inverse, which a row
+// needs once, and one correction give the same (a test looks at all mantissas), unless y is so small that what is left
+// of x has no bits.
+template <class T>
+struct Divisor {
+  const vf y, inverse;
+  const bool by_inverse;
+
+  explicit Divisor(float y)
+      : y(set1(y)), inverse(set1(1.0f / y)), by_inverse(T::E == 2 && y >= 0x1p-100f && y < INFINITY) {}
+
+  vi divide(vf x) const {
+    if (!by_inverse) return to_int(div(x, y));
+    const vf near = mul(x, inverse);
+    return to_int(fma(fnma(near, y, x), inverse, near));
+  }
+};
+
 // Rounds `count` numbers to `padded` bytes and gives the scale: the largest over 127, NaN where one is. `sum` is that
 // of what was rounded.
 template <class T>
@@ -64,10 +82,10 @@ float round_to_int8(const typename T::type* from, long count, int8_t* to, long p
   float scale;
   std::memcpy(&scale, &bits, 4);
   scale /= 127.0f;
-  const vf step = set1(scale > 0 ? scale : 1.0f);
+  const Divisor<T> step(scale > 0 ? scale : 1.0f);
   vi total = set1i(0);
   for (long k = 0; k < count; k += VL) {
-    const vi rounded = to_int(div(load_first<T>(from + k, count - k), step));
+    const vi rounded = step.divide(load_first<T>(from + k, count - k));
     total = addi(total, rounded);
     if (padded - k >= VL) {
       store_int8(to + k, rounded);

@@ -74,6 +74,20 @@ def test_rows_in_int8_give_the_bits_of_the_oracle(shape: tuple[int, int], dtype:
 
 
 @pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("exponent", [-110, -93, 0, 120])  # of the largest; at the first it is a division
+def test_every_number_of_bf16_is_rounded_by_every_largest_one_as_a_division_would(exponent: int) -> None:
+    mantissas = 1 + torch.arange(128, dtype=torch.float64) / 128
+    numbers = torch.cat([mantissas * 2.0**-halvings for halvings in range(9)] + [torch.zeros(1)])  # to below 1 / 254
+    numbers = numbers * torch.tensor([1.0, -1.0]).repeat(len(numbers))[: len(numbers)]  # of either sign, in turns
+    x = torch.where(numbers.abs() <= mantissas[:, None], numbers, 0.0)
+    x[:, -1] = mantissas
+    x = (x * 2.0**exponent).to(torch.bfloat16)
+    weight = torch.eye(len(numbers), dtype=torch.bfloat16)
+    linear, oracle = (kind.pack(weight.clone(), None) for kind in (NativeInt8Linear, ReferenceInt8ActivationsLinear))
+    assert torch.equal(linear(x), oracle(x))
+
+
+@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", GROUPED, ids=str)
 def test_groups_are_multiplied_as_the_oracle_does(case: tuple[int, int, int, int, bool], dtype: torch.dtype) -> None:
