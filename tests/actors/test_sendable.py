@@ -23,6 +23,7 @@ from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.events import Arrive, Run, Submit
 from novainfer.fsm.messages.params import INTEGER_MAX, STOP_CHARS_MAX, TOKEN_IDS_MAX, SamplingParams
 from novainfer.fsm.messages.step import SeqParams, StepPlan
+from novainfer.fsm.messages.structured import StructuredOutputsParams
 from novainfer.fsm.recording.pack import Kinds, pack, unpack
 from novainfer.fsm.schedule.request import Request
 from novainfer.kernels.sampling.draw_row import draw_row
@@ -45,6 +46,31 @@ def reals(low: float, high: float) -> st.SearchStrategy[float]:
     return st.one_of(st.floats(low, high), st.floats(low, high), st.sampled_from(EXTREMES))
 
 
+STRUCTURED = {
+    "json": st.one_of(TEXT, st.dictionaries(TEXT, st.one_of(TEXT, st.none(), st.floats()), max_size=2)),
+    "regex": TEXT,
+    "choice": st.lists(TEXT, max_size=3),
+    "grammar": TEXT,
+    "json_object": st.booleans(),
+    "structural_tag": TEXT,
+}
+
+
+def structured() -> st.SearchStrategy[StructuredOutputsParams]:
+    """Each of its forms, with and without a pattern for whitespace."""
+    return st.one_of(
+        *(
+            st.builds(
+                StructuredOutputsParams,
+                **{kind: values},
+                disable_any_whitespace=st.booleans(),
+                whitespace_pattern=st.one_of(st.none(), TEXT),
+            )
+            for kind, values in STRUCTURED.items()
+        )
+    )
+
+
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "n": WIDE_INT,
     "temperature": reals(0, 100),
@@ -62,9 +88,15 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "include_stop_str_in_output": st.booleans(),
     "ignore_eos": st.booleans(),
     "logprobs": st.one_of(st.none(), WIDE_INT),
+    "prompt_logprobs": st.one_of(st.none(), WIDE_INT),
     "logit_bias": st.dictionaries(WIDE_INT, reals(-100, 100), max_size=3),
     "allowed_token_ids": st.one_of(st.none(), st.lists(WIDE_INT, max_size=3)),
     "banned_token_ids": st.lists(WIDE_INT, max_size=3),
+    "banned_sequences": st.lists(st.lists(WIDE_INT, max_size=3), max_size=3),
+    "bad_words": st.lists(TEXT, max_size=3),
+    "mark_token_ids": st.lists(WIDE_INT, max_size=3),
+    "truncate_prompt_tokens": st.one_of(st.none(), WIDE_INT),
+    "structured_outputs": st.one_of(st.none(), structured()),
     "skip_special_tokens": st.booleans(),
     "timeout_s": st.one_of(st.none(), reals(0, 1e6)),
     "max_queue_s": st.one_of(st.none(), reals(0, 1e6)),

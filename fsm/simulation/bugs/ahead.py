@@ -131,8 +131,8 @@ AHEAD_MUTANTS = [
         "a request is computed behind the step that gives it its last token",
         StepBuilder,
         "add_decodes",
-        "if not is_known and end >= request.max_len:",
-        "if False:",
+        "if not is_known and (end >= request.max_len or request.mask_id):",
+        "if not is_known and request.mask_id:",
     ),
     Mutant(
         "the token before the last is taken for one that is not known",

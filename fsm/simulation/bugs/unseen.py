@@ -131,6 +131,7 @@ SAMPLING = (
         "_fetched",
         "was_decoding = self.num_remaining == 1 and not self.is_first_output",
         "was_decoding = not self.is_first_output",
+        first=1049,  # seen in one seed of a thousand
     ),
     # A fetch that comes after it, from WAITING, kills the scheduler.
     Mutant(
