@@ -11,8 +11,12 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from novainfer import TokenizerInfo
+from novainfer.server.anthropic.messages import count_tokens, create_message
+from novainfer.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from novainfer.server.anthropic.replies import AnsweredMessage, TokenCount
 from novainfer.server.guard import Guard
 from novainfer.server.http.errors import one_of
+from novainfer.server.http.shapes import AnthropicErrorBody
 from novainfer.server.openai import tokens
 from novainfer.server.openai.chat import create_chat_completion
 from novainfer.server.openai.completions import create_completion
@@ -48,6 +52,14 @@ ROUTES: tuple[Endpoint, ...] = (
     Endpoint(
         *("POST", "/v1/completions", create_completion, "Continue one prompt or several", Completion),
         body=CompletionRequest, errors=GENERATION, media_types=ANSWERS,
+    ),
+    Endpoint(
+        *("POST", "/v1/messages", create_message, "Answer a conversation, as Anthropic does", AnsweredMessage),
+        body=MessagesRequest, errors=GENERATION, media_types=ANSWERS, error=AnthropicErrorBody,
+    ),
+    Endpoint(
+        *("POST", "/v1/messages/count_tokens", count_tokens, "The number of tokens that a message would begin with"),
+        TokenCount, body=CountTokensRequest, errors=GENERATION, error=AnthropicErrorBody,
     ),
     Endpoint(
         *("POST", "/v1/chat/completions/render", tokens.render_chat, "The tokens that a chat would begin with"),

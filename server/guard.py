@@ -20,13 +20,13 @@ from novainfer import NovaInferError
 from novainfer.server.http.errors import (
     MethodNotAllowed,
     PathNotFound,
-    error_body,
     error_headers,
     error_status,
     log_if_ours,
 )
 from novainfer.server.http.exchange import ADMITTED_KEY, SCOPE_KEY, Admitted, ClientGone, Exchange
 from novainfer.server.http.limits import check_content_type, read_body
+from novainfer.server.http.shapes import body_of_error
 from novainfer.server.service import Service
 
 access_log = logging.getLogger("novainfer.access")
@@ -145,7 +145,8 @@ async def _fail(exchange: Exchange, error: Exception, *, timeout_s: float) -> No
     if not exchange.status:
         with contextlib.suppress(TimeoutError, ClientGone):
             async with asyncio.timeout(timeout_s):
-                await exchange.answer(error_status(error), error_headers(error), error_body(error))
+                body = body_of_error(error, exchange.path, exchange.request_id)
+                await exchange.answer(error_status(error), error_headers(error), body)
 
 
 def _routing_error(error: HTTPException, exchange: Exchange) -> NovaInferError:

@@ -35,6 +35,8 @@ class Keys:
         """Who sent this request; raises `AuthenticationError` when it needs a key and carries none that is known."""
         needs_key = self._has_api_keys and scope["path"] not in PUBLIC_PATHS
         given = header(scope, b"authorization")
+        if given is None and (key := header(scope, b"x-api-key")) is not None:  # Anthropic's clients
+            given = b"Bearer " + key
         if given is None:
             if needs_key:
                 raise AuthenticationError("This server needs an API key: send the header `Authorization: Bearer KEY`")

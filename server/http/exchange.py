@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from starlette.types import Message, Scope, Send
 
+from novainfer.server.http.shapes import is_of_messages
+
 if TYPE_CHECKING:
     from novainfer.server.http.clients import Unread
 
@@ -106,6 +108,8 @@ class Exchange:
             elapsed_ms = (time.perf_counter() - self.started) * 1000
             headers = list(message.get("headers", ()))
             headers.append((b"x-request-id", self.request_id.encode("ascii")))
+            if is_of_messages(self.path):  # as Anthropic's clients know it
+                headers.append((b"request-id", self.request_id.encode("ascii")))
             headers.append((b"openai-processing-ms", b"%d" % elapsed_ms))
             headers.extend(self.extra_headers)
             if self._is_last():

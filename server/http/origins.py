@@ -20,8 +20,8 @@ HEADERS_BYTES_MAX = 1024  # of names that a page may ask for
 _NAMES = re.compile(rb"[A-Za-z0-9_, -]*")
 # What openai-js and people read of an answer, beside its body.
 _EXPOSED = (
-    b"openai-processing-ms, retry-after, retry-after-ms, x-nova-ignored-fields, x-novainfer-queue, x-request-id, "
-    b"x-should-retry"
+    b"openai-processing-ms, request-id, retry-after, retry-after-ms, x-nova-ignored-fields, x-novainfer-queue, "
+    b"x-request-id, x-should-retry"
 )
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from novainfer import Delta
 from novainfer.fsm.parsing.pieces import Piece, Reasoning
+from novainfer.server.http.errors import error_body
 from novainfer.server.openai.protocol import CommonRequest, CompletionRequest
 from novainfer.server.openai.reading import Reading, delta_of
 from novainfer.server.openai.replies import Tally, chat_logprobs, completion_logprobs, echoed_logprobs
@@ -28,14 +29,18 @@ _json = msgspec.json.Encoder().encode
 class StreamEncoder(Protocol):
     """Turns the deltas of one request into SSE bytes; each method may return nothing to send.
 
-    `is_over`: no more deltas are wanted.
+    `is_over`: no more deltas are wanted. `keep_alive` goes out where there is nothing else for a while. The last that
+    is called is `end`, or `error` with what ended the stream early.
     """
 
     @property
     def is_over(self) -> bool: ...
+    @property
+    def keep_alive(self) -> bytes: ...
     def begin(self) -> bytes: ...
     def delta(self, delta: Delta) -> bytes: ...
     def end(self) -> bytes: ...
+    def error(self, error: Exception) -> bytes: ...
 
 
 class ChunkOptions(msgspec.Struct, kw_only=True):
@@ -64,6 +69,7 @@ class _Chunks:
 
     kind = ""
     is_over = False
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, request_id: str, created: int, model: str, tally: Tally, options: ChunkOptions) -> None:
         envelope = {"id": request_id, "object": self.kind, "created": created, "model": model}
@@ -96,6 +102,10 @@ class _Chunks:
         if not self._options.include_usage:
             return DONE
         return self._head + b'],"usage":' + _json(self._tally.usage()) + END + DONE
+
+    def error(self, error: Exception) -> bytes:
+        """The error event; without `[DONE]` behind it, which strict clients take as success."""
+        return b"data: " + error_body(error) + b"\n\n"
 
 
 class ChatChunks(_Chunks):

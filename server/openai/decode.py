@@ -6,17 +6,29 @@ import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import msgspec
 
 from novainfer import InvalidParameter
 from novainfer.server.http.errors import MalformedBody
-from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest
+from novainfer.server.openai.protocol import CompletionRequest
 from novainfer.server.openai.unsupported import ignored_fields
 
-Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest)
-AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
+
+class OfFields(Protocol):
+    """A Struct that msgspec decodes."""
+
+    __struct_fields__: ClassVar[tuple[str, ...]]
+
+
+class OfModel(OfFields, Protocol):
+    """A body that says which model it is for."""
+
+    model: str | None
+
+
+AnyBody = TypeVar("AnyBody", bound=OfFields)
 
 FIELDS_MAX = 256  # all that are known are a fourth of it
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])

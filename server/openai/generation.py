@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from novainfer import Delta, EngineOverloaded, InvalidParameter, SamplingParams
 from novainfer.fsm.messages.params import DURATION_S_MAX
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange, is_printable_id
 from novainfer.server.http.turns import after
-from novainfer.server.openai.decode import Body, decode
+from novainfer.server.openai.decode import OfModel, decode
 from novainfer.server.openai.merge import merge_deltas, turns_to_begin
 from novainfer.server.openai.reading import Reading
 from novainfer.server.openai.replies import Choice, Tally
@@ -27,6 +27,15 @@ TIMEOUT_HEADER = "x-request-timeout-ms"
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")  # JSON's, and what C prints
 ADMISSION_TURNS = 2  # of the loop, until the first prompts' tasks have asked for admission
 FIRST_DELTA_WAIT_S_MAX = 15.0  # then the stream begins without it, so that proxies and clients see life
+
+
+class Asking(OfModel, Protocol):
+    """A body that asks for tokens."""
+
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams: ...
+
+
+Body = TypeVar("Body", bound=Asking)
 
 
 class Generation:

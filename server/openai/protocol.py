@@ -24,7 +24,7 @@ PROMPTS_MAX = 2048  # OpenAI's limit for a list of inputs
 
 Prompt = str | dict[str, list[int]]
 
-_NO_TOOLS = (
+NO_TOOLS = (
     "cannot be used: the chat template of this model knows of none (--tool-call-parser says in which format it calls "
     "them all the same)"
 )
@@ -66,7 +66,7 @@ class Message(msgspec.Struct, kw_only=True):
             )
         if not has_tools and (self.role == "tool" or self.tool_calls):
             field = f"{path}.role" if self.role == "tool" else f"{path}.tool_calls"
-            raise UnsupportedParameter(f"{field} {_NO_TOOLS}", param=field)
+            raise UnsupportedParameter(f"{field} {NO_TOOLS}", param=field)
         if self.tool_calls and self.role != "assistant":
             field = f"{path}.tool_calls"
             raise InvalidParameter(f'{field} belong to messages of role "assistant"', param=field)
@@ -224,7 +224,7 @@ class ChatCompletionRequest(CommonRequest, kw_only=True):
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
         if self.tools and not has_tools:
-            raise UnsupportedParameter(f"tools {_NO_TOOLS}", param="tools")
+            raise UnsupportedParameter(f"tools {NO_TOOLS}", param="tools")
         check_choice(self.tools or [], self.tool_choice)
         generation_prompt = not continued if self.add_generation_prompt is None else self.add_generation_prompt
         return Chat(

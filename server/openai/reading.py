@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,37 +14,32 @@ from novainfer.fsm.parsing.qwen_xml import types_of_tools
 from novainfer.fsm.parsing.reader import AnswerReader, Wanted, opens_thoughts
 from novainfer.fsm.text import Vocabulary
 from novainfer.server.openai.replies import AssistantMessage, CalledFunctionReply, Tally, ToolCallReply
-from novainfer.server.openai.tools import tools_of_template
-
-if TYPE_CHECKING:
-    from novainfer.server.openai.protocol import ChatCompletionRequest
+from novainfer.server.openai.tools import Offer, tools_of_template
 
 _json = msgspec.json.Encoder().encode
 ReadDelta = tuple[Delta, list[Piece]]  # what it brings
 
 
-def wanted_of(body: ChatCompletionRequest, formats: Formats) -> Wanted | None:
-    """What the answers to `body` are read for; None where all they can hold is content."""
-    has_calls = bool(body.tools) and body.tool_choice != "none" and formats.has_tools
+def wanted_of(offer: Offer, formats: Formats) -> Wanted | None:
+    """What answers are read for beside an `offer` of tools; None where all they can hold is content."""
+    has_calls = bool(offer.tools) and offer.tool_choice != "none" and formats.has_tools
     has_thoughts = formats.reasoning == THINK
     if not has_calls and not has_thoughts:
         return None
     return Wanted(
         tool_calls=formats.tool_calls if has_calls else None,
         reasoning=has_thoughts,
-        has_one_call=body.has_one_call,
+        has_one_call=offer.has_one_call,
         marker_ids=formats.marker_ids,
-        schemas=types_of_tools(tools_of_template(body.tools or [])),
+        schemas=types_of_tools(tools_of_template(offer.tools or [])),
     )
 
 
-def params_for(
-    params: SamplingParams, body: ChatCompletionRequest, wanted: Wanted | None, formats: Formats
-) -> SamplingParams:
+def params_for(params: SamplingParams, offer: Offer, wanted: Wanted | None, formats: Formats) -> SamplingParams:
     """`params` with the marks that are needed; the token that begins a call is banned where none is wanted."""
     if wanted is not None and wanted.mark_token_ids:
         params = msgspec.structs.replace(params, mark_token_ids=wanted.mark_token_ids)
-    if body.tools and body.tool_choice == "none" and OPEN_CALL in formats.marker_ids:
+    if offer.tools and offer.tool_choice == "none" and OPEN_CALL in formats.marker_ids:
         params = msgspec.structs.replace(params, banned_token_ids=[formats.marker_ids[OPEN_CALL]])
     return params
 

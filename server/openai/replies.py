@@ -219,7 +219,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_token_ids: list[int] = []
-        self.pieces: list[Piece] = []  # where its text was read for more than content
+        self.pieces: list[Piece] = []  # of a conversation's answer
         self.prompt_logprobs: list[TokenLogprob] = []
         self.last: Delta | None = None
 

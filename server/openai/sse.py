@@ -8,8 +8,9 @@ A client that stops reading closes its window, so that `send` waits, the engine'
 If it comes back within `stall_timeout_s` it goes on where it was; if later, it finds what there was and one error
 event. If it has not come back `stall_grace_s` after that, its stream is reset.
 
-Between events, a comment line goes out after each silent interval, and one at the beginning if the request has to wait
-for room in the queue. One timer per stream does that and looks for stalled writes: it is not re-armed per token.
+Between events, a sign of life (a comment line) goes out after each silent interval, and one at the beginning if the
+request has to wait for room in the queue. One timer per stream does that and looks for stalled writes: it is not
+re-armed per token.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from starlette.types import Receive, Scope, Send
 
 from novainfer import Delta
 from novainfer.server.http.clients import UNREAD_AFTER_S, Unread
-from novainfer.server.http.errors import error_body, log_if_ours
+from novainfer.server.http.errors import log_if_ours
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange
-from novainfer.server.openai.chunks import KEEP_ALIVE, StreamEncoder
+from novainfer.server.openai.chunks import StreamEncoder
 from novainfer.server.openai.generation import Generation
 from novainfer.server.settings import ServerSettings
 
@@ -62,14 +63,14 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, encoder = self._generation, self._encoder
         exchange: Exchange = scope[SCOPE_KEY]
-        writer = _Writer(send, self._settings.sse_keep_alive_interval_s, exchange.unread())
+        writer = _Writer(send, self._settings.sse_keep_alive_interval_s, encoder, exchange.unread())
         ended_by: BaseException | None = None
         try:
             headers = [*HEADERS, IN_OVERFLOW] if generation.is_overflowed else HEADERS
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             begin = (IN_OVERFLOW_COMMENT if generation.is_overflowed else b"") + encoder.begin()
             if not self._first.done():
-                await writer.write(begin)
+                await writer.write(begin or encoder.keep_alive)
                 begin = b""
             delta = await self._first
             generation.note(delta)
@@ -91,7 +92,7 @@ class EventStream:
         except Exception as error:
             ended_by = error
             log_if_ours(error, generation.id)
-            await writer.write(b"data: " + error_body(error) + b"\n\n", is_last=True)
+            await writer.write(encoder.error(error), is_last=True)
         except asyncio.CancelledError as error:
             ended_by = error
             if not writer.has_stalled:
@@ -106,11 +107,12 @@ class EventStream:
 
 
 class _Writer:
-    """Sends events, and comment lines when there are none; cancels its task when a send makes no progress."""
+    """Sends events, and signs of life when there are none; cancels its task when a send makes no progress."""
 
-    def __init__(self, send: Send, keep_alive_s: float, unread: Unread) -> None:
+    def __init__(self, send: Send, keep_alive_s: float, encoder: StreamEncoder, unread: Unread) -> None:
         self._send = send
         self._keep_alive_s = keep_alive_s
+        self._encoder = encoder
         self._unread = unread
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
@@ -150,7 +152,7 @@ class _Writer:
         self._timer = self._loop.call_later(max(wait_s, 0.001), self._beat)
 
     async def _send_ping(self) -> None:
-        await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        await self._send({"type": "http.response.body", "body": self._encoder.keep_alive, "more_body": True})
         self._last = self._loop.time()
         self._unread.goes_on()
 

@@ -17,7 +17,7 @@ from novainfer import Chat, InvalidParameter, SamplingParams
 from novainfer.prompt import with_room
 from novainfer.server.engine import ServedEngine
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange
-from novainfer.server.openai.decode import decode
+from novainfer.server.openai.decode import OfModel, decode
 from novainfer.server.openai.generation import receive, wanted_id
 from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest, Message
 from novainfer.server.openai.replies import token_text
@@ -57,7 +57,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
         ).prompt(has_tools=has_tools)
 
 
-TokensBody = TypeVar("TokensBody", "TokenizeRequest", "DetokenizeRequest")
+TokensBody = TypeVar("TokensBody", bound=OfModel)
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
@@ -94,12 +94,14 @@ class Rendered(msgspec.Struct, kw_only=True):
 async def tokenize(service: Service, request: Request) -> Response:
     """The tokens of a text or of a conversation."""
     exchange: Exchange = request.scope[SCOPE_KEY]
-    body = await _receive(service, exchange, TokenizeRequest)
+    body = await receive_for_tokens(service, exchange, TokenizeRequest)
     engine, prompt = service.ready_engine(), body.checked_prompt(has_tools=service.formats.has_tools)
     if prompt == "":
         tokens = []
     else:
-        [tokens] = await _tokens(service, exchange, [prompt], adds_special_tokens=body.add_special_tokens is not False)
+        [tokens] = await tokens_of(
+            service, exchange, [prompt], adds_special_tokens=body.add_special_tokens is not False
+        )
     reply = Tokenized(count=len(tokens), max_model_len=engine.model_info.max_model_len, tokens=tokens)
     if body.return_token_strs:
         reply.token_strs = [token_text(token) for token in await engine.detokenize(tokens)]
@@ -108,7 +110,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 async def detokenize(service: Service, request: Request) -> Response:
     """The text of tokens."""
-    body = await _receive(service, request.scope[SCOPE_KEY], DetokenizeRequest)
+    body = await receive_for_tokens(service, request.scope[SCOPE_KEY], DetokenizeRequest)
     try:
         found = await service.ready_engine().detokenize(body.tokens)
     except InvalidParameter as error:
@@ -145,7 +147,7 @@ async def _rendered(
 ) -> list[Rendered]:
     engine = service.ready_engine()
     name = f"{prefix}-{wanted_id(body_id, exchange.request_id)}"
-    found = await _tokens(service, exchange, prompts, params=params)
+    found = await tokens_of(service, exchange, prompts, params=params)
     names = [name] if len(found) == 1 else [f"{name}-{at}" for at in range(len(found))]
     params = with_room(params, engine.model_info.max_model_len)
     return [
@@ -159,7 +161,7 @@ async def _rendered(
     ]
 
 
-async def _tokens(
+async def tokens_of(
     service: Service,
     exchange: Exchange,
     prompts: Sequence[Any],
@@ -178,7 +180,7 @@ async def _tokens(
         service.clients.leave(exchange.client, len(prompts))
 
 
-async def _receive(service: Service, exchange: Exchange, kind: type[TokensBody]) -> TokensBody:
+async def receive_for_tokens(service: Service, exchange: Exchange, kind: type[TokensBody]) -> TokensBody:
     """The body, read when it is its client's turn; raises what is wrong with it."""
     await service.turns.wait(exchange.client, len(exchange.body))
     body, ignored = decode(kind, exchange.take_body(), is_strict=service.settings.strict_fields)

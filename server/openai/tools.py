@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -46,6 +46,17 @@ class NamedTool(msgspec.Struct, kw_only=True):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class Offer(Protocol):
+    """The tools that an answer may call, or must; `has_one_call`: it is over when its first call is."""
+
+    @property
+    def tools(self) -> Sequence[Tool] | None: ...
+    @property
+    def tool_choice(self) -> ToolChoice | None: ...
+    @property
+    def has_one_call(self) -> bool: ...
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):

@@ -40,6 +40,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "cache_salt": (),
     "kv_transfer_params": (),
     "vllm_xargs": (),
+    "mcp_servers": (),
+    "container": (),
 }
 ADD_SPECIAL_TOKENS = "add_special_tokens"  # its neutral value differs between the two endpoints
 

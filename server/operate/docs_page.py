@@ -38,7 +38,8 @@ def docs_page(document: dict[str, Any]) -> bytes:
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>NovaInfer's HTTP API</title><style>{STYLE}</style>",
         "<h1>NovaInfer's HTTP API</h1>",
-        "<p>OpenAI's, with vLLM's names where OpenAI has none. For programs: <a href=openapi.json>openapi.json</a>.",
+        "<p>OpenAI's, with vLLM's names where OpenAI has none, and Anthropic's messages. "
+        "For programs: <a href=openapi.json>openapi.json</a>.",
         "<h2>Endpoints</h2>",
         *operations,
         "<h2>Records</h2>",

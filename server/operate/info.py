@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -25,7 +26,10 @@ SHOWN_SETTINGS = (
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """A served model; `max_model_len` is its context in tokens, and the parsers are those that read its answers."""
+    """A served model; `max_model_len` is its context in tokens, and the parsers are those that read its answers.
+
+    `type`, `display_name`, `created_at` and `lifecycle` are what Anthropic's clients read.
+    """
 
     id: str
     object: str = "model"
@@ -37,6 +41,10 @@ class Model(msgspec.Struct, kw_only=True):
     tool_call_parser: str
     reasoning_parser: str
     permission: list[Any] = []
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: datetime
+    lifecycle: Literal["active"] = "active"
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -44,6 +52,7 @@ class ModelList(msgspec.Struct, kw_only=True):
 
     object: str = "list"
     data: list[Model]
+    has_more: bool = False
 
 
 class Health(msgspec.Struct, kw_only=True):
@@ -115,6 +124,8 @@ def _model(service: Service) -> Model:
         id=info.name,
         root=info.name,
         created=info.created,
+        display_name=info.name,
+        created_at=datetime.fromtimestamp(info.created, UTC),
         max_model_len=info.max_model_len,
         tool_call_parser=formats.tool_calls,
         reasoning_parser=formats.reasoning,

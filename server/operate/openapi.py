@@ -46,6 +46,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     media_types: tuple[str, ...] = ("application/json",)
     query: dict[str, str] = {}
     is_public: bool = False  # needs no key
+    error: type = ErrorBody
 
     @property
     def name(self) -> str:
@@ -56,8 +57,8 @@ class Endpoint(msgspec.Struct, frozen=True):
 def build_openapi(version: str, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     """The document as a dict."""
     endpoints = list(endpoints)
-    types = [ErrorBody, *(one for endpoint in endpoints for one in (endpoint.answer, endpoint.body) if one is not None)]
-    types = list(dict.fromkeys(types))
+    used = [(endpoint.error, endpoint.answer, endpoint.body) for endpoint in endpoints]
+    types = list(dict.fromkeys(one for of_one in used for one in of_one if one is not None))
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     by_type: dict[type | None, dict[str, Any]] = {None: {"type": "string"}, **dict(zip(types, schemas, strict=True))}
     paths: dict[str, Any] = {}
@@ -69,9 +70,12 @@ def build_openapi(version: str, endpoints: Iterable[Endpoint]) -> dict[str, Any]
         "paths": paths,
         "components": {
             "schemas": components,
-            "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "apiKey": {"type": "http", "scheme": "bearer"},
+                "anthropicKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{"apiKey": []}],
+        "security": [{"apiKey": []}, {"anthropicKey": []}],
     }
 
 
@@ -82,7 +86,7 @@ def _operation(endpoint: Endpoint, by_type: dict[type | None, dict[str, Any]]) -
         content |= _content(by_type[None], media_type)
     responses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
     for status in endpoint.errors:
-        responses[str(status)] = {"description": ERRORS[status], "content": _content(by_type[ErrorBody])}
+        responses[str(status)] = {"description": ERRORS[status], "content": _content(by_type[endpoint.error])}
     entry: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}
     if endpoint.body is not None:
         entry["requestBody"] = {"required": True, "content": _content(by_type[endpoint.body])}

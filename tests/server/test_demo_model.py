@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import httpx2
 import openai
@@ -122,6 +123,52 @@ async def test_openais_client_streams_a_sensible_answer(client: openai.AsyncOpen
         assert whole.usage is not None
         assert whole.usage.completion_tokens == usage.completion_tokens
         assert [model.id async for model in client.models.list()] == ["demo"]
+
+
+@pytest.mark.parametrize("http2", [False, True], ids=["http/1.1", "h2c"])
+async def test_anthropics_client_gets_the_answer_that_openais_gets(demo: DemoServer, http2: bool) -> None:
+    http_client = httpx2.AsyncClient(http1=not http2, http2=http2, timeout=30)
+    asked: Any = {"model": "demo", "messages": SUM, "extra_body": {"temperature": 0}}
+    async with (
+        openai.AsyncOpenAI(base_url=f"{demo.server.url}/v1", api_key=KEY, http_client=http_client) as theirs,
+        anthropic.AsyncAnthropic(
+            base_url=demo.server.url,
+            api_key=KEY,
+            max_retries=0,
+            http_client=http_client,
+            _strict_response_validation=True,
+        ) as claude,
+    ):
+        expected = await theirs.chat.completions.create(**asked)
+        message = await claude.messages.create(**asked, max_tokens=2000)
+        async with claude.messages.stream(**asked, max_tokens=5000) as stream:
+            events = [event.type async for event in stream]
+            final = await stream.get_final_message()
+        count = await claude.messages.count_tokens(model="demo", messages=asked["messages"])
+        stopped = await claude.messages.create(**asked, max_tokens=60, stop_sequences=["12"])
+        held = await claude.messages.create(
+            **asked,
+            max_tokens=60,
+            output_config={"format": {"type": "json_schema", "schema": {"enum": ["twelve", "seven"]}}},
+        )
+    [said] = message.content
+    assert said.type == "text"
+    assert said.text == expected.choices[0].message.content == text_of(final)
+    assert expected.usage is not None
+    for usage in (message.usage, final.usage):
+        assert usage.output_tokens == expected.usage.completion_tokens
+        assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == expected.usage.prompt_tokens
+    assert count.input_tokens == expected.usage.prompt_tokens
+    assert (events[0], events[-1], final.stop_reason) == ("message_start", "message_stop", "end_turn")
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "12")
+    assert text_of(stopped) == said.text.partition("12")[0]
+    assert text_of(held) in ('"twelve"', '"seven"')
+
+
+def text_of(message: anthropic.types.Message) -> str:
+    [block] = message.content
+    assert block.type == "text"
+    return block.text
 
 
 async def test_completions_take_every_form_of_prompt(client: openai.AsyncOpenAI) -> None:

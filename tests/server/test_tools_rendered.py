@@ -224,3 +224,41 @@ async def test_a_strict_schema_that_no_grammar_can_be_made_of_is_refused_by_the_
     assert reply["error"]["param"] == "tools"
     assert "objekt" in reply["error"]["message"]
     assert "structured_outputs" not in reply["error"]["message"]
+
+
+# ---- Anthropic's shapes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thinks", [None, True, False])
+async def test_anthropics_conversations_are_rendered_as_openais_are(ask: Ask, thinks: bool | None):
+    kwargs = {} if thinks is None else {"enable_thinking": thinks}
+    asked: dict[str, Any] = {"tools": [{"name": "weather", "input_schema": TOOL["function"]["parameters"]}]}
+    if thinks is not None:
+        asked["thinking"] = {"type": "adaptive" if thinks else "disabled"}
+    script = ("Hm.\n</think>\n\n" if thinks else "") + f"Yes\n{CALL}"
+    reply = await ask(script, path="/v1/messages", max_tokens=200, **asked)
+    assert [block["type"] for block in reply["content"]] == ["thinking"] * bool(thinks) + ["text", "tool_use"]
+    assert reply["content"][-1]["input"] == ARGUMENTS
+    said = {"type": "tool_result", "tool_use_id": reply["content"][-1]["id"], "content": "Rain"}
+    turns = [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": [said]}]
+    count = await ask("", path="/v1/messages/count_tokens", messages=[*MESSAGES, *turns], **asked)
+
+    [choice] = (await ask(script, chat_template_kwargs=kwargs))["choices"]
+    called = {"role": "tool", "tool_call_id": "x", "content": "Rain"}
+    messages = [*MESSAGES, choice["message"], called]
+    rendered = await ask("", path="/v1/chat/completions/render", messages=messages, chat_template_kwargs=kwargs)
+    assert count["input_tokens"] == len(rendered["token_ids"])
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "forecast"}])
+async def test_a_tool_that_must_be_used_is_used(ask: Ask, choice: dict[str, str], thinks: bool):
+    strict = STRICT["function"]
+    tools = [{"name": "forecast", "strict": True, "input_schema": strict["parameters"]}]  # type: ignore[index]
+    thinking = {"type": "adaptive" if thinks else "disabled"}
+    script = ("Hm.</think>" if thinks else "") + "I will not."
+    asked = {"tools": tools, "tool_choice": choice, "thinking": thinking, "max_tokens": 300}
+    reply = await ask(script, path="/v1/messages", **asked)
+    assert reply["stop_reason"] == "tool_use", reply
+    assert [block["type"] for block in reply["content"]] == ["thinking"] * thinks + ["tool_use"]
+    assert list(reply["content"][-1]["input"]) == ["place"]

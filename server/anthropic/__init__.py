@@ -1,0 +1,1 @@
+"""Anthropic's messages, made of the same answers as OpenAI's chat completions."""
