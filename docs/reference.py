@@ -1,4 +1,4 @@
-"""Writes docs/reference.md: every field of SamplingParams and EngineConfig, from the code.
+"""Writes docs/reference.md: every field of SamplingParams, EngineConfig and ServerSettings.
 
 python docs/reference.py            # write it
 python docs/reference.py --check    # exit code 1 when it is out of date
@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from novainfer import EngineConfig, InvalidParameter, SamplingParams
+from novainfer.server.settings import LogSettings, ServerSettings
 from novainfer.setting import Setting, schema_of, settings_of
 
 PAGE = Path(__file__).resolve().parent / "reference.md"
@@ -104,14 +105,29 @@ def page() -> str:
                 for field, setting in zip(msgspec.structs.fields(EngineConfig), settings_of(EngineConfig), strict=True)
             ),
             "",
+            "## ServerSettings",
+            "",
+            "What `novainfer serve` has beside those of its engine. Each flag, of these and of the engine's, is a line",
+            "of the file for `--config` (`max-num-seqs: 64`; its schema is [config.schema.json](config.schema.json))",
+            "and an environment variable (`NOVAINFER_MAX_NUM_SEQS`), too: [which goes first](server.md#settings).",
+            "",
+            "| flag | type | default | may be | what it does |",
+            "| --- | --- | --- | --- | --- |",
+            *(
+                _row(record, field, _sentence(setting), name=setting.flag)
+                for record in (ServerSettings, LogSettings)
+                for field, setting in zip(msgspec.structs.fields(record), settings_of(record), strict=True)
+                if setting.flag
+            ),
+            "",
         ]
     )
 
 
-def _row(record: Any, field: Any, meaning: str) -> str:
+def _row(record: Any, field: Any, meaning: str, *, name: str = "") -> str:
     default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     cells = [
-        f"`{field.name}`",
+        f"`{name or field.name}`",
         f"`{_type(get_type_hints(record)[field.name])}`",
         f"`{default!r}`",
         _bounds(record, field.name),
@@ -152,14 +168,19 @@ def _bounds(record: Any, name: str) -> str:
 
 
 def _engine(setting: Setting) -> str:
-    unset = f" None: {setting.unset}." if setting.unset else ""
     flag = f" `{setting.flag}`" if setting.flag else ""
-    return f"{setting.text}{unset}{flag}"
+    return f"{_sentence(setting)}{flag}"
+
+
+def _sentence(setting: Setting) -> str:
+    unset = f" None: {setting.unset}." if setting.unset and setting.default is None else ""
+    return f"{setting.text}{unset}"
 
 
 def schema() -> str:
-    """What a file for `--config` may hold of the engine's settings."""
-    return json.dumps(schema_of(EngineConfig, "novainfer --config: settings of the engine"), indent=2) + "\n"
+    """What a file for `--config` may hold of settings."""
+    title = "novainfer --config: settings of the engine and of the server"
+    return json.dumps(schema_of(title, EngineConfig, ServerSettings, LogSettings), indent=2) + "\n"
 
 
 if __name__ == "__main__":

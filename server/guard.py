@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import time
 from collections.abc import Mapping
 
 from starlette.exceptions import HTTPException
@@ -27,9 +25,8 @@ from novainfer.server.http.errors import (
 from novainfer.server.http.exchange import ADMITTED_KEY, SCOPE_KEY, Admitted, ClientGone, Exchange
 from novainfer.server.http.limits import check_content_type, read_body
 from novainfer.server.http.shapes import body_of_error
+from novainfer.server.request_log import log_request
 from novainfer.server.service import Service
-
-access_log = logging.getLogger("novainfer.access")
 
 CLIENT_GONE_STATUS = 499  # nginx's; for the log and the metrics only
 
@@ -52,7 +49,13 @@ class Guard:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
-        exchange = Exchange(scope, send, unread=service.unread, is_draining=lambda: service.is_draining)
+        exchange = Exchange(
+            scope,
+            send,
+            unread=service.unread,
+            is_draining=lambda: service.is_draining,
+            is_watched=service.settings.access_log or service.tracing is not None,
+        )
         exchange.extra_headers = service.origins.headers(scope)
         scope[SCOPE_KEY] = exchange
         scope["app"] = self
@@ -119,19 +122,12 @@ class Guard:
         route = self._labels.get(scope.get("endpoint"), "other")
         method = exchange.method if exchange.method in _METHODS else "other"  # bounded labels
         self._service.metrics.http_requests[method, route, status] += 1
+        if gone:
+            exchange.ended_by = "disconnect"
         if self._service.settings.access_log:
-            client = scope.get("client")
-            access_log.info(
-                '%s "%s %s HTTP/%s" %d %dB %.3fs id=%s',
-                client[0] if client else "-",
-                exchange.method,
-                exchange.path.encode("unicode_escape").decode("ascii")[:256],  # no forged lines in the log
-                scope["http_version"],
-                status,
-                exchange.num_bytes,
-                time.perf_counter() - exchange.started,
-                exchange.request_id,
-            )
+            log_request(scope, exchange, status)
+        if (tracing := self._service.tracing) is not None:
+            tracing.tell(scope, exchange, status, route, self._service.address)
 
 
 _METHODS = frozenset({"GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"})
@@ -141,6 +137,7 @@ async def _fail(exchange: Exchange, error: Exception, *, timeout_s: float) -> No
     """Answer with `error`, or say it in the log when the answer has already begun (returning then ends the stream)."""
     if isinstance(error, HTTPException):
         error = _routing_error(error, exchange)
+    exchange.ended_by = error.code if isinstance(error, NovaInferError) else NovaInferError.code
     log_if_ours(error, exchange.request_id)
     if not exchange.status:
         with contextlib.suppress(TimeoutError, ClientGone):

@@ -23,24 +23,28 @@ from pathlib import Path
 
 import hypercorn.asyncio
 
-from novainfer import EngineDead
+from novainfer import EngineDead, InvalidParameter
 from novainfer.server.app import create_app
 from novainfer.server.engine import ServedEngine
 from novainfer.server.http import connection, http1, http2
+from novainfer.server.http.connection import HttpConfig
 from novainfer.server.http.listen import (
     FLUSH_TIMEOUT_S,
     bind,
     check_certificate,
     hypercorn_config,
     raise_descriptor_limit,
+    reload_certificate,
 )
 from novainfer.server.http.tls import write_self_signed
+from novainfer.server.logs import announce
 from novainfer.server.loop import loop_factory
-from novainfer.server.operate import garbage
+from novainfer.server.operate import garbage, systemd
 from novainfer.server.operate.recorder import dump_on_signal
 from novainfer.server.operate.said import Throughput, about
 from novainfer.server.service import Service
 from novainfer.server.settings import ServerSettings
+from novainfer.server.tracing import Tracing
 
 log = logging.getLogger("novainfer.server")
 
@@ -68,9 +72,13 @@ class Server:
         self.is_listening = asyncio.Event()
         self.ready = asyncio.Event()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._config: HttpConfig | None = None
         self._certificate = self._find_certificate()
+        if settings.otlp_traces_endpoint is not None:
+            self.service.tracing = Tracing(settings.otlp_traces_endpoint, self.service.version)
         self._sock = bind(settings)
         self.port: int = self._sock.getsockname()[1]
+        self.service.address = (settings.host, self.port)
 
     @property
     def url(self) -> str:
@@ -81,10 +89,23 @@ class Server:
             host = f"[{host}]"
         return f"{'https' if has_tls else 'http'}://{host}:{self.port}"
 
+    def reload_certificate(self) -> None:
+        """Read the certificate's files again, for connections to come; what cannot be used is told, and not used."""
+        settings = self.settings
+        if settings.ssl_certfile is None or settings.ssl_keyfile is None or self._config is None:
+            log.info("there is no certificate to be read again (--ssl-certfile)")
+            return
+        try:
+            reload_certificate(self._config, settings.ssl_certfile, settings.ssl_keyfile)
+        except InvalidParameter as error:
+            log.error("%s: connections get the certificate that was read before", error.message)
+        else:
+            log.info("the certificate %s was read again: new connections get it", settings.ssl_certfile)
+
     async def run(self, make_engine: MakeEngine, *, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until `stop` is set; raises what `make_engine` or `engine.start` raise, after closing everything."""
         close_http = asyncio.Event()
-        config = hypercorn_config(self.settings, self._sock, self._certificate)
+        config = self._config = hypercorn_config(self.settings, self._sock, self._certificate)
         self.service.connections = config.connections
         connection.install()
         http1.install()
@@ -115,6 +136,8 @@ class Server:
             await asyncio.gather(http, return_exceptions=True)
             if self.service.engine is not None:
                 await self.service.engine.aclose()
+            if (tracing := self.service.tracing) is not None:
+                await asyncio.to_thread(tracing.close)
             if self._folder is not None:
                 self._folder.cleanup()
 
@@ -147,10 +170,13 @@ class Server:
             self.ready.set()
             on_ready()
             throughput = Throughput(time.monotonic())
+            is_watched = systemd.has_watchdog()
             while not stop.done():
                 await asyncio.wait({stop}, timeout=ALIVE_CHECK_S)
                 if not self.service.live.num_live:
                     garbage.collect_when_idle()
+                if is_watched and engine.health().is_live:
+                    systemd.notify(systemd.MOVING)
                 if (line := throughput.line(engine.statistics, time.monotonic())) is not None:
                     log.info("%s", line)
                 if not stop.done() and not engine.is_ready:
@@ -171,11 +197,12 @@ def run_server(settings: ServerSettings, make_engine: MakeEngine) -> int:
     async def main() -> None:
         server = Server(settings)
         _stop_on_signals(server)
-        print(f"Loading the model; {server.url}/health says when it is ready", file=sys.stderr, flush=True)
+        announce(f"Loading the model; {server.url}/health says when it is ready")
 
         def on_ready() -> None:
             garbage.settle()
-            print(ready_line(server, time.perf_counter() - started), flush=True)
+            announce(ready_line(server, time.perf_counter() - started), to=sys.stdout)
+            systemd.notify(systemd.READY, f"STATUS=at {server.url}")
 
         await server.run(make_engine, on_ready=on_ready)
 
@@ -209,8 +236,12 @@ def _stop_on_signals(server: Server) -> None:
         server.stop.set()
         num_live = server.service.live.num_live
         wait = f": {num_live} running requests have up to {server.settings.shutdown_timeout_s:g} s" if num_live else ""
-        print(f"\nStopping{wait}; once more ends at once", file=sys.stderr, flush=True)
+        announce(f"\nStopping{wait}; once more ends at once")
+        systemd.notify(systemd.STOPPING)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+    # Without a certificate a terminal that is closed ends its server, as ever; a service manager has no terminal.
+    if server.settings.ssl_certfile is not None or systemd.SOCKET_VARIABLE in os.environ:
+        loop.add_signal_handler(signal.SIGHUP, server.reload_certificate)
     dump_on_signal(server.service, loop)

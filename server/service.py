@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +20,10 @@ from novainfer.server.http.origins import Origins
 from novainfer.server.http.turns import BodyTurns
 from novainfer.server.metrics import Metrics
 from novainfer.server.settings import ServerSettings
+from novainfer.server.tracing import Tracing
+
+if TYPE_CHECKING:
+    from novainfer.server.operate.profile import Profile
 
 
 def package_version() -> str:
@@ -41,6 +46,9 @@ class Service:
         self.live = RequestDirectory()
         self.clients = Clients(settings)
         self.turns = BodyTurns()
+        self.tracing: Tracing | None = None
+        self.profile: Profile | None = None  # that is being made
+        self.address = (settings.host, settings.port)  # where requests are taken
         self.connections: Collection[object] = ()  # those that are open
         self.is_draining = False
         self.feeds: set[Subscription] | None = set()  # clients that listen to events; None: no more are taken

@@ -5,67 +5,148 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 
 from novainfer import InvalidParameter
-from novainfer.fsm.messages.params import DURATION_S_MAX
+from novainfer.config import READERS
+from novainfer.fsm.messages.params import DURATION_S_MAX, check_types
 from novainfer.fsm.parsing.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
+from novainfer.setting import says
+
+# The sections of `--help` that settings of a server stand in.
+LISTEN, ACCESS, HTTP, LOGS = "Address and TLS", "Access", "HTTP", "Logs and traces"
+GENERAL = "General"  # also of the command line's own, such as --help
 
 BODY_BYTES_MIN = 1_000_000  # a long chat history; grows with the model's context (`body_bytes_max`)
 HTTP2_STREAMS_MAX = 2**31 - 1  # a connection has no more stream ids
+BACKLOG_MAX = 65_535  # the kernel takes what is smaller: this, or net.core.somaxconn
 BODY_BYTES_PER_TOKEN = 16  # an English token is 4 bytes of text, or up to 9 as a number in a JSON list
 # What a browser calls a page's origin, or all of them.
 _ORIGIN = re.compile(r"null|\*|[a-z][a-z0-9+.-]*://[a-z0-9._~%!$&'()*+;=:\[\]-]+")
+_HTTP_URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 KEEP_ALIVE_INTERVAL_S_MIN = 0.01  # below it, a stream that waits does nothing else
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the server listens and what it lets in; raises `InvalidParameter`, naming the field.
 
-    `sse_keep_alive_interval_s` is the longest silence on a stream before a comment line (0 switches them off).
+    Each field is annotated with the sentence that `--help`, docs/reference.md and the schema of `--config` show of it;
+    those without a flag follow from the engine's settings (`novainfer.server.cli.serve`).
+
     `stall_timeout_s` is the engine's: a client that takes nothing for so long loses its request, and after
-    `stall_grace_s` more its stream. `body_bytes` limits a request's body; None means 1 MB, or more when the model's
-    context is long. A client (a key, or an address) may have `max_client_reqs` live choices, `max_client_tokens` tokens
-    of prompts that wait, and `max_client_unread` answers that wait for it to read them; None is no limit. While other
-    clients are here, it may have no more than its equal share of `client_slots` live choices and of `client_tokens`
-    tokens, and no more than `client_room` live choices.
-    `tool_call_parser` and `reasoning_parser` name the formats of the model's answers; None: what its template says.
-    With `strict_fields` a field that would have no effect is refused, instead of being named in the answer's header.
-    Web pages of `allowed_origins` (`*`: of all) may use the server; of others, browsers let none read its answers.
-    `shutdown_timeout_s` is what running requests get to finish when the server is told to stop. With `api_keys`, each
-    key sees and cancels its own requests only; `admin_key` sees all, and is what drills (`POST /v1/faults`) need.
+    `stall_grace_s` more its stream. While other clients are here, a client may have no more than its equal share of
+    `client_slots` live choices and of `client_tokens` tokens, and no more than `client_room` live choices.
+    With `api_keys`, each key sees and cancels its own requests only; `admin_key` sees all, and is what drills
+    (`POST /v1/faults`) need.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    admin_key: str | None = None
-    allowed_origins: tuple[str, ...] = ()
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-    self_signed: bool = False
-    strict_fields: bool = False
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    access_log: bool = False
-    sse_keep_alive_interval_s: float = 15.0
-    stall_timeout_s: float = 300.0
-    stall_grace_s: float = 120.0  # to take the error event; its memory is bounded, and its blocks are free already
-    shutdown_timeout_s: float = 30.0
-    body_bytes: int | None = None
-    body_timeout_s: float = 30.0
-    http2_max_concurrent_streams: int = 1000
-    max_client_reqs: int | None = None
-    max_client_unread: int | None = 256
-    max_client_tokens: int | None = None
-    client_slots: int | None = None
-    client_room: int | None = None
-    client_tokens: int | None = None
-    keep_alive_timeout_s: float = 75.0  # nginx's and SGLang's; above the 60 s of common load balancers
-    backlog: int = 1024
+    host: Annotated[str, says(LISTEN, "Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, says(LISTEN, "Port to listen at; 0 takes a free one.")] = 8000
+    ssl_certfile: Annotated[Path | None, says(LISTEN, "Certificate (PEM): HTTPS, with HTTP/2 by ALPN.")] = None
+    ssl_keyfile: Annotated[Path | None, says(LISTEN, "The certificate's key (PEM).")] = None
+    self_signed: Annotated[bool, says(LISTEN, "HTTPS with a certificate made for this run.")] = False
+    backlog: Annotated[int, says(LISTEN, "Connections that may wait to be accepted.")] = 1024
+    api_keys: Annotated[
+        tuple[str, ...],
+        says(ACCESS, "A key that requests must carry; may be given several times.", flag="--api-key", unset="none"),
+    ] = ()
+    admin_key: Annotated[
+        str | None, says(ACCESS, "A key that sees and cancels all requests, and may inject faults.")
+    ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        says(
+            ACCESS,
+            "Origin whose web pages may use the server, as in https://chat.example, or *; may be given several times, "
+            "or as a JSON list.",
+            unset="none",
+        ),
+    ] = ()
+    tool_call_parser: Annotated[
+        str | None,
+        says(
+            HTTP,
+            "The format in which the model calls tools.",
+            unset="by its chat template",
+            choices=tuple(TOOL_CALL_PARSERS),
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        says(
+            HTTP,
+            "The format in which the model reasons.",
+            unset="by its chat template",
+            choices=tuple(REASONING_PARSERS),
+        ),
+    ] = None
+    strict_fields: Annotated[
+        bool,
+        says(
+            HTTP, "Refuse request fields that have no effect, by name, instead of naming them in the answer's header."
+        ),
+    ] = False
+    sse_keep_alive_interval_s: Annotated[
+        float,
+        says(
+            HTTP,
+            "Most seconds of silence on a stream, before a comment line; 0: no limit.",
+            flag="--sse-keep-alive-interval",
+        ),
+    ] = 15.0
+    stall_timeout_s: Annotated[float, says(READERS, "As the engine has it.", flag="")] = 300.0
+    stall_grace_s: Annotated[
+        float, says(READERS, "Seconds that such a reader has more, to take the error event.", flag="")
+    ] = 120.0  # its memory is bounded, and its blocks are free already
+    shutdown_timeout_s: Annotated[
+        float,
+        says(HTTP, "Seconds that running requests get when the server stops.", flag="--shutdown-timeout"),
+    ] = 30.0
+    body_bytes: Annotated[
+        int | None,
+        says(HTTP, "Largest request body in bytes.", flag="--max-body-bytes", unset="1 MB, more for long contexts"),
+    ] = None
+    body_timeout_s: Annotated[
+        float, says(HTTP, "Seconds in which a request's body must arrive.", flag="--body-timeout")
+    ] = 30.0
+    http2_max_concurrent_streams: Annotated[int, says(HTTP, "Streams of one HTTP/2 connection.")] = 1000
+    keep_alive_timeout_s: Annotated[
+        float,
+        says(
+            HTTP,
+            "Seconds after which an idle connection is closed; more than a load balancer in front takes.",
+            flag="--keep-alive-timeout",
+        ),
+    ] = 75.0  # nginx's and SGLang's; above the 60 s of common load balancers
+    access_log: Annotated[bool, says(LOGS, "Log a line for each request: no text of prompts or answers.")] = False
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        says(
+            LOGS,
+            "Where traces are sent, as OTLP over HTTP, such as http://collector:4318; needs novainfer[otel].",
+            unset="none are made",
+        ),
+    ] = None
+    max_client_reqs: Annotated[
+        int | None,
+        says(
+            HTTP,
+            "Live choices of one client: a key, or an address.",
+            unset="of a key, half of what may run and wait, and while other keys are here, an equal share of "
+            "--max-num-seqs; of an address, no limit, and while others are here, --max-num-seqs and an eighth of "
+            "--max-num-queued-reqs",
+        ),
+    ] = None
+    max_client_unread: Annotated[int | None, says(HTTP, "Answers that may wait for one client to read them.")] = 256
+    max_client_tokens: Annotated[int | None, says(HTTP, "Tokens of one client's prompts that wait.", flag="")] = None
+    client_slots: Annotated[int | None, says(HTTP, "Live choices that clients share.", flag="")] = None
+    client_room: Annotated[int | None, says(HTTP, "Live choices of one client while others are here.", flag="")] = None
+    client_tokens: Annotated[int | None, says(HTTP, "Tokens of prompts that clients share.", flag="")] = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 <= self.port <= 65535:
             raise InvalidParameter(f"port must be between 0 and 65535, not {self.port}", param="port")
         for name in self.__struct_fields__:
@@ -89,6 +170,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise InvalidParameter(f"{name} must be at most {DURATION_S_MAX:.0f} seconds, not {value}", param=name)
         for name in (
             "http2_max_concurrent_streams",
+            "backlog",
             "body_bytes",
             "max_client_reqs",
             "max_client_unread",
@@ -100,6 +182,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidParameter(f"{name} must be at least 1, not {value}", param=name)
+        if self.backlog > BACKLOG_MAX:
+            raise InvalidParameter(f"backlog must be at most {BACKLOG_MAX}, not {self.backlog}", param="backlog")
         if self.http2_max_concurrent_streams > HTTP2_STREAMS_MAX:
             message = f"must be at most {HTTP2_STREAMS_MAX}, not {self.http2_max_concurrent_streams}"
             raise InvalidParameter(f"http2_max_concurrent_streams {message}", param="http2_max_concurrent_streams")
@@ -108,13 +192,16 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.self_signed and self.ssl_certfile is not None:
             raise InvalidParameter("self_signed makes its own certificate; leave ssl_certfile out", param="self_signed")
         if any(not key or not key.isascii() for key in self.api_keys):
-            raise InvalidParameter("api_key must be ASCII and not empty", param="api_key")
+            raise InvalidParameter("api_keys must be ASCII and not empty", param="api_keys")
         if self.admin_key is not None and (not self.admin_key or not self.admin_key.isascii()):
             raise InvalidParameter("admin_key must be ASCII and not empty", param="admin_key")
         for origin in self.allowed_origins:
             if _ORIGIN.fullmatch(origin) is None:
                 wanted = "origins as browsers name them, such as https://chat.example:8443, or *"
                 raise InvalidParameter(f"allowed_origins must hold {wanted}, not {origin!r}", param="allowed_origins")
+        if self.otlp_traces_endpoint is not None and _HTTP_URL.fullmatch(self.otlp_traces_endpoint) is None:
+            message = f"must be a URL that begins with http:// or https://, not {self.otlp_traces_endpoint!r}"
+            raise InvalidParameter(f"otlp_traces_endpoint {message}", param="otlp_traces_endpoint")
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             if (value := getattr(self, name)) is not None and value not in known:
                 raise InvalidParameter(f"{name} must be one of {', '.join(known)}, not {value!r}", param=name)
@@ -124,3 +211,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def body_bytes_max(self, max_model_len: int) -> int:
         """The body limit in bytes for a model whose context is `max_model_len` tokens."""
         return self.body_bytes or max(BODY_BYTES_MIN, BODY_BYTES_PER_TOKEN * max_model_len)
+
+
+class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the commands of an engine write on standard error."""
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], says(LOGS, "Least level of log lines on standard error.")
+    ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], says(LOGS, "Log lines as text for people, or as JSON, an object a line.")
+    ] = "text"

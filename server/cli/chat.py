@@ -25,7 +25,7 @@ from novainfer import (
 )
 from novainfer.fsm.messages.params import is_unicode
 from novainfer.server.cli.flags import Grouped, flag
-from novainfer.server.cli.options import API_KEY_VARIABLES, engine_config, engine_options, set_up_logging
+from novainfer.server.cli.options import API_KEY_VARIABLES, engine_config, engine_options, set_up_logs
 from novainfer.server.cli.serve import make_engine
 from novainfer.server.loop import loop_factory
 
@@ -269,9 +269,7 @@ def chat(ctx: click.Context, /, **options: Any) -> int:
     SamplingParams(**given)  # says what is wrong before anything is loaded
     if not is_unicode(options["system"] or ""):
         raise InvalidParameter("system must be valid UTF-8", param="system")
-    if options["log_level"] == "info":
-        options["log_level"] = "warning"  # a conversation is no place for log lines
-    set_up_logging(options)
+    set_up_logs(ctx, level="warning")  # a conversation is no place for more log lines
     config = engine_config(ctx, options)
     if options["url"]:
         model = options["served_model_name"] or options["model_argument"] or options["model"]

@@ -23,7 +23,7 @@ from novainfer.server.cli.batch import Batch
 from novainfer.server.cli.batch_output import BatchOutput
 from novainfer.server.cli.batch_records import Defaults, Record, Result, digest_of
 from novainfer.server.cli.flags import Grouped, flag
-from novainfer.server.cli.options import engine_config, engine_options, set_up_logging
+from novainfer.server.cli.options import engine_config, engine_options, set_up_logs
 from novainfer.server.cli.serve import make_engine
 from novainfer.server.loop import loop_factory
 
@@ -65,7 +65,7 @@ def generate(ctx: click.Context, /, **options: Any) -> int:
     A record has "prompt", "messages" or "prompt_token_ids", fields of OpenAI's API, and perhaps an "id"; or the format
     of OpenAI's batches (custom_id, method, url, body), and is answered in theirs. Exit code 1: some got an error.
     """
-    set_up_logging(options)
+    set_up_logs(ctx)
     config = engine_config(ctx, options)
     defaults = Defaults(max_tokens=options["max_tokens"], temperature=options["temperature"], top_p=options["top_p"])
     settings = msgspec.json.encode((str(config.model), config.generation_config, config.seed, defaults))

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import msgspec
 import yaml
 from click.core import ParameterSource
 
 from novainfer import EngineConfig
 from novainfer.config import MODEL
-from novainfer.server.cli.flags import GENERAL, flag, flag_of_setting
-from novainfer.setting import settings_of
+from novainfer.server.cli.flags import CONFIG_FILE, OF_KUBERNETES, flag, flag_of_setting, given
+from novainfer.server.logs import set_up_logging
+from novainfer.server.settings import GENERAL, LOGS, LogSettings, ServerSettings
+from novainfer.setting import VARIABLE_PREFIX, settings_of, variable_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 API_KEY_VARIABLES = ["NOVAINFER_API_KEY", "NOVA_API_KEY"]  # the first one that is set; the second is its old name
+CONFIG_VARIABLE = variable_of("--config")
+# Variables that are no setting of a command: those of the kernels.
+OTHER_VARIABLES = ("NOVAINFER_ISA",)
 MODEL_SOURCES = {
     "model_argument": "MODEL",
     "model": "--model",
@@ -34,8 +40,20 @@ MORE: dict[str, dict[str, Any]] = {
     "recorder_dir": {"type": click.Path(file_okay=False)},
     "weight_cache_dir": {"type": click.Path(file_okay=False)},
     "worker": {"shown": "process for serve, else thread"},
+    "log_level": {"type": click.Choice(["debug", "info", "warning", "error"], case_sensitive=False)},
 }
 TAKE_OBJECTS = {setting.name for setting in settings_of(EngineConfig) if setting.takes_object}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which no key stands twice: the first value would vanish without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key, number in keys.items():
+            if number > 1:
+                raise yaml.YAMLError(f"{key} stands there {number} times")
+        return super().construct_mapping(node, deep)
 
 
 def _load_config(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
@@ -43,7 +61,7 @@ def _load_config(ctx: click.Context, param: click.Parameter, value: Path | None)
     if value is None:
         return
     try:
-        found = yaml.safe_load(value.read_text(encoding="utf-8")) or {}
+        found = yaml.load(value.read_text(encoding="utf-8"), _Loader) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise click.BadParameter(f"{value} cannot be read: {reason}", ctx=ctx, param=param) from None
@@ -62,18 +80,51 @@ def _load_config(ctx: click.Context, param: click.Parameter, value: Path | None)
             raise click.BadParameter(f"{value} holds {key!r}, which is no flag of this command", ctx=ctx, param=param)
         option, is_positive = names[name]
         assert option.name is not None
-        if option.multiple if isinstance(option, click.Option) else False:
-            item = item if isinstance(item, list) else [item]
+        if option.name in defaults:
+            raise click.BadParameter(f"{value} sets {option.opts[0]} twice", ctx=ctx, param=param)
+        if item is None:
+            continue
+        if isinstance(option, click.Option) and option.multiple:
+            items = item if isinstance(item, list) else [item]
+            if any(isinstance(one, dict | list) for one in items):
+                raise click.BadParameter(f"{value}: {key} must be one value, or a list of them", ctx=ctx, param=param)
+            item = list(map(_as_typed, items))
         elif isinstance(item, dict) and option.name in TAKE_OBJECTS:
             item = json.dumps(item, default=str)
         elif isinstance(item, dict | list):
             raise click.BadParameter(f"{value}: {key} must be one value", ctx=ctx, param=param)
+        elif not (isinstance(option, click.Option) and option.is_flag):
+            item = _as_typed(item)
         if not is_positive:
             if not isinstance(item, bool):
                 raise click.BadParameter(f"{value}: {key} must be true or false", ctx=ctx, param=param)
             item = not item
         defaults[option.name] = item
+    ctx.meta[CONFIG_FILE] = value
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
+
+
+def _as_typed(item: Any) -> str:
+    """A value as it would be typed: neither 3.5 nor true is an integer, and neither must become one."""
+    return str(item).lower() if isinstance(item, bool) else str(item)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables that look like settings and are none: they were mistyped, or are of another version."""
+    records = (EngineConfig, ServerSettings, LogSettings)
+    known = {setting.variable for record in records for setting in settings_of(record)}
+    known |= {CONFIG_VARIABLE, *API_KEY_VARIABLES, *OTHER_VARIABLES}
+    return sorted(
+        name
+        for name, value in environ.items()
+        if name.startswith(VARIABLE_PREFIX) and name not in known and not _is_of_kubernetes(name, value)
+    )
+
+
+def _is_of_kubernetes(name: str, value: str) -> bool:
+    """True for what a Service called novainfer, or novainfer-…, leaves in the environment of every container."""
+    parts = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT_")
+    return value.startswith(OF_KUBERNETES) or any(part in name for part in parts)
 
 
 def engine_options(command: Command) -> Command:
@@ -84,13 +135,17 @@ def engine_options(command: Command) -> Command:
 
 
 def _engine_options() -> list[Callable[[Command], Command]]:
-    own = [setting for setting in settings_of(EngineConfig) if setting.flag]
     return [
         click.argument("model_argument", metavar="[MODEL]", required=False),
-        *(flag_of_setting(one, **MORE.get(one.name, {})) for one in own),
+        *options_of(EngineConfig, MORE),
         *_model_options(),
         *_general_options(),
     ]
+
+
+def options_of(record: type[msgspec.Struct], more: dict[str, dict[str, Any]]) -> list[Callable[[Command], Command]]:
+    """The flags of a record's settings; `more` is what they have beside what the settings say, by field."""
+    return [flag_of_setting(one, **more.get(one.name, {})) for one in settings_of(record) if one.flag]
 
 
 def _model_options() -> list[Callable[[Command], Command]]:
@@ -115,18 +170,20 @@ def _general_options() -> list[Callable[[Command], Command]]:
             callback=_load_config,
             is_eager=True,
             expose_value=False,
-            help="A YAML file of flags; those on the command line win.",
+            envvar=CONFIG_VARIABLE,
+            help="A YAML file of flags; those on the command line and in the environment win.",
         ),
-        flag(
-            GENERAL,
-            "--log-level",
-            type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
-            default="info",
-            show_default=True,
-            help="Least level of log lines on standard error.",
-        ),
-        flag(GENERAL, "--verbose", "-v", is_flag=True, help="The same as --log-level debug."),
+        *options_of(LogSettings, MORE),
+        flag(LOGS, "--verbose", "-v", is_flag=True, help="The same as --log-level debug."),
     ]
+
+
+_PRECEDENCE = (
+    ParameterSource.COMMANDLINE,
+    ParameterSource.ENVIRONMENT,
+    ParameterSource.DEFAULT_MAP,
+    ParameterSource.DEFAULT,
+)
 
 
 def engine_config(ctx: click.Context, options: dict[str, Any], **defaults: Any) -> EngineConfig:
@@ -134,11 +191,7 @@ def engine_config(ctx: click.Context, options: dict[str, Any], **defaults: Any) 
 
     `defaults` are the command's own, where they differ from the library's.
     """
-    fields = defaults | {
-        setting.name: options[setting.name]
-        for setting in settings_of(EngineConfig)
-        if setting.flag and options[setting.name] is not None
-    }
+    fields = defaults | given(ctx, settings_of(EngineConfig))
     model = _model(ctx, options)
     if model is not None:
         fields["model"] = model
@@ -148,12 +201,14 @@ def engine_config(ctx: click.Context, options: dict[str, Any], **defaults: Any) 
 
 
 def _model(ctx: click.Context, options: dict[str, Any]) -> str | None:
-    """The one model that was named; what stands on the command line beats what the configuration file says."""
-    given = {name: options[name] for name in MODEL_SOURCES if options.get(name)}
-    typed = {
-        name: value for name, value in given.items() if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE
-    }
-    chosen = typed or given
+    """The one model that was named: on the command line, else in the environment, else in the configuration file."""
+    named = {name: options[name] for name in MODEL_SOURCES if options.get(name)}
+    if not named:
+        return None
+    sources = {name: ctx.get_parameter_source(name) or ParameterSource.DEFAULT for name in named}
+    best = min(sources.values(), key=_PRECEDENCE.index)
+    chosen = {name: value for name, value in named.items() if sources[name] is best}
+    ctx.set_parameter_source("model", best)  # whichever of its names it has
     if "hf_checkpoint" in chosen and "checkpoint_path" in chosen:
         raise click.UsageError("--hf-checkpoint and --checkpoint-path exclude each other: give one of them")
     if len(set(chosen.values())) > 1:
@@ -162,12 +217,11 @@ def _model(ctx: click.Context, options: dict[str, Any]) -> str | None:
     return next(iter(chosen.values()), None)
 
 
-def set_up_logging(options: dict[str, Any], *, access_log: bool = False) -> None:
-    """Our loggers to stderr at the level asked for; all others from warnings on."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    level = "DEBUG" if options["verbose"] else str(options["log_level"]).upper()
-    logging.getLogger("novainfer").setLevel(level)
-    if level == "INFO":
-        logging.getLogger("novainfer.http").setLevel(logging.WARNING)  # Hypercorn tells where it runs; so do we
-    if access_log:
-        logging.getLogger("novainfer.access").setLevel(logging.INFO)
+def set_up_logs(ctx: click.Context, *, access_log: bool = False, level: str | None = None) -> None:
+    """Write log lines as the flags have it; `level` is the least one where none of them says so."""
+    fields = given(ctx, settings_of(LogSettings))
+    if ctx.params["verbose"]:
+        fields["log_level"] = "debug"
+    elif level is not None:
+        fields.setdefault("log_level", level)
+    set_up_logging(LogSettings(**fields), access_log=access_log)

@@ -13,6 +13,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable
+from ssl import SSLContext
 from typing import Any
 
 import hypercorn.asyncio.run
@@ -39,7 +40,21 @@ class HttpConfig(Config):
         self.connections: set[Connection] = set()
         self._warned_s = -math.inf
         self.connections_max: float = math.inf
+        self._ssl_context: SSLContext | None = None
         self.count_descriptors()
+
+    def create_ssl_context(self) -> SSLContext | None:
+        """As Hypercorn's, which has one for all connections to come; it is kept, so that they can get another chain."""
+        self._ssl_context = super().create_ssl_context()
+        return self._ssl_context
+
+    def use_certificate(self, certfile: str, keyfile: str) -> None:
+        """Give this certificate to connections from now on; those that are open keep theirs.
+
+        It must be one that a context of its own has taken: what OpenSSL refuses half-way would leave this one broken.
+        """
+        assert self._ssl_context is not None, "a server with TLS has a context"
+        self._ssl_context.load_cert_chain(certfile, keyfile)
 
     def count_descriptors(self) -> None:
         """See how many connections there may be, from the descriptors that are open for other things now."""

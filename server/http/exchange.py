@@ -12,6 +12,7 @@ import msgspec
 from starlette.types import Message, Scope, Send
 
 from novainfer.server.http.shapes import is_of_messages
+from novainfer.server.work import Work
 
 if TYPE_CHECKING:
     from novainfer.server.http.clients import Unread
@@ -50,6 +51,7 @@ class Exchange:
         "_send",
         "body",
         "ended",
+        "ended_by",
         "extra_headers",
         "ignored",
         "method",
@@ -59,6 +61,7 @@ class Exchange:
         "started",
         "status",
         "viewer",
+        "work",
     )
 
     def __init__(
@@ -68,8 +71,10 @@ class Exchange:
         *,
         unread: Callable[[str], Unread],
         is_draining: Callable[[], bool] = lambda: False,
+        is_watched: bool = False,
     ) -> None:
-        self.started = time.perf_counter()
+        self.work = Work(is_watched=is_watched)
+        self.started = self.work.began_s
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.request_id = _request_id(scope)
@@ -79,6 +84,7 @@ class Exchange:
         self.ignored = b""  # the value of x-nova-ignored-fields
         self.status = 0  # 0: no answer yet
         self.ended = False
+        self.ended_by = ""  # the code of the error that was its answer, or "disconnect"
         self.num_bytes = 0
         self._send = send
         self._address: str = (scope.get("client") or ("",))[0]

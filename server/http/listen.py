@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import ssl
+import tempfile
 from pathlib import Path
 
 from hypercorn.config import Config
@@ -72,6 +73,27 @@ def check_certificate(certfile: Path, keyfile: Path) -> None:
     except (OSError, ssl.SSLError) as error:
         reason = error.strerror or error.args[-1]
         raise InvalidParameter(f"ssl_certfile {certfile} cannot be used: {reason}", param="ssl_certfile") from None
+
+
+def reload_certificate(config: HttpConfig, certfile: Path, keyfile: Path) -> None:
+    """Give connections to come what these files hold now; raises `InvalidParameter`, and all stays as it was.
+
+    Both are read once: between a check and a second look, whoever renews them may have written one of the two.
+    """
+    with tempfile.TemporaryDirectory(prefix="novainfer-") as folder:
+        copies = Path(folder) / "cert.pem", Path(folder) / "key.pem"
+        try:
+            for source, copy in zip((certfile, keyfile), copies, strict=True):
+                copy.touch(mode=0o600)
+                copy.write_bytes(source.read_bytes())
+        except OSError as error:
+            message = f"ssl_certfile {certfile} cannot be used: {source}: {error.strerror}"
+            raise InvalidParameter(message, param="ssl_certfile") from None
+        try:
+            check_certificate(*copies)
+        except InvalidParameter as error:
+            raise InvalidParameter(error.message.replace(str(copies[0]), str(certfile)), param=error.param) from None
+        config.use_certificate(*map(str, copies))
 
 
 def hypercorn_config(

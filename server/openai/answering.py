@@ -78,7 +78,9 @@ async def begin_answer(
     wanted = None if is_held else wanted_of(offer, formats)
     asked = params_for(params, offer, wanted, formats)
     held = await _with_grammar(service, prompt, asked, offer)
-    generation = Generation(service, prefix, name, [prompt], held, exchange.viewer.owner, exchange.client)
+    generation = Generation(
+        service, prefix, name, [prompt], held, exchange.viewer.owner, exchange.client, exchange.work
+    )
     reading = None
     if wanted is not None:
         reading = Reading(wanted, service.ready_engine().vocabulary, held.n, generation.tally)

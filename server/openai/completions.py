@@ -21,7 +21,9 @@ async def create_completion(service: Service, request: Request) -> Response | Ev
     prompts = body.prompts()
     echoes = await _echoes(service, body, prompts)
     name = wanted_id(body.request_id, exchange.request_id)
-    generation = Generation(service, "cmpl", name, prompts, params, exchange.viewer.owner, exchange.client)
+    generation = Generation(
+        service, "cmpl", name, prompts, params, exchange.viewer.owner, exchange.client, exchange.work
+    )
     if body.stream:
         first = await generation.first()
         options = ChunkOptions.of(body)

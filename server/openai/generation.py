@@ -22,6 +22,7 @@ from novainfer.server.openai.reading import Reading
 from novainfer.server.openai.replies import Choice, Tally
 from novainfer.server.openai.unsupported import header_value
 from novainfer.server.service import Service
+from novainfer.server.work import Work
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")  # JSON's, and what C prints
@@ -50,6 +51,7 @@ class Generation:
         params: SamplingParams,
         owner: str = "",
         client: str = "",
+        work: Work | None = None,
     ) -> None:
         engine = service.ready_engine()
         self._service = service
@@ -67,6 +69,8 @@ class Generation:
             for prompt, engine_id in zip(prompts, self._live.engine_ids, strict=True)
         ]
         self.deltas = sources[0] if len(sources) == 1 else merge_deltas(sources, params.n)
+        self._work = work if work is not None else Work()
+        self._work.begin(prefix, self._live.id, self.model, params)
         self._started = time.perf_counter()
         self._last = 0.0
         self._is_closed = False
@@ -88,6 +92,7 @@ class Generation:
             metrics.inter_token_latency.observe((now - self._last) / num_tokens, num_tokens)
             self._last = now
         self.tally.add(delta)
+        self._work.note(delta, now)
         if waited := self._waiting.pop(delta.index // self.n, 0):
             self._service.clients.begin(self._client, waited)
 
@@ -158,9 +163,19 @@ class Generation:
         try:
             await self.deltas.aclose()
         finally:
+            self._tell(error)
             self._service.live.close(self._live)
             self._service.clients.begin(self._client, sum(self._waiting.values()))
             self._service.clients.leave(self._client, self.num_choices)
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Leave in the record of the work what came of it."""
+        work, usage = self._work, self.tally.usage()
+        work.error = error
+        work.prompt_tokens, work.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        work.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        if work.is_watched and (engine := self._service.engine) is not None:
+            work.records = engine.requests(ids=set(self._live.engine_ids))
 
 
 def wanted_id(body_id: str | None, exchange_id: str) -> str:

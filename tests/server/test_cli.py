@@ -28,8 +28,8 @@ from novainfer.server.cli import serve as cli_serve
 from novainfer.server.cli.flags import Flag
 from novainfer.server.cli.main import COMMANDS, as_flags, main
 from novainfer.server.operate.recorder import default_folder
-from novainfer.server.settings import ServerSettings
-from novainfer.setting import settings_of
+from novainfer.server.settings import LogSettings, ServerSettings
+from novainfer.setting import VARIABLE_PREFIX, Setting, settings_of
 from tests.server.fakes import FakeEngine
 
 
@@ -40,6 +40,9 @@ class Served(Exception):
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`served(*argv)`: the two configurations that `novainfer serve *argv` arrives at."""
+    for name in list(os.environ):
+        if name.startswith(VARIABLE_PREFIX):
+            monkeypatch.delenv(name)
     found: list[tuple[EngineConfig, ServerSettings]] = []
     configs: list[EngineConfig] = []
 
@@ -232,7 +235,10 @@ WRONG: list[tuple[list[str], str]] = [
     (["--checkpoint-path", "/no/such/folder"], "--checkpoint-path"),
     (["--no-such-flag"], "--no-such-flag"),
     (["--config", "/no/such/file"], "--config"),
-    (["--api-key", ""], "--api-key"),
+    (["--api-key", ""], "--api-key must be ASCII and not empty"),
+    (["--backlog", "0"], "--backlog must be at least 1, not 0"),
+    (["--backlog", "70000"], "--backlog must be at most 65535, not 70000"),
+    (["--keep-alive-timeout", "0"], "--keep-alive-timeout must be more than 0 seconds"),
     (["--admin-key", ""], "--admin-key"),
     (["--worker", "cluster"], "--worker"),
     (["--worker", "thread", "--warm-spare"], "--warm-spare needs"),
@@ -395,14 +401,19 @@ def test_the_schema_of_a_file_of_flags_has_every_setting_and_nothing_that_is_no_
     schema = json.loads((Path(__file__).parents[2] / "docs" / "config.schema.json").read_text(encoding="utf-8"))
     flags = {opt.removeprefix("--") for param in cli_serve.serve.params for opt in param.opts}
     assert set(schema["properties"]) <= flags
-    own = {setting.flag.removeprefix("--") for setting in settings_of(EngineConfig) if setting.flag}
+    own = {setting.flag.removeprefix("--") for setting in SETTINGS}
     assert set(schema["properties"]) == own
-    assert len(own) == len(EngineConfig.__struct_fields__)
+    assert all(setting.flag for setting in settings_of(EngineConfig))
     assert schema["properties"]["step-timeout"] == {
         "description": "Seconds after which a step counts as hung, and its worker as lost.",
         "type": "number",
         "default": 60.0,
     }
+
+
+SETTINGS: list[Setting] = [
+    setting for record in (EngineConfig, ServerSettings, LogSettings) for setting in settings_of(record) if setting.flag
+]
 
 
 def test_what_the_schema_refers_to_is_in_it() -> None:
