@@ -16,7 +16,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import click
 
 from novainfer import EngineConfig, InvalidParameter, ModelLoadError, NovaInferError, __version__
-from novainfer.server.settings import ServerSettings
+from novainfer.server.cli.flags import setting_in
+from novainfer.server.settings import LogSettings, ServerSettings
 from novainfer.setting import settings_of
 
 EXIT_USAGE = 2
@@ -28,6 +29,7 @@ COMMANDS = {
     "serve": ("novainfer.server.cli.serve:serve", "Serve a model over OpenAI's HTTP API (HTTP/1.1 and HTTP/2)."),
     "chat": ("novainfer.server.cli.chat:chat", "Talk to a model in the terminal."),
     "generate": ("novainfer.server.cli.generate:generate", "Answer a JSONL file of prompts with a JSONL file."),
+    "doctor": ("novainfer.server.cli.doctor:doctor", "Say what this machine can do, and what stands in the way."),
     "bench": ("novainfer.bench.cli:bench", "Measure speed, beside the roofline and transformers."),
     "replay": ("novainfer.server.cli.replay:replay_command", "Run a flight recorder's file again, without a model."),
     "simulate": ("novainfer.server.cli.simulate:simulate", "Run the scheduler under a seeded simulator with faults."),
@@ -80,14 +82,19 @@ def main(argv: list[str] | None = None) -> int:
         click.echo(f"Error: {error.format_message()}", err=True)
         return error.exit_code
     except (InvalidParameter, ModelLoadError) as error:
-        click.echo(f"Error: {as_flags(error)}", err=True)
+        click.echo(f"Error: {as_flags(error)}{_notes(error)}", err=True)
         return EXIT_USAGE
     except NovaInferError as error:
-        click.echo(f"Error: {error.message}", err=True)
+        click.echo(f"Error: {error.message}{_notes(error)}", err=True)
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return result if isinstance(result, int) else 0
+
+
+def _notes(error: NovaInferError) -> str:
+    """Where the value came from, if it was not typed (`Grouped`)."""
+    return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
 def as_flags(error: NovaInferError) -> str:
@@ -96,7 +103,7 @@ def as_flags(error: NovaInferError) -> str:
     A setting that the message does not begin with stands before it. Words that only look like one are left alone.
     """
     first, space, rest = error.message.partition(" ")
-    field = error.param or (first if first in _SETTINGS else None)
+    field = setting_in(error)
     if field is None or field in _ARGUMENTS:
         return error.message
     rest = _SETTING.sub(lambda found: flag_of(found[0]), rest)
@@ -111,16 +118,13 @@ def flag_of(field: str) -> str:
 
 
 _ARGUMENTS = ("model",)  # has five flags and an argument: its messages say "model" themselves
-_SETTINGS = frozenset((*EngineConfig.__struct_fields__, *ServerSettings.__struct_fields__))
+_RECORDS = (EngineConfig, ServerSettings, LogSettings)
+_SETTINGS = frozenset(name for record in _RECORDS for name in record.__struct_fields__)
 # Names with an underscore are no words; where one is part of a path it is no setting either.
 _SETTING = re.compile(
     r"(?<![\w./-])(?:" + "|".join(name for name in sorted(_SETTINGS) if "_" in name) + r")(?![\w./-])"
 )
-_FLAGS = {  # where they are not the field's name
-    "sse_keep_alive_interval_s": "--sse-keep-alive-interval",
-    "shutdown_timeout_s": "--shutdown-timeout",
-    "body_bytes": "--max-body-bytes",
-} | {setting.name: setting.flag for setting in settings_of(EngineConfig) if setting.flag}
+_FLAGS = {setting.name: setting.flag for record in _RECORDS for setting in settings_of(record) if setting.flag}
 
 if __name__ == "__main__":
     sys.exit(main())
