@@ -22,7 +22,7 @@ from novainfer.server.openai.chat import create_chat_completion
 from novainfer.server.openai.completions import create_completion
 from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from novainfer.server.openai.replies import ChatCompletion, Completion
-from novainfer.server.operate import info, inspection, recorder
+from novainfer.server.operate import info, inspection, profile, recorder
 from novainfer.server.operate.docs_page import HEADERS as DOCS_HEADERS
 from novainfer.server.operate.docs_page import docs_page
 from novainfer.server.operate.events import stream_events
@@ -121,6 +121,14 @@ ROUTES: tuple[Endpoint, ...] = (
     Endpoint(
         *("POST", "/v1/recorder/dump", recorder.dump_recorder, "Write the flight recorder's file", recorder.Dumped),
         errors=(401, 403, 503),
+    ),
+    Endpoint(
+        *("POST", "/start_profile", profile.start_profile, "Begin a profile", profile.Profiled),
+        errors=(401, 403, 409, 503),
+    ),
+    Endpoint(
+        *("POST", "/stop_profile", profile.stop_profile, "End the profile, and write its files", profile.Profiled),
+        errors=(401, 403, 409, 503),
     ),
     *(_ready("GET", path) for path in ("/health", "/healthz", "/readyz", "/ping")),
     _ready("POST", "/ping"),
