@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -63,6 +64,16 @@ async def eventually(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def keep_log_levels() -> Iterator[None]:
+    """A command that a test runs here says at which level this process logs: no other test must live with that."""
+    loggers = [logging.getLogger(name) for name in ("novainfer", "novainfer.http", "novainfer.access")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
