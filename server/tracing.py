@@ -29,7 +29,7 @@ BATCH_SPANS_MAX = 512
 FLUSH_TIMEOUT_S = 2.0  # at the end, for what is still in the queue
 NS = 1_000_000_000
 # What a prefix of an answer's id says of the operation.
-OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "embd": "embeddings"}
+OPERATIONS = {"chatcmpl": "chat", "msg": "chat", "resp": "chat", "cmpl": "text_completion", "embd": "embeddings"}
 PARAMS = {  # of SamplingParams, where they are given
     "max_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",
