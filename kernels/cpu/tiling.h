@@ -13,6 +13,7 @@ namespace nova {
 constexpr long STREAM_ITEM_BYTES = 192 << 10;  // weights of one item when rows are few
 constexpr long L2_ITEM_BYTES = 320 << 10;      // weights of one item when the row tiles pass by each panel
 constexpr long ROW_BLOCK = 512;                // rows of one item: their activations stay in the caches beside it
+constexpr long PIECE_ROWS = 128;               // of the last items, so that all threads end at nearly the same time
 constexpr long PREFETCH_BYTES = 8 << 10;       // ahead, in a stream
 
 // How one of `num_products` in a loop of `num_members` is cut into items, and those into tiles.
@@ -25,18 +26,35 @@ class Tiling {
     // At least four items for each member, so that one who comes late finds others done.
     group_ = std::max<long>(1, std::min(group_, panels * row_blocks_ * num_products / (4 * num_members)));
     groups_ = ceil_div(panels, group_);
+    // Where a panel is long work, the last ones are handed out one by one, each in pieces of its rows.
+    pieces_ = is_stream ? 1 : m / row_blocks_ / PIECE_ROWS;
+    alone_ = pieces_ < 2 ? 0 : std::min(panels, group_ * num_members);
+    grouped_ = (row_blocks_ - 1) * groups_ + ceil_div(panels - alone_, group_);
   }
 
   const bool is_stream;  // rows are so few that the product is a stream of weights through the cores
 
-  long items() const { return row_blocks_ * groups_; }
+  long items() const { return grouped_ + alone_ * pieces_; }
 
   // Calls f(panel, first row, rows, number of the tile beside its panel, and of how many) for the item's tiles, at
   // most MR_MAX rows each.
   template <class F>
   void compute(long item, F&& f) const {
-    const long block = item / groups_, first = (item % groups_) * group_, last = std::min(panels_, first + group_);
-    const long row0 = m_ * block / row_blocks_, row1 = m_ * (block + 1) / row_blocks_;
+    if (item >= grouped_) {
+      const long at = item - grouped_, panel = panels_ - alone_ + at / pieces_;
+      return tiles(row_blocks_ - 1, at % pieces_, pieces_, panel, panel + 1, f);
+    }
+    const long block = item / groups_, first = (item % groups_) * group_;
+    const long end = block < row_blocks_ - 1 ? panels_ : panels_ - alone_;
+    tiles(block, 0, 1, first, std::min(end, first + group_), f);
+  }
+
+ private:
+  // The tiles of panels `first` to `last`, beside one of `parts` of a block's rows.
+  template <class F>
+  void tiles(long block, long part, long parts, long first, long last, F& f) const {
+    const long begin = m_ * block / row_blocks_, rows = m_ * (block + 1) / row_blocks_ - begin;
+    const long row0 = begin + rows * part / parts, row1 = begin + rows * (part + 1) / parts;
     const long row_tiles = ceil_div(row1 - row0, MR_MAX);
     for (long panel = first; panel < last; panel++)
       for (long t = 0; t < row_tiles; t++) {  // of nearly equal height: 13 rows are 7 + 6, not 12 + 1
@@ -45,8 +63,9 @@ class Tiling {
       }
   }
 
- private:
-  long m_, panels_, row_blocks_, group_, groups_;
+  long m_, panels_, row_blocks_;
+  long group_, groups_;            // panels of a group, and groups of all panels
+  long pieces_, alone_, grouped_;  // pieces of a panel, the last panels that are handed out in them, items before these
 };
 
 // Works off products, each a P made of (job, number of products, team), with `items()` and `compute(item)`.
