@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ import h2.settings
 import msgspec
 
 Version = Literal["h1", "h2"]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 READ_BYTES = 65_536
 WINDOW_BYTES = 2**24  # of a stream and of the connection: a reader that keeps up must never be what is measured
 
@@ -66,27 +68,31 @@ async def connect(origin: Origin, version: Version) -> Connection:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         context.set_alpn_protocols(["h2" if version == "h2" else "http/1.1"])
-    reader, writer = await asyncio.open_connection(origin.host, origin.port, ssl=context)
+    open_streams = partial(asyncio.open_connection, origin.host, origin.port, ssl=context)
     if version == "h1":
-        return HTTP1(origin, reader, writer)
-    return HTTP2(origin, reader, writer)
+        return HTTP1(origin, open_streams, await open_streams())
+    return HTTP2(origin, *await open_streams())
 
 
 class HTTP1:
-    """One request at a time."""
+    """One request at a time.
 
-    def __init__(self, origin: Origin, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    A server may end a connection after any answer, and llama.cpp's does after each streamed one without saying so: a
+    request that finds its connection ended, before a byte of its answer came, is sent once more over a new one.
+    """
+
+    def __init__(self, origin: Origin, open_streams: Callable[[], Awaitable[Streams]], streams: Streams) -> None:
         self._origin = origin
-        self._reader = reader
-        self._writer = writer
+        self._open_streams = open_streams
+        self._reader, self._writer = streams
+        self._has_answered = False  # on this connection
 
     async def post(self, path: str, body: bytes, headers: dict[str, str]) -> AsyncIterator[bytes]:
         """The body's chunks; raises `HTTPFailure`."""
         lines = [f"POST {path} HTTP/1.1", f"host: {self._origin.authority}", f"content-length: {len(body)}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
-        self._writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
         try:
-            head = await self._reader.readuntil(b"\r\n\r\n")
+            head = await self._send("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
             status = int(head.split(b" ", 2)[1])
             chunks = self._chunks(head.lower())
             if status != 200:
@@ -95,6 +101,27 @@ class HTTP1:
                 yield chunk
         except asyncio.IncompleteReadError:
             raise HTTPFailure("the server closed the connection in the middle of an answer") from None
+
+    async def _send(self, request: bytes) -> bytes:
+        """The head of the answer; raises IncompleteReadError or OSError where none comes."""
+        if self._has_answered:
+            try:
+                return await self._send_once(request)
+            except asyncio.IncompleteReadError as error:
+                if error.partial:
+                    raise
+            except ConnectionError:  # it was closed with the request unread
+                pass
+            self._writer.close()
+            self._reader, self._writer = await self._open_streams()
+        return await self._send_once(request)
+
+    async def _send_once(self, request: bytes) -> bytes:
+        self._has_answered = False
+        self._writer.write(request)
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        self._has_answered = True
+        return head
 
     async def _chunks(self, head: bytes) -> AsyncIterator[bytes]:
         if b"transfer-encoding: chunked" not in head:

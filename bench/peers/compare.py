@@ -168,7 +168,7 @@ def _place(model_dir: Path, part: _Part) -> Place:
         forms=cache_dir() / f"{model_dir.name}-forms",
         max_model_len=-(-(longest + BLOCK_SIZE) // BLOCK_SIZE) * BLOCK_SIZE,
         max_num_tokens=max(number * length for number, length in sizes) * 5 // 4,
-        max_requests=max(number for number, _ in sizes),
+        max_requests=CLIENTS if part.is_served else max(number for number, _ in sizes),
     )
 
 

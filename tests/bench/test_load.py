@@ -1,6 +1,8 @@
 """The streaming clients of `bench serve` against a server over a device without weights, on both versions of HTTP."""
 
 import asyncio
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -64,8 +66,11 @@ HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @asynccontextmanager
-async def scripted(answer: bytes) -> AsyncIterator[Load]:
-    """A server that gives `answer` to whatever comes, and closes; its connections are closed when it is left."""
+async def scripted(*answers: bytes, resets: bool = False) -> AsyncIterator[Load]:
+    """A server that gives `answers` on each connection, and closes it; they are all closed when it is left.
+
+    One that `resets` closes when it is asked once more, with an error.
+    """
     given: list[asyncio.Task[None]] = []
 
     async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,8 +78,13 @@ async def scripted(answer: bytes) -> AsyncIterator[Load]:
         assert task is not None
         given.append(task)
         with suppress(asyncio.IncompleteReadError):  # a client that comes and asks for nothing
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(answer)
+            for answer in answers:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
+                writer.write(answer)
+            if resets:
+                await reader.readuntil(b"\r\n\r\n")
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.close()
         with suppress(ConnectionError):
             await writer.wait_closed()
@@ -90,6 +100,9 @@ def chunks(*events: bytes) -> bytes:
     return HEAD + b"".join(pieces) + b"0\r\n\r\n"
 
 
+DONE = b"data: [DONE]"
+
+
 async def ask(answer: bytes) -> Timeline:
     async with scripted(answer) as load:
         return (await drive(load, "h1", [[1, 2]], 4, clients=1)).timelines[0]
@@ -99,7 +112,7 @@ async def test_an_event_with_several_tokens_counts_them_all_and_text_alone_count
     ids = b'data: {"choices":[{"text":"ab","token_ids":[1,2,3]}]}'
     text = b'data: {"choices":[{"text":"c"}]}'
     empty = b'data: {"choices":[{"text":""}],"usage":null}'
-    line = await ask(chunks(ids, b": keep-alive", text, empty, b"data: [DONE]"))
+    line = await ask(chunks(ids, b": keep-alive", text, empty, DONE))
     assert (line.error, line.counts) == (None, [3, 1])
 
 
@@ -115,6 +128,25 @@ async def test_an_event_with_several_tokens_counts_them_all_and_text_alone_count
 )
 async def test_whatever_goes_wrong_is_the_error_of_its_request(answer: bytes, words: str) -> None:
     assert words in ((await ask(answer)).error or "")
+
+
+@pytest.mark.parametrize("resets", [False, True])
+async def test_a_connection_that_the_server_ends_after_an_answer_costs_no_request(resets: bool) -> None:
+    whole = chunks(b'data: {"choices":[{"text":"c"}]}', DONE)
+    async with scripted(whole, resets=resets) as load:
+        found = await drive(load, "h1", [[1], [2], [3]], 1, clients=1)
+    assert [(line.error, line.counts) for line in found.timelines] == [(None, [1])] * 3
+
+
+@pytest.mark.parametrize("half", [b"HTTP/1.1 20", HEAD + b"5\r\nda"])
+async def test_an_answer_that_breaks_off_is_not_asked_for_again(half: bytes) -> None:
+    async with scripted(chunks(DONE), half) as load:
+        found = await drive(load, "h1", [[1], [2]], 1, clients=1)
+    assert [line.error is None for line in found.timelines] == [True, False]
+
+
+async def test_a_connection_that_gives_no_answer_at_all_is_not_tried_again() -> None:
+    assert "closed the connection" in ((await ask(b"")).error or "")
 
 
 async def test_the_report_has_both_versions(server: Server) -> None:
