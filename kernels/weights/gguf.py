@@ -2,11 +2,13 @@
 
 llama.cpp rotates the two numbers of a pair that stand side by side; for architectures that pair the halves of a head
 its converter leaves rows as they are, but for "llama" it interleaves those of q and k: they are put back when read.
-It stacks the weights of all experts of a layer in one tensor: here each is a weight of its own, where it lies.
+It stacks the weights of all experts of a layer in one tensor, and with `--fuse-gate-up-exps` each expert's gate and up,
+the gate first: here each is a weight of its own, where it lies.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -35,8 +37,10 @@ LAYER_NAMES = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
 NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]*)\.)?([a-z_]+)\.(weight|bias)")  # of two layers, or none: no two are one
-FUSED = "ffn_gate_up_exps"
-STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+STACKED = {
+    "ffn_gate_exps": ("gate_proj",), "ffn_up_exps": ("up_proj",), "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+    "ffn_down_exps": ("down_proj",),
+}  # fmt: skip
 ONE_ROW = "ffn_gate_inp_shexp"  # written as a vector
 DERIVED = ("rope_freqs.weight",)  # read with the config, whose fields say the same
 INTERLEAVED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}  # of "llama": how many heads
@@ -52,18 +56,18 @@ def gguf_entries(path: Path) -> dict[str, Entry]:
         match = NAME.fullmatch(name)
         layer, part, kind = match.groups() if match is not None else (None, "", "")
         if layer is not None and kind == "weight" and part in STACKED:
-            for expert, weight in enumerate(_unstacked(gguf, name, tensor)):
-                known = f"model.layers.{layer}.mlp.experts.{expert}.{STACKED[part]}.weight"
-                entries[known] = _entry(gguf, name, known, weight)
+            projections = STACKED[part]
+            weights = iter(_unstacked(gguf, name, tensor, len(projections)))
+            for expert, projection in itertools.product(range(tensor.shape[0]), projections):
+                known = f"model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"
+                if known in entries:
+                    raise LoadError(f"{tensor.file}: {name} holds {projection} of experts, which another tensor holds")
+                entries[known] = _entry(gguf, name, known, next(weights))
             continue
         if layer is not None and part in LAYER_NAMES:
             known = f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
         elif layer is None and part in NAMES:
             known = f"{NAMES[part]}.{kind}"
-        elif part == FUSED:
-            raise LoadError(
-                f"{tensor.file}: {name} holds gate and up in one tensor, which is not supported, only apart"
-            )
         else:
             raise LoadError(
                 f"{tensor.file}: {name} is not supported, only tensors that the architectures read here have"
@@ -72,17 +76,21 @@ def gguf_entries(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _unstacked(gguf: Gguf, name: str, tensor: GgufTensor) -> list[GgufTensor]:
-    """The weight of each expert: one behind the other, as they lie in whole blocks."""
+def _unstacked(gguf: Gguf, name: str, tensor: GgufTensor, parts: int) -> list[GgufTensor]:
+    """The weights of each expert, `parts` of them: one behind the other, as they lie in whole rows."""
     key = f"{gguf.text('general.architecture')}.expert_count"
     count = gguf.integer(key, 0, minimum=0)
     if len(tensor.shape) != 3 or tensor.shape[0] != count:
         raise LoadError(
             f"{gguf.path}: {name} {list(tensor.shape)} does not hold the weights of {count} experts ({key})"
         )
-    size = (tensor.end - tensor.begin) // count
+    _, rows, columns = tensor.shape
+    if rows % parts:
+        raise LoadError(f"{gguf.path}: {name} {list(tensor.shape)} has no even number of rows for gate and up")
+    size = (tensor.end - tensor.begin) // (count * parts)
     begins = range(tensor.begin, tensor.end, size)
-    return [GgufTensor(tensor.type, tensor.shape[1:], tensor.file, begin, begin + size) for begin in begins]
+    shape = (rows // parts, columns)
+    return [GgufTensor(tensor.type, shape, tensor.file, begin, begin + size) for begin in begins]
 
 
 def _entry(gguf: Gguf, name: str, known: str, tensor: GgufTensor) -> Entry:

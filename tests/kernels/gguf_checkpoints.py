@@ -27,7 +27,7 @@ NAMES = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.experts.down_proj": "ffn_down_exps", "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
 }  # fmt: skip
 ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}  # where config.json has another name
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
@@ -58,9 +58,13 @@ def save_gguf(
     type_of: Callable[[str], Type],
     *,
     kept: tuple[str, ...] = KEPT,
+    fuses_experts: bool = False,
     change: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> dict[str, torch.Tensor]:
-    """Write the file; the gguf package's own dequantisation of its tensors, by the names of the source."""
+    """Write the file; the gguf package's own dequantisation of its tensors, by the names of the source.
+
+    With `fuses_experts` the gate and up of experts as `--fuse-gate-up-exps` writes them.
+    """
     config = json.loads((source / "config.json").read_text())
     architecture, heads, kv_heads = (
         ARCHITECTURES.get(config["model_type"], config["model_type"]),
@@ -89,6 +93,7 @@ def save_gguf(
     change(writer)
     read: dict[str, torch.Tensor] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
+    halves: dict[str, dict[str, np.ndarray]] = {}
     for number, (name, tensor) in enumerate(load_file(source / "model.safetensors").items()):
         values = tensor.float().numpy()
         kind = type_of(name) if values.ndim == 2 and not name.endswith(kept) else Type.F32
@@ -107,7 +112,15 @@ def save_gguf(
         stack[int(of_expert[2])] = data
         if len(stack) == num_experts:
             whole = np.stack([stack[expert] for expert in range(num_experts)])
-            writer.add_tensor(gguf_name(of_expert[1] + of_expert[3]), whole, raw_dtype=kind)
+            part = of_expert[3]
+            if fuses_experts and part != "down_proj.weight":
+                both = halves.setdefault(of_expert[1], {})
+                both[part] = whole
+                if len(both) < 2:
+                    continue
+                part = "gate_up_proj.weight"
+                whole = np.concatenate([both["gate_proj.weight"], both["up_proj.weight"]], axis=1)
+            writer.add_tensor(gguf_name(of_expert[1] + part), whole, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

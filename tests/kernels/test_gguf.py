@@ -169,6 +169,26 @@ def test_native_kernels_hold_the_same_weights(name: str, tmp_path: Path) -> None
         torch.testing.assert_close(found, expected, rtol=2**-21, atol=2**-20 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize(("shape", "kind"), [(QWEN2_MOE, Type.BF16), (QWEN3_MOE, Type.Q4_K), (QWEN3_MOE, Type.Q8_0)])
+def test_gate_and_up_of_experts_in_one_tensor_are_what_they_are_apart(shape: Shape, kind: Type, tmp_path: Path) -> None:
+    source = save_checkpoint(shape, tmp_path / "source")
+    loaded = []
+    for fuses_experts in (False, True):
+        path = tmp_path / f"{fuses_experts}.gguf"
+        save_gguf(source, path, only(kind), fuses_experts=fuses_experts)
+        checkpoint = Checkpoint(path)
+        rows = {name: torch.empty(checkpoint.entries[name].shape) for name in checkpoint.entries}
+        for name, out in rows.items():
+            checkpoint.read_into(name, out)
+        checkpoint.close()
+        loaded.append(rows)
+    apart, fused = loaded
+    assert set(apart) == set(fused)
+    assert "blk.0.ffn_gate_up_exps.weight" in read_gguf(tmp_path / "True.gguf").tensors
+    for name, expected in apart.items():
+        assert torch.equal(fused[name], expected), name
+
+
 @pytest.mark.skipif(not NATIVE, reason="there are no native kernels here")
 def test_a_router_in_codes_is_widened_as_its_product_must_round_no_activations(tmp_path: Path) -> None:
     source = save_checkpoint(QWEN3_MOE, tmp_path / "source")
@@ -333,7 +353,11 @@ FEW = (("num_experts", 5), ("num_experts_per_tok", 2), ("moe_intermediate_size",
         (lambda w: w.add_expert_group_count(4), "qwen3moe.expert_group_count 4 is not supported, only 0"),
         (
             lambda w: w.add_tensor("blk.0.ffn_gate_up_exps.weight", np.zeros((5, 64, 64), np.float32)),
-            "blk.0.ffn_gate_up_exps.weight holds gate and up in one tensor, which is not supported, only apart",
+            "blk.0.ffn_gate_exps.weight holds gate_proj of experts, which another tensor holds",
+        ),
+        (
+            lambda w: w.add_tensor("blk.0.ffn_gate_up_exps.weight", np.zeros((5, 63, 64), np.float32)),
+            "blk.0.ffn_gate_up_exps.weight [5, 63, 64] has no even number of rows for gate and up",
         ),
         (
             lambda w: w.add_tensor("model.layers.0.mlp.experts.1.up_proj.weight", np.zeros((32, 64), np.float32)),
