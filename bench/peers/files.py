@@ -1,4 +1,4 @@
-"""A checkpoint in the forms that peers read: GGUF for llama.cpp and OpenVINO, W8A8 of compressed-tensors for vLLM.
+"""A checkpoint in the forms that peers read: GGUF for llama.cpp and OpenVINO, compressed-tensors for vLLM.
 
 Made once and kept beside the checkpoints of the benchmarks. Speed is what they are for: weights are rounded to the
 nearest, without the calibration that quality would ask for. Of GGUF, the kinds in groups of 256 (Q4_K_M) need
@@ -21,9 +21,10 @@ from torch import Tensor
 
 from novainfer.kernels.models.config import ModelConfig
 from novainfer.kernels.models.registry import read_config
+from novainfer.kernels.ops.grouped import INT4_GROUP_SIZES, rounded_to_int4
 from novainfer.kernels.ops.quantised import quantised
 
-__all__ = ["GGUF_KINDS", "FileError", "make_gguf", "make_w8a8"]
+__all__ = ["GGUF_KINDS", "FileError", "make_gguf", "make_w4a16", "make_w8a8"]
 
 GGUF_KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M")
 ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
@@ -143,37 +144,81 @@ def _gguf_name(name: str) -> str:
 
 def make_w8a8(model_dir: Path, out_dir: Path) -> Path:
     """`model_dir` as compressed-tensors has it: int8 weights by row, activations by token as they come; head whole."""
+
+    def parts(name: str, weight: Tensor) -> dict[str, Tensor]:
+        codes, scale = quantised(weight)
+        return {name: codes, f"{name}_scale": scale[:, None].to(torch.float32)}
+
+    whole = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "weights": whole | {"strategy": "channel", "dynamic": False},
+        "input_activations": whole | {"strategy": "token", "dynamic": True},
+    }
+    return _make_compressed(model_dir, out_dir, "int-quantized", group, parts)
+
+
+def make_w4a16(model_dir: Path, out_dir: Path) -> Path:
+    """Likewise with weights in symmetric codes of 4 bits, in the largest groups that divide all, and activations whole.
+
+    Of `--quantization int4` these are the groups, too, where they divide all products. Raises `FileError` where none do.
+    """
+    widths = {tensor.shape[1] for name, tensor in _tensors(model_dir) if _is_product(name, tensor)}
+    size = next((size for size in INT4_GROUP_SIZES if not any(width % size for width in widths)), None)
+    if size is None:
+        raise FileError(f"no group of {INT4_GROUP_SIZES} features divides all of {sorted(widths)}")
+
+    def parts(name: str, weight: Tensor) -> dict[str, Tensor]:
+        stem, rows = name.removesuffix(".weight"), len(weight)
+        rounded = rounded_to_int4(weight.reshape(-1, size))
+        return {
+            f"{stem}.weight_packed": packed_words(rounded.codes.view(rows, -1)),
+            f"{stem}.weight_scale": rounded.scale.view(rows, -1).to(torch.bfloat16),
+            f"{stem}.weight_shape": torch.tensor(weight.shape),
+        }
+
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": size}
+    group = {"weights": weights | {"dynamic": False}, "input_activations": None}
+    return _make_compressed(model_dir, out_dir, "pack-quantized", group, parts)
+
+
+def packed_words(codes: Tensor) -> Tensor:
+    """int8 [N, K] of 0 to 15 -> int32 [N, K / 8]: eight to a word, the first in the lowest bits."""
+    words = (codes.view(len(codes), -1, 8).long() << torch.arange(0, 32, 4)).sum(2)
+    return torch.where(words < 2**31, words, words - 2**32).int()
+
+
+def _make_compressed(
+    model_dir: Path,
+    out_dir: Path,
+    layout: str,
+    group: dict[str, Any],
+    parts: Callable[[str, Tensor], dict[str, Tensor]],
+) -> Path:
+    """A checkpoint whose layers' products are what `parts` makes of them, unless it is there."""
     if (out_dir / "config.json").exists():
         return out_dir
     out_dir.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, tensor in _tensors(model_dir):
-        if tensor.ndim == 2 and name.startswith("model.layers."):
-            codes, scale = quantised(tensor)
-            tensors[name], tensors[f"{name}_scale"] = codes, scale[:, None].to(torch.float32)
-        else:
-            tensors[name] = tensor
+        tensors |= parts(name, tensor) if _is_product(name, tensor) else {name: tensor}
     _made(out_dir / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
     for file in model_dir.iterdir():
         if file.suffix == ".json" and file.name not in ("config.json", "model.safetensors.index.json"):
             (out_dir / file.name).write_bytes(file.read_bytes())
     config = json.loads((model_dir / "config.json").read_text())
-    whole = {"num_bits": 8, "type": "int", "symmetric": True}
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized",
+        "format": layout,
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": whole | {"strategy": "channel", "dynamic": False},
-                "input_activations": whole | {"strategy": "token", "dynamic": True},
-            }
-        },
+        "config_groups": {"group_0": {"targets": ["Linear"], **group}},
     }
     (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")  # the last file that is written
     return out_dir
+
+
+def _is_product(name: str, tensor: Tensor) -> bool:
+    return tensor.ndim == 2 and name.startswith("model.layers.")
 
 
 def _tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:

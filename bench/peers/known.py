@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from novainfer.bench.peers.child import Task
-from novainfer.bench.peers.files import make_gguf, make_w8a8
+from novainfer.bench.peers.files import make_gguf, make_w4a16, make_w8a8
 
 __all__ = [
     "OURS",
@@ -114,6 +114,10 @@ def _w8a8(place: Place, _: str) -> str:
     return str(make_w8a8(place.model_dir, place.forms / "w8a8"))
 
 
+def _w4a16(place: Place, _: str) -> str:
+    return str(make_w4a16(place.model_dir, place.forms / "w4a16"))
+
+
 def _gguf(kind: str) -> Callable[[Place, str], str]:
     return lambda place, where: place.gguf(kind, where)
 
@@ -163,7 +167,7 @@ PEERS: Mapping[str, Kind] = {
         "run_vllm",
         "vllm",
         None,
-        {"bf16": ("bf16", _as_it_is), "int8": ("W8A8", _w8a8)},
+        {"bf16": ("bf16", _as_it_is), "int8": ("W8A8", _w8a8), "int4": ("W4A16", _w4a16)},
         _vllm_server,
         _vllm_environment,
     ),

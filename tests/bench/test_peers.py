@@ -31,7 +31,9 @@ from novainfer.bench.serve import W5
 from novainfer.bench.statistic import Timeline
 from novainfer.bench.worker import Child, ChildError, Memory, Result, Task
 from novainfer.bench.workload import LONG, TRAFFIC, WORKLOADS, scaled
+from novainfer.kernels.ops.grouped import GroupedWeight, rounded_to_int4
 from novainfer.kernels.ops.quantised import quantised
+from novainfer.kernels.weights.checkpoint import Checkpoint
 from novainfer.kernels.weights.gguf import read_gguf
 from tests.bench.test_offline import CONFIG, command
 
@@ -423,6 +425,27 @@ def test_a_checkpoint_of_compressed_tensors_holds_the_same_weights_rounded(
         assert torch.equal(new.get_tensor(f"{name}_scale")[:, 0], scale)
         assert torch.equal(new.get_tensor("model.embed_tokens.weight"), old.get_tensor("model.embed_tokens.weight"))
         assert set(old.keys()) < set(new.keys())
+
+
+def test_a_checkpoint_of_4_bits_is_read_as_what_it_was_rounded_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny(tmp_path, monkeypatch)
+    made = files.make_w4a16(source, tmp_path / "w4a16")
+    checkpoint = Checkpoint(made)
+    with safe_open(source / "model.safetensors", "pt") as old:
+        for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+            weight = old.get_tensor(name)
+            rounded = rounded_to_int4(weight.view(-1, 32))  # which divides 160 features, too
+            scale = rounded.scale.bfloat16().float()  # as it is kept
+            expected = GroupedWeight(4, 32, rounded.codes, scale, -8 * scale).widened().view(weight.shape)
+            found = torch.empty(expected.shape)
+            checkpoint.read_into(name, found)
+            assert torch.equal(found, expected)
+        embedding = torch.empty(old.get_tensor("model.embed_tokens.weight").shape, dtype=torch.bfloat16)
+        checkpoint.read_into("model.embed_tokens.weight", embedding)
+        assert torch.equal(embedding, old.get_tensor("model.embed_tokens.weight"))
+    checkpoint.close()
 
 
 def test_a_gguf_file_holds_the_same_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
