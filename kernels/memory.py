@@ -24,7 +24,6 @@ __all__ = [
     "lazy_zeros",
     "page_locked_zeros",
     "release_code_pages",
-    "release_freed_pages",
     "use_huge_pages",
 ]
 
@@ -162,13 +161,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
-
-
-def release_freed_pages() -> None:
-    """Give pages that the C heap has freed back to the system, so that loading leaves nothing resident."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # musl has no malloc_trim
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def release_code_pages() -> None:

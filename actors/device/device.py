@@ -1,8 +1,8 @@
 """What a device must be able to do, and the one that runs a model.
 
 Everything here is called from the device's thread, but for `Flight`. A device knows plans, not requests;
-`novainfer.kernels` knows tensors. This is the only file of the actors that touches the kernels, and it loads them (and
-torch) on first use.
+`novainfer.kernels` knows tensors. This is the only file of the actors that touches the kernels, and it loads what of
+them needs torch (and torch) on first use.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from novainfer.actors.device.sampling_defaults import sampling_defaults
 from novainfer.fsm.messages.errors import NovaInferError
 from novainfer.fsm.messages.mode import AUTO, CHECKPOINT, Mode
 from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.kernels.heap import keep_for_steps, keep_little, release_freed_pages
 
 if TYPE_CHECKING:
     from novainfer.kernels.runtime.runner import Flight as KernelFlight
@@ -158,11 +159,12 @@ class ModelDevice:
 
     def load(self, precision: str | None = None) -> dict[str, Any]:
         """Import torch and the kernels, and read the weights."""
-        from novainfer.kernels.memory import release_freed_pages
         from novainfer.kernels.runtime.runner import ModelRunner
         from novainfer.kernels.threads import threads_in_use
 
         s = self._settings
+        if s.device == "cpu":
+            keep_little()
         if self._runner is not None:
             self.close()
             self.reclaim()
@@ -236,7 +238,7 @@ class ModelDevice:
         Where they, or CUDA graphs, find no memory beside a cache that was fitted to what is there, it is fitted again
         with less, three times at most: then the answer gives the number of blocks, too.
         """
-        from novainfer.kernels.memory import release_code_pages, release_freed_pages
+        from novainfer.kernels.memory import release_code_pages
 
         found: dict[str, Any] = {}
         for eighths in FEWER_EIGHTHS:
@@ -252,6 +254,7 @@ class ModelDevice:
         if self._settings.device == "cpu":
             release_freed_pages()
             release_code_pages()
+            keep_for_steps()
         return found
 
     def _fit_less(self, eighths: int, error: Exception) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def make_w8a8(model_dir: Path, out_dir: Path) -> Path:
 def make_w4a16(model_dir: Path, out_dir: Path) -> Path:
     """Likewise with weights in symmetric codes of 4 bits, in the largest groups that divide all, and activations whole.
 
-    Of `--quantization int4` these are the groups, too, where they divide all products. Raises `FileError` where none do.
+    They are those of `--quantization int4`, where those divide all products. Raises `FileError` where none do.
     """
     widths = {tensor.shape[1] for name, tensor in _tensors(model_dir) if _is_product(name, tensor)}
     size = next((size for size in INT4_GROUP_SIZES if not any(width % size for width in widths)), None)

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from novainfer.fsm.messages.mode import CHECKPOINT, EAGER, FAST, PLAIN, PRECISIONS, SDPA, Mode
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.memory import free_bytes, is_out_of_memory, release_freed_pages
+from novainfer.kernels.heap import release_freed_pages
+from novainfer.kernels.memory import free_bytes, is_out_of_memory
 from novainfer.kernels.models.config import ModelConfig
 from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.ops.forward import PRODUCTS, DecoderKind, LayerKind

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from novainfer.kernels.errors import LoadError
-from novainfer.kernels.memory import free_bytes, is_out_of_memory, lazy_zeros, release_freed_pages
+from novainfer.kernels.heap import release_freed_pages
+from novainfer.kernels.memory import free_bytes, is_out_of_memory, lazy_zeros
 from novainfer.kernels.models.angles import rope_table
 from novainfer.kernels.models.config import ModelConfig, TensorSpec
 from novainfer.kernels.models.decoder import Decoder, Embedding

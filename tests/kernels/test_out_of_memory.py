@@ -30,7 +30,8 @@ import faulthandler, resource, sys
 from pathlib import Path
 import torch
 from novainfer.fsm.messages.step import SeqParams, StepPlan
-from novainfer.kernels.memory import is_out_of_memory, release_freed_pages
+from novainfer.kernels.heap import release_freed_pages
+from novainfer.kernels.memory import is_out_of_memory
 from novainfer.kernels.runtime.runner import ModelRunner
 
 faulthandler.enable()
