@@ -24,8 +24,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory stays short or kernels fail. `kernels` names, for each operation, the implementations of the first;
     `failed_kernels` says of others, by operation and name, how their self-test failed at the load: they should have
     been in use here, and something is wrong with them on this machine. `num_threads` is theirs on the CPU, 0 where it
-    is not known. A step computes for at most `max_num_seqs` requests. `prompt_kind` is the most that a prompt can be:
-    `chat`; `text`, where there is no chat template; `token_ids`, where there is no tokenizer. `memory` says what a
+    is not known. `kv_cache_dtype` and `enable_prefix_caching` are what was asked for. A step computes for at most
+    `max_num_seqs` requests. `prompt_kind` is the most that a prompt can be: `chat`; `text`, where there is no chat template; `token_ids`, where there is no tokenizer. `memory` says what a
     GPU's is used for, in bytes: `total_bytes`, `model_bytes` (weights and buffers), the peak of `activation_bytes`,
     `graph_bytes`, `other_bytes` (outside torch), `kv_cache_bytes`, `free_bytes`. On a CPU, and where the number of KV
     blocks was fixed, it is empty. `step_costs` are (tokens, milliseconds) of a step, as measured at the start or at the
@@ -48,6 +48,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     modes: tuple[Mode, ...] = (Mode(),)
     sampling_defaults: dict[str, Any] = {}
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
     max_num_seqs: int = 256
     num_threads: int = 0
     memory: dict[str, int] = {}
@@ -76,6 +78,8 @@ def model_info(
         modes=ready.modes,
         sampling_defaults=dict(ready.facts.get("sampling_defaults", {})),
         block_size=config.block_size,
+        kv_cache_dtype=config.kv_cache_dtype,
+        enable_prefix_caching=config.enable_prefix_caching,
         max_num_seqs=config.max_num_seqs,
         num_threads=int(ready.facts.get("num_threads", 0)),
         memory=dict(ready.facts.get("memory", {})),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import msgspec
@@ -17,6 +18,7 @@ from novainfer.server.anthropic.replies import AnsweredMessage, TokenCount
 from novainfer.server.guard import Guard
 from novainfer.server.http.errors import one_of
 from novainfer.server.http.shapes import AnthropicErrorBody
+from novainfer.server.keys.ring import METRICS_PATH
 from novainfer.server.openai import tokens
 from novainfer.server.openai.chat import create_chat_completion
 from novainfer.server.openai.completions import create_completion
@@ -31,7 +33,7 @@ from novainfer.server.operate.openapi import Endpoint, build_openapi
 from novainfer.server.operate.reconfigure import Configuration, Reconfiguration, reconfigure
 from novainfer.server.service import Service
 
-GENERATION = (400, 401, 404, 408, 413, 415, 429, 500, 503)  # how a request for tokens may be refused
+GENERATION = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)  # how a request for tokens may be refused
 ANSWERS = ("application/json", "text/event-stream")  # whole, or streamed
 STATE = {"state": f"only those in this state: {one_of(REQUEST_STATES)}", "limit": "at most so many"}
 
@@ -43,6 +45,10 @@ _ready = partial(
     errors=(503,),
     is_public=True,
 )
+
+METRICS = Endpoint(
+    *("GET", METRICS_PATH, info.metrics, "Prometheus metrics", None), errors=(401,), media_types=("text/plain",),
+)  # fmt: skip
 
 ROUTES: tuple[Endpoint, ...] = (
     Endpoint(
@@ -79,7 +85,7 @@ ROUTES: tuple[Endpoint, ...] = (
     ),
     Endpoint("GET", "/tokenizer_info", tokens.tokenizer_info, "What the tokenizer is", TokenizerInfo),
     Endpoint("GET", "/v1/models", info.list_models, "List the models", info.ModelList),
-    Endpoint("GET", "/v1/models/{model:path}", info.get_model, "One model", info.Model, errors=(401, 404, 503)),
+    Endpoint("GET", "/v1/models/{model:path}", info.get_model, "One model", info.Model, errors=(401, 403, 404, 503)),
     Endpoint(
         *("POST", "/v1/requests/{request_id:path}/cancel", info.cancel_request, "Cancel a request", info.Cancelled),
         errors=(401, 404, 503),
@@ -133,9 +139,7 @@ ROUTES: tuple[Endpoint, ...] = (
     *(_ready("GET", path) for path in ("/health", "/healthz", "/readyz", "/ping")),
     _ready("POST", "/ping"),
     Endpoint("GET", "/livez", info.live, "Does everything move?", info.Alive, errors=(503,), is_public=True),
-    Endpoint(
-        *("GET", "/metrics", info.metrics, "Prometheus metrics", None), errors=(401,), media_types=("text/plain",),
-    ),
+    METRICS,
     Endpoint("GET", "/load", info.load, "How many requests are here", info.Load),
     Endpoint("GET", "/server_info", info.server_info, "What is served, and how", info.ServerInfo),
     Endpoint("GET", "/version", info.version, "Version", info.Version),
@@ -157,10 +161,19 @@ def create_app(service: Service) -> ASGIApp:
         Endpoint("GET", "/openapi.json", openapi, "This document", None),
         Endpoint("GET", "/docs", docs, "The same as a page", None, is_public=True),
     )
+    return Guard(*_routed(service, (*ROUTES, *about)))
+
+
+def create_metrics_app(service: Service) -> ASGIApp:
+    """The app of `--metrics-port`: `/metrics` of `service`, without a key, and nothing else."""
+    return Guard(*_routed(service, (METRICS,)), needs_keys=False)
+
+
+def _routed(service: Service, endpoints: Iterable[Endpoint]) -> tuple[Router, Service, dict[object, str]]:
     labels: dict[object, str] = {}
     routes = []
-    for endpoint in (*ROUTES, *about):
+    for endpoint in endpoints:
         handler = partial(endpoint.handler, service)
         labels[handler] = endpoint.name
         routes.append(Route(endpoint.path, handler, methods=[endpoint.method], name=endpoint.path))
-    return Guard(Router(routes, redirect_slashes=False), service, labels)
+    return Router(routes, redirect_slashes=False), service, labels

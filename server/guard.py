@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from novainfer import NovaInferError
 from novainfer.server.http.errors import (
+    AuthenticationError,
     MethodNotAllowed,
     PathNotFound,
     error_headers,
@@ -34,10 +35,13 @@ CLIENT_GONE_STATUS = 499  # nginx's; for the log and the metrics only
 class Guard:
     """ASGI app around the router."""
 
-    def __init__(self, router: ASGIApp, service: Service, labels: Mapping[object, str]) -> None:
+    def __init__(
+        self, router: ASGIApp, service: Service, labels: Mapping[object, str], *, needs_keys: bool = True
+    ) -> None:
         self._router = router
         self._service = service
         self._labels = labels  # endpoint -> path template, for the metrics
+        self._needs_keys = needs_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -100,14 +104,19 @@ class Guard:
 
     async def _admit(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
         refusal: NovaInferError | None = None
+        service = self._service
         try:
-            exchange.viewer = self._service.keys.identify(scope)
+            if self._needs_keys:
+                await service.keys.refresh()
+                exchange.viewer = viewer = service.keys.identify(scope)
+                exchange.rate_limits = lambda: service.quotas.headers(viewer.owner)
             if scope["method"] == "POST":
                 check_content_type(scope)
         except NovaInferError as error:
             refusal = error
-        settings = self._service.settings
-        bytes_max = 0 if refusal is not None else self._service.body_bytes_max
+            service.metrics.unknown_keys += isinstance(error, AuthenticationError)
+        settings = service.settings
+        bytes_max = 0 if refusal is not None else service.body_bytes_max
         try:
             body = await read_body(receive, bytes_max=bytes_max, timeout_s=settings.body_timeout_s)
             if scope["method"] == "POST":

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -24,7 +25,7 @@ from pathlib import Path
 import hypercorn.asyncio
 
 from novainfer import EngineDead, InvalidParameter
-from novainfer.server.app import create_app
+from novainfer.server.app import create_app, create_metrics_app
 from novainfer.server.engine import ServedEngine
 from novainfer.server.http import connection, http1, http2
 from novainfer.server.http.connection import HttpConfig
@@ -73,21 +74,49 @@ class Server:
         self.ready = asyncio.Event()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._config: HttpConfig | None = None
+        self._reading: asyncio.Task[None] | None = None  # of the keys, for a SIGHUP
         self._certificate = self._find_certificate()
         if settings.otlp_traces_endpoint is not None:
             self.service.tracing = Tracing(settings.otlp_traces_endpoint, self.service.version)
-        self._sock = bind(settings)
+        self._sock = bind(settings, settings.port)
         self.port: int = self._sock.getsockname()[1]
+        self._metrics_sock: socket.socket | None = None
+        self.metrics_port: int | None = None
+        if settings.metrics_port is not None:
+            try:
+                self._metrics_sock = bind(settings, settings.metrics_port, field="metrics_port")
+            except InvalidParameter:
+                self._sock.close()
+                raise
+            self.metrics_port = self._metrics_sock.getsockname()[1]
         self.service.address = (settings.host, self.port)
 
     @property
     def url(self) -> str:
         """Where a client on this machine reaches the server."""
         has_tls = self.settings.self_signed or self.settings.ssl_certfile is not None
+        return f"{'https' if has_tls else 'http'}://{self._host}:{self.port}"
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Where `/metrics` needs no key, where it has a port of its own."""
+        return None if self.metrics_port is None else f"http://{self._host}:{self.metrics_port}/metrics"
+
+    @property
+    def _host(self) -> str:
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.settings.host, self.settings.host)
-        if ":" in host and not host.startswith("["):
-            host = f"[{host}]"
-        return f"{'https' if has_tls else 'http'}://{host}:{self.port}"
+        return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+    def reload(self) -> None:
+        """Read again what files say: the certificate, and the keys. Requests that run go on."""
+        if self.service.keys.has_file:
+            self._reading = asyncio.create_task(self._read_keys())
+        if self.settings.ssl_certfile is not None or not self.service.keys.has_file:
+            self.reload_certificate()
+
+    async def _read_keys(self) -> None:
+        await self.service.keys.refresh(always=True)
+        log.info("%s was read again", self.settings.keys_file)
 
     def reload_certificate(self) -> None:
         """Read the certificate's files again, for connections to come; what cannot be used is told, and not used."""
@@ -111,29 +140,40 @@ class Server:
         http1.install()
         http2.install()
 
+        num_listening = 0
+
         async def until_closed() -> None:
-            self.is_listening.set()
+            nonlocal num_listening
+            num_listening += 1
+            if num_listening == len(listeners):
+                self.is_listening.set()
             await close_http.wait()
 
         def is_warm() -> None:
             config.count_descriptors()
             on_ready()
 
-        app = create_app(self.service)
-        http = asyncio.create_task(
-            hypercorn.asyncio.serve(app, config, shutdown_trigger=until_closed)  # type: ignore[arg-type]
-        )
+        listeners = [(create_app(self.service), config)]
+        if self._metrics_sock is not None:
+            metrics_config = hypercorn_config(self.settings, self._metrics_sock, None)
+            listeners.append((create_metrics_app(self.service), metrics_config))
+        http = {
+            asyncio.create_task(hypercorn.asyncio.serve(app, its, shutdown_trigger=until_closed))  # type: ignore[arg-type]
+            for app, its in listeners
+        }
         try:
             await self._run_engine(make_engine, is_warm)
         finally:
             self.service.is_draining = True
             self.service.end_feeds()
             close_http.set()
-            await asyncio.wait({http}, timeout=FLUSH_TIMEOUT_S)
-            config.abort_connections()  # of clients that do not read what is there for them
-            await asyncio.wait({http}, timeout=FLUSH_TIMEOUT_S)
-            http.cancel()
-            await asyncio.gather(http, return_exceptions=True)
+            await asyncio.wait(http, timeout=FLUSH_TIMEOUT_S)
+            for _, its in listeners:
+                its.abort_connections()  # of clients that do not read what is there for them
+            await asyncio.wait(http, timeout=FLUSH_TIMEOUT_S)
+            for task in http:
+                task.cancel()
+            await asyncio.gather(*http, return_exceptions=True)
             if self.service.engine is not None:
                 await self.service.engine.aclose()
             if (tracing := self.service.tracing) is not None:
@@ -217,11 +257,12 @@ def ready_line(server: Server, elapsed_s: float) -> str:
     assert engine is not None, "ready without an engine"
     name = engine.model_info.name
     options = " -k" if server.settings.self_signed else ""
-    key = " \\\n    -H 'authorization: Bearer KEY'" if server.settings.api_keys else ""
+    key = " \\\n    -H 'authorization: Bearer KEY'" if server.service.keys.are_needed else ""
+    metrics = f"metrics at {server.metrics_url}\n" if server.metrics_url is not None else ""
     path, ask = EXAMPLES[engine.model_info.prompt_kind]
     return (
         f"NovaInfer {server.service.version} serves {name} at {server.url} (ready in {elapsed_s:.1f} s)\n"
-        f"{about(engine)}\n"
+        f"{about(engine)}\n{metrics}"
         f"  curl -N{options} {server.url}{path} -H 'content-type: application/json'{key} \\\n"
         f'    -d \'{{"model": "{name}", "stream": true, {ask}}}\''
     )
@@ -241,7 +282,8 @@ def _stop_on_signals(server: Server) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    # Without a certificate a terminal that is closed ends its server, as ever; a service manager has no terminal.
-    if server.settings.ssl_certfile is not None or systemd.SOCKET_VARIABLE in os.environ:
-        loop.add_signal_handler(signal.SIGHUP, server.reload_certificate)
+    # Else a terminal that is closed ends its server, as ever; a service manager has no terminal.
+    reads_files = server.settings.ssl_certfile is not None or server.service.keys.has_file
+    if reads_files or systemd.SOCKET_VARIABLE in os.environ:
+        loop.add_signal_handler(signal.SIGHUP, server.reload)
     dump_on_signal(server.service, loop)

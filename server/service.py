@@ -13,11 +13,13 @@ from novainfer.fsm.parsing.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, 
 from novainfer.inspection import Subscription
 from novainfer.server.directory import RequestDirectory
 from novainfer.server.engine import ServedEngine
-from novainfer.server.http.access import Keys
 from novainfer.server.http.clients import Clients, Unread
-from novainfer.server.http.errors import ModelLoading
+from novainfer.server.http.errors import ModelLoading, PermissionDenied
+from novainfer.server.http.exchange import Viewer
 from novainfer.server.http.origins import Origins
 from novainfer.server.http.turns import BodyTurns
+from novainfer.server.keys.quotas import Quotas
+from novainfer.server.keys.ring import KeyRing
 from novainfer.server.metrics import Metrics
 from novainfer.server.settings import ServerSettings
 from novainfer.server.tracing import Tracing
@@ -40,7 +42,8 @@ class Service:
     def __init__(self, engine: ServedEngine | None, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
-        self.keys = Keys(settings.api_keys, settings.admin_key)
+        self.keys = KeyRing(settings)
+        self.quotas = Quotas(self.keys)
         self.origins = Origins(settings.allowed_origins)
         self.metrics = Metrics()
         self.live = RequestDirectory()
@@ -80,9 +83,20 @@ class Service:
         for subscription in feeds:
             subscription.end()
 
-    def check_model(self, name: str | None) -> None:
-        """Raise `ModelNotFound` unless `name` is the served model (or left out, as there is only one)."""
+    def may_use(self, viewer: Viewer, model: str) -> bool:
+        """Whether the requests of this key may name `model`."""
+        record = self.keys.record(viewer.owner)
+        return record is None or record.may_use(model)
+
+    def check_model(self, name: str | None, viewer: Viewer) -> None:
+        """Raise `ModelNotFound` unless `name` is the served model (or left out, as there is only one).
+
+        Raises `PermissionDenied` where this key may not use it; of other models it hears nothing.
+        """
         served = self.ready_engine().model_info.name
+        if not self.may_use(viewer, name if name is not None else served):
+            message = f"The key {viewer.name} may not use the model {name if name is not None else served!r}"
+            raise PermissionDenied(f"{message}: GET /v1/models lists those that it may", param="model")
         if name is not None and name != served:
             raise ModelNotFound(
                 f"The model {name!r} is not served here: use {served!r} (GET /v1/models lists it)", param="model"

@@ -55,6 +55,18 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     admin_key: Annotated[
         str | None, says(ACCESS, "A key that sees and cancels all requests, and may inject faults.")
     ] = None
+    keys_file: Annotated[
+        Path | None,
+        says(
+            ACCESS,
+            "A file of keys with limits, as `novainfer keys` writes it; requests need one of them, or an API key, then.",
+        ),
+    ] = None
+    metrics_port: Annotated[
+        int | None, says(ACCESS, "A port for /metrics alone, without a key or TLS; 0 takes a free one.", unset="none")
+    ] = None
+    metrics_public: Annotated[bool, says(ACCESS, "Let /metrics be read without a key at the server's own port.")] = False
+    metrics_compat: Annotated[bool, says(ACCESS, "Add the names to /metrics that older versions of vLLM had.")] = False
     allowed_origins: Annotated[
         tuple[str, ...],
         says(
@@ -149,6 +161,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_types(self)
         if not 0 <= self.port <= 65535:
             raise InvalidParameter(f"port must be between 0 and 65535, not {self.port}", param="port")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            message = f"metrics_port must be between 0 and 65535, not {self.metrics_port}"
+            raise InvalidParameter(message, param="metrics_port")
+        if self.metrics_port and self.metrics_port == self.port:
+            raise InvalidParameter("metrics_port must be another port than that of requests", param="metrics_port")
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if isinstance(value, float) and math.isnan(value):

@@ -242,13 +242,12 @@ class Inspector(Observer):
         cache = planner.cache
         pool = cache.statistics()
         blocks: Counter[str] = Counter(free=pool.num_free, cached=pool.num_cached)
-        seen = bytearray(pool.num_blocks)
+        seen: set[int] = set()  # of a block with several owners the first one's state counts
         for request in self._owners():
-            state = "ENDED" if request.ended else str(request.state)
-            for block in cache.table_of(request):
-                if not seen[block]:
-                    seen[block] = 1
-                    blocks[state] += 1
+            num_seen = len(seen)
+            seen.update(cache.table_of(request))
+            if len(seen) > num_seen:
+                blocks["ENDED" if request.ended else str(request.state)] += len(seen) - num_seen
         return KvRecord(
             block_size=planner.limits.block_size,
             total=pool.num_blocks,

@@ -7,6 +7,7 @@ import click
 from novainfer.bench.cli.all import run_all
 from novainfer.bench.cli.control import control
 from novainfer.bench.cli.cuda_compile import cuda_compile
+from novainfer.bench.cli.fairness import fairness
 from novainfer.bench.cli.gpu_check import gpu_check
 from novainfer.bench.cli.idle import idle
 from novainfer.bench.cli.make_checkpoint import make_checkpoint
@@ -31,6 +32,7 @@ for command in (
     run_all,
     control,
     cuda_compile,
+    fairness,
     gpu_check,
     idle,
     make_checkpoint,

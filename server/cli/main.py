@@ -31,6 +31,7 @@ COMMANDS = {
     "generate": ("novainfer.server.cli.generate:generate", "Answer a JSONL file of prompts with a JSONL file."),
     "doctor": ("novainfer.server.cli.doctor:doctor", "Say what this machine can do, and what stands in the way."),
     "bench": ("novainfer.bench.cli:bench", "Measure speed, beside the roofline and transformers."),
+    "keys": ("novainfer.server.cli.keys:keys", "Add, list and revoke the API keys of a server."),
     "replay": ("novainfer.server.cli.replay:replay_command", "Run a flight recorder's file again, without a model."),
     "simulate": ("novainfer.server.cli.simulate:simulate", "Run the scheduler under a seeded simulator with faults."),
 }
@@ -117,7 +118,8 @@ def flag_of(field: str) -> str:
     return _FLAGS.get(field) or f"--{field.replace('_', '-')}"
 
 
-_ARGUMENTS = ("model",)  # has five flags and an argument: its messages say "model" themselves
+# The first has five flags and an argument, the second is an argument of `keys`: their messages name them.
+_ARGUMENTS = ("model", "name")
 _RECORDS = (EngineConfig, ServerSettings, LogSettings)
 _SETTINGS = frozenset(name for record in _RECORDS for name in record.__struct_fields__)
 # Names with an underscore are no words; where one is part of a path it is no setting either.

@@ -50,6 +50,7 @@ MORE: dict[str, dict[str, Any]] = {
     "ssl_certfile": {"type": _PATH},
     "ssl_keyfile": {"type": _PATH},
     "api_keys": {"variables": ("NOVA_API_KEY",)},  # its old name
+    "keys_file": {"type": click.Path(dir_okay=False, path_type=Path)},
     "allowed_origins": {"metavar": "ORIGIN", "callback": _origins},
 }
 
@@ -91,7 +92,7 @@ def _client_limits(options: dict[str, Any], config: EngineConfig) -> dict[str, A
 
     An address may be a proxy's, so it has all while no other one is here, and more than a key has while others are.
     """
-    is_given, has_keys = options["max_client_reqs"] is not None, bool(options["api_keys"])
+    is_given, has_keys = options["max_client_reqs"] is not None, bool(options["api_keys"] or options["keys_file"])
     slots, room, tokens = config.max_num_seqs, config.max_num_queued_reqs, config.max_num_queued_tokens
     limits = {"client_tokens": tokens}
     if has_keys:

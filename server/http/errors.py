@@ -13,6 +13,8 @@ Errors that only HTTP can have extend the one tree of `novainfer` here:
     └── UnsupportedMediaType  415  the body is not declared as JSON
     ServerError
     ├── TooManyRequests       429  of this client; others are let in
+    │   └── RateLimited       429  of this key; after `retry_after_s` there is room
+    ├── QuotaSpent            429  the key has no tokens left for today
     ├── ModelLoading          503  the model is not loaded yet
     ├── NotMoving             503  an actor is stuck
     └── TooManyListeners      503  of the event feed
@@ -122,6 +124,28 @@ class TooManyRequests(ServerError):
     code = "too_many_requests"
 
 
+class RateLimited(TooManyRequests):
+    """This key has used what it may in a minute, or has as many live choices as it may."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QuotaSpent(ServerError):
+    """This key has no tokens left for today; a client that tries again within minutes does so in vain."""
+
+    status = 429
+    type = "insufficient_quota"
+    code = "insufficient_quota"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class ModelLoading(ServerError):
     """The model is not loaded and warm yet."""
 
@@ -136,6 +160,9 @@ class NotMoving(ServerError):
 
 class TooManyListeners(ServerError):
     """As many clients listen to the event feed as may."""
+
+
+KNOW_WHEN = (EngineOverloaded, RateLimited, QuotaSpent)  # to try again
 
 
 class ErrorDetail(msgspec.Struct):
@@ -181,9 +208,11 @@ def error_headers(error: Exception) -> Headers:
     elif isinstance(error, AuthenticationError):
         headers.append((b"www-authenticate", b"Bearer"))
     elif isinstance(error, ServerError) and error.status in (429, 503):
-        wait_s = error.retry_after_s if isinstance(error, EngineOverloaded) else RETRY_AFTER_S
+        wait_s = error.retry_after_s if isinstance(error, KNOW_WHEN) else RETRY_AFTER_S
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
         headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))))
+        if isinstance(error, QuotaSpent):
+            headers.append((b"x-should-retry", b"false"))
     elif isinstance(error, NEVER_RETRIED):
         headers.append((b"x-should-retry", b"false"))
     return headers

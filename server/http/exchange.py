@@ -23,11 +23,15 @@ ADMITTED_KEY = "nova.admitted"  # of the scope's state
 
 
 class Viewer(msgspec.Struct, frozen=True):
-    """What a key may do: its requests are marked with `owner`; it sees those of `sees`, or all if that is None."""
+    """What a key may do: its requests are marked with `owner`; it sees those of `sees`, or all if that is None.
+
+    `name` is what people call it, and what logs may hold.
+    """
 
     owner: str = ""
     sees: str | None = None
     is_admin: bool = False
+    name: str = ""
 
 
 class Admitted:
@@ -57,6 +61,7 @@ class Exchange:
         "method",
         "num_bytes",
         "path",
+        "rate_limits",
         "request_id",
         "started",
         "status",
@@ -81,6 +86,7 @@ class Exchange:
         self.body = b""
         self.viewer = Viewer()  # who asks; the guard finds out
         self.extra_headers: Sequence[tuple[bytes, bytes]] = ()  # what a page's browser wants to know
+        self.rate_limits: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple  # what the key may still use, then
         self.ignored = b""  # the value of x-nova-ignored-fields
         self.status = 0  # 0: no answer yet
         self.ended = False
@@ -118,6 +124,7 @@ class Exchange:
                 headers.append((b"request-id", self.request_id.encode("ascii")))
             headers.append((b"openai-processing-ms", b"%d" % elapsed_ms))
             headers.extend(self.extra_headers)
+            headers.extend(self.rate_limits())
             if self._is_last():
                 headers.append((b"connection", b"close"))
             if self.ignored:
@@ -150,10 +157,12 @@ class Exchange:
 
 def header(scope: Scope, name: bytes) -> bytes | None:
     """The first header called `name` (lower case), or None."""
-    for key, value in scope["headers"]:
-        if key.lower() == name:
-            return bytes(value)
-    return None
+    return next(iter(headers(scope, name)), None)
+
+
+def headers(scope: Scope, name: bytes) -> list[bytes]:
+    """All headers called `name` (lower case)."""
+    return [bytes(value) for key, value in scope["headers"] if key.lower() == name]
 
 
 def _request_id(scope: Scope) -> str:

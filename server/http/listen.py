@@ -24,9 +24,12 @@ DESCRIPTORS_MAX = 65_536  # asked for: more is a kernel's table, not a server's 
 REQUESTS_PER_CONNECTION_MAX = 1_000_000_000  # Hypercorn's own limit of 1000 silences streams in flight
 
 
-def bind(settings: ServerSettings) -> socket.socket:
-    """A listening socket; raises `InvalidParameter` in one sentence when the address cannot be had."""
-    host, port = settings.host.strip("[]"), settings.port
+def bind(settings: ServerSettings, port: int, *, field: str = "port") -> socket.socket:
+    """A socket that listens at `port`; raises `InvalidParameter` in one sentence when the address cannot be had.
+
+    `field` is the setting that the port comes from.
+    """
+    host = settings.host.strip("[]")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.create_server(
@@ -40,10 +43,10 @@ def bind(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise InvalidParameter(
-                f"port {port} of {host} is in use: choose another, or stop what listens there", param="port"
+                f"{field} {port} of {host} is in use: choose another, or stop what listens there", param=field
             ) from None
         raise InvalidParameter(
-            f"port {port} of {host} cannot be used: {os.strerror(error.errno or 0)}", param="port"
+            f"{field} {port} of {host} cannot be used: {os.strerror(error.errno or 0)}", param=field
         ) from None
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # A client that stopped reading is dropped by the kernel, whatever layer above waits for it.

@@ -21,7 +21,8 @@ _NAMES = re.compile(rb"[A-Za-z0-9_, -]*")
 # What openai-js and people read of an answer, beside its body.
 _EXPOSED = (
     b"openai-processing-ms, request-id, retry-after, retry-after-ms, x-nova-ignored-fields, x-novainfer-queue, "
-    b"x-request-id, x-should-retry"
+    b"x-ratelimit-limit-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, "
+    b"x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens, x-request-id, x-should-retry"
 )
 
 

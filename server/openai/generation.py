@@ -12,10 +12,20 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from novainfer import Delta, EngineOverloaded, InvalidParameter, SamplingParams
+from novainfer import (
+    Delta,
+    EngineOverloaded,
+    InvalidParameter,
+    NovaInferError,
+    ReaderStalled,
+    RequestCancelled,
+    RequestTimeout,
+    SamplingParams,
+)
 from novainfer.fsm.messages.params import DURATION_S_MAX
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange, is_printable_id
 from novainfer.server.http.turns import after
+from novainfer.server.keys.quotas import OPEN_ENDED_TOKENS
 from novainfer.server.openai.decode import OfModel, decode
 from novainfer.server.openai.merge import merge_deltas, turns_to_begin
 from novainfer.server.openai.reading import Reading
@@ -27,6 +37,7 @@ from novainfer.server.work import Work
 TIMEOUT_HEADER = "x-request-timeout-ms"
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")  # JSON's, and what C prints
 ADMISSION_TURNS = 2  # of the loop, until the first prompts' tasks have asked for admission
+BY_CLIENT = (RequestCancelled, RequestTimeout, ReaderStalled)  # what ends a request by its client's doing
 FIRST_DELTA_WAIT_S_MAX = 15.0  # then the stream begins without it, so that proxies and clients see life
 
 
@@ -61,7 +72,14 @@ class Generation:
         self.model = engine.model_info.name
         self.tally = Tally(len(prompts), params.n)
         self._waiting = dict(enumerate(engine.check_room(prompts, params)))  # prompt -> tokens, until its first delta
-        service.clients.enter(client, len(prompts), params.n, sum(self._waiting.values()))
+        num_waiting = sum(self._waiting.values())
+        num_wanted = num_waiting + self.num_choices * _tokens_wanted(params, engine.model_info.max_model_len)
+        self._hold = service.quotas.admit(owner, self.num_choices, num_wanted)
+        try:
+            service.clients.enter(client, len(prompts), params.n, num_waiting)
+        except NovaInferError:
+            self._hold.settle(0)
+            raise
         self._client = client
         self._live = service.live.open(prefix, wanted_id, len(prompts), owner)
         sources = [
@@ -165,8 +183,18 @@ class Generation:
         finally:
             self._tell(error)
             self._service.live.close(self._live)
-            self._service.clients.begin(self._client, sum(self._waiting.values()))
+            num_waiting = sum(self._waiting.values())
+            self._service.clients.begin(self._client, num_waiting)
             self._service.clients.leave(self._client, self.num_choices)
+            # Of a request that its client ended before its first token the prompts may have been computed.
+            num_left = num_waiting if not isinstance(error, Exception) or isinstance(error, BY_CLIENT) else 0
+            self._hold.settle(self.tally.prompt_tokens + self.tally.completion_tokens + num_left)
+
+
+def _tokens_wanted(params: SamplingParams, max_model_len: int) -> int:
+    """What one choice reserves of its key's tokens until it has ended."""
+    wanted = OPEN_ENDED_TOKENS if params.max_tokens is None else params.max_tokens
+    return min(wanted, max_model_len)
 
     def _tell(self, error: BaseException | None) -> None:
         """Leave in the record of the work what came of it."""
@@ -195,7 +223,7 @@ async def receive(service: Service, request: Request, kind: type[Body]) -> tuple
     waited_s = await service.turns.wait(exchange.client, len(exchange.body))
     body, ignored = decode(kind, exchange.take_body(), is_strict=service.settings.strict_fields)
     exchange.ignored = header_value(ignored)
-    service.check_model(body.model)
+    service.check_model(body.model, exchange.viewer)
     params = body.sampling_params(service.ready_engine().model_info.sampling_defaults)
     return exchange, body, after(with_deadline(params, request.headers), waited_s)
 

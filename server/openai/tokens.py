@@ -185,7 +185,7 @@ async def receive_for_tokens(service: Service, exchange: Exchange, kind: type[To
     await service.turns.wait(exchange.client, len(exchange.body))
     body, ignored = decode(kind, exchange.take_body(), is_strict=service.settings.strict_fields)
     exchange.ignored = header_value(ignored)
-    service.check_model(body.model)
+    service.check_model(body.model, exchange.viewer)
     return body
 
 

@@ -10,13 +10,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from novainfer import ModelInfo, ModelNotFound, RequestNotFound
+from novainfer import ModelInfo, RequestNotFound
 from novainfer.fsm.messages.mode import Mode
 from novainfer.server.engine import weights_in
 from novainfer.server.http.errors import NotMoving
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange
-from novainfer.server.metrics import CONTENT_TYPE
 from novainfer.server.openai.generation import ADMISSION_TURNS
+from novainfer.server.operate.exposition import CONTENT_TYPE
+from novainfer.server.operate.scrape import scrape
 from novainfer.server.service import Service
 
 SHOWN_SETTINGS = (
@@ -133,16 +134,17 @@ def _model(service: Service) -> Model:
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    """The one model that is served."""
-    return json_response(ModelList(data=[_model(service)]))
+    """The one model that is served, where this key may use it."""
+    exchange: Exchange = request.scope[SCOPE_KEY]
+    model = _model(service)
+    return json_response(ModelList(data=[model] if service.may_use(exchange.viewer, model.id) else []))
 
 
 async def get_model(service: Service, request: Request) -> Response:
-    """The model of this name, or 404."""
-    model, name = _model(service), request.path_params["model"]
-    if name != model.id:
-        raise ModelNotFound(f"The model {name!r} is not served here: use {model.id!r}", param="model")
-    return json_response(model)
+    """The model of this name, or 404, or 403 where this key may not use it."""
+    exchange: Exchange = request.scope[SCOPE_KEY]
+    service.check_model(request.path_params["model"], exchange.viewer)
+    return json_response(_model(service))
 
 
 async def health(service: Service, request: Request) -> Response:
@@ -224,4 +226,4 @@ async def cancel_request(service: Service, request: Request) -> Response:
 
 async def metrics(service: Service, request: Request) -> Response:
     """Prometheus's text format."""
-    return Response(service.metrics.expose(service), headers={"content-type": CONTENT_TYPE})
+    return Response(scrape(service), headers={"content-type": CONTENT_TYPE})

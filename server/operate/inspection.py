@@ -1,6 +1,6 @@
 """The inspector's endpoints: requests, actors, KV blocks, steps, errors and tables, as they are at this moment.
 
-With API keys, a key is told of its own requests only (`server/http/access.py`).
+With API keys, a key is told of its own requests only (`server/keys/ring.py`).
 """
 
 from __future__ import annotations

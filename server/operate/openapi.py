@@ -18,13 +18,13 @@ Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
 ERRORS = {
     400: "a field is wrong, unsupported, or too long for the context",
     401: "the API key is missing or wrong",
-    403: "the admin key is needed, or there is none",
+    403: "this key may not do it: a model that is not for it, or what needs an admin key",
     404: "no such model, request or path",
     408: "the body, or the request's own deadline, took too long",
     409: "not now, or not so: all is as before",
     413: "the body is over the limit",
     415: "the body is not declared as JSON",
-    429: "this client has its share already; see Retry-After",
+    429: "this client has its share already, or its key what it may use; see Retry-After",
     500: "the server failed on this request",
     503: "full, loading, shutting down or stuck; see Retry-After",
 }

@@ -54,7 +54,7 @@ def usable_default() -> Path | None:
 async def dump_recorder(service: Service, request: Request) -> Response:
     """Write what the flight recorder holds to a file of the server; with an admin key, only for its owner."""
     exchange: Exchange = request.scope[SCOPE_KEY]
-    if service.settings.admin_key is not None:
+    if service.keys.has_admin:
         service.keys.check_admin(exchange.viewer)
     engine = service.engine if service.engine is not None else service.ready_engine()
     path = await engine.dump_recorder()

@@ -51,6 +51,8 @@ class FakeModelInfo(msgspec.Struct, frozen=True):
     sampling_defaults: dict[str, Any] = {}
     num_kv_blocks: int = 100
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
     max_num_seqs: int = 8
     num_threads: int = 2
     modes: tuple[Mode, ...] = (Mode(), Mode(precision=INT8))
