@@ -19,17 +19,18 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The model that is served; `created` is when it was loaded, in seconds since 1970.
 
     `dtype` is that of activations; `precision` says how the weights of matrix products came to be loaded: their dtype,
-    what `quantization` asked for, or what the checkpoint was quantised to and by what ("int4 (gptq)").
-    `modes` are those that it can be computed in, best first: it comes up in the first, and goes on in another when
-    memory stays short or kernels fail. `kernels` names, for each operation, the implementations of the first;
-    `failed_kernels` says of others, by operation and name, how their self-test failed at the load: they should have
-    been in use here, and something is wrong with them on this machine. `num_threads` is theirs on the CPU, 0 where it
-    is not known. `kv_cache_dtype` and `enable_prefix_caching` are what was asked for. A step computes for at most
-    `max_num_seqs` requests. `prompt_kind` is the most that a prompt can be: `chat`; `text`, where there is no chat template; `token_ids`, where there is no tokenizer. `memory` says what a
-    GPU's is used for, in bytes: `total_bytes`, `model_bytes` (weights and buffers), the peak of `activation_bytes`,
-    `graph_bytes`, `other_bytes` (outside torch), `kv_cache_bytes`, `free_bytes`. On a CPU, and where the number of KV
-    blocks was fixed, it is empty. `step_costs` are (tokens, milliseconds) of a step, as measured at the start or at the
-    last reconfiguration; a worker that has come up since may go by others.
+    what `quantization` asked for, or what the checkpoint was quantised to and by what ("int4 (gptq)"). `modes` are
+    those that it can be computed in, best first: it comes up in the first, and goes on in another when memory stays
+    short or kernels fail. `kernels` names, for each operation, the implementations of the first; `failed_kernels` says
+    of others, by operation and name, how their self-test failed at the load: they should have been in use here, and
+    something is wrong with them on this machine. `num_threads` is theirs on the CPU, 0 where it is not known.
+    `kv_cache_dtype` and `enable_prefix_caching` are what was asked for. A step computes for at most `max_num_seqs`
+    requests. `prompt_kind` is the most that a prompt can be: `chat`; `text`, where there is no chat template;
+    `token_ids`, where there is no tokenizer. `memory` says what a GPU's is used for, in bytes: `total_bytes`,
+    `model_bytes` (weights and buffers), the peak of `activation_bytes`, `graph_bytes`, `other_bytes` (outside torch),
+    `kv_cache_bytes`, `free_bytes`. On a CPU, and where the number of KV blocks was fixed, it is empty. `step_costs` are
+    (tokens, milliseconds) of a step, as measured at the start or at the last reconfiguration; a worker that has come up
+    since may go by others.
     `formats` say how the model calls tools and reasons, by its chat template.
     """
 
