@@ -203,7 +203,7 @@ def test_a_day_ends_at_midnight_and_takes_what_began_in_it_along() -> None:
     assert account.tokens_today(NOON_NS) == Room(most=100, remaining=0, reset_ns=DAY_NS // 2)
     assert refused(account, 90, midnight_ns - 1).wait_ns == 1
     let_in(account, 90, midnight_ns)
-    account.settle(over, 80, midnight_ns)
+    account.settle(over, 5, midnight_ns)
     assert account.tokens_today(midnight_ns) == Room(most=100, remaining=10, reset_ns=DAY_NS)
 
 
