@@ -109,11 +109,17 @@ class Account:
         self._held[hold_id] = hold
         return hold_id
 
-    def settle(self, hold_id: int, num_tokens: int, now_ns: int) -> None:
-        """A request has ended, and has used so many tokens; they count for the day in which it was let in."""
+    def settle(self, hold_id: int, num_tokens: int, now_ns: int, *, has_begun: bool = True) -> None:
+        """A request has ended, and has used so many tokens; they count for the day in which it was let in.
+
+        One that has not begun, because something else refused it, is no request of its minute.
+        """
         hold = self._held.pop(hold_id)
         self._turn_day(now_ns)
         self.num_live -= hold.num_choices
+        if self._requests is not None and not has_begun:
+            self._requests.fill(now_ns)
+            self._requests.take(-1)
         if self._tokens is not None:
             self._tokens.fill(now_ns)
             self._tokens.take(num_tokens - hold.num_tokens)

@@ -43,11 +43,11 @@ class Hold:
         self._hold_id = hold_id
         self._clock = clock
 
-    def settle(self, num_tokens: int) -> None:
-        """It has used so many tokens."""
+    def settle(self, num_tokens: int, *, has_begun: bool = True) -> None:
+        """It has used so many tokens; or it has not begun at all, because something else refused it."""
         account, self._account = self._account, None
         if account is not None:
-            account.settle(self._hold_id, num_tokens, self._clock())
+            account.settle(self._hold_id, num_tokens, self._clock(), has_begun=has_begun)
 
 
 class Quotas:

@@ -78,7 +78,7 @@ class Generation:
         try:
             service.clients.enter(client, len(prompts), params.n, num_waiting)
         except NovaInferError:
-            self._hold.settle(0)
+            self._hold.settle(0, has_begun=False)
             raise
         self._client = client
         self._live = service.live.open(prefix, wanted_id, len(prompts), owner)
@@ -187,8 +187,9 @@ class Generation:
             self._service.clients.begin(self._client, num_waiting)
             self._service.clients.leave(self._client, self.num_choices)
             # Of a request that its client ended before its first token the prompts may have been computed.
-            num_left = num_waiting if not isinstance(error, Exception) or isinstance(error, BY_CLIENT) else 0
-            self._hold.settle(self.tally.prompt_tokens + self.tally.completion_tokens + num_left)
+            is_refused = isinstance(error, Exception) and not isinstance(error, BY_CLIENT)
+            num_used = self.tally.prompt_tokens + self.tally.completion_tokens + (0 if is_refused else num_waiting)
+            self._hold.settle(num_used, has_begun=num_used > 0 or not is_refused)
 
 
 def _tokens_wanted(params: SamplingParams, max_model_len: int) -> int:

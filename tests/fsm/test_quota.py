@@ -161,6 +161,14 @@ def test_requests_come_back_one_by_one() -> None:
     assert account.requests(NOON_NS + MINUTE_NS // 3) == Room(most=3, remaining=1, reset_ns=2 * MINUTE_NS // 3)
 
 
+def test_a_request_that_something_else_refused_is_none_of_its_minute() -> None:
+    account = Account(Limits(requests_per_min=2, tokens_per_min=100), NOON_NS)
+    account.settle(let_in(account, 50, NOON_NS), 0, NOON_NS, has_begun=False)
+    assert account.requests(NOON_NS) == Room(most=2, remaining=2, reset_ns=0)
+    account.settle(let_in(account, 50, NOON_NS), 0, NOON_NS)
+    assert account.requests(NOON_NS) == Room(most=2, remaining=1, reset_ns=MINUTE_NS // 2)
+
+
 def test_an_estimate_is_reserved_and_what_was_used_takes_its_place() -> None:
     account = Account(Limits(tokens_per_min=1000, tokens_per_day=5000), NOON_NS)
     hold_id = let_in(account, 900, NOON_NS)

@@ -292,11 +292,11 @@ async def test_however_a_request_ends_its_key_gets_back_what_it_did_not_use(
     start: Start, stream: bool, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine(is_paced=True)
-    world = await start(tokens_per_min=1000, max_concurrent=2, engine=engine)
+    world = await start(requests_per_min=10, tokens_per_min=1000, max_concurrent=2, engine=engine)
 
-    def remaining() -> int:
+    def remaining(what: str = "tokens") -> int:
         found = dict(world.server.service.quotas.headers(world.store.read()[0].owner))
-        return int(found[b"x-ratelimit-remaining-tokens"])
+        return int(found[b"x-ratelimit-remaining-" + what.encode()])
 
     used = 0
     if end == "full":
@@ -328,6 +328,7 @@ async def test_however_a_request_ends_its_key_gets_back_what_it_did_not_use(
     await eventually(lambda: remaining() == 1000 - used)
     [account] = world.server.service.quotas._accounts.values()
     assert (account.num_live, account._held) == (0, {})
+    assert remaining("requests") == (9 if used else 10), "what was refused by others is no request"
 
 
 async def test_a_request_that_its_client_leaves_before_the_first_token_counts_with_its_prompt(start: Start) -> None:
