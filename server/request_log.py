@@ -51,7 +51,7 @@ DETAILS = ("generation", "model", "prompt_tokens", "cached_tokens", "completion_
 def request_fields(scope: Scope, exchange: Exchange, status: int) -> dict[str, Any]:
     """What there is to say of a request; times in milliseconds.
 
-    `end` is how it ended: finish reasons, an error's code, or "disconnect"; `key` tells keys apart, and is none.
+    `end` is how it ended: finish reasons, an error's code, or "disconnect"; `key` is the name of the key.
     """
     client = scope.get("client")
     fields: dict[str, Any] = {
@@ -61,7 +61,7 @@ def request_fields(scope: Scope, exchange: Exchange, status: int) -> dict[str, A
         "http_version": scope["http_version"],
         "status": status,
         "client": client[0] if client else None,
-        "key": exchange.viewer.owner or None,
+        "key": exchange.viewer.name or None,
         "response_bytes": exchange.num_bytes,
     }
     work = exchange.work

@@ -59,13 +59,15 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Path | None,
         says(
             ACCESS,
-            "A file of keys with limits, as `novainfer keys` writes it; requests need one of them, or an API key, then.",
+            "A file of keys with limits, as `novainfer keys` writes it; requests need one of them then, or an API key.",
         ),
     ] = None
     metrics_port: Annotated[
         int | None, says(ACCESS, "A port for /metrics alone, without a key or TLS; 0 takes a free one.", unset="none")
     ] = None
-    metrics_public: Annotated[bool, says(ACCESS, "Let /metrics be read without a key at the server's own port.")] = False
+    metrics_public: Annotated[bool, says(ACCESS, "Let /metrics be read without a key at the server's own port.")] = (
+        False
+    )
     metrics_compat: Annotated[bool, says(ACCESS, "Add the names to /metrics that older versions of vLLM had.")] = False
     allowed_origins: Annotated[
         tuple[str, ...],

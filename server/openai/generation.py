@@ -181,21 +181,15 @@ class Generation:
         try:
             await self.deltas.aclose()
         finally:
-            self._tell(error)
-            self._service.live.close(self._live)
             num_waiting = sum(self._waiting.values())
-            self._service.clients.begin(self._client, num_waiting)
-            self._service.clients.leave(self._client, self.num_choices)
             # Of a request that its client ended before its first token the prompts may have been computed.
             is_refused = isinstance(error, Exception) and not isinstance(error, BY_CLIENT)
             num_used = self.tally.prompt_tokens + self.tally.completion_tokens + (0 if is_refused else num_waiting)
             self._hold.settle(num_used, has_begun=num_used > 0 or not is_refused)
-
-
-def _tokens_wanted(params: SamplingParams, max_model_len: int) -> int:
-    """What one choice reserves of its key's tokens until it has ended."""
-    wanted = OPEN_ENDED_TOKENS if params.max_tokens is None else params.max_tokens
-    return min(wanted, max_model_len)
+            self._service.clients.begin(self._client, num_waiting)
+            self._service.clients.leave(self._client, self.num_choices)
+            self._service.live.close(self._live)
+            self._tell(error)
 
     def _tell(self, error: BaseException | None) -> None:
         """Leave in the record of the work what came of it."""
@@ -205,6 +199,12 @@ def _tokens_wanted(params: SamplingParams, max_model_len: int) -> int:
         work.cached_tokens = usage.prompt_tokens_details.cached_tokens
         if work.is_watched and (engine := self._service.engine) is not None:
             work.records = engine.requests(ids=set(self._live.engine_ids))
+
+
+def _tokens_wanted(params: SamplingParams, max_model_len: int) -> int:
+    """What one choice reserves of its key's tokens until it has ended."""
+    wanted = OPEN_ENDED_TOKENS if params.max_tokens is None else params.max_tokens
+    return min(wanted, max_model_len)
 
 
 def wanted_id(body_id: str | None, exchange_id: str) -> str:

@@ -22,6 +22,7 @@ import msgspec
 
 from novainfer import EngineConfig, NovaInferError, machine
 from novainfer.server.http.listen import bind, check_certificate
+from novainfer.server.keys.store import KeyStore
 from novainfer.server.operate.recorder import usable_default
 from novainfer.server.service import package_version
 from novainfer.server.settings import ServerSettings
@@ -260,15 +261,26 @@ def _files(asked: Asked) -> Iterator[Finding]:
 
 def _network(asked: Asked) -> Iterator[Finding]:
     settings = asked.settings
-    try:
-        bind(settings).close()
-    except NovaInferError as error:
-        advice = "choose another with --port, or stop what listens there (ss -ltnp names it)"
-        yield Finding(topic="network", level="failure", text=error.message, advice=advice)
-    else:
-        yield Finding(topic="network", text=f"port {settings.port} of {settings.host} can be had")
-    if settings.host not in ("127.0.0.1", "localhost", "::1") and not settings.api_keys:
-        advice = "give it an --api-key, or keep it behind something that asks for one"
+    for field in ("port", "metrics_port"):
+        if (port := getattr(settings, field)) is None:
+            continue
+        try:
+            bind(settings, port, field=field).close()
+        except NovaInferError as error:
+            flag = f"--{field.replace('_', '-')}"
+            advice = f"choose another with {flag}, or stop what listens there (ss -ltnp names it)"
+            yield Finding(topic="network", level="failure", text=error.message, advice=advice)
+        else:
+            yield Finding(topic="network", text=f"{field} {port} of {settings.host} can be had")
+    if settings.keys_file is not None:
+        try:
+            num_keys = len(KeyStore.at(settings.keys_file).read())
+            yield Finding(topic="files", text=f"{settings.keys_file} has {num_keys} keys")
+        except NovaInferError as error:
+            advice = "mend it, or have `novainfer keys` write one"
+            yield Finding(topic="files", level="failure", text=error.message, advice=advice)
+    elif settings.host not in ("127.0.0.1", "localhost", "::1") and not settings.api_keys:
+        advice = "give it an --api-key or a --keys-file, or keep it behind something that asks for one"
         text = f"{settings.host} is open to the network, and no key is asked for"
         yield Finding(topic="network", level="warning", text=text, advice=advice)
     if SOMAXCONN.is_file() and (most := int(SOMAXCONN.read_text())) < settings.backlog:

@@ -407,7 +407,7 @@ async def test_a_hangup_has_the_file_read_again(
         world.store.remove("alice")
         assert (await world.ask()).status_code == 200
         os.kill(os.getpid(), signal.SIGHUP)
-        await eventually(lambda: "SIGHUP: read" in caplog.text)
+        await eventually(lambda: "keys.yaml was read again" in caplog.text)
         assert (await world.ask()).status_code == 401
     finally:
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
