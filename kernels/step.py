@@ -51,7 +51,8 @@ class StepTensors:
     query_start: Tensor  # int32 [num_seqs + 1]
     context_lens: Tensor  # int32 [num_seqs]
     logit_rows: Tensor | None  # int64 [num_samples]; None when every row that is one is sampled, in order
-    num_samples: int  # positions: one a sampled sequence, and one more for each of its drafts; then those scored
+    # Positions: one a sampled sequence, and one more for each of its drafts; then those scored, then those pooled
+    num_samples: int
     max_context_len: int
     min_query_len: int  # token rows of a sequence, at least and at most: what kernels launch depends on them
     max_query_len: int
@@ -235,10 +236,21 @@ class StepBuffers:
         must_lie_in("score_rows", plan.score_rows, num_tokens)
         must_lie_in("score_ids", plan.score_ids, self.vocab_size)
         must_lie_in("score_tops", plan.score_tops, self.vocab_size)
-        if len(plan.sample_seqs) + sum(plan.num_drafts) + num_scores > num_tokens:
-            raise ValueError("a step samples and scores more positions than it holds")
+        self._check_pools(plan)
+        if len(plan.sample_seqs) + sum(plan.num_drafts) + num_scores + sum(plan.pool_lens) > num_tokens:
+            raise ValueError("a step samples, scores and pools more positions than it holds")
         if plan.mask_positions or plan.masks:
             check_masks(plan, self.vocab_size)
+
+    def _check_pools(self, plan: StepPlan) -> None:
+        if len(plan.pool_seqs) != len(plan.pool_lens):
+            raise ValueError("pool_seqs and pool_lens of a step must be of one length")
+        must_lie_in("pool_seqs", plan.pool_seqs, len(plan.slots))
+        must_lie_in("pool_lens", plan.pool_lens, self.max_num_batched_tokens + 1, first=1)
+        if any(plan.query_lens[seq] < count for seq, count in zip(plan.pool_seqs, plan.pool_lens, strict=True)):
+            raise ValueError("a step pools more tokens of a sequence than it computes")
+        if len({*plan.pool_seqs, *plan.sample_seqs}) < len(plan.pool_seqs) + len(plan.sample_seqs):
+            raise ValueError("a step pools a sequence twice, or one that it samples")
 
     def fill(self, plan: StepPlan, *, bucket: int = 0) -> StepTensors:
         """Apply the block-table updates and lay out the step; raises ValueError for a plan over the limits.
@@ -248,7 +260,8 @@ class StepBuffers:
         """
         num_seqs, num_tokens = len(plan.slots), len(plan.input_ids)
         num_drawn = len(plan.sample_seqs) + sum(plan.num_drafts)
-        num_samples = num_drawn + len(plan.score_rows)
+        num_known = num_drawn + len(plan.score_rows)
+        num_samples = num_known + sum(plan.pool_lens)
         self._check(plan)
         max_context_len, max_query_len = max(plan.context_lens), max(plan.query_lens)
         is_decode = max_query_len == 1
@@ -271,13 +284,14 @@ class StepBuffers:
         self.written = i64[2 * num_rows : 2 * num_rows + num_tokens]
         all_rows = num_drawn == num_tokens and plan.sample_seqs == list(range(num_seqs))
         if not all_rows:
-            ends = i32[1 : num_places + 1][plan.sample_seqs]
+            ends = i32[1 : num_places + 1]
             if plan.num_drafts:
-                counts = np.array(plan.num_drafts, dtype=np.int64) + 1
-                np.add(self._arange[:num_drawn], np.repeat(ends - counts.cumsum(), counts), out=logit_rows[:num_drawn])
+                self._put_last(ends[plan.sample_seqs], [count + 1 for count in plan.num_drafts], logit_rows[:num_drawn])
             else:
-                np.subtract(ends, 1, out=logit_rows[:num_drawn])
-            logit_rows[num_drawn:] = plan.score_rows
+                np.subtract(ends[plan.sample_seqs], 1, out=logit_rows[:num_drawn])
+            logit_rows[num_drawn:num_known] = plan.score_rows
+            if plan.pool_seqs:
+                self._put_last(ends[plan.pool_seqs], plan.pool_lens, logit_rows[num_known:])
 
         num_blocks = -(-max_context_len // self.block_size)
         num32 = 2 * num_places + 1
@@ -299,6 +313,11 @@ class StepBuffers:
         return self._tensors(
             num_rows, num_places, tables, num_samples, all_rows, max_context_len, bounds, bucket, sample_slots
         )
+
+    def _put_last(self, ends: Ints32, lens: Sequence[int], out: Ints64) -> None:
+        """Of each sequence, which ends before row `ends[i]`, its last `lens[i]` rows."""
+        counts = np.array(lens, dtype=np.int64)
+        np.add(self._arange[: len(out)], np.repeat(ends - counts.cumsum(), counts), out=out)
 
     def _put_few(self, plan: StepPlan, i64: Ints64, i32: Ints32) -> None:
         """What `_put_many` lays out, of a few sequences of one token each, without padding, number by number.

@@ -6,6 +6,7 @@ a test that wants to see what the KV blocks hold uses the simulator's device ins
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -20,11 +21,26 @@ from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.text import TokenizerInfo, Vocabulary
 
 EOS = 256  # after the 256 byte tokens
+HIDDEN_SIZE = 4
 
 
 def successor(token_id: int) -> int:
     """The token after `token_id`: the next printable byte, round and round; never EOS."""
     return 32 + (token_id - 31) % 95
+
+
+def hidden_state(token_id: int) -> tuple[float, ...]:
+    """That of a token: of itself alone."""
+    return float(token_id), 1.0, -token_id / 2, 0.5
+
+
+def pooled(plan: StepPlan) -> list[bytes]:
+    """The sums that `plan` asks for."""
+    ends, found = list(accumulate(plan.query_lens)), list[bytes]()
+    for seq, count in zip(plan.pool_seqs, plan.pool_lens, strict=True):
+        rows = [hidden_state(token_id) for token_id in plan.input_ids[ends[seq] - count : ends[seq]]]
+        found.append(struct.pack(f"<{HIDDEN_SIZE}d", *map(sum, zip(*rows, strict=True))))
+    return found
 
 
 class FakeDevice:
@@ -60,6 +76,7 @@ class FakeDevice:
             "vocab_size": EOS + 1,
             "eos_token_ids": [EOS],
             "dtype": "none",
+            "hidden_size": HIDDEN_SIZE,
             "modes": [msgspec.structs.asdict(Mode(precision=precision or CHECKPOINT))],
         }
 
@@ -84,7 +101,7 @@ class FakeDevice:
         if not plan.num_drafts and not plan.num_drafts_wanted:
             one_each = [self._next(ids[ends[seq] - 1]) for seq in plan.sample_seqs]
             self._last.update(zip([plan.slots[seq] for seq in plan.sample_seqs], one_each, strict=True))
-            return StepDone(plan.step_id, plan.epoch, one_each, scores=self._scores(plan))
+            return StepDone(plan.step_id, plan.epoch, one_each, scores=self._scores(plan), pooled=pooled(plan))
         none = [0] * len(plan.sample_seqs)
         tokens: list[int] = []
         num_tokens: list[int] = []
@@ -102,7 +119,11 @@ class FakeDevice:
             for _ in range(num_wanted):
                 drafts[-1].append(self._next(drafts[-1][-1] if drafts[-1] else tokens[-1]))
         return StepDone(
-            plan.step_id, plan.epoch, tokens, num_tokens=num_tokens, draft_token_ids=drafts, scores=self._scores(plan)
+            *(plan.step_id, plan.epoch, tokens),
+            num_tokens=num_tokens,
+            draft_token_ids=drafts,
+            scores=self._scores(plan),
+            pooled=pooled(plan),
         )
 
     def _scores(self, plan: StepPlan) -> list[Logprobs]:

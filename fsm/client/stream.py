@@ -180,6 +180,8 @@ class Stream(Machine):
             delta.prompt_token_ids = event.first.prompt_token_ids
         if event.first is not None and event.first.prompt_logprobs is not None:
             delta.prompt_logprobs = event.first.prompt_logprobs
+        if event.embedding is not None:
+            delta.embedding = event.embedding
         self._unread += num_new
         if event.logprobs is not None:
             extra = sum([len(logprob.top) for logprob in event.logprobs]) // LOGPROBS_PER_TOKEN

@@ -270,6 +270,7 @@ class Output(msgspec.Struct, gc=False):
     end: End | None = None
     is_degraded: bool = False  # some of it was computed in another mode than the one the engine was started in
     marks: list[Mark] | None = None
+    embedding: bytes | None = None
 
 
 class MakeBatch(msgspec.Struct, frozen=True):

@@ -53,6 +53,7 @@ class Delta(msgspec.Struct, kw_only=True):
     `marks` are those of tokens that `SamplingParams.mark_token_ids` names.
     `prompt_logprobs` is set on the first delta of each choice where they were asked for: of each token of the prompt,
     behind those before it. Of the first one nothing can be said: its log probability is 0, beside no other token's.
+    `embedding` is what a request with `SamplingParams.pooling` gives, in its one delta: float32, little-endian.
     `is_degraded`: some of it was computed in a degraded mode (plainer kernels or a lower precision than the engine was
     started with), and may differ from what it says otherwise.
     """
@@ -72,5 +73,6 @@ class Delta(msgspec.Struct, kw_only=True):
     num_accepted_tokens: int = 0
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    embedding: bytes | None = None
     seed: int | None = None
     is_degraded: bool = False

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from novainfer.fsm.messages.errors import InvalidParameter
+from novainfer.fsm.messages.pooling import Pooling
 from novainfer.fsm.messages.structured import StructuredOutputsParams
 
 INTEGER_MAX = 2**31 - 1  # no vocabulary and no context is larger, and every format and device holds it
@@ -30,6 +31,9 @@ SEED_BITS = 64
 SHOWN_CHARS_MAX = 40  # of a number in an error
 DURATION_S_MAX = 366 * 86_400.0  # a year: loops lose count of timers that are set for centuries
 
+# What else may be said of a request that gives a vector, and no tokens.
+BESIDE_POOLING = frozenset(("pooling", "truncate_prompt_tokens", "timeout_s", "max_queue_s"))
+
 TokenIds = Annotated[list[int], "token ids of the served model's vocabulary"]
 
 
@@ -48,6 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     them; `banned_sequences` are the same in token ids: a token that would complete one is not drawn.
     `truncate_prompt_tokens=k` keeps the last k tokens of a prompt that has more; -1, as many as leave room for
     `max_tokens` in the context.
+    With `pooling` the prompt is computed and nothing is written behind it: the one delta has its vector (`Engine.embed`
+    says it in fewer words). Then nothing may be said of tokens.
     """
 
     n: int = 1
@@ -78,10 +84,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     timeout_s: float | None = None
     max_queue_s: float | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
         check = _Check()
+        if self.pooling is not None:
+            self._check_pooling(self.pooling)
         check.between("n", self.n, 1, NUM_CHOICES_MAX)
         check.between("temperature", self.temperature, 0.0, TEMPERATURE_MAX)
         check.above_up_to("top_p", self.top_p, 0.0, 1.0)
@@ -124,6 +133,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidParameter(message, param="truncate_prompt_tokens")
         check.duration("timeout_s", self.timeout_s)
         check.duration("max_queue_s", self.max_queue_s)
+
+    def _check_pooling(self, pooling: Pooling) -> None:
+        if pooling.dimensions is not None:
+            _Check.between("dimensions", pooling.dimensions, 1, INTEGER_MAX)
+        for field in msgspec.structs.fields(self):
+            default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+            if field.name not in BESIDE_POOLING and getattr(self, field.name) != default:
+                message = f"{field.name} cannot be combined with pooling: such a request gives a vector, and no tokens"
+                raise InvalidParameter(message, param=field.name)
 
     def _check_stop(self) -> None:
         strings = self.stop_strings
@@ -193,6 +211,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """What is kept of a prompt of these tokens, where `truncate_prompt_tokens` is none or a number of them."""
         kept = self.truncate_prompt_tokens
         return token_ids if kept is None else token_ids[-kept:]
+
+    @property
+    def num_tokens_needed(self) -> int:
+        """Tokens that the context must have room for behind the prompt."""
+        return 0 if self.pooling is not None else self.max_tokens or 1
 
     @property
     def is_greedy(self) -> bool:

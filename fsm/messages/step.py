@@ -86,6 +86,9 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
     Tokens of prompts may be scored: behind the token at `score_rows[i]`, an index into `input_ids`, the log probability
     of `score_ids[i]` is asked for, and those of the `score_tops[i]` most likely tokens. None of these rows is sampled.
 
+    Rows may be pooled: of sequence `pool_seqs[i]` the hidden states of its last `pool_lens[i]` tokens in this step,
+    behind the last norm, are summed. None of these rows is sampled or scored.
+
     A step may be handed over before the one before it has ended: that is the step `after`, and if it did not end well
     just before on this device, this one is not begun (`launched=False`), and changes nothing. Only such a step holds
     `SAMPLED` among its `input_ids`: the device puts the token there that its slot was given last, which must stand at
@@ -109,6 +112,8 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
     score_rows: list[int] = []  # [num_scores], ascending; empty: nothing is scored
     score_ids: list[int] = []
     score_tops: list[int] = []
+    pool_seqs: list[int] = []  # [num_pools], ascending; empty: nothing is pooled
+    pool_lens: list[int] = []
     swap_out_blocks: list[int] = []
     swap_out_hosts: list[int] = []
     swap_in_hosts: list[int] = []
@@ -127,7 +132,8 @@ class StepDone(msgspec.Struct, frozen=True, omit_defaults=True):
     `num_tokens` says how many tokens each of them got: at least 1, at most 1 + its drafts, the last of them being no
     draft; empty: one each. `NO_TOKEN` is the last one of a row whose output is not a number, and `NONE_ALLOWED` of one
     whose mask allows nothing. `logprobs` are those of the tokens, and empty when no row asked; `scores` are what the
-    plan's `score_rows` ask for. `took_s` is how long the step took, in seconds; 0 where that was not measured.
+    plan's `score_rows` ask for, and `pooled` the sums of its `pool_seqs`: doubles, little-endian. `took_s` is how long
+    the step took, in seconds; 0 where that was not measured.
     """
 
     step_id: int
@@ -141,3 +147,4 @@ class StepDone(msgspec.Struct, frozen=True, omit_defaults=True):
     draft_s: float = 0.0  # seconds of `took_s` that the draft model took
     cycle_s: float = 0.0  # seconds since the step before it ended on this device; 0 where none has, or none well
     scores: list[Logprobs] = []  # [num_scores]
+    pooled: list[bytes] = []  # [num_pools] of hidden_size doubles each

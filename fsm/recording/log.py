@@ -186,8 +186,8 @@ class Recording:
         counts = counts_of(event.logprobs) if event.logprobs else None
         fields = (event.step_id, event.epoch, event.token_ids, counts, event.took_s, event.num_tokens)
         drafts = event.draft_token_ids, event.draft_error, event.draft_s, event.cycle_s
-        scores = (event.scores,) if event.scores else ()
-        body = _encode((passed_us, codes.lane, *fields, *drafts, *scores))
+        more = (event.scores, event.pooled) if event.scores or event.pooled else ()
+        body = _encode((passed_us, codes.lane, *fields, *drafts, *more))
         log += (STEP << 32 | len(body)).to_bytes(5, "big") + body
 
     def timer(self, codes: Codes, event: Any) -> None:

@@ -47,7 +47,7 @@ from novainfer.fsm.recording.pack import Kinds, pack, step_logprobs, unpack
 from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.text import TokenTable, Vocabulary
 
-STEP_FIELDS = 5  # of a step's entry behind the time it took; then what it has scored, where that is anything
+STEP_FIELDS = 5  # of a step's entry behind the time it took; then what it has scored and pooled, if anything
 LAST_TRANSITIONS = 20  # kept for people
 SAID_CHARS_MAX = 300  # of an exception that damage has caused
 
@@ -275,8 +275,9 @@ class _Run:
             self._now_us += passed_us
             self.found.steps += 1
             self.found.tokens += len(token_ids)
-            known, scores = more[:STEP_FIELDS], [[tuple(one) for one in found] for found in more[STEP_FIELDS:]]
-            done = StepDone(step_id, epoch, token_ids, step_logprobs(counts or ()), took_s, *known, *scores)
+            known, (scores, pooled) = more[:STEP_FIELDS], (*more[STEP_FIELDS:], [], [])[:2]
+            fields = step_id, epoch, token_ids, step_logprobs(counts or ()), took_s
+            done = StepDone(*fields, *known, scores=[tuple(one) for one in scores], pooled=pooled)
             self._put(self.image.lanes[lane][0], done)
         else:
             passed_us, lane, packed = _decode(body)

@@ -73,17 +73,33 @@ def has_no_number(request: Request) -> bool:
 
 def refusal(submit: Submit, max_len: int) -> End | None:
     """Why this request can never run where one may have `max_len` tokens, prompt included; None if it can."""
-    num_prompt, max_tokens = len(submit.token_ids), submit.params.max_tokens
+    num_prompt, params = len(submit.token_ids), submit.params
+    max_tokens = None if params.pooling is not None else params.max_tokens
     if num_prompt == 0:
         return End(error="the prompt must hold at least one token", code="invalid_value", param="prompt")
-    if num_prompt + (max_tokens or 1) <= max_len:
+    if num_prompt + params.num_tokens_needed <= max_len:
         return None
     wish = f"{num_prompt} prompt tokens" + (f" plus max_tokens={max_tokens}" if max_tokens else "")
+    advice = "shorten the prompt" + (" or ask for fewer tokens" if params.pooling is None else "")
     return End(
-        error=f"This model's maximum context length is {max_len} tokens, but {wish} were requested; "
-        "shorten the prompt or ask for fewer tokens.",
+        error=f"This model's maximum context length is {max_len} tokens, but {wish} were requested; {advice}.",
         code="context_length_exceeded",
         param="max_tokens" if num_prompt < max_len else "prompt",
+    )
+
+
+def pooled_output(request: Request, embedding: bytes) -> Output:
+    """What a request that gives a vector gives, with its end."""
+    return Output(
+        request.request_id,
+        request.stream_id,
+        request.choice,
+        [],
+        "",
+        first=Begun(request.num_prompt, request.num_cached, request.token_ids, request.seed),
+        end=_good_end(request, FinishReason.STOP),
+        is_degraded=request.is_degraded,
+        embedding=embedding,
     )
 
 

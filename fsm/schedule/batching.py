@@ -63,6 +63,7 @@ class Flight(msgspec.Struct, gc=False):
     num_prompt_tokens: int = 0  # of all that the step computes
     drafts: dict[int, int] = {}  # guessed tokens that the step verifies, by the ids of their requests
     scored: list[tuple[Request, int, int]] = []  # whose tokens are scored: from which place on, and how many
+    pooled: list[tuple[Request, int, int]] = []  # whose hidden states are summed: those of which tokens, likewise
     num_passes: int = 0  # of the device's draft model, for the next step's
     has_masks: bool = False  # what follows some of its tokens depends on them
     is_vacating: bool = False  # nothing but what leaves the KV cache for the host: nothing is computed
@@ -253,7 +254,7 @@ class StepBuilder:
     def _look(self, request: Request) -> Prefix | None:
         """What the cache holds of the beginning of `request`; what it waits for is noted. None: look on later."""
         request.waits_for = None
-        if request.kv.num_swapped or request.is_unscored:
+        if request.kv.num_swapped or request.needs_every_row:
             return Prefix([])
         prefix = self.cache.find_prefix(request, self.units)
         self.units -= prefix.num_units
@@ -437,7 +438,9 @@ class StepBuilder:
         cache.reserve(request, end)
         self.flight.rows.append((request, end - start, start))
         self.flight.num_prompt_tokens += end - start
-        if end == total:
+        if request.pooling is not None:
+            self._pool(request, start, end)
+        elif end == total:
             self.flight.samples.append(request)
             plan.sample_seqs.append(len(plan.slots))
         if request.is_unscored:
@@ -462,6 +465,14 @@ class StepBuilder:
         plan.score_ids.extend(request.token_ids[first + 1 : last + 1])
         plan.score_tops.extend([request.params.prompt_logprobs or 0] * (last - first))
         self.flight.scored.append((request, first, last - first))
+
+    def _pool(self, request: Request, start: int, end: int) -> None:
+        """Have the step sum what the vector of `request` wants of its tokens from `start` to `end`."""
+        first = request.first_to_pool(start)
+        if first < end:
+            self.plan.pool_seqs.append(len(self.plan.slots))
+            self.plan.pool_lens.append(end - first)
+            self.flight.pooled.append((request, first, end - first))
 
 
 arrival = attrgetter("request_id")  # the key of age: first come, first served

@@ -27,6 +27,7 @@ from novainfer.fsm.core.machine import Machine, Table, ignore, never, on, table
 from novainfer.fsm.kv.blocks import BlockTable
 from novainfer.fsm.messages.events import PauseRequest, ResumeRequest, Submit
 from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.pooling import added
 from novainfer.fsm.messages.step import Logprobs, SeqParams
 from novainfer.fsm.text import Vocabulary, text_assembler
 
@@ -207,10 +208,13 @@ class Request(Machine):
         "num_draft_tokens",
         "num_indexed",
         "num_planned",
+        "num_pooled",
         "num_preemptions",
         "num_prompt",
         "params",
         "paused_as",
+        "pool_sum",
+        "pooling",
         "queued_as",
         "request_id",
         "scores",
@@ -247,6 +251,9 @@ class Request(Machine):
         )
         # What the tokens of its prompt scored, the first left out, until they are told; None: nobody asks.
         self.scores: list[Logprobs] | None = None if params.prompt_logprobs is None else []
+        self.pooling = params.pooling  # None: it is to write tokens
+        self.pool_sum = b""  # of the hidden states of `num_pooled` tokens, as far as they are computed for good
+        self.num_pooled = 0
         self.kv = BlockTable()  # what it has of the KV cache
         self.num_computed = 0  # tokens whose keys and values are computed
         self.num_planned = 0  # the same, when the steps on the device have ended well: more while it is in one
@@ -287,7 +294,7 @@ class Request(Machine):
     @property
     def is_prefill_planned(self) -> bool:
         """True while the step that computes the end of its prompt is in flight: the next one may decode it."""
-        return self.state is S.PREFILL and self.num_planned >= len(self.token_ids)
+        return self.state is S.PREFILL and self.num_planned >= len(self.token_ids) and self.pooling is None
 
     @property
     def num_remaining(self) -> int:
@@ -301,8 +308,25 @@ class Request(Machine):
 
     @property
     def is_unscored(self) -> bool:
-        """True while some tokens of its prompt have to be scored: it takes nothing from the prefix cache."""
+        """True while some tokens of its prompt have to be scored."""
         return self.scores is not None and len(self.scores) < self.num_prompt - 1
+
+    @property
+    def needs_every_row(self) -> bool:
+        """True while something is to be said of each token of its prompt: it takes nothing from the prefix cache."""
+        return self.is_unscored or (self.pooling is not None and self.pooling.kind == "mean")
+
+    def first_to_pool(self, start: int) -> int:
+        """The first token whose hidden state its vector still wants, where the next step begins at `start`."""
+        assert self.pooling is not None, "it is to write tokens"
+        return self.num_prompt - 1 if self.pooling.kind == "last" else max(start, self.num_pooled)
+
+    def note_pooled(self, first: int, count: int, found: bytes) -> None:
+        """The hidden states of `count` tokens from place `first` on are computed for good, and `found` is their sum."""
+        assert self.pooling is not None, "it is to write tokens"
+        assert self.pooling.kind == "last" or first == self.num_pooled, "each token counts once, and none is left out"
+        self.pool_sum = added(self.pool_sum, found)
+        self.num_pooled = first + count
 
     def note_scores(self, first: int, scores: Sequence[Logprobs]) -> None:
         """What the tokens behind those from place `first` on have scored; those that are known already stay."""

@@ -52,6 +52,7 @@ from novainfer.fsm.messages.events import (
     WorkerLost,
 )
 from novainfer.fsm.messages.mode import Mode
+from novainfer.fsm.messages.pooling import vector
 from novainfer.fsm.messages.step import NONE_ALLOWED, StepDone, StepPlan
 from novainfer.fsm.schedule import answer, costs
 from novainfer.fsm.schedule.batching import Flight
@@ -64,6 +65,7 @@ from novainfer.fsm.schedule.speculation import Speculation, SpeculationStatistic
 from novainfer.fsm.text import Vocabulary
 
 NOT_A_NUMBER = "the model's output for this request is not a number: no token can be drawn from it"
+NO_VECTOR = "the model's output for this request is not a number: it has no vector"
 NONE_LEFT = (
     "no token is left for this request: its grammar allows none of those that allowed_token_ids and banned_token_ids "
     "have left"
@@ -325,7 +327,9 @@ class Scheduler(Machine):
         self._last_submitted = event.request_id
         self._work_seen += 1
         max_len = self._max_len
-        if event.params.max_tokens is not None:
+        if event.params.pooling is not None:
+            max_len = len(event.token_ids) + 1  # nothing is written that could come so far
+        elif event.params.max_tokens is not None:
             max_len = min(max_len, len(event.token_ids) + event.params.max_tokens)
         request = self._nest(Request(event, self._vocabulary, self._eos_token_ids, max_len))
         if self._speculation is not None and self._speculation.is_on_device:
@@ -657,6 +661,8 @@ class Scheduler(Machine):
                 advanced.append((request.request_id, token_id))
             outputs.append(output)
             num_generated += 1
+        if flight.pooled:
+            outputs += self._note_pooled(flight, outcome)
         if advanced:
             self._send("grammars", Advance(advanced))
         self._generated += num_generated
@@ -680,6 +686,28 @@ class Scheduler(Machine):
         self._prompt_tokens += request.num_prompt
         self._queried += request.num_prompt
         self._hit += request.num_cached
+
+    def _note_pooled(self, flight: Flight, outcome: StepDone) -> list[Output]:
+        """What the step has summed of prompts, to the requests that want a vector; the ends of those that have it."""
+        outputs: list[Output] = []
+        for (request, first, count), found in zip(flight.pooled, outcome.pooled, strict=True):
+            if request.ended:
+                continue
+            request.note_pooled(first, count, found)
+            if request.num_pooled < request.num_prompt:
+                continue
+            pooling = request.pooling
+            assert pooling is not None, "it wants a vector"
+            embedding = vector(pooling, request.pool_sum, 1 if pooling.kind == "last" else request.num_prompt)
+            if embedding is None:
+                outputs.append(self._end_not_a_number(request, outcome))
+                continue
+            self._note_first(request)
+            output = answer.pooled_output(request, embedding)
+            assert output.end is not None, "it has no more to give"
+            self._end(request, RequestState.FINISHED_STOPPED, output.end)
+            outputs.append(output)
+        return outputs
 
     def _note_drafts(self, flight: Flight, outcome: StepDone) -> None:
         """What the step has verified counts for what is guessed next."""
@@ -715,9 +743,10 @@ class Scheduler(Machine):
 
     def _end_not_a_number(self, request: Request, outcome: StepDone) -> Output:
         """A fault of this request: the step was good for all others, and what it has computed is of no use to them."""
+        message = NOT_A_NUMBER if request.pooling is None else NO_VECTOR
         incident = Incident(
             kind="not_a_number",
-            message=NOT_A_NUMBER,
+            message=message,
             action="the request ended with an error",
             step_id=outcome.step_id,
             epoch=outcome.epoch,
@@ -725,7 +754,7 @@ class Scheduler(Machine):
         )
         self._send("incidents", incident)
         self.planner.cache.distrust(request)
-        return self._end(request, RequestState.FINISHED_ERROR, End(error=NOT_A_NUMBER))
+        return self._end(request, RequestState.FINISHED_ERROR, End(error=message))
 
     # ---- what breaks ---------------------------------------------------------------------------------------------
 

@@ -116,6 +116,8 @@ def parse_config(family: ModelFamily, values: Mapping[str, Any], path: Path) -> 
     """Map config.json to a `ModelConfig`; raises `LoadError` for what is missing, wrong or not supported."""
     config = ConfigReader({**values, **family.fixed}, path, defaults={**DEFAULTS, **family.defaults})
     config.must_be("hidden_act", "silu", "silu")
+    if not config.boolean("is_causal", True):
+        raise LoadError(f"{path}: is_causal false is not supported: a token sees those before it only")
     for name in family.refused:
         if config.boolean(name, False):
             raise LoadError(f"{path}: {name} is not supported with {family.architecture}")

@@ -99,6 +99,11 @@ FAMILIES: dict[str, ModelFamily] = {
 }
 
 
+def _with_head(name: str) -> str:
+    """What transformers calls the model that has a head on top of this one."""
+    return f"{name.removesuffix('Model')}ForCausalLM"
+
+
 def read_config(model_dir: Path) -> ModelConfig:
     """The `ModelConfig` of a Hugging Face folder, or of a GGUF file; raises `LoadError` naming file and field."""
     if is_gguf(model_dir):
@@ -108,7 +113,7 @@ def read_config(model_dir: Path) -> ModelConfig:
     architectures = values.get("architectures")
     names = [str(name) for name in architectures] if isinstance(architectures, list) else []
     for name in names:
-        if name in FAMILIES:
-            return parse_config(FAMILIES[name], values, path)
+        if (family := FAMILIES.get(name) or FAMILIES.get(_with_head(name))) is not None:
+            return parse_config(family, values, path)
     found = ", ".join(names) if names else f"none (model_type {values.get('model_type')!r})"
     raise LoadError(f"{path}: architecture {found} is not supported; supported: {', '.join(FAMILIES)}")

@@ -34,6 +34,7 @@ from novainfer.kernels.ops.selection import GRAPHS, Selection, build_registry
 from novainfer.kernels.runtime.capacity import GpuMemory, MemoryUse, graph_bytes, largest_steps
 from novainfer.kernels.runtime.copies import copy_blocks
 from novainfer.kernels.runtime.modes import Modes, selections_by_mode
+from novainfer.kernels.runtime.pooling import Pooled
 from novainfer.kernels.runtime.proposer import Proposer, load_proposer
 from novainfer.kernels.runtime.step_costs import measure_step_costs
 from novainfer.kernels.runtime.swap import STAGING_BYTES, HostPool
@@ -69,6 +70,7 @@ class ModelInfo:
     precision: str  # of the weights of products, and what they were quantised by: "bfloat16", "int8", "int4 (gptq)"
     device: str
     vocab_size: int
+    hidden_size: int
     num_layers: int
     max_model_len: int  # tokens
     block_size: int  # tokens
@@ -234,6 +236,7 @@ class ModelRunner:
             or (precision.name if precision.is_quantised else str(kernels.dtype).removeprefix("torch.")),
             device=device,
             vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
             num_layers=config.num_layers,
             max_model_len=context,
             block_size=block_size,
@@ -542,16 +545,18 @@ class ModelRunner:
         if hidden is not None:
             at = self._banned.masked(plan, at, self._buffers.last_token)
         draw = None if hidden is None else self._draw(hidden[: len(at.slots)], at)
+        num_known = len(at.slots) + len(plan.score_rows)
+        pooled = Pooled(hidden[num_known:], plan.pool_lens) if plan.pool_seqs and hidden is not None else None
         needs_host = plan.num_drafts or plan.num_drafts_wanted or plan.score_rows
         if self._is_ahead and self._proposer is None and not needs_host:
-            if step is not None and draw is not None:
+            if step is not None and draw is not None and plan.sample_seqs:
                 self._buffers.keep_on_device(plan, step, draw.token_ids)
-            return Flight(partial(_outcome, plan, at, draw), _recorded(self._kernels.device))
+            return Flight(partial(_outcome, plan, at, draw, pooled), _recorded(self._kernels.device))
         if self._is_ahead:
             self._wait()
-        done = _outcome(plan, at, draw)
+        done = _outcome(plan, at, draw, pooled)
         if plan.score_rows and hidden is not None:
-            done = msgspec.structs.replace(done, scores=self._score(hidden[len(at.slots) :], plan))
+            done = msgspec.structs.replace(done, scores=self._score(hidden[len(at.slots) : num_known], plan))
         if draw is not None:
             self._buffers.keep(plan, done.token_ids, done.num_tokens)
             if self._proposer is not None:
@@ -607,7 +612,9 @@ class ModelRunner:
         if not self._is_ahead:  # a CPU; to ask a protocol whether it fits took 50 us between two of its steps
             return 0
         forward = self._decoder.compute
-        if not isinstance(forward, GraphedForward) or plan.num_drafts or plan.score_rows or max(plan.query_lens) > 1:
+        if not isinstance(forward, GraphedForward) or max(plan.query_lens) > 1:
+            return 0
+        if plan.num_drafts or plan.score_rows or plan.pool_seqs:
             return 0
         return forward.bucket(len(plan.slots))
 
@@ -638,14 +645,15 @@ class ModelRunner:
         del self._decoder, self._modes, self._sampler, self._buffers, self._kernels
 
 
-def _outcome(plan: StepPlan, at: Positions, draw: Draw | None) -> StepDone:
+def _outcome(plan: StepPlan, at: Positions, draw: Draw | None, pooled: Pooled | None) -> StepDone:
     """What a step that has ended gives, but for what a draft model makes of it."""
     if draw is None:
         return StepDone(plan.step_id, plan.epoch)
     sampled, counts = draw.read(), list[int]()
     if plan.num_drafts:
         sampled, counts = accept(sampled, at.drafts, plan.num_drafts)
-    return StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs, num_tokens=counts)
+    sums = pooled.read() if pooled is not None else []
+    return StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs, num_tokens=counts, pooled=sums)
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event | None:

@@ -34,6 +34,7 @@ __all__ = [
 
 HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors package itself
 FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+HEAD = "lm_head.weight"
 LISTED_MAX = 5  # names spelled out in an error; the rest is counted
 
 # As torch calls them, and the bytes of an element. Whole numbers are codes, and what belongs to them.
@@ -66,7 +67,19 @@ def read_entries(model_dir: Path) -> tuple[dict[str, Entry], str | None]:
     entries: dict[str, TensorEntry] = {}
     for file in weight_files(model_dir):
         entries.update(read_header(file))
+    entries = _named_as_a_whole(entries)
     return (dict(entries), None) if scheme is None else (resolved(entries, scheme), scheme.name)
+
+
+def _named_as_a_whole(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Those of a decoder saved without its head, as models that embed are, have names without `model.`.
+
+    Where config.json calls for a head all the same (Qwen3-Embedding-8B), it is the embeddings: no vector needs one.
+    """
+    if "embed_tokens.weight" not in entries:
+        return entries
+    named = {name if name == HEAD else f"model.{name}": entry for name, entry in entries.items()}
+    return {HEAD: entries["embed_tokens.weight"], **named}
 
 
 def zero_biases(config: ModelConfig, entries: Mapping[str, Entry]) -> list[str]:

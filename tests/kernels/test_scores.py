@@ -102,7 +102,7 @@ def test_scores_are_log_probabilities() -> None:
         ({"score_rows": [0], "score_ids": [1], "score_tops": [-1]}, "score_tops of a step must be 0 to 99, not -1"),
         (
             {"score_rows": [0, 1], "score_ids": [1, 1], "score_tops": [0, 0]},
-            "a step samples and scores more positions than it holds",
+            "a step samples, scores and pools more positions than it holds",
         ),
     ],
 )

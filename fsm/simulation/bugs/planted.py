@@ -29,6 +29,7 @@ from novainfer.fsm.simulation.bugs.gate import GATE_MUTANTS
 from novainfer.fsm.simulation.bugs.ladder import LADDER_MUTANTS
 from novainfer.fsm.simulation.bugs.masks import MASKS_MUTANTS
 from novainfer.fsm.simulation.bugs.mutants import Edit, Mutant, unguarded
+from novainfer.fsm.simulation.bugs.pooling import POOLING_MUTANTS
 from novainfer.fsm.simulation.bugs.process import PROCESS_MUTANTS
 from novainfer.fsm.simulation.bugs.queue import QUEUE_MUTANTS
 from novainfer.fsm.simulation.bugs.reconfiguration import RECONFIGURATION_MUTANTS
@@ -218,6 +219,7 @@ MUTANTS = [
     *CORE_MUTANTS,
     *COSTS_MUTANTS,
     *MASKS_MUTANTS,
+    *POOLING_MUTANTS,
     *DEADLINE_MUTANTS,
     *SAMPLING_MUTANTS,
     *TURN_MUTANTS,

@@ -34,7 +34,7 @@ class Degraded:
         """The device has done a step well."""
         for step in list(self._steps)[: 1 - STEPS_MAX]:  # an answer of an older one is no outcome any more
             del self._steps[step]
-        self._steps[plan.step_id, plan.epoch] = device.degraded
+        self._steps[plan.step_id, plan.epoch] = [*device.degraded, *device.degraded_pools]
 
     def before(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
@@ -42,17 +42,19 @@ class Degraded:
         if not isinstance(event, MakeBatch) or not isinstance(event.outcome, StepDone) or flight is None:
             return
         marks = self._steps.get((event.outcome.step_id, event.outcome.epoch), ())
-        self._marked.update(r.request_id for r, is_marked in zip(flight.samples, marks, strict=False) if is_marked)
+        held = [*flight.samples, *(request for request, _, _ in flight.pooled)]
+        self._marked.update(r.request_id for r, is_marked in zip(held, marks, strict=False) if is_marked)
         if not is_exact(flight.mode, self._world.modes[0]):
             self._held.update(request.request_id for request, _, _ in flight.rows)
 
     def given(self, output: Output) -> None:
         """A stream is about to be given `output`."""
         request_id = output.request_id
-        if output.token_ids and output.is_degraded is not (request_id in self._held):
+        is_computed = bool(output.token_ids) or output.embedding is not None
+        if is_computed and output.is_degraded is not (request_id in self._held):
             raise Violation(f"request {request_id}: is_degraded={output.is_degraded}, and its steps say otherwise")
-        if output.token_ids and request_id in self._marked and not output.is_degraded:
-            raise Violation(f"request {request_id} has a token from degraded blocks, and is not called degraded")
+        if is_computed and request_id in self._marked and not output.is_degraded:
+            raise Violation(f"request {request_id} has something of degraded blocks, and is not called degraded")
         if output.end is not None:
             self._marked.discard(request_id)
             self._held.discard(request_id)

@@ -12,8 +12,9 @@ import msgspec
 
 from novainfer.fsm.messages.outputs import FinishReason
 from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.pooling import Pooling
 from novainfer.fsm.messages.step import NONE_ALLOWED, SeqParams
-from novainfer.fsm.simulation.world.device import EOS, VOCAB_SIZE, Sampler, fold
+from novainfer.fsm.simulation.world.device import EOS, VOCAB_SIZE, Sampler, fold, hidden_state
 from novainfer.fsm.simulation.world.grammars import allowed, error_code
 from novainfer.fsm.text import Vocabulary
 
@@ -41,7 +42,20 @@ class Expected(msgspec.Struct, frozen=True):
 
 def is_refused(num_prompt: int, params: SamplingParams, max_len: int) -> bool:
     """Whether a prompt of this length cannot be served within a context of `max_len` tokens."""
-    return num_prompt == 0 or num_prompt + (params.max_tokens or 1) > max_len
+    num_new = 0 if params.pooling is not None else params.max_tokens or 1
+    return num_prompt == 0 or num_prompt + num_new > max_len
+
+
+def expected_embedding(prompt: Sequence[int], pooling: Pooling) -> list[float]:
+    """The vector of a prompt, from its tokens alone."""
+    context, states = 0, []
+    for token_id in prompt:
+        context = fold([token_id], context)
+        states.append(hidden_state(context))
+    wanted = states if pooling.kind == "mean" else states[-1:]
+    mean = [sum(numbers) / len(wanted) for numbers in zip(*wanted, strict=True)][: pooling.dimensions]
+    length = sum(number * number for number in mean) ** 0.5 if pooling.normalize else 1.0
+    return [number / length for number in mean]
 
 
 def expected_run(prompt: Sequence[int], params: SamplingParams, seed: int, choice: int, max_len: int) -> Expected:

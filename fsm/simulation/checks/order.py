@@ -83,7 +83,7 @@ class Order:
             return
         admitted = {request.request_id for request in flight.admitted}
         waited = [r for r in (*world.scheduler.planner.waiting, *flight.admitted) if not r.kv.host_blocks]
-        held = {r.request_id: prefixes.num_held(r) if has_cache else 0 for r in waited}
+        held = {r.request_id: self._num_held(r) for r in waited}
         starts = {r.request_id: start for r, _, start in flight.rows}
         if has_cache:
             prefixes.planned(flight)
@@ -102,10 +102,10 @@ class Order:
 
     def _judge(self, flight: Flight, waited: list[Request], held: dict[int, int]) -> dict[int, Work]:
         """The work of all that waited before the step, or are in prefill."""
-        size, has_cache = self._world.shape.block_size, self._world.shape.enable_prefix_caching
+        size = self._world.shape.block_size
         works: dict[int, Work] = {}
         for request in waited:
-            num_held = max(self._prefixes.num_held(request), held[request.request_id]) if has_cache else 0
+            num_held = max(self._num_held(request), held[request.request_id])
             num_tokens = len(request.token_ids)
             most = num_tokens - held[request.request_id] * size
             works[request.request_id] = Work(most, num_tokens - num_held * size)
@@ -123,6 +123,15 @@ class Order:
             if request.state in COMPUTING:
                 works[request_id] = self._works[request_id]
         return works
+
+    def _num_held(self, request: Request) -> int:
+        """How many blocks it can take from the cache."""
+        return self._prefixes.num_held(request) if self._takes_prefixes(request) else 0
+
+    def _takes_prefixes(self, request: Request) -> bool:
+        """Whether it may leave out what is cached: the mean of a prompt wants each of its tokens."""
+        pooling = request.params.pooling
+        return self._world.shape.enable_prefix_caching and (pooling is None or pooling.kind != "mean")
 
     def _is_calm(self, flight: Flight, waited: list[Request], held: dict[int, int]) -> bool:
         """Whether slots, blocks and looks are there for all; if not, what was seen so far counts no more."""
@@ -227,7 +236,7 @@ class Order:
 
     def _may_wait(self, request: Request, works: dict[int, Work], held: dict[int, int], starts: dict[int, int]) -> bool:
         """Whether another one computes what comes next in it, and will not be much later with that."""
-        if not self._world.shape.enable_prefix_caching:
+        if not self._takes_prefixes(request):
             return False
         prefixes, size = self._prefixes, self._world.shape.block_size
         mine, work = prefixes.of(request), works[request.request_id].most
@@ -253,6 +262,10 @@ class Order:
         oldest = min((r.request_id for r in (*running, *waiting)), default=-1)
         for request in flight.admitted:
             if request in flight.fetched:
+                continue
+            if not self._takes_prefixes(request):
+                if starts[request.request_id]:
+                    raise Violation(f"request {request.request_id} wants each of its tokens, and leaves some out")
                 continue
             at, mine = starts[request.request_id] // size, prefixes.of(request)
             if at < held[request.request_id] and not prefixes.is_evicted(mine[at]):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import isnan
+from struct import unpack_from
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -41,6 +43,9 @@ def without_number(world: World, flight: Flight, outcome: StepDone) -> list[Requ
             expected = world.clients[request.stream_id].expected(request.choice).token_ids
             if count <= len(expected) - request.num_generated:
                 found.append(request)
+    for (request, first, count), sums in zip(flight.pooled, outcome.pooled, strict=True):
+        if not request.ended and first + count == len(request.token_ids) and isnan(unpack_from("<d", sums)[0]):
+            found.append(request)
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from novainfer.fsm.messages.events import Fault
 from novainfer.fsm.messages.mode import EAGER, INT8, Mode
 from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.pooling import Pooling, PoolingKind
 from novainfer.fsm.simulation.explore.explore import SmallWorld
 from novainfer.fsm.simulation.world.grammars import FAILS, NOTHING, replaced
 from novainfer.fsm.simulation.world.shape import ALL_MODES, BEST, GPU_MODES, LEAN, Shape
@@ -16,6 +17,11 @@ NEVER_STALLS = 1 << 20  # unread tokens
 
 def _ask(max_tokens: int, n: int = 1, **more: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True, temperature=0.0, **more)
+
+
+def _pooled(kind: PoolingKind) -> SamplingParams:
+    """A request that gives a vector."""
+    return SamplingParams(pooling=Pooling(kind=kind))
 
 
 def _held_to(grammar: str, max_tokens: int) -> SamplingParams:
@@ -59,6 +65,18 @@ SMALL_WORLDS = [
         shape=_shape(5, 2, max_model_len=8, prefill_chunk_tokens=2),
         clients=[([1, 2, 3, 4, 5], _ask(1)), ([1, 2, 3, 4, 6], _ask(2))],
         budget={"oom": 1, "cancel": 1},
+    ),
+    SmallWorld(
+        name="a request that gives the mean of its prompt, in two steps, beside one that decodes",
+        shape=_shape(7, prefill_chunk_tokens=2, max_num_batched_tokens=3, max_model_len=4),
+        clients=[([1, 2, 3], _pooled("mean")), ([4], _ask(2))],
+        budget={"oom": 1, "cancel": 1},
+    ),
+    SmallWorld(
+        name="vectors of two prompts that begin alike, and a worker that dies",
+        shape=_shape(8, 2, prefill_chunk_tokens=2, max_num_batched_tokens=4, max_model_len=8),
+        clients=[([1, 2, 3, 4], _pooled("last")), ([1, 2, 3], _pooled("mean"))],
+        budget={"die": 1},
     ),
     SmallWorld(
         name="a request that is held to a grammar, and one that is not",

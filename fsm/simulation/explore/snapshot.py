@@ -52,7 +52,7 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Restarts": frozenset(["_epoch", "_shape", "_spawned", "_state"]),
     "Processes": frozenset(["_spare_deaths", "world"]),
     "Process": frozenset(["pid"]),
-    "Request": frozenset(["max_len", "num_prompt", "params", "seed", "stop_ids"]),
+    "Request": frozenset(["max_len", "num_prompt", "params", "pooling", "seed", "stop_ids"]),
     "Roster": frozenset(["_warm_spare"]),
     "Scheduler": frozenset(["_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_ladder_quiet_s"])
     | frozenset(["_limits", "_losses", "_max_len", "_prompt_tokens", "_queried", "_stall_keep_s", "_steps"])

@@ -30,6 +30,7 @@ from novainfer.fsm.simulation.world.drafts import going_ahead, speculating
 from novainfer.fsm.simulation.world.grammars import CONSTRAINED_EVERY, constrained
 from novainfer.fsm.simulation.world.moves import MOVES, Move, is_possible
 from novainfer.fsm.simulation.world.pace import Pace, Paces
+from novainfer.fsm.simulation.world.pools import POOLED_EVERY, pooled
 from novainfer.fsm.simulation.world.shape import modes_against
 from novainfer.fsm.simulation.world.shortage import STEP_DEADLINE_S, Scarcity, Shortage
 from novainfer.fsm.simulation.world.world import TO_WORKER, Timer, World
@@ -116,6 +117,8 @@ class Seed:
         self._launches = random.Random(seed * 1_000_003 + 13)  # of its own: every other draw stays what it was
         has_grammars = seed % CONSTRAINED_EVERY == CONSTRAINED_EVERY // 2 and not is_odd and not has_relapses
         self._grammars = random.Random(seed * 1_000_003 + 17) if has_grammars and steady is None else None
+        has_pools = seed % POOLED_EVERY == POOLED_EVERY // 2 and not is_odd and not has_grammars
+        self._pools = random.Random(seed * 1_000_003 + 19) if has_pools and steady is None else None
         self._mask_s = 10 ** self._grammars.uniform(-4.5, -1) if self._grammars is not None else 0.0
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()
@@ -231,6 +234,8 @@ class Seed:
         prompt, params, seed = self.mix.prompt(), self.mix.params(), SEEDS[self.rng.randint(0, 2)]
         if self._grammars is not None:
             params = constrained(self._grammars, params) or params
+        if self._pools is not None:
+            params = pooled(self._pools, params)
         self._make("arrive", prompt, params, seed)
         self._arrivals -= 1
         if self._arrivals:

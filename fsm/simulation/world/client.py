@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import struct
+from functools import partial
+from math import isclose
+
 from novainfer.fsm.messages.events import Arrive, Cause, End, Finished, Rejected
-from novainfer.fsm.messages.outputs import Delta
-from novainfer.fsm.simulation.checks.oracle import TOKEN_BYTES, Expected, Violation, expected_run, is_refused
+from novainfer.fsm.messages.outputs import Delta, FinishReason
+from novainfer.fsm.messages.pooling import Pooling
+from novainfer.fsm.simulation.checks.oracle import (
+    TOKEN_BYTES,
+    Expected,
+    Violation,
+    expected_embedding,
+    expected_run,
+    is_refused,
+)
 from novainfer.fsm.simulation.world.device import expected_logprob
 
 
@@ -45,6 +57,11 @@ class Client:
             raise Violation(f"{name}: something came for a request that was refused")
         if choice in self.finished:
             raise Violation(f"{name}: something came after its end")
+        if params.pooling is not None:
+            self._take_embedding(delta, params.pooling, name)
+            return
+        if delta.embedding is not None:
+            raise Violation(f"{name}: a vector came, and nobody had asked for one")
         expected = self.expected(choice)
         if not self.tokens[choice] and choice == 0 and delta.prompt_token_ids != self.prompt:
             raise Violation(f"{name}: the first delta has the prompt {delta.prompt_token_ids}")
@@ -67,6 +84,20 @@ class Client:
             right = (expected.finish_reason, expected.stop_reason, expected.token_ids, expected.text)
             if said != right:
                 raise Violation(f"{name} ended with {said}, not {right} ({params})")
+
+    def _take_embedding(self, delta: Delta, pooling: Pooling, name: str) -> None:
+        """A request that is to give a vector gives it at once, and nothing else."""
+        self.finished.add(delta.index)
+        said = delta.finish_reason, delta.token_ids, delta.text, delta.num_prompt_tokens, delta.prompt_token_ids
+        if said != (FinishReason.STOP, [], "", len(self.prompt), self.prompt):
+            raise Violation(f"{name} gave {said} beside its vector")
+        most = len(self.prompt) - 1 if pooling.kind == "last" else 0
+        if delta.num_cached_tokens > most:
+            raise Violation(f"{name}: {delta.num_cached_tokens} tokens were cached, of which its vector wants some")
+        found = struct.unpack(f"<{len(delta.embedding or b'') // 4}f", delta.embedding or b"")
+        right = expected_embedding(self.prompt, pooling)
+        if len(found) != len(right) or not all(map(partial(isclose, rel_tol=1e-6), found, right)):
+            raise Violation(f"{name}: its vector is {found}, and should be {right}")
 
     def _check_logprobs(self, delta: Delta, name: str) -> None:
         num_top = self.arrive.params.logprobs

@@ -9,16 +9,18 @@ overwritten, swapped or freed wrongly changes a context, and with it a token; a 
 another's, too old or not there changes it too. `Sampler` and `fold` say what it should have been.
 
 Beside each cell stands whether it was computed otherwise than in the mode that it came up in; `degraded` says of each
-row that the last step sampled whether such a cell was in its context.
+row that the last step sampled whether such a cell was in its context, and `degraded_pools` of each that it pooled.
 
 One device is one epoch: whoever replaces it begins with garbage in every block, on the device and on the host.
 """
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, repeat
+from math import nan
 from zlib import crc32
 
 from novainfer.fsm.device.flights import Flights
@@ -152,6 +154,11 @@ def expected_score(context: int, token_id: int, num_top: int) -> Logprobs:
     return -mixed / 8, [(mixed + i) % VOCAB_SIZE for i in range(num_top)], [-i / 4 for i in range(num_top)]
 
 
+def hidden_state(context: int) -> tuple[float, ...]:
+    """That of a token, cells up to and with whose own have the digest `context`: whole numbers, as sums are exact."""
+    return float(context & 0xFFFF), float(context >> 16) - 2**15, 1.0
+
+
 class ScriptedDevice:
     """`num_slots` rows of block table over blocks of `block_size` tokens, and `num_host_blocks` to swap them to."""
 
@@ -171,6 +178,7 @@ class ScriptedDevice:
         self.mode = self._exact_mode = mode
         self.is_closed = False
         self.degraded: list[bool] = []
+        self.degraded_pools: list[bool] = []
         self._was_exact = True  # at all times: there is nothing to mark
         self._marks = [bytearray(block_size) for _ in range(num_blocks)]  # 1: computed otherwise
         self._host_marks = [bytearray(block_size) for _ in range(num_host_blocks)]
@@ -210,7 +218,7 @@ class ScriptedDevice:
         tokens: list[int] = []
         logprobs: list[Logprobs | None] = []
         num_tokens: list[int] = []
-        self.degraded = []
+        self.degraded, self.degraded_pools = [], []
         ends = list(accumulate(plan.query_lens))
         masks, at = masks_of(plan), 0
         for seq, num_drafts in zip(plan.sample_seqs, plan.num_drafts or repeat(0, len(plan.sample_seqs)), strict=True):
@@ -235,7 +243,9 @@ class ScriptedDevice:
         draft_s = took_s / 4 if plan.num_drafts_wanted else 0.0
         known = logprobs if any(logprobs) else []
         scores = self._scores(plan, ends) if plan.score_rows else []
-        return StepDone(plan.step_id, plan.epoch, tokens, known, took_s, counts, drafts, error, draft_s, scores=scores)
+        sums = self._pooled(plan) if plan.pool_seqs else []
+        done = plan.step_id, plan.epoch, tokens, known, took_s, counts, drafts, error, draft_s
+        return StepDone(*done, scores=scores, pooled=sums)
 
     def _scores(self, plan: StepPlan, ends: list[int]) -> list[Logprobs]:
         found = []
@@ -244,6 +254,19 @@ class ScriptedDevice:
             cells = self._read(plan.slots[seq], plan.context_lens[seq] - ends[seq] + row + 1)
             assert GARBAGE not in cells, f"step {plan.step_id} scores what was never computed, or overwritten"
             found.append(expected_score(crc32(cells), token_id, num_top))
+        return found
+
+    def _pooled(self, plan: StepPlan) -> list[bytes]:
+        found = []
+        for seq, count in zip(plan.pool_seqs, plan.pool_lens, strict=True):
+            slot, end = plan.slots[seq], plan.context_lens[seq]
+            assert seq not in plan.sample_seqs, f"step {plan.step_id} samples behind what it pools"
+            cells = self._read(slot, end)
+            assert GARBAGE not in cells, f"step {plan.step_id} pools what was never computed, or overwritten"
+            states = [hidden_state(crc32(cells[: at * CELL])) for at in range(end - count + 1, end + 1)]
+            sums = [nan] * 3 if NOT_A_NUMBER in cells else map(sum, zip(*states, strict=True))
+            found.append(struct.pack("<3d", *sums))
+            self.degraded_pools.append(self._is_degraded(slot, end))
         return found
 
     def stage(self, plan: StepPlan) -> None:
