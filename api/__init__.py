@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from novainfer.config import EngineConfig
+    from novainfer.embedding import EmbeddingOutput, PoolingParams
     from novainfer.engine import Engine, EngineStatistics
     from novainfer.fsm.messages.errors import (
         CallerError,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "novainfer.config": ("EngineConfig",),
+    "novainfer.embedding": ("EmbeddingOutput", "PoolingParams"),
     "novainfer.engine": ("Engine", "EngineStatistics"),
     "novainfer.fsm.messages.errors": (
         "CallerError",
@@ -99,6 +101,7 @@ __all__ = [
     "ContextLengthExceeded",
     "Delta",
     "DeviceError",
+    "EmbeddingOutput",
     "Engine",
     "EngineClosed",
     "EngineConfig",
@@ -114,6 +117,7 @@ __all__ = [
     "ModelNotFound",
     "NoTokenAllowed",
     "NovaInferError",
+    "PoolingParams",
     "ReaderStalled",
     "ReconfigureFailed",
     "ReconfigureInProgress",

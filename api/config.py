@@ -92,6 +92,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "none"],
         says(MODEL, "auto: requests that say nothing else are sampled as generation_config.json wants it."),
     ] = "auto"
+    pooling: Annotated[
+        Literal["auto", "last", "mean"],
+        says(
+            MODEL,
+            "Embeddings are the hidden state of the last token, or the mean of all; auto: as the model's folder says "
+            "(1_Pooling/config.json), else the last.",
+        ),
+    ] = "auto"
     seed: Annotated[int | None, says(MODEL, "Seeds of requests that bring none begin here.", unset="by chance")] = None
     max_model_len: Annotated[int | None, says(MODEL, "Longest context in tokens.", unset="the model's")] = None
     max_num_seqs: Annotated[int, says(BATCHING, "Most requests in a step.")] = 256

@@ -33,6 +33,7 @@ from novainfer.actors.tokenizer.tokenizer import Bare, Tokenizer
 from novainfer.arguments import must_be, must_be_seconds, must_have
 from novainfer.assembly import callers_tokenizer, check_before_start, check_model, make_runtime
 from novainfer.config import EngineConfig
+from novainfer.embedding import EmbeddingOutput, PoolingParams, embed
 from novainfer.ends import error_of
 from novainfer.fsm.client.stream import StreamState
 from novainfer.fsm.messages.errors import (
@@ -228,6 +229,23 @@ class Engine:
                 yield delta
         finally:
             self._leave(name)
+
+    async def embed(
+        self,
+        prompt: PromptLike,
+        params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        owner: str = "",
+    ) -> EmbeddingOutput:
+        """The vector of `prompt`, which is computed like any other, beside all that is generated.
+
+        A cancelled task cancels the request. Raises what `generate` raises, and `UnsupportedParameter` where the model
+        wants vectors to be made in a way that is not computed here, and `params` says no other.
+        """
+        if params is not None:
+            must_be("params", params, PoolingParams, "PoolingParams")
+        return await embed(self, prompt, params or PoolingParams(), request_id=request_id, owner=owner)
 
     def add_request(
         self,

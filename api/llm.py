@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -21,6 +21,7 @@ from novainfer.actors.device.location import DEMO_MODEL
 from novainfer.arguments import must_be
 from novainfer.assembly import callers_tokenizer
 from novainfer.config import AT_MOST, EngineConfig
+from novainfer.embedding import EmbeddingOutput, PoolingParams
 from novainfer.engine import Engine
 from novainfer.fsm.messages.errors import EngineClosed, InvalidParameter, NovaInferError
 from novainfer.fsm.messages.events import Chat
@@ -31,6 +32,7 @@ from novainfer.progress import Bar, LoadingBar
 from novainfer.prompt import PromptLike
 
 T = TypeVar("T")
+Answer = TypeVar("Answer", "RequestOutput", EmbeddingOutput)
 
 logger = logging.getLogger(__name__)
 
@@ -103,14 +105,7 @@ class LLM:
         `sampling_params` is one for all, or one for each. A prompt of a list that cannot be answered has an `error` in
         its place, and a line in the log; the others are answered. A single prompt raises it.
         """
-        listed: list[Any]
-        is_one = False
-        if isinstance(prompts, str | bytes | dict | Chat) or not isinstance(prompts, Iterable):
-            listed, is_one = [prompts], True  # or nothing that could be a prompt: the engine says so
-        else:
-            listed = list(prompts)
-            if listed and all(isinstance(item, int) for item in listed):  # one prompt of token ids
-                listed, is_one = [listed], True
+        listed, is_one = _listed(prompts)
         return self._answer(listed, sampling_params, use_tqdm, is_one)
 
     def chat(
@@ -128,6 +123,29 @@ class LLM:
         is_one = not messages or not isinstance(messages[0], list)
         many: list[Any] = [messages] if is_one else messages
         return self._answer([Chat(messages=conversation) for conversation in many], sampling_params, use_tqdm, is_one)
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[str | list[int] | dict[str, Any]],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """The vector of each prompt, in order; `prompts` and errors are as in `generate`."""
+        listed, is_one = _listed(prompts)
+        if pooling_params is not None:
+            must_be("pooling_params", pooling_params, PoolingParams, "PoolingParams")
+        params = pooling_params or PoolingParams()
+
+        async def one(at: int) -> tuple[EmbeddingOutput, int]:
+            try:
+                output = await self._engine.embed(listed[at], params)
+            except NovaInferError as error:
+                return EmbeddingOutput(error=error), 0
+            return output, len(output.prompt_token_ids)
+
+        outputs = self._run(_each(self._engine, len(listed), one, use_tqdm))
+        return _with_errors_told(outputs, is_one)
 
     @property
     def model_info(self) -> ModelInfo:
@@ -156,13 +174,14 @@ class LLM:
         params = sampling_params
         if params is None:
             params = SamplingParams(**self._engine.model_info.sampling_defaults)
-        outputs = self._run(_generate_all(self._engine, prompts, _spread(params, len(prompts)), use_tqdm))
-        errors = [output.error for output in outputs if output.error is not None]
-        if is_one and errors:
-            raise errors[0]
-        if errors:
-            logger.warning("%d of %d prompts got an error, the first: %s", len(errors), len(outputs), errors[0])
-        return outputs
+        params = _spread(params, len(prompts))
+
+        async def one(at: int) -> tuple[RequestOutput, int]:
+            output = await _generate_one(self._engine, prompts[at], params[at])
+            return output, sum(len(choice.token_ids) for choice in output.outputs)
+
+        outputs = self._run(_each(self._engine, len(prompts), one, use_tqdm))
+        return _with_errors_told(outputs, is_one)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Do `work` on the loop's thread; Ctrl-C here cancels it there."""
@@ -177,23 +196,44 @@ class LLM:
             raise
 
 
-async def _generate_all(
-    engine: Engine, prompts: list[Any], params: list[SamplingParams | None], use_tqdm: bool
-) -> list[RequestOutput]:
+def _listed(prompts: Any) -> tuple[list[Any], bool]:
+    """All prompts, and whether it is a single one that was not in a list."""
+    if isinstance(prompts, str | bytes | dict | Chat) or not isinstance(prompts, Iterable):
+        return [prompts], True  # or nothing that could be a prompt: the engine says so
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):  # one prompt of token ids
+        return [listed], True
+    return listed, False
+
+
+def _with_errors_told(outputs: list[Answer], is_one: bool) -> list[Answer]:
+    """`outputs`, after a line in the log where some have errors; raises the error of a single prompt."""
+    errors = [output.error for output in outputs if output.error is not None]
+    if is_one and errors:
+        raise errors[0]
+    if errors:
+        logger.warning("%d of %d prompts got an error, the first: %s", len(errors), len(outputs), errors[0])
+    return outputs
+
+
+async def _each(
+    engine: Engine, num_prompts: int, do: Callable[[int], Awaitable[tuple[T, int]]], use_tqdm: bool
+) -> list[T]:
+    """What `do` gives for each prompt, and its tokens, which the bar counts; some prompts at a time."""
     open_streams = asyncio.Semaphore(OPEN_BATCHES * engine.config.max_num_seqs)
     tokens = 0
-    with Bar(total=len(prompts), desc="prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+    with Bar(total=num_prompts, desc="prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
 
-        async def one(at: int) -> RequestOutput:
+        async def one(at: int) -> T:
             nonlocal tokens
             async with open_streams:
-                output = await _generate_one(engine, prompts[at], params[at])
-            tokens += sum(len(choice.token_ids) for choice in output.outputs)
+                output, num_tokens = await do(at)
+            tokens += num_tokens
             bar.set_postfix_str(f"{tokens} tokens")
             bar.update()
             return output
 
-        tasks = [asyncio.ensure_future(one(at)) for at in range(len(prompts))]
+        tasks = [asyncio.ensure_future(one(at)) for at in range(num_prompts)]
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:

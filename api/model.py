@@ -12,6 +12,7 @@ from novainfer.fsm.kv.blocks import blocks_for, tokens_in
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.events import PromptKind, WorkerReady
 from novainfer.fsm.messages.mode import PRECISIONS, Mode
+from novainfer.fsm.messages.pooling import ModelPooling
 from novainfer.fsm.parsing.formats import Formats
 
 
@@ -31,7 +32,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     `kv_cache_bytes`, `free_bytes`. On a CPU, and where the number of KV blocks was fixed, it is empty. `step_costs` are
     (tokens, milliseconds) of a step, as measured at the start or at the last reconfiguration; a worker that has come up
     since may go by others.
-    `formats` say how the model calls tools and reasons, by its chat template.
+    `formats` say how the model calls tools and reasons, by its chat template. A vector of `Engine.embed` has
+    `hidden_size` numbers, and is made as `pooling` says, unless a request says otherwise.
     """
 
     name: str
@@ -57,6 +59,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_kind: PromptKind = "chat"
     step_costs: list[tuple[int, float]] = []
     formats: Formats = Formats()
+    hidden_size: int = 0
+    pooling: ModelPooling = ModelPooling()
 
 
 def model_info(
@@ -86,8 +90,16 @@ def model_info(
         memory=dict(ready.facts.get("memory", {})),
         prompt_kind=prompt_kind,
         formats=formats,
+        hidden_size=int(ready.facts.get("hidden_size", 0)),
+        pooling=_pooling(config, ready),
         step_costs=ready.step_costs,
     )
+
+
+def _pooling(config: EngineConfig, ready: WorkerReady) -> ModelPooling:
+    """What the model's folder says; `config` knows better, where it says anything."""
+    own = msgspec.convert(ready.facts.get("pooling", {}), ModelPooling)
+    return own if config.pooling == "auto" else ModelPooling(kind=config.pooling, normalize=own.normalize)
 
 
 def checked_reconfiguration(info: ModelInfo, num_kv_blocks: Any, precision: Any) -> tuple[int | None, str | None]:

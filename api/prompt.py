@@ -68,7 +68,7 @@ def with_room(params: SamplingParams, max_model_len: int) -> SamplingParams:
     """`params`, with the number of tokens where `truncate_prompt_tokens` says: as many as the context holds."""
     if params.truncate_prompt_tokens != -1:
         return params
-    room = max(max_model_len - (params.max_tokens or 1), 1)
+    room = max(max_model_len - params.num_tokens_needed, 1)
     return msgspec.structs.replace(params, truncate_prompt_tokens=room)
 
 

@@ -66,6 +66,7 @@ SAMPLING = {
     "truncate_prompt_tokens": "Keep so many tokens of a longer prompt, its last ones; -1: as many as have room.",
     "timeout_s": "Deadline in seconds for the whole request, its time in the queue included.",
     "max_queue_s": "Seconds that the request waits for room in a full queue; None: it is refused at once.",
+    "pooling": "How the prompt becomes a vector, in the place of an answer: see `Engine.embed`.",
     "structured_outputs": "What the answer is held to: a JSON schema, a regular expression, choices, a grammar, tags.",
 }
 # Other fields that a value needs to be tried alone.

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import msgspec
 
 from novainfer.actors.device.location import ModelLocation
+from novainfer.actors.device.pooling_defaults import pooling_defaults
 from novainfer.actors.device.sampling_defaults import sampling_defaults
 from novainfer.fsm.messages.errors import NovaInferError
 from novainfer.fsm.messages.mode import AUTO, CHECKPOINT, Mode
@@ -172,6 +173,7 @@ class ModelDevice:
         quantization = {None: s.quantization, CHECKPOINT: None}.get(precision, precision)
         folder = s.location.path()
         defaults = sampling_defaults(folder) if s.generation_config == "auto" else {}
+        pooling = pooling_defaults(folder)
         self._runner = ModelRunner.load(
             folder,
             device=s.device,
@@ -205,6 +207,8 @@ class ModelDevice:
             "kv_bytes_per_block": info.kv_bytes_per_block,
             "row_invariant": info.row_invariant,
             "sampling_defaults": defaults,
+            "hidden_size": info.hidden_size,
+            "pooling": msgspec.structs.asdict(pooling),
             "kernels": info.kernels,
             "failed_kernels": info.failed_kernels,
             "modes": [msgspec.structs.asdict(mode) for mode in info.modes],

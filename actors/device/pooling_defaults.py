@@ -1,0 +1,62 @@
+"""How a model's own folder wants vectors to be made: `modules.json` and what it names (sentence-transformers)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from novainfer.fsm.messages.errors import ModelLoadError
+from novainfer.fsm.messages.pooling import ModelPooling, PoolingKind
+
+MODULES = "modules.json"
+MODES: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean"}  # its words, and ours
+# In older files each way has a switch of its own; those of `MODES`:
+SWITCHES = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
+BEFORE_MODES = "pooling_mode_"  # what the names of all switches begin with
+
+
+def pooling_defaults(folder: Path) -> ModelPooling:
+    """What the folder says; of one that says nothing, the last token, normalised, as it is with decoders.
+
+    Raises `ModelLoadError` for files that cannot be read. What they ask for and we do not compute is no error of a
+    model that also writes: `refusal` says it to those who ask for a vector.
+    """
+    path = folder / MODULES
+    if not path.is_file():
+        return ModelPooling()
+    kind, normalize, refusal = None, False, ""
+    for module in _read(path, list):
+        name = str(module.get("type", "")).rpartition(".")[2] if isinstance(module, dict) else ""
+        if name == "Pooling":
+            config = folder / str(module.get("path", "")) / "config.json"
+            modes = _modes(_read(config, dict))
+            kind = MODES.get(modes[0]) if len(modes) == 1 else None
+            if kind is None:
+                what = " and ".join(modes) or "no way"
+                refusal = f"{config} pools by {what}, and this server by {' or '.join(MODES)} only"
+        elif name == "Normalize":
+            normalize = True
+        elif name != "Transformer":
+            refusal = f"{path} names a module of type {name or 'none'!r}, which this server does not compute"
+    return ModelPooling(kind=kind or "last", normalize=normalize, refusal=refusal)
+
+
+def _modes(config: dict[str, Any]) -> list[str]:
+    """Its ways of pooling, in its own words."""
+    mode = config.get("pooling_mode")
+    if mode is not None:
+        return [str(one) for one in mode] if isinstance(mode, list) else str(mode).split("+")
+    on = [name for name, value in config.items() if name.startswith(BEFORE_MODES) and value is True]
+    return [SWITCHES.get(name, name.removeprefix(BEFORE_MODES)) for name in on]
+
+
+def _read(path: Path, kind: type) -> Any:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}", param="model") from None
+    if not isinstance(value, kind):
+        what = "list" if kind is list else "object"
+        raise ModelLoadError(f"{path} must hold a JSON {what}", param="model")
+    return value
