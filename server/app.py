@@ -22,6 +22,7 @@ from novainfer.server.keys.ring import METRICS_PATH
 from novainfer.server.openai import tokens
 from novainfer.server.openai.chat import create_chat_completion
 from novainfer.server.openai.completions import create_completion
+from novainfer.server.openai.embeddings import EmbeddingList, EmbeddingRequest, create_embedding
 from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from novainfer.server.openai.replies import ChatCompletion, Completion
 from novainfer.server.operate import info, inspection, profile, recorder
@@ -66,6 +67,10 @@ ROUTES: tuple[Endpoint, ...] = (
     Endpoint(
         *("POST", "/v1/messages/count_tokens", count_tokens, "The number of tokens that a message would begin with"),
         TokenCount, body=CountTokensRequest, errors=GENERATION, error=AnthropicErrorBody,
+    ),
+    Endpoint(
+        *("POST", "/v1/embeddings", create_embedding, "A vector for each input", EmbeddingList),
+        body=EmbeddingRequest, errors=GENERATION,
     ),
     Endpoint(
         *("POST", "/v1/chat/completions/render", tokens.render_chat, "The tokens that a chat would begin with"),

@@ -276,8 +276,8 @@ class _Run:
             self.found.steps += 1
             self.found.tokens += len(token_ids)
             known, (scores, pooled) = more[:STEP_FIELDS], (*more[STEP_FIELDS:], [], [])[:2]
-            fields = step_id, epoch, token_ids, step_logprobs(counts or ()), took_s
-            done = StepDone(*fields, *known, scores=[tuple(one) for one in scores], pooled=pooled)
+            done = StepDone(step_id, epoch, token_ids, step_logprobs(counts or ()), took_s, *known)
+            done = msgspec.structs.replace(done, scores=[tuple(one) for one in scores], pooled=pooled)
             self._put(self.image.lanes[lane][0], done)
         else:
             passed_us, lane, packed = _decode(body)

@@ -203,6 +203,8 @@ class Generation:
 
 def _tokens_wanted(params: SamplingParams, max_model_len: int) -> int:
     """What one choice reserves of its key's tokens until it has ended."""
+    if params.pooling is not None:
+        return 0
     wanted = OPEN_ENDED_TOKENS if params.max_tokens is None else params.max_tokens
     return min(wanted, max_model_len)
 

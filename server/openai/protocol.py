@@ -110,6 +110,7 @@ class Message(msgspec.Struct, kw_only=True):
 _ASKED_OTHERWISE = (
     *("max_tokens", "logprobs", "timeout_s", "max_queue_s"),
     *("banned_token_ids", "banned_sequences", "mark_token_ids"),
+    "pooling",
 )
 _FIELDS = [field for field in msgspec.structs.fields(SamplingParams) if field.name not in _ASKED_OTHERWISE]
 _PASSED_ON = tuple(field.name for field in _FIELDS)
@@ -264,24 +265,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
 
     def prompts(self) -> list[Prompt]:
         """The prompts as the engine takes them: strings, or token ids by name."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        if not given:
-            raise InvalidParameter("prompt must hold at least one string or token id", param="prompt")
-        if isinstance(given[0], int):
-            return [_token_prompt(given, "prompt")]
-        if len(given) > PROMPTS_MAX:
-            raise InvalidParameter(f"prompt takes at most {PROMPTS_MAX} prompts, not {len(given)}", param="prompt")
-        kind = type(given[0])
-        prompts: list[Prompt] = []
-        for i, item in enumerate(given):
-            if type(item) is not kind:
-                raise InvalidParameter("prompt must not mix strings, token ids and lists of them", param=f"prompt[{i}]")
-            if item == "":
-                raise InvalidParameter(f"prompt[{i}] must not be empty", param=f"prompt[{i}]")
-            prompts.append(item if isinstance(item, str) else _token_prompt(item, f"prompt[{i}]"))
-        return prompts
+        return prompts_of(self.prompt, "prompt")
 
     def sampling_params(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
         """The sampling fields, those of `defaults` where it sets none; raises `InvalidParameter` naming the field."""
@@ -324,6 +308,28 @@ class CompletionRequest(CommonRequest, kw_only=True):
             raise InvalidParameter(
                 "best_of cannot be streamed: which choices are best is known at their end", param="best_of"
             )
+
+
+def prompts_of(given: str | list[str | int | list[int]], field: str) -> list[Prompt]:
+    """What a field holds in one of OpenAI's four ways, as the engine takes it: strings, or token ids by name."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidParameter(f"{field} must hold at least one string or token id", param=field)
+    if isinstance(given[0], int):
+        return [_token_prompt(given, field)]
+    if len(given) > PROMPTS_MAX:
+        raise InvalidParameter(f"{field} takes at most {PROMPTS_MAX} {field}s, not {len(given)}", param=field)
+    kind = type(given[0])
+    prompts: list[Prompt] = []
+    for i, item in enumerate(given):
+        path = f"{field}[{i}]"
+        if type(item) is not kind:
+            raise InvalidParameter(f"{field} must not mix strings, token ids and lists of them", param=path)
+        if item == "":
+            raise InvalidParameter(f"{path} must not be empty", param=path)
+        prompts.append(item if isinstance(item, str) else _token_prompt(item, path))
+    return prompts
 
 
 def _token_prompt(items: Any, path: str) -> dict[str, list[int]]:

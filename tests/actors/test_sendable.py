@@ -22,6 +22,7 @@ from novainfer.actors.inspection.recorder import RESUME_S, Recorder
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.events import Arrive, Run, Submit
 from novainfer.fsm.messages.params import INTEGER_MAX, STOP_CHARS_MAX, TOKEN_IDS_MAX, SamplingParams
+from novainfer.fsm.messages.pooling import KINDS, Pooling
 from novainfer.fsm.messages.step import SeqParams, StepPlan
 from novainfer.fsm.messages.structured import StructuredOutputsParams
 from novainfer.fsm.recording.pack import Kinds, pack, unpack
@@ -71,7 +72,18 @@ def structured() -> st.SearchStrategy[StructuredOutputsParams]:
     )
 
 
+def pooling() -> st.SearchStrategy[Pooling]:
+    """Both ways, in any number of dimensions."""
+    return st.builds(
+        Pooling,
+        kind=st.sampled_from(KINDS),
+        dimensions=st.one_of(st.none(), WIDE_INT),
+        normalize=st.booleans(),
+    )
+
+
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "pooling": st.one_of(st.none(), pooling()),  # first: beside it most of the others are refused
     "n": WIDE_INT,
     "temperature": reals(0, 100),
     "top_p": reals(0, 1),
@@ -106,7 +118,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 @st.composite
 def let_through(draw: st.DrawFn) -> SamplingParams:
     """Parameters that validation takes: a field that it refuses is left at its default."""
-    found = SamplingParams(max_tokens=None)
+    found = draw(st.sampled_from([SamplingParams(max_tokens=None), SamplingParams()]))
     for name, strategy in FIELDS.items():
         try:
             found = msgspec.structs.replace(found, **{name: draw(strategy)})

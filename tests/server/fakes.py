@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from novainfer.actors.admission import AdmissionStatistics
 from novainfer.actors.inspection.feed import Feed
 from novainfer.fsm.messages.mode import INT8, Mode
 from novainfer.fsm.messages.outputs import Mark
+from novainfer.fsm.messages.pooling import ModelPooling, Pooling
 from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.text import Vocabulary
 from novainfer.inspection import (
@@ -69,6 +71,8 @@ class FakeModelInfo(msgspec.Struct, frozen=True):
     memory: dict[str, int] = {}
     prompt_kind: str = "chat"
     formats: Formats = Formats()
+    hidden_size: int = 4
+    pooling: ModelPooling = ModelPooling()
 
 
 class FakeStatistics(EngineStatistics, frozen=True, kw_only=True):
@@ -267,6 +271,13 @@ class FakeEngine:
                 raise ContextLengthExceeded(
                     f"This model's maximum context length is {self.model_info.max_model_len} tokens", param="prompt"
                 )
+            if params.pooling is not None:
+                await self._turn(active)
+                if self.fail_at is not None:
+                    raise self.failure
+                yield self._embedding(prompt, params.pooling, request_id, num_prompt_tokens)
+                is_over = True
+                return
             for position in range(len(self.answer)):
                 for index in range(params.n):
                     await self._turn(active)
@@ -283,6 +294,17 @@ class FakeEngine:
             if not is_over:
                 self.left_early.append(request_id)
             await self._tell()
+
+    def _embedding(self, prompt: Any, pooling: Pooling, request_id: str, num_prompt_tokens: int) -> Delta:
+        """The prompt's length, and how it was to be pooled, in numbers."""
+        numbers = (num_prompt_tokens, float(pooling.kind == "mean"), float(pooling.normalize), 0.1)
+        return Delta(
+            request_id=request_id,
+            finish_reason=FinishReason.STOP,
+            num_prompt_tokens=num_prompt_tokens,
+            prompt_token_ids=prompt["prompt_token_ids"] if isinstance(prompt, dict) else [1, 2, 3],
+            embedding=struct.pack("<4f", *numbers)[: 4 * (pooling.dimensions or 4)],
+        )
 
     def _prompt_logprobs(self, params: SamplingParams) -> list[TokenLogprob] | None:
         """Of a prompt of three tokens, "Say" and " é" in two."""

@@ -188,6 +188,44 @@ async def test_completions_take_every_form_of_prompt(client: openai.AsyncOpenAI)
         assert len(logprobs.tokens) == 3
 
 
+async def test_embeddings_are_vectors_in_every_form(demo: DemoServer, client: openai.AsyncOpenAI) -> None:
+    """OpenAI's client asks for base64 unless it is told otherwise, and gives numbers."""
+    async with client:
+        texts = ["What is 7 + 5?", "What is 7 + 4?", "The capital of France is Paris."]
+        found = await client.embeddings.create(model="demo", input=texts)
+        first, second, third = (item.embedding for item in found.data)
+        assert [len(first), len(second), len(third)] == [192] * 3
+        assert [item.index for item in found.data] == [0, 1, 2]
+        assert sum(number * number for number in first) == pytest.approx(1.0)
+
+        def cosine(a: list[float], b: list[float]) -> float:
+            return sum(x * y for x, y in zip(a, b, strict=True))
+
+        assert cosine(first, second) > cosine(first, third)
+        numbers = await client.embeddings.create(model="demo", input=texts[0], encoding_format="float")
+        assert numbers.data[0].embedding == pytest.approx(first, abs=2e-3)
+        ids = await demo_ids(demo, texts[0])
+        by_ids = await client.embeddings.create(model="demo", input=[ids, ids[:3]], dimensions=16)
+        assert by_ids.usage.prompt_tokens == by_ids.usage.total_tokens == len(ids) + 3
+        assert [len(item.embedding) for item in by_ids.data] == [16, 16]
+        more = {"pooling": "mean", "normalize": False}
+        mean = await client.embeddings.create(model="demo", input=texts[0], user="me", extra_body=more)
+        assert mean.data[0].embedding != pytest.approx(first, abs=0.1)
+        with pytest.raises(openai.BadRequestError, match="dimensions must be between 1 and 192, not 193") as caught:
+            await client.embeddings.create(model="demo", input="x", dimensions=193)
+        assert caught.value.param == "dimensions"
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 2048 tokens") as caught:
+            await client.embeddings.create(model="demo", input=[[5] * 3, [5] * 2049])
+        assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
+
+
+async def demo_ids(demo: DemoServer, text: str) -> list[int]:
+    async with httpx.AsyncClient(base_url=demo.server.url, headers={"authorization": f"Bearer {KEY}"}) as http:
+        found = (await http.post("/tokenize", json={"prompt": text})).json()
+    ids: list[int] = found["tokens"]
+    return ids
+
+
 async def test_a_seed_gives_the_same_answer_again(client: openai.AsyncOpenAI) -> None:
     async with client:
 

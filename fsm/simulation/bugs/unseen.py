@@ -162,8 +162,8 @@ SAMPLING = (
         "a request that fills the context is refused",
         answer,
         "refusal",
-        "if num_prompt + (max_tokens or 1) <= max_len:",
-        "if num_prompt + (max_tokens or 1) < max_len:",
+        "if num_prompt + params.num_tokens_needed <= max_len:",
+        "if num_prompt + params.num_tokens_needed < max_len:",
     ),
     # The second choice cannot be had again: its deltas name no seed of its own.
     Mutant(
