@@ -32,10 +32,33 @@ from novainfer.server.operate.events import stream_events
 from novainfer.server.operate.inspection import REQUEST_STATES
 from novainfer.server.operate.openapi import Endpoint, build_openapi
 from novainfer.server.operate.reconfigure import Configuration, Reconfiguration, reconfigure
+from novainfer.server.responses.create import create_response
+from novainfer.server.responses.kept import (
+    Deleted,
+    ItemList,
+    cancel_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
+from novainfer.server.responses.protocol import ResponseRequest
+from novainfer.server.responses.reply import Response as ResponseReply
 from novainfer.server.service import Service
 
 GENERATION = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)  # how a request for tokens may be refused
 ANSWERS = ("application/json", "text/event-stream")  # whole, or streamed
+KEPT = (400, 401, 404)  # how a question about a response that is kept may be
+EVENTS = {
+    "stream": "true: its events, as when it was created with stream",
+    "starting_after": "with stream: only those behind the event of this number",
+    "include": "as in the body of a response",
+}
+PAGE = {
+    "limit": "at most so many, up to 100 (20)",
+    "order": "asc or desc, which is the latest first (desc)",
+    "after": "only those behind the item of this id",
+    "include": "as in the body of a response",
+}
 STATE = {"state": f"only those in this state: {one_of(REQUEST_STATES)}", "limit": "at most so many"}
 
 _ready = partial(
@@ -71,6 +94,26 @@ ROUTES: tuple[Endpoint, ...] = (
     Endpoint(
         *("POST", "/v1/embeddings", create_embedding, "A vector for each input", EmbeddingList),
         body=EmbeddingRequest, errors=GENERATION,
+    ),
+    Endpoint(
+        *("POST", "/v1/responses", create_response, "Answer a conversation of items", ResponseReply),
+        body=ResponseRequest, errors=GENERATION, media_types=ANSWERS,
+    ),
+    Endpoint(
+        *("GET", "/v1/responses/{response_id}", get_response, "A response as it is, or its events", ResponseReply),
+        errors=KEPT, media_types=ANSWERS, query=EVENTS,
+    ),
+    Endpoint(
+        *("DELETE", "/v1/responses/{response_id}", delete_response, "Keep a response no longer", Deleted),
+        errors=KEPT,
+    ),
+    Endpoint(
+        *("POST", "/v1/responses/{response_id}/cancel", cancel_response, "End a response in the background"),
+        ResponseReply, errors=KEPT,
+    ),
+    Endpoint(
+        *("GET", "/v1/responses/{response_id}/input_items", list_input_items, "The items that a response was given"),
+        ItemList, errors=KEPT, query=PAGE,
     ),
     Endpoint(
         *("POST", "/v1/chat/completions/render", tokens.render_chat, "The tokens that a chat would begin with"),

@@ -38,9 +38,14 @@ class RequestDirectory:
         self._num_opened = 0
         self.num_live = 0
 
-    def open(self, prefix: str, wanted: str, num_prompts: int, owner: str = "") -> LiveRequest:
-        """Register a generation; an id in use gets a suffix, because a retry must not hit its twin."""
-        request_id = f"{prefix}-{wanted}"
+    def open(
+        self, prefix: str, wanted: str, num_prompts: int, owner: str = "", request_id: str | None = None
+    ) -> LiveRequest:
+        """Register a generation, as `prefix`-`wanted`, or as `request_id` where that is given.
+
+        An id in use gets a suffix, because a retry must not hit its twin.
+        """
+        request_id = f"{prefix}-{wanted}" if request_id is None else request_id
         while (request_id, owner) in self._live:
             request_id = f"{prefix}-{wanted}-{secrets.token_hex(4)}"
         engine_id = f"{self._num_opened}.{request_id}"

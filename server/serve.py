@@ -50,6 +50,7 @@ from novainfer.server.tracing import Tracing
 log = logging.getLogger("novainfer.server")
 
 MakeEngine = Callable[[], ServedEngine]
+BACKGROUND_TIMEOUT_S = 1.0  # for responses whose requests have ended, to say so
 ALIVE_CHECK_S = 0.5  # between looks at whether the engine lives: a dead one must not keep a server alive
 # What the start line suggests to ask, by what prompts of the model can be.
 EXAMPLES = {
@@ -165,6 +166,7 @@ class Server:
             await self._run_engine(make_engine, is_warm)
         finally:
             self.service.is_draining = True
+            await self.service.end_background(BACKGROUND_TIMEOUT_S)
             self.service.end_feeds()
             close_http.set()
             await asyncio.wait(http, timeout=FLUSH_TIMEOUT_S)
@@ -217,6 +219,7 @@ class Server:
                     garbage.collect_when_idle()
                 if is_watched and engine.health().is_live:
                     systemd.notify(systemd.MOVING)
+                self.service.store.sweep()
                 if (line := throughput.line(engine.statistics, time.monotonic())) is not None:
                     log.info("%s", line)
                 if not stop.done() and not engine.is_ready:

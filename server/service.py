@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from novainfer.server.keys.quotas import Quotas
 from novainfer.server.keys.ring import KeyRing
 from novainfer.server.metrics import Metrics
 from novainfer.server.settings import ServerSettings
+from novainfer.server.store import ResponseStore
 from novainfer.server.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class Service:
         self.address = (settings.host, settings.port)  # where requests are taken
         self.connections: Collection[object] = ()  # those that are open
         self.is_draining = False
+        self.store = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes, settings.stored_ttl_s)
+        self.background: set[asyncio.Task[None]] = set()  # responses that are made without their client
         self.feeds: set[Subscription] | None = set()  # clients that listen to events; None: no more are taken
         self.was_ready = False
         self.version = package_version()
@@ -76,6 +80,15 @@ class Service:
     def unread(self, client: str) -> Unread:
         """A watch of one answer's sends to `client`."""
         return Unread(self.clients, client, self.settings.stall_timeout_s + self.settings.stall_grace_s)
+
+    async def end_background(self, timeout_s: float) -> None:
+        """Let responses in the background end by themselves for a while, and then end them."""
+        if self.background:
+            await asyncio.wait(self.background, timeout=timeout_s)
+        tasks = list(self.background)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def end_feeds(self) -> None:
         """Let the event feeds end: they would keep their connections open for ever."""

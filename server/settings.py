@@ -134,6 +134,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             flag="--keep-alive-timeout",
         ),
     ] = 75.0  # nginx's and SGLang's; above the 60 s of common load balancers
+    max_stored_responses: Annotated[
+        int,
+        says(HTTP, "Responses (/v1/responses) that are kept to be asked for again, in memory; 0: none is."),
+    ] = 10_000
+    max_stored_bytes: Annotated[int, says(HTTP, "Bytes of them, with their conversations and events.")] = 256 << 20
+    stored_ttl_s: Annotated[
+        float, says(HTTP, "Seconds for which they are kept after they were asked for last.", flag="--stored-ttl")
+    ] = 86_400.0
     access_log: Annotated[bool, says(LOGS, "Log a line for each request: no text of prompts or answers.")] = False
     otlp_traces_endpoint: Annotated[
         str | None,
@@ -172,7 +180,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             value = getattr(self, name)
             if isinstance(value, float) and math.isnan(value):
                 raise InvalidParameter(f"{name} must be a number of seconds, not {value}", param=name)
-        for name in ("stall_timeout_s", "stall_grace_s", "body_timeout_s", "keep_alive_timeout_s"):
+        for name in ("stall_timeout_s", "stall_grace_s", "body_timeout_s", "keep_alive_timeout_s", "stored_ttl_s"):
             if not getattr(self, name) > 0:
                 raise InvalidParameter(f"{name} must be more than 0 seconds", param=name)
         for name in ("sse_keep_alive_interval_s", "shutdown_timeout_s"):
@@ -197,12 +205,16 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "client_slots",
             "client_room",
             "client_tokens",
+            "max_stored_bytes",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidParameter(f"{name} must be at least 1, not {value}", param=name)
         if self.backlog > BACKLOG_MAX:
             raise InvalidParameter(f"backlog must be at most {BACKLOG_MAX}, not {self.backlog}", param="backlog")
+        if self.max_stored_responses < 0:
+            message = f"max_stored_responses must be at least 0, not {self.max_stored_responses}"
+            raise InvalidParameter(message, param="max_stored_responses")
         if self.http2_max_concurrent_streams > HTTP2_STREAMS_MAX:
             message = f"must be at most {HTTP2_STREAMS_MAX}, not {self.http2_max_concurrent_streams}"
             raise InvalidParameter(f"http2_max_concurrent_streams {message}", param="http2_max_concurrent_streams")

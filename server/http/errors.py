@@ -7,6 +7,7 @@ Errors that only HTTP can have extend the one tree of `novainfer` here:
     ├── AuthenticationError   401  no API key, or a wrong one
     ├── PermissionDenied      403  a known key that may not do this, or what is switched off
     ├── PathNotFound          404  nothing is served at this path
+    ├── ResponseNotFound      404  no response of this id is kept
     ├── MethodNotAllowed      405  not with this method
     ├── BodyTimeout           408  the body did not arrive in time
     ├── PayloadTooLarge       413  the body is over the limit
@@ -17,6 +18,7 @@ Errors that only HTTP can have extend the one tree of `novainfer` here:
     ├── QuotaSpent            429  the key has no tokens left for today
     ├── ModelLoading          503  the model is not loaded yet
     ├── NotMoving             503  an actor is stuck
+    ├── StoreFull             503  no more responses can be kept now
     └── TooManyListeners      503  of the event feed
 """
 
@@ -81,6 +83,13 @@ class PathNotFound(CallerError):
     status = 404
     type = "not_found_error"
     code = "path_not_found"
+
+
+class ResponseNotFound(CallerError):
+    """No response of this id is kept."""
+
+    status = 404
+    code = "response_not_found"
 
 
 class MethodNotAllowed(CallerError):
@@ -156,6 +165,12 @@ class NotMoving(ServerError):
     """An actor has been beyond its deadline; and none knows when it will go on."""
 
     code = "engine_stuck"
+
+
+class StoreFull(ServerError):
+    """As many responses are being made as can be kept."""
+
+    code = "store_full"
 
 
 class TooManyListeners(ServerError):

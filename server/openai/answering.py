@@ -18,7 +18,7 @@ from novainfer.fsm.parsing.formats import THINK
 from novainfer.fsm.parsing.pieces import Content
 from novainfer.fsm.parsing.reader import opens_thoughts
 from novainfer.server.http.exchange import Exchange
-from novainfer.server.openai.generation import Generation
+from novainfer.server.openai.generation import FIRST_DELTA_WAIT_S_MAX, Generation
 from novainfer.server.openai.reading import ReadDelta, Reading, params_for, wanted_of
 from novainfer.server.openai.replies import Choice
 from novainfer.server.openai.structured import is_whole
@@ -50,10 +50,10 @@ class Answer:
             return [(delta, [Content(delta.text)] if delta.text else [])]
         return self.reading.read(delta)
 
-    async def first(self) -> asyncio.Task[Delta]:
+    async def first(self, most_s: float = FIRST_DELTA_WAIT_S_MAX) -> asyncio.Task[Delta]:
         """`Generation.first`, for an answer that is streamed."""
         with _named(is_of_tools=self._is_held_by_tools):
-            return await self.generation.first()
+            return await self.generation.first(most_s)
 
     async def collect(self) -> list[Choice]:
         """All of it, as choices with their pieces."""
@@ -66,9 +66,19 @@ class Answer:
 
 
 async def begin_answer(
-    service: Service, exchange: Exchange, prompt: Chat, params: SamplingParams, offer: Offer, *, prefix: str, name: str
+    service: Service,
+    exchange: Exchange,
+    prompt: Chat,
+    params: SamplingParams,
+    offer: Offer,
+    *,
+    prefix: str,
+    name: str,
+    request_id: str | None = None,
 ) -> Answer:
-    """Ask the engine for an answer to `prompt`, with calls of the tools on `offer`; its id is `prefix`-`name`.
+    """Ask the engine for an answer to `prompt`, with calls of the tools on `offer`.
+
+    Its id is `prefix`-`name`, or `request_id` where that is given.
 
     Raises `CallerError` for what cannot be asked of this model, naming OpenAI's fields.
     """
@@ -78,9 +88,8 @@ async def begin_answer(
     wanted = None if is_held else wanted_of(offer, formats)
     asked = params_for(params, offer, wanted, formats)
     held = await _with_grammar(service, prompt, asked, offer)
-    generation = Generation(
-        service, prefix, name, [prompt], held, exchange.viewer.owner, exchange.client, exchange.work
-    )
+    owner, client = exchange.viewer.owner, exchange.client
+    generation = Generation(service, prefix, name, [prompt], held, owner, client, exchange.work, request_id)
     reading = None
     if wanted is not None:
         reading = Reading(wanted, service.ready_engine().vocabulary, held.n, generation.tally)

@@ -47,7 +47,8 @@ def decode(kind: type[AnyBody], body: bytes, *, is_strict: bool = False) -> tupl
         if len(fields) > FIELDS_MAX:
             raise MalformedBody(f"The body must have at most {FIELDS_MAX} fields, not {len(fields)}")
         known, adds = frozenset(kind.__struct_fields__), kind is CompletionRequest
-        ignored = ignored_fields(fields, known, adds_special_tokens=adds, is_strict=is_strict)
+        elsewhere = getattr(kind, "ELSEWHERE", {})
+        ignored = ignored_fields(fields, known, adds_special_tokens=adds, is_strict=is_strict, elsewhere=elsewhere)
         request = _decoder(kind).decode(body)
     return request, ignored
 

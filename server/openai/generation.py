@@ -51,7 +51,10 @@ Body = TypeVar("Body", bound=Asking)
 
 
 class Generation:
-    """A generator of deltas over all prompts; `close` once, whatever happened."""
+    """A generator of deltas over all prompts; `close` once, whatever happened.
+
+    Its id is `prefix`-`wanted_id`, or `request_id` where that is given.
+    """
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Generation:
         owner: str = "",
         client: str = "",
         work: Work | None = None,
+        request_id: str | None = None,
     ) -> None:
         engine = service.ready_engine()
         self._service = service
@@ -81,7 +85,7 @@ class Generation:
             self._hold.settle(0, has_begun=False)
             raise
         self._client = client
-        self._live = service.live.open(prefix, wanted_id, len(prompts), owner)
+        self._live = service.live.open(prefix, wanted_id, len(prompts), owner, request_id)
         sources = [
             engine.generate(prompt, params, request_id=engine_id, owner=owner)
             for prompt, engine_id in zip(prompts, self._live.engine_ids, strict=True)
@@ -114,10 +118,10 @@ class Generation:
         if waited := self._waiting.pop(delta.index // self.n, 0):
             self._service.clients.begin(self._client, waited)
 
-    async def first(self) -> asyncio.Task[Delta]:
+    async def first(self, most_s: float = FIRST_DELTA_WAIT_S_MAX) -> asyncio.Task[Delta]:
         """Wait for the first delta, but not for ever; raises what went wrong before it, so that it gets a status.
 
-        Who has to wait for room in the queue hears of it at once.
+        Who has to wait for room in the queue hears of it at once, and so does who waits for `most_s` of 0.
         """
         engine = self._service.ready_engine()
         task = asyncio.ensure_future(anext(self.deltas))
@@ -127,7 +131,7 @@ class Generation:
                 await asyncio.sleep(0)
             self.is_overflowed = any(map(engine.is_overflowed, self._live.engine_ids))
             if not self.is_overflowed:
-                wait_s = min(interval_s, FIRST_DELTA_WAIT_S_MAX) or FIRST_DELTA_WAIT_S_MAX
+                wait_s = min(interval_s or most_s, most_s)
                 await asyncio.wait({task}, timeout=wait_s)
             if task.done():
                 task.result()

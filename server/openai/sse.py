@@ -63,7 +63,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, encoder = self._generation, self._encoder
         exchange: Exchange = scope[SCOPE_KEY]
-        writer = _Writer(send, self._settings.sse_keep_alive_interval_s, encoder, exchange.unread())
+        writer = Writer(send, self._settings.sse_keep_alive_interval_s, encoder.keep_alive, exchange.unread())
         ended_by: BaseException | None = None
         try:
             headers = [*HEADERS, IN_OVERFLOW] if generation.is_overflowed else HEADERS
@@ -106,13 +106,13 @@ class EventStream:
             await generation.leave(self._first, ended_by)
 
 
-class _Writer:
-    """Sends events, and signs of life when there are none; cancels its task when a send makes no progress."""
+class Writer:
+    """Sends events, and `keep_alive` when there are none; cancels its task when a send makes no progress."""
 
-    def __init__(self, send: Send, keep_alive_s: float, encoder: StreamEncoder, unread: Unread) -> None:
+    def __init__(self, send: Send, keep_alive_s: float, keep_alive: bytes, unread: Unread) -> None:
         self._send = send
         self._keep_alive_s = keep_alive_s
-        self._encoder = encoder
+        self._keep_alive = keep_alive
         self._unread = unread
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
@@ -152,7 +152,7 @@ class _Writer:
         self._timer = self._loop.call_later(max(wait_s, 0.001), self._beat)
 
     async def _send_ping(self) -> None:
-        await self._send({"type": "http.response.body", "body": self._encoder.keep_alive, "more_body": True})
+        await self._send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
         self._last = self._loop.time()
         self._unread.goes_on()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (),
     "tool_choice": ("none", "auto"),  # with no tools, which is checked on its own
+    "n": (1,),
     "functions": (),
     "function_call": ("none", "auto"),
     "json_schema": (),
@@ -51,11 +53,17 @@ NAME_CHARS_MAX = 64
 
 
 def ignored_fields(
-    fields: Mapping[str, msgspec.Raw], known: frozenset[str], *, adds_special_tokens: bool, is_strict: bool = False
+    fields: Mapping[str, msgspec.Raw],
+    known: frozenset[str],
+    *,
+    adds_special_tokens: bool,
+    is_strict: bool = False,
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """The names in `fields` (a body's top level) that have no effect; raises `UnsupportedParameter` for the others.
 
-    Where the server `is_strict`, there may be none: the first of them raises `InvalidParameter`.
+    Where the server `is_strict`, there may be none: the first of them raises `InvalidParameter`. Of those that other
+    endpoints have, `elsewhere` says what this one has in their place, or nothing.
     """
     ignored = []
     for name, raw in fields.items():
@@ -65,6 +73,8 @@ def ignored_fields(
             neutral: tuple[Any, ...] = (None, adds_special_tokens)
         elif name in UNSUPPORTED:
             neutral = NOTHING + UNSUPPORTED[name]
+        elif name in elsewhere:
+            neutral = NOTHING
         else:
             if name in WITHOUT_EFFECT:
                 continue
@@ -74,6 +84,8 @@ def ignored_fields(
             continue
         value = msgspec.json.decode(raw)
         if not any(value == item and type(value) is type(item) for item in neutral):
+            if instead := elsewhere.get(name):
+                raise UnsupportedParameter(f"{name} is no field of this endpoint: use {instead}", param=name)
             raise UnsupportedParameter(f"{name} is not supported by this server: leave it out", param=name)
     return ignored
 

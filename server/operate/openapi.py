@@ -19,7 +19,7 @@ ERRORS = {
     400: "a field is wrong, unsupported, or too long for the context",
     401: "the API key is missing or wrong",
     403: "this key may not do it: a model that is not for it, or what needs an admin key",
-    404: "no such model, request or path",
+    404: "no such model, request, response or path",
     408: "the body, or the request's own deadline, took too long",
     409: "not now, or not so: all is as before",
     413: "the body is over the limit",

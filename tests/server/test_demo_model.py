@@ -1,6 +1,7 @@
 """The whole path: OpenAI's own client, over each version of HTTP, to the demo model."""
 
 import asyncio
+import json
 import re
 import shutil
 import statistics
@@ -416,6 +417,57 @@ async def test_the_likeliest_of_several_completions_is_given_back(client: openai
         expected = sorted(made.choices, key=mean, reverse=True)[:2]
         assert [choice.text for choice in best.choices] == [choice.text for choice in expected]
         assert len({choice.text for choice in made.choices}) == 4
+
+
+def test_responses_are_those_of_chats_and_remember(demo: DemoServer) -> None:
+    with openai.OpenAI(base_url=f"{demo.server.url}/v1", api_key=KEY, max_retries=0) as client:
+        chat = client.chat.completions.create(model="demo", messages=SUM, temperature=0)  # type: ignore[arg-type]
+        first = client.responses.create(model="demo", input="What is 7 + 5?", temperature=0)
+        assert first.output_text == chat.choices[0].message.content
+        assert first.usage is not None
+        assert chat.usage is not None
+        assert first.usage.output_tokens == chat.usage.completion_tokens
+        told = client.responses.create(model="demo", input="My name is Ada.", temperature=0)
+        asked = client.responses.create(
+            model="demo", input="What is my name?", temperature=0, previous_response_id=told.id
+        )
+        assert "Ada" in asked.output_text
+
+
+def test_a_response_is_made_in_the_background_and_read_from_where_it_was_left(demo: DemoServer) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
+    text: Any = {"format": {"type": "json_schema", "name": "sum", "schema": schema}}
+    with openai.OpenAI(base_url=f"{demo.server.url}/v1", api_key=KEY, max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "demo", "input": "What is 7 + 5?", "temperature": 0, "text": text}
+        whole = client.responses.create(**asked)
+        assert isinstance(json.loads(whole.output_text)["sum"], int)
+        stream = client.responses.create(**asked, background=True, stream=True)
+        begun = [next(stream) for _ in range(4)]
+        stream.close()
+        response_id = begun[0].response.id
+        rest = list(client.responses.retrieve(response_id, stream=True, starting_after=3))
+        assert [event.sequence_number for event in [*begun, *rest]] == list(range(4 + len(rest)))
+        said = "".join(event.delta for event in rest if event.type == "response.output_text.delta")
+        assert said == client.responses.retrieve(response_id).output_text == whole.output_text
+        client.responses.delete(response_id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response_id)
+
+
+async def test_a_response_in_the_background_is_cancelled(demo: DemoServer, client: openai.AsyncOpenAI) -> None:
+    async with client:
+        made = await client.responses.create(
+            model="demo", input="Tell me a story", background=True, extra_body={"ignore_eos": True}
+        )
+        assert made.status == "queued"
+        assert (await client.responses.cancel(made.id)).status == "cancelled"
+        assert (await client.responses.retrieve(made.id)).status == "cancelled"
+    await idle(demo)
 
 
 @pytest.mark.parametrize("language", ["bash", "python"])

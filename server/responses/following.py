@@ -1,0 +1,76 @@
+"""A response that is kept, read as a stream: the events behind one of them, then those that come, to its last.
+
+A reader holds nothing but its place: a slow one holds up neither the engine nor other readers, and a response that is
+dropped meanwhile ends its stream with an `error` event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from starlette.types import Receive, Scope, Send
+
+from novainfer.server.http.errors import ResponseNotFound
+from novainfer.server.http.exchange import SCOPE_KEY, Exchange
+from novainfer.server.openai.chunks import KEEP_ALIVE
+from novainfer.server.openai.sse import HEADERS, TURN_BYTES, Writer
+from novainfer.server.responses.events import error_event
+from novainfer.server.settings import ServerSettings
+from novainfer.server.store import Record
+
+log = logging.getLogger("novainfer.server")
+
+
+class Following:
+    """ASGI response: the events of `record` from the `first`-th on."""
+
+    def __init__(self, record: Record, first: int, settings: ServerSettings) -> None:
+        self._record = record
+        self._at = first
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope[SCOPE_KEY]
+        writer = Writer(send, self._settings.sse_keep_alive_interval_s, KEEP_ALIVE, exchange.unread())
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            while data := await self._next():
+                await writer.write(data)
+            await writer.write(self._end(), is_last=True)
+        except asyncio.CancelledError:
+            if not writer.has_stalled:
+                raise
+            log.warning("response %s: a reader took nothing for too long, its stream is reset", self._record.id)
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+        finally:
+            writer.close()
+
+    async def _next(self) -> bytes:
+        """Some events, once there are any; none at the end."""
+        record = self._record
+        while not record.is_dropped:
+            events = record.events
+            assert events is not None, "only responses with events are followed"
+            if self._at < len(events):
+                record.use()
+                return self._some(events)
+            if record.is_over:
+                return b""
+            await record.changed()
+        return b""
+
+    def _some(self, events: list[bytes]) -> bytes:
+        data = b""
+        while self._at < len(events) and len(data) < TURN_BYTES:
+            data += events[self._at]
+            self._at += 1
+        return data
+
+    def _end(self) -> bytes:
+        if not self._record.is_dropped:
+            return b""
+        gone = ResponseNotFound(f"Response with id '{self._record.id}' is kept no longer")
+        return error_event(gone, self._at)
