@@ -110,12 +110,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.precision is None and args.kv_cache_dtype != AUTO:
         parser.error("--kv-cache-dtype is the engine's: give --precision, too")
+    if args.questions < 1:
+        parser.error(f"--questions must be at least 1, not {args.questions}")
     torch.set_num_threads(args.threads)
     tokenizer, model = load(args.model, args.precision, args.kv_cache_dtype)
     report: dict[str, Any] = {}
     for group in args.groups:
         started_s = time.monotonic()
-        num_questions = args.questions // 10 if group.endswith("_far") else args.questions
+        num_questions = -(-args.questions // 10) if group.endswith("_far") else args.questions
         score = evaluate(tokenizer, model, group, seed=args.seed, num_questions=num_questions)
         accuracy = score.num_right / score.num_asked
         report[group] = {"accuracy": round(accuracy, 4), "right": score.num_right, "asked": score.num_asked}

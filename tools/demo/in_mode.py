@@ -1,6 +1,6 @@
 """The demo model as the engine computes it, in any of its modes, with the `generate` of transformers.
 
-Run as `python -m tools.demo.in_mode --mode int8` to see how far a mode is from `full`: both are given the
+Run as `python -m tools.demo.in_mode --precision int8` to see how far a mode is from `full`: both are given the
 same expected replies token by token, and asked at each what they would have said.
 """
 

@@ -88,6 +88,25 @@ def test_every_number_of_bf16_is_rounded_by_every_largest_one_as_a_division_woul
 
 
 @pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("exponent", [-118, -119, -122, -130])  # of the largest: its scale is normal above -120
+def test_numbers_too_small_to_be_normal_count_as_zero(exponent: int) -> None:
+    """Of activations, of their scale and of the product (abi.h), on every instruction set."""
+    mantissas = 1 + torch.arange(128, dtype=torch.float64) / 128
+    numbers = torch.cat([mantissas * 2.0**-halvings for halvings in range(9)])
+    x = torch.where(numbers <= mantissas[:, None], numbers, 0.0)
+    x[:, -1] = mantissas
+    x = (x * 2.0**exponent).to(torch.bfloat16)
+    weight = torch.eye(len(numbers), dtype=torch.bfloat16)
+    linear, oracle = (kind.pack(weight.clone(), None) for kind in (NativeInt8Linear, ReferenceInt8ActivationsLinear))
+    least = torch.finfo(torch.float32).tiny
+    has_scale = x.float().abs().amax(1, keepdim=True) / 127 >= least
+    expected = oracle(torch.where(x.float().abs() < least, 0, x))
+    expected = torch.where(has_scale & (expected.float().abs() >= least), expected, 0)
+    assert has_scale.any() == (exponent >= -119)
+    assert torch.equal(linear(x), expected)
+
+
+@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", GROUPED, ids=str)
 def test_groups_are_multiplied_as_the_oracle_does(case: tuple[int, int, int, int, bool], dtype: torch.dtype) -> None:
