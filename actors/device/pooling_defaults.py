@@ -1,4 +1,4 @@
-"""How a model's own folder wants vectors to be made: `modules.json` and what it names (sentence-transformers)."""
+"""How a model wants its vectors made: `modules.json` and what it names (sentence-transformers), or a GGUF's key."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 from novainfer.fsm.messages.errors import ModelLoadError
 from novainfer.fsm.messages.pooling import ModelPooling, PoolingKind
+from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.gguf import is_gguf, read_gguf
 
 MODULES = "modules.json"
 MODES: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean"}  # its words, and ours
 # In older files each way has a switch of its own; those of `MODES`:
 SWITCHES = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
 BEFORE_MODES = "pooling_mode_"  # what the names of all switches begin with
+GGUF_KINDS: dict[int, PoolingKind] = {1: "mean", 3: "last"}  # llama.cpp's numbers; 0 is none
 
 
 def pooling_defaults(folder: Path) -> ModelPooling:
@@ -22,6 +25,8 @@ def pooling_defaults(folder: Path) -> ModelPooling:
     Raises `ModelLoadError` for files that cannot be read. What they ask for and we do not compute is no error of a
     model that also writes: `refusal` says it to those who ask for a vector.
     """
+    if is_gguf(folder):
+        return _of_gguf(folder)
     path = folder / MODULES
     if not path.is_file():
         return ModelPooling()
@@ -40,6 +45,21 @@ def pooling_defaults(folder: Path) -> ModelPooling:
         elif name != "Transformer":
             refusal = f"{path} names a module of type {name or 'none'!r}, which this server does not compute"
     return ModelPooling(kind=kind or "last", normalize=normalize, refusal=refusal)
+
+
+def _of_gguf(path: Path) -> ModelPooling:
+    try:
+        values = read_gguf(path).values
+    except LoadError as error:
+        raise ModelLoadError(str(error), param="model") from None
+    key = f"{values.get('general.architecture')}.pooling_type"
+    wanted = values.get(key, 0)
+    if not wanted:
+        return ModelPooling()
+    if (kind := GGUF_KINDS.get(wanted)) is None:
+        known = " or ".join(f"{number} ({kind})" for number, kind in GGUF_KINDS.items())
+        return ModelPooling(refusal=f"{path}: {key} is {wanted!r:.100}, and this server pools by {known} only")
+    return ModelPooling(kind=kind)
 
 
 def _modes(config: dict[str, Any]) -> list[str]:

@@ -8,6 +8,8 @@ from math import hypot
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 
 from novainfer import (
@@ -47,6 +49,9 @@ async def test_a_vector_is_made_as_asked() -> None:
         assert mean.embedding == pytest.approx(mean_of(text))
         cut = await engine.embed(text, PoolingParams(pooling="mean", dimensions=2))
         assert cut.embedding == pytest.approx([number / hypot(*mean_of(text)[:2]) for number in mean_of(text)[:2]])
+        most = engine.model_info.max_model_len
+        whole = await engine.embed(text * 40, PoolingParams(truncate_prompt_tokens=-1))
+        assert len(whole.prompt_token_ids) == most < len(text * 40)
         kept = await engine.embed(text, PoolingParams(truncate_prompt_tokens=3, pooling="mean", normalize=False))
         assert kept.embedding == pytest.approx(mean_of(text[-3:]))
         assert (await engine.embed([99], PoolingParams(normalize=False))).embedding == last.embedding
@@ -164,6 +169,39 @@ def test_what_is_not_computed_here_is_said_to_those_who_ask_for_it(
     tmp_path: Path, pooling: dict[str, Any], modules: list[dict[str, Any]], words: str
 ) -> None:
     assert words in pooling_defaults(folder_with(tmp_path, pooling, *modules)).refusal
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (None, ModelPooling()),
+        (0, ModelPooling()),
+        (1, ModelPooling(kind="mean")),
+        (3, ModelPooling(kind="last")),
+    ],
+)
+def test_a_gguf_file_says_how(tmp_path: Path, number: int | None, expected: ModelPooling) -> None:
+    assert pooling_defaults(gguf_with(tmp_path / "model.gguf", number)) == expected
+
+
+def test_a_gguf_file_that_pools_otherwise_is_a_refusal(tmp_path: Path) -> None:
+    refusal = pooling_defaults(gguf_with(tmp_path / "model.gguf", 2)).refusal
+    assert "qwen3.pooling_type is 2, and this server pools by 1 (mean) or 3 (last) only" in refusal
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelLoadError, match=r"bad\.gguf"):
+        pooling_defaults(tmp_path / "bad.gguf")
+
+
+def gguf_with(path: Path, number: int | None) -> Path:
+    writer = gguf.GGUFWriter(path, "qwen3")
+    if number is not None:
+        writer.add_uint32("qwen3.pooling_type", number)
+    writer.add_tensor("token_embd.weight", np.zeros((2, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
