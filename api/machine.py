@@ -163,22 +163,24 @@ def needs_of(config: EngineConfig) -> Needs:
     """What the configured model needs; raises `ModelLoadError`, also for a model of the hub that is not here yet."""
     from novainfer.kernels.errors import LoadError
     from novainfer.kernels.models.registry import read_config
-    from novainfer.kernels.weights.header import check_weights, tensor_shapes
+    from novainfer.kernels.weights.header import check_weights, read_entries, tensor_shapes
 
     path = _folder(config.model)
     try:
         check_weights(path)
         model = read_config(path)
         dtype = config.dtype if config.dtype != "auto" else model.dtype or "float32"
-        stored_bytes = _weight_file_bytes(path)
+        scheme = read_entries(path)[1]
     except LoadError as error:
         raise ModelLoadError(str(error), param="model") from None
     element_bytes = ELEMENT_BYTES[dtype]
     num_parameters = sum(_product(shape) for shape in tensor_shapes(model).values())
     if config.quantization not in (None, UNQUANTIZED):
         weight_bytes = int(num_parameters * WEIGHT_BITS[config.quantization] / 8)
+    elif scheme is not None:  # it is kept in the codes that it was stored in
+        weight_bytes = _weight_file_bytes(path)
     else:
-        weight_bytes = min(num_parameters * element_bytes, max(stored_bytes, num_parameters // 2))
+        weight_bytes = num_parameters * element_bytes
     heads = model.num_layers * model.num_kv_heads
     cells_bytes = model.head_dim * (element_bytes if config.kv_cache_dtype == "auto" else 1) * 2
     scales_bytes = 0 if config.kv_cache_dtype == "auto" else SCALE_BYTES

@@ -8,19 +8,24 @@ from typing import Any
 
 from starlette.types import Scope
 
+from novainfer import EngineDraining
+from novainfer.server.http.errors import ModelLoading
 from novainfer.server.http.exchange import Exchange
 from novainfer.server.logs import FIELDS
 
 log = logging.getLogger("novainfer.access")
 
 PATH_CHARS_MAX = 256
-# Asked every few seconds by machines: told at the level DEBUG, unless the answer is bad.
+# Asked every few seconds by machines: told at the level DEBUG, unless the answer is bad, and not to be expected.
 PROBES = frozenset({"/health", "/healthz", "/livez", "/readyz", "/ping", "/metrics", "/load"})
+
+EXPECTED = frozenset({ModelLoading.code, EngineDraining.code})  # of a server that starts, or stops
 
 
 def log_request(scope: Scope, exchange: Exchange, status: int) -> None:
     """Write the line of a request that has ended with `status`."""
-    level = logging.DEBUG if exchange.path in PROBES and status < 400 else logging.INFO
+    is_as_expected = status < 400 or exchange.ended_by in EXPECTED
+    level = logging.DEBUG if exchange.path in PROBES and is_as_expected else logging.INFO
     if not log.isEnabledFor(level):
         return
     fields = request_fields(scope, exchange, status)

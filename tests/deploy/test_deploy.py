@@ -6,6 +6,9 @@ import asyncio
 import configparser
 import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -211,6 +214,16 @@ def test_the_unit_waits_for_ready_and_for_the_drain_and_starts_nothing_again_in_
     assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
     assert ServerSettings().shutdown_timeout_s + CLOSING_S <= float(service["TimeoutStopSec"].removesuffix("s"))
     assert float(service["WatchdogSec"].removesuffix("s")) > 10 * ALIVE_CHECK_S
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is part of systemd")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    text = (DEPLOY / "novainfer.service").read_text().replace("/opt/novainfer/bin/novainfer", sys.executable)
+    (tmp_path / "novainfer.service").write_text(text)
+    command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "novainfer.service")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    ours = [line for line in done.stderr.splitlines() if "novainfer.service" in line]
+    assert (done.returncode, ours) == (0, [])
 
 
 # ---- Prometheus and Grafana ------------------------------------------------------------------------------------------

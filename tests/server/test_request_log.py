@@ -109,6 +109,9 @@ async def test_probes_are_told_only_when_they_fail_or_to_who_debugs(serve: Serve
     async with httpx.AsyncClient(base_url=server.url) as client:
         for path in ("/health", "/livez", "/metrics"):
             assert (await client.get(path)).status_code == 200
+        server.service.is_draining = True
+        assert (await client.get("/readyz")).status_code == 503
+        server.service.is_draining = False
         assert lines == []
         engine.stuck = "the scheduler does not move"
         assert (await client.get("/livez")).status_code == 503
