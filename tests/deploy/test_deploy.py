@@ -25,7 +25,7 @@ from novainfer.server.app import ROUTES
 from novainfer.server.cli import serve as cli_serve
 from novainfer.server.cli.main import main
 from novainfer.server.cli.options import unknown_variables
-from novainfer.server.http.access import PUBLIC_PATHS
+from novainfer.server.keys.ring import PUBLIC_PATHS
 from novainfer.server.metrics import VLLM_REASONS
 from novainfer.server.serve import ALIVE_CHECK_S, FLUSH_TIMEOUT_S
 from novainfer.server.settings import ServerSettings
