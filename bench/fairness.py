@@ -1,8 +1,12 @@
 """What one key can do to another: the time to the first token of one client, alone and beside one with many requests.
 
-A server is started for it, with a file of two keys. A round is a number of requests of the first key, one after the
-other, alone; then as many beside the second key, which always has so many requests open: whichever ends, or is
-refused, is followed by another one. Rounds alternate, so that what disturbs the machine disturbs both.
+A server is started for it, with a file of two keys: of a model, or of a device whose steps take the same time however
+many requests they hold, as a GPU's nearly do. What is seen then is the order of requests and the work of the server's
+loop, and not how much slower a processor computes more of them.
+
+A round is a number of requests of the first key, one after the other, alone; then as many beside the second key, which
+always has so many requests open: whichever ends, or is refused, is followed by another one. Rounds alternate, so that
+what disturbs the machine disturbs both.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from novainfer.server.keys.record import KeyRecord, digest, new_key
 from novainfer.server.keys.store import KeyStore
 
 RATIO_MAX = 2.0
+DEVICE_MS = 20.0
 WAYS = ("alone", "beside")
 WARM_UP_S = 1.0  # until all requests of the other key are open
 REFUSED_WAIT_S = 0.05  # before a refused request is followed by another one
@@ -43,6 +48,7 @@ BESIDE = Workload(name="beside", title="128 in, 128 out", num_requests=0, prompt
 def run(
     model: str | None = None,
     *,
+    device_ms: float = DEVICE_MS,
     num_open: int = 100,
     requests: int = 40,
     repeat: int = 3,
@@ -50,7 +56,7 @@ def run(
     flags: tuple[str, ...] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], str]:
-    """The report and its tables, of a server of `model` (None: the demo model) with these flags.
+    """The report and its tables, of a server of `model` (None: of steps that take `device_ms`) with these flags.
 
     Raises ClickException when it does not start.
     """
@@ -59,15 +65,45 @@ def run(
         store = KeyStore.at(Path(folder) / "keys.yaml")
         for name, key in zip(("asked", "beside"), keys, strict=True):
             store.add(KeyRecord(name=name, hash=digest(key.encode())))
-        command = (sys.executable, "-m", "novainfer.server", *([model] if model else []), "--port", "{port}")
-        with Server((*command, "--keys-file", str(store.path), *flags), {"OMP_WAIT_POLICY": "passive"}) as server:
+        with Server(_command(model, device_ms, store.path, flags), {"OMP_WAIT_POLICY": "passive"}) as server:
             try:
                 server.wait_until_ready(READY_TIMEOUT_S)
             except ServerError as error:
                 raise click.ClickException(f"the server did not start: {error}") from None
             loads = [find_model(server.url, key) for key in keys]
             rounds = asyncio.run(_rounds(loads[0], loads[1], version, num_open, requests, repeat, progress))
-    return _report(rounds, model or "demo", num_open=num_open, requests=requests, version=version)
+    return _report(rounds, model or f"steps of {device_ms:g} ms", num_open=num_open, requests=requests, version=version)
+
+
+def _command(model: str | None, device_ms: float, keys_file: Path, flags: tuple[str, ...]) -> tuple[str, ...]:
+    """A server's command; "{port}" is where."""
+    if model is not None:
+        return (
+            sys.executable,
+            "-m",
+            "novainfer.server",
+            model,
+            "--port",
+            "{port}",
+            "--keys-file",
+            str(keys_file),
+            *flags,
+        )
+    code = f"from {__name__} import serve_steps; serve_steps({{port}}, {str(keys_file)!r}, {device_ms})"
+    return (sys.executable, "-c", code)
+
+
+def serve_steps(port: int, keys_file: str, device_ms: float) -> None:
+    """A server of a device without a model, whose steps take `device_ms`; until a signal comes."""
+    from novainfer import Engine, EngineConfig
+    from novainfer.server.serve import run_server
+    from novainfer.server.settings import ServerSettings
+    from novainfer.testing import ByteTokenizer, FakeDevice
+
+    device = FakeDevice(step_s=device_ms / 1e3)
+    config = EngineConfig()
+    settings = ServerSettings(port=port, keys_file=Path(keys_file), client_slots=config.max_num_seqs)
+    run_server(settings, lambda: Engine(config, device=device, tokenizer=ByteTokenizer()))
 
 
 async def _rounds(
@@ -83,10 +119,11 @@ async def _rounds(
     rounds = []
     for turn in range(repeat):
         alone = await drive(asked, version, _prompts(ASKED, requests, f"{turn} alone"), ASKED.max_tokens, 1)
-        other = asyncio.create_task(_keep_open(beside, version, num_open, turn))
+        stop = asyncio.Event()
+        other = asyncio.create_task(_keep_open(beside, version, num_open, turn, stop))
         await asyncio.sleep(WARM_UP_S)
         both = await drive(asked, version, _prompts(ASKED, requests, f"{turn} beside"), ASKED.max_tokens, 1)
-        other.cancel()
+        stop.set()
         counts = await other
         found = {"alone": _figures(alone.timelines), "beside": _figures(both.timelines), "other": dict(counts)}
         rounds.append(found)
@@ -95,27 +132,20 @@ async def _rounds(
     return rounds
 
 
-async def _keep_open(load: Load, version: Version, num_open: int, turn: int) -> Counter[str]:
-    """Have `num_open` requests open until cancelled; how many ended well, and how many were refused or failed."""
+async def _keep_open(load: Load, version: Version, num_open: int, turn: int, stop: asyncio.Event) -> Counter[str]:
+    """Have `num_open` requests open until `stop`; how many ended well, and how many were refused or failed."""
     counts: Counter[str] = Counter()
     numbers = itertools.count()
 
     async def client() -> None:
-        while True:
+        while not stop.is_set():
             prompts = _prompts(BESIDE, 1, f"{turn} {next(numbers)}")
-            answer = await drive(load, "h1", prompts, BESIDE.max_tokens, 1)
-            [line] = answer.timelines
+            [line] = (await drive(load, version, prompts, BESIDE.max_tokens, 1)).timelines
             counts["answered" if line.error is None else "refused" if "429" in line.error else "failed"] += 1
             if line.error is not None:
                 await asyncio.sleep(REFUSED_WAIT_S)
 
-    clients = [asyncio.create_task(client()) for _ in range(num_open)]
-    try:
-        await asyncio.gather(*clients)
-    except asyncio.CancelledError:
-        for one in clients:
-            one.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+    await asyncio.gather(*(client() for _ in range(num_open)))
     return counts
 
 

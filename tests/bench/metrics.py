@@ -1,11 +1,11 @@
-"""What a scrape of /metrics costs the server's loop, with and without requests that run.
+"""What a scrape of /metrics costs the server's loop.
 
-    python -m tests.bench.metrics [--live 0,100] [--times 300] [--json FILE]
+    python -m tests.bench.metrics [--times 300] [--live 0,100] [--json FILE]
 
 A server of the demo model is asked over one connection, as a router asks: /livez and /metrics in turns of ten, so that
 what disturbs the machine disturbs both. Of the thread that the loop runs in the processor time is read before and after
-each turn: /livez is what HTTP costs, and what /metrics costs more is the scrape. While requests run, their own work is
-in both.
+each turn: /livez is what HTTP costs, and what /metrics costs more is the scrape. Nothing runs meanwhile, as that would
+be in the loop's time; what requests add to a scrape itself is measured in this process, with `--live` of them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ import http.client
 import json
 import statistics
 import sys
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
-from novainfer.bench.load import Load, drive
+from novainfer import Engine, EngineConfig, SamplingParams
+from novainfer.bench.load import drive
 from novainfer.bench.machine import describe
-from novainfer.bench.peers.launch import Server
-from novainfer.bench.serve import VOCAB_SIZE, find_model
-from novainfer.bench.workload import Workload
+from novainfer.bench.peers.launch import Server as Process
+from novainfer.bench.serve import find_model
+from novainfer.server.operate.scrape import scrape
+from novainfer.server.serve import Server
+from novainfer.server.settings import ServerSettings
+from novainfer.testing import ByteTokenizer, FakeDevice
 
 TURN = 10
+STEP_S = 0.02
 READY_TIMEOUT_S = 60.0
-LIVE = Workload(name="live", title="64 in, 1500 out", num_requests=0, prompt_len=64, max_tokens=1500)
 
 
 def loop_cpu_ms(pid: int) -> float:
@@ -36,7 +40,7 @@ def loop_cpu_ms(pid: int) -> float:
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e6
 
 
-def costs(server: Server, times: int) -> dict[str, float]:
+def costs(server: Process, times: int) -> dict[str, float]:
     """Milliseconds of the loop's time for each request, by path."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     found: dict[str, list[float]] = {"/livez": [], "/metrics": []}
@@ -56,48 +60,53 @@ def costs(server: Server, times: int) -> dict[str, float]:
     return {"livez_ms": health, "metrics_ms": metrics, "scrape_ms": more, "bytes": size}
 
 
-def main(live: list[int], times: int) -> dict[str, Any]:
-    """Start a server, and measure it with so many requests running."""
-    rows = {}
-    with Server(
-        (sys.executable, "-m", "novainfer.server", "--port", "{port}"), {"OMP_WAIT_POLICY": "passive"}
-    ) as server:
-        server.wait_until_ready(READY_TIMEOUT_S)
-        load = find_model(server.url, None)
-        asyncio.run(drive(load, "h1", [[1, 2, 3]], 2, 1))
-        for number in live:
-            prompts = [[*range(VOCAB_SIZE)][at : at + LIVE.prompt_len] for at in range(number)]
-            if number:
-                threading.Thread(target=_ask, args=(load, prompts), daemon=True).start()
-                _wait_for(server, number)
-            rows[str(number)] = costs(server, times)
-    return {"benchmark": "metrics", "machine": describe(), "times": times, "live": rows}
+def own_ms(live: int, times: int) -> float:
+    """Milliseconds of this thread for the text of one scrape, with so many requests that run; the median."""
+
+    async def measure() -> float:
+        device = FakeDevice(step_s=STEP_S)
+        server = Server(ServerSettings(port=0))
+        task = asyncio.create_task(server.run(lambda: Engine(EngineConfig(), device=device, tokenizer=ByteTokenizer())))
+        await server.ready.wait()
+        engine = server.service.engine
+        assert engine is not None
+        params = SamplingParams(max_tokens=1500, ignore_eos=True)
+        names = [engine.add_request("x" * 64, params) for _ in range(live)]  # type: ignore[attr-defined]
+        while engine.statistics().num_running < live:  # noqa: ASYNC110
+            await asyncio.sleep(STEP_S)
+        found = []
+        for _ in range(times):
+            began_s = time.thread_time()
+            scrape(server.service)
+            found.append(time.thread_time() - began_s)
+            await asyncio.sleep(0)
+        for name in names:
+            engine.cancel(name)
+        server.stop.set()
+        await task
+        return 1e3 * statistics.median(found)
+
+    return asyncio.run(measure())
 
 
-def _ask(load: Load, prompts: list[list[int]]) -> None:
-    """Have them all run, over one connection."""
-    asyncio.run(drive(load, "h2", prompts, LIVE.max_tokens, len(prompts)))
-
-
-def _wait_for(server: Server, number: int) -> None:
-    """Until so many requests run."""
-    running = 0.0
-    while running < number:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-        line = next(line for line in text.splitlines() if line.startswith("vllm:num_requests_running{"))
-        running = float(line.rpartition(" ")[2])
-        connection.close()
+def main(times: int, live: list[int]) -> dict[str, Any]:
+    """Of a server in a process of its own, and of the text alone."""
+    command = (sys.executable, "-m", "novainfer.server", "--port", "{port}")
+    with Process(command, {"OMP_WAIT_POLICY": "passive"}) as process:
+        process.wait_until_ready(READY_TIMEOUT_S)
+        asyncio.run(drive(find_model(process.url, None), "h1", [[1, 2, 3]], 2, 1))
+        served = costs(process, times)
+    own = {str(number): own_ms(number, times) for number in live}
+    return {"benchmark": "metrics", "machine": describe(), "times": times, "served": served, "text_ms": own}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--live", default="0,100")
+    parser.add_argument("--live", default="0,100", help="so many requests run while the text alone is timed")
     parser.add_argument("--times", type=int, default=300)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    report = main([int(number) for number in options.live.split(",")], options.times)
+    report = main(options.times, [int(number) for number in options.live.split(",")])
     print(json.dumps(report, indent=2))
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")

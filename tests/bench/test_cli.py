@@ -41,6 +41,18 @@ def test_recorder_sets_its_cost_against_a_step() -> None:
     assert len(found["targets"]) == 2
 
 
+@pytest.mark.slow
+def test_fairness_times_one_key_alone_and_beside_another() -> None:
+    options = ("--repeat", "1", "--requests", "2", "--open", "3", "--device-ms", "1", "--json")
+    found = last_json(call("fairness", *options))
+    assert found["errors"] == []
+    assert found["rounds"][0]["other"]["answered"] >= 1
+    assert found["ratio_p95"] == pytest.approx(
+        found["ttft_ms"]["beside"]["p95"] / found["ttft_ms"]["alone"]["p95"], rel=0.01
+    )
+    assert len(found["targets"]) == 1
+
+
 def test_control_over_a_device_in_a_process() -> None:
     found = last_json(
         call("control", "--repeat", "1", "--steps", "5", "--batches", "1,2", "--worker", "process", "--json")
