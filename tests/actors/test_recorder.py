@@ -19,6 +19,8 @@ from novainfer.fsm.core.machine import Machine
 from novainfer.fsm.messages.errors import InvalidParameter, ModelLoadError, NovaInferError, RecorderUnavailable
 from novainfer.fsm.messages.events import Cause, Incident, WorkerReady
 from novainfer.fsm.messages.outputs import Delta
+from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.pooling import KINDS, Pooling, floats_of
 from novainfer.fsm.messages.step import StepPlan
 from novainfer.fsm.recording.dumpfile import About, decode_dump
 from novainfer.fsm.recording.log import Image, Recording
@@ -59,6 +61,11 @@ async def test_requests_of_every_kind_are_replayed_to_the_same_transitions() -> 
         assert delta.prompt_logprobs is not None
         assert [one.logprob for one in delta.prompt_logprobs] == [0.0] + [-1.0] * 49
         await read_all(scored)
+        pooled = ask(runtime, "p" * 50, SamplingParams(pooling=Pooling(kind="mean", normalize=False)))
+        delta = await pooled.read()
+        assert isinstance(delta, Delta)
+        assert floats_of(delta.embedding or b"") == [112.0, 1.0, -56.0, 0.5]
+        await read_all(pooled)
         handle = ask(runtime, "x" * 50, params(500))
         await handle.read()
         runtime.cancel(handle.stream_id, Cause.CLIENT)
@@ -70,7 +77,7 @@ async def test_requests_of_every_kind_are_replayed_to_the_same_transitions() -> 
         found = replay(image_of(recorder), check=True)
     assert found.is_same, found.difference
     assert found.violation is None
-    assert (found.streams, found.reproduced) == (11, None)
+    assert (found.streams, found.reproduced) == (12, None)
     assert found.finished["FINISHED_LENGTH"] >= 7
     assert found.finished["FINISHED_ABORTED"] == 2
 
@@ -93,6 +100,8 @@ class Client:
             timeout_s=rng.choice([None, 0.002, 5]),
             stop=rng.choice([None, ["AB"]]),
         )
+        if self.number % 4 == 0:
+            wish = SamplingParams(pooling=Pooling(kind=rng.choice(KINDS)), timeout_s=wish.timeout_s)
         prompt = rng.choice(["hello", "x" * rng.randint(1, 40), [65 + self.number]])
         try:
             handle = runtime.add(f"r{self.number}", prompt, wish, self.number)
