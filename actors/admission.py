@@ -20,6 +20,7 @@ from novainfer.fsm.client.gate import Gate
 from novainfer.fsm.messages.errors import EngineClosed, EngineDraining, EngineOverloaded, NovaInferError
 from novainfer.fsm.messages.events import Arrive, Cancel, CancelAll, Cause, Chat, Departed, Prompt, Rejected
 from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.tenant import ANYONE, Tenant
 
 BYTES_PER_TOKEN = 3  # what admission reserves for text before it is tokenised: Qwen2's English average is about 4
 
@@ -69,13 +70,17 @@ class Admission:
         self._num_rejected: Counter[str] = Counter()
         self._num_overflowed = 0
 
-    def add(self, name: str, prompt: Prompt, params: SamplingParams, seed: int) -> StreamHandle:
+    def add(
+        self, name: str, prompt: Prompt, params: SamplingParams, seed: int, tenant: Tenant = ANYONE
+    ) -> StreamHandle:
         """Ask for admission; raises `EngineOverloaded`, `EngineDraining` or `EngineClosed` when it is refused."""
         stream_id = self._next_stream_id
         num_tokens = estimate_tokens(prompt)
         handle = self._streams.add(stream_id, name, params.n)
         self._rate.arrives(self._gate, self._clock())
-        self._ask(Arrive(stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=num_tokens))
+        self._ask(
+            Arrive(stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=num_tokens, tenant=tenant)
+        )
         rejected, self._rejected = self._rejected, None
         if rejected is not None:
             self._streams.forget(stream_id)

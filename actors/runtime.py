@@ -79,6 +79,7 @@ from novainfer.fsm.messages.events import (
 )
 from novainfer.fsm.messages.params import NUM_CHOICES_MAX, SamplingParams
 from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.messages.tenant import ANYONE, Tenant
 from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.scheduler import PARKED_PER_SLOT, Scheduler, SchedulerStatistics
@@ -428,13 +429,21 @@ class Runtime:
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, prompt: Prompt, params: SamplingParams, seed: int, owner: str = "") -> StreamHandle:
+    def add(
+        self,
+        name: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        seed: int,
+        owner: str = "",
+        tenant: Tenant = ANYONE,
+    ) -> StreamHandle:
         """Ask for admission; raises `EngineOverloaded`, `EngineDraining` or `EngineClosed` when it is refused."""
         if self._stopping is not None and self._stopping.is_set():
             raise EngineClosed(self.error or "the engine is not running")
         if params.truncate_prompt_tokens is None:
             self._threads.check_length(prompt)
-        handle = self._admission.add(name, prompt, params, seed)
+        handle = self._admission.add(name, prompt, params, seed, tenant)
         self.inspector.arrived(handle.stream_id, name, owner, params)
         assert self._idle is not None
         self._idle.clear()

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from novainfer.fsm.messages.outputs import Delta, FinishReason, TokenLogprob
     from novainfer.fsm.messages.params import SamplingParams
     from novainfer.fsm.messages.structured import StructuredOutputsParams
+    from novainfer.fsm.messages.tenant import Tenant
     from novainfer.fsm.text import TokenizerInfo
     from novainfer.llm import LLM, CompletionOutput, RequestOutput
     from novainfer.model import ModelInfo
@@ -87,6 +88,7 @@ _HOMES = {
     "novainfer.fsm.messages.outputs": ("Delta", "FinishReason", "TokenLogprob"),
     "novainfer.fsm.messages.params": ("SamplingParams",),
     "novainfer.fsm.messages.structured": ("StructuredOutputsParams",),
+    "novainfer.fsm.messages.tenant": ("Tenant",),
     "novainfer.fsm.text": ("TokenizerInfo",),
     "novainfer.llm": ("LLM", "CompletionOutput", "RequestOutput"),
     "novainfer.model": ("ModelInfo",),
@@ -130,6 +132,7 @@ __all__ = [
     "ServerError",
     "StepFailedError",
     "StructuredOutputsParams",
+    "Tenant",
     "TokenLogprob",
     "TokenizerInfo",
     "UnsupportedParameter",

@@ -44,6 +44,9 @@ def make_runtime(
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         inter_token_target_ms=config.inter_token_target_ms,
+        scheduling_policy=config.scheduling_policy,
+        priority_wait_s=config.priority_wait_s,
+        share_prefix_cache=config.share_prefix_cache,
     )
     return Runtime(
         make_link=_link(config, device or model_spec(config), on_progress),

@@ -42,6 +42,7 @@ AT_MOST = {
 AT_LEAST_S = {
     "step_timeout_s": (1.0, "steps of a healthy worker would count as hung"),
     "heartbeat_timeout_s": (1.0, "a process that waits for its turn on a busy machine would count as lost"),
+    "priority_wait_s": (0.1, "every request would have waited for so long, and priorities would mean nothing"),
     "restart_window_s": (1.0, "no losses would come within it, and no number of them would be too many"),
     "ladder_quiet_s": (0.1, "a mode would be left after a step or two"),
     "stall_timeout_s": (0.05, "a reader that falls behind once would end"),
@@ -120,6 +121,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: Annotated[
         bool, says(MEMORY, "Keep the KV of finished requests for prompts that begin alike.")
     ] = True
+    share_prefix_cache: Annotated[
+        bool, says(MEMORY, "One prefix cache for all tenants (keys); otherwise each finds its own prefixes only.")
+    ] = False
     kv_cache_dtype: Annotated[
         Literal["auto", "int8", "fp8"],
         says(
@@ -150,6 +154,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_queued_tokens: Annotated[int, says(QUEUE, "Prompt tokens that may wait; more are refused with 503.")] = (
         1_048_576
     )
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"],
+        says(QUEUE, "What waits first runs first: by age, or by the priority of requests (lower goes first)."),
+    ] = "fcfs"
+    priority_wait_s: Annotated[
+        float,
+        says(QUEUE, "Seconds for which others may go before a request by priority; after twice as many none does."),
+    ] = 10.0
     num_threads: Annotated[int | None, says(BATCHING, "CPU threads of the kernels.", unset="by cores and quota")] = None
     native: Annotated[
         Literal["0", "1", "require"] | None,

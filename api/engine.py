@@ -47,6 +47,7 @@ from novainfer.fsm.messages.events import Cause, Chat, Encoded, End, Finished, R
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.outputs import Delta
 from novainfer.fsm.messages.params import SamplingParams, is_unicode
+from novainfer.fsm.messages.tenant import ANYONE, Tenant
 from novainfer.fsm.schedule.speculation import SpeculationStatistics
 from novainfer.fsm.text import TokenizerInfo, Vocabulary
 from novainfer.home import Home
@@ -214,16 +215,18 @@ class Engine:
         *,
         request_id: str | None = None,
         owner: str = "",
+        tenant: Tenant = ANYONE,
     ) -> AsyncGenerator[Delta, None]:
         """Stream the answer to `prompt`; leaving early (break, aclose, a cancelled task) cancels the request.
 
         `owner` says whose request it is, for `requests(owner)` and its like; the server passes a digest of the key.
+        `tenant` says whose share of the engine it takes, and whose prefixes it may find in the prefix cache.
 
         Raises `EngineOverloaded` (with `retry_after_s`), `EngineDraining`, `InvalidParameter`,
         `ContextLengthExceeded`, `GrammarLimit`, `NoTokenAllowed`, `WrongLoop`, `RequestCancelled`, `RequestTimeout`,
         `StepFailedError` or `EngineDead`.
         """
-        name = self.add_request(prompt, params, request_id=request_id, owner=owner)
+        name = self.add_request(prompt, params, request_id=request_id, owner=owner, tenant=tenant)
         try:
             while (delta := self._take(name, await self._handle(name).read())) is not None:
                 yield delta
@@ -254,6 +257,7 @@ class Engine:
         *,
         request_id: str | None = None,
         owner: str = "",
+        tenant: Tenant = ANYONE,
     ) -> str:
         """Begin a request without waiting; returns its id, which is `request_id` if that is given and not in use.
 
@@ -267,8 +271,12 @@ class Engine:
         if request_id is not None:
             _check_name("request_id", request_id)
         _check_name("owner", owner)
+        must_be("tenant", tenant, Tenant, "a Tenant")
         params = params if params is not None else SamplingParams(max_tokens=None, **self._info.sampling_defaults)
         params.check_vocabulary(self._info.vocab_size)
+        if params.priority and self.config.scheduling_policy != "priority":
+            message = f'priority must be 0, not {params.priority}: it needs scheduling_policy "priority"'
+            raise InvalidParameter(message, param="priority")
         if params.n > self.config.max_num_queued_reqs:
             limit = self.config.max_num_queued_reqs
             raise InvalidParameter(f"n must be at most {limit}, not {params.n}", param="n")
@@ -280,7 +288,7 @@ class Engine:
         name = request_id or secrets.token_hex(8)
         if name in self._handles:
             name = f"{name}-{secrets.token_hex(4)}"
-        handle = self._handles[name] = self._runtime.add(name, wanted, params, seed & SEED_MASK, owner)
+        handle = self._handles[name] = self._runtime.add(name, wanted, params, seed & SEED_MASK, owner, tenant)
         if isinstance(wanted, Chat):
             handle.prompt_field = "messages"
         return name

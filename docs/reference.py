@@ -65,6 +65,8 @@ SAMPLING = {
     "skip_special_tokens": "Leave control tokens out of the text.",
     "truncate_prompt_tokens": "Keep so many tokens of a longer prompt, its last ones; -1: as many as have room.",
     "timeout_s": "Deadline in seconds for the whole request, its time in the queue included.",
+    "priority": "What waits runs by it, the lower number first, where scheduling_policy is priority.",
+    "cache_salt": "Prefixes are found in the prefix cache by requests with the same salt only.",
     "max_queue_s": "Seconds that the request waits for room in a full queue; None: it is refused at once.",
     "pooling": "How the prompt becomes a vector, in the place of an answer: see `Engine.embed`.",
     "structured_outputs": "What the answer is held to: a JSON schema, a regular expression, choices, a grammar, tags.",

@@ -381,6 +381,7 @@ class Engine(Machine):
                 token_ids=token_ids,
                 params=params,
                 seed=(arrival.seed + choice) & SEED_MASK,
+                tenant=arrival.tenant,
             )
             self._send("scheduler", submit)
             self._work_sent += 1

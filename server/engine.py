@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from novainfer import Delta, SamplingParams
+from novainfer import Delta, SamplingParams, Tenant
 from novainfer.fsm.messages.mode import CHECKPOINT, Mode
 from novainfer.fsm.text import Vocabulary
 from novainfer.inspection import (
@@ -33,7 +33,13 @@ class ServedEngine(Protocol):
     @property
     def recorder_dir(self) -> Path | None: ...
     def generate(
-        self, prompt: Any, params: SamplingParams | None = None, *, request_id: str | None = None, owner: str = ""
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        owner: str = "",
+        tenant: Tenant = ...,
     ) -> AsyncGenerator[Delta, None]: ...
     @property
     def vocabulary(self) -> Vocabulary: ...

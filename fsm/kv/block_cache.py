@@ -449,9 +449,9 @@ class BlockCache:
     # ---- names ---------------------------------------------------------------------------------------------------
 
     def _name_next(self, request: Request) -> None:
-        names, size = request.kv.names, self._size
-        at = len(names) * size
-        names.append(block_name(names[-1] if names else b"", request.token_ids[at : at + size]))
+        table, size = request.kv, self._size
+        names, at = table.names, len(table.names) * size
+        names.append(block_name(names[-1] if names else table.space, request.token_ids[at : at + size]))
 
     def _names(self, request: Request, num_full: int) -> list[bytes]:
         """The names of the first `num_full` blocks of `request`, which its tokens must fill, at least."""
@@ -466,7 +466,7 @@ class BlockCache:
         if not table.tail_name:
             num_full = (request.num_prompt - 1) // self._size
             names = self._names(request, num_full)
-            parent = names[num_full - 1] if num_full else b""
+            parent = names[num_full - 1] if num_full else table.space
             table.tail_name = block_name(parent, request.token_ids[num_full * self._size : request.num_prompt])
         return table.tail_name
 

@@ -10,7 +10,8 @@ so `free + cached + owned = total` at every moment. The pool never reclaims on i
 free + cached, it says no, and the scheduler decides who must wait or go.
 
 Prefixes are named by a chained digest: a block's name covers all tokens up to its end. Names are 128-bit BLAKE2b,
-so that two users' prompts do not share a block by accident or on purpose.
+so that two users' prompts do not share a block by accident or on purpose. The chain of a tenant's prompt, or of one
+with a salt, begins with the name of its space instead of nothing: it shares blocks with none outside of that.
 
 A block gets its name when the step that fills it has ended well. Until then it is *expected* to hold the prefix: the
 rest of the plan, and steps planned behind it, can share it already.
@@ -36,6 +37,14 @@ BLOCK_NAME_BYTES = 16  # 128 bits: a collision among 2**40 blocks has odds of 2*
 def block_name(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The name of a full block: a digest of the name of the block before it and its own token ids."""
     return blake2b(array("I", token_ids).tobytes(), key=parent, digest_size=BLOCK_NAME_BYTES).digest()
+
+
+def space_name(tenant: str, salt: str) -> bytes:
+    """What comes before the first blocks' names of one tenant's prefixes, or of one salt's; b"": of everybody's."""
+    if not tenant and not salt:
+        return b""
+    whose = blake2b(tenant.encode(), digest_size=BLOCK_NAME_BYTES).digest()
+    return blake2b(salt.encode(), key=whose, digest_size=BLOCK_NAME_BYTES, person=b"space").digest()
 
 
 def tokens_in(num_blocks: int, block_size: int) -> int:
@@ -77,6 +86,7 @@ class BlockTable(msgspec.Struct, gc=False, eq=False):
     is_tail_shared: bool = False  # its last block is another's too, and has room for what both have written only
     blocks: list[int] = []
     host_blocks: list[int] = []
+    space: bytes = b""  # what the chain of its names begins with
     names: list[bytes] = []  # of its full blocks, as far as they were needed
     tail_name: bytes = b""  # of the whole prompt, where it was needed
 

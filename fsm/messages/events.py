@@ -17,6 +17,7 @@ from novainfer.fsm.messages.outputs import FinishReason, Mark, TokenLogprob
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone, StepPlan
 from novainfer.fsm.messages.structured import StructuredOutputsParams
+from novainfer.fsm.messages.tenant import ANYONE, Tenant
 
 
 class Cause(StrEnum):
@@ -66,6 +67,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     seed: int
     num_tokens: int
+    tenant: Tenant = ANYONE
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -194,6 +196,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     params: SamplingParams
     seed: int
+    tenant: Tenant = ANYONE
 
 
 class CancelRequest(msgspec.Struct, frozen=True):
@@ -618,5 +621,11 @@ class Quiet(msgspec.Struct, frozen=True):
 
 class KeepOver(msgspec.Struct, frozen=True):
     """Timer: this request has been paused for as long as it may keep its KV on the device."""
+
+    request_id: int
+
+
+class AgeOver(msgspec.Struct, frozen=True):
+    """Timer: requests up to this one have waited for as long as others may go before them, by priority."""
 
     request_id: int

@@ -29,10 +29,11 @@ LOGPROBS_MAX = 20  # OpenAI's limit for top_logprobs
 NUM_CHOICES_MAX = 128  # OpenAI's limit for n
 SEED_BITS = 64
 SHOWN_CHARS_MAX = 40  # of a number in an error
+SALT_CHARS_MAX = 512  # of a cache_salt; 43 characters of base64 hold 256 bits
 DURATION_S_MAX = 366 * 86_400.0  # a year: loops lose count of timers that are set for centuries
 
 # What else may be said of a request that gives a vector, and no tokens.
-BESIDE_POOLING = frozenset(("pooling", "truncate_prompt_tokens", "timeout_s", "max_queue_s"))
+BESIDE_POOLING = frozenset(("pooling", "truncate_prompt_tokens", "timeout_s", "max_queue_s", "priority", "cache_salt"))
 
 TokenIds = Annotated[list[int], "token ids of the served model's vocabulary"]
 
@@ -54,6 +55,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `max_tokens` in the context.
     With `pooling` the prompt is computed and nothing is written behind it: the one delta has its vector (`Engine.embed`
     says it in fewer words). Then nothing may be said of tokens.
+    A lower `priority` goes first, where the engine schedules by priority. With a `cache_salt` the prefix cache shares
+    this prompt with those of the same salt only.
     """
 
     n: int = 1
@@ -85,6 +88,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_queue_s: float | None = None
     structured_outputs: StructuredOutputsParams | None = None
     pooling: Pooling | None = None
+    priority: int = 0
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -133,6 +138,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidParameter(message, param="truncate_prompt_tokens")
         check.duration("timeout_s", self.timeout_s)
         check.duration("max_queue_s", self.max_queue_s)
+        check.between("priority", self.priority, -INTEGER_MAX, INTEGER_MAX)
+        if self.cache_salt is not None and not (0 < len(self.cache_salt) <= SALT_CHARS_MAX):
+            message = f"cache_salt must have 1 to {SALT_CHARS_MAX} characters, not {len(self.cache_salt)}"
+            raise InvalidParameter(message, param="cache_salt")
+        if self.cache_salt is not None and not is_unicode(self.cache_salt):
+            message = "cache_salt is not valid Unicode: it holds half of a surrogate pair"
+            raise InvalidParameter(message, param="cache_salt")
 
     def _check_pooling(self, pooling: Pooling) -> None:
         if pooling.dimensions is not None:

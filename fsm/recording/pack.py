@@ -29,6 +29,7 @@ from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.outputs import Delta, TokenLogprob
 from novainfer.fsm.messages.params import LOGPROBS_MAX
 from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.messages.tenant import Tenant
 
 PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
 SIMULATOR = f"{PACKAGE}.simulation."
@@ -105,7 +106,7 @@ class Writer:
     def __init__(self, kinds: Kinds, known: Mapping[str, Any] = NOTHING, *, has_big: bool = False) -> None:
         self._kinds = kinds
         self._known = {id(thing): name for name, thing in known.items()}
-        self._seen: dict[int | Mode | tuple[Mode, ...], int] = {}
+        self._seen: dict[int | Mode | Tenant | tuple[Mode, ...], int] = {}
         self._has_big = has_big
 
     def plain(self, thing: Any) -> Any:
@@ -119,8 +120,9 @@ class Writer:
             return [_KNOWN, name]
         if isinstance(thing, Enum):
             return [_ENUM, self._kinds.place(kind, ()), thing.name]
-        # A mode is a value, and so is a list of them: whether two are one object says nothing.
-        key = thing if kind is Mode or (kind is tuple and set(map(type, thing)) == {Mode}) else id(thing)
+        # A mode is a value, and so is a list of them, and a tenant: whether two are one object says nothing.
+        is_value = kind is Mode or kind is Tenant or (kind is tuple and set(map(type, thing)) == {Mode})
+        key = thing if is_value else id(thing)
         at = self._seen.get(key)
         if at is not None:
             return [_SEEN, at]

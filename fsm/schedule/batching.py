@@ -22,7 +22,7 @@ becomes the producer itself when the first one ends.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from heapq import nsmallest
 from itertools import chain, repeat
 from math import inf
@@ -35,6 +35,7 @@ from novainfer.fsm.kv.blocks import Journal
 from novainfer.fsm.kv.cache import Prefix
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import SAMPLED, SeqParams, StepPlan
+from novainfer.fsm.schedule.order import arrival
 from novainfer.fsm.schedule.request import ADMIT, FETCH, Request, RequestState
 
 if TYPE_CHECKING:
@@ -101,8 +102,9 @@ class StepBuilder:
         self.chunk = chunk
         self.left = 0  # prompt tokens that the step can still take
         self.reserved = 0  # room that those in prefill still need
-        self.barrier: float = inf  # the id of the oldest request that did not fit: nothing younger is admitted
-        self.oldest: Request | None = None  # of those that the first half goes to
+        self.place: Callable[[Request], int] = arrival  # of requests in prefill, or that wait: whose turn is first
+        self.barrier: float = inf  # the place of the first request that did not fit: nothing behind it is admitted
+        self.oldest: Request | None = None  # the first in turn of those that the first half goes to
         self.kept_slots = 0
         self.others: list[Request] = []  # those that run, and do not decode in it
         self.had_running = is_ahead or bool(planner.running)  # else the oldest one has everything to itself
@@ -157,7 +159,7 @@ class StepBuilder:
         self.budget -= len(rows)
 
     def add_prefills(self) -> None:
-        """Prompt tokens within the chunk and the budget: half of them by age, half by work."""
+        """Prompt tokens within the chunk and the budget: half of them in turn, half by work."""
         planner = self.planner
         if not self.others and not planner.waiting:
             return
@@ -171,10 +173,14 @@ class StepBuilder:
             return
         fetching = (r for r in self.others if r.state is RequestState.WAITING_FOR_REMOTE_KVS)
         self.reserved = sum(self.cache.room_for(r, len(r.token_ids)) for r in (*prefilling, *fetching))
-        self.oldest = min(prefilling, key=arrival, default=None)
-        candidates = sorted([*prefilling, *self._admissible()], key=arrival)
+        waiting = planner.waiting
+        if not planner.order.is_by_age:
+            in_turn = planner.order.in_turn(prefilling, waiting)
+            self.place, waiting = planner.order.places(in_turn), [r for r in in_turn if r.slot < 0]
+        self.oldest = min(prefilling, key=self.place, default=None)
+        candidates = sorted([*prefilling, *self._admissible(waiting)], key=self.place)
         half = -(-self.left // 2)
-        ranked = sorted(candidates, key=lambda r: (r.work, r.request_id))
+        ranked = sorted(candidates, key=planner.order.by_work)
         turn = 0  # of those in `ranked`, whose half by work comes next
         for request in candidates:
             if half <= 0:
@@ -182,7 +188,7 @@ class StepBuilder:
             if self._to_compute(request) <= half:
                 half -= self._serve(request, half)
                 continue
-            # It gets what is left of the first half, and its turn in the second; or neither, and the next by age does.
+            # It gets what is left of the first half, and its turn in the second; or neither, and the next in turn does.
             kept = self._keep(request)
             at = ranked.index(request)
             for other in ranked[turn:at]:
@@ -200,10 +206,9 @@ class StepBuilder:
         for request in self.flight.admitted:
             planner.dequeue(request)
 
-    def _admissible(self) -> list[Request]:
-        """The waiting requests that could be admitted, oldest first: up to the first one that does not fit."""
+    def _admissible(self, waiting: list[Request]) -> list[Request]:
+        """Those of `waiting`, which are in turn, that could be admitted: up to the first one that does not fit."""
         planner, cache, only = self.planner, self.cache, self.only
-        waiting = planner.waiting
         if only is not None or planner.awaited:
             waiting = [r for r in waiting if allowed(r, only) and r.mask_id >= 0]
         if not waiting or not self._has_slot():
@@ -230,11 +235,11 @@ class StepBuilder:
                 needed = self._needed(request, prefix)
             elif request.waits_for is not None:
                 continue
-            if needed + self._headroom(request) > room and (self.had_running or found):
+            if needed + planner.headroom(request) > room and (self.had_running or found):
                 break
             if at is not None:
                 found.append(request)
-                if self.oldest is None or request.request_id < self.oldest.request_id:
+                if self.oldest is None or self.place(request) < self.place(self.oldest):
                     self.oldest = request
         return found
 
@@ -243,8 +248,9 @@ class StepBuilder:
         planner = self.planner
         if len(waiting) <= 3 * LOOKS:
             return None
-        after = bisect_right(waiting, planner.looked_at, key=arrival)
-        in_turn = waiting[max(after, LOOKS) :][:LOOKS]
+        by_age = waiting if planner.order.is_by_age else sorted(waiting, key=arrival)
+        after = bisect_right(by_age, planner.looked_at, key=arrival)
+        in_turn = by_age[max(after, LOOKS) :][:LOOKS]
         planner.looked_at = in_turn[-1].request_id if len(in_turn) == LOOKS else -1
         purse_of = {r.request_id: 0 for r in (*waiting[:LOOKS], *in_turn)}
         for request in nsmallest(LOOKS, waiting, key=by_work):
@@ -298,10 +304,6 @@ class StepBuilder:
         planner = self.planner
         return min(len(planner.free_slots), planner.max_running - len(planner.running)) > self.kept_slots
 
-    def _headroom(self, request: Request) -> int:
-        """Room that the admission of `request` leaves free, so that it is not preempted again in the next steps."""
-        return (len(self.planner.running) // 2 + 2) << min(request.num_preemptions, 2)
-
     def _serve(self, request: Request, allowance: int) -> int:
         """Compute up to `allowance` tokens of `request` in this step, admitting it first if it waits; how many."""
         if request.request_id in self.served:
@@ -322,7 +324,7 @@ class StepBuilder:
     def _try_to_admit(self, request: Request, allowance: int) -> int:
         is_swapped = request.kv.num_swapped > 0
         is_enough = len(self.flight.admitted) >= ADMISSIONS or len(self.plan.table_blocks) >= ADMITTED_BLOCKS
-        if request.request_id > self.barrier or not self._has_slot() or (is_enough and self.flight.admitted):
+        if self.place(request) > self.barrier or not self._has_slot() or (is_enough and self.flight.admitted):
             return 0
         if allowance <= 0 and not is_swapped:
             return 0
@@ -330,9 +332,9 @@ class StepBuilder:
         prefix = self._look(request)  # again: what was planned since can be shared, or is promised
         if prefix is None or request.waits_for is not None:
             return 0
-        needed = self._needed(request, prefix) + self._headroom(request)
+        needed = self._needed(request, prefix) + self.planner.headroom(request)
         if needed > self.cache.room - self.reserved and (self.had_running or request is not self.oldest):
-            self.barrier = request.request_id  # first come, first served: none overtakes by being small
+            self.barrier = self.place(request)  # none overtakes by being small
             return 0
         used = 0
         if is_swapped:
@@ -475,7 +477,6 @@ class StepBuilder:
             self.flight.pooled.append((request, first, end - first))
 
 
-arrival = attrgetter("request_id")  # the key of age: first come, first served
 by_work = attrgetter("work")
 
 

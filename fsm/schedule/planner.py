@@ -9,7 +9,9 @@ and the one that takes it in again copies it back. Paused requests are preempted
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Collection
+from typing import Literal
 
 import msgspec
 
@@ -17,8 +19,9 @@ from novainfer.fsm.kv.block_cache import BlockCache
 from novainfer.fsm.kv.cache import KVCache
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import StepPlan
-from novainfer.fsm.schedule.batching import Flight, StepBuilder, arrival, runnable
+from novainfer.fsm.schedule.batching import Flight, StepBuilder, runnable
 from novainfer.fsm.schedule.costs import Chunks
+from novainfer.fsm.schedule.order import Order, arrival
 from novainfer.fsm.schedule.request import (
     FETCHED,
     LOSE,
@@ -43,6 +46,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     inter_token_target_ms: float | None = None
     enable_prefix_caching: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    priority_wait_s: float = 10.0
+    share_prefix_cache: bool = False
 
 
 class Planner:
@@ -56,6 +62,7 @@ class Planner:
             num_blocks, limits.block_size, num_host_blocks, enable_prefix_caching=limits.enable_prefix_caching
         )
         self.waiting: list[Request] = []  # WAITING, PREEMPTED and RECOVERING, in order of arrival
+        self.order = Order(by_priority=limits.scheduling_policy == "priority")
         self.running: dict[int, Request] = {}  # those that have a slot and blocks, in order of admission
         self.parked: dict[int, Request] = {}  # PAUSED without a slot or blocks
         self.num_constrained = 0  # requests whose tokens need masks, wherever they are
@@ -75,12 +82,14 @@ class Planner:
         """Put `request` into the queue, at its place by arrival."""
         request.work = 0 if request.kv.num_swapped else len(request.token_ids)
         insort(self.waiting, request, key=arrival)
+        self.order.enqueue(request)
 
     def dequeue(self, request: Request) -> None:
         """Take `request` out of the queue, where it must be."""
         at = bisect_left(self.waiting, request.request_id, key=arrival)
         assert self.waiting[at] is request, f"request {request.request_id} is not in the queue"
         del self.waiting[at]
+        self.order.dequeue(request)
 
     def is_queued(self, request: Request) -> bool:
         """Whether `request` is in the queue."""
@@ -175,11 +184,11 @@ class Planner:
                 return builder.plan, builder.flight
             if builder.is_cut:  # nothing else is to be done than to look on
                 continue
-            # Nothing fits. If a request could run, take the blocks of the one that loses least, and try again.
+            # Nothing fits. If a request could run, take the blocks of one whose turn is later, and try again.
             wants_to_run = [r for r in (*self.running.values(), *self.waiting) if runnable(r, only) and r.mask_id >= 0]
             if self.has_awaited:
                 return None
-            if not wants_to_run or not self._preempt_one(keep=min(wants_to_run, key=arrival)):
+            if not wants_to_run or not self._preempt_one(keep=min(wants_to_run, key=self.order.turn)):
                 return None
 
     def plan_ahead(self, step_id: int, epoch: int, chunk: int) -> tuple[StepPlan, Flight] | None:
@@ -213,9 +222,9 @@ class Planner:
     def vacate(self, step_id: int, epoch: int) -> tuple[StepPlan, Flight] | None:
         """Have all requests leave the KV cache: a step that copies out what the host has room for, if there is any.
 
-        The oldest ones come first. Nothing is in flight.
+        Those whose turn is first come first. Nothing is in flight.
         """
-        for request in sorted(self.running.values(), key=arrival):
+        for request in sorted(self.running.values(), key=self.order.turn):
             self._put_out(request, VACATE)
         builder = StepBuilder(self, step_id, epoch, 0, None)
         builder.flight.is_vacating = True
@@ -231,6 +240,7 @@ class Planner:
         """The step ran to its end: what it has computed and copied stays."""
         cache = self.cache
         cache.commit(flight.journal)
+        self.order.charge(flight)
         for request in flight.fetched:
             request.num_computed = request.num_planned
             cache.commit_row(request, request.num_computed)
@@ -298,9 +308,11 @@ class Planner:
         """Whether requests have to leave their slots for others."""
         if self.max_running < len(self.running):
             return True
-        if not self.waiting or (self.free_slots and len(self.running) < self.max_running):
+        if not self.waiting:
             return False
-        return any(r.state is RequestState.PAUSED for r in self.running.values())
+        if self.free_slots and len(self.running) < self.max_running:
+            return bool(self._beyond_share())
+        return any(r.state is RequestState.PAUSED for r in self.running.values()) or bool(self._beyond_share())
 
     def _make_slots(self) -> None:
         """Park as many paused requests as there are others in want of a slot."""
@@ -311,37 +323,76 @@ class Planner:
             self.preempt(paused)
         while self.max_running < len(self.running):  # looked at closely only while memory is short
             active = [r for r in self.running.values() if r.state is not RequestState.PAUSED]
-            if len(active) <= self.max_running or not self._preempt_one(keep=min(active, key=arrival)):
+            if len(active) <= self.max_running or not self._preempt_one(keep=min(active, key=self.order.turn)):
                 break
+        self._make_share()
 
     def _make_room(self, only: Collection[int] | None) -> None:
-        """Preempt until every decoding request, and the oldest one, can have the block that it needs next."""
-        while (oldest := self._short_of_room(only)) is not None and self._preempt_one(keep=oldest):
+        """Preempt until every decoding request, and the first in turn, can have the block that it needs next."""
+        while (first := self._short_of_room(only)) is not None and self._preempt_one(keep=first):
             pass
 
+    def _make_share(self) -> None:
+        """Have a tenant of which nothing runs wait for no slot and no blocks that one with several requests has."""
+        while victims := self._beyond_share():
+            self.preempt(self._first_to_go(victims))
+
+    def _beyond_share(self) -> list[Request]:
+        """The requests one of which has to go, because the first in turn is of a tenant of which nothing runs."""
+        order, cache = self.order, self.cache
+        if order.is_by_age or (first := order.first) is None or first.mask_id < 0:
+            return []
+        running = Counter(r.tenant.id for r in self.running.values())
+        if first.tenant.id in running:
+            return []
+        promised = [r for r in self.running.values() if r.state is not RequestState.DECODE]
+        reserved = sum(cache.room_for(r, len(r.token_ids)) for r in promised)
+        needed = cache.room_for(first, len(first.token_ids)) + 1 + self.headroom(first) + reserved
+        is_crowded = not self.free_slots or len(self.running) >= self.max_running
+        if needed <= cache.room and not is_crowded:
+            return []
+        rank, paused = order.rank(first), RequestState.PAUSED
+        victims = [
+            r
+            for r in self.running.values()
+            if r.state is paused or (running[r.tenant.id] > 1 and order.rank(r) >= rank)
+        ]
+        return victims if needed <= cache.room + sum(len(cache.table_of(r)) for r in victims) else []
+
+    def headroom(self, request: Request) -> int:
+        """Room that the admission of `request` leaves free, so that it is not preempted again in the next steps."""
+        return (len(self.running) // 2 + 2) << min(request.num_preemptions, 2)
+
     def _short_of_room(self, only: Collection[int] | None) -> Request | None:
-        """The oldest of those that can run, if not all of them can have the block that they need next."""
+        """The first in turn of those that can run, if not all of them can have the block that they need next."""
         cache = self.cache
         if cache.room >= len(self.running):
             return None
         able = [r for r in self.running.values() if runnable(r, only)]
         if not able:
             return None
-        oldest = min(able, key=arrival)
+        first = min(able, key=self.order.turn)
         needed = sum(
             cache.room_for(r, r.num_planned + 1)
             for r in able
-            if r is oldest or r.state is RequestState.DECODE or r.is_prefill_planned
+            if r is first or r.state is RequestState.DECODE or r.is_prefill_planned
         )
-        return None if needed <= cache.room else oldest
+        return None if needed <= cache.room else first
 
     def _preempt_one(self, keep: Request) -> bool:
-        """Take the blocks of the request that loses least; paused ones first, the oldest (`keep`) never."""
+        """Take the blocks of the request that loses least; paused ones first, the first in turn (`keep`) never.
+
+        Of several priorities or tenants it is one of the last: of the tenant that was given most.
+        """
         victims = [r for r in self.running.values() if r is not keep and r.kv.capacity]
         if not victims:
             return False
-        self.preempt(min(victims, key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, -r.request_id)))
+        self.preempt(self._first_to_go(victims))
         return True
+
+    def _first_to_go(self, victims: list[Request]) -> Request:
+        paused, loss = RequestState.PAUSED, self.order.loss
+        return min(victims, key=lambda r: (r.state is not paused, loss(r), r.num_computed, -r.request_id))
 
     def preempt(self, victim: Request) -> None:
         """Take slot and blocks of `victim`, leaving a copy on the host if there is room; it is in no step now."""

@@ -223,6 +223,7 @@ class Request(Machine):
         "stop_ids",
         "stream_id",
         "tells_tokens",
+        "tenant",
         "text",
         "token_ids",
         "waits_for",
@@ -236,6 +237,7 @@ class Request(Machine):
         self.request_id = submit.request_id
         self.stream_id = submit.stream_id
         self.choice = submit.choice
+        self.tenant = submit.tenant
         self.params = params
         self.seed = submit.seed
         self.token_ids = list(submit.token_ids)  # the prompt, then what was sampled

@@ -26,9 +26,10 @@ import msgspec
 
 from novainfer.fsm.core.dwell import COMES_UP, COMES_UP_AGAIN, Dwell, any_time
 from novainfer.fsm.core.machine import Guard, Machine, Table, never, on, stay, table
-from novainfer.fsm.kv.blocks import PoolStatistics
+from novainfer.fsm.kv.blocks import PoolStatistics, space_name
 from novainfer.fsm.messages.events import (
     Advance,
+    AgeOver,
     Batch,
     CancelRequest,
     Cause,
@@ -159,6 +160,7 @@ class Scheduler(Machine):
             MakeBatch,
             WorkerLost,
             KeepOver,
+            AgeOver,
             Quiet,
         ),
         on(S.STARTING, Configure, "_configure", S.EMPTY),
@@ -179,6 +181,7 @@ class Scheduler(Machine):
         on(UP, WorkerLost, "_lost", S.RECOVERING),
         never(S.RECOVERING, WorkerLost, "a worker that is lost while it comes up was never said to be ready"),
         stay(KNOWS_REQUESTS, KeepOver, "_keep_over"),
+        stay(KNOWS_REQUESTS, AgeOver, "_age_over"),
         stay(KNOWS_REQUESTS, Quiet, "_quiet"),
         never(S.STARTING, Submit, CLOSED_GATE),
         never(S.STARTING, PauseRequest, CLOSED_GATE),
@@ -188,6 +191,7 @@ class Scheduler(Machine):
         never(S.STARTING, MakeBatch, "the engine waits for the worker"),
         never(S.STARTING, WorkerLost, "a worker that never came up has failed"),
         never(S.STARTING, KeepOver, CLOSED_GATE),
+        never(S.STARTING, AgeOver, CLOSED_GATE),
         never(S.STARTING, Quiet, CLOSED_GATE),
     )
     DWELLS: ClassVar[Mapping[Any, Dwell]] = {
@@ -231,6 +235,7 @@ class Scheduler(Machine):
         self._pauses = 0
         self._hurried: set[int] = set()  # streams whose first token has a deadline, and has not come
         self._late: set[int] = set()  # requests whose masks were waited for in vain
+        self._ages: AgeOver | None = None  # the timer after which requests are aged, while it runs
         self.flights: list[Flight] = []  # oldest first
         self._step_id = 0
         self._steps = self._failures = self._prompt_tokens = self._generated = self._losses = 0
@@ -332,6 +337,8 @@ class Scheduler(Machine):
         elif event.params.max_tokens is not None:
             max_len = min(max_len, len(event.token_ids) + event.params.max_tokens)
         request = self._nest(Request(event, self._vocabulary, self._eos_token_ids, max_len))
+        tenant = "" if self._limits.share_prefix_cache else event.tenant.id
+        request.kv.space = space_name(tenant, event.params.cache_salt or "")
         if self._speculation is not None and self._speculation.is_on_device:
             request.tells_tokens = True
         cause = self._tombstones.pop(event.request_id, None)
@@ -344,7 +351,10 @@ class Scheduler(Machine):
             if event.params.max_queue_s is not None:
                 self._hurried.add(event.stream_id)
             self.requests[request.request_id] = request
+            self.planner.order.arrives(request)
             self.planner.enqueue(request)
+            if self._limits.scheduling_policy == "priority" and self._ages is None:
+                self._let_age()
             if event.params.structured_outputs is not None:
                 self.planner.num_constrained += 1
                 self.planner.awaited[request.request_id] = request
@@ -424,6 +434,18 @@ class Scheduler(Machine):
                 self._send("engine", Outputs(outputs))
         return self.state
 
+    def _let_age(self) -> None:
+        """What is here now lets others go before it for so long at most; what comes meanwhile, twice as long."""
+        self._ages = AgeOver(self._last_submitted)
+        self._after(self._limits.priority_wait_s, self._ages)
+
+    def _age_over(self, event: AgeOver) -> StrEnum:
+        self.planner.order.age(event.request_id)
+        self._ages = None
+        if event.request_id < self._last_submitted:
+            self._let_age()
+        return self.state
+
     def _end_longest_paused(self) -> list[Output]:
         """Where more requests are parked than may be, those that were paused first end."""
         parked, outputs = self.planner.parked, []
@@ -452,10 +474,15 @@ class Scheduler(Machine):
         if not request.is_first_output:
             num_tokens = len(request.token_ids) - request.num_prompt
             self.answer_tokens += ANSWER_WEIGHT * (num_tokens - self.answer_tokens)
-        if self.requests.pop(request.request_id, None) is not None and request.mask_id:
-            self._release(request)
+        if self.requests.pop(request.request_id, None) is not None:
+            self.planner.order.leaves(request)
+            if request.mask_id:
+                self._release(request)
         if not self.requests:
             self.recovery.none_left(self._effects)
+            if self._ages is not None:
+                self._drop(self._ages)
+                self._ages = None
         if request.stream_id in self._hurried and not self._siblings(request):
             self._hurried.discard(request.stream_id)
         if self.flights and request.is_in_flight:
@@ -814,6 +841,7 @@ class Scheduler(Machine):
         return (
             *planner.cache.fingerprint(),
             tuple(r.request_id for r in planner.waiting),
+            planner.order.fingerprint(),
             tuple(sorted(planner.running)),
             tuple(planner.free_slots),
             tuple(
@@ -838,6 +866,7 @@ class Scheduler(Machine):
         queued = {RequestState.WAITING, RequestState.PREEMPTED, RequestState.RECOVERING}
         held = {request.request_id for flight in self.flights for request in flight.held()}
         waiting = {request.request_id for request in planner.waiting}
+        planner.order.check(planner.waiting)
         for request in self.requests.values():
             assert not request.ended, f"ended request {request.request_id} is still known"
             is_parked = request.request_id in planner.parked

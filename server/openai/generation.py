@@ -21,6 +21,7 @@ from novainfer import (
     RequestCancelled,
     RequestTimeout,
     SamplingParams,
+    Tenant,
 )
 from novainfer.fsm.messages.params import DURATION_S_MAX
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange, is_printable_id
@@ -86,8 +87,10 @@ class Generation:
             raise
         self._client = client
         self._live = service.live.open(prefix, wanted_id, len(prompts), owner, request_id)
+        key = service.keys.record(owner)
+        tenant = Tenant(owner, key.weight if key is not None else 1.0)
         sources = [
-            engine.generate(prompt, params, request_id=engine_id, owner=owner)
+            engine.generate(prompt, params, request_id=engine_id, owner=owner, tenant=tenant)
             for prompt, engine_id in zip(prompts, self._live.engine_ids, strict=True)
         ]
         self.deltas = sources[0] if len(sources) == 1 else merge_deltas(sources, params.n)

@@ -1,7 +1,7 @@
 """Fields that are known and not built: neutral values pass, others are refused, because to ignore them would lie.
 
-A field is refused when it would change the answer (or what a caller relies on, as `cache_salt`'s isolation). Fields
-that only hint, and unknown ones, are let through; the answer names them in its `x-nova-ignored-fields` header.
+A field is refused when it would change the answer (or what a caller relies on). Fields that only hint, and unknown
+ones, are let through; the answer names them in its `x-nova-ignored-fields` header.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "documents": (),
     "prompt_embeds": (),
-    "cache_salt": (),
     "kv_transfer_params": (),
     "vllm_xargs": (),
     "mcp_servers": (),

@@ -112,6 +112,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "skip_special_tokens": st.booleans(),
     "timeout_s": st.one_of(st.none(), reals(0, 1e6)),
     "max_queue_s": st.one_of(st.none(), reals(0, 1e6)),
+    "priority": WIDE_INT,
+    "cache_salt": st.one_of(st.none(), TEXT),
 }
 
 

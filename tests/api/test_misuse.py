@@ -51,6 +51,7 @@ USING: list[tuple[str, Callable[[Engine, Any], Any]]] = [
     ("params", lambda engine, bad: engine.add_request("x", bad)),
     ("request_id", lambda engine, bad: engine.add_request("x", request_id=bad)),
     ("owner", lambda engine, bad: engine.add_request("x", owner=bad)),
+    ("tenant", lambda engine, bad: engine.add_request("x", tenant=bad)),
     ("request_id", lambda engine, bad: engine.cancel(bad)),
     ("request_id", lambda engine, bad: engine.poll_result(bad)),
     ("request_id", lambda engine, bad: engine.wait_result(bad)),

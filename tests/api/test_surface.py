@@ -46,6 +46,7 @@ SURFACE = [
     "ServerError",
     "StepFailedError",
     "StructuredOutputsParams",
+    "Tenant",
     "TokenLogprob",
     "TokenizerInfo",
     "UnsupportedParameter",

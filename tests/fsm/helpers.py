@@ -26,6 +26,7 @@ from novainfer.fsm.messages.events import (
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.messages.tenant import ANYONE, Tenant
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.scheduler import Scheduler
@@ -83,7 +84,9 @@ class Bench:
                 self.outputs += effect.event.outputs
         self.scheduler.check()
 
-    def submit(self, token_ids: list[int], *, max_tokens: int | None = 8, **params: Any) -> int:
+    def submit(
+        self, token_ids: list[int], *, max_tokens: int | None = 8, tenant: Tenant = ANYONE, **params: Any
+    ) -> int:
         """A new request; returns its id."""
         request_id = self._next_id
         self._next_id += 1
@@ -96,6 +99,7 @@ class Bench:
                 token_ids=token_ids,
                 params=SamplingParams(max_tokens=max_tokens, **params),
                 seed=1,
+                tenant=tenant,
             )
         )
         return request_id

@@ -31,6 +31,7 @@ from novainfer.actors.inspection.feed import Feed
 from novainfer.fsm.messages.mode import INT8, Mode
 from novainfer.fsm.messages.outputs import Mark
 from novainfer.fsm.messages.pooling import ModelPooling, Pooling
+from novainfer.fsm.messages.tenant import ANYONE, Tenant
 from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.text import Vocabulary
 from novainfer.inspection import (
@@ -123,6 +124,7 @@ class FakeEngine:
         self.is_closed = False
         self.active: dict[str, Active] = {}
         self.seen: list[tuple[Any, SamplingParams, str]] = []  # prompt, params, id of every request
+        self.tenants: list[Tenant] = []  # whose each was
         self.left_early: list[str] = []  # ids of requests whose reader went away before their end
         self.changed = asyncio.Condition()
         self.start_gate: asyncio.Event | None = None
@@ -252,7 +254,13 @@ class FakeEngine:
         self.injected.append((kind, how))
 
     async def generate(
-        self, prompt: Any, params: SamplingParams | None = None, *, request_id: str | None = None, owner: str = ""
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        owner: str = "",
+        tenant: Tenant = ANYONE,
     ) -> AsyncGenerator[Delta, None]:
         params = params or SamplingParams()
         request_id = request_id or f"unnamed-{len(self.seen)}"
@@ -261,6 +269,7 @@ class FakeEngine:
         if self.is_draining:
             raise EngineDraining("The server is shutting down")
         self.seen.append((prompt, params, request_id))
+        self.tenants.append(tenant)
         active = self.active[request_id] = Active()
         is_over = False
         await self._tell()

@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 
-from novainfer import InvalidParameter
+from novainfer import InvalidParameter, Tenant
 from novainfer.server.settings import ServerSettings
 from tests.server.conftest import Serve
 from tests.server.fakes import FakeEngine
@@ -39,6 +39,21 @@ async def test_each_key_sees_its_own_requests_and_the_admin_key_all(held: Held, 
     await held.finish()
     assert await ids(held, ALICE) == ["cmpl-a"]
     assert (await held.client.get("/v1/requests/a", headers=BOB)).status_code == 404
+
+
+async def test_each_key_is_a_tenant_and_requests_without_keys_are_of_one(serve: Serve) -> None:
+    with_keys, without = FakeEngine(), FakeEngine()
+    for engine, settings in ((with_keys, KEYS), (without, {})):
+        server = await serve(engine, **settings)
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            for headers in (ALICE, BOB, ALICE):
+                response = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+                assert response.status_code == 200
+    alice, bob, again = with_keys.tenants
+    assert alice == again != bob
+    assert alice.id
+    assert bob.id
+    assert without.tenants == [Tenant()] * 3
 
 
 async def test_a_name_that_two_keys_use_means_to_each_its_own(held: Held, serve: Serve) -> None:

@@ -214,6 +214,11 @@ async def test_fields_without_effect_are_refused_where_the_server_is_strict(serv
         response = await chat(client, user="u", metadata={"a": "b"}, top_k=3, cache_salt=None)
         assert response.status_code == 200
         assert "x-nova-ignored-fields" not in response.headers
+        response = await chat(client, priority=-3, cache_salt="s")
+        assert response.status_code == 200
+        assert "x-nova-ignored-fields" not in response.headers
+        params = engine.seen[-1][1]
+        assert (params.priority, params.cache_salt) == (-3, "s")
 
 
 def test_usage_tells_of_guesses_where_any_were_verified() -> None:

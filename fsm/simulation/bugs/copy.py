@@ -83,8 +83,8 @@ COPY_MUTANTS = [
         "prompts that end alike share what they end in",
         BlockCache,
         "_tail_name",
-        'parent = names[num_full - 1] if num_full else b""',
-        'parent = b""',
+        "parent = names[num_full - 1] if num_full else table.space",
+        "parent = table.space",
     ),
     Mutant(
         "a last block that the prompt fills is copied before the next one is begun",

@@ -34,6 +34,7 @@ from novainfer.fsm.simulation.bugs.process import PROCESS_MUTANTS
 from novainfer.fsm.simulation.bugs.queue import QUEUE_MUTANTS
 from novainfer.fsm.simulation.bugs.reconfiguration import RECONFIGURATION_MUTANTS
 from novainfer.fsm.simulation.bugs.sampling import SAMPLING_MUTANTS
+from novainfer.fsm.simulation.bugs.share import SHARE_MUTANTS
 from novainfer.fsm.simulation.bugs.speculation import SPECULATION_MUTANTS
 from novainfer.fsm.simulation.bugs.turn import TURN_MUTANTS
 from novainfer.fsm.simulation.bugs.unseen import UNSEEN_MUTANTS
@@ -130,7 +131,7 @@ MUTANTS = [
         "the oldest request gets no block while it prefills",
         Planner,
         "_short_of_room",
-        "if r is oldest or r.state",
+        "if r is first or r.state",
         "if r.state",
         seeds=0,
         small="a long prompt, and an answer beside it that takes the blocks it was to have",
@@ -223,6 +224,7 @@ MUTANTS = [
     *DEADLINE_MUTANTS,
     *SAMPLING_MUTANTS,
     *TURN_MUTANTS,
+    *SHARE_MUTANTS,
     *COPY_MUTANTS,
     *RECONFIGURATION_MUTANTS,
     *SPECULATION_MUTANTS,
@@ -496,7 +498,7 @@ MUTANTS = [
         "SGLang #26265: prompts are admitted beyond what the pool holds",
         StepBuilder,
         "_admissible",
-        "if needed + self._headroom(request) > room and (self.had_running or found):",
+        "if needed + planner.headroom(request) > room and (self.had_running or found):",
         "if False:",
         more=(
             Edit(StepBuilder, "_try_to_admit", "if needed > self.cache.room - self.reserved and (", "if False and ("),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from novainfer.fsm.kv.block_cache import BlockCache
 from novainfer.fsm.schedule.batching import StepBuilder
+from novainfer.fsm.schedule.order import Order
 from novainfer.fsm.schedule.planner import Planner
 from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.bugs.mutants import Mutant
@@ -11,16 +12,16 @@ from novainfer.fsm.simulation.bugs.mutants import Mutant
 QUEUE_MUTANTS = [
     Mutant(
         "most work goes first",
-        StepBuilder,
-        "add_prefills",
-        "key=lambda r: (r.work, r.request_id))",
-        "key=lambda r: (-r.work, r.request_id))",
+        Order,
+        "by_work",
+        "request.work, request.request_id",
+        "-request.work, request.request_id",
     ),
     Mutant(
         "a request that does not fit beside what the step has admitted is overtaken",
         StepBuilder,
         "_try_to_admit",
-        "self.barrier = request.request_id",
+        "self.barrier = self.place(request)",
         "pass",
         seeds=1000,
     ),

@@ -7,7 +7,7 @@ from novainfer.fsm.schedule.batching import StepBuilder
 from novainfer.fsm.schedule.planner import Planner
 from novainfer.fsm.simulation.bugs.mutants import Mutant
 
-_KEY = "key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, -r.request_id)"
+_KEY = "key=lambda r: (r.state is not paused, loss(r), r.num_computed, -r.request_id)"
 
 TURN_MUTANTS = [
     Mutant(
@@ -28,10 +28,10 @@ TURN_MUTANTS = [
     ),
     Mutant(
         "an admission leaves half of the pool free",
-        StepBuilder,
-        "_headroom",
-        "(len(self.planner.running) // 2 + 2)",
-        "self.planner.pool.num_blocks // 2",
+        Planner,
+        "headroom",
+        "(len(self.running) // 2 + 2)",
+        "self.cache.pool.num_blocks // 2",
     ),
     Mutant(
         "the first promise outlives who gave it",
@@ -50,23 +50,23 @@ TURN_MUTANTS = [
     Mutant(
         "the one that has most to lose is preempted",
         Planner,
-        "_preempt_one",
+        "_first_to_go",
         _KEY,
-        "key=lambda r: (r.state is not RequestState.PAUSED, -r.num_computed, -r.request_id)",
+        "key=lambda r: (r.state is not paused, loss(r), -r.num_computed, -r.request_id)",
     ),
     Mutant(
         "of two that lose as much the older one is preempted",
         Planner,
-        "_preempt_one",
+        "_first_to_go",
         _KEY,
-        "key=lambda r: (r.state is not RequestState.PAUSED, r.num_computed, r.request_id)",
+        "key=lambda r: (r.state is not paused, loss(r), r.num_computed, r.request_id)",
     ),
     Mutant(
         "who is paused keeps its blocks, and others lose theirs",
         Planner,
-        "_preempt_one",
+        "_first_to_go",
         _KEY,
-        "key=lambda r: (r.num_computed, -r.request_id)",
+        "key=lambda r: (loss(r), r.num_computed, -r.request_id)",
     ),
     Mutant(
         "the oldest is preempted like everybody",
@@ -79,8 +79,8 @@ TURN_MUTANTS = [
         "somebody is preempted while there are blocks",
         Planner,
         "_short_of_room",
-        "return None if needed <= cache.room else oldest",
-        "return None if needed < cache.room // 2 else oldest",
+        "return None if needed <= cache.room else first",
+        "return None if needed < cache.room // 2 else first",
     ),
     Mutant(
         "paused requests keep their slots for those that wait",

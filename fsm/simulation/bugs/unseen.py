@@ -70,8 +70,8 @@ BLOCKS = (
         "a look in turn leaves out one request",
         StepBuilder,
         "_whom_to_look_at",
-        "in_turn = waiting[max(after, LOOKS) :][:LOOKS]",
-        "in_turn = waiting[max(after, LOOKS) + 1 :][:LOOKS]",
+        "in_turn = by_age[max(after, LOOKS) :][:LOOKS]",
+        "in_turn = by_age[max(after, LOOKS) + 1 :][:LOOKS]",
     ),
     # A request is admitted where there is no slot: the scheduler dies.
     Mutant(
@@ -84,8 +84,8 @@ BLOCKS = (
     # What decodes is preempted a few steps after each admission.
     Mutant(
         "an admission that was never preempted leaves no headroom",
-        StepBuilder,
-        "_headroom",
+        Planner,
+        "headroom",
         "<< min(request.num_preemptions, 2)",
         "* min(request.num_preemptions, 2)",
     ),

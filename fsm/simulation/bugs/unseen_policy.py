@@ -203,16 +203,16 @@ BLAME = [
 TURNS = [
     Mutant(  # once two requests were preempted, all need four times the room to be admitted
         "the headroom grows with everybody's preemptions",
-        StepBuilder,
-        "_headroom",
+        Planner,
+        "headroom",
         "min(request.num_preemptions, 2)",
-        "min(self.planner.num_preemptions, 2)",
+        "min(self.num_preemptions, 2)",
     ),
     Mutant(  # a long prompt that is nearly done goes before a short one
         "work shrinks while a prompt is computed",
         StepBuilder,
         "add_prefills",
-        "key=lambda r: (r.work, r.request_id))",
+        "key=planner.order.by_work)",
         "key=lambda r: (self._to_compute(r), r.request_id))",
     ),
     Mutant(  # a short request has its first token when a long one has computed their common beginning
@@ -254,8 +254,8 @@ TURNS = [
         "the youngest is kept when fewer may run",
         Planner,
         "_make_slots",
-        "keep=min(active, key=arrival)",
-        "keep=max(active, key=arrival)",
+        "keep=min(active, key=self.order.turn)",
+        "keep=max(active, key=self.order.turn)",
     ),
     Mutant(  # an answer pauses for a step though a block could be had
         "one decoding request too many is believed to have its block",

@@ -74,8 +74,8 @@ SIZES = [
 TURNS = [
     Mutant(  # it is preempted again and again
         "what was preempted often needs no more room than what was once",
-        StepBuilder,
-        "_headroom",
+        Planner,
+        "headroom",
         "min(request.num_preemptions, 2)",
         "min(request.num_preemptions, 1)",
     ),

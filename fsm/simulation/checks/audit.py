@@ -17,6 +17,7 @@ from novainfer.fsm.simulation.checks.ledger import Ledger
 from novainfer.fsm.simulation.checks.leftovers import check_empty, check_known
 from novainfer.fsm.simulation.checks.masks import check_still
 from novainfer.fsm.simulation.checks.order import Order
+from novainfer.fsm.simulation.checks.places import Places
 from novainfer.fsm.simulation.checks.retry import Retry
 from novainfer.fsm.simulation.checks.rungs import Rungs
 from novainfer.fsm.simulation.checks.sizes import Sizes
@@ -37,10 +38,11 @@ class Audit:
         self.deadlines = Deadlines(world)
         self.blame = Blame(world)
         self.beside = Beside(world)
-        self.turns = Turns(world, self.beside.tokens)
+        self.places = Places(world)
+        self.turns = Turns(world, self.beside.tokens, self.places)
         self.retry = Retry(world)
         self.verified = Verified(world)
-        self.order = Order(world, self.turns.has_blocks_for_all, self.beside.tokens)
+        self.order = Order(world, self.turns.has_blocks_for_all, self.beside.tokens, self.places)
         self.ledger = Ledger(world)
         self.counts = Counts(world)
         self.degraded = Degraded(world)
@@ -52,6 +54,7 @@ class Audit:
 
     def before_scheduler(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
+        self.places.before(event)
         self.verified.before(event)
         self.beside.before(event)
         self.blame.before(event)
@@ -69,6 +72,7 @@ class Audit:
 
     def scheduled(self, event: Any, effects: Sequence[Effect]) -> None:
         """The scheduler has handled `event`."""
+        self.places.after(event, effects)
         self.blame.after(event, effects)
         self.verified.after(event, effects)
         self.ledger.after(event, effects)

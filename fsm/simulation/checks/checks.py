@@ -55,6 +55,7 @@ from novainfer.fsm.schedule.scheduler import SchedulerState
 from novainfer.fsm.simulation.checks.blame import ends_in_flight
 from novainfer.fsm.simulation.checks.masks import check_masks, is_waited_for
 from novainfer.fsm.simulation.checks.oracle import Violation
+from novainfer.fsm.simulation.checks.places import Places
 from novainfer.fsm.simulation.checks.restarts import Restarts
 from novainfer.fsm.simulation.checks.turns import ADMISSIONS_MAX, WAITING_MAX
 from novainfer.fsm.simulation.checks.verified import without_number
@@ -142,6 +143,7 @@ class Checks:
             self._spoilt = [block for request in blank for block in request.kv.blocks]
         running = [r for r in scheduler.planner.running.values() if r.state in ADMITTED]
         is_free = not scheduler.recovery.suspects and not isinstance(event.outcome, StepFailed) and not event.vacates
+        is_free = is_free and self._is_by_age
         self._oldest = min(running, key=lambda r: r.request_id) if running and is_free else None
         if isinstance(event.outcome, StepFailed) and flight is not None:
             self._note_failure(flight)
@@ -379,7 +381,8 @@ class Checks:
             for i, r in planner.running.items()
             if r.state in COMPUTED and (i in planned or not (ends_in_flight(r) or r.request_id in planner.awaited))
         ]
-        if not scheduler.recovery.suspects and may_run and min(may_run) not in planned:
+        is_free = not scheduler.recovery.suspects and self._is_by_age  # else who waits may be before who runs
+        if is_free and may_run and min(may_run) not in planned:
             raise Violation(f"request {min(may_run)} is the oldest, and step {flight.step_id} leaves it out")
 
     def before(self, to: str, event: Any) -> None:
@@ -417,16 +420,30 @@ class Checks:
             if missing := self._to_be_told - {e.request_id for e in queue if isinstance(e, kind)}:
                 raise Violation(f"{event} was not passed on to the requests {missing}")
 
+    @property
+    def _is_by_age(self) -> bool:
+        """Whether age alone says whose turn it is."""
+        is_shared = len({request.tenant.id for request in self.world.scheduler.requests.values()}) > 1
+        return not is_shared and self.world.shape.scheduling_policy == "fcfs"
+
     def _nobody_overtakes(self, flight: Flight) -> None:
         """Who was admitted has less work than older ones that wait, except those that wait for a prefix."""
         num_admitted, awaited = len(flight.admitted), self.world.scheduler.planner.awaited
         num_waited = num_admitted + len(self.world.scheduler.planner.waiting)
         if num_admitted >= ADMISSIONS_MAX or num_waited > WAITING_MAX:  # the step has not looked at all of them
             return
+        audit = self.world.audit
+        if audit is None and not self._is_by_age:
+            return
+        places = audit.places if audit is not None else Places(self.world)
+        place = places.of_all(flight)
         for request in self.world.scheduler.planner.waiting:
             for admitted in flight.admitted:
                 work = 0 if admitted in flight.fetched else admitted.work
-                overtook = admitted.request_id > request.request_id and work >= request.work
+                is_less = places.key(admitted)[:2] < places.key(request)[:2]  # else it is by work
+                overtook = place[admitted.request_id] > place[request.request_id]
+                has_more = (work, admitted.request_id) > (request.work, request.request_id)
+                overtook = overtook and not is_less and has_more
                 if overtook and request.waits_for is None and request.request_id not in awaited:
                     raise Violation(f"request {admitted.request_id} overtook request {request.request_id}")
 

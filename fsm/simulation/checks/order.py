@@ -1,7 +1,8 @@
 """How a step's prompt tokens are shared out, by rules 2, 3, 5 and 6 of docs/fairness.md and by what is in the cache.
 
 Looked at is each request that has still to compute a part of its prompt after a step, and could have computed more of
-it. Tokens that others got before their turn, and tokens that nothing got, are no more than the rules allow:
+it. Tokens that others got before their turn, and tokens that nothing got, are no more than the rules allow (where
+`places` tells requests apart by more than their age, who is younger is who comes later there):
 
     to requests that are younger and have more work    none, but what is cut off at blocks' ends
     to those with more work, of any age                half of the tokens, and what is cut off
@@ -14,13 +15,14 @@ has to use that. With more than 96 that wait, all this is demanded after so many
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.simulation.checks.oracle import Violation
+from novainfer.fsm.simulation.checks.places import Places
 from novainfer.fsm.simulation.checks.prefixes import COMPUTING, Prefixes
 from novainfer.fsm.simulation.checks.turns import is_decode
 
@@ -54,11 +56,16 @@ class Order:
     """The account of one world."""
 
     def __init__(
-        self, world: World, has_room: Callable[[list[Request]], bool], tokens_beside: Callable[[int], int]
+        self,
+        world: World,
+        has_room: Callable[[list[Request]], bool],
+        tokens_beside: Callable[[int], int],
+        places: Places,
     ) -> None:
         self._world = world
         self._has_room = has_room  # whether blocks are free for all of these
         self._tokens_beside = tokens_beside  # of prompts, by how many decode
+        self._places = places
         self._prefixes = Prefixes(world)
         self._works: dict[int, Work] = {}  # of requests in prefill, as they were admitted
         self._waits: dict[int, Wait] = {}
@@ -185,7 +192,7 @@ class Order:
         was_judged = self._note_waits(waiting, works, len(scheduler.planner.waiting) + len(admitted))
         num_decodes = sum(is_decode(request, start) for request, _, start in flight.rows)
         rows = [
-            (r.request_id, count, works[r.request_id].least)
+            (r, count, works[r.request_id].least)
             for r, count, start in flight.rows
             if r.request_id in works and not is_decode(r, start)
         ]
@@ -197,6 +204,7 @@ class Order:
         spared = sum(works[i].most - works[i].least for i in admitted)
         by_age = -(-tokens // 2)
         running = [r for r in scheduler.planner.running.values() if r.state is RequestState.PREFILL]
+        places, by_work = self._places.of_all(flight), self._by_work
         for request in (*running, *waiting):
             request_id = request.request_id
             work = works[request_id]
@@ -208,16 +216,20 @@ class Order:
                 continue
             if request_id in admitted and self._has_lost_prefix(request, starts):
                 continue  # it had less to compute when its part was measured
-            turn = work.most, request_id
-            later = [(other, count, (least, other) > turn) for other, count, least in rows if other != request_id]
-            behind = unused + sum(count for other, count, is_more in later if is_more and other > request_id)
+            turn, place = by_work(request, work.most), places[request_id]
+            later = [
+                (places[other.request_id] > place, count, by_work(other, least) > turn)
+                for other, count, least in rows
+                if other is not request
+            ]
+            behind = unused + sum(count for is_later, count, is_more in later if is_more and is_later)
             more = unused + sum(count for _, count, is_more in later if is_more)
-            younger = unused + sum(count for other, count, _ in later if other > request_id)
+            younger = unused + sum(count for is_later, count, _ in later if is_later)
             cut = size - 1 + spared
             is_right = behind <= 2 * cut and more <= by_age + cut and younger <= tokens - by_age + cut
             if not is_right and request_id in starts:
                 # It has had its part when an older one came to wait for what it computes: that one's half is left over.
-                waits = any(self._may_wait(r, works, held, starts) for r in waiting if r.request_id < request_id)
+                waits = any(self._may_wait(r, works, held, starts) for r in waiting if places[r.request_id] < place)
                 is_right = waits and unused + behind <= 2 * (by_age + cut)
             if not is_right:
                 raise Violation(
@@ -226,6 +238,15 @@ class Order:
                     f"{younger} to younger ones, {unused} of each to none"
                 )
             self._world.counts["shares checked"] += 1
+
+    def _by_work(self, request: Request, work: int) -> tuple[int, float, int, int]:
+        """What comes first in the half of a step that goes by work, if one of two is to be first."""
+        return self._places.rank(request), self._places.given(request), work, request.request_id
+
+    def _first(self, requests: Iterable[Request]) -> int:
+        """The one whose turn is first."""
+        first = min(requests, key=self._places.key, default=None)
+        return -1 if first is None else first.request_id
 
     def _has_lost_prefix(self, request: Request, starts: dict[int, int]) -> bool:
         """Whether what it goes on with was in the cache, and the step has taken that for something else."""
@@ -242,7 +263,7 @@ class Order:
         mine, work = prefixes.of(request), works[request.request_id].most
         first, last = held[request.request_id], prefixes.num_held(request)
         running = [r for r in self._world.scheduler.planner.running.values() if r.state in COMPUTING]
-        oldest = {min((r.request_id for r in running if r.request_id in some), default=-1) for some in (starts, works)}
+        oldest = {self._first(r for r in running if r.request_id in some) for some in (starts, works)}
         for other in running:
             its, start = prefixes.of(other), starts.get(other.request_id, other.num_planned)
             is_soon = other.request_id in oldest or works[other.request_id].least <= 2 * work
@@ -259,7 +280,7 @@ class Order:
         prefixes, size = self._prefixes, self._world.shape.block_size
         running = [r for r in self._world.scheduler.planner.running.values() if r.state in COMPUTING]
         waiting = self._world.scheduler.planner.waiting  # the first half goes to one of these, if it is the oldest
-        oldest = min((r.request_id for r in (*running, *waiting)), default=-1)
+        oldest = self._first((*running, *waiting))
         for request in flight.admitted:
             if request in flight.fetched:
                 continue

@@ -8,6 +8,7 @@ compute in another mode; without graphs they compute as with them. What was comp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -41,6 +42,7 @@ class Prefixes:
         self._world = world
         self._size = world.shape.block_size
         self._ids: dict[tuple[int, tuple[int, ...]], int] = {}  # prefixes, by the one before and a block of tokens
+        self._spaces: dict[tuple[str, str | None], int] = {}
         self._prefixes: dict[int, list[int]] = {}  # by request, of its full blocks
         self._block_of: dict[int, int] = {}
         self._prefix_of: dict[int, int] = {}  # by block
@@ -62,7 +64,7 @@ class Prefixes:
         found, size = self._prefixes.setdefault(request.request_id, []), self._size
         tokens = request.token_ids
         for at in range(len(found), (len(tokens) - 1) // size):
-            key = found[-1] if found else -1, tuple(tokens[at * size : (at + 1) * size])
+            key = found[-1] if found else self._space(request), tuple(tokens[at * size : (at + 1) * size])
             found.append(self._ids.setdefault(key, len(self._ids)))
         return found
 
@@ -183,10 +185,24 @@ class Prefixes:
 
     def _check_shared(self, request: Request, flight: Flight) -> None:
         """What it begins with is in the cache."""
-        num_shared = next(start for other, _, start in flight.rows if other is request) // self._size
+        start = next(start for other, _, start in flight.rows if other is request)
+        if start % self._size and not any(self._begins_alike(other, request) for other in self._others(request)):
+            raise Violation(f"request {request.request_id} shares the end of a prompt that no other one has")
+        num_shared = start // self._size
         for prefix, block in zip(self.of(request)[:num_shared], request.kv.blocks, strict=False):
             if self._block_of.get(prefix) != block and not self.is_doubtful:
                 raise Violation(f"request {request.request_id} shares block {block}, which is not in the cache")
+
+    def _others(self, request: Request) -> Iterator[Request]:
+        """All that may have blocks, but for one."""
+        scheduler = self._world.scheduler
+        departed = (other for flight in scheduler.flights for other in flight.departed)
+        return (other for other in (*scheduler.requests.values(), *departed) if other is not request)
+
+    def _begins_alike(self, other: Request, request: Request) -> bool:
+        """Whether its prompt is the same, in the same space."""
+        prompt = request.token_ids[: request.num_prompt]
+        return self._space(other) == self._space(request) and other.token_ids[: other.num_prompt] == prompt
 
     def _check_findable(self, flight: Flight) -> None:
         """The blocks that another request can find are those."""
@@ -220,8 +236,13 @@ class Prefixes:
 
     def _last(self, request: Request) -> int:
         prefixes, size = self.of(request), self._size
-        key = prefixes[-1] if prefixes else -1, tuple(request.token_ids[-size:])
+        key = prefixes[-1] if prefixes else self._space(request), tuple(request.token_ids[-size:])
         return self._ids.setdefault(key, len(self._ids))
+
+    def _space(self, request: Request) -> int:
+        """Below all prefixes: what the first ones come after, of its tenant and its salt."""
+        tenant = "" if self._world.shape.share_prefix_cache else request.tenant.id
+        return -1 - self._spaces.setdefault((tenant, request.params.cache_salt), len(self._spaces))
 
     def _promise(self, request: Request) -> None:
         """It will compute what the cache does not hold, unless another one has said so before.

@@ -21,6 +21,7 @@ from novainfer.fsm.messages.events import Configure, MakeBatch, WorkerLost
 from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.schedule.request import Request, RequestState
 from novainfer.fsm.simulation.checks.oracle import Violation
+from novainfer.fsm.simulation.checks.places import Places
 
 if TYPE_CHECKING:
     from novainfer.fsm.schedule.batching import Flight
@@ -76,8 +77,9 @@ class Heads:
 class Turns:
     """The account of one world."""
 
-    def __init__(self, world: World, tokens_beside: Callable[[int], int]) -> None:
+    def __init__(self, world: World, tokens_beside: Callable[[int], int], places: Places) -> None:
         self._world = world
+        self._places = places
         self._tokens_beside = tokens_beside  # of prompts, by how many decode
         self._running: set[int] = set()  # before the step was planned
         self._waiting: set[int] = set()
@@ -89,6 +91,7 @@ class Turns:
         self._num_preempted = 0
         self._hungry, self._hunger = -1, 0  # the oldest request that can run, and steps without it
         self._victims: list[tuple[int, int]] = []  # who was preempted for this step, and with how many blocks
+        self._first: Request | None = None  # in turn, of those that waited before the step was planned
 
     def before(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
@@ -97,6 +100,7 @@ class Turns:
             planner = self._world.scheduler.planner
             self._running = set(planner.running)
             self._waiting = {request.request_id for request in planner.waiting}
+            self._first = min(planner.waiting, key=self._places.key, default=None)
 
     def after(self, event: Any, *, is_restricted: bool) -> None:
         """The scheduler has handled it."""
@@ -110,6 +114,7 @@ class Turns:
         if isinstance(event, MakeBatch) and flight is not None and not is_restricted:
             self._check_idle_hands(flight)
             self._check_slots(flight)
+            self._check_share(flight)
             self._check_headroom(flight)
             self._check_guesses(flight)
             self._check_need(flight)
@@ -140,10 +145,12 @@ class Turns:
         computing = [request for request in planner.running.values() if request.state in COMPUTING]
         room = self._world.cache.pool.num_available - self._promised()
         headroom = HEADROOM + num_running // RUNNING_PER_BLOCK + 1
-        for request in planner.waiting:
+        places = self._places.of_all(flight)
+        for request in sorted(planner.waiting, key=lambda r: places[r.request_id]):
             if request.mask_id < 0:
                 continue
-            oldest = min((other.request_id for other in computing), default=-1)
+            first = min(computing, key=self._places.key, default=None)
+            oldest = -1 if first is None else first.request_id
             if request.waits_for is not None and any(_is_worth_it(other, request, size, oldest) for other in computing):
                 continue
             if _blocks(request, size) + 1 + headroom * 2 ** min(request.num_preemptions, 2) <= room:
@@ -160,7 +167,7 @@ class Turns:
         last = flight.admitted[-1]
         num_before = len(planner.running) - 1
         had_running = len(planner.running) > len(flight.admitted)
-        if not had_running and last.request_id == min(request.request_id for request in flight.admitted):
+        if not had_running and last is min(flight.admitted, key=self._places.key):
             return  # the oldest one needs none, when none runs
         headroom = (HEADROOM + num_before // RUNNING_PER_BLOCK) * 2 ** min(last.num_preemptions, 2)
         left = self._world.cache.pool.num_available - self._promised() + self._guessed(flight)
@@ -177,7 +184,7 @@ class Turns:
 
     def _check_hunger(self, flight: Flight | None, *, is_step: bool) -> None:
         """The oldest request that can run is in a step as soon as those that run could have ended, one by one."""
-        if not is_step:
+        if not is_step or not self._places.is_by_age:
             return
         scheduler = self._world.scheduler
         able = [i for i, r in scheduler.requests.items() if r.state is not RequestState.PAUSED and r.mask_id >= 0]
@@ -217,6 +224,25 @@ class Turns:
             if request.state is RequestState.PAUSED:
                 raise Violation(f"request {request.request_id} is paused, and keeps the place that others wait for")
 
+    def _check_share(self, flight: Flight) -> None:
+        """What is first in turn, of a tenant of which nothing runs, waits for no slot that another has beyond one."""
+        planner, first, places = self._world.scheduler.planner, self._first, self._places
+        has_place = planner.free_slots and len(planner.running) < planner.max_running
+        if first is None or has_place or len(self._world.scheduler.flights) > 1 or places.is_by_age:
+            return
+        if flight.admitted:  # the last place went to one with less to compute, or that waited for no prefix
+            return
+        running = Counter(r.tenant.id for r in planner.running.values())
+        if first not in planner.waiting or first.tenant.id in running or first.mask_id < 0:
+            return
+        if first is not min(planner.waiting, key=places.key) or not self.has_blocks_for_all([first]):
+            return
+        for request in planner.running.values():
+            is_beyond = running[request.tenant.id] > 1
+            if is_beyond and places.rank(request) >= places.rank(first):
+                raise Violation(f"request {first.request_id} is all of its tenant, and waits for {request.request_id}")
+        self._world.counts["shares of slots checked"] += 1
+
     # ---- blocks --------------------------------------------------------------------------------------------------
 
     def preempted(self, victim: Request, *, is_restricted: bool) -> None:
@@ -229,7 +255,8 @@ class Turns:
         planner = self._world.scheduler.planner
         everybody = [*planner.running.values(), *planner.waiting]
         has_slots = planner.free_slots and planner.max_running >= self._world.shape.max_num_seqs
-        if has_slots and not self._world.is_large and self.has_blocks_for_all(everybody):
+        is_needless = has_slots and not self._world.is_large and self.has_blocks_for_all(everybody)
+        if is_needless and not self._is_for_share(victim):
             raise Violation(f"request {victim.request_id} is preempted, and there are blocks and slots for all")
         if is_restricted:
             return
@@ -238,29 +265,40 @@ class Turns:
         if paused := [r.request_id for r in running if r.state is RequestState.PAUSED]:
             raise Violation(f"request {victim.request_id} is preempted, and {paused} are paused and keep their blocks")
         able = [r for r in (*planner.running.values(), *planner.waiting) if r.state is not RequestState.PAUSED]
-        if victim.request_id == min(r.request_id for r in able):
-            raise Violation(f"request {victim.request_id} is the oldest, and is preempted")
-        oldest = min(r.request_id for r in planner.running.values())
-        others = [r for r in running if r.request_id != oldest or r is victim]
-        first = min(others, key=lambda r: (r.num_computed, -r.request_id))
-        if first is not victim:
+        if victim is min(able, key=self._places.key) and not self._is_for_share(victim):
+            raise Violation(f"request {victim.request_id} is the first in turn, and is preempted")
+        oldest = min(planner.running.values(), key=self._places.key)
+        others = [r for r in running if r is not oldest or r is victim]
+        first = min(others, key=self._has_to_go)
+        if first is not victim and not self._is_for_share(victim):
             raise Violation(
                 f"request {victim.request_id} is preempted with {victim.num_computed} tokens computed, "
                 f"and request {first.request_id} has {first.num_computed}"
             )
 
+    def _has_to_go(self, request: Request) -> tuple[int, float, int, int]:
+        """What has to go first, if one of two has to: by whose turn is later, and by what it loses."""
+        rank, given, age = self._places.key(request)
+        return -rank, -given, request.num_computed, -age
+
+    def _is_for_share(self, victim: Request) -> bool:
+        """Whether it goes for a tenant of which nothing runs; its own has something more that does."""
+        planner = self._world.scheduler.planner
+        running = Counter(r.tenant.id for r in planner.running.values())
+        return running[victim.tenant.id] > 1 and any(r.tenant.id not in running for r in planner.waiting)
+
     def _check_paused_victim(self, victim: Request) -> None:
         """It was admitted first (for a slot), has least to lose (for blocks), or has kept what it has for too long."""
         planner = self._world.scheduler.planner
         paused = [r for r in planner.running.values() if r.state is RequestState.PAUSED]
-        least = min(paused, key=lambda r: (r.num_computed, -r.request_id))
+        least = min(paused, key=self._has_to_go)
         if self._is_planning and victim not in (paused[0], least) and victim.request_id not in planner.overstayed:
             raise Violation(f"paused request {victim.request_id} is parked, and {paused[0].request_id} came first")
 
     def _check_need(self, flight: Flight) -> None:
         """Nobody loses blocks that nobody needs."""
         planner, shape = self._world.scheduler.planner, self._world.shape
-        if not self._victims or planner.max_running < shape.max_num_seqs:
+        if not self._victims or planner.max_running < shape.max_num_seqs or not self._places.is_by_age:
             return
         for request_id, num_blocks in self._victims[-1:]:  # the others were not enough
             if self._world.cache.pool.num_available > num_blocks + self._promised() + len(planner.running) + 1:
@@ -275,6 +313,7 @@ class Turns:
         scheduler, shape = self._world.scheduler, self._world.shape
         planner, is_step = scheduler.planner, isinstance(event, MakeBatch)
         is_broken = isinstance(event, WorkerLost | Configure) or (is_step and flight is None)
+        is_broken = is_broken or not self._places.is_by_age  # the bound is that of one tenant
         # Those whose grammar is not there yet come in later, and go before younger ones.
         is_broken = is_broken or any(r.state in TO_COMPUTE and r.mask_id < 0 for r in scheduler.requests.values())
         is_short = scheduler.recovery.chunk < shape.prefill_chunk_tokens or planner.max_running < shape.max_num_seqs

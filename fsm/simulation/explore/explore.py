@@ -9,11 +9,13 @@ budgets still allow, `Checks.end` must hold.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
 from novainfer.fsm.messages.events import Cause, Departed, Fault, JobDone, Run, Settled
 from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.tenant import Tenant
 from novainfer.fsm.simulation.explore.snapshot import Saved, has_changed, load, save
 from novainfer.fsm.simulation.world import faults
 from novainfer.fsm.simulation.world.moves import Move, describe, is_possible, make, next_moves
@@ -31,7 +33,7 @@ class SmallWorld(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     shape: Shape
-    clients: list[tuple[str | list[int], SamplingParams]]
+    clients: Sequence[tuple[str | list[int], SamplingParams] | tuple[list[int], SamplingParams, int, Tenant]]
     budget: dict[str, int]
     from_start: bool = False  # also explore how the worker comes up
     slow_readers: frozenset[int] = frozenset()  # streams whose reads are moves of their own
@@ -145,8 +147,7 @@ def moves(world: World, small: SmallWorld) -> list[Move]:
         found += [("fail_encode", stream_id) for stream_id in world.encodings]
     found += [(kind,) for kind in ("die", "overdue") if budget.get(kind) and world.has_begun]
     if len(world.clients) < len(small.clients):
-        prompt, params = small.clients[len(world.clients)]
-        found.append(("arrive", prompt, params))
+        found.append(("arrive", *small.clients[len(world.clients)]))
     if budget.get("cancel"):
         found += [("cancel", s, Cause.CLIENT) for s, client in world.clients.items() if client.was_let_in]
     if budget.get("duplicate"):

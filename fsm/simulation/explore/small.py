@@ -8,11 +8,13 @@ from novainfer.fsm.messages.events import Fault
 from novainfer.fsm.messages.mode import EAGER, INT8, Mode
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.pooling import Pooling, PoolingKind
+from novainfer.fsm.messages.tenant import ANYONE, Tenant
 from novainfer.fsm.simulation.explore.explore import SmallWorld
 from novainfer.fsm.simulation.world.grammars import FAILS, NOTHING, replaced
 from novainfer.fsm.simulation.world.shape import ALL_MODES, BEST, GPU_MODES, LEAN, Shape
 
 NEVER_STALLS = 1 << 20  # unread tokens
+OTHER = Tenant("other")
 
 
 def _ask(max_tokens: int, n: int = 1, **more: Any) -> SamplingParams:
@@ -729,5 +731,29 @@ SMALL_WORLDS = [
         clients=[([1, 2, 3], _ask(2))],
         budget={"fire_early": 1, "fail_job": 1, "cancel": 1},
         opening=(Fault.OOM, Fault.OOM, Fault.OOM, Fault.OOM),
+    ),
+    SmallWorld(
+        name="two tenants, one of which has both slots and more to come",
+        shape=_shape(6),
+        clients=[([1], _ask(2), 1, OTHER), ([2], _ask(2), 1, OTHER), ([3], _ask(1), 1, ANYONE)],
+        budget={"oom": 1, "cancel": 1},
+    ),
+    SmallWorld(
+        name="two tenants with one prompt, whose ends neither finds at the other",
+        shape=_shape(6, 2, max_model_len=4),
+        clients=[([1, 2, 3], _ask(1), 1, OTHER), ([1, 2, 3], _ask(1), 1, ANYONE), ([1, 2, 3], _ask(1), 1, OTHER)],
+        budget={"exception": 1},
+    ),
+    SmallWorld(
+        name="what is urgent, and what has waited for too long",
+        shape=_shape(3, max_num_seqs=1, scheduling_policy="priority"),
+        clients=[([1], _ask(2)), ([2], _ask(1, priority=1)), ([3], _ask(1, priority=-1))],
+        budget={"fire_early": 1, "cancel": 1},
+    ),
+    SmallWorld(
+        name="what waits by priority, and a worker that dies",
+        shape=_shape(3, scheduling_policy="priority"),
+        clients=[([1], _ask(2, priority=1)), ([2], _ask(2))],
+        budget={"fire_early": 1, "die": 1, "stop": 1},
     ),
 ]

@@ -37,7 +37,7 @@ from novainfer.fsm.text import Vocabulary
 # What no decision depends on: counters for people, caches of what follows from the rest, and constants. All else is
 # part of the fingerprint, so a new attribute makes more states, and never a state overlooked.
 SKIPPED: dict[str, frozenset[str]] = {
-    "Arrive": frozenset(["num_tokens", "params", "prompt", "seed"]),
+    "Arrive": frozenset(["num_tokens", "params", "prompt", "seed", "tenant"]),
     "BlockCache": frozenset(["_is_sharing", "_plan", "_size"]),
     "BlockPool": frozenset(["_released_at", "_releases", "block_size"]),
     "BlockTable": frozenset(["names"]),
@@ -48,18 +48,19 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Incident": frozenset(["action", "message"]),
     "Ladder": frozenset(["_quiet_s"]),
     "Reconfigurations": frozenset(["_shape", "num_done"]),
+    "Order": frozenset(["_by_priority"]),
     "Planner": frozenset(["limits", "num_preemptions"]),
     "Restarts": frozenset(["_epoch", "_shape", "_spawned", "_state"]),
     "Processes": frozenset(["_spare_deaths", "world"]),
     "Process": frozenset(["pid"]),
-    "Request": frozenset(["max_len", "num_prompt", "params", "pooling", "seed", "stop_ids"]),
+    "Request": frozenset(["max_len", "num_prompt", "params", "pooling", "seed", "stop_ids", "tenant"]),
     "Roster": frozenset(["_warm_spare"]),
     "Scheduler": frozenset(["_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_ladder_quiet_s"])
     | frozenset(["_limits", "_losses", "_max_len", "_prompt_tokens", "_queried", "_stall_keep_s", "_steps"])
     | frozenset(["_copied", "_step_timeout_s", "_swapped_in", "_swapped_out", "_vocabulary"]),
     "ScriptedDevice": frozenset(["block_size"]),
     "Stream": frozenset(["_stall_high", "_stall_low", "name"]),
-    "Submit": frozenset(["params", "seed", "token_ids"]),
+    "Submit": frozenset(["params", "seed", "tenant", "token_ids"]),
     "TextAssembler": frozenset(["_longest_stop", "_show_special", "_stops", "_vocabulary", "include_stop"]),
     "FailurePolicy": frozenset(["limits", "planner"]),
     "Worker": frozenset(["_policy"]),

@@ -16,6 +16,7 @@ from novainfer.fsm.device.roster import Find, Open
 from novainfer.fsm.health import PERIOD_S
 from novainfer.fsm.messages.events import Cause, Close, Fault, Fit, JobDone, Load, Reclaim, Run, Spawn, Switch, Warm
 from novainfer.fsm.messages.mode import PRECISIONS
+from novainfer.fsm.messages.tenant import Tenant
 from novainfer.fsm.simulation.checks.health import DEADLINE_S, Hang, Observer, Rounds
 from novainfer.fsm.simulation.checks.retry import Steady
 from novainfer.fsm.simulation.swarm.crashes import PLAGUES, draw_crashes
@@ -33,6 +34,7 @@ from novainfer.fsm.simulation.world.pace import Pace, Paces
 from novainfer.fsm.simulation.world.pools import POOLED_EVERY, pooled
 from novainfer.fsm.simulation.world.shape import modes_against
 from novainfer.fsm.simulation.world.shortage import STEP_DEADLINE_S, Scarcity, Shortage
+from novainfer.fsm.simulation.world.tenants import TENANTED_EVERY, Tenants
 from novainfer.fsm.simulation.world.world import TO_WORKER, Timer, World
 
 STOPPED_EVERY = 8  # one seed of so many stops while its processes do something rare
@@ -114,6 +116,10 @@ class Seed:
             self.mix.rates = dict.fromkeys(self.mix.rates, 0.0)
             self.mix.come_up_fails, self.mix.is_brisk = False, True
         self.mix.shape = costing(seed, going_ahead(seed, speculating(seed, self.mix.shape)))
+        may_share = not is_odd and not has_relapses and steady is None
+        self._tenants = Tenants(seed) if seed % TENANTED_EVERY == TENANTED_EVERY - 1 and may_share else None
+        if self._tenants is not None:
+            self.mix.shape = self._tenants.shape(self.mix.shape)
         self._launches = random.Random(seed * 1_000_003 + 13)  # of its own: every other draw stays what it was
         has_grammars = seed % CONSTRAINED_EVERY == CONSTRAINED_EVERY // 2 and not is_odd and not has_relapses
         self._grammars = random.Random(seed * 1_000_003 + 17) if has_grammars and steady is None else None
@@ -236,7 +242,10 @@ class Seed:
             params = constrained(self._grammars, params) or params
         if self._pools is not None:
             params = pooled(self._pools, params)
-        self._make("arrive", prompt, params, seed)
+        whose: tuple[Tenant, ...] = ()
+        if self._tenants is not None:
+            params, whose = self._tenants.wishes(params), (self._tenants.next(),)
+        self._make("arrive", prompt, params, seed, *whose)
         self._arrivals -= 1
         if self._arrivals:
             self._expect_client(self.mix.arrival_gap_s(len(self.world.clients)))

@@ -13,6 +13,7 @@ import msgspec
 
 from novainfer.fsm.messages.events import Cause, Fault
 from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.messages.tenant import Tenant
 from novainfer.fsm.simulation.swarm.swarm import Seed
 from novainfer.fsm.simulation.world.moves import Move, describe, is_possible, make, next_moves
 from novainfer.fsm.simulation.world.shape import Shape
@@ -138,8 +139,9 @@ def from_line(line: str) -> Path:
 
 def _move(kind: str, *args: Any) -> Move:
     if kind == "arrive":
-        prompt, params, seed = args
-        return kind, prompt, msgspec.convert(params, SamplingParams, str_keys=True), seed
+        prompt, params, *more = args
+        tenants = [msgspec.convert(tenant, Tenant) for tenant in more[1:]]
+        return kind, prompt, msgspec.convert(params, SamplingParams, str_keys=True), *more[:1], *tenants
     if kind == "fail_step":
         return kind, Fault(args[0]), args[1]
     if kind == "cancel":

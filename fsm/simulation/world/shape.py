@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from novainfer.fsm.messages.events import Fault
@@ -81,6 +83,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     drafts_on_device: bool = False
     step_costs: int = 0  # which of `costs.COSTS`
     inter_token_target_ms: float | None = None
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    priority_wait_s: float = 10.0
+    share_prefix_cache: bool = False
     max_in_flight: int = 1  # steps
     warms_with_less: bool = False  # a process that is not the first may find no memory for its first step
     computes_beside: bool = False  # the device is told of a step before the one before it has ended

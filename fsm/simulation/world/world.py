@@ -58,6 +58,7 @@ from novainfer.fsm.messages.events import (
 from novainfer.fsm.messages.outputs import Delta
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.messages.tenant import ANYONE, Tenant
 from novainfer.fsm.recording.log import TIMERS
 from novainfer.fsm.schedule.batching import Flight
 from novainfer.fsm.schedule.planner import Limits
@@ -160,6 +161,9 @@ class World:
             block_size=shape.block_size,
             enable_prefix_caching=shape.enable_prefix_caching,
             inter_token_target_ms=shape.inter_token_target_ms,
+            scheduling_policy=shape.scheduling_policy,
+            priority_wait_s=shape.priority_wait_s,
+            share_prefix_cache=shape.share_prefix_cache,
         )
         self.taken = Rows()
         self.gate = Gate(shape.max_num_queued_reqs, shape.max_num_queued_tokens, shape.max_num_overflow_reqs)
@@ -703,11 +707,13 @@ class World:
 
     # ---- clients -------------------------------------------------------------------------------------------------
 
-    def arrive(self, prompt: str | list[int], params: SamplingParams, seed: int = 1) -> None:
+    def arrive(self, prompt: str | list[int], params: SamplingParams, seed: int = 1, tenant: Tenant = ANYONE) -> None:
         """A client asks for something. The gate answers at once."""
         stream_id = len(self.clients)
         num_tokens = len(prompt) if isinstance(prompt, list) else len(prompt) // 2 + 1  # of a text it is a guess
-        arrive = Arrive(stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=num_tokens)
+        arrive = Arrive(
+            stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=num_tokens, tenant=tenant
+        )
         client = self.clients[stream_id] = Client(arrive, self.shape.context_len)
         shape = self.shape
         stream = self.streams[stream_id] = Stream(
