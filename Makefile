@@ -17,7 +17,7 @@ endif
 
 export OMP_WAIT_POLICY := passive
 
-.PHONY: setup serve test test-long check format lint types imports docs bench gpu-check wheel clean help
+.PHONY: setup serve test test-long check format lint types imports docs bench gpu-check wheel clients clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -46,6 +46,9 @@ test: setup      ## run every test that ends within CI's time
 
 test-long: setup ## run everything, including what takes longer
 	$(BIN)/python -m pytest $(ARGS)
+
+clients: setup   ## the environments of other people's clients, which tests/clients drives
+	$(BIN)/python tests/clients/environments.py $(ARGS)
 
 check: format lint types imports test  ## what CI runs
 
@@ -86,4 +89,4 @@ wheel: setup     ## make dist/*.whl, with the native kernels of every instructio
 	ls -l dist
 
 clean:           ## remove the venv and caches
-	rm -rf .venv .gpu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .gpu .clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -32,8 +32,9 @@ SUM = [{"role": "user", "content": "What is 7 + 5?"}]
 class DemoServer:
     """The demo model behind HTTP, in a thread with a loop of its own, as an application beside its clients."""
 
-    def __init__(self, *api_keys: str) -> None:
+    def __init__(self, *api_keys: str, recorder_dir: Path | None = None) -> None:
         self._api_keys = api_keys
+        self._recorder_dir = recorder_dir
         self.server: Server
         self.engine: Engine
         self._loop: asyncio.AbstractEventLoop
@@ -54,7 +55,7 @@ class DemoServer:
         self.server = Server(ServerSettings(port=0, api_keys=self._api_keys, shutdown_timeout_s=0.0))
 
         def make_engine() -> Engine:
-            self.engine = Engine(EngineConfig(num_threads=2, max_num_seqs=64))
+            self.engine = Engine(EngineConfig(num_threads=2, max_num_seqs=64, recorder_dir=self._recorder_dir))
             return self.engine
 
         await self.server.run(make_engine, on_ready=self._ready.set)
