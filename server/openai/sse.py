@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
 
@@ -63,7 +64,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, encoder = self._generation, self._encoder
         exchange: Exchange = scope[SCOPE_KEY]
-        writer = Writer(send, self._settings.sse_keep_alive_interval_s, encoder.keep_alive, exchange.unread())
+        writer = Writer(send, self._settings.sse_keep_alive_interval_s, lambda: encoder.keep_alive, exchange.unread())
         ended_by: BaseException | None = None
         try:
             headers = [*HEADERS, IN_OVERFLOW] if generation.is_overflowed else HEADERS
@@ -107,9 +108,9 @@ class EventStream:
 
 
 class Writer:
-    """Sends events, and `keep_alive` when there are none; cancels its task when a send makes no progress."""
+    """Sends events, and what `keep_alive` gives when there are none; cancels its task when a send makes no progress."""
 
-    def __init__(self, send: Send, keep_alive_s: float, keep_alive: bytes, unread: Unread) -> None:
+    def __init__(self, send: Send, keep_alive_s: float, keep_alive: Callable[[], bytes], unread: Unread) -> None:
         self._send = send
         self._keep_alive_s = keep_alive_s
         self._keep_alive = keep_alive
@@ -152,7 +153,7 @@ class Writer:
         self._timer = self._loop.call_later(max(wait_s, 0.001), self._beat)
 
     async def _send_ping(self) -> None:
-        await self._send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
+        await self._send({"type": "http.response.body", "body": self._keep_alive(), "more_body": True})
         self._last = self._loop.time()
         self._unread.goes_on()
 

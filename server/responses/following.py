@@ -32,7 +32,7 @@ class Following:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[SCOPE_KEY]
-        writer = Writer(send, self._settings.sse_keep_alive_interval_s, KEEP_ALIVE, exchange.unread())
+        writer = Writer(send, self._settings.sse_keep_alive_interval_s, lambda: KEEP_ALIVE, exchange.unread())
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             while data := await self._next():

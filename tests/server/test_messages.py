@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,7 +25,7 @@ from novainfer.server.anthropic.protocol import MessagesRequest
 from novainfer.server.anthropic.replies import INVALID_JSON, Shown, blocks_of
 from novainfer.server.openai.decode import decode
 from novainfer.server.openai.replies import Tally
-from tests.server.conftest import Serve, eventually
+from tests.server.conftest import TIMEOUT_S, Serve, eventually
 from tests.server.fakes import FakeEngine, FakeModelInfo
 from tests.server.test_tools import FORMATS, IDS, PARIS, ROME
 
@@ -512,6 +513,7 @@ async def test_a_stream_that_waits_shows_that_it_lives(serve: Serve, engine: Sto
     engine.is_paced = True
     server = await serve(engine, sse_keep_alive_interval_s=0.01)
     async with (
+        asyncio.timeout(TIMEOUT_S),
         httpx.AsyncClient(base_url=server.url) as http,
         http.stream("POST", PATH, json=asked(stream=True)) as response,
     ):

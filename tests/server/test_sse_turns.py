@@ -20,6 +20,7 @@ class Encoder:
     """Makes an event of half of what a turn may hold of each delta."""
 
     is_over = False
+    keep_alive = b": keep-alive\n\n"
 
     def begin(self) -> bytes:
         return b""
