@@ -151,6 +151,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             unset="none are made",
         ),
     ] = None
+    has_priorities: Annotated[bool, says(ACCESS, "Whether the engine schedules by priority.", flag="")] = False
     max_client_reqs: Annotated[
         int | None,
         says(

@@ -84,7 +84,9 @@ def settings_from(ctx: click.Context, options: dict[str, Any]) -> tuple[EngineCo
     folder = usable_default() if options["recorder_dir"] is None else None
     config = engine_config(ctx, options, worker="process", recorder_dir=folder)
     fields = _client_limits(options, config) | given(ctx, settings_of(ServerSettings))
-    return config, ServerSettings(**fields, stall_timeout_s=config.stall_timeout_s)
+    return config, ServerSettings(
+        **fields, stall_timeout_s=config.stall_timeout_s, has_priorities=config.scheduling_policy == "priority"
+    )
 
 
 def _client_limits(options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:

@@ -76,6 +76,10 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """What its requests are marked with."""
         return self.hash.removeprefix(HASH_PREFIX)[:OWNER_CHARS]
 
+    def priority_of(self, asked: int) -> int:
+        """The priority of a request that asks for one: that of its key, or further back."""
+        return self.priority + max(asked, 0)
+
     def may_use(self, model: str) -> bool:
         """Whether its requests may name this model."""
         return self.models is None or model in self.models

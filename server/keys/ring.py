@@ -148,7 +148,7 @@ class KeyRing:
         now_s = time.monotonic()
         if now_s - self._warned_s >= WARN_EACH_S:
             address = (scope.get("client") or ("an unknown address",))[0]
-            log.warning("%d requests with keys that are not known, the latest from %s", self._num_unknown, address)
+            log.warning("requests with keys that are not known: %d, the latest from %s", self._num_unknown, address)
             self._warned_s, self._num_unknown = now_s, 0
 
 

@@ -70,6 +70,9 @@ class Generation:
         request_id: str | None = None,
     ) -> None:
         engine = service.ready_engine()
+        key = service.keys.record(owner)
+        if service.settings.has_priorities and key is not None:
+            params = msgspec.structs.replace(params, priority=key.priority_of(params.priority))
         self._service = service
         self.n = params.n
         self.num_choices = len(prompts) * params.n
@@ -87,7 +90,6 @@ class Generation:
             raise
         self._client = client
         self._live = service.live.open(prefix, wanted_id, len(prompts), owner, request_id)
-        key = service.keys.record(owner)
         tenant = Tenant(owner, key.weight if key is not None else 1.0)
         sources = [
             engine.generate(prompt, params, request_id=engine_id, owner=owner, tenant=tenant)

@@ -173,7 +173,7 @@ async def test_no_key_comes_into_answers_logs_or_metrics(start: Start, caplog: p
     for text in texts:
         assert "secret" not in text
         assert digest(ALICE_KEY.encode()).removeprefix("sha256:") not in text
-    assert "1 requests with keys that are not known" in caplog.text
+    assert "requests with keys that are not known: 1" in caplog.text
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -340,6 +340,23 @@ async def test_a_request_that_its_client_leaves_before_the_first_token_counts_wi
     await eventually(lambda: not engine.active)
     told = rate_limits(await world.client.get("/v1/models", headers=ALICE))
     assert told["remaining-tokens"] == str(1000 - 4)
+
+
+async def test_a_key_has_its_weight_and_no_request_goes_before_its_priority(start: Start) -> None:
+    world = await start(settings={"has_priorities": True}, weight=2.5, priority=3)
+    for asked in ({}, {"priority": 4}, {"priority": -9}):
+        assert (await world.ask(**asked)).status_code == 200
+    assert (await world.ask(BOB, priority=-9)).status_code == 200
+    *of_alice, of_bob = [params.priority for _, params, _ in world.engine.seen]
+    assert (of_alice, of_bob) == ([3, 7, 3], 0)
+    assert [tenant.weight for tenant in world.engine.tenants] == [2.5, 2.5, 2.5, 1.0]
+    assert len({tenant.id for tenant in world.engine.tenants}) == 2
+
+
+async def test_without_a_policy_for_them_priorities_of_keys_mean_nothing(start: Start) -> None:
+    world = await start(priority=3)
+    assert (await world.ask()).status_code == 200
+    assert world.engine.seen[0][1].priority == 0
 
 
 # ---- the file changes ------------------------------------------------------------------------------------------------
