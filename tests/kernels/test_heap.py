@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33, which tells of its heap"
 )
 
-# Each line: whether a block of 24 MiB is mapped apart.
+# Each line: whether a block of 24 MiB is mapped apart, and once one of 40.
 PROGRAM = """
 from novainfer.kernels import heap
 from heap_probe import is_mapped_apart
@@ -28,6 +28,7 @@ heap.keep_little()
 print(is_mapped_apart())
 heap.keep_for_steps()
 print(is_mapped_apart())
+print(is_mapped_apart(mib=40))
 heap.keep_little()
 print(is_mapped_apart())
 """
@@ -42,7 +43,7 @@ def mapped_apart(**environment: str) -> list[int]:
 
 
 def test_large_blocks_are_mapped_apart_while_loading_and_kept_for_steps() -> None:
-    assert mapped_apart() == [0, 1, 0, 1]
+    assert mapped_apart() == [0, 1, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_large_blocks_are_mapped_apart_while_loading_and_kept_for_steps() -> Non
     ],
 )
 def test_what_the_environment_says_holds(environment: dict[str, str]) -> None:
-    assert mapped_apart(**environment) == [0, 0, 0, 0]
+    assert mapped_apart(**environment) == [0, 0, 0, 1, 0]
 
 
 def test_a_device_keeps_little_while_it_loads_and_what_steps_need_once_it_is_warm() -> None:
