@@ -29,7 +29,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def web(server: Server) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"{server.url}/v1", timeout=10) as client:
+    async with httpx.AsyncClient(base_url=f"{server.url}/v1", timeout=10, http1=False, http2=True) as client:
         yield client
 
 

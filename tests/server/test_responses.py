@@ -8,12 +8,20 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.types.responses import Response
 
-from novainfer import StructuredOutputsParams
+from novainfer import CallerError, InvalidParameter, StructuredOutputsParams
 from novainfer.fsm.parsing.formats import Formats
+from novainfer.prompt import to_prompt
+from novainfer.server.openai.decode import decode
+from novainfer.server.responses.given import KINDS, items_of
+from novainfer.server.responses.items import decoded, encoded, messages_of
+from novainfer.server.responses.protocol import ResponseRequest, own_names
 from novainfer.server.serve import Server
 from tests.server.conftest import Serve, eventually
 from tests.server.fakes import FakeEngine, FakeModelInfo
@@ -422,6 +430,53 @@ async def test_bad_input_gets_one_sentence_that_names_the_field(
         assert "\n" not in error["message"]
     assert not len(server.service.store)
     assert not server.service.live.num_live
+
+
+PARTS = ("input_text", "output_text", "refusal", "reasoning_text", "summary_text", "input_image")
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 300) | st.text(max_size=4) | st.sampled_from(["user", "assistant"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.fixed_dictionaries({"type": st.sampled_from(PARTS)}, optional={"text": inner, "refusal": inner})
+        | st.dictionaries(st.sampled_from(["format", "type", "name", "schema", "tools", "mode"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+ITEMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from([*KINDS, "web_search_call"]) | VALUES,
+        "role": st.sampled_from(["user", "assistant", "system", "developer"]) | VALUES,
+        "content": st.lists(VALUES, max_size=2) | VALUES,
+        **dict.fromkeys(("call_id", "name", "arguments", "output", "summary", "id"), VALUES),
+    },
+)
+OTHERS = [field for field in ResponseRequest.__struct_fields__ if field != "input"]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(ITEMS, max_size=4) | VALUES, st.dictionaries(st.sampled_from(OTHERS), VALUES, max_size=3))
+def test_whatever_is_sent_is_taken_or_refused_by_the_field(given_input: Any, more: dict[str, Any]):
+    def find(item_id: str, path: str) -> Any:
+        raise InvalidParameter("there is none", param=path)
+
+    body = msgspec.json.encode({"input": given_input, "tools": [TOOL], **more})
+    fault: CallerError | None = None
+    try:
+        request, _ = decode(ResponseRequest, body)
+        params = request.sampling_params()
+        items = items_of(request.input, find, has_tools=True)
+        with own_names():
+            to_prompt(request.chat(messages_of(items)).prompt(has_tools=True), 1000)
+        assert decoded(encoded(items)) == items
+        msgspec.json.encode(request.response("resp_1", created_at=1, model="m", store=True, params=params))
+    except CallerError as error:
+        fault = error
+    if fault is not None:
+        assert fault.param
+        assert "\n" not in fault.message
+        path = fault.param.split("[")[0].split(".")[0]
+        assert path in ResponseRequest.__struct_fields__, "fields are named as they were sent"
 
 
 async def test_without_tools_in_the_template_calls_are_refused(web: httpx.AsyncClient, engine: FakeEngine):
