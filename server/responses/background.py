@@ -13,10 +13,14 @@ from novainfer.server.service import Service
 
 
 async def make(answer: Answer, run: Run, first: asyncio.Task[Delta]) -> None:
-    """Write all of `answer`, whose first delta is (or will be) in `first`; raises what ends it early."""
+    """Write all of `answer`, from its beginning on; its first delta is (or will be) in `first`.
+
+    Raises what ends it early.
+    """
     generation = answer.generation
     ended_by: BaseException | None = None
     try:
+        run.begin()
         delta: Delta | None = await first
         unturned_bytes = 0
         while delta is not None:

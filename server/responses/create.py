@@ -69,14 +69,12 @@ async def _create(service: Service, exchange: Exchange, body: ResponseRequest, p
         if body.background:
             assert record is not None, "what is made in the background is kept"
             first = await answer.first(0.0)
-            run.begin()
             record.is_in_background = True
             record.task = make_alone(service, answer, run, first)
             return Following(record, 0, service.settings) if body.stream else _json(record.as_it_is())
         first = await answer.first()
         if body.stream:
             return ResponseStream(EventStream(answer.generation, first, run, service.settings), run)
-        run.begin()
         await make(answer, run, first)
     except BaseException:
         if record is not None:

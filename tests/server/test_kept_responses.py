@@ -438,6 +438,16 @@ async def test_one_that_grows_beyond_all_room_ends_where_nothing_else_has_it(ser
         assert await is_gone(web, failed.id), "it has made room"
 
 
+async def test_one_for_which_there_is_no_room_at_all_leaves_nothing_running(serve: Serve, engine: FakeEngine):
+    engine.is_paced = True
+    server = await serve(engine, max_stored_bytes=3000)
+    async with httpx.AsyncClient(base_url=f"{server.url}/v1") as web:
+        reply = await created(web, background=True)
+        assert (await ended(web, reply.id)).status == "failed", "its first events are too much"
+        assert not engine.active
+        assert not server.service.live.num_live
+
+
 async def test_a_reader_of_one_that_is_dropped_is_told(serve: Serve, engine: FakeEngine):
     server = await serve(engine, max_stored_responses=1)
     async with httpx.AsyncClient(base_url=f"{server.url}/v1") as web:
@@ -486,3 +496,11 @@ async def test_a_server_that_must_stop_ends_them_and_says_so(serve: Serve, engin
         assert "shutting down" in last.response.error.message
     await eventually(lambda: not server.service.background)
     await eventually(lambda: len(other_tasks()) <= num_tasks)
+
+
+async def test_what_does_not_end_by_itself_is_ended(server: Server):
+    task: asyncio.Task[Any] = asyncio.create_task(asyncio.Event().wait())
+    server.service.background.add(task)
+    await server.service.end_background(0.0)
+    assert task.cancelled()
+    server.service.background.clear()

@@ -291,12 +291,15 @@ async def test_thoughts_and_words_behind_calls_stay_in_their_turn(web: httpx.Asy
     def thought(text: str) -> dict[str, Any]:
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
 
+    said = {"role": "assistant", "content": "c"}
+    await created(web, input=[said, call("1"), said, {"role": "user", "content": "f"}])
+    assert [message["content"] for message in engine.seen[-1][0].messages] == ["cc", "f"]
     items = [
-        *(thought("a"), call("1"), thought("b"), call("2"), {"role": "assistant", "content": "c"}),
+        *(thought("a"), call("1"), thought("b"), call("2"), said),
         *(thought("d"), {"role": "assistant", "content": "e"}, {"role": "user", "content": "f"}),
     ]
     await created(web, input=items)
-    first, second, _ = engine.seen[0][0].messages
+    first, second, _ = engine.seen[-1][0].messages
     assert (first["reasoning_content"], first["content"]) == ("a\nb", "c")
     assert [one["id"] for one in first["tool_calls"]] == ["1", "2"]
     assert (second["reasoning_content"], second["content"]) == ("d", "e")
@@ -498,6 +501,9 @@ async def test_truncation_lets_the_oldest_turns_go(web: httpx.AsyncClient, engin
     await created(web, input=items, truncation="auto", max_output_tokens=10)
     kept = "|".join(message["content"] for message in engine.seen[-1][0].messages)
     assert kept == "SSSSS|ddddddddd|DDDDDDDDD|eeeeeeeee"
+    engine.model_info = FakeModelInfo(max_model_len=90)
+    await created(web, input=items, truncation="auto", max_output_tokens=10)
+    assert [message["content"][0] for message in engine.seen[-1][0].messages] == list("SbBcCdDe")
     await created(web, input=items[-1:], truncation="auto")
     assert engine.seen[-1][0].messages == [{"role": "user", "content": "e" * 9}]
     reply = await created(web, input=[{"role": "user", "content": "f" * 90}], truncation="auto")

@@ -130,3 +130,13 @@ def test_of_others_there_is_none():
     assert store.find("a", "me") is store.find("a", None)
     with pytest.raises(ResponseNotFound, match="Response with id 'a' not found"):
         store.find("a", "you")
+
+
+def test_who_reads_on_keeps_it():
+    store = ResponseStore(2, 1_000_000, TTL_S)
+    first, second = store.open("a", ""), store.open("b", "")
+    for record in (first, second):
+        record.end(b"{}", b"[]", [])
+    first.use()
+    store.open("c", "")
+    assert (first.is_dropped, second.is_dropped) == (False, True)
