@@ -49,7 +49,7 @@ def test_a_planted_bug_gives_a_shortest_counterexample(world, bug):
 
 def test_no_small_world_is_about_requests_that_are_refused():
     for small in SMALL_WORLDS:
-        for prompt, params in small.clients:
+        for prompt, params, *_ in small.clients:
             assert not is_refused(len(prompt), params, small.shape.context_len), small.name
 
 

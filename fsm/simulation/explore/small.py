@@ -736,7 +736,7 @@ SMALL_WORLDS = [
         name="two tenants, one of which has both slots and more to come",
         shape=_shape(6),
         clients=[([1], _ask(2), 1, OTHER), ([2], _ask(2), 1, OTHER), ([3], _ask(1), 1, ANYONE)],
-        budget={"oom": 1, "cancel": 1},
+        budget={},
     ),
     SmallWorld(
         name="two tenants with one prompt, whose ends neither finds at the other",
@@ -747,13 +747,13 @@ SMALL_WORLDS = [
     SmallWorld(
         name="what is urgent, and what has waited for too long",
         shape=_shape(3, max_num_seqs=1, scheduling_policy="priority"),
-        clients=[([1], _ask(2)), ([2], _ask(1, priority=1)), ([3], _ask(1, priority=-1))],
+        clients=[([1], _ask(1, priority=1)), ([2], _ask(1))],
         budget={"fire_early": 1, "cancel": 1},
     ),
     SmallWorld(
         name="what waits by priority, and a worker that dies",
-        shape=_shape(3, scheduling_policy="priority"),
-        clients=[([1], _ask(2, priority=1)), ([2], _ask(2))],
-        budget={"fire_early": 1, "die": 1, "stop": 1},
+        shape=_shape(2, max_num_seqs=1, scheduling_policy="priority"),
+        clients=[([1], _ask(1, priority=1)), ([2], _ask(1))],
+        budget={"die": 1, "fire_early": 1},
     ),
 ]
