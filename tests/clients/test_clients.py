@@ -37,13 +37,13 @@ class ToolEngine(FakeEngine):
         self.model_info = FakeModelInfo(formats=FORMATS)
 
     async def generate(
-        self, prompt: Any, params: SamplingParams | None = None, *, request_id: str | None = None, owner: str = ""
+        self, prompt: Any, params: SamplingParams | None = None, **more: Any
     ) -> AsyncGenerator[Delta, None]:
         assert isinstance(prompt, Chat)
         has_said = prompt.messages[-1]["role"] == "tool"
         calls = prompt.tools and not has_said
         self.answer = (*THINKS, *(PARIS if calls else ("It", " rains", " in Paris", ".")))
-        async for delta in super().generate(prompt, params, request_id=request_id, owner=owner):
+        async for delta in super().generate(prompt, params, **more):
             yield delta
 
 

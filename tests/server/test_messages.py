@@ -357,6 +357,14 @@ async def test_input_that_is_no_json_is_not_lost(claude: anthropic.AsyncAnthropi
     assert "".join(parts) == '{"city": "Par'
 
 
+@pytest.mark.parametrize("arguments", ["[1]", '"a"', "{", '{"a": \\ud800}', "null", "[" * 5000])
+def test_input_is_an_object_whatever_was_written(arguments: str) -> None:
+    [use] = msgspec.json.decode(
+        msgspec.json.encode(blocks_of([CallBegun(0, "f"), CallArguments(0, arguments)], thoughts="shown"))
+    )
+    assert use["input"] == {INVALID_JSON: arguments}
+
+
 @pytest.mark.parametrize(
     ("more", "field"),
     [
@@ -476,7 +484,8 @@ async def test_errors_have_anthropics_types(claude: anthropic.AsyncAnthropic, en
     assert caught.value.type == "not_found_error"
     async with httpx.AsyncClient(base_url=str(claude.base_url)) as http:
         for path in (f"{PATH}/batches", "/v1/messages/x"):
-            assert (await http.post(path, json={})).json()["error"]["type"] == "not_found_error"
+            body = (await http.post(path, json={})).json()
+            assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
         for response in (
             await http.post(PATH, content=b"{", headers={"content-type": "application/json"}),
             await http.get(PATH),
