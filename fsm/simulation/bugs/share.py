@@ -17,6 +17,7 @@ SHARE_MUTANTS = [
         "charge",
         "self._given[request.tenant.id] += 1 / request.tenant.weight",
         "pass",
+        first=167,
     ),
     Mutant(
         "a tenant of twice the weight is given half",
@@ -41,7 +42,12 @@ SHARE_MUTANTS = [
         seeds=1000,
     ),
     Mutant(
-        "a tenant that comes waits for the one that was given most", Order, "arrives", "least = min(", "least = max("
+        "a tenant that comes waits for the one that was given most",
+        Order,
+        "arrives",
+        "least = min(",
+        "least = max(",
+        first=317,
     ),
     Mutant("what was given is remembered though nothing waits", Order, "arrives", "self.forget()", "pass"),
     Mutant(
@@ -50,6 +56,7 @@ SHARE_MUTANTS = [
         "_merged",
         "given += request.num_remaining / request.tenant.weight",
         "pass",
+        first=509,
     ),
     Mutant(
         "the least urgent goes first", Order, "rank", "else request.params.priority", "else -request.params.priority"
@@ -72,7 +79,12 @@ SHARE_MUTANTS = [
     ),
     # ---- who has to go
     Mutant(
-        "the tenant that was given least is preempted", Order, "loss", "-self.given(request)", "self.given(request)"
+        "the tenant that was given least is preempted",
+        Order,
+        "loss",
+        "-self.given(request)",
+        "self.given(request)",
+        first=131,
     ),
     Mutant("the most urgent is preempted", Order, "loss", "-self.rank(request)", "self.rank(request)"),
     Mutant(
@@ -82,6 +94,7 @@ SHARE_MUTANTS = [
         "if first.tenant.id in running:",
         "if True:",
         seeds=1000,
+        first=167,
     ),
     Mutant(
         "a request's only slot is taken from its tenant",
@@ -90,6 +103,7 @@ SHARE_MUTANTS = [
         "running[r.tenant.id] > 1 and",
         "True and",
         seeds=1000,
+        first=113,
     ),
     # ---- whose prefixes are found
     Mutant(
@@ -114,5 +128,6 @@ SHARE_MUTANTS = [
         "parent = names[num_full - 1] if num_full else table.space",
         'parent = names[num_full - 1] if num_full else b""',
         seeds=1000,
+        first=389,
     ),
 ]
