@@ -29,6 +29,9 @@ ERRORS = {
     503: "full, loading, shutting down or stuck; see Retry-After",
 }
 
+# Of a stream: each of its events by its fields, as tools that check streams read them.
+EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
+
 
 class Endpoint(msgspec.Struct, frozen=True):
     """One route: its handler, and what the document says of it.
@@ -103,4 +106,4 @@ def _operation(endpoint: Endpoint, by_type: dict[type | None, dict[str, Any]]) -
 
 
 def _content(schema: dict[str, Any], media_type: str = "application/json") -> dict[str, Any]:
-    return {media_type: {"schema": schema}}
+    return {media_type: {"schema": EVENT if media_type == "text/event-stream" else schema}}
