@@ -249,7 +249,7 @@ class StepBuffers:
         must_lie_in("pool_lens", plan.pool_lens, self.max_num_batched_tokens + 1, first=1)
         if any(plan.query_lens[seq] < count for seq, count in zip(plan.pool_seqs, plan.pool_lens, strict=True)):
             raise ValueError("a step pools more tokens of a sequence than it computes")
-        if len({*plan.pool_seqs, *plan.sample_seqs}) < len(plan.pool_seqs) + len(plan.sample_seqs):
+        if plan.pool_seqs and len({*plan.pool_seqs, *plan.sample_seqs}) < len(plan.pool_seqs) + len(plan.sample_seqs):
             raise ValueError("a step pools a sequence twice, or one that it samples")
 
     def fill(self, plan: StepPlan, *, bucket: int = 0) -> StepTensors:

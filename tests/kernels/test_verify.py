@@ -65,7 +65,7 @@ def test_where_every_position_is_sampled_no_row_is_picked() -> None:
         ([0], [1, 0], "sample_seqs and num_drafts of a step must be of one length"),
         ([0], [-1], "num_drafts of a step must be 0 to 15, not -1"),
         ([0, 1], [1, 1], "a sequence of a step has no token before its drafts"),
-        ([0, 0], [1, 1], "a step samples and scores more positions than it holds"),
+        ([0, 0], [1, 1], "a step samples, scores and pools more positions than it holds"),
     ],
 )
 def test_drafts_that_cannot_be_are_refused(sample_seqs: list[int], num_drafts: list[int], sentence: str) -> None:
