@@ -240,6 +240,7 @@ class Engine:
         *,
         request_id: str | None = None,
         owner: str = "",
+        tenant: Tenant = ANYONE,
     ) -> EmbeddingOutput:
         """The vector of `prompt`, which is computed like any other, beside all that is generated.
 
@@ -248,7 +249,7 @@ class Engine:
         """
         if params is not None:
             must_be("params", params, PoolingParams, "PoolingParams")
-        return await embed(self, prompt, params or PoolingParams(), request_id=request_id, owner=owner)
+        return await embed(self, prompt, params or PoolingParams(), request_id=request_id, owner=owner, tenant=tenant)
 
     def add_request(
         self,

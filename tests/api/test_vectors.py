@@ -22,6 +22,7 @@ from novainfer import (
     ModelLoadError,
     PoolingParams,
     SamplingParams,
+    Tenant,
     UnsupportedParameter,
 )
 from novainfer.actors.device.fake import HIDDEN_SIZE, FakeDevice, hidden_state
@@ -55,6 +56,13 @@ async def test_a_vector_is_made_as_asked() -> None:
         kept = await engine.embed(text, PoolingParams(truncate_prompt_tokens=3, pooling="mean", normalize=False))
         assert kept.embedding == pytest.approx(mean_of(text[-3:]))
         assert (await engine.embed([99], PoolingParams(normalize=False))).embedding == last.embedding
+        await blocks_back(engine)
+
+
+async def test_a_tenant_finds_its_own_prefixes_only() -> None:
+    async with fake_engine() as engine:
+        asked = [await engine.embed(TEXT * 5, tenant=Tenant(name)) for name in ("alice", "bob", "alice")]
+        assert [output.num_cached_tokens > 0 for output in asked] == [False, False, True]
         await blocks_back(engine)
 
 
