@@ -99,7 +99,8 @@ class Prefixes:
         flight = self._world.scheduler.oldest_flight
         if not isinstance(event, MakeBatch) or not isinstance(event.outcome, StepDone) or flight is None:
             return
-        places = {request.request_id: at for at, request in enumerate(flight.samples)}
+        in_turn = [*flight.samples, *(request for request, _, _ in flight.pooled)]  # what gives vectors comes last
+        places = {request.request_id: at for at, request in enumerate(in_turn)}
         assert self._world.audit is not None
         kept = [places[other.request.request_id] for other in self._world.audit.verified.kept]
         for request in without_number(self._world, flight, event.outcome):
