@@ -71,6 +71,7 @@ class Generation:
     ) -> None:
         engine = service.ready_engine()
         key = service.keys.record(owner)
+        tenant = Tenant(owner, key.weight if key is not None else 1.0)
         if service.settings.has_priorities and key is not None:
             params = msgspec.structs.replace(params, priority=key.priority_of(params.priority))
         self._service = service
@@ -90,7 +91,6 @@ class Generation:
             raise
         self._client = client
         self._live = service.live.open(prefix, wanted_id, len(prompts), owner, request_id)
-        tenant = Tenant(owner, key.weight if key is not None else 1.0)
         sources = [
             engine.generate(prompt, params, request_id=engine_id, owner=owner, tenant=tenant)
             for prompt, engine_id in zip(prompts, self._live.engine_ids, strict=True)
