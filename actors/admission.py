@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from novainfer.actors.tokenizer.threads import size_of
 from novainfer.fsm.client.drain import DrainRate, Expected
 from novainfer.fsm.client.gate import Gate
 from novainfer.fsm.messages.errors import EngineClosed, EngineDraining, EngineOverloaded, NovaInferError
-from novainfer.fsm.messages.events import Arrive, Cancel, CancelAll, Cause, Chat, Departed, Prompt, Rejected
+from novainfer.fsm.messages.events import Arrive, Cancel, CancelAll, Cause, Chat, Committed, Departed, Prompt, Rejected
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.tenant import ANYONE, Tenant
 
@@ -71,7 +71,13 @@ class Admission:
         self._num_overflowed = 0
 
     def add(
-        self, name: str, prompt: Prompt, params: SamplingParams, seed: int, tenant: Tenant = ANYONE
+        self,
+        name: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        seed: int,
+        tenant: Tenant = ANYONE,
+        committed: Sequence[Committed] = (),
     ) -> StreamHandle:
         """Ask for admission; raises `EngineOverloaded`, `EngineDraining` or `EngineClosed` when it is refused."""
         stream_id = self._next_stream_id
@@ -79,7 +85,15 @@ class Admission:
         handle = self._streams.add(stream_id, name, params.n)
         self._rate.arrives(self._gate, self._clock())
         self._ask(
-            Arrive(stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=num_tokens, tenant=tenant)
+            Arrive(
+                stream_id=stream_id,
+                prompt=prompt,
+                params=params,
+                seed=seed,
+                num_tokens=num_tokens,
+                tenant=tenant,
+                committed=list(committed),
+            )
         )
         rejected, self._rejected = self._rejected, None
         if rejected is not None:

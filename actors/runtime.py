@@ -1,7 +1,7 @@
 """One engine's actors: made, connected, supervised, and taken down.
 
     gate ──Arrive──▶ engine ⇄ scheduler        tokenizer, grammars: threads, batched
-                       │  └──▶ streams ──▶ readers
+                       │  └──▶ streams ──▶ readers            routers: told of prefixes, by a thread
                        └──▶ worker ⇄ device: a thread, or a process
 
 The tokenizer's thread and the link to the device live as tasks of one anyio task group, inside a root task, so that
@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,8 +34,9 @@ from novainfer.actors.inspection.incidents import Incidents
 from novainfer.actors.inspection.inspector import Inspector
 from novainfer.actors.inspection.overview import FREEZE_ACTOR, THAW_ACTOR, Overview
 from novainfer.actors.inspection.recorder import Recorder
-from novainfer.actors.inspection.records import HealthRecord
+from novainfer.actors.inspection.records import HealthRecord, SessionRecord
 from novainfer.actors.inspection.steps import StepLog, StepRecord
+from novainfer.actors.routers.publisher import KvEventPublisher
 from novainfer.actors.tokenizer.threads import TokenizerThreads
 from novainfer.actors.tokenizer.tokenizer import Tokenizer
 from novainfer.fsm.client.gate import Gate, GateState
@@ -43,6 +44,7 @@ from novainfer.fsm.client.stream import STALL_TIMEOUT_S, Stream
 from novainfer.fsm.device.worker import RestartPolicy, Worker, WorkerState
 from novainfer.fsm.engine import Engine, EngineState
 from novainfer.fsm.kv.blocks import tokens_in
+from novainfer.fsm.kv.cache import Kept
 from novainfer.fsm.messages.errors import (
     EngineClosed,
     EngineDead,
@@ -55,11 +57,13 @@ from novainfer.fsm.messages.events import (
     Begin,
     Cause,
     Chat,
+    Committed,
     Departed,
     DeviceLost,
     Drain,
     Encoded,
     EncodeFailed,
+    EndSession,
     Fault,
     Incident,
     JobDone,
@@ -72,6 +76,7 @@ from novainfer.fsm.messages.events import (
     Reconfigured,
     Rejected,
     Run,
+    SessionOver,
     StepFailed,
     Stop,
     WorkerFailed,
@@ -81,8 +86,10 @@ from novainfer.fsm.messages.params import NUM_CHOICES_MAX, SamplingParams
 from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.messages.tenant import ANYONE, Tenant
 from novainfer.fsm.parsing.formats import Formats
+from novainfer.fsm.schedule.lifetimes import PARKED_PER_SLOT
 from novainfer.fsm.schedule.planner import Limits
-from novainfer.fsm.schedule.scheduler import PARKED_PER_SLOT, Scheduler, SchedulerStatistics
+from novainfer.fsm.schedule.scheduler import Scheduler, SchedulerStatistics
+from novainfer.fsm.schedule.session import Session
 from novainfer.fsm.schedule.speculation import Speculation
 from novainfer.fsm.text import TokenizerInfo, Vocabulary
 
@@ -120,6 +127,7 @@ class Runtime:
         speculation: Speculation | None = None,
         max_in_flight: int = 1,
         recorder: Recorder | None = None,
+        publisher: KvEventPublisher | None = None,
     ) -> None:
         self._timeouts = timeouts = timeouts or Timeouts()
         self.recorder = recorder or Recorder(is_enabled=False)
@@ -158,7 +166,9 @@ class Runtime:
         self._threads = TokenizerThreads(
             load_tokenizer, loaded=self._has_vocabulary, deliver=partial(self._tell, "engine")
         )
-        self._grammars = Grammars(self._threads.grammar_source, tell=partial(self._tell, "engine"))
+        self._grammars = Grammars(
+            self._threads.grammar_source, tell=partial(self._tell, "engine"), give=self._link.give
+        )
         self.watchdog = Watchdog(
             self._actors,
             more=lambda: [
@@ -179,6 +189,7 @@ class Runtime:
             self._actors,
             self.watchdog,
             threads=self._threads,
+            grammars=self._grammars,
             worker_pid=lambda: self._link.pid,
         )
         self._others: dict[str, Callable[[Any], None]] = {  # that machines speak to, and that have no mailbox
@@ -188,6 +199,9 @@ class Runtime:
             "client": self._to_client,
             "incidents": self._to_incidents,
         }
+        self.publisher = publisher
+        if publisher is not None:
+            self._others["routers"] = publisher.put
         self._notes: dict[type, Callable[[Any], None]] = {  # what is done besides, when one of these is sent
             MakeBatch: self.steps.asked,
             Launch: self.steps.planned,
@@ -209,7 +223,12 @@ class Runtime:
     # ---- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> WorkerReady:
-        """Load tokenizer and model, fit and warm; raises `ModelLoadError` with one clear sentence."""
+        """Load tokenizer and model, fit and warm; raises `ModelLoadError` with one clear sentence.
+
+        Raises `InvalidParameter` where routers cannot be told what they should be.
+        """
+        if self.publisher is not None:
+            self.publisher.start()
         self._loop = asyncio.get_running_loop()
         self._turns = Turns(self._loop)
         self._ready = self._loop.create_future()
@@ -380,6 +399,8 @@ class Runtime:
         self._link.stop()
         self._threads.stop()
         self._grammars.stop()
+        if self.publisher is not None:
+            self.publisher.stop()
         if self._idle is not None:
             self._idle.set()
 
@@ -437,13 +458,14 @@ class Runtime:
         seed: int,
         owner: str = "",
         tenant: Tenant = ANYONE,
+        committed: Sequence[Committed] = (),
     ) -> StreamHandle:
         """Ask for admission; raises `EngineOverloaded`, `EngineDraining` or `EngineClosed` when it is refused."""
         if self._stopping is not None and self._stopping.is_set():
             raise EngineClosed(self.error or "the engine is not running")
         if params.truncate_prompt_tokens is None:
             self._threads.check_length(prompt)
-        handle = self._admission.add(name, prompt, params, seed, tenant)
+        handle = self._admission.add(name, prompt, params, seed, tenant, committed)
         self.inspector.arrived(handle.stream_id, name, owner, params)
         assert self._idle is not None
         self._idle.clear()
@@ -540,12 +562,13 @@ class Runtime:
         if type(job) is Run:
             self.steps.launched(job.plan)
         has_masks = type(job) is Run and job.plan.mask_ids
-        self._link.put(Run(self._grammars.filled(job.plan)) if has_masks else job)
+        self._link.put(Run(self._grammars.launched(job.plan)) if has_masks else job)
         if type(job) is Run:  # the device has begun: this costs the step no time
             self.recorder.launched(job.plan)
 
     def _from_device(self, event: Any) -> None:
         if isinstance(event, STEP_ENDS):
+            self._grammars.landed(event)
             self.steps.returned(event)
         elif isinstance(event, Incident):
             self.incidents.take(event)
@@ -630,6 +653,21 @@ class Runtime:
         """Counts of the queue, of who waits for it, who was refused, and of slow readers."""
         return self._admission.statistics()
 
+    def sessions(self, tenant: str | None = None) -> list[SessionRecord]:
+        """The conversations that are kept, of one tenant or of all."""
+        if self._scheduler is None:
+            return []
+        cache, timers = self._scheduler.planner.cache, self._actors["scheduler"]
+        sessions = [s for s in self._scheduler.sessions.values() if tenant is None or s.tenant == tenant]
+        return [_session_record(s, cache.kept(s.names), timers.left_s(SessionOver(s.number))) for s in sessions]
+
+    def end_session(self, tenant: str, session_id: str) -> bool:
+        """Keep nothing more of this conversation; False if there is none. What runs of it runs on."""
+        if self._scheduler is None or (tenant, session_id) not in self._scheduler.sessions:
+            return False
+        self._actors["scheduler"].handle(EndSession(tenant, session_id))
+        return True
+
     def actors(self) -> list[ActorStatistics]:
         """Each actor's state, dwell time and mailbox depth."""
         return [actor.statistics() for actor in self._actors.values()]
@@ -650,6 +688,18 @@ class Runtime:
             if (name := how.pop("request", None)) is not None:
                 how["slot"] = self.inspector.slot_of(name)
             self._link.inject(kind, **how)
+
+
+def _session_record(session: Session, kept: Kept, ttl_left_s: float | None) -> SessionRecord:
+    return SessionRecord(
+        session_id=session.session_id,
+        tenant=session.tenant,
+        state=str(session.state),
+        num_tokens=kept.num_tokens,
+        num_on_device=kept.num_on_device,
+        num_on_host=kept.num_on_host,
+        ttl_left_s=ttl_left_s,
+    )
 
 
 def _must_be_dead(actor: Actor) -> None:

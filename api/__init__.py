@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from novainfer.actors.routers.config import KvEventsConfig
     from novainfer.config import EngineConfig
     from novainfer.embedding import EmbeddingOutput, PoolingParams
     from novainfer.engine import Engine, EngineStatistics
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         InvalidParameter,
         ModelLoadError,
         ModelNotFound,
+        ModelUnavailable,
         NoTokenAllowed,
         NovaInferError,
         ReaderStalled,
@@ -45,16 +47,18 @@ if TYPE_CHECKING:
         UnsupportedParameter,
         WrongLoop,
     )
-    from novainfer.fsm.messages.events import Chat
+    from novainfer.fsm.messages.events import Chat, Committed
     from novainfer.fsm.messages.outputs import Delta, FinishReason, TokenLogprob
     from novainfer.fsm.messages.params import SamplingParams
     from novainfer.fsm.messages.structured import StructuredOutputsParams
     from novainfer.fsm.messages.tenant import Tenant
     from novainfer.fsm.text import TokenizerInfo
-    from novainfer.llm import LLM, CompletionOutput, RequestOutput
+    from novainfer.llm import LLM
     from novainfer.model import ModelInfo
+    from novainfer.output import CalledTool, CompletionOutput, RequestOutput
 
 _HOMES = {
+    "novainfer.actors.routers.config": ("KvEventsConfig",),
     "novainfer.config": ("EngineConfig",),
     "novainfer.embedding": ("EmbeddingOutput", "PoolingParams"),
     "novainfer.engine": ("Engine", "EngineStatistics"),
@@ -70,6 +74,7 @@ _HOMES = {
         "InvalidParameter",
         "ModelLoadError",
         "ModelNotFound",
+        "ModelUnavailable",
         "NoTokenAllowed",
         "NovaInferError",
         "ReaderStalled",
@@ -84,21 +89,24 @@ _HOMES = {
         "UnsupportedParameter",
         "WrongLoop",
     ),
-    "novainfer.fsm.messages.events": ("Chat",),
+    "novainfer.fsm.messages.events": ("Chat", "Committed"),
     "novainfer.fsm.messages.outputs": ("Delta", "FinishReason", "TokenLogprob"),
     "novainfer.fsm.messages.params": ("SamplingParams",),
     "novainfer.fsm.messages.structured": ("StructuredOutputsParams",),
     "novainfer.fsm.messages.tenant": ("Tenant",),
     "novainfer.fsm.text": ("TokenizerInfo",),
-    "novainfer.llm": ("LLM", "CompletionOutput", "RequestOutput"),
+    "novainfer.llm": ("LLM",),
     "novainfer.model": ("ModelInfo",),
+    "novainfer.output": ("CalledTool", "CompletionOutput", "RequestOutput"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LLM",
+    "CalledTool",
     "CallerError",
     "Chat",
+    "Committed",
     "CompletionOutput",
     "ContextLengthExceeded",
     "Delta",
@@ -114,9 +122,11 @@ __all__ = [
     "FinishReason",
     "GrammarLimit",
     "InvalidParameter",
+    "KvEventsConfig",
     "ModelInfo",
     "ModelLoadError",
     "ModelNotFound",
+    "ModelUnavailable",
     "NoTokenAllowed",
     "NovaInferError",
     "PoolingParams",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from novainfer.actors.device.device import Device, ModelSettings
 from novainfer.actors.device.link import MakeLink, ThreadLink
-from novainfer.actors.device.location import ModelLocation
+from novainfer.actors.device.location import ModelLocation, ModelSizes
 from novainfer.actors.device.process import ProcessLink
 from novainfer.actors.device.spec import DeviceSpec, ModelSpec, Progress
 from novainfer.actors.inspection.recorder import Recorder
+from novainfer.actors.routers.config import KvEventsConfig
+from novainfer.actors.routers.publisher import KvEventPublisher
 from novainfer.actors.runtime import Runtime, Timeouts
+from novainfer.actors.tokenizer.chosen_template import read_template
 from novainfer.actors.tokenizer.tokenizer import Tokenizer, load_for_caller, load_tokenizer
 from novainfer.config import EngineConfig
 from novainfer.fsm.device.worker import RestartPolicy
@@ -34,9 +38,7 @@ def make_runtime(
 ) -> Runtime:
     """The actors of one engine; `device` and `tokenizer` replace the model's own."""
     is_process = config.worker == "process"
-    location = ModelLocation(config.model)
-    is_asked_for = config.tokenizer is not None
-    tokenizer_location = ModelLocation(config.tokenizer, "tokenizer") if config.tokenizer is not None else location
+    load_own = tokenizer_loader(config)
     limits = Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -47,13 +49,18 @@ def make_runtime(
         scheduling_policy=config.scheduling_policy,
         priority_wait_s=config.priority_wait_s,
         share_prefix_cache=config.share_prefix_cache,
+        tells_routers=(publisher := _publisher(config)) is not None,
+        session_ttl_s=config.session_ttl_s,
+        session_share=config.session_share,
+        max_sessions=config.max_sessions,
     )
     return Runtime(
         make_link=_link(config, device or model_spec(config), on_progress),
-        load_tokenizer=lambda: tokenizer or _load_tokenizer(tokenizer_location, is_asked_for),
+        load_tokenizer=lambda: tokenizer or load_own(),
         limits=limits,
         max_queue=(config.max_num_queued_reqs, config.max_num_queued_tokens, config.max_num_overflow_reqs),
         recorder=_recorder(config),
+        publisher=publisher,
         speculation=_speculation(config),
         max_in_flight=2 if config.plans_ahead else 1,
         timeouts=Timeouts(**{name: getattr(config, name) for name in Timeouts.__struct_fields__}),
@@ -61,11 +68,22 @@ def make_runtime(
     )
 
 
+def tokenizer_loader(config: EngineConfig) -> Callable[[], Tokenizer]:
+    """What loads the configured tokenizer, or the model's own; raises `ModelLoadError`, and may take seconds."""
+    return partial(_load_tokenizer, _tokenizer_location(config), config.tokenizer is not None, config.chat_template)
+
+
+def model_sizes(config: EngineConfig) -> ModelSizes:
+    """What the model's own files say of it; raises `ModelLoadError`."""
+    return ModelLocation(config.model).sizes()
+
+
 def callers_tokenizer(config: EngineConfig) -> Any:
     """transformers' tokenizer of the configured model; raises `ModelLoadError`. May take a second."""
-    if config.tokenizer is not None:
-        return load_for_caller(ModelLocation(config.tokenizer, "tokenizer").path())
-    return load_for_caller(ModelLocation(config.model).path())
+    found = load_for_caller(_tokenizer_location(config).path())
+    if config.chat_template is not None:
+        found.chat_template = read_template(config.chat_template)
+    return found
 
 
 def check_before_start(config: EngineConfig, *, has_model: bool, has_tokenizer: bool) -> None:
@@ -77,6 +95,8 @@ def check_before_start(config: EngineConfig, *, has_model: bool, has_tokenizer: 
         check_model(config)
     if has_tokenizer and config.tokenizer is not None:
         ModelLocation(config.tokenizer, "tokenizer").check()
+    if has_tokenizer and config.chat_template is not None:
+        read_template(config.chat_template)
     _recorder(config).check_folder()
 
 
@@ -87,10 +107,17 @@ def check_model(config: EngineConfig) -> None:
         draft.check()
 
 
-def _load_tokenizer(location: ModelLocation, is_asked_for: bool) -> Tokenizer:
+def _tokenizer_location(config: EngineConfig) -> ModelLocation:
+    if config.tokenizer is not None:
+        return ModelLocation(config.tokenizer, "tokenizer")
+    return ModelLocation(config.model)
+
+
+def _load_tokenizer(location: ModelLocation, is_asked_for: bool, chat_template: str | Path | None) -> Tokenizer:
     """The tokenizer; when it is the model's own, an error blames the model's setting."""
+    template = None if chat_template is None else read_template(chat_template)
     try:
-        return load_tokenizer(location.path(), is_asked_for=is_asked_for)
+        return load_tokenizer(location.path(), is_asked_for=is_asked_for, template=template)
     except ModelLoadError as error:
         raise ModelLoadError(error.message, param="tokenizer" if is_asked_for else "model") from error
 
@@ -121,6 +148,7 @@ def model_spec(config: EngineConfig) -> ModelSpec:
         block_size=config.block_size,
         kv_cache_capacity_mode=config.kv_cache_capacity_mode,
         kv_cache_memory_utilization=config.kv_cache_memory_utilization,
+        memory_share=config.memory_share,
         num_kv_blocks=config.num_kv_blocks,
         num_threads=config.num_threads,
         native=config.native,
@@ -157,6 +185,15 @@ def _draft(config: EngineConfig) -> ModelLocation | None:
         return None
     assert wanted.model is not None, "set where it is made"
     return ModelLocation(wanted.model, PARAM)
+
+
+def _publisher(config: EngineConfig) -> KvEventPublisher | None:
+    wanted = config.kv_events_config
+    if not isinstance(wanted, KvEventsConfig) or not wanted.is_on:
+        return None
+    return KvEventPublisher(
+        wanted.for_model(config.served_model_name or str(config.model)), config.max_num_batched_tokens
+    )
 
 
 def _recorder(config: EngineConfig) -> Recorder:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from novainfer.actors.device.location import DEMO_MODEL
+from novainfer.actors.routers.config import KvEventsConfig
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.mode import QUANTIZATIONS, UNQUANTIZED
 from novainfer.fsm.messages.params import DURATION_S_MAX, check_types
@@ -35,6 +36,7 @@ AT_MOST = {
     "max_num_queued_reqs": 1 << 20,
     "max_num_queued_tokens": 1 << 40,
     "max_num_overflow_reqs": 1 << 20,
+    "max_sessions": 1 << 20,
     "max_restarts": 1 << 20,
     "swap_space_gib": 1 << 20,
 }
@@ -63,6 +65,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokenizer: Annotated[str | Path | None, says(MODEL, "The tokenizer's folder or hub name.", unset="the model's")] = (
         None
     )
+    chat_template: Annotated[
+        str | Path | None, says(MODEL, "A file with the template of chats (Jinja).", unset="the model's")
+    ] = None
     served_model_name: Annotated[
         str | None, says(MODEL, "The name that clients use.", unset="as the model was given")
     ] = None
@@ -124,6 +129,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     share_prefix_cache: Annotated[
         bool, says(MEMORY, "One prefix cache for all tenants (keys); otherwise each finds its own prefixes only.")
     ] = False
+    session_ttl_s: Annotated[
+        float,
+        says(
+            MEMORY,
+            "Seconds for which a conversation (session_id) is kept after its last answer; 0: none is.",
+            flag="--session-ttl",
+        ),
+    ] = 600.0
+    session_share: Annotated[
+        float,
+        says(
+            MEMORY,
+            "Share of the KV blocks up to which those of conversations are kept longer than other finished requests'.",
+        ),
+    ] = 0.5
+    max_sessions: Annotated[
+        int, says(MEMORY, "Conversations that are kept; beyond, the one that was used least recently ends.")
+    ] = 1000
     kv_cache_dtype: Annotated[
         Literal["auto", "int8", "fp8"],
         says(
@@ -147,6 +170,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "KV cache, which gets what is left.",
         ),
     ] = 0.9
+    memory_share: Annotated[
+        float,
+        says(
+            MEMORY,
+            "The share of the memory that may be had beside other engines: of all there is on a CPU, of what "
+            "gpu_memory_utilization grants on CUDA; several models of one server divide it.",
+        ),
+    ] = 1.0
     num_kv_blocks: Annotated[int | None, says(MEMORY, "Blocks of the KV cache; only with the capacity mode fixed.")] = (
         None
     )
@@ -230,6 +261,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             unset="on where the worker is a process or the device is cuda",
         ),
     ] = None
+    kv_events_config: Annotated[
+        KvEventsConfig | str | None,
+        says(
+            MEMORY,
+            "Tell routers over ZeroMQ which prefixes can be found here: a JSON object as vLLM spells it, such as "
+            '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", '
+            '"topic": "kv"}; it needs the extra "events", and whoever can connect reads prompts as token ids.',
+        ),
+    ] = None
     recorder: Annotated[bool, says(RECORDER, "Keep the last minutes, to be written when something goes wrong.")] = True
     recorder_dir: Annotated[
         str | Path | None,
@@ -242,6 +282,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.speculative_config is not None:  # an object will do as well
             config = SpeculativeConfig.of(self.speculative_config)
             msgspec.structs.force_setattr(self, "speculative_config", config)
+        if self.kv_events_config is not None:
+            events = KvEventsConfig.of(self.kv_events_config)
+            msgspec.structs.force_setattr(self, "kv_events_config", events)
+            if events.is_on and not self.enable_prefix_caching:
+                raise InvalidParameter(
+                    "kv_events_config tells which prefixes can be found, and enable_prefix_caching is off: none can",
+                    param="kv_events_config",
+                )
         check_types(self)
         if self.quantization == UNQUANTIZED:
             msgspec.structs.force_setattr(self, "quantization", None)
@@ -264,6 +312,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidParameter(
                 f"weight_cache_dir must be a folder, not {self.weight_cache_dir!r}", param="weight_cache_dir"
             )
+        if self.chat_template is not None and not is_path(self.chat_template):
+            raise InvalidParameter(f"chat_template must be a file, not {self.chat_template!r}", param="chat_template")
         if self.recorder_dir is not None and not is_path(self.recorder_dir):
             raise InvalidParameter(f"recorder_dir must be a folder, not {self.recorder_dir!r}", param="recorder_dir")
         positive = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "block_size", "num_threads")
@@ -275,7 +325,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidParameter(
                 f"inter_token_target_ms must be more than 0, not {target}", param="inter_token_target_ms"
             )
-        for name in ("max_restarts", "max_num_overflow_reqs", "swap_space_gib", "stall_keep_s"):
+        for name in (
+            "max_restarts",
+            "max_num_overflow_reqs",
+            "swap_space_gib",
+            "stall_keep_s",
+            "session_ttl_s",
+            "max_sessions",
+        ):
             value = getattr(self, name)
             if value < 0:
                 raise InvalidParameter(f"{name} must be at least 0, not {value}", param=name)
@@ -288,7 +345,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             least, why = AT_LEAST_S[name]
             if value < least:
                 raise InvalidParameter(f"{name} must be at least {least:g} s, not {value}: {why}", param=name)
-        for name in (*AT_LEAST_S, "stall_keep_s"):
+        for name in (*AT_LEAST_S, "stall_keep_s", "session_ttl_s"):
             if (value := getattr(self, name)) > DURATION_S_MAX:
                 raise InvalidParameter(f"{name} must be at most {DURATION_S_MAX:.0f} seconds, not {value}", param=name)
         if self.async_scheduling and self.speculative_config is not None:
@@ -297,9 +354,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "depends on the tokens of the step before",
                 param="async_scheduling",
             )
+        if not 0 <= self.session_share <= 1:
+            raise InvalidParameter(
+                f"session_share must be at least 0 and at most 1, not {self.session_share}", param="session_share"
+            )
         if self.warm_spare and self.worker != "process":
             raise InvalidParameter('warm_spare needs worker "process"', param="warm_spare")
-        for name in ("kv_cache_memory_utilization", "gpu_memory_utilization"):
+        for name in ("kv_cache_memory_utilization", "gpu_memory_utilization", "memory_share"):
             if not 0 < (value := getattr(self, name)) <= 1:
                 raise InvalidParameter(f"{name} must be more than 0 and at most 1, not {value}", param=name)
         if self.device == "cuda" and self.kv_cache_memory_utilization != _default("kv_cache_memory_utilization"):

@@ -22,7 +22,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `pooling` takes the hidden state of the "last" token, or the "mean" of those of all; `normalize` divides the vector
     by its length; None: as the model's folder says (`ModelInfo.pooling`). The first `dimensions` numbers are kept
     (None: all), which is of use where a model was trained so. Without `add_special_tokens` a text has none put before
-    or behind it. `truncate_prompt_tokens`, `timeout_s` and `max_queue_s` are as in `SamplingParams`.
+    or behind it. `truncate_prompt_tokens`, `timeout_s`, `max_queue_s`, `priority` and `cache_salt` are as in
+    `SamplingParams`.
     """
 
     pooling: PoolingKind | None = None
@@ -32,6 +33,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     truncate_prompt_tokens: int | None = None
     timeout_s: float | None = None
     max_queue_s: float | None = None
+    priority: int = 0
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -56,6 +59,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             timeout_s=self.timeout_s,
             max_queue_s=self.max_queue_s,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
         )
 
 

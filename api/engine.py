@@ -14,27 +14,31 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
+import novainfer
 from novainfer.actors.admission import AdmissionStatistics
 from novainfer.actors.core.streams import StreamHandle
 from novainfer.actors.device.device import Device
 from novainfer.actors.device.spec import DeviceSpec, Progress
 from novainfer.actors.inspection.feed import FEED_EVENTS_MAX, Subscription
 from novainfer.actors.inspection.incidents import IncidentRecord
-from novainfer.actors.inspection.records import ActorRecord, HealthRecord, KvRecord, RequestRecord
+from novainfer.actors.inspection.records import ActorRecord, HealthRecord, KvRecord, RequestRecord, SessionRecord
 from novainfer.actors.inspection.steps import PhaseTotals, StepRecord
-from novainfer.actors.tokenizer.tokenizer import Bare, Tokenizer
+from novainfer.actors.inspection.times import STEP_TOKENS, HistogramRecord, RequestTimes
+from novainfer.actors.routers.config import KvEventsConfig
+from novainfer.actors.tokenizer.tokenizer import Tokenizer
 from novainfer.arguments import must_be, must_be_seconds, must_have
 from novainfer.assembly import callers_tokenizer, check_before_start, check_model, make_runtime
 from novainfer.config import EngineConfig
 from novainfer.embedding import EmbeddingOutput, PoolingParams, embed
 from novainfer.ends import error_of
+from novainfer.fingerprint import fingerprint
 from novainfer.fsm.client.stream import StreamState
 from novainfer.fsm.messages.errors import (
     EngineClosed,
@@ -43,7 +47,7 @@ from novainfer.fsm.messages.errors import (
     ReconfigureFailed,
     RequestNotFound,
 )
-from novainfer.fsm.messages.events import Cause, Chat, Encoded, End, Finished, Reconfigured
+from novainfer.fsm.messages.events import Cause, Chat, Committed, End, Finished, Reconfigured
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.outputs import Delta
 from novainfer.fsm.messages.params import SamplingParams, is_unicode
@@ -52,8 +56,10 @@ from novainfer.fsm.schedule.speculation import SpeculationStatistics
 from novainfer.fsm.text import TokenizerInfo, Vocabulary
 from novainfer.home import Home
 from novainfer.model import ModelInfo, checked_reconfiguration, model_info
-from novainfer.prompt import PromptLike, checked_ids, to_prompt, with_room
+from novainfer.prompt import PromptLike, check_committed, to_prompt, with_room
 from novainfer.room import check_room
+from novainfer.thinking import with_thoughts
+from novainfer.tokens import bytes_of, token_ids_of
 
 SEED_MASK = 2**64 - 1
 # Seeds that are drawn: JavaScript's numbers hold integers below 2**53 exactly, and the last choice adds 127.
@@ -64,13 +70,17 @@ NAME_CHARS_MAX = 512  # of a request's id
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """An engine at one moment; counts are in requests, tokens, blocks and steps, and totals only grow.
 
-    `request_states` counts live choices by state, `incidents` what went wrong by kind; `rung` is that
-    of the ladder, one of `rungs`, and `mode` what steps are computed with there.
+    Of those that wait, `num_deferred` wait for something else than room: to be tokenised, or for their grammar's masks.
+    `request_states` counts live choices by state, `transitions` how often an actor, or a request, came from one state
+    into another, `rollbacks` steps that were taken back, by cause, `incidents` what went wrong by kind; `rung` is that
+    of the ladder, one of `rungs`, and `mode` what steps are computed with there. `times` are of requests that have
+    ended, `step_tokens` of all steps.
     """
 
     state: str
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0
     num_paused: int = 0
     kv_blocks_total: int = 0
     kv_blocks_free: int = 0
@@ -86,6 +96,8 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     requests_finished: dict[str, int] = {}
     admission: AdmissionStatistics = AdmissionStatistics()
     request_states: dict[str, int] = {}
+    transitions: dict[tuple[str, str, str], int] = {}
+    rollbacks: dict[str, int] = {}
     incidents: dict[str, int] = {}
     worker_losses: int = 0
     swapped_out_blocks: int = 0
@@ -96,6 +108,8 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode = Mode()
     phases: PhaseTotals = PhaseTotals()
     speculation: SpeculationStatistics | None = None
+    times: RequestTimes = RequestTimes()
+    step_tokens: HistogramRecord = HistogramRecord(STEP_TOKENS, (0,) * (len(STEP_TOKENS) + 1))
 
 
 class Engine:
@@ -216,17 +230,20 @@ class Engine:
         request_id: str | None = None,
         owner: str = "",
         tenant: Tenant = ANYONE,
+        committed: Sequence[Committed] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Stream the answer to `prompt`; leaving early (break, aclose, a cancelled task) cancels the request.
 
         `owner` says whose request it is, for `requests(owner)` and its like; the server passes a digest of the key.
         `tenant` says whose share of the engine it takes, and whose prefixes it may find in the prefix cache.
+        `committed` are the tokens that its choices had got from an engine that is no more, one entry each: they are
+        given again at once, and the rest is what it would have been, where model, settings and seed are the same.
 
         Raises `EngineOverloaded` (with `retry_after_s`), `EngineDraining`, `InvalidParameter`,
         `ContextLengthExceeded`, `GrammarLimit`, `NoTokenAllowed`, `WrongLoop`, `RequestCancelled`, `RequestTimeout`,
         `StepFailedError` or `EngineDead`.
         """
-        name = self.add_request(prompt, params, request_id=request_id, owner=owner, tenant=tenant)
+        name = self.add_request(prompt, params, request_id=request_id, owner=owner, tenant=tenant, committed=committed)
         try:
             while (delta := self._take(name, await self._handle(name).read())) is not None:
                 yield delta
@@ -259,6 +276,7 @@ class Engine:
         request_id: str | None = None,
         owner: str = "",
         tenant: Tenant = ANYONE,
+        committed: Sequence[Committed] = (),
     ) -> str:
         """Begin a request without waiting; returns its id, which is `request_id` if that is given and not in use.
 
@@ -283,16 +301,30 @@ class Engine:
             raise InvalidParameter(f"n must be at most {limit}, not {params.n}", param="n")
         params = with_room(params, self._info.max_model_len)
         wanted = to_prompt(prompt, self._info.vocab_size)
+        params = with_thoughts(params, self._runtime.formats, is_chat=isinstance(wanted, Chat))
         if isinstance(wanted, list):
             wanted = params.truncated(wanted)
-        seed = params.seed if params.seed is not None else self._random.getrandbits(SEED_DRAWN_BITS)
+        check_committed(committed, params, self._info.vocab_size)
+        seed = params.seed if params.seed is not None else self.draw_seed()
         name = request_id or secrets.token_hex(8)
         if name in self._handles:
             name = f"{name}-{secrets.token_hex(4)}"
-        handle = self._handles[name] = self._runtime.add(name, wanted, params, seed & SEED_MASK, owner, tenant)
+        handle = self._handles[name] = self._runtime.add(
+            name, wanted, params, seed & SEED_MASK, owner, tenant, committed
+        )
         if isinstance(wanted, Chat):
             handle.prompt_field = "messages"
         return name
+
+    async def fingerprint(self) -> str:
+        """What its answers depend on, as one short text: `committed` tokens go on well where this is the same."""
+        return await asyncio.to_thread(
+            fingerprint, self.config, self.model_info, novainfer.__version__, has_model=self._loads["has_model"]
+        )
+
+    def draw_seed(self) -> int:
+        """A seed as a request has it that names none."""
+        return self._random.getrandbits(SEED_DRAWN_BITS)
 
     def check_room(self, prompts: Sequence[PromptLike], params: SamplingParams) -> list[int]:
         """Raise `InvalidParameter`, naming the field, when these prompts together have room in no queue, however empty.
@@ -306,6 +338,16 @@ class Engine:
         """Wait for what is new, one choice at a time; None when all choices have finished."""
         must_be("request_id", request_id, str, "a string")
         return self._take(request_id, await self._handle(request_id).read())
+
+    async def forward(self, request_id: str, take: Callable[[Delta], bool]) -> None:
+        """Give what is new to `take` as soon as a step has brought it, without a turn of the loop for each request.
+
+        Returns when `take` has answered False, and when nothing but the request's end is left: `wait_result`, or the
+        generator of `generate`, has what follows. `take` must be quick, for all requests wait for it; what it raises
+        is raised here.
+        """
+        must_be("request_id", request_id, str, "a string")
+        await self._handle(request_id).forward(take)
 
     def poll_result(self, request_id: str) -> Delta | None:
         """What is new, if anything; all deltas with a finish reason come before the id is forgotten."""
@@ -332,6 +374,28 @@ class Engine:
         handle = self._handles.get(request_id)
         return handle is not None and self._runtime.is_overflowed(handle.stream_id)
 
+    # ---- conversations -------------------------------------------------------------------------------------------
+
+    def sessions(self, tenant: Tenant | None = None) -> list[SessionRecord]:
+        """The conversations (`SamplingParams.session_id`) of which the KV is kept, of one tenant or of all.
+
+        A name is of its tenant's: two tenants may use the same one, for a conversation each.
+        """
+        if tenant is not None:
+            must_be("tenant", tenant, Tenant, "a Tenant")
+        self._home.check()
+        return self._runtime.sessions(None if tenant is None else tenant.id)
+
+    def end_session(self, session_id: str, tenant: Tenant = ANYONE) -> bool:
+        """Keep nothing more of this conversation, and free what it holds; False if there is none of that name.
+
+        Requests of it run on, and nothing is kept of them.
+        """
+        must_be("session_id", session_id, str, "a string")
+        must_be("tenant", tenant, Tenant, "a Tenant")
+        self._home.check()
+        return self._runtime.end_session(tenant.id, session_id)
+
     # ---- tokens --------------------------------------------------------------------------------------------------
 
     async def tokenize(self, prompt: PromptLike, *, add_special_tokens: bool = True) -> list[int]:
@@ -342,16 +406,13 @@ class Engine:
         `EngineClosed`.
         """
         self._home.check()
-        wanted = to_prompt(prompt, self.model_info.vocab_size)
-        if isinstance(wanted, list):
-            return wanted
-        if isinstance(wanted, str) and not add_special_tokens:
-            wanted = Bare(wanted)
-        found = await self._runtime.tokenize(wanted)
-        if isinstance(found, Encoded):
-            return found.token_ids
-        end = End(error=found.message, code=found.code, param=found.param)
-        raise error_of(end, self._runtime.retry_after_s())
+        return await token_ids_of(
+            self._runtime.tokenize,
+            prompt,
+            self.model_info.vocab_size,
+            add_special_tokens=add_special_tokens,
+            retry_after_s=self._runtime.retry_after_s,
+        )
 
     async def detokenize(self, token_ids: list[int]) -> list[bytes]:
         """The bytes of each token, special ones included; those of one may be no whole character.
@@ -359,11 +420,9 @@ class Engine:
         Raises `InvalidParameter`, also where the model has no tokenizer.
         """
         self._home.check()
-        must_be("token_ids", token_ids, list, "a list of integers")
-        ids = checked_ids(token_ids, self.model_info.vocab_size, "token_ids", param="token_ids")
-        if self.model_info.prompt_kind == "token_ids":
-            raise InvalidParameter("token_ids have no text: this model has no tokenizer", param="token_ids")
-        return await asyncio.to_thread(lambda: list(map(self._runtime.vocabulary.bytes_of, ids)))
+        info = self.model_info
+        has_texts = info.prompt_kind != "token_ids"
+        return await bytes_of(self._runtime.vocabulary, token_ids, info.vocab_size, has_texts=has_texts)
 
     def tokenizer_info(self) -> TokenizerInfo:
         """What the tokenizer is: its class, its special tokens, and the template of chats."""
@@ -406,10 +465,12 @@ class Engine:
         if found is None:
             return EngineStatistics(state=state, incidents=dict(self._runtime.incidents.counts))
         admission = self._runtime.admission_statistics()
+        num_let_in = max(found.num_waiting, self._runtime.num_queued)
         return EngineStatistics(
             state=state,
             num_running=found.num_running,
-            num_waiting=max(found.num_waiting, self._runtime.num_queued) + admission.num_overflow,
+            num_waiting=num_let_in + admission.num_overflow,
+            num_deferred=num_let_in - found.num_waiting + found.num_deferred,
             num_paused=found.num_paused,
             kv_blocks_total=found.blocks.num_blocks,
             kv_blocks_free=found.blocks.num_free,
@@ -425,6 +486,8 @@ class Engine:
             requests_finished={str(state): count for state, count in found.finished_total.items()},
             admission=admission,
             request_states=dict(self._runtime.inspector.counts()),
+            transitions=dict(self._runtime.inspector.transitions),
+            rollbacks=found.rollbacks_total,
             incidents=dict(self._runtime.incidents.counts),
             worker_losses=found.worker_losses_total,
             swapped_out_blocks=found.swapped_out_blocks_total,
@@ -434,6 +497,8 @@ class Engine:
             rungs=found.rungs,
             mode=found.mode,
             phases=self._runtime.steps.totals(),
+            times=self._runtime.inspector.times.record(),
+            step_tokens=self._runtime.steps.tokens.record(),
             speculation=found.speculation,
         )
 
@@ -450,6 +515,11 @@ class Engine:
     def kv(self) -> KvRecord | None:
         """KV blocks by the state of their owners; None before the KV cache is there."""
         return self._runtime.inspector.kv()
+
+    def kv_event_sources(self) -> dict[int, KvEventsConfig]:
+        """Where routers are told which prefixes can be found (`kv_events_config`), by rank; empty: nowhere."""
+        publisher = self._runtime.publisher
+        return {publisher.config.rank: publisher.config} if publisher is not None else {}
 
     def steps(self, last: int = 100) -> list[StepRecord]:
         """The newest steps, at most 1024, the newest last: what was in each, and how long its phases took."""

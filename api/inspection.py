@@ -8,17 +8,33 @@ from novainfer.actors.inspection.records import (
     HealthRecord,
     KvRecord,
     RequestRecord,
+    SessionRecord,
     Transition,
 )
 from novainfer.actors.inspection.steps import PhaseTotals, StepRecord
+from novainfer.actors.inspection.times import (
+    INTER_TOKEN_S,
+    LATENCY_S,
+    TTFT_S,
+    WAITS,
+    Histogram,
+    HistogramRecord,
+    RequestTimes,
+)
 from novainfer.fsm.health import Late
 
 __all__ = [
+    "INTER_TOKEN_S",
+    "LATENCY_S",
+    "TTFT_S",
+    "WAITS",
     "ActorEvent",
     "ActorRecord",
     "ChoiceRecord",
     "FeedEvent",
     "HealthRecord",
+    "Histogram",
+    "HistogramRecord",
     "IncidentEvent",
     "IncidentRecord",
     "KvRecord",
@@ -27,6 +43,8 @@ __all__ = [
     "PhaseTotals",
     "RequestEvent",
     "RequestRecord",
+    "RequestTimes",
+    "SessionRecord",
     "StepRecord",
     "Subscription",
     "Transition",

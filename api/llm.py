@@ -13,9 +13,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
-
-import msgspec
+from typing import Any, Literal, Self, TypeVar
 
 from novainfer.actors.device.location import DEMO_MODEL
 from novainfer.arguments import must_be
@@ -25,51 +23,20 @@ from novainfer.embedding import EmbeddingOutput, PoolingParams
 from novainfer.engine import Engine
 from novainfer.fsm.messages.errors import EngineClosed, InvalidParameter, NovaInferError
 from novainfer.fsm.messages.events import Chat
-from novainfer.fsm.messages.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.model import ModelInfo
+from novainfer.offer import Offered, called_in, offered, tools_of_template
+from novainfer.output import RequestOutput, answer_to
 from novainfer.progress import Bar, LoadingBar
 from novainfer.prompt import PromptLike
 
 T = TypeVar("T")
-Answer = TypeVar("Answer", "RequestOutput", EmbeddingOutput)
+Answer = TypeVar("Answer", RequestOutput, EmbeddingOutput)
 
 logger = logging.getLogger(__name__)
 
 # Streams open at once, in batches of max_num_seqs: the next ones are tokenised while the last ones decode.
 OPEN_BATCHES = 2
-
-
-class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One choice: its text, its token ids, and how it ended; with `seed` and n=1 it is had again alone.
-
-    `cumulative_logprob` is the sum of the tokens' log probabilities; it and `logprobs` are None unless asked for.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = []
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[TokenLogprob] | None = None
-    cumulative_logprob: float | None = None
-    seed: int | None = None
-
-
-class RequestOutput(msgspec.Struct, kw_only=True):
-    """The answer to one prompt; `prompt` is None when token ids were given.
-
-    A prompt of a list that could not be answered has its `error` here, and no `outputs`.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0
-    seed: int | None = None
-    finished: bool = True
-    error: NovaInferError | None = None
 
 
 class LLM:
@@ -113,16 +80,32 @@ class LLM:
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: list[dict[str, Any]] | None = None,
+        tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them, through the model's chat template.
 
-        Errors are as in `generate`: of a list each has its own, a single conversation raises.
+        `tools`, `tool_choice` and `parallel_tool_calls` are OpenAI's, for all of them; `chat_template_kwargs` are the
+        template's own, such as `enable_thinking`. Errors are as in `generate`: of a list each has its own, a single
+        conversation raises; tools that cannot be offered raise in any case.
         """
         must_be("messages", messages, list, "a list of messages, or a list of such lists")
         is_one = not messages or not isinstance(messages[0], list)
         many: list[Any] = [messages] if is_one else messages
-        return self._answer([Chat(messages=conversation) for conversation in many], sampling_params, use_tqdm, is_one)
+        offer = offered(tools, tool_choice, parallel_tool_calls, self._engine.model_info.formats)
+        described, kwargs = tools_of_template(offer.tools or []), chat_template_kwargs or {}
+        chats = [
+            Chat(
+                messages=called_in(conversation) if isinstance(conversation, list) else conversation,
+                tools=described,
+                template_kwargs=kwargs,
+            )
+            for conversation in many
+        ]
+        return self._answer(chats, sampling_params, use_tqdm, is_one, offer)
 
     def embed(
         self,
@@ -170,14 +153,16 @@ class LLM:
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _answer(self, prompts: list[Any], sampling_params: Any, use_tqdm: bool, is_one: bool) -> list[RequestOutput]:
+    def _answer(
+        self, prompts: list[Any], sampling_params: Any, use_tqdm: bool, is_one: bool, offer: Offered | None = None
+    ) -> list[RequestOutput]:
         params = sampling_params
         if params is None:
             params = SamplingParams(**self._engine.model_info.sampling_defaults)
         params = _spread(params, len(prompts))
 
         async def one(at: int) -> tuple[RequestOutput, int]:
-            output = await _generate_one(self._engine, prompts[at], params[at])
+            output = await answer_to(self._engine, prompts[at], params[at], offer)
             return output, sum(len(choice.token_ids) for choice in output.outputs)
 
         outputs = self._run(_each(self._engine, len(prompts), one, use_tqdm))
@@ -243,35 +228,7 @@ async def _each(
             raise
 
 
-async def _generate_one(engine: Engine, prompt: Any, params: SamplingParams | None) -> RequestOutput:
-    num_choices = params.n if params is not None else 1
-    text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
-    choices = [CompletionOutput(index=index, token_ids=[]) for index in range(num_choices)]
-    output = RequestOutput(request_id="", prompt=text, prompt_token_ids=[], outputs=choices)
-    stream = engine.generate(prompt, params)
-    try:
-        async for delta in stream:
-            choice = choices[delta.index]
-            choice.text += delta.text
-            choice.token_ids += delta.token_ids
-            if delta.logprobs is not None:
-                choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]
-                choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + sum(x.logprob for x in delta.logprobs)
-            choice.finish_reason = delta.finish_reason
-            choice.stop_reason = delta.stop_reason
-            choice.seed = delta.seed
-            output.request_id, output.seed = delta.request_id, choices[0].seed
-            if delta.index == 0:  # what the others find in the prefix cache is the work of the first
-                output.num_cached_tokens = delta.num_cached_tokens
-            output.prompt_token_ids = delta.prompt_token_ids or output.prompt_token_ids
-    except NovaInferError as error:
-        output.error, output.outputs = error, []
-    finally:
-        await stream.aclose()
-    return output
-
-
-def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams | None]:
+def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     must_be("sampling_params", params, Sequence, "SamplingParams, or one for each prompt")

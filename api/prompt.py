@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from novainfer.fsm.messages.errors import InvalidParameter
-from novainfer.fsm.messages.events import Chat, Prompt
+from novainfer.fsm.messages.events import Chat, Committed, Prompt
 from novainfer.fsm.messages.params import SamplingParams, is_unicode, shown
 
 # What apply_chat_template takes itself: as template variables they would change what is rendered, or by what.
@@ -70,6 +71,22 @@ def with_room(params: SamplingParams, max_model_len: int) -> SamplingParams:
         return params
     room = max(max_model_len - params.num_tokens_needed, 1)
     return msgspec.structs.replace(params, truncate_prompt_tokens=room)
+
+
+def check_committed(committed: Sequence[Committed], params: SamplingParams, vocab_size: int) -> None:
+    """Raise `InvalidParameter` unless `committed` is what the choices of a request may have got before."""
+    if not committed:
+        return
+    if len(committed) != params.n or not all(isinstance(one, Committed) for one in committed):
+        raise InvalidParameter(f"committed must hold a Committed for each of n={params.n} choices", param="committed")
+    for one in committed:
+        checked_ids(one.token_ids, vocab_size, "committed token ids", param="committed")
+        if one.token_ids and (one.logprobs is None) != (params.logprobs is None):
+            raise InvalidParameter("committed must hold logprobs where they are asked for", param="committed")
+        if one.logprobs is not None and len(one.logprobs) != len(one.token_ids):
+            raise InvalidParameter("committed must hold one of logprobs for each token", param="committed")
+    if params.pooling is not None:
+        raise InvalidParameter("committed cannot be combined with pooling", param="committed")
 
 
 def _chat(chat: Chat) -> Chat:

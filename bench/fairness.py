@@ -102,7 +102,7 @@ def serve_steps(port: int, keys_file: str, device_ms: float) -> None:
 
     device = FakeDevice(step_s=device_ms / 1e3)
     config = EngineConfig()
-    settings = ServerSettings(port=port, keys_file=Path(keys_file), client_slots=config.max_num_seqs)
+    settings = ServerSettings(port=port, keys_file=Path(keys_file))
     run_server(settings, lambda: Engine(config, device=device, tokenizer=ByteTokenizer()))
 
 

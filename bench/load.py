@@ -1,7 +1,7 @@
 """Streaming clients for one server: `drive` sends prompts, some at a time, and notes when each token came.
 
-Over HTTP/1.1 each client has a connection of its own, over HTTP/2 all share one. The times are the clients': from the
-request's first byte to each event's arrival.
+Over HTTP/1.1 each client has a connection of its own, over HTTP/2 all share one, or several. The times are the
+clients': from the request's first byte to each event's arrival.
 """
 
 from __future__ import annotations
@@ -45,41 +45,55 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Drive(msgspec.Struct, kw_only=True):
-    """What came of it; `whole_s` is from each request to its end."""
+    """What came of it, request by request.
+
+    `began_s` is when each was sent, by `time.perf_counter`, and `whole_s` from then to its end.
+    """
 
     wall_s: float
     timelines: list[Timeline]
+    began_s: list[float]
     whole_s: list[float]
 
 
-async def drive(load: Load, version: Version, prompts: Sequence[list[int]], max_tokens: int, clients: int) -> Drive:
-    """Send all prompts, `clients` at a time."""
+async def drive(
+    load: Load,
+    version: Version,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    clients: int,
+    *,
+    connections: int = 1,
+) -> Drive:
+    """Send all prompts, `clients` at a time; over HTTP/2 they share so many connections."""
     origin = load.origin
     waiting: Iterator[list[int]] = iter(prompts)
     lines: list[Timeline] = []
+    began_s: list[float] = []
     whole_s: list[float] = []
-    shared = await connect(origin, "h2") if version == "h2" else None
+    shared = [await connect(origin, "h2") for _ in range(connections)] if version == "h2" else []
 
-    async def client() -> None:
-        own = shared or await connect(origin, "h1")
+    async def client(number: int) -> None:
+        own = shared[number % connections] if shared else await connect(origin, "h1")
         for prompt in waiting:
             started = time.perf_counter()
             line = await _ask(own, load, prompt, max_tokens)
             lines.append(line)
+            began_s.append(started)
             whole_s.append(time.perf_counter() - started)
-            if line.error is not None and shared is None:  # what is left in the pipe would spoil the next answer
+            if line.error is not None and not shared:  # what is left in the pipe would spoil the next answer
                 await own.close()
                 own = await connect(origin, "h1")
-        if shared is None:
+        if not shared:
             await own.close()
 
     started = time.perf_counter()
     try:
-        await asyncio.gather(*(client() for _ in range(min(clients, len(prompts)))))
+        await asyncio.gather(*(client(number) for number in range(min(clients, len(prompts)))))
     finally:
-        if shared is not None:
-            await shared.close()
-    return Drive(wall_s=time.perf_counter() - started, timelines=lines, whole_s=whole_s)
+        for one in shared:
+            await one.close()
+    return Drive(wall_s=time.perf_counter() - started, timelines=lines, began_s=began_s, whole_s=whole_s)
 
 
 async def _ask(connection: Connection, load: Load, prompt: list[int], max_tokens: int) -> Timeline:

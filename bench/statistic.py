@@ -6,6 +6,7 @@ Pure functions over plain numbers; times are in seconds unless a name says other
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,6 +45,22 @@ def intervals_s(timelines: Iterable[Timeline]) -> list[float]:
         for before, now, count in zip(line.times_s, line.times_s[1:], line.counts[1:], strict=False):
             found += [(now - before) / count] * count
     return found
+
+
+def lags_s(timeline: Timeline, began_s: float, ticks_s: Sequence[float]) -> list[float]:
+    """How long each token of a stream was on its way, where one was made at each of `ticks_s` from its first on.
+
+    `began_s` is when the stream's request was sent, by the clock of `ticks_s`, which go up. Which tick was the first
+    is not known: it is the latest one by which no token would have come before it was made. So a token that was not
+    made at its tick, but later, makes the lag longer, never shorter. Raises ValueError where there are too few ticks.
+    """
+    arrivals_s = [
+        began_s + at_s for at_s, count in zip(timeline.times_s, timeline.counts, strict=True) for _ in range(count)
+    ]
+    first = min((bisect_right(ticks_s, at_s) - 1 - number for number, at_s in enumerate(arrivals_s)), default=0)
+    if first < 0:
+        raise ValueError("there are tokens from before the first tick")
+    return [at_s - ticks_s[first + number] for number, at_s in enumerate(arrivals_s)]
 
 
 def summary(timelines: Sequence[Timeline], wall_s: float) -> dict[str, Any]:

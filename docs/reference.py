@@ -67,9 +67,12 @@ SAMPLING = {
     "timeout_s": "Deadline in seconds for the whole request, its time in the queue included.",
     "priority": "What waits runs by it, the lower number first, where scheduling_policy is priority.",
     "cache_salt": "Prefixes are found in the prefix cache by requests with the same salt only.",
+    "session_id": "The conversation: what its requests have computed is kept between them, where sessions are.",
     "max_queue_s": "Seconds that the request waits for room in a full queue; None: it is refused at once.",
     "pooling": "How the prompt becomes a vector, in the place of an answer: see `Engine.embed`.",
     "structured_outputs": "What the answer is held to: a JSON schema, a regular expression, choices, a grammar, tags.",
+    "thinking_token_budget": "Tokens after which a model's thoughts are closed, and its answer follows.",
+    "thoughts": "What opens and closes thoughts, where something depends on it: the engine says so itself.",
 }
 # Other fields that a value needs to be tried alone.
 NEEDED: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from novainfer.fsm.core.machine import Machine, Row, each_row
-from novainfer.fsm.machines import MACHINES, READERS, states
+from novainfer.fsm.machines import FRONT, MACHINES, OF_MODELS, READERS, states
 
 HEAD = """# The machines
 
@@ -25,7 +25,7 @@ this step* (job, epoch, …), and the next one for *any other*.
 
 def page() -> str:
     """The whole page, in Markdown."""
-    return HEAD + "".join(map(_section, (*MACHINES, *READERS)))
+    return HEAD + "".join(map(_section, (*MACHINES, *OF_MODELS, *READERS, *FRONT)))
 
 
 def _section(machine: type[Machine]) -> str:

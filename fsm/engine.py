@@ -41,7 +41,7 @@ from novainfer.fsm.core.dwell import (
     any_time,
 )
 from novainfer.fsm.core.guards import OfEpoch, OfStep
-from novainfer.fsm.core.machine import Guard, Machine, Table, ignore, never, on, stay, table, timer
+from novainfer.fsm.core.machine import Guard, Machine, Table, ignore, never, on, stay, table
 from novainfer.fsm.messages.events import (
     Arrive,
     Batch,
@@ -59,7 +59,6 @@ from novainfer.fsm.messages.events import (
     Launch,
     MakeBatch,
     Masked,
-    MasksOver,
     Open,
     Output,
     Outputs,
@@ -104,8 +103,6 @@ BUSY = (*STEPPING, *DEVICELESS)
 CYCLE = (S.IDLE, *BUSY)
 SEED_MASK = 2**64 - 1  # the seed of a stream is that of its first choice, and they count on from there, as vLLM's do
 CLOSED_GATE = "the gate opens when the worker is warm"
-# For masks of all requests that have just got a token; mostly 1 ms for 32. Other requests are held up for so long.
-MASKS_LIMIT_S = 0.01
 ONE_AT_A_TIME = "another reconfiguration is under way"
 LOST = "the worker was lost while it was reconfigured, and comes up again as it was before"
 
@@ -137,7 +134,6 @@ class Engine(Machine):
             Resume,
             Masked,
             GrammarFailed,
-            MasksOver,
             Batch,
             Outputs,
             StepDone,
@@ -192,7 +188,6 @@ class Engine(Machine):
         stay(BUSY, GrammarFailed, "_masked"),
         never(S.STARTING, GrammarFailed, CLOSED_GATE),
         ignore(S.STOPPED, GrammarFailed, "its stream has ended"),
-        timer(S.IDLE, MasksOver, "_masks_over", S.SCHEDULING),
         on(S.SCHEDULING, Batch, "_batch", *AFTER_BATCH, S.SCHEDULING, S.RECONFIGURING, only=OfEpoch, renews=True),
         on(S.AHEAD, Batch, "_batch", S.WAITING_WORKER, only=OfEpoch),
         on(
@@ -370,6 +365,7 @@ class Engine(Machine):
 
     def _submit(self, arrival: Arrive, token_ids: list[int], params: SamplingParams) -> StrEnum:
         live = self._live[arrival.stream_id] = {}
+        goes_on = any(committed.token_ids for committed in arrival.committed)
         for choice in range(arrival.params.n):
             request_id = self._next_request_id
             self._next_request_id += 1
@@ -382,6 +378,7 @@ class Engine(Machine):
                 params=params,
                 seed=(arrival.seed + choice) & SEED_MASK,
                 tenant=arrival.tenant,
+                committed=arrival.committed[choice] if goes_on else None,
             )
             self._send("scheduler", submit)
             self._work_sent += 1
@@ -460,13 +457,7 @@ class Engine(Machine):
         if self._wanted is not None or event.work_seen != self._work_sent:  # more came while the scheduler planned
             self._ask_for_batch()
             return S.SCHEDULING
-        if event.awaits_masks:
-            self._until_left(MASKS_LIMIT_S, MasksOver())
         return S.IDLE
-
-    def _masks_over(self, _: MasksOver) -> EngineState:
-        self._send("scheduler", MakeBatch(is_late=True))
-        return S.SCHEDULING
 
     def _stale_batch(self, event: Batch) -> StrEnum:
         """It was asked for before the worker was lost: its plan is of no use any more."""

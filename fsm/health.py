@@ -40,6 +40,7 @@ class GrammarState(StrEnum):
 
     IDLE = "IDLE"
     WORKING = "WORKING"
+    LEFT_BEHIND = "LEFT_BEHIND"
 
 
 DWELLS: Mapping[type[StrEnum], Mapping[StrEnum, Dwell]] = {
@@ -52,6 +53,7 @@ DWELLS: Mapping[type[StrEnum], Mapping[StrEnum, Dwell]] = {
     GrammarState: {
         GrammarState.IDLE: any_time("it waits for grammars"),
         GrammarState.WORKING: Dwell(GRAMMAR_LIMIT_S, "one grammar, or the masks of one step"),
+        GrammarState.LEFT_BEHIND: any_time("nobody waits for it"),
     },
 }
 

@@ -46,6 +46,9 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
     token_bytes: TokenTable
     special_ids: frozenset[int]
+    plain: dict[
+        int, str
+    ] = {}  # texts of tokens that are all ASCII and not special, of those that `plain_text` was asked
 
     @classmethod
     def build(cls, token_bytes: Iterable[bytes], special_ids: frozenset[int]) -> Vocabulary:
@@ -58,6 +61,14 @@ class Vocabulary(msgspec.Struct, frozen=True):
             return self.token_bytes[token_id]
         except IndexError:
             return b""
+
+    def plain_text(self, token_id: int) -> str | None:
+        """The text of `token_id` if that is the same behind whatever whole characters; `plain` has it from now on."""
+        found = self.bytes_of(token_id)
+        if token_id in self.special_ids or not found.isascii():
+            return None
+        text = self.plain[token_id] = found.decode()
+        return text
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +94,7 @@ class TextAssembler:
         "_stops",
         "_vocabulary",
         "include_stop",
+        "is_whole",
         "stopped_by",
     )
 
@@ -100,19 +112,15 @@ class TextAssembler:
         self._show_special = not skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # text that a stop string may begin in
+        self.is_whole = True  # the decoder holds no bytes of an unfinished character
         self.include_stop = include_stop
         self.stopped_by: str | None = None
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """The text that `token_id` frees; with `may_stop` False a stop string is sent like any other text."""
-        vocabulary = self._vocabulary
-        if token_id in vocabulary.special_ids and not self._show_special:
-            text = ""
-        else:
-            found = vocabulary.bytes_of(token_id)
-            # Plain ASCII needs no decoder, unless that holds the bytes of an unfinished character.
-            is_plain = found.isascii() and not self._decoder.getstate()[0]
-            text = found.decode() if is_plain else self._decoder.decode(found)
+        text = self._vocabulary.plain.get(token_id)
+        if text is None or not self.is_whole:
+            text = self._decoded(token_id)
         if not self._stops:
             return text
         return self._release(text, may_stop)
@@ -124,7 +132,18 @@ class TextAssembler:
     def flush(self) -> str:
         """What was held back, when the request ends for another reason; an unfinished character becomes U+FFFD."""
         text = self._held + self._decoder.decode(b"", final=True)
-        self._held = ""
+        self._held, self.is_whole = "", True
+        return text
+
+    def _decoded(self, token_id: int) -> str:
+        """The text of `token_id` behind what the decoder holds."""
+        vocabulary = self._vocabulary
+        if token_id in vocabulary.special_ids and not self._show_special:
+            return ""
+        if self.is_whole and (plain := vocabulary.plain_text(token_id)) is not None:
+            return plain
+        text = self._decoder.decode(vocabulary.bytes_of(token_id))
+        self.is_whole = not self._decoder.getstate()[0]
         return text
 
     def _release(self, text: str, may_stop: bool) -> str:

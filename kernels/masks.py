@@ -61,19 +61,25 @@ def packed_mask(token_ids: Sequence[int], vocab_size: int) -> Words:
 def check_masks(plan: StepPlan, vocab_size: int) -> None:
     """Raise ValueError where the masks of `plan` are not those of positions that it samples, in their order."""
     positions, num_samples = plan.mask_positions, len(plan.sample_seqs) + sum(plan.num_drafts)
-    num_bytes = len(positions) * mask_words(vocab_size) * 4
+    to_come = plan.masks_to_come
+    if to_come and (to_come[0] < 0 or to_come[-1] >= len(positions) or any(np.diff(to_come) <= 0)):
+        raise ValueError(f"masks_to_come of a step must ascend from 0 to {len(positions) - 1} at most, not {to_come}")
+    num_here = len(positions) - len(to_come)
+    num_bytes = num_here * mask_words(vocab_size) * 4
     if len(plan.masks) != num_bytes:
         raise ValueError(
-            f"masks of a step at {len(positions)} positions must be {num_bytes} bytes for a vocabulary of "
-            f"{vocab_size}, not {len(plan.masks)}"
+            f"masks of a step at {num_here} positions must be {num_bytes} bytes for a vocabulary of {vocab_size}, not "
+            f"{len(plan.masks)}"
         )
     if positions and (positions[0] < 0 or positions[-1] >= num_samples or any(np.diff(positions) <= 0)):
         raise ValueError(f"mask_positions of a step must ascend from 0 to {num_samples - 1} at most, not {positions}")
 
 
 def masks_of(plan: StepPlan) -> Masks | None:
-    """The masks of `plan`, which have been checked."""
-    if not plan.mask_positions:
+    """The masks that `plan` has come with, and which have been checked; None where there are none."""
+    if not plan.masks:
         return None
+    to_come = set(plan.masks_to_come)
+    rows = [position for place, position in enumerate(plan.mask_positions) if place not in to_come]
     words = np.frombuffer(plan.masks, dtype="<i4").astype(np.int32)  # a copy: torch wants memory that may be written
-    return Masks(plan.mask_positions, words.reshape(len(plan.mask_positions), -1))
+    return Masks(rows, words.reshape(len(rows), -1))

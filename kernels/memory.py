@@ -23,7 +23,8 @@ __all__ = [
     "is_out_of_memory",
     "lazy_zeros",
     "page_locked_zeros",
-    "release_code_pages",
+    "release_library_pages",
+    "total_bytes",
     "use_huge_pages",
 ]
 
@@ -59,6 +60,13 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
+def total_bytes() -> int:
+    """All memory of this machine that processes here may have: what is installed, within the limit of the cgroup."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _cgroup_limit()
+    return found if limit is None else min(found, limit)
+
+
 def in_words(num_bytes: int) -> str:
     """So many bytes for people: as GiB, or as MiB where there is less than one."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
@@ -76,13 +84,21 @@ def _meminfo_available() -> int | None:
 
 def _cgroup_available() -> int | None:
     """What the cgroup (v2) of a container still grants; its reclaimable file cache counts as free."""
+    if (limit := _cgroup_limit()) is None:
+        return None
     try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
         used = int((CGROUP / "memory.current").read_text())
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
+        return max(0, limit - used + int(stat.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return None
+
+
+def _cgroup_limit() -> int | None:
+    """What the cgroup (v2) of a container grants in all; None where it says nothing of it."""
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        return None if limit == "max" else int(limit)
     except (OSError, ValueError):
         return None
 
@@ -163,25 +179,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
-def release_code_pages() -> None:
-    """Let go of the pages of program code that this process has touched so far: what is run again comes back by itself.
+def release_library_pages() -> None:
+    """Let go of the pages of libraries that this process has touched so far: what is used again comes back by itself.
 
-    They are clean pages of files, mostly of torch's libraries, that imports and self-tests ran once: of 107 MB 84 stay
-    away for good, and those that come back take a millisecond of one step. Pages that somebody has written to (a
-    debugger's breakpoints) exist nowhere else: a mapping that has any, in memory or swapped out, is left alone.
+    They are clean pages of files, mostly of torch's libraries, that imports and self-tests ran or read once: of 107 MB
+    of code 84 stay away for good, and those that come back take a millisecond of one step. Pages that somebody has
+    written to (a debugger's breakpoints, relocated data) exist nowhere else: a mapping that has any, in memory or
+    swapped out, is left alone.
     """
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        for begin, end in _clean_code(Path("/proc/self/smaps").read_text(errors="replace")):
+        for begin, end in _clean_mappings(Path("/proc/self/smaps").read_text(errors="replace")):
             madvise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
-def _clean_code(smaps: str) -> list[tuple[int, int]]:
-    """First address and end of each private mapping of a file that may be run and not written, and never was."""
-    mapping = r"^([0-9a-f]+)-([0-9a-f]+) r-xp \S+ \S+ (?!0 )\d+ .*\n((?:[A-Z]\w+: .*\n)+)"
+def _clean_mappings(smaps: str) -> list[tuple[int, int]]:
+    """First address and end of each private mapping of a file that holds code, if it is not and was never written."""
+    mapping = r"^([0-9a-f]+)-([0-9a-f]+) (r-[x-]p) \S+ (\S+ (?!0 )\d+) .*\n((?:[A-Z]\w+: .*\n)+)"
+    found = re.findall(mapping, smaps, re.MULTILINE)
+    with_code = {file for _, _, access, file, _ in found if access == "r-xp"}
     return [
         (int(begin, 16), int(end, 16))
-        for begin, end, facts in re.findall(mapping, smaps, re.MULTILINE)
-        if all(re.search(rf"^{kind}: +0 kB$", facts, re.MULTILINE) for kind in ("Anonymous", "Swap"))
+        for begin, end, _, file, facts in found
+        if file in with_code  # not weights, which steps read
+        and all(re.search(rf"^{kind}: +0 kB$", facts, re.MULTILINE) for kind in ("Anonymous", "Swap"))
     ]

@@ -239,7 +239,7 @@ class StepBuffers:
         self._check_pools(plan)
         if len(plan.sample_seqs) + sum(plan.num_drafts) + num_scores + sum(plan.pool_lens) > num_tokens:
             raise ValueError("a step samples, scores and pools more positions than it holds")
-        if plan.mask_positions or plan.masks:
+        if plan.mask_positions or plan.masks or plan.masks_to_come:
             check_masks(plan, self.vocab_size)
 
     def _check_pools(self, plan: StepPlan) -> None:

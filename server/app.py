@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from novainfer import TokenizerInfo
-from novainfer.server.anthropic.messages import count_tokens, create_message
+from novainfer import KvEventsConfig, TokenizerInfo
+from novainfer.server.anthropic.messages import count_tokens, create_message, follow_message
 from novainfer.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from novainfer.server.anthropic.replies import AnsweredMessage, TokenCount
 from novainfer.server.guard import Guard
@@ -20,18 +20,20 @@ from novainfer.server.http.errors import one_of
 from novainfer.server.http.shapes import AnthropicErrorBody
 from novainfer.server.keys.ring import METRICS_PATH
 from novainfer.server.openai import tokens
-from novainfer.server.openai.chat import create_chat_completion
-from novainfer.server.openai.completions import create_completion
+from novainfer.server.openai.chat import create_chat_completion, follow_chat
+from novainfer.server.openai.completions import create_completion, follow_completion
 from novainfer.server.openai.embeddings import EmbeddingList, EmbeddingRequest, create_embedding
 from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from novainfer.server.openai.replies import ChatCompletion, Completion
-from novainfer.server.operate import info, inspection, profile, recorder
+from novainfer.server.operate import info, inspection, models, profile, recorder
+from novainfer.server.operate.asked import OF_MODEL
 from novainfer.server.operate.docs_page import HEADERS as DOCS_HEADERS
 from novainfer.server.operate.docs_page import docs_page
 from novainfer.server.operate.events import stream_events
 from novainfer.server.operate.inspection import REQUEST_STATES
 from novainfer.server.operate.openapi import Endpoint, build_openapi
 from novainfer.server.operate.reconfigure import Configuration, Reconfiguration, reconfigure
+from novainfer.server.operate.sessions import EndedSession, SessionList, end_session, list_sessions
 from novainfer.server.responses.create import create_response
 from novainfer.server.responses.kept import (
     Deleted,
@@ -45,9 +47,11 @@ from novainfer.server.responses.protocol import ResponseRequest
 from novainfer.server.responses.reply import Response as ResponseReply
 from novainfer.server.service import Service
 
-GENERATION = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)  # how a request for tokens may be refused
+GENERATION = (400, 401, 403, 404, 408, 413, 415, 429, 499, 500, 503)  # how a request for tokens may be refused
 ANSWERS = ("application/json", "text/event-stream")  # whole, or streamed
-KEPT = (400, 401, 404)  # how a question about a response that is kept may be
+LOOKS = (400, 401, 403, 404, 503)  # how a question about one model may be
+AGAIN = (400, 401, 403, 404, 408, 499, 500, 503)  # how an answer that is asked for again may be
+KEPT = (400, 401, 404, 503)  # how a question about a response that is kept may be
 EVENTS = {
     "stream": "true: its events, as when it was created with stream",
     "starting_after": "with stream: only those behind the event of this number",
@@ -58,6 +62,10 @@ PAGE = {
     "order": "asc or desc, which is the latest first (desc)",
     "after": "only those behind the item of this id",
     "include": "as in the body of a response",
+}
+SESSIONS = {
+    "limit": "at most so many conversations, up to 1000 (100)",
+    "after": "only those behind this id, in the order of ids: the last one of the page before",
 }
 STATE = {"state": f"only those in this state: {one_of(REQUEST_STATES)}", "limit": "at most so many"}
 
@@ -82,6 +90,18 @@ ROUTES: tuple[Endpoint, ...] = (
     Endpoint(
         *("POST", "/v1/completions", create_completion, "Continue one prompt or several", Completion),
         body=CompletionRequest, errors=GENERATION, media_types=ANSWERS,
+    ),
+    Endpoint(
+        *("GET", "/v1/chat/completions/{answer_id}", follow_chat, "An answer again, behind its Last-Event-ID"),
+        ChatCompletion, errors=AGAIN, media_types=ANSWERS,
+    ),
+    Endpoint(
+        *("GET", "/v1/completions/{answer_id}", follow_completion, "An answer again, behind its Last-Event-ID"),
+        Completion, errors=AGAIN, media_types=ANSWERS,
+    ),
+    Endpoint(
+        *("GET", "/v1/messages/{answer_id}", follow_message, "A message again, behind its Last-Event-ID"),
+        AnsweredMessage, errors=AGAIN, media_types=ANSWERS, error=AnthropicErrorBody,
     ),
     Endpoint(
         *("POST", "/v1/messages", create_message, "Answer a conversation, as Anthropic does", AnsweredMessage),
@@ -116,6 +136,14 @@ ROUTES: tuple[Endpoint, ...] = (
         ItemList, errors=KEPT, query=PAGE,
     ),
     Endpoint(
+        *("GET", "/v1/sessions", list_sessions, "The conversations that are kept", SessionList),
+        errors=LOOKS, query=SESSIONS | OF_MODEL,
+    ),
+    Endpoint(
+        *("DELETE", "/v1/sessions/{session_id:path}", end_session, "Keep a conversation no longer", EndedSession),
+        errors=LOOKS, query=OF_MODEL,
+    ),
+    Endpoint(
         *("POST", "/v1/chat/completions/render", tokens.render_chat, "The tokens that a chat would begin with"),
         tokens.Rendered, body=ChatCompletionRequest, errors=GENERATION,
     ),
@@ -131,12 +159,30 @@ ROUTES: tuple[Endpoint, ...] = (
         *("POST", "/detokenize", tokens.detokenize, "The text of tokens", tokens.Detokenized),
         body=tokens.DetokenizeRequest, errors=GENERATION,
     ),
-    Endpoint("GET", "/tokenizer_info", tokens.tokenizer_info, "What the tokenizer is", TokenizerInfo),
+    Endpoint(
+        *("GET", "/tokenizer_info", tokens.tokenizer_info, "What the tokenizer is", TokenizerInfo),
+        errors=(400, 401, 403, 404, 503), query=OF_MODEL,
+    ),
     Endpoint("GET", "/v1/models", info.list_models, "List the models", info.ModelList),
     Endpoint("GET", "/v1/models/{model:path}", info.get_model, "One model", info.Model, errors=(401, 403, 404, 503)),
     Endpoint(
+        *("POST", "/models/load", models.load_model, "Load one of several models", info.Model),
+        body=models.ModelRequest, errors=(400, 401, 403, 404, 408, 503),
+    ),
+    Endpoint(
+        *("POST", "/models/unload", models.unload_model, "Unload one of several models", info.Model),
+        body=models.ModelRequest, errors=(400, 401, 403, 404, 503),
+    ),
+    Endpoint(
         *("POST", "/v1/requests/{request_id:path}/cancel", info.cancel_request, "Cancel a request", info.Cancelled),
         errors=(401, 404, 503),
+    ),
+    *(
+        Endpoint(
+            *("POST", path, info.abort_requests, "Cancel several requests, or all of them", info.Aborted),
+            body=info.AbortRequest, errors=(400, 401, 403, 408, 413, 415, 429, 503),
+        )
+        for path in ("/abort_requests", "/abort_request")
     ),
     Endpoint(
         *("GET", "/v1/requests", inspection.list_requests, "Where each request is, and why it waits"),
@@ -146,15 +192,21 @@ ROUTES: tuple[Endpoint, ...] = (
         *("GET", "/v1/requests/{request_id:path}", inspection.get_request, "One request", inspection.RequestDetail),
         errors=(401, 404, 503),
     ),
-    Endpoint("GET", "/v1/actors", inspection.list_actors, "What each actor does", inspection.ActorList),
-    Endpoint("GET", "/v1/kv", inspection.get_kv, "KV blocks by the state of their owner", inspection.Kv),
+    Endpoint(
+        *("GET", "/v1/actors", inspection.list_actors, "What each actor does", inspection.ActorList),
+        errors=LOOKS, query=OF_MODEL,
+    ),
+    Endpoint(
+        *("GET", "/v1/kv", inspection.get_kv, "KV blocks by the state of their owner", inspection.Kv),
+        errors=LOOKS, query=OF_MODEL,
+    ),
     Endpoint(
         *("GET", "/v1/machines", inspection.list_machines, "The tables that decide", inspection.MachineList),
         errors=(401,),
     ),
     Endpoint(
         *("GET", "/v1/steps", inspection.list_steps, "The last steps by phase", inspection.StepList),
-        errors=(400, 401, 503), query={"last": "how many, at most 1024"},
+        errors=LOOKS, query={"last": "how many, at most 1024"} | OF_MODEL,
     ),
     Endpoint(
         *("GET", "/v1/errors", inspection.list_errors, "What went wrong, and what was done about it"),
@@ -162,23 +214,24 @@ ROUTES: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         *("GET", "/v1/events", stream_events, "Transitions and incidents as they happen", None),
-        errors=(400, 401, 503), media_types=("text/event-stream",), query={"types": "some of actor,request,incident"},
+        errors=LOOKS, media_types=("text/event-stream",),
+        query={"types": "some of actor,request,incident"} | OF_MODEL,
     ),
     Endpoint(
         *("POST", "/v1/faults", inspection.inject_fault, "Let something fail, for a drill", inspection.Injected),
-        body=inspection.Fault, errors=(400, 401, 403, 503),
+        body=inspection.Fault, errors=(400, 401, 403, 404, 503), query=OF_MODEL,
     ),
     Endpoint(
         *("POST", "/v1/admin/reconfigure", reconfigure, "Another KV cache, or another precision", Configuration),
-        body=Reconfiguration, errors=(400, 401, 403, 409, 500, 503),
+        body=Reconfiguration, errors=(400, 401, 403, 404, 409, 500, 503), query=OF_MODEL,
     ),
     Endpoint(
         *("POST", "/v1/recorder/dump", recorder.dump_recorder, "Write the flight recorder's file", recorder.Dumped),
-        errors=(401, 403, 503),
+        errors=(400, 401, 403, 404, 503), query=OF_MODEL,
     ),
     Endpoint(
         *("POST", "/start_profile", profile.start_profile, "Begin a profile", profile.Profiled),
-        errors=(401, 403, 409, 503),
+        errors=(400, 401, 403, 404, 409, 503), query=OF_MODEL,
     ),
     Endpoint(
         *("POST", "/stop_profile", profile.stop_profile, "End the profile, and write its files", profile.Profiled),
@@ -189,14 +242,21 @@ ROUTES: tuple[Endpoint, ...] = (
     Endpoint("GET", "/livez", info.live, "Does everything move?", info.Alive, errors=(503,), is_public=True),
     METRICS,
     Endpoint("GET", "/load", info.load, "How many requests are here", info.Load),
-    Endpoint("GET", "/server_info", info.server_info, "What is served, and how", info.ServerInfo),
+    Endpoint(
+        *("GET", "/server_info", info.server_info, "What is served, and how", info.ServerInfo),
+        errors=LOOKS, query=OF_MODEL,
+    ),
+    Endpoint(
+        *("GET", "/kv_event_sources", info.kv_event_sources, "Where routers are told of prefixes, by rank"),
+        dict[str, KvEventsConfig],
+    ),
     Endpoint("GET", "/version", info.version, "Version", info.Version),
 )  # fmt: skip
 
 
 def create_app(service: Service) -> ASGIApp:
     """The app that serves `service`; it neither starts nor stops the engine."""
-    document = build_openapi(service.version, ROUTES)
+    document = build_openapi(service.version, ROUTES, service.settings.root_path)
     encoded, page = msgspec.json.encode(document), docs_page(document)
 
     async def openapi(service: Service, request: Request) -> Response:

@@ -13,15 +13,21 @@ from collections import OrderedDict
 FINISHED_MAX = 10_000  # names; a cancel that comes later than so many requests gets 404 instead of 200
 
 
+def engine_ids_of(engine_id: str, num_prompts: int) -> list[str]:
+    """What the engine calls each prompt of a generation."""
+    return [engine_id] if num_prompts == 1 else [f"{engine_id}-{i}" for i in range(num_prompts)]
+
+
 class LiveRequest:
     """One HTTP generation: its public id, the engine's id of each of its prompts, and whose it is."""
 
-    __slots__ = ("engine_ids", "id", "names", "owner")
+    __slots__ = ("engine_id", "engine_ids", "id", "names", "owner")
 
-    def __init__(self, request_id: str, names: tuple[str, ...], engine_ids: list[str], owner: str) -> None:
+    def __init__(self, request_id: str, names: tuple[str, ...], engine_id: str, num_prompts: int, owner: str) -> None:
         self.id = request_id
         self.names = names
-        self.engine_ids = engine_ids
+        self.engine_id = engine_id
+        self.engine_ids = engine_ids_of(engine_id, num_prompts)
         self.owner = owner
 
 
@@ -33,7 +39,8 @@ class RequestDirectory:
 
     def __init__(self) -> None:
         self._live: dict[tuple[str, str], set[LiveRequest]] = {}  # by name and owner
-        self._finished: OrderedDict[tuple[str, str], list[str]] = OrderedDict()  # (name, owner) -> the engine's ids
+        # By name and owner, what makes the engine's ids: a request has up to 2,048, which no count of names bounds.
+        self._finished: OrderedDict[tuple[str, str], tuple[str, int]] = OrderedDict()
         self._owners: set[str] = set()  # as many as there are keys
         self._num_opened = 0
         self.num_live = 0
@@ -50,8 +57,8 @@ class RequestDirectory:
             request_id = f"{prefix}-{wanted}-{secrets.token_hex(4)}"
         engine_id = f"{self._num_opened}.{request_id}"
         self._num_opened += 1
-        engine_ids = [engine_id] if num_prompts == 1 else [f"{engine_id}-{i}" for i in range(num_prompts)]
-        live = LiveRequest(request_id, (request_id, wanted), engine_ids, owner)
+        names = tuple(dict.fromkeys((request_id, wanted)))  # a response that goes on has one
+        live = LiveRequest(request_id, names, engine_id, num_prompts, owner)
         self._owners.add(owner)
         for name in live.names:
             self._live.setdefault((name, owner), set()).add(live)
@@ -66,11 +73,15 @@ class RequestDirectory:
             group.discard(live)
             if not group:
                 del self._live[key]
-            self._finished[key] = live.engine_ids
+            self._finished[key] = live.engine_id, len(live.engine_ids)
             self._finished.move_to_end(key)
         while len(self._finished) > FINISHED_MAX:
             self._finished.popitem(last=False)
         self.num_live -= 1
+
+    def ids(self) -> list[str]:
+        """The public ids of all that are in progress."""
+        return list(dict.fromkeys(one.id for group in self._live.values() for one in group))
 
     def engine_ids(self, name: str, sees: str | None = None) -> set[str]:
         """What the engine calls the generations under `name`, in progress and ended.
@@ -83,7 +94,8 @@ class RequestDirectory:
 
     def _ids(self, name: str, sees: str | None) -> set[str]:
         keys = [(name, owner) for owner in (self._owners if sees is None else {sees})]
-        ids = {engine_id for key in keys for engine_id in self._finished.get(key, ())}
+        ended = [self._finished[key] for key in keys if key in self._finished]
+        ids = {engine_id for one in ended for engine_id in engine_ids_of(*one)}
         return ids.union(*(one.engine_ids for key in keys for one in self._live.get(key, ())))
 
 

@@ -23,9 +23,17 @@ from novainfer.server.http.errors import (
     error_status,
     log_if_ours,
 )
-from novainfer.server.http.exchange import ADMITTED_KEY, SCOPE_KEY, Admitted, ClientGone, Exchange
+from novainfer.server.http.exchange import (
+    ADMITTED_KEY,
+    SCOPE_KEY,
+    Admitted,
+    ClientGone,
+    Exchange,
+    lifespan,
+    trace_headers,
+)
 from novainfer.server.http.limits import check_content_type, read_body
-from novainfer.server.http.shapes import body_of_error
+from novainfer.server.http.shapes import body_of_error, event_of_error
 from novainfer.server.request_log import log_request
 from novainfer.server.service import Service
 
@@ -45,7 +53,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
+            await lifespan(receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1003})
         else:
@@ -53,6 +61,7 @@ class Guard:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
+        _leave_out(scope, service.settings.root_path)
         exchange = Exchange(
             scope,
             send,
@@ -84,7 +93,7 @@ class Guard:
                     return
                 await self._admit(scope, receive, exchange)
                 if (admitted := scope.get("state", {}).get(ADMITTED_KEY)) is not None:
-                    admitted.num_requests += 1
+                    admitted.enter()
                 watcher = asyncio.create_task(watch())
                 await self._router(scope, _told_by(watcher), exchange.send)
             except ClientGone:
@@ -99,7 +108,8 @@ class Guard:
             if watcher is not None:
                 watcher.cancel()
             if admitted is not None:
-                admitted.num_requests -= 1
+                admitted.leave()
+            exchange.close()
             self._record(scope, exchange, gone=gone)
 
     async def _admit(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
@@ -137,22 +147,36 @@ class Guard:
             log_request(scope, exchange, status)
         if (tracing := self._service.tracing) is not None:
             tracing.tell(scope, exchange, status, route, self._service.address)
+        if exchange.work.is_going_on:
+            exchange.work.leave_behind(exchange.request_id, trace_headers(scope))
+
+
+def _leave_out(scope: Scope, root_path: str | None) -> None:
+    """The path below `root_path`, before anything is decided by it: of a proxy that does not strip its prefix."""
+    if root_path is not None and scope["path"].startswith(root_path + "/"):
+        scope["path"] = scope["path"].removeprefix(root_path)
 
 
 _METHODS = frozenset({"GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 
 async def _fail(exchange: Exchange, error: Exception, *, timeout_s: float) -> None:
-    """Answer with `error`, or say it in the log when the answer has already begun (returning then ends the stream)."""
+    """Answer with `error`, or end a stream with it of which only the head was sent.
+
+    Of an answer that has got further the log says it: returning then ends the stream.
+    """
     if isinstance(error, HTTPException):
         error = _routing_error(error, exchange)
     exchange.ended_by = error.code if isinstance(error, NovaInferError) else NovaInferError.code
     log_if_ours(error, exchange.request_id)
-    if not exchange.status:
-        with contextlib.suppress(TimeoutError, ClientGone):
-            async with asyncio.timeout(timeout_s):
+    with contextlib.suppress(TimeoutError, ClientGone):
+        async with asyncio.timeout(timeout_s):
+            if not exchange.status:
                 body = body_of_error(error, exchange.path, exchange.request_id)
                 await exchange.answer(error_status(error), error_headers(error), body)
+            elif exchange.is_begun_stream:
+                event = event_of_error(error, exchange.path, exchange.request_id)
+                await exchange.send({"type": "http.response.body", "body": event or b""})
 
 
 def _routing_error(error: HTTPException, exchange: Exchange) -> NovaInferError:
@@ -170,12 +194,3 @@ def _told_by(watcher: asyncio.Task[None]) -> Receive:
         return {"type": "http.disconnect"}
 
     return receive
-
-
-async def _lifespan(receive: Receive, send: Send) -> None:
-    """Nothing to do at either end: `serve` starts and stops the engine, in an order that lifespan cannot express."""
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return

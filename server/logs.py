@@ -52,9 +52,14 @@ def set_up_logging(settings: LogSettings, *, access_log: bool = False) -> None:
         logging.getLogger("novainfer.access").setLevel(min(logging.INFO, logging.getLogger("novainfer").level))
 
 
+def is_json() -> bool:
+    """Whether lines are for collectors."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
 def announce(text: str, *, to: TextIO | None = None) -> None:
     """Tell people something, by default on standard error; collectors get a line of their own kind instead."""
-    if any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers):
+    if is_json():
         logging.getLogger("novainfer.server").info("%s", text.strip())
     else:
         print(text, file=to if to is not None else sys.stderr, flush=True)

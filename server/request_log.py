@@ -1,4 +1,4 @@
-"""The line that the log has of each request: who asked for what, how long it took, and how it ended. No text of it."""
+"""The lines that the log has of each request: when it comes, and when it has ended, how that was. No text of it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import logging
 import time
 from typing import Any
 
+import msgspec
 from starlette.types import Scope
 
-from novainfer import EngineDraining
+from novainfer import EngineDraining, SamplingParams
 from novainfer.server.http.errors import ModelLoading
 from novainfer.server.http.exchange import Exchange
 from novainfer.server.logs import FIELDS
+from novainfer.server.work import Work
 
 log = logging.getLogger("novainfer.access")
+requests_log = logging.getLogger("novainfer.requests")
 
 PATH_CHARS_MAX = 256
 # Asked every few seconds by machines: told at the level DEBUG, unless the answer is bad, and not to be expected.
@@ -50,13 +53,49 @@ def log_request(scope: Scope, exchange: Exchange, status: int) -> None:
     )
 
 
+def log_arrival(work: Work, num_prompts: int, key: str | None) -> None:
+    """Write the line of a generation that has come: what it asks for, in numbers. Words may be a client's text."""
+    fields = {"key": key, **_generation(work), "num_prompts": num_prompts, **_asked(work)}
+    details = "".join(f" {name}={value}" for name, value in fields.items() if value is not None)
+    message = f"{work.id} came"
+    requests_log.info("%s%s", message, details, extra={FIELDS: {"message": message} | fields})
+
+
+def _asked(work: Work) -> dict[str, int | float]:
+    """How many tokens it may have, and the other parameters that are numbers, where they are not as by default."""
+    params = work.params
+    assert params is not None, "it has begun"
+    found = {field.name: getattr(params, field.name) for field in msgspec.structs.fields(params)}
+    usual = SamplingParams(max_tokens=None)
+    return {
+        name: value for name, value in found.items() if isinstance(value, int | float) and value != getattr(usual, name)
+    }
+
+
 DETAILS = ("generation", "model", "prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "ttft_ms", "end")
+
+
+def log_generation(work: Work, key: str | None) -> None:
+    """Write the line of a generation that has ended behind its request; `key` is the name of whose it was."""
+    fields = {"id": work.request_id or None, "key": key, **_generation(work), **_used(work)}
+    fields |= {"total_ms": _ms(time.perf_counter() - work.began_s), "end": work.ended_by or None}
+    details = "".join(f" {name}={fields[name]}" for name in DETAILS[1:] if fields.get(name) is not None)
+    message = f"{work.id} ended"
+    log.info(
+        "%s %.3fs id=%s%s",
+        message,
+        fields["total_ms"] / 1000,
+        fields["id"] or "-",
+        details,
+        extra={FIELDS: {"message": message} | fields},
+    )
 
 
 def request_fields(scope: Scope, exchange: Exchange, status: int) -> dict[str, Any]:
     """What there is to say of a request; times in milliseconds.
 
-    `end` is how it ended: finish reasons, an error's code, or "disconnect"; `key` is the name of the key.
+    `end` is how it ended: finish reasons, an error's code, or "disconnect"; `key` is the name of the key. What a
+    generation has used that goes on is told at its end.
     """
     client = scope.get("client")
     fields: dict[str, Any] = {
@@ -71,18 +110,26 @@ def request_fields(scope: Scope, exchange: Exchange, status: int) -> dict[str, A
     }
     work = exchange.work
     if work.prefix:
-        fields |= {
-            "generation": work.id,
-            "model": work.model,
-            "prompt_tokens": work.prompt_tokens,
-            "cached_tokens": work.cached_tokens,
-            "completion_tokens": work.completion_tokens,
-            "queue_ms": _ms(work.queue_s),
-            "ttft_ms": _ms(work.first_s - exchange.started) if work.first_s is not None else None,
-        }
+        fields |= _generation(work)
+        if not work.is_going_on:
+            fields |= _used(work)
     fields["total_ms"] = _ms(time.perf_counter() - exchange.started)
     fields["end"] = exchange.ended_by or work.ended_by or None
     return fields
+
+
+def _generation(work: Work) -> dict[str, Any]:
+    return {"generation": work.id, "model": work.model}
+
+
+def _used(work: Work) -> dict[str, Any]:
+    return {
+        "prompt_tokens": work.prompt_tokens,
+        "cached_tokens": work.cached_tokens,
+        "completion_tokens": work.completion_tokens,
+        "queue_ms": _ms(work.queue_s),
+        "ttft_ms": _ms(work.first_s - work.began_s) if work.first_s is not None else None,
+    }
 
 
 def _ms(seconds: float | None) -> float | None:

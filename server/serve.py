@@ -18,31 +18,32 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-import hypercorn.asyncio
-
-from novainfer import EngineDead, InvalidParameter
+from novainfer import EngineDead, InvalidParameter, ServerError
+from novainfer.models import Models
 from novainfer.server.app import create_app, create_metrics_app
 from novainfer.server.engine import ServedEngine
-from novainfer.server.http import connection, http1, http2
-from novainfer.server.http.connection import HttpConfig
+from novainfer.server.http.front import Front, LocalFront
 from novainfer.server.http.listen import (
     FLUSH_TIMEOUT_S,
     bind,
-    check_certificate,
-    hypercorn_config,
+    bind_each,
     raise_descriptor_limit,
-    reload_certificate,
+    read_certificate,
 )
-from novainfer.server.http.tls import write_self_signed
+from novainfer.server.http.tls import Certificate, write_self_signed
+from novainfer.server.journal.journal import Journal
 from novainfer.server.logs import announce
 from novainfer.server.loop import loop_factory
 from novainfer.server.operate import garbage, systemd
 from novainfer.server.operate.recorder import dump_on_signal
-from novainfer.server.operate.said import Throughput, about
+from novainfer.server.operate.resume import resume
+from novainfer.server.operate.said import Throughput, about, about_models
+from novainfer.server.processes.supervisor import ApiProcesses
 from novainfer.server.service import Service
 from novainfer.server.settings import ServerSettings
 from novainfer.server.tracing import Tracing
@@ -62,7 +63,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 class Server:
-    """One listening socket and what is served on it; `run` returns when it has been stopped and all is closed.
+    """What listens at one port, and what is served there; `run` returns when it has been stopped and all is closed.
 
     Raises `InvalidParameter` when the address or the certificate cannot be used.
     """
@@ -73,21 +74,21 @@ class Server:
         self.stop = asyncio.Event()
         self.is_listening = asyncio.Event()
         self.ready = asyncio.Event()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._config: HttpConfig | None = None
         self._reading: asyncio.Task[None] | None = None  # of the keys, for a SIGHUP
         self._certificate = self._find_certificate()
         if settings.otlp_traces_endpoint is not None:
             self.service.tracing = Tracing(settings.otlp_traces_endpoint, self.service.version)
-        self._sock = bind(settings, settings.port)
-        self.port: int = self._sock.getsockname()[1]
+        number = settings.api_processes
+        self._sockets = bind_each(settings, number) if number else [bind(settings, settings.port)]
+        self.port: int = self._sockets[0].getsockname()[1]
         self._metrics_sock: socket.socket | None = None
         self.metrics_port: int | None = None
         if settings.metrics_port is not None:
             try:
                 self._metrics_sock = bind(settings, settings.metrics_port, field="metrics_port")
             except InvalidParameter:
-                self._sock.close()
+                for sock in self._sockets:
+                    sock.close()
                 raise
             self.metrics_port = self._metrics_sock.getsockname()[1]
         self.service.address = (settings.host, self.port)
@@ -122,117 +123,191 @@ class Server:
     def reload_certificate(self) -> None:
         """Read the certificate's files again, for connections to come; what cannot be used is told, and not used."""
         settings = self.settings
-        if settings.ssl_certfile is None or settings.ssl_keyfile is None or self._config is None:
+        if settings.ssl_certfile is None or settings.ssl_keyfile is None or self.service.front is None:
             log.info("there is no certificate to be read again (--ssl-certfile)")
             return
         try:
-            reload_certificate(self._config, settings.ssl_certfile, settings.ssl_keyfile)
+            self.service.front.use_certificate(read_certificate(settings.ssl_certfile, settings.ssl_keyfile))
         except InvalidParameter as error:
             log.error("%s: connections get the certificate that was read before", error.message)
         else:
             log.info("the certificate %s was read again: new connections get it", settings.ssl_certfile)
 
-    async def run(self, make_engine: MakeEngine, *, on_ready: Callable[[], None] = lambda: None) -> None:
-        """Serve until `stop` is set; raises what `make_engine` or `engine.start` raise, after closing everything."""
-        close_http = asyncio.Event()
-        config = self._config = hypercorn_config(self.settings, self._sock, self._certificate)
-        self.service.connections = config.connections
-        connection.install()
-        http1.install()
-        http2.install()
+    async def run(
+        self, hosted: MakeEngine | Models[ServedEngine], *, on_ready: Callable[[], None] = lambda: None
+    ) -> None:
+        """Serve one engine, or several models, until `stop` is set.
 
+        Raises what making an engine and starting it raise, after closing everything.
+        """
+        self._open_journal()
+        close_http = asyncio.Event()
+        fronts = self._fronts()
+        self.service.front = fronts[0]
         num_listening = 0
 
-        async def until_closed() -> None:
+        def on_listening() -> None:
             nonlocal num_listening
             num_listening += 1
-            if num_listening == len(listeners):
+            if num_listening == len(fronts):
                 self.is_listening.set()
-            await close_http.wait()
 
         def is_warm() -> None:
-            config.count_descriptors()
+            for front in fronts:
+                front.count_descriptors()
             on_ready()
 
-        listeners = [(create_app(self.service), config)]
-        if self._metrics_sock is not None:
-            metrics_config = hypercorn_config(self.settings, self._metrics_sock, None)
-            listeners.append((create_metrics_app(self.service), metrics_config))
-        http = {
-            asyncio.create_task(hypercorn.asyncio.serve(app, its, shutdown_trigger=until_closed))  # type: ignore[arg-type]
-            for app, its in listeners
-        }
+        http = {asyncio.create_task(front.run(on_listening, close_http)) for front in fronts}
         try:
-            await self._run_engine(make_engine, is_warm)
+            if isinstance(hosted, Models):
+                await self._run_models(hosted, is_warm)
+            else:
+                await self._run_engine(hosted, is_warm)
         finally:
             self.service.is_draining = True
             await self.service.end_background(BACKGROUND_TIMEOUT_S)
             self.service.end_feeds()
             close_http.set()
             await asyncio.wait(http, timeout=FLUSH_TIMEOUT_S)
-            for _, its in listeners:
-                its.abort_connections()  # of clients that do not read what is there for them
+            for front in fronts:
+                front.abort_connections()  # of clients that do not read what is there for them
             await asyncio.wait(http, timeout=FLUSH_TIMEOUT_S)
             for task in http:
                 task.cancel()
             await asyncio.gather(*http, return_exceptions=True)
             if self.service.engine is not None:
                 await self.service.engine.aclose()
+            if self.service.models is not None:
+                await self.service.models.aclose()
+            if (journal := self.service.journal) is not None:
+                await asyncio.to_thread(journal.close)
             if (tracing := self.service.tracing) is not None:
                 await asyncio.to_thread(tracing.close)
-            if self._folder is not None:
-                self._folder.cleanup()
 
-    def _find_certificate(self) -> tuple[Path, Path] | None:
+    def _fronts(self) -> list[Front]:
+        """What serves requests, and then what serves metrics alone, where these have a port of their own."""
+        app, settings = create_app(self.service), self.settings
+        found: list[Front] = [
+            ApiProcesses(settings, app, self._sockets, self._certificate)
+            if settings.api_processes
+            else LocalFront(app, settings, self._sockets[0], self._certificate)
+        ]
+        if self._metrics_sock is not None:
+            found.append(LocalFront(create_metrics_app(self.service), settings, self._metrics_sock, None))
+        return found
+
+    def _open_journal(self) -> None:
+        settings = self.settings
+        if settings.journal is None:
+            return
+        try:
+            self.service.use_journal(Journal(settings.journal, settings.journal_max_bytes, settings.journal_ttl_s))
+        except InvalidParameter:
+            for sock in (*self._sockets, self._metrics_sock):
+                if sock is not None:
+                    sock.close()
+            raise
+
+    def _find_certificate(self) -> Certificate | None:
         settings = self.settings
         if settings.self_signed:
-            self._folder = tempfile.TemporaryDirectory(prefix="novainfer-")
-            return write_self_signed(Path(self._folder.name), settings.host)
+            with tempfile.TemporaryDirectory(prefix="novainfer-") as folder:
+                return read_certificate(*write_self_signed(Path(folder), settings.host))
         if settings.ssl_certfile is None or settings.ssl_keyfile is None:
             return None
-        check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
-        return settings.ssl_certfile, settings.ssl_keyfile
+        return read_certificate(settings.ssl_certfile, settings.ssl_keyfile)
 
     async def _run_engine(self, make_engine: MakeEngine, on_ready: Callable[[], None]) -> None:
         stop = asyncio.create_task(self.stop.wait())
         try:
             engine = await asyncio.to_thread(make_engine)
             self.service.engine = engine
-            start = asyncio.create_task(engine.start())
-            try:
-                await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if not start.done():
-                    start.cancel()
-                    await asyncio.gather(start, return_exceptions=True)
-            if start.cancelled():
+            if not await _has_started(engine.start(), stop):
                 return
-            start.result()
-            self.service.was_ready = True
-            self.ready.set()
-            on_ready()
-            throughput = Throughput(time.monotonic())
-            is_watched = systemd.has_watchdog()
-            while not stop.done():
-                await asyncio.wait({stop}, timeout=ALIVE_CHECK_S)
-                if not self.service.live.num_live:
-                    garbage.collect_when_idle()
-                if is_watched and engine.health().is_live:
-                    systemd.notify(systemd.MOVING)
-                self.service.store.sweep()
-                if (line := throughput.line(engine.statistics, time.monotonic())) is not None:
-                    log.info("%s", line)
-                if not stop.done() and not engine.is_ready:
-                    raise EngineDead("The engine died; every request has been told, and the log says why")
-            self.service.is_draining = True
-            timeout_s = self.settings.shutdown_timeout_s
-            with suppress(TimeoutError):  # what has ended may still wait for a client to read it
-                await asyncio.wait_for(engine.drain(timeout_s), timeout_s + FLUSH_TIMEOUT_S)
+            await self.service.note_coming(engine.model_info.name, engine)
+            await resume(self.service)
+            self._tell_ready(on_ready)
+            await self._until_stopped(stop, lambda: engine.is_ready)
+            await self._drain(engine)
         finally:
             stop.cancel()
 
+    async def _run_models(self, models: Models[ServedEngine], on_ready: Callable[[], None]) -> None:
+        stop = asyncio.create_task(self.stop.wait())
+        try:
+            models.open(self.service.note_going, self.service.note_coming)
+            self.service.models = models
+            if not await _has_started(self._start_models(models), stop):
+                await self._drain(models)  # requests wait for them already, and are told
+                return
+            self._tell_ready(on_ready)
+            await self._until_stopped(stop, lambda: models.is_ready)  # also while none is loaded, or one has died
+            await self._drain(models)
+        finally:
+            stop.cancel()
 
-def run_server(settings: ServerSettings, make_engine: MakeEngine) -> int:
+    async def _start_models(self, models: Models[ServedEngine]) -> None:
+        """What the journal holds waits for its models as requests do that come now, and behind the first ones."""
+        loading = asyncio.create_task(models.start())
+        try:
+            await resume(self.service)
+            await loading
+        finally:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+
+    def _tell_ready(self, on_ready: Callable[[], None]) -> None:
+        self.service.was_ready = True
+        self.ready.set()
+        on_ready()
+
+    async def _until_stopped(self, stop: asyncio.Task[Any], is_alive: Callable[[], bool]) -> None:
+        throughputs: dict[str, Throughput] = {}
+        is_watched = systemd.has_watchdog()
+        while not stop.done():
+            await asyncio.wait({stop}, timeout=ALIVE_CHECK_S)
+            if not self.service.live.num_live:
+                garbage.collect_when_idle()
+            engines, now_s = self.service.engines(), time.monotonic()
+            if is_watched and all(engine.health().is_live for engine in engines.values()):
+                systemd.notify(systemd.MOVING)
+            self.service.store.sweep()
+            for name, engine in engines.items():
+                if self.settings.disable_log_stats:
+                    continue
+                throughput = throughputs.setdefault(name, Throughput(now_s))
+                if (line := throughput.line(engine.statistics, now_s)) is not None:
+                    log.info("%s", f"{name}: {line}" if name else line)
+            for name in throughputs.keys() - engines.keys():
+                del throughputs[name]
+            if not stop.done() and not is_alive():
+                raise EngineDead("The engine died; every request has been told, and the log says why")
+            if not stop.done() and self.service.front is not None and self.service.front.has_failed:
+                raise ServerError("No API process stays alive, and nothing can be served: the log says why")
+
+    async def _drain(self, host: ServedEngine | Models[ServedEngine]) -> None:
+        self.service.is_draining = True
+        timeout_s = self.settings.shutdown_timeout_s
+        with suppress(TimeoutError):  # what has ended may still wait for a client to read it
+            await asyncio.wait_for(host.drain(timeout_s), timeout_s + FLUSH_TIMEOUT_S)
+
+
+async def _has_started(starting: Coroutine[Any, Any, None], stop: asyncio.Task[Any]) -> bool:
+    """Whether it has, or was told to `stop` before; raises what it raises."""
+    start = asyncio.create_task(starting)
+    try:
+        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not start.done():
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
+    if start.cancelled():
+        return False
+    start.result()
+    return True
+
+
+def run_server(settings: ServerSettings, hosted: MakeEngine | Models[ServedEngine]) -> int:
     """The command `novainfer serve`: until a signal comes; returns the exit code."""
     started = time.perf_counter()
     raise_descriptor_limit()
@@ -247,7 +322,7 @@ def run_server(settings: ServerSettings, make_engine: MakeEngine) -> int:
             announce(ready_line(server, time.perf_counter() - started), to=sys.stdout)
             systemd.notify(systemd.READY, f"STATUS=at {server.url}")
 
-        await server.run(make_engine, on_ready=on_ready)
+        await server.run(hosted, on_ready=on_ready)
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(main())
@@ -256,16 +331,22 @@ def run_server(settings: ServerSettings, make_engine: MakeEngine) -> int:
 
 def ready_line(server: Server, elapsed_s: float) -> str:
     """What a user sees when the server is warm: where it is, what it has, and a command to try."""
-    engine = server.service.engine
-    assert engine is not None, "ready without an engine"
-    name = engine.model_info.name
+    service = server.service
+    engines = service.engines()
+    first = next(iter(engines.values()), None)
+    name = first.model_info.name if first is not None else "NAME"
+    if service.models is None:
+        assert first is not None, "ready without an engine"
+        what, told = name, about(first)
+    else:
+        what, told = f"{len(service.models.names)} models", about_models(service.models)
     options = " -k" if server.settings.self_signed else ""
-    key = " \\\n    -H 'authorization: Bearer KEY'" if server.service.keys.are_needed else ""
+    key = " \\\n    -H 'authorization: Bearer KEY'" if service.keys.are_needed else ""
     metrics = f"metrics at {server.metrics_url}\n" if server.metrics_url is not None else ""
-    path, ask = EXAMPLES[engine.model_info.prompt_kind]
+    path, ask = EXAMPLES[first.model_info.prompt_kind if first is not None else "text"]
     return (
-        f"NovaInfer {server.service.version} serves {name} at {server.url} (ready in {elapsed_s:.1f} s)\n"
-        f"{about(engine)}\n{metrics}"
+        f"NovaInfer {service.version} serves {what} at {server.url} (ready in {elapsed_s:.1f} s)\n"
+        f"{told}\n{metrics}"
         f"  curl -N{options} {server.url}{path} -H 'content-type: application/json'{key} \\\n"
         f'    -d \'{{"model": "{name}", "stream": true, {ask}}}\''
     )

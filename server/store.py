@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+from novainfer.server.change import Change
 from novainfer.server.http.errors import ResponseNotFound, StoreFull
 
 EVENT_BYTES = 64  # of an event beside its text: its object, and its place in a list
@@ -84,7 +85,7 @@ class Record:
 
     def __init__(self, store: ResponseStore, response_id: str, owner: str, turn: Turn, *, has_events: bool) -> None:
         self._store = store
-        self._changed: set[asyncio.Future[None]] = set()
+        self._changed = Change()
         self.id = response_id
         self.owner = owner
         self.turn = turn
@@ -139,18 +140,11 @@ class Record:
 
     async def changed(self) -> None:
         """Wait until it has one more event, or has ended, or is dropped."""
-        future = asyncio.get_running_loop().create_future()
-        self._changed.add(future)
-        try:
-            await future
-        finally:
-            self._changed.discard(future)
+        await self._changed.wait()
 
     def tell(self) -> None:
         """Wake the readers that wait for a change."""
-        for future in self._changed:
-            if not future.done():
-                future.set_result(None)
+        self._changed.tell()
 
 
 class ResponseStore:

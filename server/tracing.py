@@ -1,6 +1,7 @@
 """Traces by OpenTelemetry: a span for each request, with an event for each state that its choices came into.
 
-A span is made when its request has ended, of what is known then: nothing is done for it on the way. The SDK's own
+A span is made when its request has ended, of what is known then: nothing is done for it on the way. A generation that
+goes on behind its request has one of its own when it ends, in the same trace. The SDK's own
 thread sends spans over OTLP/HTTP from a bounded queue; when the collector is slow or gone, spans are lost and requests
 are not. Attributes are those of the GenAI and HTTP conventions, and `nova.*` for the rest; none holds text of prompts,
 answers or stop strings.
@@ -15,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Scope
 
 from novainfer import InvalidParameter
-from novainfer.server.http.exchange import Exchange
+from novainfer.server.http.exchange import Exchange, trace_headers
 from novainfer.server.request_log import PROBES
+from novainfer.server.work import Work
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
 
 SERVICE_NAME = "novainfer"  # unless OTEL_SERVICE_NAME says otherwise
 TRACES_PATH = "/v1/traces"  # OTLP's own, where the endpoint names none
@@ -76,25 +79,37 @@ class Tracing:
         if exchange.path in PROBES:
             return
         work = exchange.work
-        operation = OPERATIONS.get(work.prefix, work.prefix)
+        has_generation = bool(work.prefix) and not work.is_going_on
         span = self._tracer.start_span(
-            f"{operation} {work.model}" if operation else f"{exchange.method} {route}",
-            context=self._propagator.extract(_carrier(scope)),
+            _name(work) if has_generation else f"{exchange.method} {route}",
+            context=self._propagator.extract(trace_headers(scope)),
             kind=SpanKind.SERVER,
             start_time=self._ns(exchange.started),
         )
         if span.is_recording():
             span.set_attributes(_attributes(scope, exchange, status, route, address))
-            for prompt, record in enumerate(work.records):
-                for choice in record.choices:
-                    for moved in choice.history:
-                        at = {"nova.prompt": prompt, "nova.choice": choice.index}
-                        span.add_event(moved.state, at, timestamp=int(moved.time * NS))
+            if has_generation:
+                _add_generation(span, work)
             ended_by = exchange.ended_by or work.ended_by
             if status >= 400 or work.error is not None:
                 span.set_attribute("error.type", ended_by or str(status))
             if status >= 500 or (status < 400 and work.error is not None):
                 span.set_status(Status(StatusCode.ERROR, ended_by))
+        span.end(self._ns(time.perf_counter()))
+
+    def tell_generation(self, work: Work) -> None:
+        """Make the span of a generation that has ended behind its request."""
+        from opentelemetry.trace import Status, StatusCode
+
+        context = self._propagator.extract(work.carrier)
+        span = self._tracer.start_span(_name(work), context=context, start_time=self._ns(work.began_s))
+        if span.is_recording():
+            if work.request_id:
+                span.set_attribute("nova.request.id", work.request_id)
+            _add_generation(span, work)
+            if work.error is not None:
+                span.set_attribute("error.type", work.ended_by)
+                span.set_status(Status(StatusCode.ERROR, work.ended_by))
         span.end(self._ns(time.perf_counter()))
 
     def close(self) -> None:
@@ -114,17 +129,8 @@ def traces_url(endpoint: str) -> str:
     return endpoint if path else f"{scheme}://{host}{TRACES_PATH}"
 
 
-def _carrier(scope: Scope) -> dict[str, str]:
-    """The headers that say of which trace a request is a part (W3C Trace Context)."""
-    return {
-        name.decode("latin-1").lower(): value.decode("latin-1")
-        for name, value in scope["headers"]
-        if name.lower() in (b"traceparent", b"tracestate")
-    }
-
-
 def _attributes(scope: Scope, exchange: Exchange, status: int, route: str, address: tuple[str, int]) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    return {
         "http.request.method": exchange.method,
         "http.route": route,
         "http.response.status_code": status,
@@ -133,10 +139,24 @@ def _attributes(scope: Scope, exchange: Exchange, status: int, route: str, addre
         "server.port": address[1],
         "nova.request.id": exchange.request_id,
     }
-    work = exchange.work
-    if not work.prefix:
-        return found
-    found |= {
+
+
+def _name(work: Work) -> str:
+    return f"{OPERATIONS.get(work.prefix, work.prefix)} {work.model}"
+
+
+def _add_generation(span: Span, work: Work) -> None:
+    """What the engine was asked for, and did, with an event for each state of each choice."""
+    span.set_attributes(_generation(work))
+    for prompt, record in enumerate(work.records):
+        for choice in record.choices:
+            for moved in choice.history:
+                at = {"nova.prompt": prompt, "nova.choice": choice.index}
+                span.add_event(moved.state, at, timestamp=int(moved.time * NS))
+
+
+def _generation(work: Work) -> dict[str, Any]:
+    found: dict[str, Any] = {
         "gen_ai.operation.name": OPERATIONS.get(work.prefix, work.prefix),
         "gen_ai.provider.name": "novainfer",
         "gen_ai.request.model": work.model,
@@ -152,8 +172,10 @@ def _attributes(scope: Scope, exchange: Exchange, status: int, route: str, addre
         found |= {name: value for field, name in PARAMS.items() if (value := getattr(params, field)) is not None}
         if params.n != 1:
             found["gen_ai.request.choice.count"] = params.n
+        if params.session_id is not None:
+            found["gen_ai.conversation.id"] = params.session_id
     if (queue_s := work.queue_s) is not None:
         found["nova.time_in_queue"] = queue_s
     if work.first_s is not None:
-        found["gen_ai.response.time_to_first_chunk"] = work.first_s - exchange.started
+        found["gen_ai.response.time_to_first_chunk"] = work.first_s - work.began_s
     return found

@@ -1,37 +1,43 @@
-"""What one HTTP request had the engine do, filled as it goes: for its line in the log."""
+"""What one HTTP request had the engine do, filled as it goes: for its line in the log, and its span.
+
+A generation may go on behind its request: a response in the background, a stream in the journal whose client has left.
+Its end is then told by itself.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from novainfer import Delta, NovaInferError, SamplingParams
-from novainfer.inspection import RequestRecord, Transition
-
-WAITS = frozenset({"OVERFLOW", "WAITING"})  # the states of a request that has not run yet
+from novainfer.inspection import WAITS, RequestRecord, Transition
 
 
 class Work:
     """A generation as an operator sees it: no text of prompts or answers. Times are `time.perf_counter`'s.
 
     `is_watched` says that its end will be told, so that what costs something is looked up then; `prefix` is that of its
-    id, which names the kind of request.
+    id, which names the kind of request. `is_behind`: its request has ended before it, and was told.
     """
 
     __slots__ = (
         "began_s",
         "cached_tokens",
+        "carrier",
         "completion_tokens",
         "error",
         "finish_reasons",
         "first_s",
         "id",
+        "is_behind",
+        "is_over",
         "is_watched",
         "model",
         "params",
         "prefix",
         "prompt_tokens",
         "records",
+        "request_id",
     )
 
     def __init__(self, *, is_watched: bool = False) -> None:
@@ -46,10 +52,23 @@ class Work:
         self.finish_reasons: dict[int, str] = {}  # by choice
         self.error: BaseException | None = None
         self.records: Sequence[RequestRecord] = ()  # the engine's, of each prompt that it had
+        self.is_over = False
+        self.is_behind = False
+        self.request_id = ""
+        self.carrier: Mapping[str, str] = {}  # the headers of its request that say of which trace it is a part
 
     def begin(self, prefix: str, request_id: str, model: str, params: SamplingParams) -> None:
         """A generation has begun."""
         self.prefix, self.id, self.model, self.params = prefix, request_id, model, params
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether a generation has begun, and not ended."""
+        return bool(self.prefix) and not self.is_over
+
+    def leave_behind(self, request_id: str, carrier: Mapping[str, str]) -> None:
+        """Its request has ended, and was told without it."""
+        self.is_behind, self.request_id, self.carrier = True, request_id, carrier
 
     def note(self, delta: Delta, now_s: float) -> None:
         """A delta is there, at `now_s`."""

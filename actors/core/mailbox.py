@@ -233,6 +233,11 @@ class Actor:
         if stream_id is not None:
             self._timers_of.setdefault(stream_id, []).append(event)
 
+    def left_s(self, event: Any) -> float | None:
+        """Seconds until the timer that brings `event` runs out; None where none is set."""
+        timer = self._timers.get(event)
+        return max(timer.when() - self._loop.time(), 0.0) if timer is not None and self._loop is not None else None
+
     def _fire(self, event: Any) -> None:
         codes = self._codes[1]
         if codes is not None and not self._is_dead:

@@ -1,7 +1,9 @@
 """The streams actor exists because readers have their own pace: it owns what each client has not read yet.
 
-One batched Outputs message comes per step; each output goes to its stream's machine, and a reader that waits is woken
-at most once. `StreamHandle` is what a reader holds. A stream has one timer, which dies with its stall.
+One batched Outputs message comes per step; each output goes to its stream's machine. A reader is a task that waits, and
+is woken at most once; or a function that it has left in its place (`StreamHandle.forward`), which is given what is new
+when all streams have taken the step: a task's turn a token costs more than the token's way to the socket. To the
+machine both are the same: outputs, then reads. A stream has one timer, which dies with its stall.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ READ = Read()
 class StreamHandle:
     """One stream's reading end; for one reader at a time."""
 
-    __slots__ = ("_forget", "_log", "_perform", "_read_code", "_stream", "_waiter", "is_over", "prompt_field")
+    __slots__ = ("_forget", "_log", "_perform", "_read_code", "_stream", "_take", "_waiter", "is_over", "prompt_field")
 
     def __init__(
         self, stream: Stream, perform: Callable[[Stream, Sequence[Effect]], None], forget: Callable[[int], None]
@@ -37,6 +39,7 @@ class StreamHandle:
         self._perform = perform
         self._forget = forget
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Callable[[Delta], bool] | None = None  # what reads in the place of the task that waits
         self._log: bytearray | None = None  # the recorder's
         self._read_code = read_code(stream.stream_id)
         self.is_over = False
@@ -69,6 +72,9 @@ class StreamHandle:
             return None
         if self._log is not None:
             self._log += self._read_code
+        first = effects[0]
+        if len(effects) == 1 and type(first) is Send and type(first.event) is Delta:  # as mostly
+            return first.event
         found: Delta | Finished | End | None = None
         more: list[Effect] = []
         for effect in effects:
@@ -97,6 +103,47 @@ class StreamHandle:
         assert found is not None, "there was news"
         return found
 
+    async def forward(self, take: Callable[[Delta], bool]) -> None:
+        """Give each delta to `take` in the turn in which it comes, until it answers False, or none will come.
+
+        What is there then is there to `read`. An exception of `take` is raised here.
+        """
+        if not self._give(take):
+            return
+        assert self._waiter is None, "a stream has one reader"
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._take = take
+        try:
+            await self._waiter
+        finally:
+            self._waiter = self._take = None
+
+    def push(self) -> None:
+        """Give what is new to the function that reads, if one does; its task is woken for what that does not take."""
+        take = self._take
+        if take is None:
+            return
+        try:
+            if self._give(take):
+                return
+        except Exception as error:
+            self._take = None
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(error)
+        else:
+            self._take = None
+            self.wake()
+
+    def _give(self, take: Callable[[Delta], bool]) -> bool:
+        """All that is new; False where `take` wants no more of it, or nothing will come."""
+        stream = self._stream
+        for _ in range(stream.num_choices_unread):
+            delta = self.read_nowait()
+            assert type(delta) is Delta, "ends come behind all that is unread"
+            if not take(delta):
+                return False
+        return stream.state is not StreamState.CLOSED
+
     def wake(self) -> None:
         """Wake the reader, if one waits."""
         waiter = self._waiter
@@ -123,6 +170,7 @@ class Streams:
         self.stalls_total = 0
         self._gone = gone  # hears of each stream that is forgotten
         self._streams: dict[int, tuple[Stream, StreamHandle]] = {}
+        self._to_push: list[StreamHandle] = []  # that have something new, for a function that reads
         self._recorder: Recorder | None = None
         self._codes: Codes | None = None
         self._direct: Codes | None = None  # of what comes from no mailbox: timers
@@ -173,6 +221,10 @@ class Streams:
     def take(self, event: Any) -> None:
         """Outputs of a step, or the stop of everything."""
         self._take_recorded(event, self._codes)
+        if self._to_push:  # behind all of it: a reader's next event must not be recorded before this one
+            to_push, self._to_push = self._to_push, []
+            for handle in to_push:
+                handle.push()
 
     def _take_recorded(self, event: Any, codes: Codes | None) -> None:
         recorder = self._recorder
@@ -197,7 +249,7 @@ class Streams:
                 self._perform(stream, stream.handle(event))
                 handle.wake()
             return
-        streams = self._streams
+        streams, to_push = self._streams, self._to_push
         if isinstance(event, StallOver):
             if event.stream_id in streams:
                 stream, handle = streams[event.stream_id]
@@ -214,6 +266,9 @@ class Streams:
             stream, handle = entry
             if effects := stream.handle(output):
                 self._perform(stream, effects)
+            if handle._take is not None:
+                to_push.append(handle)
+                continue
             waiter = handle._waiter
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)

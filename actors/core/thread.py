@@ -8,6 +8,9 @@ ends when `stop` was called and the thread is through.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -89,6 +92,13 @@ class JobThread:
         self._is_dropping = True
         self._jobs.put(None)
         self._ended.set()
+
+    def give_way(self) -> None:
+        """Let all others go first from now on, where a thread has a priority of its own: on Linux."""
+        number = self._thread.native_id if self._thread is not None else None
+        if sys.platform == "linux" and number is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.setpriority(os.PRIO_PROCESS, number, 19)
 
     async def run(self) -> None:
         """Live from now until `stop`; raises what killed the thread. When cancelled, the running job is waited for."""

@@ -23,11 +23,11 @@ from novainfer.actors.device.pooling_defaults import pooling_defaults
 from novainfer.actors.device.sampling_defaults import sampling_defaults
 from novainfer.fsm.messages.errors import NovaInferError
 from novainfer.fsm.messages.mode import AUTO, CHECKPOINT, Mode
-from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.messages.step import StepDone, StepMasks, StepPlan
 from novainfer.kernels.heap import keep_for_steps, keep_little, release_freed_pages
 
 if TYPE_CHECKING:
-    from novainfer.kernels.runtime.runner import Flight as KernelFlight
+    from novainfer.kernels.runtime.flight import Flight as KernelFlight
     from novainfer.kernels.runtime.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,9 @@ class Device(Protocol):
 
         Raises MemoryError when memory was short, anything else when it failed.
         """
+
+    def give(self, masks: StepMasks) -> None:
+        """Masks for a step that is computed, or will be; from any thread, and at any time."""
 
     def switch(self, mode: Mode) -> None:
         """Compute in `mode` from the next step on; raises when it cannot, and then computes as before."""
@@ -131,6 +134,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool
     swap_space_gib: float = 0.0
     gpu_memory_utilization: float = 0.9
+    memory_share: float = 1.0
     enforce_eager: bool = False
     generation_config: Literal["auto", "none"] = "auto"
     quantization: str | None = None
@@ -226,6 +230,7 @@ class ModelDevice:
             mode="fixed" if num_blocks is not None else s.kv_cache_capacity_mode,
             num_blocks=num_blocks if num_blocks is not None else s.num_kv_blocks,
             memory_utilization=s.gpu_memory_utilization if s.device == "cuda" else s.kv_cache_memory_utilization,
+            memory_share=s.memory_share,
             swap_space_bytes=int(s.swap_space_gib * 1024**3),
         )
         return self._fitted(num_blocks)
@@ -242,7 +247,7 @@ class ModelDevice:
         Where they, or CUDA graphs, find no memory beside a cache that was fitted to what is there, it is fitted again
         with less, three times at most: then the answer gives the number of blocks, too.
         """
-        from novainfer.kernels.memory import release_code_pages
+        from novainfer.kernels.memory import release_library_pages
 
         found: dict[str, Any] = {}
         for eighths in FEWER_EIGHTHS:
@@ -257,7 +262,7 @@ class ModelDevice:
             found |= self._measured()
         if self._settings.device == "cpu":
             release_freed_pages()
-            release_code_pages()
+            release_library_pages()
             keep_for_steps()
         return found
 
@@ -289,6 +294,11 @@ class ModelDevice:
         with _memory_errors():
             flight = self._model.launch(plan)
             return flight.done() if flight.is_through else _ModelFlight(flight)
+
+    def give(self, masks: StepMasks) -> None:
+        """What is given before the model is there, or when it goes, is for no step."""
+        if (runner := self._runner) is not None:
+            runner.give(masks)
 
     def switch(self, mode: Mode) -> None:
         """Other kernels, or weights in another precision (kernels/runtime/modes.py)."""

@@ -16,7 +16,7 @@ import msgspec
 
 from novainfer.fsm.messages.events import Chat, PromptKind
 from novainfer.fsm.messages.mode import CHECKPOINT, Mode
-from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, Logprobs, StepDone, StepPlan
+from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, Logprobs, StepDone, StepMasks, StepPlan
 from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.text import TokenizerInfo, Vocabulary
 
@@ -99,8 +99,12 @@ class FakeDevice:
         ends = list(accumulate(plan.query_lens))
         ids = self._with_sampled(plan, ends) if plan.after else plan.input_ids
         if not plan.num_drafts and not plan.num_drafts_wanted:
-            one_each = [self._next(ids[ends[seq] - 1]) for seq in plan.sample_seqs]
-            self._last.update(zip([plan.slots[seq] for seq in plan.sample_seqs], one_each, strict=True))
+            if len(ids) == len(plan.sample_seqs):  # each row is one token
+                slots, one_each = plan.slots, list(map(self._next, ids))
+            else:
+                slots = [plan.slots[seq] for seq in plan.sample_seqs]
+                one_each = [self._next(ids[ends[seq] - 1]) for seq in plan.sample_seqs]
+            self._last.update(zip(slots, one_each, strict=True))
             return StepDone(plan.step_id, plan.epoch, one_each, scores=self._scores(plan), pooled=pooled(plan))
         none = [0] * len(plan.sample_seqs)
         tokens: list[int] = []
@@ -142,6 +146,9 @@ class FakeDevice:
                 token_id = self._last[slot]
                 ids[end - 1] = 0 if token_id == NO_TOKEN else token_id
         return ids
+
+    def give(self, masks: StepMasks) -> None:
+        """It obeys no masks."""
 
     def switch(self, mode: Mode) -> None:
         """It computes the same in every mode."""

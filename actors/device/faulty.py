@@ -16,7 +16,7 @@ import msgspec
 from novainfer.actors.device.device import Device, Flight
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.mode import Mode
-from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.messages.step import StepDone, StepMasks, StepPlan
 
 FaultKind = Literal["oom", "exception", "stall", "hang", "freeze", "kill", "eat_memory"]
 # These would take the engine with them where the device is a thread of its process.
@@ -76,6 +76,10 @@ class FaultyDevice:
         if self._armed:
             self._fail(plan)
         return self.device.run(plan)
+
+    def give(self, masks: StepMasks) -> None:
+        """To the device, from any thread."""
+        self.device.give(masks)
 
     def load(self, precision: str | None = None) -> dict[str, Any]:
         """As the device does."""

@@ -20,6 +20,7 @@ from novainfer.actors.device.jobs import Jobs, leaves_unusable
 from novainfer.fsm.health import Sighting
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.events import DeviceLost, Kill, Run
+from novainfer.fsm.messages.step import StepMasks
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ class DeviceLink(Protocol):
 
     def put(self, job: Any) -> None:
         """Do `job` after those before it."""
+
+    def give(self, masks: StepMasks) -> None:
+        """Masks for a step that was put before; of no use to one that has ended."""
 
     def stop(self) -> None:
         """End after the jobs that were put before, or after a bounded time."""
@@ -90,6 +94,10 @@ class ThreadLink:
         self._thread.put(job)
         if type(job) is Run:
             time.sleep(HANDOVER_S)
+
+    def give(self, masks: StepMasks) -> None:
+        """The device's thread may wait for them."""
+        self._device.give(masks)
 
     def _or_lost(self, answer: Any) -> Any:
         """`answer`; where the device is of no more use, that it is lost: nothing that is asked of it would be told."""

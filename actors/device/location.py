@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 from novainfer.fsm.messages.errors import ModelLoadError
 from novainfer.fsm.schedule.speculative_config import PARAM
@@ -12,6 +13,13 @@ DEMO_MODEL = "demo"  # the model that ships with NovaInfer
 DEMO_DRAFT = "demo-draft"  # and the one that drafts for it
 SHIPPED = (DEMO_MODEL, DEMO_DRAFT)
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json")
+
+
+class ModelSizes(NamedTuple):
+    """Of a model: ids of its vocabulary, and the tokens of the longest context that it was made for."""
+
+    vocab_size: int
+    max_model_len: int
 
 
 class ModelLocation:
@@ -59,6 +67,17 @@ class ModelLocation:
         except LoadError as error:
             said = f"{PARAM}: {error}" if self._setting == PARAM else str(error)
             raise ModelLoadError(said, param=self._setting) from None
+
+    def sizes(self) -> ModelSizes:
+        """What its own files say, without its weights; raises `ModelLoadError`."""
+        from novainfer.kernels.errors import LoadError
+        from novainfer.kernels.models.registry import read_config
+
+        try:
+            config = read_config(self.path())
+        except LoadError as error:
+            raise ModelLoadError(str(error), param=self._setting) from None
+        return ModelSizes(config.vocab_size, config.max_position_embeddings)
 
     def _find(self) -> Path:
         if self.name in SHIPPED:

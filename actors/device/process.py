@@ -56,7 +56,7 @@ from novainfer.fsm.messages.events import (
     StepFailed,
     Stop,
 )
-from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.messages.step import StepDone, StepMasks
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,13 @@ class ProcessLink:
     def put(self, job: Any) -> None:
         """Start, end, or ask the worker's process."""
         self._take(job if isinstance(job, Spawn | Kill | Close) else Ask(job))
+
+    def give(self, masks: StepMasks) -> None:
+        """To the worker's process, if it is the one that the step went to."""
+        worker = self.roster.worker
+        seen = self._seen.get(worker.serial) if worker is not None else None
+        if seen is not None:
+            seen.child.send(masks.epoch, masks)
 
     def stop(self) -> None:
         """End: at once, or when the device is closed if that was asked for, within `CLOSE_S` seconds."""

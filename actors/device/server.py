@@ -50,11 +50,12 @@ from novainfer.actors.device.wire import (
 )
 from novainfer.fsm.device.process import SPARE_EPOCH
 from novainfer.fsm.messages.events import Close, Fault, JobFailed, Run, StepFailed, Switch, Warm
-from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.messages.step import StepDone, StepMasks
 
 logger = logging.getLogger("novainfer.actors.device.server")  # this is `__main__`
 
 BEAT_S = 0.1
+MASKS_LIMIT_S = 0.01  # for masks, where they cannot come while a step is computed
 SHORT_S = 0.01  # after which what found no memory is tried again
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # <sys/prctl.h>
 CLONE_FILES = 0x400  # <sched.h>
@@ -76,6 +77,7 @@ class DeviceServer:
         self._reader = FrameReader(TO_DEVICE)
         self._unread = b""  # received, and not with the reader yet
         self._heard: deque[tuple[int, Any]] = deque()  # read while a step was computed
+        self._last_given = -1  # the step that was given masks last
         self._writer = FrameWriter()
         self._lock = threading.Lock()
         self._epoch = SPARE_EPOCH  # of the job under way
@@ -127,6 +129,9 @@ class DeviceServer:
         assert self._jobs is not None
         if type(message) is Injection:
             self._device.arm(message)
+            return
+        if type(message) is StepMasks:
+            self._device.give(message)
             return
         if type(message) is Unsent:
             self.say(self._jobs.unsent(message.failed))
@@ -190,6 +195,8 @@ class DeviceServer:
     def _step(self, run: Run) -> Any:
         """Let the other thread read while this one computes."""
         assert self._jobs is not None
+        if run.plan.masks_to_come:
+            self._hear_masks(run.plan.step_id)
         if self._watched is None:
             return self._jobs.do(run)
         self._watched.modify(self._sock, select.EPOLLIN)
@@ -198,14 +205,33 @@ class DeviceServer:
         finally:
             self._watched.modify(self._sock, 0)
 
+    def _hear_masks(self, step_id: int) -> None:
+        """Masks that have come with their step wake nobody. Where no other thread reads, they are waited for here."""
+        with self._listening:
+            self._sort()
+            if self._watched is None:
+                deadline_s = time.monotonic() + MASKS_LIMIT_S
+                while self._last_given != step_id and (left_s := deadline_s - time.monotonic()) > 0:
+                    if select.select([self._sock], [], [], left_s)[0]:
+                        self._receive()
+                        self._sort()
+
+    def _sort(self) -> None:
+        """Masks go to the device at once, and all else waits for the main thread."""
+        while (frame := self._reader.next()) is not None:
+            if type(frame[1]) is StepMasks and self._device is not None:
+                self._device.give(frame[1])
+                self._last_given = frame[1].step_id
+            else:
+                self._heard.append(frame)
+
     def _read_ahead(self) -> None:
         """What cannot be read, or finds no memory, is tried again by the main thread when its step has ended."""
         if not self._listening.acquire(blocking=False):
             return
         try:
             self._receive(socket.MSG_DONTWAIT)
-            while (frame := self._reader.next()) is not None:
-                self._heard.append(frame)
+            self._sort()
         except (BlockingIOError, LinkError):
             pass
         except MemoryError:

@@ -28,7 +28,7 @@ from novainfer.fsm.messages.events import (
     Switch,
     Warm,
 )
-from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.messages.step import StepDone, StepMasks
 
 # The largest is a plan that brings the tokens so far of many long requests with penalties (256 times 32k tokens are
 # 40 MB); a length beyond this can only be garbage.
@@ -101,7 +101,7 @@ def _names(*kinds: type) -> dict[str, type]:
     return {kind.__name__: kind for kind in kinds}
 
 
-TO_DEVICE = _names(Hello, Ping, Load, Fit, Warm, Run, Unsent, Switch, Reclaim, Close, Injection)
+TO_DEVICE = _names(Hello, Ping, Load, Fit, Warm, Run, StepMasks, Unsent, Switch, Reclaim, Close, Injection)
 FROM_DEVICE = _names(Beat, Progress, WithoutGraphs, LogLine, JobDone, JobFailed, StepDone, StepFailed)
 
 

@@ -1,12 +1,13 @@
 """The grammars' actor exists because compiling a grammar takes milliseconds, and masks of many requests do too.
 
-    Constrain ──▶ compiler's thread ──▶ the first mask ─┐
-                                                        ├──▶ Masked, GrammarFailed ──▶ engine
-    Advance ────▶ the masks' thread ──▶ the next ones ──┘
+    Constrain ──▶ compilers ──┐
+                              ├──▶ the masks' threads ──▶ Masked, GrammarFailed ──▶ engine
+    Advance ──────────────────┘
 
-A matcher is given committed tokens only, so nothing of it is ever taken back, and it lives here: a worker that is lost,
-a step that fails and a request that is preempted change nothing. The bits of masks stay here too; a plan names them,
-and gets them (`filled`) when it goes to the device.
+A matcher keeps committed tokens only (it takes drafts for as long as their masks are made), so nothing of it is ever
+taken back later, and it lives here: a worker that is lost, a step that fails and a request that is preempted change
+nothing. The bits of masks stay here too; a plan names them, and gets those that are there when it goes to the device
+(`launched`), and the others while it is computed (fsm/device/masks.py).
 """
 
 from __future__ import annotations
@@ -21,60 +22,44 @@ import anyio
 import msgspec
 
 from novainfer.actors.core.thread import JobThread
+from novainfer.actors.grammar.compilers import Compilers
+from novainfer.actors.grammar.masking import Advanced, Constrained, Made, MaskMaker
+from novainfer.fsm.core.machine import Effect, Start
+from novainfer.fsm.device import masks as delivering
+from novainfer.fsm.device.masks import Delivery, Give, Gone, Held, Landed, Launched, LaunchWith, MaskName
 from novainfer.fsm.health import GrammarState, Sighting
-from novainfer.fsm.messages.events import Advance, Constrain, GrammarFailed, Mask, Masked, Release
-from novainfer.fsm.messages.step import StepPlan
-from novainfer.fsm.messages.structured import StructuredOutputsParams
+from novainfer.fsm.messages.events import Advance, Constrain, GrammarFailed, Masked, Release, StepFailed
+from novainfer.fsm.messages.step import StepDone, StepMasks, StepPlan
 
 logger = logging.getLogger(__name__)
 
-NO_TOKENIZER = "this model has no tokenizer, which structured outputs need"
 LAST_WORD_S = 1.0  # for what is at work when the engine ends; then its thread is left behind
 MASK_THREADS_MAX = 4
-# llguidance recurses over rules that name each other: 30,000 of them in 260 KB of text need half a gigabyte of stack
-# (measured), and less would end this process. The memory is address space: ordinary grammars touch some kilobytes.
-COMPILER_STACK_BYTES = 1 << 30
 MASK_THREADS = max(1, min((os.cpu_count() or 1) // 2, MASK_THREADS_MAX))  # the rest computes steps
 
 
-class _Held:
-    """A request that is held to a grammar."""
-
-    __slots__ = ("grammar", "mask_id", "matcher", "num_tokens", "request_id", "row", "words")
-
-    def __init__(self, request_id: int, grammar: StructuredOutputsParams) -> None:
-        self.request_id = request_id
-        self.grammar = grammar
-        self.matcher: Any = None  # from when the grammar is compiled
-        self.num_tokens = 0
-        self.mask_id = 0
-        self.words: Any = None  # [num_rows, num_words] int32, and which of the rows is its mask
-        self.row = 0
-
-
-_Failed = tuple[_Held, str, str]  # the message, and its code
-_Answer = tuple[list[_Held], list[_Failed]]
-
-
 class Grammars:
-    """`source` gives the text of a tokenizer.json, or None; `tell` takes each answer for the engine. On the loop."""
+    """On the loop. `source` gives the text of a tokenizer.json, or None.
 
-    def __init__(self, source: Callable[[], str | None], tell: Callable[[Masked | GrammarFailed], None]) -> None:
-        self._source = source
+    `tell` takes each answer for the engine, and `give` masks for a step that was launched without them.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], str | None],
+        tell: Callable[[Masked | GrammarFailed], None],
+        give: Callable[[StepMasks], None],
+    ) -> None:
         self._tell = tell
-        self._vocab_size = 0
-        self._eos_token_ids: Sequence[int] = ()
-        self._held: dict[int, _Held] = {}
-        self._by_mask: dict[int, _Held] = {}
-        self._num_masks = 0
-        self._compiler: Any = None  # made in its thread, with the first grammar
-        self._masks: Any = None
+        self._give = give
+        self._delivery = Delivery()
+        self._held: dict[int, Constrained] = {}
         self._begun = anyio.Event()
         self._is_stopped = False
-        self._compiling = JobThread(
-            "novainfer-grammar-compiler", self._compile, self._take, stack_bytes=COMPILER_STACK_BYTES
-        )
-        self._masking = JobThread("novainfer-grammar-masks", self._advance, self._take)
+        self._compilers = Compilers(source, self._begin, self._fail)
+        self._together, self._alone = MaskMaker(MASK_THREADS), MaskMaker(1)
+        self._masking = JobThread("novainfer-grammar-masks", self._together.work, self._take)
+        self._slow = JobThread("novainfer-grammar-slow-masks", self._alone.work, self._take)
         self._giving_up: asyncio.TimerHandle | None = None
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -86,8 +71,8 @@ class Grammars:
             return
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(self._compiling.run)
-                group.start_soon(self._masking.run)
+                for part in (self._compilers, self._masking, self._slow):
+                    group.start_soon(part.run)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -100,106 +85,116 @@ class Grammars:
         self._begun.set()
         if is_idle:
             return
-        for thread in (self._compiling, self._masking):
+        self._compilers.stop()
+        for thread in (self._masking, self._slow):
             thread.stop(drop_waiting=True)
         self._giving_up = asyncio.get_running_loop().call_later(LAST_WORD_S, self._give_up)
 
     def _give_up(self) -> None:
-        for thread in (self._compiling, self._masking):
+        self._compilers.give_up()
+        for thread in (self._masking, self._slow):
             if thread.num_waiting:
                 logger.warning("the thread %s is left behind: its grammar takes too long", thread.name)
             thread.abandon()
 
     def limit(self, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """What the model draws from, and the tokens that end an answer; before the first request."""
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._compilers.vocab_size = vocab_size
+        self._compilers.eos_token_ids = eos_token_ids
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def put(self, event: Constrain | Advance | Release) -> None:
         """What the scheduler says; the answers come later, to the engine."""
         if isinstance(event, Advance):
-            self._masking.put([(self._held[request_id], token_id) for request_id, token_id in event.tokens])
+            tokens, drafts = dict[int, list[int]](), dict(event.drafts)
+            for request_id, token_id in event.tokens:
+                tokens.setdefault(request_id, []).append(token_id)
+            rows = [
+                Advanced(self._held[i], found, drafts.get(i, ()), event.wants_forced) for i, found in tokens.items()
+            ]
+            if quick := [row for row in rows if not row.held.is_slow]:
+                self._masking.put(quick)
+            for row in rows:
+                if row.held.is_slow:
+                    self._slow.put([row])
         elif isinstance(event, Constrain):
-            held = self._held[event.request_id] = _Held(event.request_id, event.grammar)
-            self._compiling.put(held)
+            self._held[event.request_id] = Constrained(event)
+            self._delivery.handle(Held(event.request_id))
+            self._compilers.want(event)
             self._begun.set()
         else:
-            held = self._held.pop(event.request_id)
-            self._by_mask.pop(held.mask_id, None)
+            del self._held[event.request_id]
+            self._compilers.unwant(event.request_id)
+            self._perform(self._delivery.handle(Gone(event.request_id)))
 
-    def filled(self, plan: StepPlan) -> StepPlan:
-        """`plan` with the bits of the masks that it names, as the device takes it.
+    def launched(self, plan: StepPlan) -> StepPlan:
+        """`plan` as the device takes it: with the bits of those masks that are there; the others are given to it later.
 
-        A request may have ended since it was planned: its row is computed all the same, with an empty mask.
+        A request may have ended since it was planned: its row is computed all the same, and told that its mask is none.
         """
-        none = bytes(4 * -(-self._vocab_size // 32))
-        found = [self._by_mask.get(mask_id) for mask_id in plan.mask_ids]
-        masks = b"".join([none if held is None else held.words[held.row].tobytes() for held in found])
-        return msgspec.structs.replace(plan, mask_ids=[], masks=masks)
+        effect, *others = self._delivery.handle(Launched(plan.step_id, plan.epoch, plan.mask_ids))
+        self._perform(others)
+        assert isinstance(effect, Start)
+        job: LaunchWith = effect.job
+        masks = self._bits([plan.mask_ids[place] for place in job.here])
+        return msgspec.structs.replace(plan, mask_ids=[], masks=masks, masks_to_come=job.to_come)
+
+    def landed(self, answer: StepDone | StepFailed) -> None:
+        """A step has ended, and needs no masks any more."""
+        if self._delivery.lacks(answer.step_id, answer.epoch):
+            self._delivery.handle(Landed(answer.step_id, answer.epoch))
+
+    def _bits(self, names: Sequence[MaskName]) -> bytes:
+        """Their masks, one after the other; copied once, since 32 of them are 600 kB where the vocabulary is large."""
+        held = [(self._held[request_id], behind) for request_id, _, behind in names]
+        assert all(behind < one.num_masks for one, behind in held), "each mask is asked for with its drafts"
+        return b"".join([one.words[one.row + behind] for one, behind in held])
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            assert isinstance(effect, Start)
+            job: Give = effect.job
+            masks = b"" if job.is_none else self._bits(job.names)
+            self._give(StepMasks(job.step_id, job.epoch, job.places, masks))
 
     @property
     def num_held(self) -> int:
         """Requests that are held to a grammar."""
         return len(self._held)
 
-    def sightings(self) -> list[Sighting]:
-        """What the watchdog sees of the threads."""
-        return [
-            Sighting(name, GrammarState.WORKING if thread.num_waiting else GrammarState.IDLE, thread.since_s)
-            for name, thread in (("grammar compiler", self._compiling), ("grammar masks", self._masking))
+    def threads(self) -> list[tuple[str, GrammarState, JobThread]]:
+        """Each thread with its name, and whether it works; none before the first grammar."""
+        if not self._begun.is_set():
+            return []
+        return self._compilers.threads() + [
+            (name, GrammarState.WORKING if thread.num_waiting else GrammarState.IDLE, thread)
+            for name, thread in (("grammar masks", self._masking), ("grammar slow masks", self._slow))
         ]
 
-    # ---- in the threads ------------------------------------------------------------------------------------------
-
-    def _compile(self, held: _Held) -> _Answer:
-        from novainfer.actors.grammar.compiler import Compiler, GrammarError
-
-        try:
-            if self._compiler is None:
-                if (source := self._source()) is None:
-                    raise GrammarError(NO_TOKENIZER)
-                self._compiler = Compiler(source, self._vocab_size, self._eos_token_ids)
-            compiled = self._compiler.compile(held.grammar)
-        except GrammarError as error:
-            return [], [(held, error.message, error.code)]
-        held.matcher, held.words, held.row = compiled.matcher(), compiled.words, 0
-        return [held], []
-
-    def _advance(self, rows: list[tuple[_Held, int]]) -> _Answer:
-        from novainfer.actors.grammar.compiler import Masks
-
-        if self._masks is None:
-            self._masks = Masks(MASK_THREADS)
-        num_words = self._compiler.num_words
-        words, errors = self._masks.advance([(held.matcher, token_id) for held, token_id in rows], num_words)
-        ready: list[_Held] = []
-        failed: list[_Failed] = []
-        for at, ((held, _), error) in enumerate(zip(rows, errors, strict=True)):
-            held.num_tokens += 1
-            if error is not None:
-                failed.append((held, error.message, error.code))
-            else:
-                held.words, held.row = words, at
-                ready.append(held)
-        return ready, failed
+    def sightings(self) -> list[Sighting]:
+        """What the watchdog sees of the threads."""
+        return [Sighting(name, state, thread.since_s) for name, state, thread in self.threads()]
 
     # ---- on the loop ---------------------------------------------------------------------------------------------
 
-    def _take(self, answer: _Answer) -> None:
-        ready, failed = answer
-        masks: list[Mask] = []
-        for held in ready:
-            if held.request_id not in self._held:
-                continue
-            self._by_mask.pop(held.mask_id, None)
-            self._num_masks += 1
-            held.mask_id = self._num_masks
-            self._by_mask[held.mask_id] = held
-            masks.append(Mask(held.request_id, held.num_tokens, held.mask_id))
-        if masks:
-            self._tell(Masked(masks))
+    def _begin(self, request_id: int, compiled: Any) -> None:
+        """Its grammar is there. What comes with tokens may be long at them, and holds up no others."""
+        held = self._held[request_id]
+        held.compiled = compiled
+        self._together.compiler = self._alone.compiler = self._compilers.compiler
+        (self._slow if held.asked.token_ids else self._masking).put(held)
+
+    def _fail(self, request_id: int, message: str, code: str) -> None:
+        self._perform(self._delivery.handle(Gone(request_id)))
+        self._tell(GrammarFailed(request_id, message, code))
+
+    def _take(self, answer: Made) -> None:
+        ready, failed, forced = answer
+        prefixes = [(held.request_id, held.num_tokens) for held in ready if held.request_id in self._held]
+        if prefixes:
+            self._perform(self._delivery.handle(delivering.Made(prefixes)))  # first: a step may wait for them
+            self._tell(Masked(prefixes, [(i, found) for i, found in forced if i in self._held]))
         for held, message, code in failed:
             if held.request_id in self._held:
-                self._tell(GrammarFailed(held.request_id, message, code))
+                self._fail(held.request_id, message, code)

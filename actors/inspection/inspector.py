@@ -20,6 +20,7 @@ from novainfer.actors.core.streams import Streams
 from novainfer.actors.inspection.feed import ActorEvent, Feed, FeedEvent, IncidentEvent, RequestEvent, Subscription
 from novainfer.actors.inspection.incidents import IncidentRecord, Incidents
 from novainfer.actors.inspection.records import ChoiceRecord, KvRecord, RequestRecord, Transition
+from novainfer.actors.inspection.times import TimeLog
 from novainfer.fsm.client.gate import Gate
 from novainfer.fsm.client.stream import Stream, StreamState
 from novainfer.fsm.core.machine import Machine, Observer
@@ -27,9 +28,10 @@ from novainfer.fsm.engine import Engine, EngineState
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.events import Submit
 from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.schedule.lifetimes import STATE_OF_CAUSE
 from novainfer.fsm.schedule.planner import Planner
 from novainfer.fsm.schedule.request import ENDED, Request, RequestState
-from novainfer.fsm.schedule.scheduler import STATE_OF_CAUSE, Scheduler
+from novainfer.fsm.schedule.scheduler import Scheduler
 
 ENDED_REQUESTS_MAX = 1024  # the newest: about 2 MB
 HISTORY_MAX = 64  # transitions of one request; when there are more, those after the first few go
@@ -92,6 +94,8 @@ class Inspector(Observer):
         self._ended: deque[tuple[str, RequestRecord]] = deque(maxlen=ENDED_REQUESTS_MAX)  # with its owner
         self._choices: dict[int, _Choice] = {}  # by request, until it ends
         self._scheduler: Scheduler | None = None
+        self.times = TimeLog()
+        self.transitions: Counter[tuple[str, str, str]] = Counter()  # by actor and both states, which are few
         self.feed = Feed(self._on_listened)
         self._stop_incidents: Callable[[], None] = lambda: None
 
@@ -112,6 +116,8 @@ class Inspector(Observer):
         if type(event) is Submit and (request := machine.requests.get(event.request_id)):  # type: ignore[attr-defined]
             self._choice_of(request)
         name = kind.__name__.lower()
+        if machine.state is not before:
+            self.transitions[name, before, machine.state] += 1
         if machine.state is not before and self.feed.is_listened and name in self._actors:  # the ladder is none
             source, target, now = str(before), str(machine.state), self._now()
             moved = ActorEvent(
@@ -147,6 +153,7 @@ class Inspector(Observer):
 
     def _moved(self, request: Request, before: StrEnum) -> None:
         """A request has come into another state."""
+        self.transitions["request", before, request.state] += 1
         choice = self._choice_of(request)
         choice.since_s = now_s = self._clock()
         history = choice.history
@@ -156,6 +163,7 @@ class Inspector(Observer):
         has_ended = request.state in ENDED
         if has_ended:
             del self._choices[request.request_id]
+            self.times.ended(history, request.num_generated)
         note = choice.note
         if note is None:
             return

@@ -9,6 +9,7 @@ from typing import Any
 
 from novainfer.actors.core.mailbox import Actor
 from novainfer.actors.core.watchdog import WORKER, Watchdog
+from novainfer.actors.grammar.grammars import Grammars
 from novainfer.actors.inspection.inspector import shown_name
 from novainfer.actors.inspection.records import ActorRecord, HealthRecord
 from novainfer.actors.tokenizer.threads import TokenizerThreads
@@ -21,7 +22,7 @@ FREEZE_ACTOR, THAW_ACTOR = "freeze_actor", "thaw_actor"
 
 
 class Overview:
-    """Of these actors and of the tokenizer's thread. `worker_pid()` is the process that holds the device."""
+    """Of these actors, and of the threads of tokenizer and grammars. `worker_pid()` is the device's process."""
 
     def __init__(
         self,
@@ -29,11 +30,13 @@ class Overview:
         watchdog: Watchdog,
         *,
         threads: TokenizerThreads,
+        grammars: Grammars,
         worker_pid: Callable[[], int],
     ) -> None:
         self._actors = actors
         self._watchdog = watchdog
         self._threads = threads
+        self._grammars = grammars
         self._worker_pid = worker_pid
 
     def actors(self) -> list[ActorRecord]:
@@ -52,7 +55,15 @@ class Overview:
                     wait_s=round(self._watchdog.wait_s(name), 6),
                 )
             )
-        return [*records, self._tokenizer_record()]
+        threads = self._threads
+        records.append(
+            _of_thread(TOKENIZER, threads.sighting().state, threads.since_s, threads.num_waiting, threads.num_done)
+        )
+        records += [
+            _of_thread(name, state, thread.since_s, thread.num_waiting, thread.num_done)
+            for name, state, thread in self._grammars.threads()
+        ]
+        return records
 
     def health(self, *, state: str, is_ready: bool, why_not: str | None) -> HealthRecord:
         """Whether everything moves, and whether a request would be taken; `why_not` is what is known beside it."""
@@ -84,7 +95,7 @@ class Overview:
         places |= self._actors
         places[TOKENIZER] = self._threads
         if actor is None or actor not in places:
-            names = ", ".join(record.name for record in self.actors())
+            names = ", ".join([*map(shown_name, self._actors), TOKENIZER])
             what = "actor is required" if actor is None else f"there is no actor {actor!r}"
             raise InvalidParameter(f"{what}: it is one of {names}", param="actor")
         if kind == THAW_ACTOR:
@@ -92,14 +103,14 @@ class Overview:
         else:
             places[actor].freeze()
 
-    def _tokenizer_record(self) -> ActorRecord:
-        threads = self._threads
-        return ActorRecord(
-            name=TOKENIZER,
-            state=str(threads.sighting().state),
-            dwell_s=round(time.monotonic() - threads.since_s, 6),
-            mailbox_depth=threads.num_waiting,
-            pid=os.getpid(),
-            handled_total=threads.num_done,
-            wait_s=0.0,
-        )
+
+def _of_thread(name: str, state: object, since_s: float, num_waiting: int, num_done: int) -> ActorRecord:
+    return ActorRecord(
+        name=name,
+        state=str(state),
+        dwell_s=round(time.monotonic() - since_s, 6),
+        mailbox_depth=num_waiting,
+        pid=os.getpid(),
+        handled_total=num_done,
+        wait_s=0.0,
+    )

@@ -37,15 +37,16 @@ class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request: where it is, since when (`dwell_s`; 0 once it has ended), and why it waits, if it does.
 
-    `reason` is "overflow", "tokenizing", "queue", "blocks", "slots", "prefix", "swapped", "recovering",
-    "reconfiguring" or "paused: slow reader"; None when nothing keeps it from running. `position` is its place in the
-    queue. With several choices, state, reason and history are those of the first one that has not ended; counts of
-    blocks and tokens are sums, but for the prompt, which counts once: `cached_tokens` of it were in the prefix cache
-    when the first choice ran. Of the guesses that steps have verified (`draft_tokens`), `accepted_draft_tokens`
-    were right.
+    `reason` is "model" (it is being loaded), "overflow", "tokenizing", "queue", "blocks", "slots", "prefix", "swapped",
+    "recovering", "reconfiguring" or "paused: slow reader"; None when nothing keeps it from running. `position` is its
+    place in the queue. With several choices, state, reason and history are those of the first one that has not ended;
+    counts of blocks and tokens are sums, but for the prompt, which counts once: `cached_tokens` of it were in the
+    prefix cache when the first choice ran. Of the guesses that steps have verified (`draft_tokens`),
+    `accepted_draft_tokens` were right. `model` is the name of the engine's, where a server tells of several.
     """
 
     id: str
+    model: str = ""
     state: str
     reason: str | None
     position: int | None
@@ -62,6 +63,22 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     preemptions: int
     choices: list[ChoiceRecord]
     history: list[Transition]
+
+
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One conversation of which the KV is kept: BUSY while requests of it are here, else KEPT for `ttl_left_s` more.
+
+    Of the tokens that its last request has computed, `num_tokens` would be found by the next one: so many of them on
+    the device, and so many on the host.
+    """
+
+    session_id: str
+    tenant: str
+    state: str
+    num_tokens: int
+    num_on_device: int
+    num_on_host: int
+    ttl_left_s: float | None = None
 
 
 class KvRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from novainfer.actors.inspection.times import STEP_TOKENS, Histogram
 from novainfer.fsm.messages.events import Launch, MakeBatch, StepFailed
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import StepDone, StepPlan
@@ -96,6 +97,7 @@ class StepLog:
         self._committing: _Step | None = None  # that was given to be committed
         self._handed_on: deque[_Step | None] = deque()  # the steps of outputs that are not delivered yet
         self._schedule, self._device, self._outputs = _Total(), _Total(), _Total()
+        self.tokens = Histogram(STEP_TOKENS)
 
     def asked(self, question: MakeBatch) -> None:
         """The engine asks the scheduler for a step, and gives it the outcome of one."""
@@ -128,6 +130,7 @@ class StepLog:
         self._steps.append(step)
         self._newest.append(step)
         self._schedule.add(now_s - asked_s)
+        self.tokens.observe(len(plan.input_ids))
 
     def returned(self, event: StepDone | StepFailed) -> None:
         """The device has answered; an answer that comes twice, or for none of the last steps, is not noted."""

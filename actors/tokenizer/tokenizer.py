@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ from novainfer.kernels.errors import LoadError
 from novainfer.kernels.models.gguf import Gguf, is_gguf, read_gguf
 
 logger = logging.getLogger(__name__)
+
+_LOADING = threading.Lock()  # transformers imports its parts as they are asked for, and not for two threads at once
 
 NFC_SHRINK = 3  # bytes of UTF-8 that become one at most, when characters are composed (U+0390 from its parts)
 SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
@@ -116,9 +119,10 @@ def _failed(job: Encode, why: str) -> EncodeFailed:
     return EncodeFailed(job.stream_id, str(why), param, code)
 
 
-def load_tokenizer(path: Path, *, is_asked_for: bool = False) -> Tokenizer:
+def load_tokenizer(path: Path, *, is_asked_for: bool = False, template: str | None = None) -> Tokenizer:
     """The tokenizer in a folder or a GGUF file; of a model that has none, one that takes token ids only.
 
+    `template` renders chats in the place of the model's own.
     Raises `ModelLoadError` when it is damaged, or when there is none though it `is_asked_for`.
     """
     if is_gguf(path):
@@ -126,7 +130,7 @@ def load_tokenizer(path: Path, *, is_asked_for: bool = False) -> Tokenizer:
     else:
         has_one = any((path / name).exists() for name in (*VOCABULARY_FILES, "tokenizer_config.json"))
     if is_asked_for or has_one:
-        return HFTokenizer(path)
+        return HFTokenizer(path, template)
     logger.warning("%s holds no tokenizer: prompts must be token ids, and answers have no text", path)
     return NoTokenizer()
 
@@ -142,6 +146,11 @@ def load_for_caller(path: Path) -> Any:
 
 def _from_transformers(path: Path) -> Any:
     """What tokenizer.json says, whatever class it is for: AutoTokenizer imports torch to look for that."""
+    with _LOADING:
+        return _loaded(path)
+
+
+def _loaded(path: Path) -> Any:
     if is_gguf(path):
         return gguf_tokenizer(_read_gguf(path))
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -197,9 +206,11 @@ class NoTokenizer:
 class HFTokenizer:
     """A Hugging Face tokenizer from a directory: of tokens in bytes (Qwen, Llama 3), or SentencePiece's (Llama 2)."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, template: str | None = None) -> None:
         check_vocabulary(path)
         self._tokenizer = _from_transformers(path)
+        if template is not None:
+            self._tokenizer.chat_template = template
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()

@@ -9,6 +9,8 @@ from novainfer.bench.cli.control import control
 from novainfer.bench.cli.cuda_compile import cuda_compile
 from novainfer.bench.cli.fairness import fairness
 from novainfer.bench.cli.gpu_check import gpu_check
+from novainfer.bench.cli.grammar import grammar
+from novainfer.bench.cli.http import http
 from novainfer.bench.cli.idle import idle
 from novainfer.bench.cli.make_checkpoint import make_checkpoint
 from novainfer.bench.cli.offline import offline
@@ -34,6 +36,8 @@ for command in (
     cuda_compile,
     fairness,
     gpu_check,
+    grammar,
+    http,
     idle,
     make_checkpoint,
     offline,

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-__all__ = ["Server", "ServerError", "die_with_parent", "environment_with", "tree", "tree_cpu_s"]
+__all__ = ["Server", "ServerError", "die_with_parent", "environment_with", "process_cpu_s", "tree", "tree_cpu_s"]
 
 LAST_WORDS_LINES = 3
 STOP_TIMEOUT_S = 20.0
@@ -111,9 +111,13 @@ def tree(pid: int) -> list[int]:
 
 def tree_cpu_s(pid: int) -> float:
     """CPU seconds of a process and those below it, where /proc tells them."""
-    total = 0
-    for each in tree(pid):
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{each}/stat").read_text().rsplit(")", 1)[1].split()
-            total += int(fields[11]) + int(fields[12])  # user and system time
-    return total / os.sysconf("SC_CLK_TCK")
+    return sum(map(process_cpu_s, tree(pid)))
+
+
+def process_cpu_s(pid: int) -> float:
+    """CPU seconds of one process; 0 where /proc does not tell them."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system time

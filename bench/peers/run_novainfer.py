@@ -5,10 +5,6 @@ The engine of the library on an event loop of its own, as an application would u
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded
-
 import asyncio
 import json
 import sys
@@ -17,6 +13,7 @@ from typing import Any
 
 from novainfer import Engine, EngineConfig, SamplingParams, __version__
 from novainfer.bench.peers.child import Memory, Timeline, resident, serve
+from novainfer.process import settle
 from novainfer.server.loop import loop_factory
 
 
@@ -122,6 +119,7 @@ class NovaInfer:
 
 def main() -> None:
     """Import what the model needs before the clock runs: its time is told apart."""
+    settle()
     started = time.perf_counter()
     import_module_names = ("torch", "transformers", "novainfer.llm")
     for name in import_module_names:

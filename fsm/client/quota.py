@@ -127,6 +127,16 @@ class Account:
             self._day_reserved -= hold.num_day_tokens
             self._day_used += num_tokens
 
+    def spend(self, num_tokens: int, now_ns: int) -> None:
+        """A request has used so many tokens of the day that was let in by a server before this one."""
+        self._turn_day(now_ns)
+        self._day_used += num_tokens
+
+    def used_today(self, now_ns: int) -> int:
+        """Tokens of requests that have ended."""
+        self._turn_day(now_ns)
+        return self._day_used
+
     def update(self, limits: Limits, now_ns: int) -> None:
         """Other limits from now on: a bucket stays as full as it is, in its share; what is held stays held."""
         self._requests = _Bucket.resized(self._requests, limits.requests_per_min, now_ns)

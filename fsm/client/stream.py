@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from novainfer.fsm.core.dwell import ENDED, Dwell, any_time
-from novainfer.fsm.core.machine import Machine, Table, ignore, on, table, timer
+from novainfer.fsm.core.machine import Machine, Send, Table, ignore, on, table, timer
 from novainfer.fsm.messages.events import (
     Cancel,
     Cause,
@@ -140,7 +140,7 @@ class Stream(Machine):
         return bool(self._pending) or self.state is S.CLOSED
 
     def _output(self, event: Output) -> StreamState:
-        end = event.end
+        end, first, logprobs = event.end, event.first, event.logprobs
         if end is not None and end.finish_reason is None:
             self._end = end
             return S.CLOSED
@@ -148,8 +148,7 @@ class Stream(Machine):
         num_new = len(event.token_ids)
         generated = self._generated[choice] = self._generated[choice] + num_new
         delta = self._pending.get(choice)
-        if event.first is not None:
-            first = event.first
+        if first is not None:
             # What the other choices find in the prefix cache is mostly the work of the first.
             self._begun = (first.num_prompt_tokens, first.num_cached_tokens if choice == 0 else self._begun[1])
             self._seeds[choice] = first.seed
@@ -160,7 +159,7 @@ class Stream(Machine):
                 index=choice,
                 text=event.text,
                 token_ids=event.token_ids,
-                logprobs=event.logprobs,
+                logprobs=logprobs,
                 num_prompt_tokens=num_prompt,
                 num_cached_tokens=num_cached,
                 num_generated_tokens=generated,
@@ -170,21 +169,21 @@ class Stream(Machine):
         else:
             delta.text += event.text
             delta.token_ids = delta.token_ids + event.token_ids
-            if event.logprobs is not None:
-                delta.logprobs = [*(delta.logprobs or ()), *event.logprobs]
+            if logprobs is not None:
+                delta.logprobs = [*(delta.logprobs or ()), *logprobs]
             delta.num_generated_tokens = generated
             delta.is_degraded = delta.is_degraded or event.is_degraded
         if event.marks:
             delta.marks = delta.marks + event.marks
-        if event.first is not None and event.first.prompt_token_ids:
-            delta.prompt_token_ids = event.first.prompt_token_ids
-        if event.first is not None and event.first.prompt_logprobs is not None:
-            delta.prompt_logprobs = event.first.prompt_logprobs
-        if event.embedding is not None:
-            delta.embedding = event.embedding
+        if first is not None:
+            if first.prompt_token_ids:
+                delta.prompt_token_ids = first.prompt_token_ids
+            if first.prompt_logprobs is not None:
+                delta.prompt_logprobs = first.prompt_logprobs
+            delta.embedding = event.embedding  # which comes at once, or never
         self._unread += num_new
-        if event.logprobs is not None:
-            extra = sum([len(logprob.top) for logprob in event.logprobs]) // LOGPROBS_PER_TOKEN
+        if logprobs is not None:
+            extra = sum([len(logprob.top) for logprob in logprobs]) // LOGPROBS_PER_TOKEN
             self._weights[choice] = self._weights.get(choice, 0) + extra
             self._unread += extra
         if end is not None:
@@ -238,7 +237,7 @@ class Stream(Machine):
         if self._pending:
             delta = self._pending.pop(next(iter(self._pending)))
             self._unread -= len(delta.token_ids) + (self._weights.pop(delta.index, 0) if self._weights else 0)
-            self._send("reader", delta)
+            self._effects.append(Send("reader", delta))
 
     def _stop(self, event: Stop) -> StreamState:
         self._end = End(error=event.error or "the engine was closed", code="engine_dead" if event.error else "draining")

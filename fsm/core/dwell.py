@@ -11,7 +11,7 @@ MEMORY_LIMIT_S = 600.0  # allocating a KV cache; compiling and running every ker
 LOAD_STALL_LIMIT_S = 120.0  # without another tensor read: the largest is 2.5 GB, and a slow disk gives 20 MB a second
 DYING_LIMIT_S = 10.0  # for a process that was killed: it takes the system 0.5 s to take back 1 GiB
 BACKOFF_LIMIT_S = 60.0  # longer than any pause between two restarts
-GRAMMAR_LIMIT_S = 60.0  # one grammar, or one step's masks: the costliest that the limits let through took 4 s
+GRAMMAR_LIMIT_S = 60.0  # one step's masks, or what a grammar is compiled with; a grammar has COMPILE_LIMIT_S
 ENCODE_LIMIT_S = 60.0  # one batch at the tokenizer: 64 prompts of the largest body took 9 s
 
 

@@ -8,27 +8,35 @@ token, whose logits are the point. In the step that computes it, it is shared: b
 the same into it. Later its first owner has gone on to write into it, and it is copied. A request that shares it gets a
 copy before it writes what is its own, unless it is the last owner. All copies of a step come before its first write;
 what is copied keeps an owner until the step has ended.
+
+What conversations keep is a set of names. Their blocks are evicted last, and the step that evicts one copies it to the
+host first, if there is room or something older is kept there. Who begins with those names has them copied back, between
+what the device still holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from novainfer.fsm.kv.blocks import (
     NEVER,
     BlockPool,
     BlockTable,
-    HostPool,
     Journal,
     PoolStatistics,
+    Saved,
+    _Did,
     block_name,
     blocks_for,
     tokens_in,
 )
-from novainfer.fsm.kv.cache import Prefix
+from novainfer.fsm.kv.cache import Kept, Prefix
+from novainfer.fsm.kv.changes import Changes
+from novainfer.fsm.kv.host import HostPool
 
 if TYPE_CHECKING:
+    from novainfer.fsm.messages.events import IndexChanged
     from novainfer.fsm.messages.step import StepPlan
     from novainfer.fsm.schedule.request import Request
 
@@ -39,9 +47,18 @@ class BlockCache:
     """See `novainfer.fsm.kv.cache.KVCache`; its unit is a block of `block_size` tokens."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, *, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        *,
+        enable_prefix_caching: bool = True,
+        tells_changes: bool = False,
+        kept_share: float = 0.0,
     ) -> None:
+        self._kept_share = kept_share
         self.pool = BlockPool(num_blocks, block_size)
+        self.pool.num_kept_max = int(kept_share * num_blocks)
         self.host = HostPool(num_host_blocks)
         self.producers: dict[bytes, int] = {}  # block name -> the running request that will compute it
         self.leaving: dict[int, tuple[BlockTable, list[int]]] = {}  # what the next step copies out, by request
@@ -49,8 +66,10 @@ class BlockCache:
         self._sources: dict[int, int] = {}  # blocks that steps copy, planned and not ended: how many times
         self._size = block_size
         self._is_sharing = enable_prefix_caching
+        self._saving: set[int] = set()  # blocks on the host that steps in flight fill with what is kept
         self._promises: dict[int, set[bytes]] = {}  # by request: the names that it is the producer of
         self._plan: StepPlan | None = None
+        self._changes = Changes(block_size) if tells_changes else None
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
@@ -118,14 +137,18 @@ class BlockCache:
                 self._name_next(request)
             name = names[at]
             block = find(name)
-            if block is None:
+            if block is not None:
+                prefix.blocks.append(block)
+            elif self.host.find(name) is not None:
+                prefix.copies[at] = name
+            else:
                 if (producer_id := self.producers.get(name)) is not None:
                     prefix.awaited, prefix.producer_id = name, producer_id
                 break
-            prefix.blocks.append(block)
-        prefix.num_tokens = len(prefix.blocks) * size
-        prefix.num_units += len(prefix.blocks) + 1
-        if len(prefix.blocks) == (request.num_prompt - 1) // size and self.tails:
+        num_blocks = len(prefix.blocks) + len(prefix.copies)
+        prefix.num_tokens = num_blocks * size
+        prefix.num_units += num_blocks + 1
+        if num_blocks == len(prefix.blocks) == (request.num_prompt - 1) // size and self.tails:
             self._find_tail(request, prefix)
         return prefix
 
@@ -165,6 +188,8 @@ class BlockCache:
         plan, self._plan = self._plan, None
         assert plan is not None, "no step is being planned"
         self.pool.close()
+        if self._changes is not None:
+            self._changes.planned(journal)
         if is_step and self.leaving:
             journal.leaving, self.leaving = self.leaving, {}
             for table, blocks in journal.leaving.values():
@@ -177,9 +202,15 @@ class BlockCache:
         assert not table.blocks, "what is admitted owns nothing"
         self._admit(request, prefix.num_tokens)
         table.is_mixed = False
-        for block in prefix.blocks:
+        for block in prefix.blocks:  # all at first, as with the copies: a block that is taken may need room on the host
             self.pool.share(block)
-            self._append(request, block)
+        copies = {at: self.host.read(name) for at, name in prefix.copies.items()}
+        blocks = iter(prefix.blocks)
+        for at in range(len(prefix.blocks) + len(copies)):
+            if at in copies:
+                self._copy_back(request, prefix.copies[at], copies[at])
+            else:
+                self._append(request, next(blocks))
         if prefix.tail >= 0:
             self.pool.share(prefix.tail)
             if not prefix.is_tail_new:
@@ -190,13 +221,26 @@ class BlockCache:
                     table.is_tail_shared, table.capacity = True, request.num_prompt
         self._promise(request, prefix.num_tokens)
 
+    def _copy_back(self, request: Request, name: bytes, host_block: int) -> None:
+        """Have the step fill the next block of `request` with what the host keeps by this name."""
+        plan, journal, block = self._plan, self._journal, self._allocate()
+        assert plan is not None
+        self._append(request, block)
+        plan.swap_in_hosts.append(host_block)
+        plan.swap_in_blocks.append(block)
+        journal.read.append((name, host_block))
+        journal.num_blocks_in += 1
+        self.pool.expect(block, name)
+        if self._changes is not None:
+            journal.filled.append((request, len(request.kv.blocks) - 1))
+
     def fetch(self, request: Request) -> None:
         """Have the step copy the blocks of `request` back from the host; it promises what they do not hold."""
         table, plan = request.kv, self._plan
         assert plan is not None
         self._admit(request, 0)
         for host_block in table.host_blocks:
-            block = self.pool.allocate()
+            block = self._allocate()
             self._append(request, block)
             plan.swap_in_hosts.append(host_block)
             plan.swap_in_blocks.append(block)
@@ -215,7 +259,7 @@ class BlockCache:
         if table.is_tail_shared:
             self._own_tail(request)
         while table.capacity < num_tokens:
-            self._append(request, pool.allocate())
+            self._append(request, self._allocate())
         return True
 
     def _own_tail(self, request: Request) -> None:
@@ -237,7 +281,7 @@ class BlockCache:
 
     def _copy(self, source: int) -> int:
         """A new block into which the step copies `source`, of which the caller has a share: the copy takes it over."""
-        plan, block = self._plan, self.pool.allocate()
+        plan, block = self._plan, self._allocate()
         assert plan is not None
         self._journal.copies[block] = source
         self._sources[source] = self._sources.get(source, 0) + 1
@@ -263,6 +307,8 @@ class BlockCache:
         for at in range(start // size, end // size):
             name = names[at]
             self.pool.expect(table.blocks[at], name)
+            if self._changes is not None:
+                journal.filled.append((request, at))
             producer_id = self.producers.pop(name, None)
             if producer_id is not None:
                 self._promises[producer_id].remove(name)
@@ -272,11 +318,51 @@ class BlockCache:
         """Blocks for `num_tokens` tokens of no request, in the table of a free slot, until the step is undone."""
         plan = self._plan
         assert plan is not None
-        blocks = [self.pool.allocate() for _ in range(blocks_for(num_tokens, self._size))]
+        blocks = [self._allocate() for _ in range(blocks_for(num_tokens, self._size))]
         plan.table_slots += [slot] * len(blocks)
         plan.table_indexes += range(len(blocks))
         plan.table_blocks += blocks
         return blocks
+
+    def save_kept(self) -> None:
+        """Have the step copy to the host what is kept and nobody owns, the latest first, as far as there is room."""
+        for block, name in self.pool.kept_blocks():
+            if not self.host.num_free:
+                break
+            self._save(block, name)
+
+    def _allocate(self) -> int:
+        """A block for one owner; what is kept of it goes to the host."""
+        block = self.pool.allocate()
+        did, _, name = self._journal.entries[-1]
+        if did is _Did.EVICTED and name in self.pool.keeps:
+            self._save(block, name)
+        return block
+
+    def _save(self, block: int, name: bytes) -> None:
+        plan, host = self._plan, self.host
+        assert plan is not None
+        if host.find(name) is not None or not host.num_available:
+            return
+        host_block, made_room, used_at = host.take()
+        self._saving.add(host_block)
+        self._journal.saved.append(Saved(name, host_block, made_room, used_at))
+        plan.swap_out_blocks.append(block)
+        plan.swap_out_hosts.append(host_block)
+
+    def _end_saves(self, journal: Journal, *, was_copied: bool, launched: bool = True) -> None:
+        """What the step was to copy to the host is there, or is not; what had made room for it may be there again."""
+        keeps, host = self.pool.keeps, self.host
+        for name, block in journal.read:
+            host.end_read(name, block, was_used=was_copied)
+        for saved in journal.saved if was_copied else reversed(journal.saved):
+            self._saving.remove(saved.host_block)
+            if was_copied and saved.name in keeps and host.find(saved.name) is None:
+                host.keep(saved.name, saved.host_block)
+            elif not launched and saved.made_room in keeps and host.find(saved.made_room) is None:
+                host.put_back(saved.made_room, saved.host_block, saved.used_at)
+            else:
+                host.release([saved.host_block])
 
     @property
     def _journal(self) -> Journal:
@@ -304,6 +390,12 @@ class BlockCache:
     def commit(self, journal: Journal) -> None:
         """The step ran to its end: what was expected of it can be found for good, and rows are committed one by one."""
         self.pool.commit(journal)
+        if self._changes is not None:
+            self._changes.ended(journal)
+            for request, at in journal.filled:  # a row that is not counted to its end has filled them all the same
+                self._changes.filled(request, at)
+        if journal.saved or journal.read:
+            self._end_saves(journal, was_copied=True)
         if journal.copies:
             self._end_copies(journal)
             self.pool.release(journal.copies.values())
@@ -322,11 +414,16 @@ class BlockCache:
         names = self._names(request, num_full)
         for at in range(table.commits_at // size - 1, num_full):
             self.pool.name(table.blocks[at], names[at])
+            if self._changes is not None:
+                self._changes.filled(request, at)
         table.commits_at = (num_full + 1) * size
 
     def take_back(self, journal: Journal) -> None:
         """The step ran to its end, and the blocks that it borrowed are free again."""
         self.pool.undo(journal, launched=True)
+        if self._changes is not None:
+            self._changes.ended(journal)
+        self._end_saves(journal, was_copied=True)
 
     def undo(self, journal: Journal, *, launched: bool) -> None:
         """Take back what `journal` holds: exactly, if the step was never launched."""
@@ -341,6 +438,9 @@ class BlockCache:
             self._drop_tail(request_id, table)
         self._end_copies(journal)
         self.pool.undo(journal, launched=launched)
+        if self._changes is not None:
+            self._changes.ended(journal)
+        self._end_saves(journal, was_copied=False, launched=launched)
         for request_id in reversed(journal.admitted):
             self._break_promises(request_id)
         for name, request_id in reversed(journal.fulfilled):
@@ -372,7 +472,7 @@ class BlockCache:
         """Have the next step copy what `request` has computed to the host; False when there is no room for it."""
         table = request.kv
         num_blocks = blocks_for(request.num_computed, self._size)
-        if not 0 < num_blocks <= self.host.num_free:
+        if not 0 < num_blocks <= self.host.num_available:
             return False
         table.host_blocks = self.host.allocate(num_blocks)
         table.num_swapped = request.num_computed
@@ -404,12 +504,18 @@ class BlockCache:
 
     def distrust(self, request: Request) -> None:
         """What `request` has computed is of use to no other, nor what others have shared with it."""
+        if self._changes is not None:
+            self._changes.lost(self.pool.names_of(request.kv.blocks))
         self.pool.unname(request.kv.blocks)
+        self.host.drop(request.kv.names)
         self.tails.pop(request.kv.tail_name, None)
 
     def distrust_all(self, running: Iterable[Request], others: Iterable[Request]) -> None:
         """What was computed until now is not to be shared: not that of the `running`, nor copies of the `others`."""
         self.pool.unname_all()
+        if self._changes is not None:
+            self._changes.cleared()
+        self.host.drop_all()
         self.tails.clear()
         for request in running:
             self._break_promises(request.request_id)
@@ -420,6 +526,12 @@ class BlockCache:
     def forget(self) -> None:
         """What the blocks held is gone; no request owns any."""
         self.pool.forget()
+        if self._changes is not None:
+            self._changes.cleared()
+
+    def forget_copies(self) -> None:
+        """What the host held of conversations is gone."""
+        self.host.drop_all()
 
     def keep_back(self, request: Request) -> None:
         """What `request` was going to have on the host will not be there."""
@@ -429,10 +541,44 @@ class BlockCache:
     def refit(self, num_blocks: int, num_host_blocks: int) -> None:
         """Another pool, if it has another size; no request owns any block, and those on the host stay as they are."""
         if num_blocks != self.pool.num_blocks:
+            keeps = self.pool.keeps
             self.pool = BlockPool(num_blocks, self._size)
+            self.pool.keeps, self.pool.num_kept_max = keeps, int(self._kept_share * num_blocks)
         if num_host_blocks != self.host.num_blocks:
+            self.host.drop_all()
             assert self.host.num_free == self.host.num_blocks, "another pool on the host holds nothing of this one"
             self.host = HostPool(num_host_blocks)
+
+    def changed(self) -> IndexChanged | None:
+        """What routers have to be told since it was asked last, if anything."""
+        return self._changes.take(self.pool.is_named) if self._changes is not None else None
+
+    # ---- what conversations keep ---------------------------------------------------------------------------------
+
+    def names_of(self, request: Request) -> tuple[bytes, ...]:
+        """What `request` has computed by now, by names that can be kept; none if it is not for others."""
+        if not self._is_sharing or request.kv.is_mixed:
+            return ()
+        num_full = min(request.num_computed, len(request.token_ids)) // self._size
+        return tuple(self._names(request, num_full)[:num_full])
+
+    def keep(self, names: Sequence[bytes]) -> None:
+        """Evict what is called so last, and copy it to the host then."""
+        self.pool.keep(names)
+
+    def unkeep(self, names: Sequence[bytes]) -> None:
+        """The same, once less: what nobody keeps goes first, and its copies at once."""
+        self.host.drop(self.pool.unkeep(names))
+
+    def kept(self, names: Sequence[bytes]) -> Kept:
+        """Where what is called so is now."""
+        pool, host, size = self.pool, self.host, self._size
+        on_device = [pool.holds(name) for name in names]
+        on_host = [host.find(name) is not None for name in names]
+        found = [here or there for here, there in zip(on_device, on_host, strict=True)]
+        num_found = found.index(False) if False in found else len(found)
+        num_here = sum(on_device[:num_found])
+        return Kept(num_found * size, num_here * size, (num_found - num_here) * size)
 
     def table_of(self, request: Request) -> list[int]:
         """The blocks of `request`, in the order of its tokens."""
@@ -497,7 +643,7 @@ class BlockCache:
 
     def fingerprint(self) -> tuple[object, ...]:
         """Everything that decides what this cache will do, comparable: what its blocks hold, and what is promised."""
-        held = self.pool.fingerprint(), tuple(self.host._free), tuple(self.leaving)
+        held = self.pool.fingerprint(), self.host.fingerprint(), tuple(self.leaving)
         tails = sorted((name, *holders) for name, holders in self.tails.items())
         return held, tuple(sorted(self.producers.items())), tuple(tails), tuple(sorted(self._sources.items()))
 
@@ -506,7 +652,7 @@ class BlockCache:
         owners = list(owners)
         sources = [block for block, count in self._sources.items() for _ in range(count)]
         self.pool.check([*(block for r in owners for block in r.kv.blocks), *sources, *borrowed])
-        self.host.check(block for r in owners for block in r.kv.host_blocks)
+        self.host.check([*(block for r in owners for block in r.kv.host_blocks), *self._saving])
         promised = {name: request_id for request_id, names in self._promises.items() for name in names}
         assert promised == self.producers, "a promised prefix has no producer"
         assert self._promises.keys() <= {r.request_id for r in owners}, "a request that is gone has promises"

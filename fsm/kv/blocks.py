@@ -16,6 +16,9 @@ with a salt, begins with the name of its space instead of nothing: it shares blo
 A block gets its name when the step that fills it has ended well. Until then it is *expected* to hold the prefix: the
 rest of the plan, and steps planned behind it, can share it already.
 
+Names that conversations keep are evicted last: their blocks are as free to take as any other that nobody owns, and
+while there are more of them than `num_kept_max`, they go first. So no request ever has less room for them.
+
 A journal remembers what a planned step changed. Undoing it gives back exactly the state before the plan; when the
 step had been launched, the device may have overwritten what its blocks held, so those that had been taken from the
 cache lose their names instead of getting them back.
@@ -28,8 +31,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from novainfer.fsm.schedule.request import Request
 
 BLOCK_NAME_BYTES = 16  # 128 bits: a collision among 2**40 blocks has odds of 2**-49
 
@@ -91,6 +98,15 @@ class BlockTable(msgspec.Struct, gc=False, eq=False):
     tail_name: bytes = b""  # of the whole prompt, where it was needed
 
 
+class Saved(msgspec.Struct, gc=False, frozen=True):
+    """A block of this name is copied to a block on the host, which held the name `made_room` (b"": none) until then."""
+
+    name: bytes
+    host_block: int
+    made_room: bytes
+    used_at: int
+
+
 class Journal(msgspec.Struct, gc=False, eq=False):
     """What one planned step did to a cache: `BlockPool.undo` and `BlockCache.undo` take it back."""
 
@@ -103,12 +119,22 @@ class Journal(msgspec.Struct, gc=False, eq=False):
     admitted: dict[int, BlockTable] = {}  # of requests that had no block before, by id
     fulfilled: list[tuple[bytes, int]] = []  # promised names that the step computes, and who had promised them
     leaving: dict[int, tuple[BlockTable, list[int]]] = {}  # blocks that it copies to the host, by request
+    saved: list[Saved] = []  # what is kept, and copied to the host by it
+    read: list[tuple[bytes, int]] = []  # what is kept on the host, and copied back by it: names and blocks
     num_blocks_in: int = 0  # that it copies back
+
+    filled: list[tuple[Request, int]] = []  # blocks that it fills, of which routers are told: whose, and which of them
+
+    @property
+    def evicted(self) -> list[bytes]:
+        """The names of the blocks that the step takes from the cache."""
+        return [name for did, _, name in self.entries if did is _Did.EVICTED]
 
     @property
     def num_blocks_out(self) -> int:
         """Blocks that the step copies to the host."""
-        return sum(len(blocks) for _, blocks in self.leaving.values()) if self.leaving else 0
+        num_saved = len(self.saved)
+        return num_saved + sum(len(blocks) for _, blocks in self.leaving.values()) if self.leaving else num_saved
 
 
 class BlockPool:
@@ -119,22 +145,26 @@ class BlockPool:
         self.block_size = block_size
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # the same of those whose names are kept
+        self.keeps: dict[bytes, int] = {}  # names that are kept, and by how many
+        self.num_kept_max = 0  # blocks that nobody owns, and that are evicted last
         self._index: dict[bytes, int] = {}  # name -> the block that holds that prefix
         self._name: list[bytes] = [b""] * num_blocks
         self._refs = [0] * num_blocks
         self._released_at = [0] * num_blocks  # order of release: the recency that eviction and undo sort by
         self._releases = 0
+        self._demotions = 0
         self._expected: dict[bytes, int] = {}  # name -> the block that will hold it when its step has ended
         self.journal: Journal | None = None  # of the step that is being planned
 
     @property
     def num_available(self) -> int:
-        """How many blocks `allocate` could give now: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        """How many blocks `allocate` could give now: free, cached and kept ones."""
+        return len(self._free) + len(self._cached) + len(self._kept)
 
     def statistics(self) -> PoolStatistics:
         """Blocks by place."""
-        free, cached = len(self._free), len(self._cached)
+        free, cached = len(self._free), len(self._cached) + len(self._kept)
         return PoolStatistics(self.num_blocks, free, cached, self.num_blocks - free - cached)
 
     # ---- inside a step: journaled --------------------------------------------------------------------------------
@@ -154,7 +184,8 @@ class BlockPool:
             block = self._free.pop()
             self._note(_Did.TOOK, block, b"")
         else:
-            block, _ = self._cached.popitem(last=False)
+            is_kept = not self._cached or len(self._kept) > self.num_kept_max
+            block, _ = (self._kept if is_kept else self._cached).popitem(last=False)
             name = self._name[block]
             del self._index[name]
             self._name[block] = b""
@@ -166,7 +197,7 @@ class BlockPool:
     def share(self, block: int) -> None:
         """One more owner for a block that `find` gave."""
         if self._refs[block] == 0:
-            del self._cached[block]
+            del self._lru(self._name[block])[block]
             self._note(_Did.REVIVED, block, b"")
         else:
             self._note(_Did.SHARED, block, b"")
@@ -192,6 +223,14 @@ class BlockPool:
         """The block that holds the prefix `name`, or will when a step that is planned has ended."""
         block = self._index.get(name)
         return self._expected.get(name) if block is None else block
+
+    def is_named(self, name: bytes) -> bool:
+        """Whether a block holds the prefix `name` for good."""
+        return name in self._index
+
+    def names_of(self, blocks: Iterable[int]) -> list[bytes]:
+        """By which names these blocks are found; b"": by none."""
+        return [self._name[block] for block in blocks]
 
     def is_writable(self, block: int, num_reading: int) -> bool:
         """Whether `block` has one owner, beside `num_reading` that a copy keeps it for, and no name to live up to."""
@@ -234,7 +273,7 @@ class BlockPool:
         assert self.journal is None, "close the journal before it is undone"
         for name in journal.expected:
             del self._expected[name]
-        revived = False
+        is_back = False
         overwritten: list[int] = []
         for did, block, name in reversed(journal.entries):
             assert self._refs[block] > 0, f"undo of {did.name} for block {block}, which no request owns"
@@ -249,17 +288,18 @@ class BlockPool:
                 else:
                     self._index[name] = block
                     self._name[block] = name
-                    self._cached[block] = None
-                    self._cached.move_to_end(block, last=False)
+                    self._lru(name)[block] = None
+                    is_back = True
             elif self._refs[block] == 0:  # SHARED or REVIVED, and no other owner is left
-                if self._name[block]:
-                    self._cached[block] = None
-                    revived = True
+                if name := self._name[block]:
+                    self._lru(name)[block] = None
+                    is_back = True
                 else:
                     self._free.append(block)
         self._free.extend(overwritten)
-        if revived:  # they came out of the middle: sort by recency again
-            self._cached = OrderedDict.fromkeys(sorted(self._cached, key=self._released_at.__getitem__))
+        if is_back:  # they came out of the middle, or names are kept since that were not: sort by recency again
+            self._cached = self._by_recency(self._cached)
+            self._kept = self._by_recency(self._kept)
 
     def forget(self) -> None:
         """What the blocks held is gone; no request owns any: all are free, and none has a name."""
@@ -268,18 +308,72 @@ class BlockPool:
 
     def unname_all(self) -> None:
         """What the blocks hold is not to be shared: none has a name, and those that were cached are free."""
-        self._free.extend(self._cached)
+        self._free.extend((*self._cached, *self._kept))
         self._cached.clear()
+        self._kept.clear()
         self._index.clear()
         self._name = [b""] * self.num_blocks
 
     def _put_back(self, block: int) -> None:
         self._releases += 1
         self._released_at[block] = self._releases
-        if self._name[block]:
-            self._cached[block] = None
+        if name := self._name[block]:
+            self._lru(name)[block] = None
         else:
             self._free.append(block)
+
+    def _lru(self, name: bytes) -> OrderedDict[int, None]:
+        """Where the block of this name is while nobody owns it."""
+        return self._kept if name in self.keeps else self._cached
+
+    def _by_recency(self, blocks: Iterable[int]) -> OrderedDict[int, None]:
+        return OrderedDict.fromkeys(sorted(blocks, key=self._released_at.__getitem__))
+
+    # ---- what conversations keep ---------------------------------------------------------------------------------
+
+    def keep(self, names: Sequence[bytes]) -> None:
+        """Evict the blocks of these names last, until as many calls of `unkeep` have followed.
+
+        The first name is that of a conversation's beginning, without which what follows is of no use: its block goes
+        after those of the others.
+        """
+        assert self.journal is None, "what is kept changes between steps only"
+        for name in reversed(names):
+            self.keeps[name] = self.keeps.get(name, 0) + 1
+            block = self._index.get(name)
+            if block is not None and block in self._cached:
+                del self._cached[block]
+                self._put_back(block)
+
+    def unkeep(self, names: Sequence[bytes]) -> list[bytes]:
+        """These are kept once less; what nobody keeps any more goes before the rest, the end of a conversation first.
+
+        Gives the names that nobody keeps any more.
+        """
+        assert self.journal is None, "what is kept changes between steps only"
+        over: list[bytes] = []
+        for name in names:
+            self.keeps[name] -= 1
+            if self.keeps[name]:
+                continue
+            del self.keeps[name]
+            over.append(name)
+            block = self._index.get(name)
+            if block is not None and block in self._kept:
+                del self._kept[block]
+                self._demotions += 1
+                self._released_at[block] = -self._demotions
+                self._cached[block] = None
+                self._cached.move_to_end(block, last=False)
+        return over
+
+    def kept_blocks(self) -> list[tuple[int, bytes]]:
+        """The blocks that nobody owns and whose names are kept, with those, the most recently released first."""
+        return [(block, self._name[block]) for block in reversed(self._kept)]
+
+    def holds(self, name: bytes) -> bool:
+        """Whether a block has this name."""
+        return name in self._index
 
     def _note(self, did: _Did, block: int, name: bytes) -> None:
         if self.journal is not None:
@@ -292,6 +386,8 @@ class BlockPool:
         return (
             tuple(self._free),
             tuple(self._cached),
+            tuple(self._kept),
+            tuple(sorted(self.keeps.items())),
             tuple(sorted(self._index.items())),
             tuple(self._name),
             tuple(self._refs),
@@ -304,36 +400,14 @@ class BlockPool:
         for block in owned:
             counts[block] += 1
         assert counts == self._refs, f"references {self._refs} do not match the owners {counts}"
-        places = [*self._free, *self._cached, *set(owned)]
+        places = [*self._free, *self._cached, *self._kept, *set(owned)]
         assert sorted(places) == list(range(self.num_blocks)), "a block is in no place, or in two"
         names, named = self._name, set(self._index.values())
         assert all(names[block] == name for name, block in self._index.items()), "a name that finds another block"
         assert len(named) == len(names) - names.count(b""), "a block's name that finds none"
-        assert self._cached.keys() <= named, "a cached block that no name finds"
+        assert self._cached.keys() | self._kept.keys() <= named, "a cached block that no name finds"
+        assert all(names[block] in self.keeps for block in self._kept), "a block is kept for nobody"
+        assert not any(names[block] in self.keeps for block in self._cached), "a kept block is evicted among the others"
+        for lru in (self._cached, self._kept):
+            assert list(lru) == list(self._by_recency(lru)), "blocks are not evicted in the order of their release"
         assert named.isdisjoint(self._free), "a free block has a name"
-
-
-class HostPool:
-    """Room for copies of `num_blocks` blocks in the host's memory; each is free, or owned by one request."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that no request owns."""
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks, which must be free."""
-        assert count <= len(self._free), "the caller has looked at num_free"
-        return [self._free.pop() for _ in range(count)]
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """Give them back."""
-        self._free.extend(blocks)
-
-    def check(self, owned: Iterable[int]) -> None:
-        """Assert that every block has one owner, or is free."""
-        assert sorted([*self._free, *owned]) == list(range(self.num_blocks)), "a host block has two owners, or none"

@@ -7,7 +7,7 @@ undone by `undo`, or holds from `commit` on. The device learns of it by what the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from novainfer.fsm.kv.blocks import Journal, PoolStatistics
 
 if TYPE_CHECKING:
+    from novainfer.fsm.messages.events import IndexChanged
     from novainfer.fsm.messages.step import StepPlan
     from novainfer.fsm.schedule.request import Request
 
@@ -24,6 +25,9 @@ class Prefix(msgspec.Struct, gc=False):
 
     It may end inside a block: `tail` is where another request has what follows `blocks`. If `is_tail_new`, that is
     computed by the step being planned; else it is there before, and can be copied.
+
+    `copies` are names of what a conversation keeps on the host and no block here holds: by the place in the prefix, of
+    which `blocks` fill the rest.
 
     `awaited` is the name of what comes next, where the request `producer_id` has promised to compute it. Looking has
     taken `num_units`; `is_cut`: there were not enough to look at all of it, and the next look goes on there.
@@ -35,8 +39,17 @@ class Prefix(msgspec.Struct, gc=False):
     is_tail_new: bool = False
     awaited: bytes | None = None
     producer_id: int = -1
+    copies: dict[int, bytes] = {}
     num_units: int = 0
     is_cut: bool = False
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """Tokens at the beginning of a conversation that are kept: here or on the host, and in both only counted here."""
+
+    num_tokens: int
+    num_on_device: int
+    num_on_host: int
 
 
 class KVCache(Protocol):
@@ -93,6 +106,9 @@ class KVCache(Protocol):
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Have room for so many tokens of `request`; False, and nothing has changed, when there is not so much."""
 
+    def save_kept(self) -> None:
+        """Have the step copy to the host what conversations keep, as far as there is room."""
+
     def expect(self, request: Request, start: int, end: int) -> None:
         """The step computes these tokens of `request`, which are known: others may share them from now on."""
 
@@ -139,11 +155,29 @@ class KVCache(Protocol):
     def forget(self) -> None:
         """All that the device held is gone; no request owns any of it."""
 
+    def forget_copies(self) -> None:
+        """What the host held of conversations is gone."""
+
     def keep_back(self, request: Request) -> None:
         """Copy nothing of `request` out any more that no step has copied yet."""
 
     def refit(self, num_units: int, num_host_units: int) -> None:
         """The device has another cache, of which no request owns anything; copies on the host stay as they are."""
+
+    def changed(self) -> IndexChanged | None:
+        """What has changed since it was asked last in the prefixes that can be found; None: nothing is to be told."""
+
+    def names_of(self, request: Request) -> tuple[bytes, ...]:
+        """What `request` has computed by now, by names that can be kept."""
+
+    def keep(self, names: Sequence[bytes]) -> None:
+        """Give up what is called so last of all that no request has, and for the host if that has room."""
+
+    def unkeep(self, names: Sequence[bytes]) -> None:
+        """End what one `keep` of these began."""
+
+    def kept(self, names: Sequence[bytes]) -> Kept:
+        """How much of what is called so is there, and where."""
 
     def table_of(self, request: Request) -> list[int]:
         """The units that `request` has, in the order of its tokens: for people and checkers."""

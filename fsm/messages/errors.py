@@ -12,6 +12,7 @@
     │   └── WrongLoop               400  an engine is used on another event loop than its own
     ├── ServerError                 the server cannot do it now
     │   ├── EngineOverloaded        503  the admission queue is full: try again after `retry_after_s`
+    │   ├── ModelUnavailable        503  the model cannot be had now: try again after `retry_after_s`
     │   ├── EngineDraining          503  the engine is shutting down
     │   ├── EngineClosed            503  the engine was not started, or is closed
     │   ├── RecorderUnavailable     503  the flight recorder is off, or has nowhere to write
@@ -120,6 +121,22 @@ class EngineOverloaded(ServerError):
     def __init__(self, message: str, *, retry_after_s: float, param: str | None = None) -> None:
         super().__init__(message, param=param)
         self.retry_after_s = retry_after_s
+
+
+class ModelUnavailable(ServerError):
+    """The model cannot be had now, and the message says why; after `retry_after_s` it may be.
+
+    A message may name the operator's files; `told` is what may be said to anybody.
+    """
+
+    code = "model_unavailable"
+
+    def __init__(
+        self, message: str, *, retry_after_s: float, param: str | None = "model", told: str | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+        self.told = message if told is None else told
 
 
 class EngineDraining(ServerError):

@@ -16,7 +16,7 @@ from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.outputs import FinishReason, Mark, TokenLogprob
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone, StepPlan
-from novainfer.fsm.messages.structured import StructuredOutputsParams
+from novainfer.fsm.messages.structured import StructuredOutputsParams, Thoughts
 from novainfer.fsm.messages.tenant import ANYONE, Tenant
 
 
@@ -56,11 +56,29 @@ Prompt = str | list[int] | Chat
 PromptKind = Literal["chat", "text", "token_ids"]  # the most that a model's prompts can be
 
 
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a choice had got before, from an engine that is no more: its first tokens, and what was said with them.
+
+    `logprobs` are of these tokens, where they are wanted, and `prompt_logprobs` of its prompt. `num_cached_tokens` of
+    the prompt were found in the prefix cache then.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    num_cached_tokens: int = 0
+    is_degraded: bool = False
+
+
 # ---- client -> gate -> engine -------------------------------------------------------------------------------------
 
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True):
-    """A client's wish. `num_tokens` is what admission reserves for the prompt, settled once it is tokenised."""
+    """A client's wish. `num_tokens` is what admission reserves for the prompt, settled once it is tokenised.
+
+    `committed` is what its choices have got already, for each of them, if it goes on from there: they are told all of
+    it again, as if it had just been sampled.
+    """
 
     stream_id: int
     prompt: Prompt
@@ -68,6 +86,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     num_tokens: int
     tenant: Tenant = ANYONE
+    committed: list[Committed] = []
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -197,6 +216,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     seed: int
     tenant: Tenant = ANYONE
+    committed: Committed | None = None
 
 
 class CancelRequest(msgspec.Struct, frozen=True):
@@ -280,13 +300,11 @@ class MakeBatch(msgspec.Struct, frozen=True):
     """Commit or roll back the oldest step in flight, if that has ended with this `outcome`, and plan the next one.
 
     With `vacates` no request is computed any more: when nothing is in flight all leave the KV cache, which is about to
-    be another one. What the host has room for is copied there first, by a step that does nothing else. With `is_late`
-    masks that have not come are waited for no longer: the other requests go on.
+    be another one. What the host has room for is copied there first, by a step that does nothing else.
     """
 
     outcome: StepDone | StepFailed | None = None
     vacates: bool = False
-    is_late: bool = False
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -295,7 +313,6 @@ class Batch(msgspec.Struct, frozen=True):
     `work_seen` counts the Submit, Resume and Cancel messages seen before planning: if the engine has sent more since,
     an empty plan is not the last word. `may_follow`: another step may be planned behind this one before it has ended.
     `is_vacant`: as was asked for, the KV cache holds nothing that any request needs, and no step is in flight.
-    `awaits_masks`: nothing is planned because masks are about to come, with which the step is a larger one.
     """
 
     plan: StepPlan | None
@@ -305,7 +322,6 @@ class Batch(msgspec.Struct, frozen=True):
     epoch: int = 0
     may_follow: bool = False
     is_vacant: bool = False
-    awaits_masks: bool = False
 
 
 class Outputs(msgspec.Struct, frozen=True):
@@ -328,16 +344,28 @@ def ended_early(stream_id: int, end: End) -> Outputs:
 
 
 class Constrain(msgspec.Struct, frozen=True):
-    """Hold this new request to a grammar: its first mask is wanted."""
+    """Hold this new request to a grammar: its first mask is wanted, or that behind the tokens that it came with.
+
+    Before its answer may come `thoughts`, which the prompt may have opened. Without a grammar, nothing else is held.
+    """
 
     request_id: int
-    grammar: StructuredOutputsParams
+    grammar: StructuredOutputsParams | None
+    token_ids: list[int] = []
+    thoughts: Thoughts | None = None
+    is_thinking: bool = False
 
 
-class Advance(msgspec.Struct, frozen=True):
-    """A step is committed: each of these requests has got this token, and its next mask is wanted."""
+class Advance(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A step is committed: these requests have got these tokens, and the mask behind the last of each is wanted.
 
-    tokens: list[tuple[int, int]]  # request, token
+    The next step verifies `drafts` of some of them: the mask behind each of these is wanted as well. Nothing else is
+    ever said of what may follow these tokens, so a mask is named by their number, and that of the drafts behind them.
+    """
+
+    tokens: list[tuple[int, int]]  # request, token; those of a request in their order
+    drafts: list[tuple[int, list[int]]] = []  # requests among those, and what is guessed to follow
+    wants_forced: bool = False  # what must follow is wanted, too: it is the best of guesses
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -346,18 +374,11 @@ class Release(msgspec.Struct, frozen=True):
     request_id: int
 
 
-class Mask(msgspec.Struct, frozen=True):
-    """What a request may be given behind the `num_tokens` that it has got; each `mask_id` is above 0, and used once."""
+class Masked(msgspec.Struct, frozen=True, omit_defaults=True):
+    """These masks are there: what each request may be given behind the tokens that it has got."""
 
-    request_id: int
-    num_tokens: int
-    mask_id: int
-
-
-class Masked(msgspec.Struct, frozen=True):
-    """These masks are there."""
-
-    masks: list[Mask]
+    masks: list[tuple[int, int]]  # request, how many tokens it has got
+    forced: list[tuple[int, list[int]]] = []  # requests among those, and the only tokens that may follow, two or more
 
 
 class GrammarFailed(msgspec.Struct, frozen=True):
@@ -366,10 +387,6 @@ class GrammarFailed(msgspec.Struct, frozen=True):
     request_id: int
     message: str
     code: str = "invalid_value"
-
-
-class MasksOver(msgspec.Struct, frozen=True):
-    """Timer of the engine: masks have been waited for as long as other requests can be held up."""
 
 
 # ---- engine <-> worker --------------------------------------------------------------------------------------------
@@ -474,6 +491,32 @@ class StallOver(msgspec.Struct, frozen=True):
     """Timer of a stream: its reader has taken nothing for too long."""
 
     stream_id: int
+
+
+# ---- scheduler -> routers -------------------------------------------------------------------------------------------
+
+
+class StoredBlock(msgspec.Struct, frozen=True, gc=False):
+    """A full block that can be found: its name, the name of the one before it (b"": none), and its own tokens.
+
+    `salt`, of a first block: requests find it that bring the same, or that are of whoever it stands for; "": all do.
+    """
+
+    name: bytes
+    parent: bytes
+    token_ids: list[int]
+    salt: str = ""
+
+
+class IndexChanged(msgspec.Struct, frozen=True):
+    """Blocks that can be found since the last one of these, and names of those that cannot any more.
+
+    `is_cleared`: first of all, none that was told of before can be found.
+    """
+
+    stored: list[StoredBlock]
+    removed: list[bytes]
+    is_cleared: bool = False
 
 
 # ---- any actor -> incidents ------------------------------------------------------------------------------------------
@@ -612,6 +655,16 @@ class Restart(msgspec.Struct, frozen=True):
     """Timer: bring up the next worker."""
 
 
+# ---- client -> scheduler: conversations ------------------------------------------------------------------------------
+
+
+class EndSession(msgspec.Struct, frozen=True):
+    """Keep nothing more of this tenant's conversation."""
+
+    tenant: str
+    session_id: str
+
+
 # ---- timers of the scheduler ----------------------------------------------------------------------------------------
 
 
@@ -629,3 +682,9 @@ class AgeOver(msgspec.Struct, frozen=True):
     """Timer: requests up to this one have waited for as long as others may go before them, by priority."""
 
     request_id: int
+
+
+class SessionOver(msgspec.Struct, frozen=True):
+    """Timer: nothing of this conversation has come for as long as it is kept."""
+
+    number: int

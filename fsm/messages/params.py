@@ -11,7 +11,7 @@ import msgspec
 
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.pooling import Pooling
-from novainfer.fsm.messages.structured import StructuredOutputsParams
+from novainfer.fsm.messages.structured import StructuredOutputsParams, Thoughts
 
 INTEGER_MAX = 2**31 - 1  # no vocabulary and no context is larger, and every format and device holds it
 TEMPERATURE_GREEDY_MAX = 1e-5  # vLLM's bound too: below it, dividing logits overflows fp32 before it changes a draw
@@ -30,6 +30,8 @@ NUM_CHOICES_MAX = 128  # OpenAI's limit for n
 SEED_BITS = 64
 SHOWN_CHARS_MAX = 40  # of a number in an error
 SALT_CHARS_MAX = 512  # of a cache_salt; 43 characters of base64 hold 256 bits
+SESSION_ID = re.compile("[!-~]{1,128}")
+SESSION_ID_IS = "1 to 128 printable ASCII characters without spaces"
 DURATION_S_MAX = 366 * 86_400.0  # a year: loops lose count of timers that are set for centuries
 
 # What else may be said of a request that gives a vector, and no tokens.
@@ -47,7 +49,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     the prompt, which is then computed in full, whatever the prefix cache has of it. `timeout_s` is a deadline for the
     whole request, queueing included. With `max_queue_s` it waits for so long when the queue is full, instead of being
     refused at once, and ends if its first token has not come by then. With `structured_outputs` each token is one that
-    the grammar allows, and the end comes only where it accepts.
+    the grammar allows, and the end comes only where it accepts; in the answer to a chat, behind the thoughts of a model
+    that thinks. After `thinking_token_budget` tokens of those they are closed, and the answer follows; `thoughts` says
+    what closes them: the engine knows it.
     `Delta.marks` tells where tokens of `mark_token_ids` stand in the text.
     `bad_words` are not written, neither at the beginning of a word nor behind a space, as the tokenizer would write
     them; `banned_sequences` are the same in token ids: a token that would complete one is not drawn.
@@ -56,7 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     With `pooling` the prompt is computed and nothing is written behind it: the one delta has its vector (`Engine.embed`
     says it in fewer words). Then nothing may be said of tokens.
     A lower `priority` goes first, where the engine schedules by priority. With a `cache_salt` the prefix cache shares
-    this prompt with those of the same salt only.
+    this prompt with those of the same salt only. What requests of one `session_id` have computed is kept after their
+    answers, where the engine keeps sessions.
     """
 
     n: int = 1
@@ -87,9 +92,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     timeout_s: float | None = None
     max_queue_s: float | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
+    thoughts: Thoughts | None = None
     pooling: Pooling | None = None
     priority: int = 0
     cache_salt: str | None = None
+    session_id: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -114,9 +122,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             check.between("max_tokens", self.max_tokens, 1, INTEGER_MAX)
         check.between("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else INTEGER_MAX)
         self._check_stop()
-        if self.structured_outputs is not None and self.ignore_eos:
+        grammar: object = self.structured_outputs
+        if grammar is not None and not isinstance(grammar, StructuredOutputsParams):  # to msgspec a dict would do
+            what = f"StructuredOutputsParams, not {type(grammar).__name__}"
+            raise InvalidParameter(f"structured_outputs must be {what}", param="structured_outputs")
+        if grammar is not None and self.ignore_eos:
             message = "ignore_eos cannot be combined with structured_outputs: an answer ends where its grammar does"
             raise InvalidParameter(message, param="ignore_eos")
+        if self.thinking_token_budget is not None:
+            check.between("thinking_token_budget", self.thinking_token_budget, 0, INTEGER_MAX)
         if self.logprobs is not None:
             check.between("logprobs", self.logprobs, 0, LOGPROBS_MAX)
         if self.prompt_logprobs is not None:
@@ -145,6 +159,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.cache_salt is not None and not is_unicode(self.cache_salt):
             message = "cache_salt is not valid Unicode: it holds half of a surrogate pair"
             raise InvalidParameter(message, param="cache_salt")
+        if self.session_id is not None and SESSION_ID.fullmatch(self.session_id) is None:
+            message = f"session_id must be {SESSION_ID_IS}, not {self.session_id[:SHOWN_CHARS_MAX]!r}"
+            raise InvalidParameter(message, param="session_id")
 
     def _check_pooling(self, pooling: Pooling) -> None:
         if pooling.dimensions is not None:
@@ -293,7 +310,7 @@ def _twin_of(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
 
     msgspec knows no paths: a field that may hold one is left to `kind` itself.
     """
-    fields = [(f.name, Any if "Path" in str(f.type) else f.type) for f in msgspec.structs.fields(kind)]
+    fields = [(f.name, Any if "pathlib." in str(f.type) else f.type) for f in msgspec.structs.fields(kind)]
     return msgspec.defstruct(f"{kind.__name__}Types", fields)
 
 

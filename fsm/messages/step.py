@@ -14,6 +14,7 @@ from novainfer.fsm.messages.mode import Mode
 SAMPLED = -1  # in `input_ids`: the token that the step before has given this slot, which only the device knows yet
 NO_TOKEN = -1  # what a row gets from which no token can be drawn: its logits hold a NaN, or their largest is infinite
 NONE_ALLOWED = -2  # what a row with a mask gets, where its sequence may be given none of the tokens that it allows
+NO_MASK = -3  # what a row gets whose mask had not come when it was to be sampled: nothing was
 
 STEPS_IN_FLIGHT_MAX = 2  # on a device: one that is computed, and one that waits for it there
 
@@ -81,7 +82,8 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
     that have a mask, in ascending order, and `masks` are these one after the other: ceil(vocab_size / 32) words each,
     32 bits with the lowest byte first, of which bit i % 32 of word i // 32 allows token i. Logits of all other tokens
     are as if they were minus infinity, also where log probabilities are asked for. Machines name masks by `mask_ids`,
-    which `masks` replace on the way to the device.
+    which `masks` replace on the way to the device. Those at `masks_to_come` are not among them, and come while the step
+    is computed (`StepMasks`): they are needed when tokens are drawn. Where one does not come, nothing is sampled.
 
     Tokens of prompts may be scored: behind the token at `score_rows[i]`, an index into `input_ids`, the log probability
     of `score_ids[i]` is asked for, and those of the `score_tops[i]` most likely tokens. None of these rows is sampled.
@@ -107,8 +109,10 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
     num_drafts: list[int] = []  # [num_samples] drafts at the end of each; empty: none has any
     num_drafts_wanted: list[int] = []  # [num_samples] that the device's own draft model may propose; empty: none
     mask_positions: list[int] = []  # [num_masks] of the positions that are sampled; empty: none has a mask
-    mask_ids: list[int] = []  # [num_masks] as long as it holds no `masks`
-    masks: bytes = b""  # [num_masks, ceil(vocab_size / 32)] int32
+    # [num_masks] request, tokens it has got by then, drafts behind them; where there are no `masks`
+    mask_ids: list[tuple[int, int, int]] = []
+    masks: bytes = b""  # [num_masks - len(masks_to_come), ceil(vocab_size / 32)] int32
+    masks_to_come: list[int] = []  # indexes of `mask_positions`, ascending
     score_rows: list[int] = []  # [num_scores], ascending; empty: nothing is scored
     score_ids: list[int] = []
     score_tops: list[int] = []
@@ -126,12 +130,22 @@ class StepPlan(msgspec.Struct, omit_defaults=True):
     after: int = 0  # the step that must have ended well just before this one is begun; 0: any
 
 
+class StepMasks(msgspec.Struct, frozen=True):
+    """Masks of a step that was launched without them, at some of its `masks_to_come`; or that these will not come."""
+
+    step_id: int
+    epoch: int
+    places: list[int]  # [num_masks] indexes of the plan's `mask_positions`
+    masks: bytes = b""  # [num_masks, ceil(vocab_size / 32)] int32; empty: they do not come
+
+
 class StepDone(msgspec.Struct, frozen=True, omit_defaults=True):
     """The step ran, and gave the tokens of each of the plan's `sample_seqs`, one after the other.
 
     `num_tokens` says how many tokens each of them got: at least 1, at most 1 + its drafts, the last of them being no
-    draft; empty: one each. `NO_TOKEN` is the last one of a row whose output is not a number, and `NONE_ALLOWED` of one
-    whose mask allows nothing. `logprobs` are those of the tokens, and empty when no row asked; `scores` are what the
+    draft; empty: one each. `NO_TOKEN` is the last one of a row whose output is not a number, `NONE_ALLOWED` of one
+    whose mask allows nothing, and `NO_MASK` of one whose mask has not come, or that goes on (`SAMPLED`) from such a
+    one. `logprobs` are those of the tokens, and empty when no row asked; `scores` are what the
     plan's `score_rows` ask for, and `pooled` the sums of its `pool_seqs`: doubles, little-endian. `took_s` is how long
     the step took, in seconds; 0 where that was not measured.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -47,13 +48,14 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
         text = value if isinstance(value, str) else self._encoded(kind, value)
         if not text:
             raise _invalid(f"{kind} must not be empty", kind)
-        num_bytes = len(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else len(text)
+        num_bytes = len(_utf8(text, kind)) if isinstance(text, str) else len(text)
         if num_bytes > GRAMMAR_BYTES_MAX:
             raise _invalid(f"{kind} takes at most {GRAMMAR_BYTES_MAX} bytes, not {num_bytes}", kind)
         if kind == "choice" and not 0 < len(value) <= CHOICES_MAX:
             raise _invalid(f"choice must hold between 1 and {CHOICES_MAX} strings, not {len(value)}", kind)
         if kind == "choice" and not all(isinstance(one, str) and one for one in value):
             raise _invalid("choice must hold strings that are not empty", kind)
+        _utf8(self.whitespace_pattern or "", "whitespace_pattern")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise _invalid("disable_any_whitespace and whitespace_pattern exclude each other", "whitespace_pattern")
 
@@ -71,9 +73,50 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
     @property
     def source(self) -> str:
-        """The grammar as one text: equal for equal grammars of the same `kind` and whitespace."""
+        """The grammar as one text."""
         value = getattr(self, self.kind)
         return value if isinstance(value, str) else _encode(value).decode()
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Equal for equal grammars."""
+        return self.kind, self.source, str(self.disable_any_whitespace), self.whitespace_pattern or ""
+
+
+class Thoughts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model's thoughts, between tokens of its vocabulary: what is said of an answer holds behind them only.
+
+    The model may open them itself, with its first token; with `budget` they end after so many tokens.
+    """
+
+    open_id: int | None = None
+    close_id: int
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if not all(0 <= (number or 0) < 2**31 for number in (self.close_id, self.open_id, self.budget)):
+            raise InvalidParameter("thoughts must hold token ids, and a budget that is not below 0", param="thoughts")
+
+    def are_open(self, prompt_token_ids: Sequence[int], special_ids: Collection[int]) -> bool | None:
+        """Whether a prompt has opened them for the answer; None: it has closed them, and there are none.
+
+        What a user or a tool says of the markers stands before the last control token, which begins the answer.
+        """
+        for token_id in reversed(prompt_token_ids):
+            if token_id == self.open_id:
+                return True
+            if token_id == self.close_id:
+                return None
+            if token_id in special_ids:
+                break
+        return False
+
+
+def _utf8(text: str, field: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise _invalid(f"{field} holds half of a surrogate pair, which is no character", field) from None
 
 
 def _invalid(what: str, field: str = "") -> InvalidParameter:

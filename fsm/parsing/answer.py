@@ -60,6 +60,10 @@ class Call(Protocol):
         """It goes on as no call does."""
 
     @property
+    def has_all_arguments(self) -> bool:
+        """Its arguments are whole, whatever else is missing."""
+
+    @property
     def is_quoting(self) -> bool:
         """It is inside a string, where markers are text."""
 
@@ -184,6 +188,7 @@ class Answer(Machine):
         "_written",
         "has_spoken",
         "has_thought",
+        "is_cut",
         "num_calls",
         "num_reasoning_tokens",
     )
@@ -201,6 +206,7 @@ class Answer(Machine):
         self._num_before_thoughts = 0  # tokens
         self._num_before_call = 0
         self.has_spoken = self.has_thought = False
+        self.is_cut = False  # it has ended within the arguments of a call
         self.num_calls = 0
         self.num_reasoning_tokens = 0  # from `<think>` to `</think>`, with both
 
@@ -350,6 +356,7 @@ class Answer(Machine):
 
     def _finish_arguments(self, _: Finish) -> AnswerState:
         assert self._call is not None
+        self.is_cut = not self._call.has_all_arguments
         rest = self._call.cut()
         if arguments := self._call.take_arguments():
             self._give(CallArguments(self.num_calls - 1, arguments))

@@ -67,6 +67,11 @@ class HermesCall:
         """It goes on as no call does."""
         return self._at is _At.BROKEN
 
+    @property
+    def has_all_arguments(self) -> bool:
+        """Its arguments are whole, whatever else is missing."""
+        return self._has_arguments and not (self._at is _At.IN_NESTED and self._key == "arguments")
+
     def take_arguments(self) -> str:
         """What was read of the arguments and not taken before."""
         text = "".join(self._arguments)

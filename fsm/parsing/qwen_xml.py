@@ -78,6 +78,11 @@ class XmlCall:
         """It goes on as no call does."""
         return self._at is _At.BROKEN
 
+    @property
+    def has_all_arguments(self) -> bool:
+        """Its arguments are whole: only its last tag says so."""
+        return self._at is _At.END
+
     def take_arguments(self) -> str:
         """What was made of the arguments and not taken before."""
         text = "".join(self._pieces)

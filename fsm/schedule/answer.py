@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isnan
 
-from novainfer.fsm.messages.events import Begun, End, Output, Submit
+import msgspec
+
+from novainfer.fsm.messages.events import Begun, Committed, End, Output, Submit
 from novainfer.fsm.messages.outputs import FinishReason, TokenLogprob
 from novainfer.fsm.messages.step import Logprobs
-from novainfer.fsm.schedule.request import Request, RequestState
+from novainfer.fsm.schedule.request import UNCONSTRAINED, Request, RequestState
 from novainfer.fsm.text import Vocabulary
 
 NOTHING_SAID: Logprobs = (0.0, [], [])  # of the first token of a prompt
@@ -31,9 +33,21 @@ def next_output(
 
     Log probabilities are of the token, and of those that it competed with.
     """
-    token_ids, params, text = request.token_ids, request.params, request.text
+    token_ids = request.token_ids
     token_ids.append(token_id)
     request.losses = request.failures = 0
+    if len(token_ids) < request.plain_until and token_id not in request.stop_ids:
+        plain = vocabulary.plain.get(token_id)
+        if plain is not None:  # else it is asked for below, and known from then on
+            return Output(
+                request.request_id,
+                request.stream_id,
+                request.choice,
+                [token_id],
+                plain,
+                is_degraded=request.is_degraded,
+            )
+    params, text = request.params, request.text
     output = Output(
         request.request_id, request.stream_id, request.choice, [token_id], "", is_degraded=request.is_degraded
     )
@@ -46,7 +60,7 @@ def next_output(
             request.num_prompt, request.num_cached, prompt, request.seed, _scores_with_bytes(request, vocabulary)
         )
     may_stop = len(token_ids) - request.num_prompt >= params.min_tokens or (
-        request.mask_id > 0 and token_id in eos_token_ids  # too early, and all that the grammar has left
+        request.mask != UNCONSTRAINED and token_id in eos_token_ids  # too early, and all that the grammar has left
     )
     if may_stop and token_id in request.stop_ids:
         is_eos = token_id in eos_token_ids
@@ -63,7 +77,40 @@ def next_output(
     elif len(token_ids) >= request.max_len:
         output.text += text.flush()
         output.end = _good_end(request, FinishReason.LENGTH)
+    else:
+        request.plain_until = request.max_len if text.is_whole and _is_plain(request) else 0
     return output
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether `request` wants nothing but text, which no string ends: only its length does, or a stop token."""
+    params = request.params
+    return params.logprobs is None and not params.stop_strings and not params.mark_token_ids
+
+
+def outputs_again(
+    request: Request, committed: Committed, vocabulary: Vocabulary, eos_token_ids: Sequence[int]
+) -> list[Output]:
+    """Give `request`, which is new, what it had got before: its outputs as they were, up to its end if that is there.
+
+    They are one step's work each, and so is what follows from them: text that is held back, stop strings across the
+    seam, and how many tokens there are room for.
+    """
+    request.num_cached, request.is_degraded = committed.num_cached_tokens, committed.is_degraded
+    outputs: list[Output] = []
+    for at, token_id in enumerate(committed.token_ids):
+        request.scores = None  # they were told with the first token
+        output = next_output(request, token_id, None, vocabulary, eos_token_ids)
+        if committed.logprobs is not None:
+            output.logprobs = [committed.logprobs[at]]
+        if output.first is not None:
+            output.first = msgspec.structs.replace(output.first, prompt_logprobs=committed.prompt_logprobs)
+        outputs.append(output)
+        if output.end is not None:
+            break
+    request.num_committed = request.num_generated
+    request.work = len(request.token_ids)
+    return outputs
 
 
 def has_no_number(request: Request) -> bool:

@@ -22,7 +22,7 @@ becomes the producer itself when the first one ends.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from heapq import nsmallest
 from itertools import chain, repeat
 from math import inf
@@ -36,7 +36,7 @@ from novainfer.fsm.kv.cache import Prefix
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import SAMPLED, SeqParams, StepPlan
 from novainfer.fsm.schedule.order import arrival
-from novainfer.fsm.schedule.request import ADMIT, FETCH, Request, RequestState
+from novainfer.fsm.schedule.request import ADMIT, AWAITED, COMING, FETCH, Request, RequestState
 
 if TYPE_CHECKING:
     from novainfer.fsm.schedule.planner import Planner
@@ -63,10 +63,11 @@ class Flight(msgspec.Struct, gc=False):
     mode: Mode = Mode()  # what the device has to compute in
     num_prompt_tokens: int = 0  # of all that the step computes
     drafts: dict[int, int] = {}  # guessed tokens that the step verifies, by the ids of their requests
+    guesses: dict[int, list[int]] = {}  # the tokens themselves, of requests that are held to grammars
     scored: list[tuple[Request, int, int]] = []  # whose tokens are scored: from which place on, and how many
     pooled: list[tuple[Request, int, int]] = []  # whose hidden states are summed: those of which tokens, likewise
     num_passes: int = 0  # of the device's draft model, for the next step's
-    has_masks: bool = False  # what follows some of its tokens depends on them
+    late: set[int] = set()  # requests whose masks did not come in time: nothing of their rows counts
     is_vacating: bool = False  # nothing but what leaves the KV cache for the host: nothing is computed
     is_noted: bool = False  # whether speculation is to know how it has ended
     canary: list[int] = []  # the blocks that a canary is computed in: such a step computes nothing of any request
@@ -119,7 +120,7 @@ class StepBuilder:
     def close(self) -> None:
         """Everything is planned; if that is anything, it takes what was preempted before to the host."""
         flight = self.flight
-        if self.planner.num_constrained:
+        if self.planner.num_constrained and flight.samples:
             self._add_masks()
         is_step = bool(flight.rows or flight.fetched or flight.canary or flight.is_vacating)
         self.cache.close(flight.journal, is_step=is_step)
@@ -136,13 +137,13 @@ class StepBuilder:
                 continue
             if only is not None and request.request_id not in only:
                 continue
-            if request.mask_id < 0:
+            if request.mask == AWAITED:
                 continue
             at, kv = request.num_planned, request.kv
             token_ids, end = request.token_ids, at + 1
             is_known = at < len(token_ids)
-            if not is_known and (end >= request.max_len or request.mask_id):  # the step in flight gives it its last
-                continue  # token, or the one that its next mask depends on
+            if not is_known and (end >= request.max_len or at > len(token_ids)):  # the step in flight gives it its last
+                continue  # token, or none, since its mask came too late
             if at == kv.capacity and not cache.reserve(request, end):
                 continue
             rows.append((request, 1, at))
@@ -151,7 +152,7 @@ class StepBuilder:
             context_lens.append(end)
             input_ids.append(token_ids[at] if is_known else SAMPLED)
             request.num_planned = end
-            if end >= kv.commits_at and is_known:
+            if end >= kv.commits_at and is_known and request.mask != COMING:  # else the row may come to nothing
                 cache.expect(request, at, end)
         plan.query_lens = [1] * len(rows)
         plan.sample_seqs = list(range(len(rows)))
@@ -210,7 +211,7 @@ class StepBuilder:
         """Those of `waiting`, which are in turn, that could be admitted: up to the first one that does not fit."""
         planner, cache, only = self.planner, self.cache, self.only
         if only is not None or planner.awaited:
-            waiting = [r for r in waiting if allowed(r, only) and r.mask_id >= 0]
+            waiting = [r for r in waiting if allowed(r, only) and r.mask >= 0]
         if not waiting or not self._has_slot():
             return []
         purse_of = self._whom_to_look_at(waiting)
@@ -383,7 +384,7 @@ class StepBuilder:
         most = self.planner.limits.max_num_batched_tokens - num_tokens
         if flight.num_prompt_tokens:
             most = self.planner.chunks.room_for_drafts(num_tokens, most)
-        found = speculation.drafts(decodes, num_tokens, most)
+        found = speculation.drafts(decodes, num_tokens, most, self._mute(decodes))
         if not any(found):
             return
         input_ids: list[int] = []
@@ -399,6 +400,8 @@ class StepBuilder:
                 input_ids += drafts
                 flight.rows[at] = request, 1 + len(drafts), end - 1
                 flight.drafts[request.request_id] = plan.num_drafts[at] = len(drafts)
+                if request.mask:
+                    flight.guesses[request.request_id] = drafts
                 plan.query_lens[at] += len(drafts)
                 plan.context_lens[at] += len(drafts)
                 request.num_planned += len(drafts)
@@ -409,18 +412,23 @@ class StepBuilder:
         if not flight.drafts:
             plan.num_drafts = []
 
+    def _mute(self, decodes: Sequence[Request]) -> Collection[int]:
+        """Those of which the mask is there or asked for: then the ones behind drafts are not, and never will be."""
+        if not self.planner.num_constrained:
+            return ()
+        advanced = self.planner.advanced
+        return {r.request_id for r in decodes if r.mask and r.request_id not in advanced}
+
     def _add_masks(self) -> None:
-        """Name the masks of the positions that are sampled; no position behind a draft has one."""
-        plan, at = self.plan, 0
-        for request, num_drafts in zip(
-            self.flight.samples, plan.num_drafts or repeat(0, len(self.flight.samples)), strict=True
-        ):
-            if request.mask_id:
-                assert not num_drafts, "what may follow a draft is not known"
-                plan.mask_positions.append(at)
-                plan.mask_ids.append(request.mask_id)
+        """Name the masks of the positions that are sampled, those behind drafts among them."""
+        plan, samples, at = self.plan, self.flight.samples, 0
+        rows = zip(samples, plan.sample_seqs, plan.num_drafts or repeat(0, len(samples)), strict=True)
+        for request, seq, num_drafts in rows:
+            if request.mask:
+                num_tokens = plan.context_lens[seq] - num_drafts - request.num_prompt
+                plan.mask_positions += range(at, at + 1 + num_drafts)
+                plan.mask_ids += [(request.request_id, num_tokens, behind) for behind in range(1 + num_drafts)]
             at += 1 + num_drafts
-        self.flight.has_masks = bool(plan.mask_ids)
 
     def add_canary(self, slot: int, num_tokens: int) -> None:
         """A prompt that no client has sent, in blocks that the journal gives back."""

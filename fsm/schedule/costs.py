@@ -17,9 +17,9 @@ CORRECT = 0.1  # of the difference between what a step took and what it was thou
 OTHERS = 0.75  # of that for steps of other sizes
 
 # Beside requests that decode, a step holds as few prompt tokens as cost the prompts no more than this share of their
-# speed, by a table that other programs may have disturbed: on a CPU 256 to 384 of 512, at a true loss of 1 to 2 %, and
-# of 5 % once in a hundred starts on a busy machine (docs/decisions/2026-11-23-costs.md).
-LOSS_MAX = 0.04
+# speed, by a table that other programs may have disturbed: on a CPU 320 to 384 of 512, at a true loss of 1 to 3 %
+# (docs/decisions/2026-11-24-cpu.md).
+LOSS_MAX = 0.025
 CHUNK_BLOCKS = 4  # such chunks are multiples of so many blocks: 64 tokens of the usual blocks of 16
 LARGER = 4  # sizes count as the larger ones down to such a part of the largest: 128, 64 and 32 are three tries at least
 UNNOTICED_MS = 25.0  # 40 tokens a second: nobody who reads sees a shorter step, so none is made shorter than that

@@ -23,6 +23,7 @@ from novainfer.fsm.schedule.batching import Flight, StepBuilder, runnable
 from novainfer.fsm.schedule.costs import Chunks
 from novainfer.fsm.schedule.order import Order, arrival
 from novainfer.fsm.schedule.request import (
+    AWAITED,
     FETCHED,
     LOSE,
     PREEMPT,
@@ -49,6 +50,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     priority_wait_s: float = 10.0
     share_prefix_cache: bool = False
+    tells_routers: bool = False  # which prefixes can be found
+    session_ttl_s: float = 0.0
+    session_share: float = 0.5
+    max_sessions: int = 1000
 
 
 class Planner:
@@ -59,7 +64,12 @@ class Planner:
     ) -> None:
         self.limits = limits
         self.cache: KVCache = BlockCache(
-            num_blocks, limits.block_size, num_host_blocks, enable_prefix_caching=limits.enable_prefix_caching
+            num_blocks,
+            limits.block_size,
+            num_host_blocks,
+            enable_prefix_caching=limits.enable_prefix_caching,
+            tells_changes=limits.tells_routers,
+            kept_share=limits.session_share,
         )
         self.waiting: list[Request] = []  # WAITING, PREEMPTED and RECOVERING, in order of arrival
         self.order = Order(by_priority=limits.scheduling_policy == "priority")
@@ -67,6 +77,7 @@ class Planner:
         self.parked: dict[int, Request] = {}  # PAUSED without a slot or blocks
         self.num_constrained = 0  # requests whose tokens need masks, wherever they are
         self.awaited: dict[int, Request] = {}  # of those, the ones whose next mask has not come
+        self.advanced: dict[int, list[int]] = {}  # the tokens that they have got in this turn: grammars are told yet
         self.overstayed: set[int] = set()  # PAUSED for too long: they are parked before the next step
         self.max_running = limits.max_num_seqs  # requests in one step; less while memory or time is short
         self.mode = Mode()  # what the last step was planned in
@@ -138,6 +149,7 @@ class Planner:
     def refit(self, num_blocks: int, num_host_blocks: int, *, keeps_host: bool) -> None:
         """The device has another KV cache, and what was on the host is there yet, or not; nothing is running."""
         if not keeps_host:
+            self.cache.forget_copies()
             for request in (*self.waiting, *self.parked.values()):
                 self.cache.drop_copy(request)
         self.cache.refit(num_blocks, num_host_blocks)
@@ -185,7 +197,8 @@ class Planner:
             if builder.is_cut:  # nothing else is to be done than to look on
                 continue
             # Nothing fits. If a request could run, take the blocks of one whose turn is later, and try again.
-            wants_to_run = [r for r in (*self.running.values(), *self.waiting) if runnable(r, only) and r.mask_id >= 0]
+            able = (*self.running.values(), *self.waiting)
+            wants_to_run = [r for r in able if runnable(r, only) and (r.mask >= 0 or r.slot >= 0)]
             if self.has_awaited:
                 return None
             if not wants_to_run or not self._preempt_one(keep=min(wants_to_run, key=self.order.turn)):
@@ -228,6 +241,7 @@ class Planner:
             self._put_out(request, VACATE)
         builder = StepBuilder(self, step_id, epoch, 0, None)
         builder.flight.is_vacating = True
+        self.cache.save_kept()
         builder.close()
         return (builder.plan, builder.flight) if builder.plan.swap_out_blocks else None
 
@@ -250,6 +264,8 @@ class Planner:
         rows, drafts = flight.rows, flight.drafts
         if drafts:  # they are committed one by one, as far as they are right
             rows = [(request, count - drafts.get(request.request_id, 0), start) for request, count, start in rows]
+        if flight.late:
+            rows = [row for row in rows if row[0].request_id not in flight.late]
         for request, count, start in rows:
             request.num_computed = end = start + count
             if end >= request.kv.commits_at:
@@ -261,7 +277,7 @@ class Planner:
         if request.num_computed >= request.kv.commits_at:
             self.cache.commit_row(request, request.num_computed)
 
-    def drop_drafts(self, request: Request) -> None:
+    def set_back(self, request: Request) -> None:
         """What its step has computed beyond what is committed is of no use."""
         request.num_planned = request.num_computed
         self.cache.truncate(request, request.num_computed)
@@ -301,7 +317,7 @@ class Planner:
     def has_awaited(self) -> bool:
         """Whether a request that has slot and blocks goes on when its mask comes: none is preempted meanwhile."""
         paused = RequestState.PAUSED
-        return any(i in self.running and r.state is not paused for i, r in self.awaited.items())
+        return any(r.mask == AWAITED and r.slot >= 0 and r.state is not paused for r in self.awaited.values())
 
     @property
     def _is_crowded(self) -> bool:
@@ -340,7 +356,7 @@ class Planner:
     def _beyond_share(self) -> list[Request]:
         """The requests one of which has to go, because the first in turn is of a tenant of which nothing runs."""
         order, cache = self.order, self.cache
-        if order.is_by_age or (first := order.first) is None or first.mask_id < 0:
+        if order.is_by_age or (first := order.first) is None or first.mask < 0:
             return []
         running = Counter(r.tenant.id for r in self.running.values())
         if first.tenant.id in running:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import cache
 from typing import Any, ClassVar
 
 import msgspec
@@ -29,11 +30,14 @@ from novainfer.fsm.messages.events import PauseRequest, ResumeRequest, Submit
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.pooling import added
 from novainfer.fsm.messages.step import Logprobs, SeqParams
+from novainfer.fsm.schedule.session import Session
 from novainfer.fsm.text import Vocabulary, text_assembler
 
-# Instead of the number of a mask:
-UNCONSTRAINED = 0  # any token may be sampled
-AWAITED = -1  # the mask of the next token has not come
+# The mask of its next token; below 0: it has not come, and no request is admitted without it.
+UNCONSTRAINED = 0  # there is none: any token may be sampled
+READY = 1
+COMING = -1  # a step that decodes may be launched before it: there is time until tokens are drawn
+AWAITED = -2  # it is waited for: a grammar is compiled, or the mask came too late for a step
 
 # What the device is told as it was asked for: the fields that both records have.
 SAMPLED_AS_ASKED = tuple(name for name in SeqParams.__struct_fields__ if name in SamplingParams.__struct_fields__)
@@ -111,6 +115,10 @@ class Finish(msgspec.Struct, frozen=True):
 
 ADMIT, UNADMIT, PREFILLED, PREEMPT = Admit(), Unadmit(), Prefilled(), Preempt()
 VACATE, FETCH, FETCHED, LOSE, RECOVER = Vacate(), Fetch(), Fetched(), Lose(), Recover()
+
+
+_NONE = frozenset[int]()
+_shared = cache(frozenset[int])  # the end tokens of the models that there were
 
 
 class Request(Machine):
@@ -196,14 +204,18 @@ class Request(Machine):
         "drafts",
         "drafts_at",
         "failures",
+        "forced",
+        "forced_at",
+        "has_forced",
         "is_degraded",
         "is_first_output",
         "kv",
         "losses",
-        "mask_id",
+        "mask",
         "max_len",
         "num_accepted_tokens",
         "num_cached",
+        "num_committed",
         "num_computed",
         "num_draft_tokens",
         "num_indexed",
@@ -213,12 +225,14 @@ class Request(Machine):
         "num_prompt",
         "params",
         "paused_as",
+        "plain_until",
         "pool_sum",
         "pooling",
         "queued_as",
         "request_id",
         "scores",
         "seed",
+        "session",
         "slot",
         "stop_ids",
         "stream_id",
@@ -243,7 +257,9 @@ class Request(Machine):
         self.token_ids = list(submit.token_ids)  # the prompt, then what was sampled
         self.num_prompt = len(submit.token_ids)
         self.max_len = max_len  # tokens, prompt included, at which it ends with "length"
-        self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
+        # One object for all requests that say nothing else of it: each step looks into it for each.
+        eos_ids = _NONE if params.ignore_eos else _shared(tuple(eos_token_ids))
+        self.stop_ids = eos_ids.union(params.stop_token_ids) if params.stop_token_ids else eos_ids
         self.text = text_assembler(
             vocabulary,
             params.stop_strings,
@@ -256,12 +272,14 @@ class Request(Machine):
         self.pooling = params.pooling  # None: it is to write tokens
         self.pool_sum = b""  # of the hidden states of `num_pooled` tokens, as far as they are computed for good
         self.num_pooled = 0
+        self.session: Session | None = None  # the conversation that keeps what it has computed
         self.kv = BlockTable()  # what it has of the KV cache
         self.num_computed = 0  # tokens whose keys and values are computed
         self.num_planned = 0  # the same, when the steps on the device have ended well: more while it is in one
+        self.num_committed = 0  # tokens of its answer that it came with
         self.num_cached = 0  # tokens of the prompt that the prefix cache had when it first ran
         self.slot = -1
-        self.mask_id = UNCONSTRAINED if params.structured_outputs is None else AWAITED  # of its next token
+        self.mask = UNCONSTRAINED if params.structured_outputs is None and params.thoughts is None else AWAITED
         self.waits_for: bytes | None = None  # the name it waits for another request to compute
         self.work = self.num_prompt  # tokens to compute before its next one, when it was last looked at in the queue
         self.num_preemptions = 0
@@ -276,9 +294,15 @@ class Request(Machine):
         self.num_indexed = 0  # tokens whose places it knows: what is made again from a recording knows as many
         self.drafts: list[int] = []  # what the device's draft model has proposed behind its tokens,
         self.drafts_at = 0  # when they were so many
+        self.forced: list[int] = []  # what its grammar says must follow them,
+        self.forced_at = 0  # when they were so many
+        self.has_forced = False  # the drafts that it was last given are some of those
         self.tells_tokens = bool(params.banned_sequences)  # whether the device must know them: or for its draft model
         self.queued_as = S.WAITING  # the state it was admitted from
         self.is_first_output = True
+        # It decodes, has no unfinished character, and wants nothing but text: while it has fewer tokens than this, one
+        # more that is plain text and no stop token is given to its client as it is. 0: it is looked at closely.
+        self.plain_until = 0
         self.is_degraded = False  # some of it was computed in another mode than the exact one
 
     # ---- questions -----------------------------------------------------------------------------------------------
@@ -309,6 +333,11 @@ class Request(Machine):
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def awaits_first(self) -> bool:
+        """True until a token of it has been sampled here."""
+        return self.num_generated == self.num_committed
+
+    @property
     def is_unscored(self) -> bool:
         """True while some tokens of its prompt have to be scored."""
         return self.scores is not None and len(self.scores) < self.num_prompt - 1
@@ -336,6 +365,14 @@ class Request(Machine):
         assert first <= len(self.scores), "the prompt is computed from its beginning"
         self.scores += scores[len(self.scores) - first :]
 
+    def next_forced(self) -> list[int]:
+        """What must follow its tokens, as far as its grammar has said so."""
+        forced, at = self.forced, self.forced_at
+        num_since = len(self.token_ids) - at
+        if num_since >= len(forced) or self.token_ids[at:] != forced[:num_since]:
+            return []
+        return forced[num_since:]
+
     def sampling_spec(self) -> SeqParams:
         """What the device must know before it can sample this request."""
         params = self.params
@@ -354,6 +391,7 @@ class Request(Machine):
 
     def _admit(self, _: Admit) -> RequestState:
         self.queued_as = self.state
+        self.plain_until = 0
         return S.PREFILL
 
     def _unadmit(self, _: Unadmit) -> RequestState:
@@ -384,6 +422,7 @@ class Request(Machine):
 
     def _fetch(self, _: Fetch) -> RequestState:
         self.queued_as = self.state
+        self.plain_until = 0
         return FETCHING
 
     def _fetched(self, _: Fetched) -> RequestState:

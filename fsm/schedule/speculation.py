@@ -3,12 +3,13 @@
 A guess (a *draft*) costs what one more token in the step costs, and brings a token when it is right. Right or wrong,
 the answer is the same: a step keeps drafts only as far as they are what it samples anyway. So all that is decided here
 is speed: of the drafts on offer those are verified that bring more tokens a second, by the cost of a step as it was
-measured, and by how often drafts of this request were right lately.
+measured, and by how often drafts of this request were right lately. What a grammar says must follow goes before what
+is guessed, and is judged by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush, nlargest, nsmallest
 from itertools import compress
 from math import ceil, inf
@@ -209,6 +210,7 @@ class Speculation:
         self.is_noted = True  # whether the outcome of the step planned last is to be told
         self._num_rows = 0  # in it that may have drafts
         self._hits, self._trials = 1.0, 2.0  # of all requests, the latest count most
+        self._sure = 1.0  # how likely a draft is right that a grammar says must follow
         self._drafting_ms = 0.0  # what the device's model took for the drafts that the next step verifies
         self._num_wanting = self._num_missed = 0  # rows that want some of the step planned last, and what it missed
         self._errors = 0  # of the device's model, since it did well
@@ -255,8 +257,12 @@ class Speculation:
             self._forget(known.rested)
         return known.has_guesses
 
-    def drafts(self, rows: Sequence[Request], num_tokens: int, most: int) -> list[list[int]]:
+    def drafts(
+        self, rows: Sequence[Request], num_tokens: int, most: int, mute: Collection[int] = ()
+    ) -> list[list[int]]:
         """The drafts to verify of each of `rows`, in a step of `num_tokens` tokens without them: `most` in all.
+
+        The requests whose ids are in `mute` have none.
 
         The next one is verified where it is most likely to be right, as long as that brings more tokens a second.
         """
@@ -266,7 +272,8 @@ class Speculation:
         known = self._stretches_of(len(rows))
         between, tokens = self._between(known, len(rows)), float(len(rows))
         cost, more = self._cost.of(num_tokens) + between, self._cost.of(num_tokens + 1) + between
-        chances = [self._chance(request) for request in rows]
+        forced = [request.next_forced() for request in rows]
+        chances = [self._sure if must else self._chance(request) for request, must in zip(rows, forced, strict=True)]
         paying = [chance * cost > (more - cost) * tokens for chance in chances]
         probes = self._probes(known, rows, ahead=0)
         gain = sum(compress(chances, paying)) * cost  # of the first draft of each
@@ -277,10 +284,12 @@ class Speculation:
             return found
         offers: list[tuple[float, int, list[int]]] = []  # less the chance of the next draft, its row, what is proposed
         for at, request in enumerate(rows):
-            count = 0 if request.mask_id else min(self.num_tokens_max, request.max_len - len(request.token_ids) - 1)
-            if most <= 0 or count <= 0 or not (paying[at] or at in probes):
+            count = min(self.num_tokens_max, request.max_len - len(request.token_ids) - 1)
+            if request.request_id in mute or most <= 0 or count <= 0 or not (paying[at] or at in probes):
                 continue
-            proposed = self.proposer.propose(request, count if paying[at] else 1)
+            count = count if paying[at] else 1
+            proposed = forced[at][:count] or self.proposer.propose(request, count)
+            request.has_forced = bool(forced[at])
             if proposed and paying[at]:
                 offers.append((-chances[at], at, proposed))
             elif proposed:
@@ -316,7 +325,7 @@ class Speculation:
         probes = self._probes(known, rows, ahead=1)
         cost, price, tokens = self._cost.of(len(rows)), self._price(len(rows)), float(len(rows))
         cost += self._between(known, len(rows))
-        rooms = [0 if r.mask_id else min(self.num_tokens_max, r.max_len - len(r.token_ids) - 2) for r in rows]
+        rooms = [min(self.num_tokens_max, r.max_len - len(r.token_ids) - 2) for r in rows]
         chances = [self._chance(request) for request in rows]
         pays = [at for at, chance in enumerate(chances) if chance * cost > price * len(rows)]
         if known.is_trying:
@@ -406,15 +415,18 @@ class Speculation:
         for at in range(num_accepted):
             self._accepted[at] += 1
         num_trials = min(num_accepted + 1, num_drafts)
+        request.num_draft_tokens += num_drafts
+        request.num_accepted_tokens += num_accepted
         keep = FORGET**num_trials
+        if request.has_forced:
+            self._sure += (1 - keep) * (num_accepted / num_trials - self._sure)
+            return
         self._trials = self._trials * keep + num_trials
         self._hits = self._hits * keep + num_accepted
         keep *= FORGET ** max(len(request.token_ids) - request.drafted_at, 0)
         request.draft_trials = request.draft_trials * keep + num_trials
         request.draft_hits = request.draft_hits * keep + num_accepted
         request.drafted_at = len(request.token_ids) + num_accepted + 1
-        request.num_draft_tokens += num_drafts
-        request.num_accepted_tokens += num_accepted
 
     def _forget(self, num_tokens: int) -> None:
         """What is known of all requests is so many tokens old: what is found now counts for more."""

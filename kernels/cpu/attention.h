@@ -10,13 +10,18 @@
 
 namespace nova {
 
-// What one step's attention reads, the same for all layers.
+// What one step's attention reads, the same for all layers but, maybe, the last one.
 struct Batch {
   const int32_t* block_tables;
   int64_t table_stride;
   const int32_t* query_start;
   const int32_t* context_lens;
   int64_t num_seqs;
+  const int32_t* query_from = nullptr;  // [num_seqs]: rows of a sequence before this one have no output; null: all have
+
+  int first_query(int seq) const { return query_from ? query_from[seq] : query_start[seq]; }
+  int queries(int seq) const { return query_start[seq + 1] - first_query(seq); }
+  int before(int seq) const { return context_lens[seq] - queries(seq); }  // tokens
 };
 
 // How one step's attention is divided, the same for all layers of one window: a group of items shares query rows and a

@@ -28,6 +28,7 @@ class Grouping {
     thread_cost_ = cost * cache.num_kv_heads / threads;
     int num_states = 0;
     for (int seq = 0; seq < batch.num_seqs; seq++) {
+      if (queries(seq) == 0) continue;
       // A chunk reads its context once for as many rows as a group has: sharing it would save nothing. Where a window
       // begins differs between rows.
       const bool shares = queries(seq) <= shared_tokens_ && !plan.window;
@@ -63,8 +64,8 @@ class Grouping {
     int same_tiles;  // that it shares with the member before
   };
 
-  int queries(int seq) const { return batch_.query_start[seq + 1] - batch_.query_start[seq]; }
-  int before(int seq) const { return batch_.context_lens[seq] - queries(seq); }
+  int queries(int seq) const { return batch_.queries(seq); }
+  int before(int seq) const { return batch_.before(seq); }
   const int32_t* table(const Member& member) const { return batch_.block_tables + member.seq * batch_.table_stride; }
 
   // Tiles that the last token of a sequence sees.
@@ -138,7 +139,7 @@ class Grouping {
   }
 
   void add_tokens(const Member& member, int first, int last) {
-    const int index = batch_.query_start[member.seq], position = before(member.seq);
+    const int index = batch_.first_query(member.seq), position = before(member.seq);
     for (int i = first; i < last; i++) plan_.tokens.push_back({index + i, position + i, member.state + i});
   }
 

@@ -74,9 +74,12 @@ struct Bytes {
   static vi dot(vi acc, vi codes, vi x) { return dot_bytes(acc, codes, x); }
 
   static void put(char* w, int feature, int code) { w[feature / 4 * VL * 4 + feature % 4] = (char)(code + ZERO); }
-  static int get(const char* w, int feature) {
-    const char byte = w[feature / 4 * VL * 4 + feature % 4];
-    return ZERO ? (int)(uint8_t)byte - ZERO : (int)(int8_t)byte;
+  // The codes of one row's step, which begins at w.
+  static void unpack(const char* w, int8_t* to) {
+    uint32_t halves[2];
+    std::memcpy(&halves[0], w, 4), std::memcpy(&halves[1], w + VL * 4, 4);
+    if (ZERO) halves[0] ^= 0x80808080u, halves[1] ^= 0x80808080u;
+    std::memcpy(to, halves, STEP);
   }
 };
 
@@ -90,7 +93,12 @@ struct Nibbles {
   static vi dot(vi acc, vi codes, vi x) { return dot_small(acc, codes, x); }
 
   static void put(char* w, int feature, int code) { w[feature % 4] |= (char)(code << feature / 4 * 4); }
-  static int get(const char* w, int feature) { return (uint8_t)w[feature % 4] >> feature / 4 * 4 & 15; }
+  static void unpack(const char* w, int8_t* to) {
+    uint32_t both;
+    std::memcpy(&both, w, 4);
+    const uint32_t halves[2] = {both & 0x0f0f0f0fu, both >> 4 & 0x0f0f0f0fu};
+    std::memcpy(to, halves, STEP);
+  }
 };
 
 }  // namespace nova

@@ -194,9 +194,11 @@ class Experts {
     team.rows(m * active, [&](long pair) {
       const long from = pair / active, to = places_[pair];
       std::copy_n(&each.q[from * width], width, &sorted.q[to * width]);
-      std::copy_n(&each.scale[from * groups], groups, &sorted.scale[to * groups]);
-      std::copy_n(&each.sum[from * groups], groups, &sorted.sum[to * groups]);
-      std::copy_n(&each.begin[from * groups], groups, &sorted.begin[to * groups]);
+      for (long g = 0; g < groups; g++) {
+        sorted.scale[sorted.at(to, g)] = each.scale[each.at(from, g)];
+        sorted.sum[sorted.at(to, g)] = each.sum[each.at(from, g)];
+        sorted.begin[sorted.at(to, g)] = each.begin[each.at(from, g)];
+      }
     });
     return sorted;
   }

@@ -6,6 +6,8 @@
 // have the same bits either way.
 #include <algorithm>
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include "abi.h"
 #include "attention.h"
@@ -54,6 +56,18 @@ struct StepDesc {
 
 namespace {
 
+// Of each sequence, the first of its rows that are sampled from; the end of its rows where none is.
+std::vector<int32_t> first_sampled_rows(const StepDesc& step) {
+  const int32_t *start = step.query_start, *end = start + step.num_seqs + 1;
+  std::vector<int32_t> found(start + 1, end);
+  for (long i = 0; i < step.num_samples; i++) {
+    const int row = (int)step.logit_rows[i];
+    int32_t& first = found[std::upper_bound(start, end, row) - start - 1];
+    first = std::min(first, row);
+  }
+  return found;
+}
+
 template <class T>
 struct Forward {
   using E = typename T::type;
@@ -71,15 +85,21 @@ struct Forward {
   Mlp<T> mlp_{inner_};
   Experts<T> experts_{mlp_};
   std::unique_ptr<E[]> sampled_ = std::unique_ptr<E[]>(new E[step.num_samples * (attended + hidden)]);
-  std::vector<AttentionPlan> plans;  // one for each window of the layers
+  std::vector<AttentionPlan> plans_;           // one for each window of the layers
+  std::optional<AttentionPlan> plan_of_last_;  // where the last layer attends for some of the rows only
 
   Forward(const ModelDesc& model, const StepDesc& step, int threads) : model(model), step(step) {
     for (long l = 0; l < model.num_layers; l++)
-      if (!plan_of(model.layers[l])) plans.emplace_back(cache, batch, threads, model.layers[l].sliding_window);
+      if (!plan_of(model.layers[l])) plans_.emplace_back(cache, batch, threads, model.layers[l].sliding_window);
+    if (!step.logit_rows) return;
+    const std::vector<int32_t> from = first_sampled_rows(step);
+    Batch sampled = batch;
+    sampled.query_from = from.data();
+    plan_of_last_.emplace(cache, sampled, threads, model.layers[model.num_layers - 1].sliding_window);
   }
 
   AttentionPlan* plan_of(const LayerDesc& layer) {
-    for (AttentionPlan& plan : plans)
+    for (AttentionPlan& plan : plans_)
       if (plan.window == layer.sliding_window) return &plan;
     return nullptr;
   }
@@ -98,7 +118,8 @@ struct Forward {
       linear(team, *layer.qkv, {x, hidden, m, qkv});
       team.rows(m, [&](long row) { rotate_and_write((int)l, row, qkv + row * qkv_width); });
       if (last && step.num_samples == 0) return;
-      attend(team, cache, batch, *plan_of(layer), {(int)l, qkv, qkv_width, qkv + m * qkv_width, model.scale});
+      AttentionPlan& plan = last && plan_of_last_ ? *plan_of_last_ : *plan_of(layer);
+      attend(team, cache, batch, plan, {(int)l, qkv, qkv_width, qkv + m * qkv_width, model.scale});
       if (last && step.logit_rows) {  // from here on only what is sampled from
         E* attention_of = sampled_.get();
         E* residual_of = attention_of + step.num_samples * attended;

@@ -10,8 +10,14 @@
 // Items: (block of rows, few panels). With few rows the product is a stream of W through the cores, and prefetching
 // ahead in the panel is what reaches the memory's speed; with more, a panel stays in L2 while the row tiles pass by,
 // and the next one is fetched meanwhile (18 to 45 % of the time at 16 to 64 rows).
+//
+// GCC gives out registers over a whole function at once here: loop by loop, as it does by itself, it copies a tile's
+// sums to and fro around each row that is stored (1 % of a prompt's step).
+#pragma GCC optimize("ira-region=one")
 #include "linear.h"
 
+#include <array>
+#include <utility>
 #include <vector>
 
 #include "abi.h"
@@ -23,42 +29,57 @@ namespace {
 // out[r][lane] = x[r] . panel row `lane`, for MR rows. Rows are addressed as base[r / 3] + (r % 3) * stride: with 12
 // rows that is 4 pointers and the addressing mode's scaled index instead of 12 pointers, which would not fit into the
 // general registers.
-// Beside each step it asks for LINES cache lines from `next` on, which goes on by `next_step` bytes.
-template <class T, int MR, int LINES>
-void tile(const char* x, long stride_bytes, const char* w, long units, const char* next, long next_step, float* out) {
+// Beside each step it asks for LINES cache lines from `next` on, which goes on by `next_step` bytes. After each `pause`
+// steps a row of the tile `before` is stored.
+template <class T, int MR, int LINES, class Before>
+void tile(const char* x, long stride_bytes, const char* w, long units, const char* next, long next_step, float* out,
+          Before& before, long pause) {
   constexpr long VECTOR = VL * 4;  // bytes
   vf acc[MR][NV];
   for (int r = 0; r < MR; r++)
     for (int v = 0; v < NV; v++) acc[r][v] = zero();
   const char* base[(MR + 2) / 3];
   for (int i = 0; i < (MR + 2) / 3; i++) base[i] = x + 3 * i * stride_bytes;
+#pragma GCC unroll 1
+  for (long u = 0; u < units;) {
+    const long end = before.rows_left() ? std::min(units, u + pause) : units;
 #pragma GCC unroll 4
-  for (long u = 0; u < units; u++) {
-    vi b[NV];
-    for (int v = 0; v < NV; v++) b[v] = loadi(w + v * VECTOR);
-    for (int line = 0; line < LINES; line++) prefetch(next + u * next_step + line * 64);
+    for (; u < end; u++) {
+      vi b[NV];
+      for (int v = 0; v < NV; v++) b[v] = loadi(w + v * VECTOR);
+      for (int line = 0; line < LINES; line++) prefetch(next + u * next_step + line * 64);
 #pragma GCC unroll 12
-    for (int r = 0; r < MR; r++) {
-      const vi a = broadcast_unit(base[r / 3] + (r % 3) * stride_bytes + u * 4);
-      for (int v = 0; v < NV; v++) acc[r][v] = T::dp(acc[r][v], a, b[v]);
+      for (int r = 0; r < MR; r++) {
+        const vi a = broadcast_unit(base[r / 3] + (r % 3) * stride_bytes + u * 4);
+        for (int v = 0; v < NV; v++) acc[r][v] = T::dp(acc[r][v], a, b[v]);
+      }
+      w += NV * VECTOR;
     }
-    w += NV * VECTOR;
+    if (before.rows_left()) before.store_row();
   }
   for (int r = 0; r < MR; r++)
     for (int v = 0; v < NV; v++) storef(out + r * PANEL + v * VL, acc[r][v]);
 }
 
-using Tile = void (*)(const char*, long, const char*, long, const char*, long, float*);
+template <class Before>
+using Tile = void (*)(const char*, long, const char*, long, const char*, long, float*, Before&, long);
 
-template <class T, int LINES>
-constexpr Tile tiles[] = {
-    nullptr,           tile<T, 1, LINES>, tile<T, 2, LINES>, tile<T, 3, LINES>,  tile<T, 4, LINES>,
-    tile<T, 5, LINES>, tile<T, 6, LINES>,
-#if defined(__AVX512F__)
-    tile<T, 7, LINES>, tile<T, 8, LINES>, tile<T, 9, LINES>, tile<T, 10, LINES>, tile<T, 11, LINES>,
-    tile<T, 12, LINES>
-#endif
-};
+template <class T, int LINES, class Before, int MR>
+constexpr Tile<Before> tile_of() {
+  if constexpr (has_tile<Before>(MR))
+    return tile<T, MR, LINES, Before>;
+  else
+    return nullptr;
+}
+
+template <class T, int LINES, class Before, int... MR>
+constexpr std::array<Tile<Before>, sizeof...(MR)> tiles_of(std::integer_sequence<int, MR...>) {
+  return {tile_of<T, LINES, Before, MR>()...};
+}
+
+// By the number of their rows.
+template <class T, int LINES, class Before>
+constexpr auto tiles = tiles_of<T, LINES, Before>(std::make_integer_sequence<int, MR_MAX + 1>());
 
 template <class T>
 class Product {
@@ -79,30 +100,47 @@ class Product {
   void compute(long item) const {
     constexpr int LINES = STEP / 64;                 // cache lines of a step
     constexpr int HALF = LINES > 1 ? LINES / 2 : 1;  // two tiles are the fewest of several
+    Epilogue<T> epilogue(d_, call_);
+    NoRows none;
+    if (tiling_.is_stream)
+      compute(item, tiles<T, LINES, NoRows>.data(), none, epilogue);
+    else
+      compute(item, tiles<T, HALF, Epilogue<T>>.data(), epilogue, epilogue);
+  }
+
+ private:
+  static constexpr long STEP = PANEL * 4;  // bytes of one step along K
+
+  template <class Before>
+  void compute(long item, const Tile<Before>* tiles, Before& before, Epilogue<T>& epilogue) const {
     const bool stream = tiling_.is_stream;
-    const Epilogue<T> epilogue{d_, call_};
-    alignas(64) float result[2][MR_MAX * PANEL];
+    const long steps = units_ * (call_.gated ? 2 : 1);
+    alignas(64) float results[2][2][MR_MAX * PANEL];  // of a tile, and of the one before
+    int turn = 0;
     tiling_.compute(item, [&](long panel, long row, int rows, long t, long row_tiles) {
       const char* x = x_ + row * stride_bytes_;
       const char* w = (const char*)d_.weight + panel * panel_bytes_;
       // One tile asks for what it will need itself in a moment; several share out the next panel, so that memory has
       // no rest while any of them computes.
-      const Tile tile = stream ? tiles<T, LINES>[rows] : tiles<T, HALF>[rows];
       const long each = stream ? STEP : ceil_div(STEP, row_tiles);
       const long ahead = stream ? PREFETCH_BYTES : panel_bytes_ + t * units_ * each;
-      tile(x, stride_bytes_, w, units_, w + ahead, each, result[0]);
+      const long pause = ceil_div(steps, epilogue.rows_left() + 1);
+      float (*result)[MR_MAX * PANEL] = results[turn ^= 1];
+      tiles[rows](x, stride_bytes_, w, units_, w + ahead, each, result[0], before, pause);
       if (call_.gated) {
         w += panels_ * panel_bytes_;
-        tile(x, stride_bytes_, w, units_, w + ahead, each, result[1]);
-        epilogue.store_gated(result[0], result[1], rows, row, panel, panel + panels_);
-      } else {
-        epilogue.store(result[0], rows, row, panel);
+        tiles[rows](x, stride_bytes_, w, units_, w + ahead, each, result[1], before, pause);
       }
+      epilogue.store_rest();
+      if (call_.gated)
+        epilogue.take_gated(result[0], result[1], rows, row, panel, panel + panels_);
+      else
+        epilogue.take(result[0], rows, row, panel);
+      if (stream) epilogue.store_rest();
     });
+    epilogue.store_rest();
   }
 
- private:
-  static constexpr long STEP = PANEL * 4;  // bytes of one step along K
   const LinearDesc& d_;
   const LinearCall call_;
   const long units_ = d_.units(), panel_bytes_ = units_ * STEP;
@@ -136,13 +174,22 @@ void pack(const LinearDesc& d, const typename T::type* weight, typename T::type*
   });
 }
 
+// Each unit of a row lies in a cache line of its own: those of the next row are asked for meanwhile.
 template <class T>
 void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::type* out, int threads) {
-  constexpr int E = T::E;
+  constexpr long STEP = PANEL * 4;  // bytes between units of a row
+  const auto first_unit = [&](long i) {
+    return (const char*)d.weight + (ids[i] / PANEL * d.units() * PANEL + ids[i] % PANEL) * 4;
+  };
   Team(threads).rows(count, [&](long i) {
-    const typename T::type* from =
-        (const typename T::type*)d.weight + (ids[i] / PANEL * d.units() * PANEL + ids[i] % PANEL) * E;
-    for (long k = 0; k < d.k; k++) out[i * d.k + k] = from[k / E * PANEL * E + k % E];
+    const char *from = first_unit(i), *next = first_unit(std::min(i + 1, count - 1));
+    typename T::type* to = out + i * d.k;
+    const typename T::type* end = to + d.k;
+    for (; to + T::E <= end; to += T::E, from += STEP, next += STEP) {
+      std::memcpy(to, from, 4);
+      prefetch(next);
+    }
+    if (to < end) std::memcpy(to, from, sizeof *to);
   });
 }
 

@@ -37,20 +37,23 @@ constexpr int PANEL = NV * VL;             // weight rows in a panel
 constexpr int MR_MAX = ACCUMULATORS / NV;  // activation rows in a tile: MR * NV accumulators fill the registers
 
 // Activations in INT8, as products over codes read them: rows of `width` bytes, and three numbers for each of their
-// groups.
+// groups, which lie as a tile of rows reads them: [groups][rows].
 struct Rounded {
-  long width, groups;
+  long rows, width, groups;
   std::unique_ptr<int8_t[]> q;
   std::unique_ptr<float[]> scale, sum;  // the sum times the scale
   std::unique_ptr<int32_t[]> begin;     // what a sum of products begins at: the zero of all codes taken from it
 
-  Rounded(long m, long width, long groups)
-      : width(width),
+  Rounded(long rows, long width, long groups)
+      : rows(rows),
+        width(width),
         groups(groups),
-        q(new int8_t[m * width]),
-        scale(new float[m * groups]),
-        sum(new float[m * groups]),
-        begin(new int32_t[m * groups]) {}
+        q(new int8_t[rows * width]),
+        scale(new float[rows * groups]),
+        sum(new float[rows * groups]),
+        begin(new int32_t[rows * groups]) {}
+
+  long at(long row, long group) const { return group * rows + row; }  // of the three numbers
 };
 
 // What one product reads and writes. Strides in elements.

@@ -35,7 +35,7 @@ template <class T>
 inline void silu_mul_row(const typename T::type* gate_up, typename T::type* out, long width) {
   for (long i = 0; i < width; i += VL)
     store_first<T>(out + i,
-                   mul(silu(load_first<T>(gate_up + i, width - i)), load_first<T>(gate_up + width + i, width - i)),
+                   mul(silu<T>(load_first<T>(gate_up + i, width - i)), load_first<T>(gate_up + width + i, width - i)),
                    width - i);
 }
 

@@ -15,8 +15,15 @@
 // Packing: as in linear.cpp, rows of a panel side by side, here in steps of eight features: [panel][step][vector][...]
 // (codes.h), with codes of 4 bits two to a byte, which are unpacked in registers by each tile that passes. Scales and
 // shifts: [panel][group][PANEL].
+//
+// GCC gives out registers over a whole function at once here: loop by loop, as it does by itself, it copies a tile's
+// sums to and fro around each row that is stored (1 % of a prompt's step).
+#pragma GCC optimize("ira-region=one")
 #include <algorithm>
+#include <array>
 #include <memory>
+#include <type_traits>
+#include <utility>
 
 #include "abi.h"
 #include "codes.h"
@@ -37,9 +44,9 @@ int zero_of(const LinearDesc& d) {
 long steps_of(const LinearDesc& d) { return ceil_div(d.group_size, STEP); }  // of a group
 long padded_columns(const LinearDesc& d) { return d.groups() * steps_of(d) * STEP; }
 
-// Some rows of `Rounded`.
+// Rows of `Rounded` from one on.
 struct Rows {
-  const long width, groups;
+  const long width, groups, stride;  // the last: numbers between groups
   const int8_t* q;
   const float *scale, *sum;
   const int32_t* begin;
@@ -47,10 +54,11 @@ struct Rows {
   Rows(const Rounded& all, long first)
       : width(all.width),
         groups(all.groups),
+        stride(all.rows),
         q(&all.q[first * width]),
-        scale(&all.scale[first * groups]),
-        sum(&all.sum[first * groups]),
-        begin(&all.begin[first * groups]) {}
+        scale(&all.scale[first]),
+        sum(&all.sum[first]),
+        begin(&all.begin[first]) {}
 };
 
 // x / y to the nearest whole number, ties to even, as a division of fp32 gives it. For bf16 the inverse, which a row
@@ -71,14 +79,25 @@ struct Divisor {
   }
 };
 
+// The bits of the largest of `count` numbers without their signs, NaN where one is: as whole numbers, bits are ordered
+// as what they stand for, with NaN above all.
+template <class T>
+int32_t largest_bits(const typename T::type* from, long count) {
+  vi most = set1i(0);
+  long k = 0;
+  if constexpr (T::E == 2) {  // two numbers a lane, as they lie
+    for (; k + 2 * VL <= count; k += 2 * VL) most = max_pairs(most, andi(loadi(from + k), set1i(0x7fff7fffu)));
+    most = maxi(shl16(most), andi(most, set1i(0xffff0000u)));
+  }
+  for (; k < count; k += VL) most = maxi(most, andi(asi(load_first<T>(from + k, count - k)), set1i(0x7fffffffu)));
+  return hmaxi(most);
+}
+
 // Rounds `count` numbers to `padded` bytes and gives the scale: the largest over 127, NaN where one is. `sum` is that
 // of what was rounded.
 template <class T>
 float round_to_int8(const typename T::type* from, long count, int8_t* to, long padded, int32_t* sum) {
-  vi most = set1i(0);  // as whole numbers, bits without sign are ordered as they are, with NaN above all
-  for (long k = 0; k < count; k += VL)
-    most = maxi(most, andi(asi(load_first<T>(from + k, count - k)), set1i(0x7fffffffu)));
-  const int32_t bits = hmaxi(most);
+  const int32_t bits = largest_bits<T>(from, count);
   float scale;
   std::memcpy(&scale, &bits, 4);
   scale /= 127.0f;
@@ -109,7 +128,7 @@ Rounded rounded_for(Team& team, const LinearDesc& d, const LinearCall& call, int
     for (long g = 0; g < groups; g++) {
       int32_t sum;
       const E* from = (const E*)call.x + row * call.x_stride + g * d.group_size;
-      const long at = row * groups + g;
+      const long at = out.at(row, g);
       out.scale[at] = round_to_int8<T>(from, d.group_size, &out.q[row * out.width + g * padded], padded, &sum);
       out.sum[at] = (float)sum * out.scale[at];
       out.begin[at] = -zero * sum;
@@ -127,71 +146,95 @@ struct Panel {
   long next_step;
 };
 
-// out[r][lane] = row r of x by panel row `lane`, for MR rows from `row` on.
-template <class W, int MR, int LINES>
-void tile(const Rows& x, long row, const Panel& panel, long steps, float* out) {
+// out[r][lane] = row r of x by panel row `lane`, for MR rows from `row` on. After each `pause` steps a row of the tile
+// `before` is stored.
+template <class W, int MR, int LINES, class Before>
+void tile(const Rows& x, long row, const Panel& panel, long steps, float* out, Before& before, long pause) {
   // Few rows leave registers for two chains of sums each, which hide the products' latency. Sums are exact.
   constexpr int CHAINS = 2 * MR * NV <= REGISTERS / 2 ? 2 : 1;
   constexpr long VECTOR = W::VECTOR;
+  const long width = x.width;
   const int8_t* base[(MR + 2) / 3];
-  for (int i = 0; i < (MR + 2) / 3; i++) base[i] = &x.q[(row + 3 * i) * x.width];
+  base[0] = x.q + row * width;
+  for (int i = 1; i < (MR + 2) / 3; i++) base[i] = base[i - 1] + 3 * width;
   const char *w = panel.w, *next = panel.next;
   for (long g = 0; g < x.groups; g++) {
+    const long at = g * x.stride + row;
+    const int32_t* begin = x.begin + at;
+    const float *x_scale = x.scale + at, *x_sum = x.sum + at;
     vi acc[CHAINS][MR][NV];
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++)
       for (int v = 0; v < NV; v++) {
-        acc[0][r][v] = set1i((uint32_t)x.begin[(row + r) * x.groups + g]);
+        acc[0][r][v] = set1i((uint32_t)begin[r]);
         if (CHAINS == 2) acc[CHAINS - 1][r][v] = set1i(0);
       }
+#pragma GCC unroll 1
+    for (long left = steps; left > 0;) {
+      long some = before.rows_left() ? std::min(left, pause) : left;
+      left -= some;
 #pragma GCC unroll 1  // twice, sums would be copied to and fro
-    for (long s = 0; s < steps; s++) {
-      for (int line = 0; line < LINES; line++) prefetch(next + line * 64);
-      next += panel.next_step;
+      for (; some > 0; some--) {
+        for (int line = 0; line < LINES; line++) prefetch(next + line * 64);
+        next += panel.next_step;
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; h++) {
-        vi codes[NV];
-        for (int v = 0; v < NV; v++) codes[v] = W::half(w + v * VECTOR, h);
+        for (int h = 0; h < 2; h++) {
+          vi codes[NV];
+          for (int v = 0; v < NV; v++) codes[v] = W::half(w + v * VECTOR, h);
 #pragma GCC unroll 12
-        for (int r = 0; r < MR; r++) {
-          const vi a = broadcast_unit(base[r / 3] + (r % 3) * x.width + h * 4);
-          for (int v = 0; v < NV; v++) acc[h % CHAINS][r][v] = W::dot(acc[h % CHAINS][r][v], codes[v], a);
+          for (int r = 0; r < MR; r++) {
+            const vi a = broadcast_unit(base[r / 3] + (r % 3) * width + h * 4);
+            for (int v = 0; v < NV; v++) acc[h % CHAINS][r][v] = W::dot(acc[h % CHAINS][r][v], codes[v], a);
+          }
         }
+        for (const int8_t*& at : base) at += STEP;
+        w += NV * VECTOR;
       }
-      for (const int8_t*& at : base) at += STEP;
-      w += NV * VECTOR;
+      if (before.rows_left()) before.store_row();
     }
-    vf scale[NV], shift[NV];
-    for (int v = 0; v < NV; v++) {
-      scale[v] = loadf(panel.scale + g * PANEL + v * VL);
-      shift[v] = panel.shift ? loadf(panel.shift + g * PANEL + v * VL) : zero();
-    }
-#pragma GCC unroll 12  // else sums would live in memory, also while they are made
-    for (int r = 0; r < MR; r++) {
-      const long at = (row + r) * x.groups + g;
-      const vf x_scale = set1(x.scale[at]), x_sum = set1(x.sum[at]);
+    // Cases are told apart once, not for each sum: that and their addresses took 4 % of a product of 896 features.
+    const auto add_to_rows = [&](auto is_first, auto is_shifted) __attribute__((always_inline)) {
+      vf scale[NV], shift[NV];
       for (int v = 0; v < NV; v++) {
-        const vi sum = CHAINS == 2 ? addi(acc[0][r][v], acc[CHAINS - 1][r][v]) : acc[0][r][v];
-        vf y = g ? loadf(out + r * PANEL + v * VL) : zero();
-        y = fma(mul(to_float(sum), x_scale), scale[v], y);
-        if (panel.shift) y = fma(x_sum, shift[v], y);
-        storef(out + r * PANEL + v * VL, y);
+        scale[v] = loadf(panel.scale + g * PANEL + v * VL);
+        if (is_shifted) shift[v] = loadf(panel.shift + g * PANEL + v * VL);
       }
-    }
+#pragma GCC unroll 12  // else sums would live in memory, also while they are made
+      for (int r = 0; r < MR; r++)
+        for (int v = 0; v < NV; v++) {
+          const vi sum = CHAINS == 2 ? addi(acc[0][r][v], acc[CHAINS - 1][r][v]) : acc[0][r][v];
+          vf y = is_first ? zero() : loadf(out + r * PANEL + v * VL);
+          y = fma(mul(to_float(sum), set1(x_scale[r])), scale[v], y);
+          if (is_shifted) y = fma(set1(x_sum[r]), shift[v], y);
+          storef(out + r * PANEL + v * VL, y);
+        }
+    };
+    if (panel.shift)
+      g ? add_to_rows(std::false_type(), std::true_type()) : add_to_rows(std::true_type(), std::true_type());
+    else
+      g ? add_to_rows(std::false_type(), std::false_type()) : add_to_rows(std::true_type(), std::false_type());
   }
 }
 
-using Tile = void (*)(const Rows&, long, const Panel&, long, float*);
+template <class Before>
+using Tile = void (*)(const Rows&, long, const Panel&, long, float*, Before&, long);
 
-template <class W, int LINES>
-constexpr Tile tiles[] = {
-    nullptr,           tile<W, 1, LINES>, tile<W, 2, LINES>, tile<W, 3, LINES>,  tile<W, 4, LINES>,
-    tile<W, 5, LINES>, tile<W, 6, LINES>,
-#if defined(__AVX512F__)
-    tile<W, 7, LINES>, tile<W, 8, LINES>, tile<W, 9, LINES>, tile<W, 10, LINES>, tile<W, 11, LINES>,
-    tile<W, 12, LINES>
-#endif
-};
+template <class W, int LINES, class Before, int MR>
+constexpr Tile<Before> tile_of() {
+  if constexpr (has_tile<Before>(MR))
+    return tile<W, MR, LINES, Before>;
+  else
+    return nullptr;
+}
+
+template <class W, int LINES, class Before, int... MR>
+constexpr std::array<Tile<Before>, sizeof...(MR)> tiles_of(std::integer_sequence<int, MR...>) {
+  return {tile_of<W, LINES, Before, MR>()...};
+}
+
+// By the number of their rows.
+template <class W, int LINES, class Before>
+constexpr auto tiles = tiles_of<W, LINES, Before>(std::make_integer_sequence<int, MR_MAX + 1>());
 
 template <class T, class W>
 class Product {
@@ -206,40 +249,56 @@ class Product {
   long items() const { return tiling_.items(); }
 
   void compute(long item) const {
-    constexpr int LINES = NV * W::VECTOR / 64;       // cache lines of a step
     constexpr int HALF = LINES > 1 ? LINES / 2 : 1;  // two tiles are the fewest of several
-    const bool stream = tiling_.is_stream;
-    const Epilogue<T> epilogue{d_, call_};
-    alignas(64) float result[2][MR_MAX * PANEL];
-    tiling_.compute(item, [&](long panel, long row, int rows, long t, long row_tiles) {
-      // One tile asks for what it will need itself in a moment; several share out the next panel (as in linear.cpp).
-      const Tile tile = stream ? tiles<W, LINES>[rows] : tiles<W, HALF>[rows];
-      const long each = stream ? LINES * 64 : ceil_div(LINES * 64, row_tiles);
-      const long ahead = stream ? PREFETCH_BYTES : codes_bytes_ + t * d_.groups() * steps_ * each;
-      tile(x_, row, this->panel(panel, ahead, each), steps_, result[0]);
-      if (call_.gated) {
-        tile(x_, row, this->panel(panel + panels_, ahead, each), steps_, result[1]);
-        epilogue.store_gated(result[0], result[1], rows, row, panel, panel + panels_);
-      } else {
-        epilogue.store(result[0], rows, row, panel);
-      }
-    });
+    Epilogue<T> epilogue(d_, call_);
+    NoRows none;
+    if (tiling_.is_stream)
+      compute(item, tiles<W, LINES, NoRows>.data(), none, epilogue);
+    else
+      compute(item, tiles<W, HALF, Epilogue<T>>.data(), epilogue, epilogue);
   }
 
  private:
+  static constexpr int LINES = NV * W::VECTOR / 64;  // cache lines of a step
+
+  template <class Before>
+  void compute(long item, const Tile<Before>* tiles, Before& before, Epilogue<T>& epilogue) const {
+    const bool stream = tiling_.is_stream;
+    const long steps = groups_ * steps_ * (call_.gated ? 2 : 1);
+    alignas(64) float results[2][2][MR_MAX * PANEL];  // of a tile, and of the one before
+    int turn = 0;
+    tiling_.compute(item, [&](long panel, long row, int rows, long t, long row_tiles) {
+      // One tile asks for what it will need itself in a moment; several share out the next panel (as in linear.cpp).
+      const long each = stream ? LINES * 64 : ceil_div(LINES * 64, row_tiles);
+      const long ahead = stream ? PREFETCH_BYTES : codes_bytes_ + t * groups_ * steps_ * each;
+      const long pause = ceil_div(steps, epilogue.rows_left() + 1);
+      float (*result)[MR_MAX * PANEL] = results[turn ^= 1];
+      tiles[rows](x_, row, this->panel(panel, ahead, each), steps_, result[0], before, pause);
+      if (call_.gated)
+        tiles[rows](x_, row, this->panel(panel + panels_, ahead, each), steps_, result[1], before, pause);
+      epilogue.store_rest();
+      if (call_.gated)
+        epilogue.take_gated(result[0], result[1], rows, row, panel, panel + panels_);
+      else
+        epilogue.take(result[0], rows, row, panel);
+      if (stream) epilogue.store_rest();
+    });
+    epilogue.store_rest();
+  }
+
   const LinearDesc& d_;
   const LinearCall call_;
-  const long steps_ = steps_of(d_), codes_bytes_ = d_.groups() * steps_ * NV * W::VECTOR;
+  const long groups_ = d_.groups(), steps_ = steps_of(d_), codes_bytes_ = groups_ * steps_ * NV * W::VECTOR;
   const long panels_ = call_.gated ? d_.n / 2 / PANEL : ceil_div(d_.n, PANEL);
   std::unique_ptr<Rounded> own_;  // of x, where the caller has not rounded it
   const Rows x_;
   const Tiling tiling_;
 
-  long panel_bytes() const { return codes_bytes_ + d_.groups() * PANEL * (d_.shift ? 8 : 4); }
+  long panel_bytes() const { return codes_bytes_ + groups_ * PANEL * (d_.shift ? 8 : 4); }
 
   Panel panel(long number, long ahead, long each) const {
     const char* w = (const char*)d_.weight + number * codes_bytes_;
-    const long numbers = number * d_.groups() * PANEL;
+    const long numbers = number * groups_ * PANEL;
     return {w, d_.scale + numbers, d_.shift ? d_.shift + numbers : nullptr, w + ahead, each};
   }
 };
@@ -270,16 +329,31 @@ void round_rows(const LinearDesc& d, const typename T::type* weight, char* out, 
   });
 }
 
+// A row lies in as many cache lines as it has steps, and more: those of the next one are asked for meanwhile.
 template <class T, class W>
 void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::type* out, int threads) {
+  constexpr long STEP_BYTES = NV * W::VECTOR, SOME = 8 * STEP;  // features that are unpacked before they are scaled
   const float below = d.format == CODES4 ? SYMMETRIC_INT4 : 0;
+  const long groups = d.groups(), size = d.group_size;
+  const auto first_step = [&](long i) {
+    return (const char*)d.weight + place<W>(d, ids[i], 0).first;
+  };
   Team(threads).rows(count, [&](long i) {
-    const long row = ids[i];
-    for (long k = 0; k < d.k; k++) {
-      const auto [at, feature] = place<W>(d, row, k);
-      const long number = (row / PANEL * d.groups() + k / d.group_size) * PANEL + row % PANEL;
-      const float scale = d.scale[number], shift = d.shift ? d.shift[number] : -below * scale;
-      out[i * d.k + k] = from_float<T>((float)W::get((const char*)d.weight + at, feature) * scale + shift);
+    const char *codes = first_step(i), *next = first_step(std::min(i + 1, count - 1));
+    typename T::type* to = out + i * d.k;
+    int8_t some[SOME] = {};
+    for (long g = 0; g < groups; g++, to += size) {
+      const long number = (ids[i] / PANEL * groups + g) * PANEL + ids[i] % PANEL;
+      const vf scale = set1(d.scale[number]), shift = d.shift ? set1(d.shift[number]) : mul(set1(-below), scale);
+      for (long k = 0; k < size; k += SOME) {
+        const long left = std::min(SOME, size - k);
+        for (long feature = 0; feature < left; feature += STEP, codes += STEP_BYTES, next += STEP_BYTES) {
+          W::unpack(codes, some + feature);
+          for (long line = 0; line < W::VECTOR; line += 64) prefetch(next + line);
+        }
+        for (long v = 0; v < left; v += VL)
+          store_first<T>(to + k + v, add(mul(to_float(load_int8(some + v)), scale), shift), left - v);
+      }
     }
   });
 }

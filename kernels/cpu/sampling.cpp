@@ -60,6 +60,7 @@ struct DrawDesc {
 };
 
 constexpr int64_t NO_TOKEN = -1, NONE_ALLOWED = -2;  // fsm/messages/step.py
+constexpr long FEW = 1024;                           // tokens of a mask that are drawn from as a row of their own
 constexpr long NUCLEUS_GUESS = 64;                   // tokens in which a top_p is looked for before the whole row is
 constexpr long BLOCK = 64;  // weights summed at once where the token is looked for inside a chunk
 
@@ -112,6 +113,23 @@ void copy_allowed(const typename From::type* x, long n, const uint32_t* allowed,
     const vm may = allowed ? from_bits(allowed[i / 32] >> (i % 32) & ((1u << VL) - 1)) : first_lanes(VL);
     store_first<To>(out + i, select(may, value, never), left);
   });
+}
+
+// The numbers and the ids of all tokens that a mask allows, in their order; -1 where they are more than FEW.
+template <class T>
+long gather(const typename T::type* x, long n, const uint32_t* mask, float* values, int32_t* ids) {
+  long count = 0;
+  for (long begin = 0; begin < n; begin += 32) {
+    uint32_t bits = mask[begin / 32];
+    if (n - begin < 32) bits &= (1u << (n - begin)) - 1;
+    for (; bits; bits &= bits - 1) {
+      if (count == FEW) return -1;
+      const long id = begin + __builtin_ctz(bits);
+      values[count] = number_at<T>(x, id);
+      ids[count++] = (int32_t)id;
+    }
+  }
+  return count;
 }
 
 // Repetition over all tokens so far, presence and frequency over those behind the prompt, each token once.
@@ -307,34 +325,49 @@ void report(const typename T::type* x, long n, const Scan& found, long token, lo
 // ---- a call's rows
 
 template <class T>
+long draw(const typename T::type* x, long n, const Scan& found, const SlotDesc& slot, int64_t position, bool is_masked,
+          const Scratch& scratch) {
+  if (!found.is_finite) return is_masked && found.is_empty ? NONE_ALLOWED : NO_TOKEN;
+  if (slot.temperature == 0) return first_largest<T>(x, n, found);
+  return draw_from<T>(x, n, found, slot, uniform(slot.seed, position), scratch);
+}
+
+// From the few tokens that a mask allows, in their order, nothing else having changed them: as if from the whole row,
+// since masses are exact and in the same order. Most masks of JSON are such, between its strings.
+long draw_few(long count, const int32_t* ids, SlotDesc slot, int64_t position, const Scratch& scratch) {
+  if (count == 0) return NONE_ALLOWED;
+  if (slot.top_k >= count) slot.top_k = 0;
+  const Scan found = scan<Fp32>(scratch.edited, count, scratch.tops[0]);
+  const long index = draw<Fp32>(scratch.edited, count, found, slot, position, true, scratch);
+  return index < 0 ? index : ids[index];
+}
+
+template <class T>
 int64_t draw_row(const DrawDesc& call, long row, const Scratch& scratch) {
   const long n = call.vocab_size;
   auto* x = (typename T::type*)call.logits + row * call.stride;
   const SlotDesc& slot = call.slots[call.row_slots[row]];
   const int64_t position = call.positions[row];
   const uint32_t* const mask = call.masks ? call.masks[row] : nullptr;
-  if (mask) copy_allowed<T, T>(x, n, mask, x);
-  const auto no_token = [&](const Scan& found) {
-    return mask && found.is_empty ? NONE_ALLOWED : NO_TOKEN;
-  };
   const bool is_edited = slot.allowed || slot.num_banned || slot.num_biased || slot.history ||
                          (slot.num_stops && position < slot.stops_until);
+  if (mask && !is_edited && slot.logprobs < 0) {
+    int32_t ids[FEW];
+    const long count = gather<T>(x, n, mask, scratch.edited, ids);
+    if (count >= 0) return draw_few(count, ids, slot, position, scratch);
+  }
+  if (mask) copy_allowed<T, T>(x, n, mask, x);
   Scan raw{};
   if (!is_edited || slot.logprobs >= 0) raw = scan<T>(x, n, scratch.tops[0]);
   if (slot.logprobs >= 0 && !raw.is_finite)
-    return no_token(raw);  // wherever a NaN lies, there are no log probabilities
-  const auto draw = [&](auto type, const auto* from, const Scan& found) -> long {
-    using Type = decltype(type);
-    if (!found.is_finite) return no_token(found);
-    if (slot.temperature == 0) return first_largest<Type>(from, n, found);
-    return draw_from<Type>(from, n, found, slot, uniform(slot.seed, position), scratch);
-  };
+    return mask && raw.is_empty ? NONE_ALLOWED : NO_TOKEN;  // wherever a NaN lies, there are no log probabilities
   long token;
   if (is_edited) {
     edit<T>(x, n, slot, position, mask != nullptr, scratch);
-    token = draw(Fp32(), scratch.edited, scan<Fp32>(scratch.edited, n, scratch.tops[1]));
+    const Scan found = scan<Fp32>(scratch.edited, n, scratch.tops[1]);
+    token = draw<Fp32>(scratch.edited, n, found, slot, position, mask != nullptr, scratch);
   } else {
-    token = draw(T(), x, raw);
+    token = draw<T>(x, n, raw, slot, position, mask != nullptr, scratch);
   }
   if (slot.logprobs >= 0 && token >= 0)
     report<T>(x, n, raw, token, std::min<long>(slot.logprobs, n), scratch, call.logprobs + row * (1 + call.width),

@@ -117,6 +117,24 @@ inline vf rounded(vf x) {
   return T::load(buffer);
 }
 
+// Two vectors, the second one behind the first.
+template <class T>
+inline void store_pair(typename T::type* p, vf a, vf b) {
+#if defined(NOVA_BF16_PAIRS)
+  if constexpr (T::E == 2) return store_bf16_pair(p, a, b);
+#endif
+  T::store(p, a), T::store(p + VL, b);
+}
+
+// What `rounded` makes of two vectors.
+template <class T>
+inline void round_pair(vf& a, vf& b) {
+#if defined(NOVA_BF16_PAIRS)
+  if constexpr (T::E == 2) return round_bf16_pair(a, b);
+#endif
+  a = rounded<T>(a), b = rounded<T>(b);
+}
+
 // The first n < VL elements, the others read as zero; nothing beyond them is touched.
 template <class T>
 inline vf load_first(const typename T::type* p, long n) {
@@ -142,11 +160,18 @@ inline vi broadcast_unit(const void* p) {
 
 inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
-// 1 + e^-x; the smaller of the two in this order, so that a NaN stays one: an expert that all share must not vanish.
-inline vf one_and_exp_minus(vf x) { return add(set1(1.0f), exp2v(vmin(set1(127.0f), mul(x, set1(-LOG2E))))); }
+// 1 + e^-x, the exponential as precise as T stores; the smaller of the two in this order, so that a NaN stays one: an
+// expert that all share must not vanish.
+template <class T>
+inline vf one_and_exp_minus(vf x) {
+  return add(set1(1.0f), T::exp2(vmin(set1(127.0f), mul(x, set1(-LOG2E)))));
+}
 
-inline vf silu(vf x) { return div(x, one_and_exp_minus(x)); }
+template <class T>
+inline vf silu(vf x) {
+  return div(x, one_and_exp_minus<T>(x));
+}
 
-inline vf sigmoid(vf x) { return div(set1(1.0f), one_and_exp_minus(x)); }
+inline vf sigmoid(vf x) { return div(set1(1.0f), one_and_exp_minus<Fp32>(x)); }
 
 }  // namespace nova

@@ -41,6 +41,9 @@ inline vf to_float(vi a) { return vcvtq_f32_s32(a); }
 inline vi to_int(vf a) { return vcvtnq_s32_f32(a); }  // to nearest, ties to even
 inline vi addi(vi a, vi b) { return vaddq_s32(a, b); }
 inline vi maxi(vi a, vi b) { return vmaxq_s32(a, b); }
+inline vi max_pairs(vi a, vi b) {
+  return vreinterpretq_s32_u16(vmaxq_u16(vreinterpretq_u16_s32(a), vreinterpretq_u16_s32(b)));
+}
 inline int32_t hsumi(vi a) { return vaddvq_s32(a); }
 inline int32_t hmaxi(vi a) { return vmaxvq_s32(a); }
 inline void store_int8(int8_t* p, vi a) {  // VL bytes
@@ -49,6 +52,11 @@ inline void store_int8(int8_t* p, vi a) {  // VL bytes
   std::memcpy(p, &bytes, VL);
 }
 inline void store_int16(int16_t* p, vf x) { vst1_s16(p, vqmovn_s32(to_int(x))); }
+inline vi load_int8(const int8_t* p) {
+  int8x8_t bytes = vdup_n_s8(0);
+  std::memcpy(&bytes, p, VL);
+  return vmovl_s16(vget_low_s16(vmovl_s8(bytes)));
+}
 inline vi int8_pairs(const void* p) { return vreinterpretq_s32_s16(vmovl_s8(vld1_s8((const int8_t*)p))); }  // to 16
 inline vi dot_pairs(vi acc, vi a, vi b) {  // of 16 bits, into 32
   const int16x8_t x = vreinterpretq_s16_s32(a), y = vreinterpretq_s16_s32(b);

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "linear.h"
@@ -55,12 +58,18 @@ class Tiling {
   void tiles(long block, long part, long parts, long first, long last, F& f) const {
     const long begin = m_ * block / row_blocks_, rows = m_ * (block + 1) / row_blocks_ - begin;
     const long row0 = begin + rows * part / parts, row1 = begin + rows * (part + 1) / parts;
-    const long row_tiles = ceil_div(row1 - row0, MR_MAX);
-    for (long panel = first; panel < last; panel++)
-      for (long t = 0; t < row_tiles; t++) {  // of nearly equal height: 13 rows are 7 + 6, not 12 + 1
-        const long a = row0 + (row1 - row0) * t / row_tiles, b = row0 + (row1 - row0) * (t + 1) / row_tiles;
-        f(panel, a, (int)(b - a), t, row_tiles);
+    const long row_tiles = ceil_div(row1 - row0, MR_MAX), height = (row1 - row0) / row_tiles;
+    const long taller = (row1 - row0) % row_tiles;  // tiles with a row more: 13 rows are 6 + 7, not 12 + 1
+    for (long panel = first; panel < last; panel++) {
+      long row = row0, ahead = 0;
+      for (long t = 0; t < row_tiles; t++) {  // these are spread evenly, without a division for each
+        ahead += taller;
+        const bool is_taller = ahead >= row_tiles;
+        if (is_taller) ahead -= row_tiles;
+        f(panel, row, (int)(height + is_taller), t, row_tiles);
+        row += height + is_taller;
       }
+    }
   }
 
   long m_, panels_, row_blocks_;
@@ -90,38 +99,114 @@ void multiply(Team& team, const LinearJob* jobs, long count) {
 
 // From finished sums [rows][PANEL] in fp32 to what is stored. It rounds where separate operations would have rounded,
 // so a fused step gives the same bits as its parts.
+//
+// A tile's rows are stored one at a time between the steps of the next tile: what they read and write is waited for
+// while there is something to multiply.
 template <class T>
-struct Epilogue {
+class Epilogue {
+ public:
   using E = typename T::type;
-  const LinearDesc& d;
-  const LinearCall call;
 
-  // A vector of a finished tile, bias included.
-  vf value(const float* tile, int r, long panel, int v) const {
-    const vf x = loadf(tile + r * PANEL + v * VL);
-    return d.bias ? add(x, loadf(d.bias + panel * PANEL + v * VL)) : x;
+  Epilogue(const LinearDesc& d, const LinearCall& call)
+      : n_(call.gated ? d.n / 2 : d.n),
+        biases_(d.bias),
+        all_out_((E*)call.out),
+        all_residual_((const E*)call.residual) {}
+
+  // The sums of a tile whose rows are to be stored, where they stay until this is done.
+  void take(const float* sums, int rows, long row, long panel) {
+    const long column = panel * PANEL, at = row * n_ + column;
+    rows_left_ = rows;
+    sums_ = sums, bias_ = biases_ ? biases_ + column : nullptr;
+    out_ = all_out_ + at, residual_ = all_residual_ ? all_residual_ + at : nullptr;
+    if (column + PANEL > n_) store_first_columns(n_ - column);
   }
 
-  void store(const float* tile, int rows, long row, long panel) const {
-    for (int v = 0; v < NV; v++) {
-      const long column = panel * PANEL + v * VL, count = std::min<long>(VL, d.n - column);
-      if (count <= 0) break;
-      for (int r = 0; r < rows; r++) {
-        const long at = (row + r) * d.n + column;
-        vf y = value(tile, r, panel, v);
-        if (call.residual) y = add(load_first<T>((const E*)call.residual + at, count), rounded<T>(y));
-        store_first<T>((E*)call.out + at, y, count);
+  // Those of both halves of a gated product.
+  void take_gated(const float* gate, const float* up, int rows, long row, long panel, long up_panel) {
+    take(gate, rows, row, panel);
+    up_ = up, up_bias_ = biases_ ? biases_ + up_panel * PANEL : nullptr;
+  }
+
+  int rows_left() const { return rows_left_; }
+
+  // What is the same for all of a row lies in locals: a store to the output might change what pointers lead to.
+  __attribute__((always_inline)) void store_row() {
+    const float *sums = sums_, *bias = bias_;
+    E* out = out_;
+    if (up_) {
+      const float *up_sums = up_, *up_bias = up_bias_;
+      for (int v = 0; v < NV; v += 2) {
+        vf g = value(sums, bias, v), h = value(sums, bias, v + 1);
+        round_pair<T>(g, h);
+        g = silu<T>(g), h = silu<T>(h);
+        vf u = value(up_sums, up_bias, v), w = value(up_sums, up_bias, v + 1);
+        round_pair<T>(u, w);
+        store_pair<T>(out + v * VL, mul(g, u), mul(h, w));
       }
+      up_ = up_sums + PANEL;
+    } else {
+      const E* residual = residual_;
+      for (int v = 0; v < NV; v += 2) {
+        vf y = value(sums, bias, v), z = value(sums, bias, v + 1);
+        if (residual) {
+          round_pair<T>(y, z);
+          y = add(T::load(residual + v * VL), y), z = add(T::load(residual + (v + 1) * VL), z);
+        }
+        store_pair<T>(out + v * VL, y, z);
+      }
+      if (residual) residual_ = residual + n_;
+    }
+    sums_ = sums + PANEL, out_ = out + n_;
+    rows_left_--;
+  }
+
+  void store_rest() {
+    while (rows_left_) store_row();
+  }
+
+ private:
+  const long n_;
+  const float* const biases_;
+  E* const all_out_;
+  const E* const all_residual_;
+  // Of what was taken, from the next row on.
+  int rows_left_ = 0;
+  const float *sums_, *bias_, *up_ = nullptr, *up_bias_;
+  E* out_;
+  const E* residual_;
+
+  // All rows of a panel that is not full.
+  __attribute__((noinline)) void store_first_columns(long columns) {
+    for (; rows_left_; rows_left_--) {
+      for (int v = 0; v * VL < columns; v++) {
+        const long count = std::min<long>(VL, columns - v * VL);
+        vf y = value(sums_, bias_, v);
+        if (residual_) y = add(load_first<T>(residual_ + v * VL, count), rounded<T>(y));
+        store_first<T>(out_ + v * VL, y, count);
+      }
+      sums_ += PANEL, out_ += n_;
+      if (residual_) residual_ += n_;
     }
   }
 
-  void store_gated(const float* gate, const float* up, int rows, long row, long panel, long up_panel) const {
-    for (int r = 0; r < rows; r++)
-      for (int v = 0; v < NV; v++) {
-        const vf g = rounded<T>(value(gate, r, panel, v)), u = rounded<T>(value(up, r, up_panel, v));
-        T::store((E*)call.out + (row + r) * (d.n / 2) + panel * PANEL + v * VL, mul(silu(g), u));
-      }
+  // A vector of a finished row, bias included.
+  static vf value(const float* sums, const float* bias, int v) {
+    const vf x = loadf(sums + v * VL);
+    return bias ? add(x, loadf(bias + v * VL)) : x;
   }
 };
+
+// What a tile has in the place of an Epilogue where memory is what is waited for: a stream of weights.
+struct NoRows {
+  static constexpr int rows_left() { return 0; }
+  static void store_row() {}
+};
+
+// Whether there are tiles of so many rows: several share them out evenly.
+template <class Before>
+constexpr bool has_tile(int rows) {
+  return rows > (std::is_same_v<Before, NoRows> ? 0 : (MR_MAX - 1) / 2);
+}
 
 }  // namespace nova

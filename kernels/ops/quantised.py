@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 PART_ROWS = 64  # parts begin at multiples of this: a multiple of every kernel's panel
-PART_BYTES_MAX = 2 << 20  # of the fp32 rows that are quantised at once: bounds the scratch of a switch
+PART_BYTES_MAX = 1 << 20  # of the fp32 rows that are quantised at once: bounds the scratch of a switch
 TILE_ELEMENTS_MAX = 4 << 20  # weights widened at once by torch: bounds the scratch of a product
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 

@@ -70,9 +70,15 @@ class MemoryUse:
     kv_cache_bytes: int = 0
     free_bytes: int = 0  # when the cache was there
 
-    def left(self, utilization: float) -> int:
-        """Bytes for the KV cache where so large a share of all memory may be in use; negative where it is too small."""
-        return int(self.total_bytes * utilization) - self.total_bytes_needed
+    def left(self, utilization: float, share: float = 1.0) -> int:
+        """Bytes for the KV cache where so large a part of all memory may be in use; negative where it is too small.
+
+        Of that part, `share` is for all that this model needs, where others are to have the rest.
+        """
+        left = int(self.total_bytes * utilization) - self.total_bytes_needed
+        if share < 1:
+            left = min(left, int(self.total_bytes * utilization * share) - self.total_bytes_needed + self.other_bytes)
+        return left
 
     @property
     def total_bytes_needed(self) -> int:

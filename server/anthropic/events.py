@@ -17,10 +17,19 @@ import msgspec
 from novainfer import CallerError, Delta
 from novainfer.fsm.parsing.pieces import CallArguments, CallBegun, Content, Piece, Reasoning
 from novainfer.server.anthropic.protocol import renamed
-from novainfer.server.anthropic.replies import AnsweredMessage, Shown, ending_of, new_use_id, signature_of, usage_of
+from novainfer.server.anthropic.replies import (
+    AnsweredMessage,
+    Shown,
+    delta_usage_of,
+    ending_of,
+    signature_of,
+    usage_of,
+    use_id,
+)
 from novainfer.server.http.shapes import anthropic_error_body
-from novainfer.server.openai.answering import Answer
-from novainfer.server.openai.chunks import KEEP_ALIVE
+from novainfer.server.http.writer import KEEP_ALIVE
+from novainfer.server.openai.answering import Answer, AnswerAgain
+from novainfer.server.openai.ids import BY_CHANCE, Ids
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
@@ -37,20 +46,24 @@ Kind = Literal["text", "thinking", "tool_use"]
 
 
 class MessageEvents:
-    """The events of one `answer`; `request_id` is told with an error.
+    """The events of one `answer`, `of` this id and this model; `request_id` is told with an error.
 
     `thoughts` says what is shown of them; `is_context_full` what an end by length means.
     """
 
     def __init__(
         self,
-        answer: Answer,
+        answer: Answer | AnswerAgain,
+        of: tuple[str, str],
         request_id: str,
         *,
         thoughts: Shown,
         is_context_full: Callable[[], bool],
+        ids: Ids = BY_CHANCE,
     ) -> None:
         self._answer = answer
+        self._message_id, self._model = of
+        self._ids = ids
         self._request_id = request_id
         self._thoughts = thoughts
         self._is_context_full = is_context_full
@@ -88,8 +101,8 @@ class MessageEvents:
         """The end of the last block and of the message."""
         assert self._last is not None, "an answer ended without a delta"
         reason, sequence = ending_of(self._last, is_context_full=self._is_context_full())
-        stopped = {"stop_reason": reason, "stop_sequence": sequence}
-        event = {"type": "message_delta", "delta": stopped, "usage": usage_of(self._answer.generation.tally)}
+        stopped = {"container": None, "stop_details": None, "stop_reason": reason, "stop_sequence": sequence}
+        event = {"type": "message_delta", "delta": stopped, "usage": delta_usage_of(self._answer.tally)}
         return self._close() + b"event: message_delta\ndata: " + _json(event) + b"\n\n" + STOP
 
     def error(self, error: Exception) -> bytes:
@@ -100,24 +113,24 @@ class MessageEvents:
 
     def _start(self) -> bytes:
         self._has_begun = True
-        generation = self._answer.generation
         message = AnsweredMessage(
-            id=generation.id,
-            model=generation.model,
+            id=self._message_id,
+            model=self._model,
             content=[],
             stop_reason=None,
-            usage=usage_of(generation.tally),
+            usage=usage_of(self._answer.tally),
         )
         return b"event: message_start\ndata: " + _json({"type": "message_start", "message": message}) + b"\n\n"
 
     def _piece(self, piece: Piece) -> bytes:
         match piece:
             case Content(text):
-                return self._open("text", b'"text":""') + self._delta(b"text_delta", b"text", text)
+                return self._open("text", b'"text":"","citations":null') + self._delta(b"text_delta", b"text", text)
             case Reasoning(text):
                 return self._thought(text)
-            case CallBegun(_, name):
-                use = b'"id":%b,"name":%b,"input":{}' % (_json(new_use_id()), _json(name))
+            case CallBegun(index, name):
+                use_name = _json(use_id(self._ids, index))
+                use = b'"id":%b,"name":%b,"input":{},"caller":{"type":"direct"}' % (use_name, _json(name))
                 return self._close() + self._open("tool_use", use)
             case CallArguments(_, text):
                 return self._delta(b"input_json_delta", b"partial_json", text)

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import msgspec
 
 from novainfer import CallerError, Chat, InvalidParameter, SamplingParams, StructuredOutputsParams, UnsupportedParameter
-from novainfer.fsm.parsing.formats import THINK, Formats
-from novainfer.server.openai.protocol import MESSAGES_MAX, NO_TOOLS, NOTHING
-from novainfer.server.openai.tools import (
+from novainfer.fsm.parsing.formats import CLOSE_THINK, THINK, Formats
+from novainfer.offer import (
+    NO_TOOLS,
     FunctionDefinition,
     NamedFunction,
     NamedTool,
@@ -23,6 +23,7 @@ from novainfer.server.openai.tools import (
     check_choice,
     tools_of_template,
 )
+from novainfer.server.openai.protocol import MESSAGES_MAX, NOTHING
 
 # How OpenAI's shapes name what Anthropic's clients sent under another name.
 _NAMES = {
@@ -179,7 +180,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         if self.thinking is not None and self.thinking.type != "disabled":
             if formats.reasoning != THINK:
                 found.append("thinking")
-            elif self.thinking.budget_tokens is not None:
+            elif self.thinking.budget_tokens is not None and CLOSE_THINK not in formats.marker_ids:
                 found.append("thinking.budget_tokens")
         if self.output_config is not None and self.output_config.effort is not None:
             found.append("output_config.effort")
@@ -196,6 +197,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     metadata: Metadata | None = None
+    session_id: str | None = None
 
     def sampling_params(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
         """How to sample, those of `defaults` where it says nothing; raises `InvalidParameter` naming the field."""
@@ -203,7 +205,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         if thinking is not None and thinking.type == "enabled":
             self._check_budget(thinking.budget_tokens)
         given = dict(defaults)
-        for name in ("temperature", "top_p", "top_k"):
+        for name in ("temperature", "top_p", "top_k", "session_id"):
             if (value := getattr(self, name)) is not None:
                 given[name] = value
         if self.stop_sequences:
@@ -217,6 +219,13 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             if error.param != "stop":
                 raise
             raise InvalidParameter(f"stop_sequences: {error.message}", param="stop_sequences") from None
+
+    def bounded(self, params: SamplingParams, formats: Formats) -> SamplingParams:
+        """`params` with the budget of thoughts, where the model's can be bounded: else `without_effect` names it."""
+        thinking = self.thinking
+        if thinking is None or thinking.type != "enabled" or CLOSE_THINK not in formats.marker_ids:
+            return params
+        return msgspec.structs.replace(params, thinking_token_budget=thinking.budget_tokens)
 
     def _check_budget(self, budget_tokens: int | None) -> None:
         field = "thinking.budget_tokens"

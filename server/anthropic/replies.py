@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import secrets
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from novainfer import Delta, FinishReason
 from novainfer.fsm.parsing.pieces import CallArguments, CallBegun, Content, Piece, Reasoning
+from novainfer.server.openai.ids import BY_CHANCE, Ids
 from novainfer.server.openai.replies import Tally
 
 Shown = Literal["shown", "omitted", "none"]  # of thoughts; where they are omitted, their signature is told
@@ -21,9 +21,10 @@ INVALID_JSON = "INVALID_JSON"  # where Anthropic puts what a model wrote as a to
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
-    """What the model says."""
+    """What the model says; it cites nothing."""
 
     text: str
+    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
@@ -33,12 +34,17 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     signature: str
 
 
+class DirectCaller(msgspec.Struct, tag_field="type", tag="direct", frozen=True):
+    """A tool is called by the model, and not by code that it has written."""
+
+
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     """A call of a tool; what the tool says comes back under its `id`."""
 
     id: str
     name: str
     input: msgspec.Raw
+    caller: DirectCaller = DirectCaller()
 
 
 AnsweredBlock = TextBlock | ThinkingBlock | ToolUseBlock
@@ -50,13 +56,27 @@ class OutputTokensDetails(msgspec.Struct):
     thinking_tokens: int
 
 
-class MessageUsage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Tokens: the prompt's are those that were computed and those that the prefix cache had."""
+class DeltaUsage(msgspec.Struct, kw_only=True):
+    """Tokens so far: the prompt's are those that were computed and those that the prefix cache had.
+
+    What is null counts services of Anthropic's own.
+    """
 
     input_tokens: int
     output_tokens: int
+    cache_creation_input_tokens: None = None
     cache_read_input_tokens: int
     output_tokens_details: OutputTokensDetails | None = None
+    server_tool_use: None = None
+
+
+class MessageUsage(DeltaUsage, kw_only=True):
+    """Tokens of a message."""
+
+    cache_creation: None = None
+    inference_geo: None = None
+    service_tier: Literal["standard"] = "standard"
+    speed: Literal["standard"] = "standard"
 
 
 class AnsweredMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
@@ -66,6 +86,9 @@ class AnsweredMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="messa
     role: Literal["assistant"] = "assistant"
     model: str
     content: list[AnsweredBlock]
+    container: None = None
+    diagnostics: None = None
+    stop_details: None = None
     stop_reason: StopReason | None
     stop_sequence: str | None = None
     usage: MessageUsage
@@ -79,15 +102,24 @@ class TokenCount(msgspec.Struct):
 
 def usage_of(tally: Tally) -> MessageUsage:
     """As it is by now."""
+    return MessageUsage(**_counts_of(tally))
+
+
+def delta_usage_of(tally: Tally) -> DeltaUsage:
+    """As it is by now, for an event that tells the rest."""
+    return DeltaUsage(**_counts_of(tally))
+
+
+def _counts_of(tally: Tally) -> dict[str, Any]:
     usage = tally.usage()
     cached = usage.prompt_tokens_details.cached_tokens
     details = None if tally.reasoning_tokens is None else OutputTokensDetails(tally.reasoning_tokens)
-    return MessageUsage(
-        input_tokens=usage.prompt_tokens - cached,
-        output_tokens=usage.completion_tokens,
-        cache_read_input_tokens=cached,
-        output_tokens_details=details,
-    )
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "output_tokens": usage.completion_tokens,
+        "cache_read_input_tokens": cached,
+        "output_tokens_details": details,
+    }
 
 
 def ending_of(last: Delta, *, is_context_full: bool) -> tuple[StopReason, str | None]:
@@ -105,7 +137,7 @@ def ending_of(last: Delta, *, is_context_full: bool) -> tuple[StopReason, str | 
     return "end_turn", None
 
 
-def blocks_of(pieces: Sequence[Piece], *, thoughts: Shown) -> list[AnsweredBlock]:
+def blocks_of(pieces: Sequence[Piece], *, thoughts: Shown, ids: Ids = BY_CHANCE) -> list[AnsweredBlock]:
     """An answer as blocks, in their order."""
     blocks: list[AnsweredBlock] = []
     inputs: dict[int, list[str]] = {}  # by the call's index
@@ -123,7 +155,7 @@ def blocks_of(pieces: Sequence[Piece], *, thoughts: Shown) -> list[AnsweredBlock
                 else:
                     blocks.append(ThinkingBlock(text, ""))
             case CallBegun(index, name):
-                uses.append(ToolUseBlock(new_use_id(), name, msgspec.Raw(b"{}")))
+                uses.append(ToolUseBlock(use_id(ids, index), name, msgspec.Raw(b"{}")))
                 blocks.append(uses[-1])
                 inputs[index] = []
             case CallArguments(index, text):
@@ -155,6 +187,6 @@ def signature_of(digest: bytes) -> str:
     return base64.b64encode(digest[:SIGNATURE_BYTES]).decode()
 
 
-def new_use_id() -> str:
-    """An id that no other call has."""
-    return f"toolu_{secrets.token_hex(12)}"
+def use_id(ids: Ids, index: int) -> str:
+    """Of the call of this index: an id that no other call has."""
+    return f"toolu_{ids.hex(12, 'call', index)}"

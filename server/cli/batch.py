@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 
 from novainfer import EngineClosed, EngineDead, EngineOverloaded, NovaInferError
+from novainfer.reading import Reading, naming_tools
 from novainfer.server.cli.batch_records import Answered, Defaults, Record, Result, error_line, parse, result_line
 from novainfer.server.engine import ServedEngine
+from novainfer.server.openai.answering import read_by
 from novainfer.server.openai.replies import Choice, Tally
 
 ADMISSION_TRIES_MAX = 100  # against an engine that is full: the window below keeps that from happening by itself
@@ -61,14 +64,21 @@ class Batch:
             return Result(record, error_line(record, error), is_error=True)
 
     async def _generate(self, record: Record) -> Result:
-        request = parse(record, self._defaults, self._engine.model_info.sampling_defaults)
-        params = request.params
-        choices = [Choice() for _ in range(params.n)]
-        tally = Tally(1, params.n)
-        async for delta in self._engine.generate(request.prompt, params, request_id=f"batch-{record.index}"):
-            tally.add(delta)
-            choices[delta.index].add(delta)
-        answered = Answered(choices, tally.usage(), self._engine.model_info.name)
+        info = self._engine.model_info
+        request = parse(record, self._defaults, info.sampling_defaults, info.formats)
+        params, wanted, is_held_by_tools = request.asked
+        choices, tally = [Choice() for _ in range(params.n)], Tally(1, params.n)
+        reading = None if wanted is None else Reading(wanted, self._engine.vocabulary, params.n, tally)
+        deltas = self._engine.generate(request.prompt, params, request_id=f"batch-{record.index}")
+        with naming_tools(is_held_by_tools=is_held_by_tools):
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    tally.add(delta)
+                    for read, pieces in read_by(reading, delta):
+                        choices[read.index].add(read, pieces)
+                    if reading is not None and reading.is_over:
+                        break
+        answered = Answered(choices, tally.usage(), info.name)
         return Result(record, result_line(record, request, answered), is_error=False)
 
 

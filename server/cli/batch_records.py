@@ -15,15 +15,21 @@ from typing import Any, Literal
 
 import msgspec
 
-from novainfer import InvalidParameter, NovaInferError, SamplingParams, UnsupportedParameter
+from novainfer import InvalidParameter, NovaInferError, UnsupportedParameter
+from novainfer.fsm.parsing.formats import Formats
+from novainfer.reading import Asked, asked_for
 from novainfer.server.http.errors import ErrorDetail, detail_of
 from novainfer.server.openai.decode import decode, explain
-from novainfer.server.openai.protocol import NOTHING, ChatCompletionRequest, CompletionRequest
+from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest
+from novainfer.server.openai.reading import message_of
 from novainfer.server.openai.replies import (
+    AssistantMessage,
     ChatCompletion,
     Choice,
     Completion,
     CompletionLogprobs,
+    Offsets,
+    ToolCallReply,
     Usage,
     completion_logprobs,
 )
@@ -59,10 +65,10 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct):
-    """A record, decoded and checked; `custom_id` is of OpenAI's format."""
+    """A record, decoded and checked, and what the engine is asked for it; `custom_id` is of OpenAI's format."""
 
     prompt: Any
-    params: SamplingParams
+    asked: Asked
     body: Body
     ignored: list[str]
     custom_id: str | None
@@ -80,11 +86,13 @@ class Answered(msgspec.Struct):
 
 
 class BatchChoice(msgspec.Struct, kw_only=True):
-    """One answer to a record."""
+    """One answer to a record; that to a chat is read for thoughts and calls, which `text` does not hold then."""
 
     index: int
     text: str
     finish_reason: str
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallReply] | msgspec.UnsetType = msgspec.UNSET
     logprobs: CompletionLogprobs | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -164,25 +172,35 @@ def result_line(record: Record, request: Request, answered: Answered) -> bytes:
         reply = _reply(record, request, answered)
         response = BatchResponse(status_code=200, request_id=reply.id, body=reply)
         return _encode_line(record, request.custom_id, response, request.ignored)
-    params, body = request.params, request.body
     result = BatchResult(
         index=record.index,
         digest=record.digest,
         id=_look(record.line).id,
-        choices=[
-            BatchChoice(
-                index=i,
-                text=choice.text,
-                finish_reason=str(choice.ending()["finish_reason"]),
-                logprobs=completion_logprobs(choice.logprobs) if params.logprobs is not None else msgspec.UNSET,
-                token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
-            )
-            for i, choice in enumerate(answered.choices)
-        ],
+        choices=[_choice(i, choice, request) for i, choice in enumerate(answered.choices)],
         usage=answered.usage,
         ignored_fields=request.ignored or msgspec.UNSET,
     )
     return msgspec.json.encode(result)
+
+
+def _choice(index: int, choice: Choice, request: Request) -> BatchChoice:
+    body, has_logprobs = request.body, request.asked.params.logprobs is not None
+    found = BatchChoice(
+        index=index,
+        text=choice.text,
+        finish_reason=str(choice.ending()["finish_reason"]),
+        logprobs=completion_logprobs(choice.logprobs, Offsets()) if has_logprobs else msgspec.UNSET,
+        token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
+    )
+    if isinstance(body, ChatCompletionRequest):
+        message = _message(choice, body)
+        found.text, found.tool_calls = message.content or "", message.tool_calls
+        found.reasoning_content = message.reasoning_content
+    return found
+
+
+def _message(choice: Choice, body: ChatCompletionRequest) -> AssistantMessage:
+    return message_of(choice.pieces, has_reasoning=body.include_reasoning is not False)
 
 
 def error_line(record: Record, error: NovaInferError) -> bytes:
@@ -223,7 +241,7 @@ def _reply(record: Record, request: Request, answered: Answered) -> ChatCompleti
             id=f"chatcmpl-batch-{record.index}",
             created=created,
             model=answered.model,
-            choices=[choice.of_chat(i, body) for i, choice in enumerate(answered.choices)],
+            choices=[choice.of_chat(i, body, _message(choice, body)) for i, choice in enumerate(answered.choices)],
             usage=answered.usage,
             prompt_token_ids=answered.choices[0].prompt_token_ids if body.return_token_ids else msgspec.UNSET,
         )
@@ -268,15 +286,15 @@ def _look(line: bytes) -> _Look:
         return _Look()
 
 
-def parse(record: Record, defaults: Defaults, sampling: Mapping[str, Any] = NOTHING) -> Request:
-    """A record, checked; `sampling` are the model's own defaults. Raises `CallerError` with the field."""
+def parse(record: Record, defaults: Defaults, sampling: Mapping[str, Any], formats: Formats) -> Request:
+    """A record, checked; `sampling` and `formats` are the model's own. Raises `CallerError` with the field."""
     look = _look(record.line)
     custom_id: str | None = None
     if look.is_openai:
         try:
             envelope = msgspec.json.decode(record.line, type=_OpenAILine)
         except msgspec.ValidationError as error:
-            raise explain(error) from None
+            raise explain(error, _OpenAILine) from None
         custom_id, line = envelope.custom_id, bytes(envelope.body)
         kind = "messages" if envelope.url.endswith("chat/completions") else "prompt"
     else:
@@ -285,9 +303,7 @@ def parse(record: Record, defaults: Defaults, sampling: Mapping[str, Any] = NOTH
     prompt: Any
     if kind == "messages":
         chat, ignored = decode(ChatCompletionRequest, line)
-        if chat.tools:
-            raise UnsupportedParameter("tools are not supported in batches: leave them out", param="tools")
-        body, prompt = chat, chat.prompt(has_tools=True)
+        body, prompt = chat, chat.prompt(has_tools=formats.has_tools)
         if chat.max_completion_tokens is not None:
             chat.max_tokens, chat.max_completion_tokens = chat.max_completion_tokens, None
     else:
@@ -303,7 +319,9 @@ def parse(record: Record, defaults: Defaults, sampling: Mapping[str, Any] = NOTH
     for name in defaults.__struct_fields__:
         if getattr(body, name) is None:
             setattr(body, name, getattr(defaults, name))
-    return Request(prompt, body.sampling_params(sampling), body, [name for name in ignored if name != "id"], custom_id)
+    params = body.sampling_params(sampling)
+    asked = asked_for(params, body, formats) if isinstance(body, ChatCompletionRequest) else Asked(params)
+    return Request(prompt, asked, body, [name for name in ignored if name != "id"], custom_id)
 
 
 def _kind(look: _Look, line: bytes) -> str:

@@ -24,6 +24,9 @@ from novainfer import (
     SamplingParams,
 )
 from novainfer.fsm.messages.params import is_unicode
+from novainfer.fsm.parsing.pieces import Content, Reasoning
+from novainfer.offer import Offered
+from novainfer.reading import Reading, asked_for
 from novainfer.server.cli.flags import Grouped, flag
 from novainfer.server.cli.options import API_KEY_VARIABLES, engine_config, engine_options, set_up_logs
 from novainfer.server.cli.serve import make_engine
@@ -40,17 +43,20 @@ Messages = list[dict[str, str]]
 Given = dict[str, Any]  # sampling fields that were asked for; the rest is the model's, or the server's
 
 
-class Partner(Protocol):
-    """What answers: `answer` yields text as it comes and raises `NovaInferError`; closing it stops the answer.
+Said = Reasoning | Content
 
-    `finish_reason` is that of the last answer, None when it was stopped.
+
+class Partner(Protocol):
+    """What answers: `answer` yields what it thinks and says as it comes; closing it stops the answer.
+
+    It raises `NovaInferError`. `finish_reason` is that of the last answer, None when it was stopped.
     """
 
     finish_reason: str | None
 
     @property
     def name(self) -> str: ...
-    def answer(self, messages: Messages, given: Given) -> Iterator[str]: ...
+    def answer(self, messages: Messages, given: Given) -> Iterator[Said]: ...
 
 
 class LocalModel:
@@ -80,22 +86,27 @@ class LocalModel:
     def name(self) -> str:
         return self._engine.model_info.name
 
-    def answer(self, messages: Messages, given: Given) -> Iterator[str]:
-        own = self._engine.model_info.sampling_defaults or {"temperature": TEMPERATURE}
-        params = SamplingParams(**{"max_tokens": None, **own, **given})
+    def answer(self, messages: Messages, given: Given) -> Iterator[Said]:
+        info = self._engine.model_info
+        own = info.sampling_defaults or {"temperature": TEMPERATURE}
+        params, wanted, _ = asked_for(SamplingParams(**{"max_tokens": None, **own, **given}), Offered(), info.formats)
+        reading = Reading(wanted, self._engine.vocabulary, 1) if wanted is not None else None
         deltas = self._engine.generate(Chat(messages=list(messages)), params)
         self.finish_reason = None
 
-        async def next_text() -> str | None:
+        async def next_said() -> list[Said] | None:
             delta = await anext(deltas, None)
             if delta is None:
                 return None
             self.finish_reason = delta.finish_reason
-            return delta.text
+            if reading is None:
+                return [Content(delta.text)]
+            pieces = [piece for _, pieces in reading.read(delta) for piece in pieces]
+            return [piece for piece in pieces if isinstance(piece, Said)]  # no tool is on offer
 
         try:
-            while (text := self._runner.run(next_text())) is not None:
-                yield text
+            while (said := self._runner.run(next_said())) is not None:
+                yield from said
         finally:
             self._runner.run(deltas.aclose())
 
@@ -140,7 +151,7 @@ class RemoteServer:
         finally:
             connection.close()
 
-    def answer(self, messages: Messages, given: Given) -> Iterator[str]:
+    def answer(self, messages: Messages, given: Given) -> Iterator[Said]:
         body: dict[str, Any] = {"model": self.name, "messages": messages, "stream": True, **given}
         connection = self._connect()
         self.finish_reason = None
@@ -155,8 +166,9 @@ class RemoteServer:
                 if event.get("error"):
                     raise _error_of(200, data)
                 for choice in event["choices"]:
-                    self.finish_reason = choice.get("finish_reason")
-                    yield choice["delta"].get("content") or ""
+                    self.finish_reason, delta = choice.get("finish_reason"), choice["delta"]
+                    yield Reasoning(delta.get("reasoning_content") or delta.get("reasoning") or "")
+                    yield Content(delta.get("content") or "")
             raise NovaInferError("the server ended the answer before it was complete")
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise NovaInferError(f"the answer broke off: {error}") from None
@@ -174,7 +186,7 @@ def _error_of(status: int, body: bytes) -> NovaInferError:
         return NovaInferError(f"the server answered {status}")
 
 
-def converse(partner: Partner, system: str | None, given: Given) -> int:
+def converse(partner: Partner, system: str | None, given: Given, *, shows_thoughts: bool = True) -> int:
     """Read questions and write answers until the end of input, /exit, or Ctrl-C at an empty prompt.
 
     Returns the exit code: 1 when a question that was not typed at a terminal has no answer.
@@ -210,7 +222,7 @@ def converse(partner: Partner, system: str | None, given: Given) -> int:
             click.echo(HELP, err=True)
         elif question:
             messages.append({"role": "user", "content": question})
-            answer = _say(partner, messages, given)
+            answer = _say(partner, messages, given, shows_thoughts=shows_thoughts)
             if answer is None:
                 messages.pop()  # it was refused: the conversation goes on without it
                 num_failed += 1
@@ -219,14 +231,26 @@ def converse(partner: Partner, system: str | None, given: Given) -> int:
     return 1 if num_failed and not is_terminal else 0
 
 
-def _say(partner: Partner, messages: Messages, given: Given) -> str | None:
-    """Print the answer as it comes; returns what was said, or None when there was an error instead."""
+def _say(partner: Partner, messages: Messages, given: Given, *, shows_thoughts: bool) -> str | None:
+    """Print the answer as it comes; returns what was said, or None when there was an error instead.
+
+    Thoughts are dimmed, and no part of the output: they go where errors go, and are not said again to the model.
+    """
     said: list[str] = []
-    texts = partner.answer(messages, given)
+    pieces = partner.answer(messages, given)
+    is_thinking = False
     try:
-        for text in texts:
-            said.append(text)
-            click.echo(text, nl=False)
+        for piece in pieces:
+            if isinstance(piece, Reasoning):
+                if shows_thoughts and piece.text:
+                    is_thinking = True
+                    click.secho(piece.text, nl=False, err=True, dim=True)
+                continue
+            if is_thinking and piece.text:
+                is_thinking = False
+                click.echo("\n", err=True)
+            said.append(piece.text)
+            click.echo(piece.text, nl=False)
     except KeyboardInterrupt:
         click.echo(" (stopped)", nl=False, err=True)
     except ContextLengthExceeded as error:
@@ -236,7 +260,7 @@ def _say(partner: Partner, messages: Messages, given: Given) -> str | None:
         click.echo(f"Error: {error.message}", err=True)
         return None
     finally:
-        texts.close()  # type: ignore[attr-defined]
+        pieces.close()  # type: ignore[attr-defined]
     click.echo()
     if partner.finish_reason == FinishReason.LENGTH:
         why = "the answer has reached --max-tokens" if "max_tokens" in given else f"the context is full. {FULL}"
@@ -262,6 +286,7 @@ def _say(partner: Partner, messages: Messages, given: Given) -> str | None:
     help="Draw from the likeliest tokens that have this probability together. [default: the model's, or 1]",
 )
 @flag(TALK, "--max-tokens", type=int, help="Longest answer in tokens. [default: what the context holds]")
+@flag(TALK, "--thoughts/--no-thoughts", default=True, help="Show what the model thinks, dimmed, before its answer.")
 @click.pass_context
 def chat(ctx: click.Context, /, **options: Any) -> int:
     """Talk to MODEL (a folder, a hub name, or the demo model), or to a running server with --url."""
@@ -273,6 +298,7 @@ def chat(ctx: click.Context, /, **options: Any) -> int:
     config = engine_config(ctx, options)
     if options["url"]:
         model = options["served_model_name"] or options["model_argument"] or options["model"]
-        return converse(RemoteServer(options["url"], options["api_key"], model), options["system"], given)
+        server = RemoteServer(options["url"], options["api_key"], model)
+        return converse(server, options["system"], given, shows_thoughts=options["thoughts"])
     with LocalModel(config) as partner:
-        return converse(partner, options["system"], given)
+        return converse(partner, options["system"], given, shows_thoughts=options["thoughts"])

@@ -9,8 +9,9 @@ import click
 import msgspec
 
 from novainfer.server.cli.flags import Grouped, flag
-from novainfer.server.cli.options import engine_options, set_up_logs, unknown_variables
-from novainfer.server.cli.serve import server_options, settings_from
+from novainfer.server.cli.models import named_models
+from novainfer.server.cli.options import set_up_logs, unknown_variables
+from novainfer.server.cli.serve import engines_options, server_options, settings_from
 from novainfer.server.settings import GENERAL
 
 EXIT_UNFIT = 1
@@ -19,7 +20,7 @@ WIDTH = 10  # of a topic
 
 
 @click.command(cls=Grouped)
-@engine_options
+@engines_options
 @server_options
 @flag(GENERAL, "--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 @click.pass_context
@@ -32,8 +33,14 @@ def doctor(ctx: click.Context, /, as_json: bool, **options: Any) -> int:
     from novainfer.server.operate.doctor import Asked, Finding, examine
 
     set_up_logs(ctx, level="error")  # what a warning would say is a finding
+    models = named_models(ctx, options)
     config, settings = settings_from(ctx, options)
-    asked = Asked(config=config, settings=settings, unknown_variables=tuple(unknown_variables(os.environ)))
+    asked = Asked(
+        config=config,
+        settings=settings,
+        models=tuple(models.values()),
+        unknown_variables=tuple(unknown_variables(os.environ)),
+    )
 
     def show(finding: Finding) -> None:
         click.echo(f"{SIGNS[finding.level]}{finding.topic:<{WIDTH}} {finding.text}")

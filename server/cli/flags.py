@@ -72,7 +72,7 @@ def flag_of_setting(
     text = f"{setting.text.removesuffix('.')}; {more}" if more else setting.text
     how["help"] = f"{text} [default: {shown}]" if shown else text
     variables = (setting.variable, *variables)
-    how["multiple"] = setting.is_list
+    how.setdefault("multiple", setting.is_list)
     return flag(setting.group, name, *names, setting.name, default=None, envvar=variables, **how)
 
 

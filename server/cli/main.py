@@ -5,17 +5,14 @@ Whatever a user gets wrong is one sentence on stderr and exit code 2; a model th
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from importlib import import_module
 
-# Before anything loads torch: a spinning OpenMP pool beside a live event loop costs it a factor of 100.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import click
 
 from novainfer import EngineConfig, InvalidParameter, ModelLoadError, NovaInferError, __version__
+from novainfer.process import settle
 from novainfer.server.cli.flags import setting_in
 from novainfer.server.settings import LogSettings, ServerSettings
 from novainfer.setting import settings_of
@@ -72,6 +69,7 @@ def novainfer() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    settle()
     try:
         result = novainfer.main(argv, prog_name="novainfer", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:

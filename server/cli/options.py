@@ -37,6 +37,7 @@ MODEL_SOURCES = {
 MORE: dict[str, dict[str, Any]] = {
     "device": {"type": click.Choice(["cpu", "cuda", "nvidia"]), "more": "nvidia is another word for cuda."},
     "dtype": {"metavar": "NAME"},
+    "chat_template": {"type": click.Path(dir_okay=False)},
     "recorder_dir": {"type": click.Path(file_okay=False)},
     "weight_cache_dir": {"type": click.Path(file_okay=False)},
     "worker": {"shown": "process for serve, else thread"},
@@ -127,17 +128,17 @@ def _is_of_kubernetes(name: str, value: str) -> bool:
     return value.startswith(OF_KUBERNETES) or any(part in name for part in parts)
 
 
-def engine_options(command: Command) -> Command:
-    """Give `command` the flags of an engine and its model."""
-    for option in reversed(_engine_options()):
+def engine_options(command: Command, **more: dict[str, Any]) -> Command:
+    """Give `command` the flags of an engine and its model; `more` is what only its flags have, by field."""
+    for option in reversed(_engine_options(more)):
         command = option(command)
     return command
 
 
-def _engine_options() -> list[Callable[[Command], Command]]:
+def _engine_options(more: dict[str, dict[str, Any]]) -> list[Callable[[Command], Command]]:
     return [
         click.argument("model_argument", metavar="[MODEL]", required=False),
-        *options_of(EngineConfig, MORE),
+        *options_of(EngineConfig, MORE | more),
         *_model_options(),
         *_general_options(),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import click
 import msgspec
 
 from novainfer import EngineConfig
+from novainfer.models import Models
 from novainfer.server.cli.flags import Grouped, given
+from novainfer.server.cli.models import NamedModels, named_models
 from novainfer.server.cli.options import (
     Command,
     engine_config,
@@ -22,11 +25,14 @@ from novainfer.server.cli.options import (
 )
 from novainfer.server.engine import ServedEngine
 from novainfer.server.http.clients import SHARES_MAX
+from novainfer.server.operate import garbage
 from novainfer.server.operate.recorder import default_folder, usable_default
 from novainfer.server.settings import ServerSettings
 from novainfer.setting import settings_of
 
 log = logging.getLogger("novainfer.server")
+
+_IMPORTING = threading.Lock()  # models load at once, each in a thread, and what they import has circles in it
 
 _PATH = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -50,6 +56,7 @@ MORE: dict[str, dict[str, Any]] = {
     "ssl_certfile": {"type": _PATH},
     "ssl_keyfile": {"type": _PATH},
     "api_keys": {"variables": ("NOVA_API_KEY",)},  # its old name
+    "journal": {"type": click.Path(dir_okay=False, path_type=Path)},
     "keys_file": {"type": click.Path(dir_okay=False, path_type=Path)},
     "allowed_origins": {"metavar": "ORIGIN", "callback": _origins},
 }
@@ -62,21 +69,39 @@ def server_options(command: Command) -> Command:
     return command
 
 
+def engines_options(command: Command) -> Command:
+    """The flags of an engine, of which `--model` may be given several times."""
+    model = {"multiple": True, "type": NamedModels(), "more": "several times, as NAME=PATH, for several models."}
+    return engine_options(command, model=model)
+
+
 @click.command(cls=Grouped)
-@engine_options
+@engines_options
 @server_options
 @click.pass_context
 def serve(ctx: click.Context, /, **options: Any) -> int:
     """Serve MODEL (a folder, a hub name, or the demo model) over OpenAI's HTTP API until Ctrl-C."""
     from novainfer.server.serve import run_server
 
+    models = named_models(ctx, options)
     config, settings = settings_from(ctx, options)
     set_up_logs(ctx, access_log=settings.access_log)
     if config.recorder and config.recorder_dir is None:
         log.warning("%s cannot be written: recordings stay in memory unless --recorder-dir is given", default_folder())
     for name in unknown_variables(os.environ):
         log.warning("%s in the environment is no setting, and does nothing", name)
-    return run_server(settings, lambda: make_engine(config))
+    if len(models) < 2 and settings.model_idle_unload_s is None:
+        return run_server(settings, lambda: make_engine(config))
+    models = models or {config.served_model_name or str(config.model): str(config.model)}
+    hosted = Models(
+        {name: msgspec.structs.replace(config, model=path) for name, path in models.items()},
+        make_engine_of_several,
+        max_loaded=settings.max_loaded_models,
+        idle_unload_s=settings.model_idle_unload_s,
+        check=check_one_of_several,
+        unloaded=garbage.let_go,
+    )
+    return run_server(settings, hosted)
 
 
 def settings_from(ctx: click.Context, options: dict[str, Any]) -> tuple[EngineConfig, ServerSettings]:
@@ -90,20 +115,36 @@ def settings_from(ctx: click.Context, options: dict[str, Any]) -> tuple[EngineCo
 
 
 def _client_limits(options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
-    """One client must fill neither the queue nor, where clients have keys, the slots for the others.
+    """One client must not fill the queue for the others; whose turn it is in there is the scheduler's.
 
-    An address may be a proxy's, so it has all while no other one is here, and more than a key has while others are.
+    An address may be a proxy's, so it has all while no other one is here.
     """
     is_given, has_keys = options["max_client_reqs"] is not None, bool(options["api_keys"] or options["keys_file"])
     slots, room, tokens = config.max_num_seqs, config.max_num_queued_reqs, config.max_num_queued_tokens
     limits = {"client_tokens": tokens}
     if has_keys:
         limits["max_client_tokens"] = max(tokens // 2, 1)
-    if not is_given and has_keys:
-        limits |= {"max_client_reqs": max((slots + room) // 2, 1), "client_slots": slots}
-    elif not is_given:
+    if not is_given:
         limits["client_room"] = slots + room // SHARES_MAX
+        if has_keys:
+            limits["max_client_reqs"] = max((slots + room) // 2, 1)
     return limits
+
+
+def check_one_of_several(config: EngineConfig) -> None:
+    """As `check_before_start`, of one of several models, before another has to make room for it."""
+    with _IMPORTING:
+        from novainfer.assembly import check_before_start
+
+    check_before_start(config, has_model=True, has_tokenizer=True)
+
+
+def make_engine_of_several(config: EngineConfig) -> ServedEngine:
+    """The engine of one of several models, which may be loaded at any time: without a bar."""
+    with _IMPORTING:
+        from novainfer import Engine
+
+    return Engine(config)
 
 
 def make_engine(config: EngineConfig) -> ServedEngine:

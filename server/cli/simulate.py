@@ -20,6 +20,7 @@ from novainfer.fsm.simulation.explore.explore import Exploration, explore
 from novainfer.fsm.simulation.explore.small import SMALL_WORLDS
 from novainfer.fsm.simulation.swarm.report import Report, median, merge, run_seeds
 from novainfer.fsm.simulation.world.paths import condense, explain, path_of, shorten, to_line
+from novainfer.server.cli.simulate_models import explore_models, hunt_models, run_model_seeds
 
 SEEDS_PER_CHUNK = 100  # a second: short for a progress bar, long for handing it to a process
 SECONDS_PER_DAY = 86_400
@@ -35,6 +36,7 @@ Result = TypeVar("Result")
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Processes to share the work.")
 @click.option("--exhaustive", is_flag=True, help="Explore the small worlds completely instead.")
 @click.option("--mutants", is_flag=True, help="Plant bugs instead, one after the other, and see that each is found.")
+@click.option("--models", "of_models", is_flag=True, help="The router of several models instead of an engine.")
 @click.option("--rows", "lists_rows", is_flag=True, help="List the rows of the tables that were not taken.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 def simulate(
@@ -44,6 +46,7 @@ def simulate(
     jobs: int,
     exhaustive: bool,
     mutants: bool,
+    of_models: bool,
     lists_rows: bool,
     as_json: bool,
 ) -> None:
@@ -54,7 +57,11 @@ def simulate(
     """
     if exhaustive and mutants:
         raise click.UsageError("--exhaustive and --mutants are two things: choose one")
-    if exhaustive:
+    if of_models:
+        result = _simulate_models(
+            range(seed, seed + 1) if seed is not None else range(first, first + seeds), exhaustive, mutants
+        )
+    elif exhaustive:
         result = _explore_all(jobs)
     elif mutants:
         result = _hunt_all(jobs)
@@ -71,6 +78,16 @@ def simulate(
         click.echo(json.dumps(result))
     if not is_well:
         raise click.exceptions.Exit(1)
+
+
+def _simulate_models(seeds: range, exhaustive: bool, mutants: bool) -> dict[str, Any]:
+    if exhaustive:
+        return explore_models()
+    if mutants:
+        return hunt_models()
+    result, rows = run_model_seeds(seeds)
+    _say_rows(rows, "taken")
+    return result | _rows(rows)
 
 
 # ---- seeds ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from novainfer.server.http.errors import TooManyRequests
 from novainfer.server.settings import ServerSettings
 
 RECENT_S = 60.0  # for which a client counts as one that is here, after its last request
-SHARES_MAX = 8  # into which slots and queue are divided: with more clients, the queue is what is fair
+SHARES_MAX = 8  # into which the queue is divided
 UNREAD_AFTER_S = 10.0  # that an answer waits for its client: less is a network, more is a client that does not read
 
 
@@ -47,7 +47,7 @@ class Clients:
         num_choices = num_prompts * n
         self._check_size(num_prompts, n, num_tokens)
         num_here = self._num_here(client)
-        most = self._choices_max(num_here, is_first=not live)
+        most = self._choices_max(num_here)
         if live + num_choices > most:
             what = f"This client has {live} live requests, and may have {most:g}"
             raise TooManyRequests(f"{what}: wait for one to end" if live else f"{what} while others are here")
@@ -55,6 +55,10 @@ class Clients:
         if waiting + num_tokens > most and (waiting or num_prompts > 1):
             what = f"Prompts of this client wait with {waiting} tokens, and may have {most:g}"
             raise TooManyRequests(f"{what}: wait for one to begin" if waiting else f"{what} while others are here")
+        self.enter_again(client, num_choices, num_tokens)
+
+    def enter_again(self, client: str, num_choices: int, num_tokens: int) -> None:
+        """A request goes on that was let in before."""
         self.live[client] += num_choices
         self.waiting[client] += num_tokens
         self._see(client)
@@ -82,18 +86,11 @@ class Clients:
             what = f"The prompts have {num_tokens} tokens, and those of a client that wait may have {tokens}"
             raise InvalidParameter(f"{what}: send fewer at a time", param="prompt")
 
-    def _choices_max(self, num_here: int, *, is_first: bool) -> float:
-        """Live choices that a client may have: all that it may ever have, or less while other clients are here.
-
-        The only request of a client may have half of the slots, so that a share of one refuses no `n`.
-        """
-        settings = self._settings
-        found = [settings.max_client_reqs]
+    def _choices_max(self, num_here: int) -> float:
+        """Live choices that a client may have: all that it may ever have, or less while other clients are here."""
+        found = [self._settings.max_client_reqs]
         if num_here > 1:
-            found.append(settings.client_room)
-            if (share := _share(settings.client_slots, num_here)) is not None:
-                assert settings.client_slots is not None
-                found.append(max(share, settings.client_slots // 2) if is_first else share)
+            found.append(self._settings.client_room)
         return min((most for most in found if most is not None), default=math.inf)
 
     def _tokens_max(self, num_here: int) -> float:

@@ -6,6 +6,7 @@ A client may end its connection in any way at any moment: stock Hypercorn knows 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -23,38 +24,56 @@ from hypercorn.config import Config
 from hypercorn.events import Closed, Event
 from hypercorn.typing import TaskGroup
 
+from novainfer.server.http.errors import TooManyConnections, error_body
 from novainfer.server.http.exchange import ADMITTED_KEY, Admitted
+from novainfer.server.http.tls import Certificate, as_files
 
 log = logging.getLogger("novainfer.server")
 
 DESCRIPTORS_KEPT = 16  # for what is not a connection: a worker that is started again, a recording
 DESCRIPTORS_GUESSED = 64  # where a system does not tell: an engine and its worker take some twenty
 WARN_EACH_S = 60.0
-NO_ROOM = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+LINGER_S = 30.0  # for which a client may still take what was written when its connection ended; asyncio's, of TLS
+NO_ROOM = error_body(TooManyConnections("All connections that there is room for (ulimit -n) are busy: try again later"))
+NO_ROOM = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"retry-after: 1\r\nconnection: close\r\n\r\n%b" % (len(NO_ROOM), NO_ROOM)
+)
 
 
 class HttpConfig(Config):
     """Hypercorn's configuration, and the connections that live under it: Hypercorn itself keeps no list."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: Certificate | None = None) -> None:
+        self.certificate = certificate
         self.connections: set[Connection] = set()
+        self.h2_connection_window_bytes = 65_535  # RFC 9113's, until it is told another
         self._warned_s = -math.inf
         self.connections_max: float = math.inf
         self._ssl_context: SSLContext | None = None
         self.count_descriptors()
 
+    @property
+    def ssl_enabled(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.certificate is not None
+
     def create_ssl_context(self) -> SSLContext | None:
         """As Hypercorn's, which has one for all connections to come; it is kept, so that they can get another chain."""
-        self._ssl_context = super().create_ssl_context()
+        if self.certificate is not None:
+            with as_files(self.certificate) as (certfile, keyfile):
+                self.certfile, self.keyfile = str(certfile), str(keyfile)
+                self._ssl_context = super().create_ssl_context()
         return self._ssl_context
 
-    def use_certificate(self, certfile: str, keyfile: str) -> None:
+    def use_certificate(self, certificate: Certificate) -> None:
         """Give this certificate to connections from now on; those that are open keep theirs.
 
         It must be one that a context of its own has taken: what OpenSSL refuses half-way would leave this one broken.
         """
         assert self._ssl_context is not None, "a server with TLS has a context"
-        self._ssl_context.load_cert_chain(certfile, keyfile)
+        with as_files(certificate) as (certfile, keyfile):
+            self._ssl_context.load_cert_chain(certfile, keyfile)
 
     def count_descriptors(self) -> None:
         """See how many connections there may be, from the descriptors that are open for other things now."""
@@ -96,6 +115,7 @@ class Connection(TCPServer):
         name = self.writer.get_extra_info("peername")
         self.address = str(name[0]) if name else ""  # of its client; looked at for each connection where room is made
         self._is_closing = False
+        self._abort: asyncio.TimerHandle | None = None
         self.state = {**self.state, ADMITTED_KEY: self._admitted}
 
     async def run(self) -> None:
@@ -112,6 +132,8 @@ class Connection(TCPServer):
             pass  # the client has gone, in whatever way: its requests were told
         finally:
             self.config.connections.discard(self)
+            if self._abort is not None:
+                self._abort.cancel()
 
     async def _make_room(self) -> bool:
         """Close one that has no request that was let in; False when all have one.
@@ -150,6 +172,32 @@ class Connection(TCPServer):
             self.idle_task.end()  # its task group takes no more tasks
             raise
 
+    async def _close(self) -> None:
+        self._end_in_time()
+        await super()._close()
+
+    async def _initiate_server_close(self) -> None:
+        self._end_in_time()
+        await super()._initiate_server_close()
+
+    def _end_in_time(self) -> None:
+        """Have it end although its client reads nothing: TCP alone would keep what is written, and it, for ever."""
+        if self._abort is None:
+            self._abort = self.loop.call_later(LINGER_S, self.writer.transport.abort)
+
+    @property
+    def is_clear(self) -> bool:
+        """True where nothing waits to be written, and the transport takes more."""
+        transport = self.writer.transport
+        return not (self.send_lock.locked() or transport.is_closing() or transport.get_write_buffer_size())
+
+    def write_now(self, data: bytes) -> bool:
+        """Write `data` if nothing waits to be written; False where something does."""
+        if not self.is_clear:
+            return False
+        self.writer.transport.write(data)
+        return True
+
     async def protocol_send(self, event: Event) -> None:
         try:
             await super().protocol_send(event)
@@ -182,11 +230,11 @@ class IdleTimer(AsyncioSingleTask):
             self._handle.cancel()
 
 
-def end_idle_timer(send: Any) -> None:
-    """End the timer of the connection that a protocol's `send` belongs to."""
+def connection_of(send: Any) -> Connection:
+    """The connection that a protocol's `send` belongs to."""
     connection = getattr(send, "__self__", None)
     assert isinstance(connection, Connection)
-    connection.idle_task.end()
+    return connection
 
 
 def install() -> None:

@@ -3,22 +3,30 @@
 Errors that only HTTP can have extend the one tree of `novainfer` here:
 
     CallerError
+    ├── MalformedRequest      400  what came is not HTTP, or may be read in two ways
     ├── MalformedBody         400  the body is not JSON
     ├── AuthenticationError   401  no API key, or a wrong one
     ├── PermissionDenied      403  a known key that may not do this, or what is switched off
     ├── PathNotFound          404  nothing is served at this path
     ├── ResponseNotFound      404  no response of this id is kept
+    ├── AnswerNotFound        404  no answer of this id can be streamed again
+    ├── SessionNotFound       404  this key has no conversation of this id
     ├── MethodNotAllowed      405  not with this method
     ├── BodyTimeout           408  the body did not arrive in time
     ├── PayloadTooLarge       413  the body is over the limit
-    └── UnsupportedMediaType  415  the body is not declared as JSON
+    ├── UnsupportedMediaType  415  the body is not declared as JSON
+    ├── HeadersTooLarge       431  the headers are over the limit
+    ├── NotImplementedHere    501  a method or a coding that no server of an API needs
+    └── VersionNotSupported   505  not HTTP/1.1, where that is spoken
     ServerError
     ├── TooManyRequests       429  of this client; others are let in
     │   └── RateLimited       429  of this key; after `retry_after_s` there is room
     ├── QuotaSpent            429  the key has no tokens left for today
+    ├── BudgetSpent           429  the conversation, or the user, has no tokens left
     ├── ModelLoading          503  the model is not loaded yet
     ├── NotMoving             503  an actor is stuck
     ├── StoreFull             503  no more responses can be kept now
+    ├── TooManyConnections    503  all that there is room for are busy
     └── TooManyListeners      503  of the event feed
 """
 
@@ -33,6 +41,7 @@ import msgspec
 from novainfer import (
     CallerError,
     EngineOverloaded,
+    ModelUnavailable,
     NovaInferError,
     ReaderStalled,
     ReconfigureFailed,
@@ -53,6 +62,12 @@ INTERNAL_MESSAGE = "The server failed on this request; its log says why. Other r
 # the client's own deadline and its own slowness; a step that failed with this request alone in it would fail again, and
 # so would a reconfiguration.
 NEVER_RETRIED = (RequestTimeout, ReaderStalled, StepFailedError, ReconfigureFailed)
+
+
+class MalformedRequest(CallerError):
+    """What came is not HTTP, or two readers could take it for different requests."""
+
+    code = "malformed_request"
 
 
 class MalformedBody(CallerError):
@@ -92,6 +107,22 @@ class ResponseNotFound(CallerError):
     code = "response_not_found"
 
 
+class SessionNotFound(CallerError):
+    """This key has no conversation of this id."""
+
+    status = 404
+    type = "not_found_error"
+    code = "session_not_found"
+
+
+class AnswerNotFound(CallerError):
+    """No answer of this id can be streamed again."""
+
+    status = 404
+    type = "not_found_error"
+    code = "answer_not_found"
+
+
 class MethodNotAllowed(CallerError):
     """The path exists, but not for this method; `allow` lists those it has."""
 
@@ -125,6 +156,27 @@ class UnsupportedMediaType(CallerError):
     code = "unsupported_media_type"
 
 
+class HeadersTooLarge(CallerError):
+    """The headers are over the limit."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class NotImplementedHere(CallerError):
+    """A method or a transfer coding that this server does not have, and that no client of an API needs."""
+
+    status = 501
+    code = "not_implemented"
+
+
+class VersionNotSupported(CallerError):
+    """A version of HTTP that is not spoken on this connection."""
+
+    status = 505
+    code = "http_version_not_supported"
+
+
 class TooManyRequests(ServerError):
     """This client has as much of something as one may have: live requests, unread answers, large bodies that wait."""
 
@@ -155,6 +207,18 @@ class QuotaSpent(ServerError):
         self.retry_after_s = retry_after_s
 
 
+class BudgetSpent(ServerError):
+    """This conversation or user has no tokens left: for ever, or until a new day, which is `retry_after_s` away."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "tokens"
+
+    def __init__(self, message: str, *, retry_after_s: float | None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class ModelLoading(ServerError):
     """The model is not loaded and warm yet."""
 
@@ -173,11 +237,17 @@ class StoreFull(ServerError):
     code = "store_full"
 
 
+class TooManyConnections(ServerError):
+    """There is no room for another connection, and all that there are have a request."""
+
+    code = "too_many_connections"
+
+
 class TooManyListeners(ServerError):
     """As many clients listen to the event feed as may."""
 
 
-KNOW_WHEN = (EngineOverloaded, RateLimited, QuotaSpent)  # to try again
+KNOW_WHEN = (EngineOverloaded, ModelUnavailable, RateLimited, QuotaSpent, BudgetSpent)  # to try again
 
 
 class ErrorDetail(msgspec.Struct):
@@ -222,11 +292,13 @@ def error_headers(error: Exception) -> Headers:
         headers.append((b"allow", error.allow.encode("ascii")))
     elif isinstance(error, AuthenticationError):
         headers.append((b"www-authenticate", b"Bearer"))
+    elif isinstance(error, BudgetSpent) and error.retry_after_s is None:  # never
+        headers.append((b"x-should-retry", b"false"))
     elif isinstance(error, ServerError) and error.status in (429, 503):
-        wait_s = error.retry_after_s if isinstance(error, KNOW_WHEN) else RETRY_AFTER_S
+        wait_s = (error.retry_after_s if isinstance(error, KNOW_WHEN) else None) or RETRY_AFTER_S
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
         headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))))
-        if isinstance(error, QuotaSpent):
+        if isinstance(error, QuotaSpent | BudgetSpent):
             headers.append((b"x-should-retry", b"false"))
     elif isinstance(error, NEVER_RETRIED):
         headers.append((b"x-should-retry", b"false"))

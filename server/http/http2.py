@@ -17,8 +17,11 @@
        its requests to be computed for nothing                              its app's start; what is reset is not begun
     12 what a client may ask for that leads to nothing has no limit         `http2_allowance.py`; 1 KiB a turn
     13 all requests that come in one packet begin in one turn of the loop   one a turn
+    14 a client that says GOAWAY and reads nothing more is answered on      its requests end at once
 
-It also writes once per turn of the loop for all streams, instead of once per frame (33 -> 13 µs an event).
+It also writes once per turn of the loop for all streams, instead of once per frame (33 -> 13 µs an event), and frames
+events by itself (`http2_frames.py`). An event for which there is room everywhere is framed when it comes, and written
+by a callback of the loop; the sender's task has what is left: ends, and what has to wait for its client.
 The app sees nothing of all this: `Http2` takes the place of `hypercorn.protocol.H2Protocol` (`install`).
 """
 
@@ -28,6 +31,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import h2.config
@@ -45,8 +49,11 @@ from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.typing import AppWrapper, TaskGroup, WorkerContext
 from hypercorn.utils import filter_pseudo_headers
 
-from novainfer.server.http.connection import end_idle_timer
+from novainfer import CallerError
+from novainfer.server.http.connection import HttpConfig, connection_of
+from novainfer.server.http.errors import MalformedRequest, NotImplementedHere, error_body, error_headers
 from novainfer.server.http.http2_allowance import ClientAllowance
+from novainfer.server.http.http2_frames import frame, room_of, send_data
 from novainfer.server.http.http2_stream import AppSpawner, Inbox, Stream
 
 BUFFER_HIGH_BYTES = 32 * 1024  # `send` waits above it: two frames, as Hypercorn means to
@@ -54,7 +61,9 @@ CONNECTION_HIGH_BYTES = 4 * 1024 * 1024  # with more in all of its streams, each
 SHARE_BYTES = 4 * 1024  # of its own
 BUFFER_LOW_BYTES = 16 * 1024  # and goes on below it
 WRITE_BYTES_MAX = 256 * 1024  # one write to the socket, so that a bulk download does not delay others' tokens
-WINDOW_BYTES = 1024 * 1024  # what a client may send before the app has read: Go's. With 64 KiB, uploads through
+WINDOW_BYTES = (
+    1024 * 1024
+)  # what a client may send on a stream before the app has read: Go's. With 64 KiB, uploads through
 # httpcore starve: each window update that it waits for costs it a turn in a line of all its streams.
 READ_BYTES = 1024  # taken in one turn of the loop: some thirty requests or sixty PINGs, 1 to 3 ms
 CONTROL_BYTES_MAX = 1024 * 1024  # answers to PINGs and such that wait for a client to read: 60,000 of them
@@ -81,6 +90,9 @@ class Http2(H2Protocol):
         self._ready: dict[int, None] = {}  # streams with something to send and no reason not to, in turn
         self._wake_sender = asyncio.Event()
         self._is_flushing = False
+        self._connection = connection_of(send)
+        self._is_write_due = False  # of what was framed at once
+        self._num_framed = 0  # that was not told to the allowance
         self._frame_bytes_max = config.h2_max_inbound_frame_size + 9
         self._unsent_bytes = 0  # of all streams
         self._received_bytes = 0  # of bodies, not yet given back to the connection's window
@@ -93,7 +105,9 @@ class Http2(H2Protocol):
     async def initiate(self, headers: list[tuple[bytes, bytes]] | None = None, settings: bytes | None = None) -> None:
         assert headers is None and settings is None, "http1.py takes no upgrade"  # noqa: PT018
         self.connection.initiate_connection()
-        self.connection.increment_flow_control_window(WINDOW_BYTES)
+        assert isinstance(self.config, HttpConfig), "a listening socket has its own"
+        if more := self.config.h2_connection_window_bytes - self.connection.inbound_flow_control_window:
+            self.connection.increment_flow_control_window(more)
         await self._flush()
         self.task_group.spawn(self.send_task)
         await self.send(Updated(idle=True))
@@ -186,27 +200,29 @@ class Http2(H2Protocol):
         elif isinstance(event, h2.events.RemoteSettingsChanged):
             self._window_opened(None)
         elif isinstance(event, h2.events.ConnectionTerminated):
+            await self._leave()  # now: the connection itself is closed when its client has taken what was written
             await self.send(Closed())
 
     async def _request(self, stream_id: int, headers: list[tuple[bytes, bytes]]) -> None:
         pseudo = {name: value for name, value in headers if name.startswith(b":")}
         method, path = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
         if method.upper() == b"CONNECT":
-            self._refuse(stream_id, 501)
+            self._refuse(stream_id, NotImplementedHere("CONNECT is no method of this server, which is no proxy"))
             return
         if not path or not path.isascii() or not method.isascii():
-            self._refuse(stream_id, 400)
+            self._refuse(stream_id, MalformedRequest("The method and the path must be ASCII, and there must be a path"))
             return
         if not self._open:
             await self.send(Updated(idle=False))
             if self.closed:  # while the idle timer was stopped
                 return
-        stream = Stream(Inbox(lambda flow_bytes: self._taken(stream_id, flow_bytes)))
+        inbox = Inbox(lambda flow_bytes: self._taken(stream_id, flow_bytes))
+        stream = Stream(stream_id, self.connection.streams.get(stream_id), inbox)
         stream.http = HTTPStream(
             self.app,
             self.config,
             self.context,
-            AppSpawner(self.task_group, stream.inbox),  # type: ignore[arg-type]
+            AppSpawner(self.task_group, stream.inbox, partial(self._write_now, stream)),  # type: ignore[arg-type]
             self.ssl,
             self.client,
             self.server,
@@ -227,10 +243,17 @@ class Http2(H2Protocol):
         )
         await self.context.mark_request()
 
-    def _refuse(self, stream_id: int, status: int) -> None:
-        headers = [(b":status", b"%d" % status), (b"content-length", b"0"), *self.config.response_headers("h2")]
+    def _refuse(self, stream_id: int, error: CallerError) -> None:
+        """Answer with `error`, without its body where the client has no window for that."""
         with contextlib.suppress(h2.exceptions.ProtocolError):
-            self.connection.send_headers(stream_id, headers, end_stream=True)
+            body = error_body(error)
+            if len(body) > room_of(self.connection, stream_id):
+                body = b""
+            headers = [(b":status", b"%d" % error.status), *error_headers(error)]
+            headers += [(b"content-length", b"%d" % len(body)), *self.config.response_headers("h2")]
+            self.connection.send_headers(stream_id, headers, end_stream=not body)
+            if body:
+                self.connection.send_data(stream_id, body, end_stream=True)
 
     async def _end_of_request(self, stream_id: int) -> None:
         stream = self._open.get(stream_id)
@@ -282,6 +305,39 @@ class Http2(H2Protocol):
         elif isinstance(event, stream_events.StreamClosed):
             await self._app_is_done(event.stream_id, stream)
 
+    def _write_now(self, stream: Stream, data: bytes) -> bool:
+        """Take more of the body of an answer that has begun; False where the app has to `send` it, and to wait."""
+        if stream.is_finished or self.closed:
+            return True  # as `stream_send`
+        unsent_bytes = len(stream.buffer) if self._unsent_bytes else 0
+        if unsent_bytes + len(data) >= SHARE_BYTES:
+            return False  # which may be full
+        connection = self.connection
+        is_clear = not (unsent_bytes or self._ready or self._is_flushing)
+        if is_clear and len(connection._data_to_send) < WRITE_BYTES_MAX and frame(connection, stream.h2, data):
+            self._num_framed += 1
+            if not self._is_write_due:
+                self._is_write_due = True
+                self._connection.loop.call_soon(self._write_framed)
+            return True
+        stream.buffer += data
+        self._unsent_bytes += len(data)
+        self._is_ready(stream.id)
+        return True
+
+    def _write_framed(self) -> None:
+        """Write what was framed at once, if the client takes what is written; else the sender waits for that."""
+        self._is_write_due = False
+        if self.closed:
+            return
+        if self._is_flushing or not self._connection.is_clear:
+            self._wake_sender.set()
+            return
+        if data := self.connection.data_to_send():  # else the sender was first
+            self._connection.writer.transport.write(data)
+        self._allowance.sent(self._num_framed)
+        self._num_framed = 0
+
     def _is_full(self, stream: Stream) -> bool:
         """True while a stream's app must wait for its client. A stream that waits is woken by its own progress."""
         length = len(stream.buffer)
@@ -326,8 +382,9 @@ class Http2(H2Protocol):
 
     def _fill(self) -> int:
         """Frame one write's worth of data, a frame from each stream in turn; returns its size in bytes."""
-        num_bytes = 0
+        num_bytes, num_frames, self._num_framed = 0, self._num_framed, 0
         connection, ready = self.connection, self._ready
+        shut = list[int]()  # in their turn, which they keep until the connection's window opens
         while ready and num_bytes < WRITE_BYTES_MAX:
             stream_id = next(iter(ready))
             del ready[stream_id]
@@ -337,16 +394,22 @@ class Http2(H2Protocol):
             try:
                 length = len(stream.buffer)
                 if length:
-                    room = min(connection.local_flow_control_window(stream_id), connection.max_outbound_frame_size)
-                    if room <= 0:
-                        continue  # a window update brings it back
-                    length = min(length, room)
-                    is_last = stream.is_ended and length == len(stream.buffer)
-                    connection.send_data(stream_id, bytes(stream.buffer[:length]), end_stream=is_last)
+                    room = room_of(connection, stream_id)
+                    if room <= 0:  # a window update brings it back
+                        if connection.outbound_flow_control_window <= 0:
+                            shut.append(stream_id)
+                        continue
+                    data = bytes(stream.buffer[:room])
+                    is_last = stream.is_ended and len(data) == length
+                    if is_last:
+                        connection.send_data(stream_id, data, end_stream=True)
+                    else:
+                        send_data(connection, stream_id, data)
+                    length = len(data)
                     del stream.buffer[:length]
                     self._unsent_bytes -= length
                     num_bytes += length
-                    self._allowance.sent(1)
+                    num_frames += 1
                 elif stream.is_ended:
                     connection.end_stream(stream_id)
                     is_last = True
@@ -363,6 +426,8 @@ class Http2(H2Protocol):
                 ready[stream_id] = None  # to the end of the line
             if is_last or len(stream.buffer) < BUFFER_LOW_BYTES:
                 stream.wake()
+        ready.update(dict.fromkeys(shut))
+        self._allowance.sent(num_frames)
         return num_bytes
 
     async def _flush(self) -> None:
@@ -413,7 +478,7 @@ class Http2(H2Protocol):
         for stream_id in list(self._open):
             await self._forget(stream_id)
         self._wake_sender.set()
-        end_idle_timer(self.send)
+        self._connection.idle_task.end()
 
 
 def make_connection(config: Config) -> h2.connection.H2Connection:

@@ -6,17 +6,22 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from h2.stream import H2Stream
 from hypercorn.config import Config
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.typing import AppWrapper, TaskGroup
+
+from novainfer.server.http.exchange import WRITE_NOW_KEY
 
 
 class Stream:
     """One request: what waits to be sent, and what the client sent that the app has not read."""
 
-    __slots__ = ("buffer", "http", "inbox", "is_ended", "is_finished", "request_ended", "waiter")
+    __slots__ = ("buffer", "h2", "http", "id", "inbox", "is_ended", "is_finished", "request_ended", "waiter")
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, stream_id: int, h2: H2Stream | None, inbox: Inbox) -> None:
+        self.id = stream_id
+        self.h2 = h2  # h2's own
         self.http: HTTPStream | None = None
         self.inbox = inbox
         self.buffer = bytearray()
@@ -50,7 +55,7 @@ class Inbox:
         self._body = bytearray()
         self._flow_bytes = 0
         self._is_complete = False
-        self.is_disconnected = False  # the client has gone, or has its whole answer
+        self.is_disconnected = False
         self._completion_sent = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -59,13 +64,22 @@ class Inbox:
         self._flow_bytes += flow_bytes
         self._wake()
 
+    def complete(self) -> None:
+        """The body has come to its end."""
+        self._is_complete = True
+        self._wake()
+
+    def disconnect(self) -> None:
+        """The client has gone, or has its whole answer."""
+        self.is_disconnected = True
+        self._wake()
+
     async def put(self, event: Any) -> None:
         """What Hypercorn's stream tells its app; the body comes by `add_body`."""
         if event["type"] == "http.disconnect":
-            self.is_disconnected = True
+            self.disconnect()
         elif not event.get("more_body", False):
-            self._is_complete = True
-        self._wake()
+            self.complete()
 
     async def get(self) -> Any:
         while True:
@@ -90,13 +104,16 @@ class Inbox:
 class AppSpawner:
     """The task group that an `HTTPStream` sees: starts its app on our inbox instead of a queue of ten messages."""
 
-    def __init__(self, task_group: TaskGroup, inbox: Inbox) -> None:
+    def __init__(self, task_group: TaskGroup, inbox: Inbox, write_now: Callable[[bytes], bool]) -> None:
         self._task_group = task_group
         self._inbox = inbox
+        self._write_now = write_now
 
     async def spawn_app(
         self, app: AppWrapper, config: Config, scope: Any, send: Callable[[Any], Awaitable[None]]
     ) -> Callable[[Any], Awaitable[None]]:
+        scope["extensions"][WRITE_NOW_KEY] = self._write_now
+
         async def run() -> None:
             if self._inbox.is_disconnected:
                 return  # it was reset before its turn came

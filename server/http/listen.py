@@ -8,13 +8,13 @@ import os
 import resource
 import socket
 import ssl
-import tempfile
 from pathlib import Path
 
 from hypercorn.config import Config
 
 from novainfer import InvalidParameter
 from novainfer.server.http.connection import HttpConfig
+from novainfer.server.http.tls import Certificate, as_files
 from novainfer.server.settings import ServerSettings
 
 FLUSH_TIMEOUT_S = 3.0  # for the last bytes of answers that are already written, after the engine has drained
@@ -24,10 +24,29 @@ DESCRIPTORS_MAX = 65_536  # asked for: more is a kernel's table, not a server's 
 REQUESTS_PER_CONNECTION_MAX = 1_000_000_000  # Hypercorn's own limit of 1000 silences streams in flight
 
 
-def bind(settings: ServerSettings, port: int, *, field: str = "port") -> socket.socket:
+def bind_each(settings: ServerSettings, number: int) -> list[socket.socket]:
+    """So many sockets that listen at the port of `settings`; raises `InvalidParameter` as `bind`.
+
+    The system spreads connections over them. It would let any other server of this user join them as well, so it is
+    seen first whether the port can be had alone.
+    """
+    if settings.port:
+        bind(settings, settings.port).close()
+    found = [bind(settings, settings.port, is_shared=True)]
+    try:
+        while len(found) < number:
+            found.append(bind(settings, found[0].getsockname()[1], is_shared=True))
+    except InvalidParameter:
+        for sock in found:
+            sock.close()
+        raise
+    return found
+
+
+def bind(settings: ServerSettings, port: int, *, field: str = "port", is_shared: bool = False) -> socket.socket:
     """A socket that listens at `port`; raises `InvalidParameter` in one sentence when the address cannot be had.
 
-    `field` is the setting that the port comes from.
+    `field` is the setting that the port comes from; other sockets may listen there, too, where all are `is_shared`.
     """
     host = settings.host.strip("[]")
     try:
@@ -37,6 +56,7 @@ def bind(settings: ServerSettings, port: int, *, field: str = "port") -> socket.
             family=family,
             backlog=settings.backlog,
             dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+            reuse_port=is_shared,
         )
     except socket.gaierror as error:
         raise InvalidParameter(f"host {host!r} is not known: {error.strerror}", param="host") from None
@@ -78,34 +98,27 @@ def check_certificate(certfile: Path, keyfile: Path) -> None:
         raise InvalidParameter(f"ssl_certfile {certfile} cannot be used: {reason}", param="ssl_certfile") from None
 
 
-def reload_certificate(config: HttpConfig, certfile: Path, keyfile: Path) -> None:
-    """Give connections to come what these files hold now; raises `InvalidParameter`, and all stays as it was.
+def read_certificate(certfile: Path, keyfile: Path) -> Certificate:
+    """What these files hold now; raises `InvalidParameter` when TLS cannot use it.
 
     Both are read once: between a check and a second look, whoever renews them may have written one of the two.
     """
-    with tempfile.TemporaryDirectory(prefix="novainfer-") as folder:
-        copies = Path(folder) / "cert.pem", Path(folder) / "key.pem"
-        try:
-            for source, copy in zip((certfile, keyfile), copies, strict=True):
-                copy.touch(mode=0o600)
-                copy.write_bytes(source.read_bytes())
-        except OSError as error:
-            message = f"ssl_certfile {certfile} cannot be used: {source}: {error.strerror}"
-            raise InvalidParameter(message, param="ssl_certfile") from None
+    try:
+        found = certfile.read_bytes(), keyfile.read_bytes()
+    except OSError as error:
+        message = f"ssl_certfile {certfile} cannot be used: {error.filename}: {error.strerror}"
+        raise InvalidParameter(message, param="ssl_certfile") from None
+    with as_files(found) as copies:
         try:
             check_certificate(*copies)
         except InvalidParameter as error:
             raise InvalidParameter(error.message.replace(str(copies[0]), str(certfile)), param=error.param) from None
-        config.use_certificate(*map(str, copies))
+    return found
 
 
-def hypercorn_config(
-    settings: ServerSettings, sock: socket.socket, certificate: tuple[Path, Path] | None
-) -> HttpConfig:
+def hypercorn_config(settings: ServerSettings, sock: socket.socket, certificate: Certificate | None) -> HttpConfig:
     """Hypercorn on `sock`, which it takes over."""
-    config = HttpConfig()
-    if certificate is not None:
-        config.certfile, config.keyfile = (str(path) for path in certificate)
+    config = HttpConfig(certificate)
     config.bind = [f"fd://{sock.detach()}"]
     config.errorlog = logging.getLogger("novainfer.http")
     config.accesslog = None  # it copies os.environ for every line; ours is in guard.py
@@ -115,5 +128,6 @@ def hypercorn_config(
     config.keep_alive_timeout = settings.keep_alive_timeout_s
     config.keep_alive_max_requests = REQUESTS_PER_CONNECTION_MAX
     config.h2_max_concurrent_streams = settings.http2_max_concurrent_streams
+    config.h2_connection_window_bytes = settings.http2_initial_connection_window_size
     config.max_app_queue_size = 0  # a full queue of an app that has ended would hold its connection's task for ever
     return config

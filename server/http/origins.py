@@ -17,12 +17,15 @@ from novainfer.server.http.exchange import header
 ANY = "*"
 PREFLIGHT_KEPT_S = 600  # by a browser; a server that is started anew with other origins is obeyed after it
 HEADERS_BYTES_MAX = 1024  # of names that a page may ask for
+_METHODS = b"DELETE, GET, POST"  # of all endpoints there are
 _NAMES = re.compile(rb"[A-Za-z0-9_, -]*")
 # What openai-js and people read of an answer, beside its body.
 _EXPOSED = (
     b"openai-processing-ms, request-id, retry-after, retry-after-ms, x-nova-ignored-fields, x-novainfer-queue, "
-    b"x-ratelimit-limit-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, "
-    b"x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens, x-request-id, x-should-retry"
+    b"x-ratelimit-limit-requests, x-ratelimit-limit-session-tokens, x-ratelimit-limit-tokens, "
+    b"x-ratelimit-limit-user-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-session-tokens, "
+    b"x-ratelimit-remaining-tokens, x-ratelimit-remaining-user-tokens, x-ratelimit-reset-requests, "
+    b"x-ratelimit-reset-tokens, x-request-id, x-should-retry"
 )
 
 
@@ -56,7 +59,7 @@ class Origins:
         is_sane = len(asked) <= HEADERS_BYTES_MAX and _NAMES.fullmatch(asked)
         allowed = asked if is_sane else b"authorization, content-type"
         return [
-            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-methods", _METHODS),
             (b"access-control-allow-headers", allowed),
             (b"access-control-max-age", b"%d" % PREFLIGHT_KEPT_S),
         ]

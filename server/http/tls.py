@@ -1,13 +1,17 @@
-"""A certificate for `--self-signed`: browsers speak HTTP/2 only over TLS, and a laptop has no certificate."""
+"""Certificates as OpenSSL wants them, in files; and one for `--self-signed`, as a laptop has none for HTTP/2."""
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from novainfer import InvalidParameter
 
+Certificate = tuple[bytes, bytes]  # with its chain, and its key, both in PEM
 VALID_DAYS = 30  # it is made anew at every start
 
 
@@ -54,3 +58,14 @@ def write_self_signed(folder: Path, host: str) -> tuple[Path, Path]:
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
     return certfile, keyfile
+
+
+@contextmanager
+def as_files(certificate: Certificate) -> Iterator[tuple[Path, Path]]:
+    """Files with a certificate and its key, for as long as this lasts: OpenSSL reads nothing else."""
+    with tempfile.TemporaryDirectory(prefix="novainfer-") as folder:
+        paths = Path(folder) / "cert.pem", Path(folder) / "key.pem"
+        for path, data in zip(paths, certificate, strict=True):
+            path.touch(mode=0o600)
+            path.write_bytes(data)
+        yield paths

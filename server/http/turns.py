@@ -131,7 +131,7 @@ def after(params: SamplingParams, waited_s: float) -> SamplingParams:
         return params
     left_s = params.timeout_s - waited_s
     if left_s <= 0:
-        raise RequestTimeout(f"The deadline of {params.timeout_s:g} s passed before the body was decoded")
+        raise RequestTimeout(f"The deadline of {params.timeout_s:g} s passed before the request could begin")
     return msgspec.structs.replace(params, timeout_s=left_s)
 
 

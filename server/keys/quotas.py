@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from novainfer import InvalidParameter
-from novainfer.fsm.client.quota import Account, Limit, Refused, Room
+from novainfer.fsm.client.quota import DAY_NS, Account, Limit, Refused, Room
 from novainfer.server.http.errors import QuotaSpent, RateLimited, TooManyRequests
+from novainfer.server.keys.counted import Counted, Keep, keep_nothing
 from novainfer.server.keys.record import KeyRecord
 from novainfer.server.keys.ring import KeyRing
 
@@ -36,9 +37,17 @@ def unix_clock() -> Callable[[], int]:
 class Hold:
     """What one request has reserved with its key; `settle` once, when it has ended, however it did."""
 
-    __slots__ = ("_account", "_clock", "_hold_id")
+    __slots__ = ("_account", "_clock", "_hold_id", "_tell")
 
-    def __init__(self, account: Account | None, hold_id: int, clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        account: Account | None,
+        hold_id: int | None,
+        clock: Callable[[], int],
+        tell: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Without a `hold_id` nothing is reserved; `tell` that something was used."""
+        self._tell = tell
         self._account = account
         self._hold_id = hold_id
         self._clock = clock
@@ -46,8 +55,13 @@ class Hold:
     def settle(self, num_tokens: int, *, has_begun: bool = True) -> None:
         """It has used so many tokens; or it has not begun at all, because something else refused it."""
         account, self._account = self._account, None
-        if account is not None:
+        if account is None:
+            return
+        if self._hold_id is None:
+            account.spend(num_tokens, self._clock())
+        else:
             account.settle(self._hold_id, num_tokens, self._clock(), has_begun=has_begun)
+        self._tell()
 
 
 class Quotas:
@@ -57,6 +71,8 @@ class Quotas:
         self._keys = keys
         self._clock = clock or unix_clock()
         self._accounts: dict[str, Account] = {}
+        self._before: dict[str, Counted] = {}  # what a server before this one has counted, by owner
+        self.keep: Keep = keep_nothing
         self.num_refused: Counter[str] = Counter()  # by what was over its limit
 
     def admit(self, owner: str, num_choices: int, num_tokens: int) -> Hold:
@@ -68,7 +84,7 @@ class Quotas:
         now_ns = self._clock()
         found = self._account(owner, now_ns)
         if found is None:
-            return Hold(None, 0, self._clock)
+            return Hold(None, None, self._clock)
         record, account = found
         most = record.max_concurrent
         if most is not None and num_choices > most:
@@ -78,7 +94,27 @@ class Quotas:
         if isinstance(answer, Refused):
             self.num_refused[answer.limit] += 1
             raise _error(record.name, answer)
-        return Hold(account, answer, self._clock)
+        return Hold(account, answer, self._clock, lambda: self._tell(owner, account))
+
+    def admit_again(self, owner: str) -> Hold:
+        """A request goes on that another server let in, and is no request of this minute.
+
+        That had not counted its tokens: of the day all of them are, when it has ended.
+        """
+        found = self._account(owner, self._clock())
+        if found is None:
+            return Hold(None, None, self._clock)
+        account = found[1]
+        return Hold(account, None, self._clock, lambda: self._tell(owner, account))
+
+    def restore(self, counted: Counted) -> None:
+        """What a server before this one has counted."""
+        self._before[counted.owner] = counted
+
+    def _tell(self, owner: str, account: Account) -> None:
+        if account.limits.tokens_per_day is not None:
+            now_ns = self._clock()
+            self.keep(Counted("key", owner, "", now_ns, now_ns, account.used_today(now_ns)))
 
     def headers(self, owner: str) -> Headers:
         """`x-ratelimit-*` of this key, as things stand now; none where it has no such limits."""
@@ -99,6 +135,9 @@ class Quotas:
         if account is None:
             self._accounts = {name: held for name, held in self._accounts.items() if self._keys.record(name)}
             account = self._accounts[owner] = Account(limits, now_ns)
+            before = self._before.pop(owner, None)
+            if before is not None and before.at_ns // DAY_NS == now_ns // DAY_NS:
+                account.spend(before.num_tokens, now_ns)
         elif account.limits != limits:
             account.update(limits, now_ns)
         return record, account

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import secrets
 
@@ -11,11 +10,11 @@ import msgspec
 
 from novainfer import InvalidParameter
 from novainfer.fsm.client.quota import Limits
+from novainfer.fsm.messages.tenant import WEIGHT_MAX, WEIGHT_MIN
 
 PREFIX = "nova-"  # by which a key is known where it should not be, as in a repository
 KEY_BYTES = 32  # drawn: so a digest that is read helps nobody to find its key, and needs no salt and no slow function
 LIMIT_MAX = 10**12
-WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 PRIORITY_MAX = 1000  # either way
 HASH_PREFIX = "sha256:"
 OWNER_CHARS = 16  # of a digest: tells keys apart, in the engine as well
@@ -57,7 +56,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if abs(self.priority) > PRIORITY_MAX:
             what = f"from -{PRIORITY_MAX} to {PRIORITY_MAX}"
             raise InvalidParameter(f"priority must be {what}, not {self.priority}", param="priority")
-        if math.isnan(self.weight) or not WEIGHT_MIN <= self.weight <= WEIGHT_MAX:
+        if not WEIGHT_MIN <= self.weight <= WEIGHT_MAX:
             what = f"from {WEIGHT_MIN:g} to {WEIGHT_MAX:g}"
             raise InvalidParameter(f"weight must be {what}, not {self.weight:g}", param="weight")
 

@@ -7,35 +7,32 @@ Endpoints translate their bodies into a `Chat`, sampling parameters and an offer
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 
-import msgspec
-
-from novainfer import CallerError, Chat, Delta, InvalidParameter, SamplingParams, StructuredOutputsParams
-from novainfer.fsm.parsing.formats import THINK
+from novainfer import Chat, Delta, SamplingParams
 from novainfer.fsm.parsing.pieces import Content
-from novainfer.fsm.parsing.reader import opens_thoughts
+from novainfer.fsm.parsing.reader import Wanted
+from novainfer.offer import Offer
+from novainfer.reading import ReadDelta, Reading, asked_for, naming_tools
 from novainfer.server.http.exchange import Exchange
-from novainfer.server.openai.generation import FIRST_DELTA_WAIT_S_MAX, Generation
-from novainfer.server.openai.reading import ReadDelta, Reading, params_for, wanted_of
-from novainfer.server.openai.replies import Choice
-from novainfer.server.openai.structured import is_whole
-from novainfer.server.openai.tools import Offer, grammar_for
+from novainfer.server.openai.coming import SILENT_S_MAX
+from novainfer.server.openai.generation import Generation, Origin
+from novainfer.server.openai.replies import Choice, Tally
+from novainfer.server.served import OfAnswers
 from novainfer.server.service import Service
-
-HELD = "structured_outputs"  # how errors name a grammar
 
 
 class Answer:
     """The answer to one conversation, `params.n` choices of it; end it by its generation.
 
-    `reading` is None where all that the answer can hold is content.
+    `reading` is None where all that the answer can hold is content; `params` are those that the engine was given.
     """
 
-    def __init__(self, generation: Generation, reading: Reading | None, *, is_held_by_tools: bool) -> None:
+    def __init__(
+        self, generation: Generation, reading: Reading | None, params: SamplingParams, *, is_held_by_tools: bool
+    ) -> None:
         self.generation = generation
+        self.params = params
         self.reading = reading
         self._is_held_by_tools = is_held_by_tools
 
@@ -44,25 +41,56 @@ class Answer:
         """Whether nothing more of it is wanted, though the engine may go on."""
         return self.reading is not None and self.reading.is_over
 
+    @property
+    def tally(self) -> Tally:
+        """What was counted of it."""
+        return self.generation.tally
+
     def read(self, delta: Delta) -> list[ReadDelta]:
         """What `delta` brings, behind those that had to wait for it."""
-        if self.reading is None:
-            return [(delta, [Content(delta.text)] if delta.text else [])]
-        return self.reading.read(delta)
+        return read_by(self.reading, delta)
 
-    async def first(self, most_s: float = FIRST_DELTA_WAIT_S_MAX) -> asyncio.Task[Delta]:
+    def naming(self) -> AbstractContextManager[None]:
+        """Errors of a grammar that is made of tools name these."""
+        return naming_tools(is_held_by_tools=self._is_held_by_tools)
+
+    async def first(self, most_s: float = SILENT_S_MAX) -> asyncio.Task[Delta]:
         """`Generation.first`, for an answer that is streamed."""
-        with _named(is_of_tools=self._is_held_by_tools):
+        with self.naming():
             return await self.generation.first(most_s)
 
     async def collect(self) -> list[Choice]:
         """All of it, as choices with their pieces."""
-        with _named(is_of_tools=self._is_held_by_tools):
+        with self.naming():
             choices = await self.generation.collect(self.reading)
         if self.reading is None:
             for choice in choices:
                 choice.pieces = [Content(choice.text)] if choice.text else []
         return choices
+
+
+class AnswerAgain:
+    """An answer as it is made again of its pieces; `add` counts each before it is read."""
+
+    def __init__(self, reading: Reading | None, tally: Tally) -> None:
+        self.tally = tally
+        self._reading = reading
+
+    @property
+    def is_over(self) -> bool:
+        """As of `Answer`."""
+        return self._reading is not None and self._reading.is_over
+
+    def read(self, delta: Delta) -> list[ReadDelta]:
+        """As of `Answer`."""
+        return read_by(self._reading, delta)
+
+
+def read_by(reading: Reading | None, delta: Delta) -> list[ReadDelta]:
+    """What `delta` brings, to `reading`, or as content where there is none."""
+    if reading is None:
+        return [(delta, [Content(delta.text)] if delta.text else [])]
+    return reading.read(delta)
 
 
 async def begin_answer(
@@ -75,6 +103,7 @@ async def begin_answer(
     prefix: str,
     name: str,
     request_id: str | None = None,
+    origin: Origin | None = None,
 ) -> Answer:
     """Ask the engine for an answer to `prompt`, with calls of the tools on `offer`.
 
@@ -82,43 +111,13 @@ async def begin_answer(
 
     Raises `CallerError` for what cannot be asked of this model, naming OpenAI's fields.
     """
-    formats = service.formats
-    calls_tools = bool(offer.tools) and offer.tool_choice != "none" and formats.has_tools
-    is_held = is_whole(params.structured_outputs, calls_tools=calls_tools)
-    wanted = None if is_held else wanted_of(offer, formats)
-    asked = params_for(params, offer, wanted, formats)
-    held = await _with_grammar(service, prompt, asked, offer)
-    owner, client = exchange.viewer.owner, exchange.client
-    generation = Generation(service, prefix, name, [prompt], held, owner, client, exchange.work, request_id)
-    reading = None
-    if wanted is not None:
-        reading = Reading(wanted, service.ready_engine().vocabulary, held.n, generation.tally)
-    return Answer(generation, reading, is_held_by_tools=held is not asked)
+    model = exchange.model
+    asked, wanted, is_held_by_tools = asked_for(params, offer, model.formats)
+    generation = Generation(service, exchange, prefix, name, [prompt], asked, request_id, origin)
+    reading = reading_of(model, wanted, asked.n, generation.tally)
+    return Answer(generation, reading, asked, is_held_by_tools=is_held_by_tools)
 
 
-async def _with_grammar(service: Service, prompt: Chat, params: SamplingParams, offer: Offer) -> SamplingParams:
-    """`params`, held to the grammar of calls where one must come or must fit its schema."""
-    formats, tools = service.formats, offer.tools or []
-    ask = partial(grammar_for, tools, offer.tool_choice, formats, has_one_call=offer.has_one_call)
-    if (grammar := ask(is_thinking=False)) is None:
-        return params
-    if params.structured_outputs is not None:
-        message = "structured_outputs cannot be combined with calls that must come, or with strict tools"
-        raise InvalidParameter(message, param="structured_outputs")
-    if formats.reasoning == THINK:  # what must come first depends on what the template has opened
-        engine = service.ready_engine()
-        ids = await engine.tokenize(prompt)
-        grammar = ask(is_thinking=opens_thoughts(ids, engine.vocabulary, formats.marker_ids))
-    return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
-
-
-@contextmanager
-def _named(*, is_of_tools: bool) -> Iterator[None]:
-    """Where the grammar `is_of_tools`, what is wrong with it is a fault of theirs."""
-    try:
-        yield
-    except CallerError as error:
-        if is_of_tools and (error.param or "").startswith(HELD):
-            what = error.message.replace(f"{HELD}.grammar", "what is made of their schemas")
-            raise type(error)(f"tools cannot be held to: {what}", param="tools") from None
-        raise
+def reading_of(model: OfAnswers, wanted: Wanted | None, n: int, tally: Tally) -> Reading | None:
+    """What reads them."""
+    return None if wanted is None else Reading(wanted, model.vocabulary, n, tally)

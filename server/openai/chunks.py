@@ -14,16 +14,25 @@ import msgspec
 
 from novainfer import Delta
 from novainfer.fsm.parsing.pieces import Piece, Reasoning
+from novainfer.reading import Reading
 from novainfer.server.http.errors import error_body
+from novainfer.server.http.writer import KEEP_ALIVE
+from novainfer.server.openai.ids import BY_CHANCE, Ids
 from novainfer.server.openai.protocol import CommonRequest, CompletionRequest
-from novainfer.server.openai.reading import Reading, delta_of
-from novainfer.server.openai.replies import Tally, chat_logprobs, completion_logprobs, echoed_logprobs
+from novainfer.server.openai.reading import delta_of
+from novainfer.server.openai.replies import Offsets, Tally, chat_logprobs, completion_logprobs, echoed_logprobs
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
 END = b"}\n\n"
+PLAIN = b',"logprobs":null,"finish_reason":null'  # behind a text that comes alone
 
 _json = msgspec.json.Encoder().encode
+_interned: dict[bytes, bytes] = {}  # a handful
+
+
+def intern(data: bytes) -> bytes:
+    """The one object of these bytes, of which there are few."""
+    return _interned.setdefault(data, data)
 
 
 class StreamEncoder(Protocol):
@@ -71,13 +80,47 @@ class _Chunks:
     is_over = False
     keep_alive = KEEP_ALIVE
 
-    def __init__(self, request_id: str, created: int, model: str, tally: Tally, options: ChunkOptions) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        created: int,
+        model: str,
+        tally: Tally,
+        options: ChunkOptions,
+        *,
+        num_choices: int,
+        text_begin: bytes,
+        text_end: bytes = b"",
+    ) -> None:
+        """`text_begin` and `text_end` are around the text of a choice."""
         envelope = {"id": request_id, "object": self.kind, "created": created, "model": model}
         self._head = b"data: " + _json(envelope)[:-1] + b',"choices":['
         self._tally = tally
         self._options = options
         # OpenAI sends `usage: null` in the other chunks of a stream that ends with usage
         self._tail = b'],"usage":null' + END if options.include_usage else b"]" + END
+        self._has_ids = options.token_ids
+        self._is_plain = not options.continuous_usage and options.echoed_logprobs is None
+        self._plain_begin = [self._head + b'{"index":%d,%b' % (index, text_begin) for index in range(num_choices)]
+        # One object for all streams: at each step what is around a text would come from memory for each of them.
+        self._plain_middle = intern(text_end + PLAIN + (b',"token_ids":' if self._has_ids else b""))
+        self._plain_end = intern(b"}" + self._tail)
+
+    def _plain(self, delta: Delta) -> bytes:
+        """The chunk of a delta that has a text and its tokens, and no more; else nothing."""
+        text = delta.text
+        if (
+            not text
+            or not self._is_plain
+            or delta.finish_reason is not None
+            or delta.logprobs is not None
+            or delta.prompt_token_ids is not None
+        ):
+            return b""
+        begin = self._plain_begin[delta.index]
+        if self._has_ids:
+            return begin + _json(text) + self._plain_middle + _json(delta.token_ids) + self._plain_end
+        return begin + _json(text) + self._plain_middle + self._plain_end
 
     def _close(self) -> bytes:
         if self._options.continuous_usage:
@@ -116,11 +159,11 @@ class ChatChunks(_Chunks):
     def __init__(
         self, request_id: str, created: int, model: str, tally: Tally, options: ChunkOptions, *, n: int
     ) -> None:
-        super().__init__(request_id, created, model, tally, options)
+        super().__init__(
+            *(request_id, created, model, tally, options),
+            num_choices=n, text_begin=b'"delta":{"content":', text_end=b"}",
+        )  # fmt: skip
         self._n = n
-        self._plain = [self._head + b'{"index":%d,"delta":{"content":' % index for index in range(n)]
-        self._plain_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail
-        self._is_plain = not (options.continuous_usage or options.token_ids)
 
     def begin(self) -> bytes:
         """The chunks that give each choice its role."""
@@ -129,8 +172,8 @@ class ChatChunks(_Chunks):
 
     def delta(self, delta: Delta) -> bytes:
         """The chunks of one delta; nothing when all of its text is held back."""
-        if self._is_plain and delta.finish_reason is None and delta.logprobs is None:
-            return self._plain[delta.index] + _json(delta.text) + self._plain_tail if delta.text else b""
+        if plain := self._plain(delta):
+            return plain
         return self._chunks(delta, [b'{"content":' + _json(delta.text) + b"}"] if delta.text else [])
 
     def _chunks(self, delta: Delta, bodies: list[bytes]) -> bytes:
@@ -170,10 +213,12 @@ class ReadChatChunks(ChatChunks):
         reading: Reading,
         n: int,
         has_reasoning: bool,
+        ids: Ids = BY_CHANCE,
     ) -> None:
         super().__init__(request_id, created, model, tally, options, n=n)
         self._reading = reading
         self._has_reasoning = has_reasoning
+        self._ids = ids
         self._open = [self._head + b'{"index":%d,"delta":' % index for index in range(n)]
         self._open_tail = b',"logprobs":null,"finish_reason":null}' + self._tail
 
@@ -190,8 +235,8 @@ class ReadChatChunks(ChatChunks):
         shown = pieces
         if not self._has_reasoning:
             shown = [piece for piece in pieces if not isinstance(piece, Reasoning)]
-        bodies = [delta_of(piece) for piece in shown]
-        if self._is_plain and delta.finish_reason is None and delta.logprobs is None:
+        bodies = [delta_of(piece, delta.index, self._ids) for piece in shown]
+        if self._is_plain and not self._has_ids and delta.finish_reason is None and delta.logprobs is None:
             return b"".join([self._open[delta.index] + body + self._open_tail for body in bodies])
         return self._chunks(delta, bodies)
 
@@ -212,10 +257,12 @@ class CompletionChunks(_Chunks):
         echoes: list[str],
         n: int,
     ) -> None:
-        super().__init__(request_id, created, model, tally, options)
+        super().__init__(
+            *(request_id, created, model, tally, options), num_choices=len(echoes) * n, text_begin=b'"text":'
+        )
         self._echoes = echoes
         self._n = n
-        self._offsets = [len(echoes[index // n]) for index in range(len(echoes) * n)]
+        self._offsets = [Offsets(len(echoes[index // n])) for index in range(len(echoes) * n)]
 
     def begin(self) -> bytes:
         """The echoed prompts; those with log probabilities come when these are known."""
@@ -228,6 +275,8 @@ class CompletionChunks(_Chunks):
 
     def delta(self, delta: Delta) -> bytes:
         """The chunk of one delta, behind the echo that waited for it; nothing when all of its text is held back."""
+        if plain := self._plain(delta):
+            return plain
         if self._options.echoed_logprobs is not None and delta.prompt_logprobs is not None:
             told = _json(echoed_logprobs(delta.prompt_logprobs, self._options.echoed_logprobs))
             return self._chunk(delta.index, self._echoes[delta.index // self._n], logprobs=told) + self._delta(delta)
@@ -239,9 +288,7 @@ class CompletionChunks(_Chunks):
             return b""
         logprobs = b"null"
         if delta.logprobs is not None:
-            reply = completion_logprobs(delta.logprobs, offset=self._offsets[delta.index])
-            logprobs = _json(reply)
-            self._offsets[delta.index] += sum(len(item.token.decode("utf-8", "replace")) for item in delta.logprobs)
+            logprobs = _json(completion_logprobs(delta.logprobs, self._offsets[delta.index]))
         finish = b"null" if delta.finish_reason is None else _json(delta.finish_reason)
         return self._chunk(delta.index, delta.text, logprobs=logprobs, finish=finish, extras=self._extras(delta))
 

@@ -17,13 +17,15 @@ from novainfer.fsm.messages.params import DURATION_S_MAX
 from novainfer.fsm.messages.pooling import PoolingKind, floats_of
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange
 from novainfer.server.http.turns import after
+from novainfer.server.openai.coming import model_in_time, wanted_id
 from novainfer.server.openai.decode import decode
-from novainfer.server.openai.generation import Generation, wanted_id, with_deadline
+from novainfer.server.openai.generation import Generation, with_deadline
 from novainfer.server.openai.protocol import Prompt, prompts_of
-from novainfer.server.openai.tokens import tokens_of
+from novainfer.server.openai.tokens import without_special_tokens
 from novainfer.server.openai.unsupported import header_value
 from novainfer.server.service import Service
 
+PREFIX = "embd"  # of ids
 FLOATS_PER_TURN = 16_384  # numbers that are written between two turns of the loop: a millisecond
 
 
@@ -43,6 +45,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     timeout: float | None = None
     max_queue_ms: float | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
     def prompts(self) -> list[Prompt]:
         """The inputs as the engine takes prompts."""
@@ -64,6 +68,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
                 truncate_prompt_tokens=self.truncate_prompt_tokens,
                 timeout_s=self.timeout,
                 max_queue_s=None if self.max_queue_ms is None else self.max_queue_ms / 1000,
+                priority=self.priority or 0,
+                cache_salt=self.cache_salt,
             )
         except InvalidParameter as error:
             if error.param != "timeout_s":
@@ -103,18 +109,16 @@ async def create_embedding(service: Service, request: Request) -> Response:
     waited_s = await service.turns.wait(exchange.client, len(exchange.body))
     body, ignored = decode(EmbeddingRequest, exchange.take_body(), is_strict=service.settings.strict_fields)
     exchange.ignored = header_value(ignored)
-    service.check_model(body.model, exchange.viewer)
+    model, more_s = await model_in_time(service, exchange, PREFIX, body, request.headers)
     wanted = body.pooling_params()
-    params = wanted.sampling_params(service.ready_engine().model_info)
-    params = after(with_deadline(params, request.headers), waited_s)
+    params = wanted.sampling_params(model.engine.model_info)
+    params = after(with_deadline(params, request.headers), waited_s + more_s)
     with _naming_input():
         prompts: list[Any] = body.prompts()
         if not wanted.add_special_tokens:
-            prompts = await _without_special_tokens(service, exchange, prompts)
+            prompts = await without_special_tokens(service, exchange, prompts)
         name = wanted_id(body.request_id, exchange.request_id)
-        generation = Generation(
-            service, "embd", name, prompts, params, exchange.viewer.owner, exchange.client, exchange.work
-        )
+        generation = Generation(service, exchange, PREFIX, name, prompts, params)
         choices = await generation.collect()
     vectors = [choice.last.embedding or b"" for choice in choices if choice.last is not None]
     num_tokens = generation.tally.prompt_tokens
@@ -140,11 +144,6 @@ async def _written(vectors: list[bytes], *, as_base64: bool) -> list[msgspec.Raw
             num_floats = 0
             await asyncio.sleep(0)
     return found
-
-
-async def _without_special_tokens(service: Service, exchange: Exchange, prompts: list[Prompt]) -> list[Prompt]:
-    found = await tokens_of(service, exchange, prompts, adds_special_tokens=False)
-    return [{"prompt_token_ids": token_ids} for token_ids in found]
 
 
 @contextmanager

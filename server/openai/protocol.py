@@ -14,8 +14,8 @@ import msgspec
 
 from novainfer import Chat, InvalidParameter, SamplingParams, StructuredOutputsParams, UnsupportedParameter
 from novainfer.fsm.messages.params import DURATION_S_MAX, NUM_CHOICES_MAX, shown
+from novainfer.offer import NO_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, check_choice, tools_of_template
 from novainfer.server.openai.structured import ResponseFormat, grammar_of
-from novainfer.server.openai.tools import NamedTool, Tool, ToolCall, ToolChoice, check_choice, tools_of_template
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; chat fills the context
@@ -23,11 +23,7 @@ MESSAGES_MAX = 10_000  # rendering takes some 5 us each
 PROMPTS_MAX = 2048  # OpenAI's limit for a list of inputs
 
 Prompt = str | dict[str, list[int]]
-
-NO_TOOLS = (
-    "cannot be used: the chat template of this model knows of none (--tool-call-parser says in which format it calls "
-    "them all the same)"
-)
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # how much a model is to think
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -110,7 +106,7 @@ class Message(msgspec.Struct, kw_only=True):
 _ASKED_OTHERWISE = (
     *("max_tokens", "logprobs", "timeout_s", "max_queue_s"),
     *("banned_token_ids", "banned_sequences", "mark_token_ids"),
-    "pooling",
+    *("pooling", "thoughts"),
 )
 _FIELDS = [field for field in msgspec.structs.fields(SamplingParams) if field.name not in _ASKED_OTHERWISE]
 _PASSED_ON = tuple(field.name for field in _FIELDS)
@@ -136,6 +132,8 @@ class CommonRequest(Sampling, kw_only=True):
     max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
+    on_disconnect: Literal["cancel", "continue"] | None = None
     user: str | None = None
 
     request_id: str | None = None
@@ -163,6 +161,9 @@ class CommonRequest(Sampling, kw_only=True):
     ) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
             raise InvalidParameter("stream_options needs stream: true", param="stream_options")
+        if self.stream_interval is not None and self.stream_interval < 1:
+            message = f"stream_interval must be at least 1 token, not {shown(self.stream_interval)}"
+            raise InvalidParameter(message, param="stream_interval")
         if self.prompt_logprobs is not None and self.stream:
             message = "prompt_logprobs are not given in a stream: leave stream out, or use echo with logprobs"
             raise InvalidParameter(message, param="prompt_logprobs")
@@ -205,6 +206,7 @@ class ChatCompletionRequest(CommonRequest, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
 
     @property
@@ -236,8 +238,18 @@ class ChatCompletionRequest(CommonRequest, kw_only=True):
             tools=tools_of_template(self.tools or []),
             add_generation_prompt=generation_prompt,
             continue_final_message=continued,
-            template_kwargs=self.chat_template_kwargs or {},
+            template_kwargs=self._effort() | (self.chat_template_kwargs or {}),
         )
+
+    def _effort(self) -> dict[str, Any]:
+        """What templates are told of `reasoning_effort`: it is for them to know the word."""
+        match self.reasoning_effort:
+            case None:
+                return {}
+            case "none":
+                return {"enable_thinking": False}
+            case effort:
+                return {"reasoning_effort": effort}
 
     def sampling_params(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
         """The sampling fields, those of `defaults` where it sets none; raises `InvalidParameter` naming the field."""
@@ -262,6 +274,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
+    add_special_tokens: bool | None = None
 
     def prompts(self) -> list[Prompt]:
         """The prompts as the engine takes them: strings, or token ids by name."""
@@ -273,13 +286,22 @@ class CompletionRequest(CommonRequest, kw_only=True):
         if self.echo and self.truncate_prompt_tokens is not None:
             message = "echo gives the prompt back, which truncate_prompt_tokens would cut: leave one of them out"
             raise InvalidParameter(message, param="echo")
+        if self.is_prompt_alone and self.stream:
+            message = "max_tokens must be at least 1 in a stream: a prompt alone is given back as a whole"
+            raise InvalidParameter(message, param="max_tokens")
+        max_tokens = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self._sampling_params(
             defaults,
-            max_tokens=COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            max_tokens=1 if self.is_prompt_alone else max_tokens,
             max_tokens_field="max_tokens",
             **self._choices(),
             **self._scored(),
         )
+
+    @property
+    def is_prompt_alone(self) -> bool:
+        """Whether the prompt is all that is wanted, with its log probabilities: a token is drawn, and not given."""
+        return self.max_tokens == 0 and bool(self.echo)
 
     def _scored(self) -> dict[str, int | None]:
         """Of which tokens of the prompt log probabilities are told: an echoed prompt has those of its answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -183,13 +184,20 @@ class Tally:
         self._draft_tokens = self._accepted_tokens = 0
         self.reasoning_tokens: int | None = None  # where a model may think
 
+    def expect(self, delta: Delta) -> None:
+        """The prompt of `delta` is known, which is not counted yet."""
+        self._prompt_tokens[delta.index // self._n] = delta.num_prompt_tokens
+
     def add(self, delta: Delta) -> None:
+        num_tokens = len(delta.token_ids)
+        self.completion_tokens += num_tokens
+        if num_tokens < delta.num_generated_tokens and delta.finish_reason is None:
+            return  # neither the first nor the last of its choice, which alone say more
         prompt_index = delta.index // self._n
         self._prompt_tokens[prompt_index] = delta.num_prompt_tokens
         if delta.index % self._n == 0:
             self._cached_tokens[prompt_index] = delta.num_cached_tokens
-        self.completion_tokens += len(delta.token_ids)
-        self._draft_tokens += delta.num_draft_tokens  # the last delta of a choice has them
+        self._draft_tokens += delta.num_draft_tokens
         self._accepted_tokens += delta.num_accepted_tokens
 
     @property
@@ -239,6 +247,12 @@ class Choice:
     def text(self) -> str:
         return "".join(self.texts)
 
+    def drop_answer(self) -> None:
+        """Nothing is left of it but its prompt."""
+        assert self.last is not None, "a choice ended without a delta"
+        self.texts, self.token_ids, self.logprobs = [], [], []
+        self.last = msgspec.structs.replace(self.last, finish_reason=FinishReason.LENGTH, stop_reason=None)
+
     @property
     def mean_logprob(self) -> float:
         """The log probability of its tokens, a token; they must have been asked for."""
@@ -278,7 +292,7 @@ class Choice:
         )
 
     def _completion_logprobs(self, body: CompletionRequest, echo: str) -> CompletionLogprobs:
-        reply = completion_logprobs(self.logprobs, offset=len(echo))
+        reply = completion_logprobs(self.logprobs, Offsets(len(echo)))
         return echoed_logprobs(self.prompt_logprobs, body.logprobs or 0) + reply if body.echo else reply
 
 
@@ -312,25 +326,38 @@ def token_text(token: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-def completion_logprobs(logprobs: list[TokenLogprob], *, offset: int = 0) -> CompletionLogprobs:
-    """Completions' shape; `offset` is where the first of these tokens begins, in characters."""
+class Offsets:
+    """Where the tokens of a text begin in it, in characters: one that goes on with a character, where that begins."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._num_chars = first  # that are whole
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def next(self, token: bytes) -> int:
+        """Of the token behind those that were asked for before."""
+        offset = self._num_chars
+        self._num_chars += len(self._decoder.decode(token))
+        return offset
+
+
+def completion_logprobs(logprobs: list[TokenLogprob], offsets: Offsets) -> CompletionLogprobs:
+    """Completions' shape; `offsets` is that of their text, and has had the tokens before these."""
     reply = CompletionLogprobs([], [], [], [])
     for item in logprobs:
         text = token_text(item.token)
         top = {token_text(token): _finite(logprob) for _, token, logprob in item.top}
         top[text] = _finite(item.logprob)  # lm-eval looks the chosen token up here, and compares exactly
-        reply.text_offset.append(offset)
+        reply.text_offset.append(offsets.next(item.token))
         reply.token_logprobs.append(_finite(item.logprob))
         reply.tokens.append(text)
         reply.top_logprobs.append(top)
-        offset += len(item.token.decode("utf-8", "replace"))
     return reply
 
 
 def echoed_logprobs(logprobs: list[TokenLogprob], num_top: int) -> CompletionLogprobs:
     """Those of a prompt that is given back, in completions' shape: the first token has none."""
     kept = [msgspec.structs.replace(item, top=item.top[:num_top]) for item in logprobs]
-    reply = completion_logprobs(kept)
+    reply = completion_logprobs(kept, Offsets())
     if kept:
         reply.token_logprobs[0] = reply.top_logprobs[0] = None
     return reply

@@ -7,11 +7,14 @@ guided_json, …      the same, as older clients of vLLM send it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 import msgspec
 
-from novainfer import InvalidParameter, StructuredOutputsParams, UnsupportedParameter
+from novainfer import CallerError, InvalidParameter, StructuredOutputsParams
+from novainfer.reading import HELD
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
@@ -49,14 +52,7 @@ GUIDED = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choi
 
 def grammar_of(body: Held) -> StructuredOutputsParams | None:
     """What `body` asks for; raises `InvalidParameter` when it asks in two ways, or for what is no grammar."""
-    ways: list[tuple[str, dict[str, Any] | StructuredOutputsParams]] = []
-    if body.structured_outputs is not None:
-        ways.append(("structured_outputs", body.structured_outputs))
-    if body.response_format is not None and body.response_format.type != "text":
-        ways.append(_of_response_format(body.response_format))
-    for kind, field in GUIDED.items():
-        if (value := getattr(body, field)) is not None:
-            ways.append((field, {kind: value, "whitespace_pattern": body.guided_whitespace_pattern}))
+    ways = _ways(body)
     if len(ways) > 1:
         first, second = ways[0][0].split(".")[0], ways[1][0].split(".")[0]
         raise InvalidParameter(f"{second} and {first} exclude each other: an answer has one grammar", param=second)
@@ -72,6 +68,37 @@ def grammar_of(body: Held) -> StructuredOutputsParams | None:
         raise InvalidParameter(f"{field} {what}", param=field) from None
 
 
+@contextmanager
+def naming_grammar(body: Held) -> Iterator[None]:
+    """Errors of the answer's grammar name the field by which `body` asks for it, as a client may know no other."""
+    with naming_grammar_as(next((field for field, _ in _ways(body)), HELD)):
+        yield
+
+
+@contextmanager
+def naming_grammar_as(field: str) -> Iterator[None]:
+    """Errors of the answer's grammar name this `field`."""
+    try:
+        yield
+    except CallerError as error:
+        if error.param != HELD or error.message.startswith(HELD):
+            raise
+        raise type(error)(f"{field}: {error.message}", param=field) from None
+
+
+def _ways(body: Held) -> list[tuple[str, dict[str, Any] | StructuredOutputsParams]]:
+    """In which ways `body` asks for a grammar: by which field each, and for what."""
+    ways: list[tuple[str, dict[str, Any] | StructuredOutputsParams]] = []
+    if body.structured_outputs is not None:
+        ways.append((f"{HELD}.{body.structured_outputs.kind}", body.structured_outputs))
+    if body.response_format is not None and body.response_format.type != "text":
+        ways.append(_of_response_format(body.response_format))
+    for kind, field in GUIDED.items():
+        if (value := getattr(body, field)) is not None:
+            ways.append((field, {kind: value, "whitespace_pattern": body.guided_whitespace_pattern}))
+    return ways
+
+
 def _of_response_format(found: ResponseFormat) -> tuple[str, dict[str, Any]]:
     if found.type == "json_object":
         return "response_format", {"json_object": True}
@@ -83,16 +110,3 @@ def _of_response_format(found: ResponseFormat) -> tuple[str, dict[str, Any]]:
         missing = field if found.json_schema is None else f"{field}.schema"
         raise InvalidParameter(f'{missing} is required with response_format.type "json_schema"', param=missing)
     return f"{field}.schema", {"json": found.json_schema.schema}
-
-
-def is_whole(grammar: StructuredOutputsParams | None, *, calls_tools: bool) -> bool:
-    """Whether all of an answer is held to `grammar`, so that it has neither thoughts nor calls to be found.
-
-    Raises `UnsupportedParameter` where it is to hold calls all the same.
-    """
-    if grammar is None or grammar.structural_tag is not None:
-        return False
-    if calls_tools:
-        what = "response_format and its like hold a whole answer, which leaves no place for tool calls"
-        raise UnsupportedParameter(f'tools: {what}: leave one of them out, or set tool_choice to "none"', param="tools")
-    return True

@@ -1,7 +1,8 @@
 """Tokens without an answer: tokenize, detokenize, what the tokenizer is, and requests rendered as they would begin.
 
 Bodies and answers are vLLM's, as evaluation harnesses and routers expect them. Prompts are tokenised in the engine's
-own threads, between those of requests; while they wait they count as live requests of their client.
+own threads, between those of requests; while they wait they count as live requests of their client. No model is loaded
+for tokens: of one that is not there its tokenizer is asked alone. What is rendered needs its sampling defaults too.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from novainfer import Chat, InvalidParameter, SamplingParams
+from novainfer.offer import Tool
 from novainfer.prompt import with_room
-from novainfer.server.engine import ServedEngine
+from novainfer.server.engine import OfTokens
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange
+from novainfer.server.openai.coming import wanted_id
 from novainfer.server.openai.decode import OfModel, decode
-from novainfer.server.openai.generation import receive, wanted_id
-from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest, Message
+from novainfer.server.openai.generation import receive
+from novainfer.server.openai.protocol import ChatCompletionRequest, CompletionRequest, Message, Prompt
 from novainfer.server.openai.replies import token_text
-from novainfer.server.openai.tools import Tool
 from novainfer.server.openai.unsupported import header_value
 from novainfer.server.service import Service
 
@@ -95,46 +97,51 @@ async def tokenize(service: Service, request: Request) -> Response:
     """The tokens of a text or of a conversation."""
     exchange: Exchange = request.scope[SCOPE_KEY]
     body = await receive_for_tokens(service, exchange, TokenizeRequest)
-    engine, prompt = service.ready_engine(), body.checked_prompt(has_tools=service.formats.has_tools)
-    if prompt == "":
-        tokens = []
-    else:
-        [tokens] = await tokens_of(
-            service, exchange, [prompt], adds_special_tokens=body.add_special_tokens is not False
-        )
-    reply = Tokenized(count=len(tokens), max_model_len=engine.model_info.max_model_len, tokens=tokens)
-    if body.return_token_strs:
-        reply.token_strs = [token_text(token) for token in await engine.detokenize(tokens)]
+    async with service.tokens_for(exchange, body.model) as model:
+        prompt = body.checked_prompt(has_tools=model.formats.has_tools)
+        if prompt == "":
+            tokens = []
+        else:
+            adds = body.add_special_tokens is not False
+            [tokens] = await tokens_of(service, exchange, model.of, [prompt], adds_special_tokens=adds)
+        reply = Tokenized(count=len(tokens), max_model_len=model.max_model_len, tokens=tokens)
+        if body.return_token_strs:
+            reply.token_strs = [token_text(token) for token in await model.of.detokenize(tokens)]
     return _json(reply)
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """The text of tokens."""
-    body = await receive_for_tokens(service, request.scope[SCOPE_KEY], DetokenizeRequest)
-    try:
-        found = await service.ready_engine().detokenize(body.tokens)
-    except InvalidParameter as error:
-        raise InvalidParameter(error.message.replace("token_ids", "tokens", 1), param="tokens") from None
+    exchange: Exchange = request.scope[SCOPE_KEY]
+    body = await receive_for_tokens(service, exchange, DetokenizeRequest)
+    async with service.tokens_for(exchange, body.model) as model:
+        try:
+            found = await model.of.detokenize(body.tokens)
+        except InvalidParameter as error:
+            raise InvalidParameter(error.message.replace("token_ids", "tokens", 1), param="tokens") from None
     return _json(Detokenized(prompt=b"".join(found).decode("utf-8", "replace")))
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
     """What the tokenizer is: its special tokens and the template of chats."""
-    return _json(service.ready_engine().tokenizer_info())
+    async with service.tokens_for(request.scope[SCOPE_KEY], request.query_params.get("model")) as model:
+        return _json(model.of.tokenizer_info())
 
 
 async def render_chat(service: Service, request: Request) -> Response:
     """The tokens that a chat completion would begin with."""
-    exchange, body, params = await receive(service, request, ChatCompletionRequest)
-    prompt = body.prompt(has_tools=service.formats.has_tools)
+    exchange, body, params = await receive(service, request, ChatCompletionRequest, None)
+    prompt = body.prompt(has_tools=exchange.model.formats.has_tools)
     [rendered] = await _rendered(service, exchange, "chatcmpl", body.request_id, [prompt], params)
     return _json(rendered)
 
 
 async def render_completion(service: Service, request: Request) -> Response:
     """The tokens that each prompt of a completion would begin with."""
-    exchange, body, params = await receive(service, request, CompletionRequest)
-    return _json(await _rendered(service, exchange, "cmpl", body.request_id, body.prompts(), params))
+    exchange, body, params = await receive(service, request, CompletionRequest, None)
+    adds = body.add_special_tokens is not False
+    prompts = body.prompts()
+    return _json(await _rendered(service, exchange, "cmpl", body.request_id, prompts, params, adds_special_tokens=adds))
 
 
 async def _rendered(
@@ -144,16 +151,20 @@ async def _rendered(
     body_id: str | None,
     prompts: Sequence[Any],
     params: SamplingParams,
+    *,
+    adds_special_tokens: bool = True,
 ) -> list[Rendered]:
-    engine = service.ready_engine()
+    model = exchange.model
     name = f"{prefix}-{wanted_id(body_id, exchange.request_id)}"
-    found = await tokens_of(service, exchange, prompts, params=params)
+    found = await tokens_of(
+        service, exchange, model.engine, prompts, params=params, adds_special_tokens=adds_special_tokens
+    )
     names = [name] if len(found) == 1 else [f"{name}-{at}" for at in range(len(found))]
-    params = with_room(params, engine.model_info.max_model_len)
+    params = with_room(params, model.engine.model_info.max_model_len)
     return [
         Rendered(
             request_id=request_id,
-            model=engine.model_info.name,
+            model=model.name,
             token_ids=params.truncated(token_ids),
             sampling_params=params,
         )
@@ -164,20 +175,26 @@ async def _rendered(
 async def tokens_of(
     service: Service,
     exchange: Exchange,
+    of: OfTokens,
     prompts: Sequence[Any],
     *,
     params: SamplingParams | None = None,
     adds_special_tokens: bool = True,
 ) -> list[list[int]]:
     """The tokens of each prompt, one after the other; meanwhile they are live requests of their client."""
-    engine: ServedEngine = service.ready_engine()
-    waiting = engine.check_room(prompts, msgspec.structs.replace(params or SamplingParams(), n=1))
+    waiting = of.check_room(prompts, msgspec.structs.replace(params or SamplingParams(), n=1))
     service.clients.enter(exchange.client, len(prompts), 1, sum(waiting))
     try:
-        return [await engine.tokenize(prompt, add_special_tokens=adds_special_tokens) for prompt in prompts]
+        return [await of.tokenize(prompt, add_special_tokens=adds_special_tokens) for prompt in prompts]
     finally:
         service.clients.begin(exchange.client, sum(waiting))
         service.clients.leave(exchange.client, len(prompts))
+
+
+async def without_special_tokens(service: Service, exchange: Exchange, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """`prompts` as token ids, with none put before or behind a text."""
+    found = await tokens_of(service, exchange, exchange.model.engine, prompts, adds_special_tokens=False)
+    return [{"prompt_token_ids": token_ids} for token_ids in found]
 
 
 async def receive_for_tokens(service: Service, exchange: Exchange, kind: type[TokensBody]) -> TokensBody:
@@ -185,7 +202,6 @@ async def receive_for_tokens(service: Service, exchange: Exchange, kind: type[To
     await service.turns.wait(exchange.client, len(exchange.body))
     body, ignored = decode(kind, exchange.take_body(), is_strict=service.settings.strict_fields)
     exchange.ignored = header_value(ignored)
-    service.check_model(body.model, exchange.viewer)
     return body
 
 

@@ -43,8 +43,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": (),
     "mcp_servers": (),
     "container": (),
+    "add_special_tokens": (),  # of a chat: its template writes those that it needs
 }
-ADD_SPECIAL_TOKENS = "add_special_tokens"  # its neutral value differs between the two endpoints
 
 WITHOUT_EFFECT = frozenset({"user", "metadata"})  # never meant to have one, so not worth a header
 HEADER_BYTES_MAX = 1024
@@ -55,7 +55,6 @@ def ignored_fields(
     fields: Mapping[str, msgspec.Raw],
     known: frozenset[str],
     *,
-    adds_special_tokens: bool,
     is_strict: bool = False,
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
@@ -68,10 +67,8 @@ def ignored_fields(
     for name, raw in fields.items():
         if name in known:
             continue
-        if name == ADD_SPECIAL_TOKENS:
-            neutral: tuple[Any, ...] = (None, adds_special_tokens)
-        elif name in UNSUPPORTED:
-            neutral = NOTHING + UNSUPPORTED[name]
+        if name in UNSUPPORTED:
+            neutral: tuple[Any, ...] = NOTHING + UNSUPPORTED[name]
         elif name in elsewhere:
             neutral = NOTHING
         else:
@@ -96,7 +93,9 @@ def _is_not_known(name: str, known: frozenset[str]) -> str:
 
 
 def shown_name(name: str) -> str:
-    """A field's name in an error: whatever a client made of it, on one line."""
+    """A field's name in an error: whatever a client made of it, on one line, and in quotes where it is empty."""
+    if not name.strip():
+        return f'"{ascii(name)[1:-1][:NAME_CHARS_MAX]}"'
     return name if len(name) <= NAME_CHARS_MAX and name.isprintable() else ascii(name)[1:-1][:NAME_CHARS_MAX]
 
 

@@ -28,8 +28,9 @@ summary { cursor: pointer; }
 
 def docs_page(document: dict[str, Any]) -> bytes:
     """The page, UTF-8. It says nothing of the server that it comes from: whoever reaches it may read it."""
+    root = document["servers"][0]["url"].rstrip("/")
     operations = [
-        _operation(method, path, operation)
+        _operation(method, root + path, operation)
         for path, methods in document["paths"].items()
         for method, operation in methods.items()
     ]

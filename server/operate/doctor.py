@@ -15,12 +15,13 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from novainfer import EngineConfig, NovaInferError, machine
+from novainfer import EngineConfig, KvEventsConfig, NovaInferError, machine
 from novainfer.server.http.listen import bind, check_certificate
 from novainfer.server.keys.store import KeyStore
 from novainfer.server.operate.recorder import usable_default
@@ -67,8 +68,20 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     config: EngineConfig
     settings: ServerSettings
+    models: tuple[str, ...] = ()  # their paths, where there are several: `config` is that of each but for its model
     unknown_variables: tuple[str, ...] = ()
     environ: Mapping[str, str] = msgspec.field(default_factory=lambda: dict(os.environ))
+
+    @property
+    def configs(self) -> tuple[EngineConfig, ...]:
+        """One for each model."""
+        replace = msgspec.structs.replace
+        return tuple(replace(self.config, model=path) for path in self.models) or (self.config,)
+
+    @property
+    def memory_share(self) -> float:
+        """What each model that is loaded has of the memory."""
+        return self.config.memory_share / min(len(self.configs), self.settings.max_loaded_models or len(self.configs))
 
 
 Check = Callable[[Asked], Iterator[Finding]]
@@ -101,6 +114,32 @@ def _program(asked: Asked) -> Iterator[Finding]:
     for name in asked.unknown_variables:
         advice = f"correct its name, or unset it: `novainfer serve --help` lists what there is ({name})"
         yield Finding(topic="program", level="warning", text=f"{name} in the environment is no setting", advice=advice)
+    yield from _extras(asked)
+
+
+def _extras(asked: Asked) -> Iterator[Finding]:
+    settings, events = asked.settings, asked.config.kv_events_config
+    wanted = {
+        "otel": (
+            "opentelemetry.exporter.otlp.proto.http",
+            settings.otlp_traces_endpoint is not None,
+            "--otlp-traces-endpoint",
+        ),
+        "events": ("zmq", isinstance(events, KvEventsConfig) and events.is_on, "--kv-events-config"),
+        "tls": ("cryptography", settings.self_signed, "--self-signed"),
+    }
+    for extra, (module, is_wanted, name) in wanted.items():
+        if is_wanted and not _is_there(module):
+            advice = f"pip install 'novainfer[{extra}]', or leave {name} out"
+            text = f"{name} needs what novainfer[{extra}] brings"
+            yield Finding(topic="program", level="failure", text=text, advice=advice)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # what it is a part of is not there
+        return False
 
 
 def _cpu(asked: Asked) -> Iterator[Finding]:
@@ -180,7 +219,8 @@ def _torch(asked: Asked) -> Iterator[Finding]:
 
 def _kernels(asked: Asked) -> Iterator[Finding]:
     try:
-        dtype = asked.config.dtype if asked.config.dtype != "auto" else machine.needs_of(asked.config).dtype
+        first = asked.configs[0]
+        dtype = first.dtype if first.dtype != "auto" else machine.needs_of(first).dtype
     except NovaInferError:
         dtype = "bfloat16"  # of a model that cannot be looked at, as was told above
     try:
@@ -203,16 +243,32 @@ def _kernels(asked: Asked) -> Iterator[Finding]:
 
 
 def _memory(asked: Asked) -> Iterator[Finding]:
-    config, found = asked.config, machine.memory()
+    found = machine.memory()
     limit = f", the container's limit is {_gib(found.limit_bytes)}" if found.limit_bytes is not None else ""
     yield Finding(topic="memory", text=f"{_gib(found.free_bytes)} free of {_gib(found.total_bytes)}{limit}")
-    needs = machine.needs_of(config)
+    if asked.models:
+        text = f"{len(asked.models)} models, and {asked.memory_share:.0%} of the memory for each that is loaded"
+        yield Finding(topic="memory", text=text)
+    for config in asked.configs:
+        yield _room(config, int(found.free_bytes * asked.memory_share), asked.memory_share)
+    pages = HUGE_PAGES.read_text().partition("[")[2].partition("]")[0] if HUGE_PAGES.is_file() else ""
+    if pages == "never" and asked.config.device == "cpu":
+        advice = f"echo madvise > {HUGE_PAGES}: weights and KV cache are read a fifth faster through huge pages"
+        yield Finding(topic="memory", level="warning", text="transparent huge pages are off", advice=advice)
+
+
+def _room(config: EngineConfig, free_bytes: int, share: float) -> Finding:
+    """Whether a model fits with one context, into `free_bytes` of the host or into its share of a GPU."""
+    try:
+        needs = machine.needs_of(config)
+    except NovaInferError as error:
+        return Finding(topic="memory", level="failure", text=f"could not be looked at: {error.message}")
     text = f"{needs.name} ({needs.architecture}, {needs.dtype}): about {_gib(needs.weight_bytes)} of weights"
     if config.device == "cuda":
         free = sum(gpu.free_mib for gpu in machine.gpus()[:1]) << 20
-        room = int(free * config.gpu_memory_utilization) - needs.weight_bytes
+        room = int(free * config.gpu_memory_utilization * share) - needs.weight_bytes
     else:
-        room = int((found.free_bytes - needs.weight_bytes) * config.kv_cache_memory_utilization)
+        room = int((free_bytes - needs.weight_bytes) * config.kv_cache_memory_utilization)
     tokens = max(room, 0) // needs.kv_bytes_per_token
     least = needs.max_model_len * needs.kv_bytes_per_token
     if tokens < needs.max_model_len:
@@ -221,17 +277,13 @@ def _memory(asked: Asked) -> Iterator[Finding]:
             "--quantization int8 or int4, --kv-cache-dtype int8"
         )
         text += f", and a cache of {tokens} tokens, though one context is {needs.max_model_len}"
-        yield Finding(topic="memory", level="failure", text=text, advice=advice)
-        return
+        return Finding(topic="memory", level="failure", text=text, advice=advice)
     text += f", and room for a cache of {tokens} tokens: {tokens // needs.max_model_len} full contexts of "
-    yield Finding(topic="memory", text=f"{text}{needs.max_model_len}")
-    pages = HUGE_PAGES.read_text().partition("[")[2].partition("]")[0] if HUGE_PAGES.is_file() else ""
-    if pages == "never" and config.device == "cpu":
-        advice = f"echo madvise > {HUGE_PAGES}: weights and KV cache are read a fifth faster through huge pages"
-        yield Finding(topic="memory", level="warning", text="transparent huge pages are off", advice=advice)
+    return Finding(topic="memory", text=f"{text}{needs.max_model_len}")
 
 
 def _files(asked: Asked) -> Iterator[Finding]:
+    yield from _journal(asked.settings.journal)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "any number" if hard == resource.RLIM_INFINITY else str(hard)
     if hard != resource.RLIM_INFINITY and hard < DESCRIPTORS_MIN:
@@ -259,8 +311,36 @@ def _files(asked: Asked) -> Iterator[Finding]:
         yield Finding(topic="files", text=f"recordings go to {folder}, where {_gib(free)} are free")
 
 
+def _journal(path: Path | None) -> Iterator[Finding]:
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        text, advice = f"the journal {path} cannot be written", "give --journal a file in a folder that can be written"
+        yield Finding(topic="files", level="failure", text=text, advice=advice)
+    elif (free := shutil.disk_usage(folder).free) < FREE_DISK_BYTES_MIN:
+        advice = "make room: answers that cannot be written into the journal end with the server"
+        yield Finding(topic="files", level="warning", text=f"{_gib(free)} are free at {folder}", advice=advice)
+    else:
+        yield Finding(topic="files", text=f"the journal is {path}, where {_gib(free)} are free")
+
+
+def _api_processes(asked: Asked) -> Iterator[Finding]:
+    number, cpu = asked.settings.api_processes, machine.cpu()
+    if not number:
+        return
+    most = min(cpu.num_usable, cpu.granted or cpu.num_usable)
+    text = f"{number} API processes beside the engine's, with {most} CPUs for all"
+    if number >= most:
+        advice = f"fewer than {most}, so that the engine's process has a CPU of its own"
+        yield Finding(topic="network", level="warning", text=text, advice=advice)
+    else:
+        yield Finding(topic="network", text=text)
+
+
 def _network(asked: Asked) -> Iterator[Finding]:
     settings = asked.settings
+    yield from _api_processes(asked)
     for field in ("port", "metrics_port"):
         if (port := getattr(settings, field)) is None:
             continue

@@ -18,8 +18,8 @@ from novainfer.inspection import FeedEvent, IncidentEvent, RequestEvent, Subscri
 from novainfer.server.directory import shown_id
 from novainfer.server.http.errors import TooManyListeners
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange
-from novainfer.server.openai.chunks import KEEP_ALIVE
-from novainfer.server.openai.sse import HEADERS
+from novainfer.server.http.writer import HEADERS, KEEP_ALIVE
+from novainfer.server.operate.asked import asked_model
 from novainfer.server.operate.inspection import shown_incident
 from novainfer.server.service import Service
 
@@ -36,11 +36,12 @@ async def stream_events(service: Service, request: Request) -> EventFeed:
     types = frozenset(request.query_params.get("types", ",".join(TYPES)).split(","))
     if not types <= set(TYPES):
         raise InvalidParameter(f"types must be some of {', '.join(TYPES)}, separated by commas", param="types")
-    if service.engine is None or service.feeds is None:
+    engine = service.any_engine(asked_model(service, request))
+    if engine is None or service.feeds is None:
         raise EngineClosed("There is no engine to listen to")
     if len(service.feeds) >= LISTENERS_MAX:
         raise TooManyListeners(f"{LISTENERS_MAX} clients listen to the events already, which is the limit")
-    return EventFeed(service, service.engine.events(exchange.viewer.sees), types)
+    return EventFeed(service, engine.events(exchange.viewer.sees), types)
 
 
 class EventFeed:

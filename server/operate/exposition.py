@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
-from novainfer.server.metrics import Histogram
+from novainfer.inspection import Histogram, HistogramRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COUNTER, GAUGE, HISTOGRAM, SUMMARY = "counter", "gauge", "histogram", "summary"
@@ -61,7 +61,7 @@ class HistogramFamily:
         self._labels = labels
         self._kept: dict[tuple[str, ...], list[str]] = {}
 
-    def one(self, histogram: Histogram, *of: str) -> str:
+    def one(self, histogram: Histogram | HistogramRecord, *of: str) -> str:
         """All its lines, for these values of its labels."""
         begins = self._kept.get(of)
         if begins is None:
@@ -93,6 +93,31 @@ class SummaryFamily:
             labels = shown([(self._label, value)])
             lines.append(f"{name}_count{labels} {float(count)!r}\n{name}_sum{labels} {float(total)!r}\n")
         return "".join(lines)
+
+
+def of_model(part: str, model: str) -> str:
+    """The lines of a metric with the label `model_name`, for one that is an engine's and there are several."""
+    label = shown([("model_name", model)])[1:-1]
+    lines = part.splitlines(keepends=True)
+    for at, line in enumerate(lines):
+        if line.startswith("#") or 'model_name="' in line:
+            continue
+        name, brace, rest = line.partition("{")
+        if brace:
+            lines[at] = f"{name}{{{label},{rest}"
+        else:
+            name, _, rest = line.partition(" ")
+            lines[at] = f"{name}{{{label}}} {rest}"
+    return "".join(lines)
+
+
+def together(parts: Iterable[str]) -> str:
+    """The metrics of `parts`, those of one name below one head."""
+    lines: dict[str, list[str]] = {}
+    for part in parts:
+        head_end = part.index("\n", part.index("\n") + 1) + 1
+        lines.setdefault(part[:head_end], []).append(part[head_end:])
+    return "".join(head + "".join(found) for head, found in lines.items())
 
 
 def shown(labels: Any) -> str:

@@ -27,7 +27,18 @@ def settle() -> None:
     gc.set_threshold(YOUNG, MIDDLE, OLD)
 
 
+def let_go() -> None:
+    """A model was unloaded that was there for good: it is collected with all that is, as soon as no request waits."""
+    if gc.get_freeze_count():
+        gc.unfreeze()
+
+
 def collect_when_idle() -> None:
-    """Collect what the last requests left, while no request waits for it."""
-    if gc.get_freeze_count() and any(gc.get_count()[1:]):
+    """Collect what the last requests left, while no request waits for it; and what was let go, for which all is."""
+    if gc.get_threshold()[0] != YOUNG:  # nothing was settled
+        return
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+    elif any(gc.get_count()[1:]):
         gc.collect()

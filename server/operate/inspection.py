@@ -21,6 +21,7 @@ from novainfer.server.engine import ServedEngine
 from novainfer.server.http.errors import one_of
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange, Viewer
 from novainfer.server.openai.decode import decode_own
+from novainfer.server.operate.asked import asked_model
 from novainfer.server.service import Service
 
 LAST_MAX = 1024  # steps that are kept
@@ -143,11 +144,20 @@ class Injected(msgspec.Struct, kw_only=True):
     how: dict[str, Any]
 
 
-def _engine(service: Service) -> ServedEngine:
-    """The engine, whatever state it is in: it is looked at most when it is not well."""
-    if service.engine is None:
+def _engine(service: Service, request: Request) -> ServedEngine:
+    """The engine, of the model `?model=` where there are several, whatever state it is in."""
+    engine = service.any_engine(asked_model(service, request))
+    if engine is None:
         raise EngineClosed("There is no engine yet")
-    return service.engine
+    return engine
+
+
+def _engines(service: Service) -> dict[str, ServedEngine]:
+    """All that are there, whatever state they are in, by their models."""
+    engines = service.engines()
+    if not engines and service.models is None:
+        raise EngineClosed("There is no engine yet")
+    return engines
 
 
 def _viewer(request: Request) -> Viewer:
@@ -159,8 +169,18 @@ def _json(reply: Any) -> Response:
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
-def _shown(record: RequestRecord) -> RequestRecord:
-    return msgspec.structs.replace(record, id=shown_id(record.id))
+def _shown(record: RequestRecord, model: str) -> RequestRecord:
+    return msgspec.structs.replace(record, id=shown_id(record.id), model=model)
+
+
+def _requests(service: Service, sees: str | None, ids: set[str] | None = None) -> list[RequestRecord]:
+    """Those of all engines, as clients know them, behind those that wait for one."""
+    engines = _engines(service).items()
+    return [_shown(record, record.model) for record in service.waits.requests(sees, ids)] + [
+        _shown(record, model or (engine.model_info.name if engine.is_ready else ""))
+        for model, engine in engines
+        for record in engine.requests(sees, ids)
+    ]
 
 
 def shown_incident(record: IncidentRecord) -> IncidentRecord:
@@ -182,34 +202,33 @@ async def list_requests(service: Service, request: Request) -> Response:
     state = request.query_params.get("state")
     if state is not None and state.upper() not in REQUEST_STATES:
         raise InvalidParameter(f"state must be {one_of(REQUEST_STATES)}, not {state[:40]!r}", param="state")
-    found = _engine(service).requests(_viewer(request).sees)
+    found = _requests(service, _viewer(request).sees)
     if state is not None:
         found = [record for record in found if record.state == state.upper()]
     limit = _number(request, "limit", len(found) or 1, 1_000_000)
-    return _json(RequestList(data=[_shown(record) for record in found[:limit]]))
+    return _json(RequestList(data=found[:limit]))
 
 
 async def get_request(service: Service, request: Request) -> Response:
     """One request by the answer's id or the client's x-request-id; its prompts, if there are several, are in `data`."""
     name: str = request.path_params["request_id"]
     sees = _viewer(request).sees
-    found = _engine(service).requests(sees, service.live.engine_ids(name, sees))
-    if not found:
+    shown = _requests(service, sees, service.live.engine_ids(name, sees))
+    if not shown:
         raise RequestNotFound(f"There is no request {name[:200]!r}: it never was, or is long gone")
-    shown = [_shown(record) for record in found]
     return _json(RequestDetail(data=shown, **msgspec.structs.asdict(shown[0])))
 
 
 async def list_actors(service: Service, request: Request) -> Response:
     """What each actor does and since when, how many messages wait for it, and in which process it lives."""
-    return _json(ActorList(data=_engine(service).actors()))
+    return _json(ActorList(data=_engine(service, request).actors()))
 
 
 async def get_kv(service: Service, request: Request) -> Response:
     """KV blocks by the state of the request that owns them."""
-    found = _engine(service).kv()
+    found = _engine(service, request).kv()
     if found is None:
-        service.ready_engine()  # raises: the model is loading, or the engine has stopped
+        service.ready_engine(asked_model(service, request))  # raises: the model is loading, or the engine has stopped
         raise EngineClosed("There is no KV cache")
     data = [KvState(state=state, blocks=blocks) for state, blocks in found.blocks.items()]
     return _json(Kv(data=data, **msgspec.structs.asdict(found)))
@@ -217,12 +236,14 @@ async def get_kv(service: Service, request: Request) -> Response:
 
 async def list_steps(service: Service, request: Request) -> Response:
     """The last steps by phase; `?last=` says how many."""
-    return _json(StepList(data=_engine(service).steps(_number(request, "last", 100, LAST_MAX))))
+    return _json(StepList(data=_engine(service, request).steps(_number(request, "last", 100, LAST_MAX))))
 
 
 async def list_errors(service: Service, request: Request) -> Response:
     """What went wrong lately, and what was done about it."""
-    return _json(ErrorList(data=[shown_incident(one) for one in _engine(service).errors(_viewer(request).sees)]))
+    sees = _viewer(request).sees
+    found = [one for engine in _engines(service).values() for one in engine.errors(sees)]
+    return _json(ErrorList(data=[shown_incident(one) for one in sorted(found, key=lambda one: one.time)]))
 
 
 async def list_machines(service: Service, request: Request) -> Response:
@@ -241,7 +262,7 @@ async def inject_fault(service: Service, request: Request) -> Response:
     named = dict(how)
     if fault.request is not None and (ids := service.live.engine_ids(fault.request)):
         named["request"] = min(ids)
-    service.ready_engine().inject(fault.kind, **named)
+    service.ready_engine(asked_model(service, request)).inject(fault.kind, **named)
     return _json(Injected(kind=fault.kind, how=how))
 
 

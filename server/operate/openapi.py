@@ -25,6 +25,7 @@ ERRORS = {
     413: "the body is over the limit",
     415: "the body is not declared as JSON",
     429: "this client has its share already, or its key what it may use; see Retry-After",
+    499: "the request was cancelled by another",
     500: "the server failed on this request",
     503: "full, loading, shutting down or stuck; see Retry-After",
 }
@@ -57,8 +58,8 @@ class Endpoint(msgspec.Struct, frozen=True):
         return self.path.replace(":path", "")
 
 
-def build_openapi(version: str, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
-    """The document as a dict."""
+def build_openapi(version: str, endpoints: Iterable[Endpoint], root_path: str | None = None) -> dict[str, Any]:
+    """The document as a dict; `root_path` is where a proxy has the paths."""
     endpoints = list(endpoints)
     used = [(endpoint.error, endpoint.answer, endpoint.body) for endpoint in endpoints]
     types = list(dict.fromkeys(one for of_one in used for one in of_one if one is not None))
@@ -70,6 +71,7 @@ def build_openapi(version: str, endpoints: Iterable[Endpoint]) -> dict[str, Any]
     return {
         "openapi": "3.1.0",
         "info": {"title": "NovaInfer", "version": version, "description": "OpenAI-compatible inference over HTTP/2"},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": components,

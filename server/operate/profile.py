@@ -30,6 +30,7 @@ from novainfer import RecorderUnavailable, ServerError
 from novainfer.inspection import StepRecord
 from novainfer.server.engine import ServedEngine
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange
+from novainfer.server.operate.asked import asked_model
 from novainfer.server.service import Service
 
 log = logging.getLogger("novainfer.server")
@@ -64,8 +65,10 @@ class Profiled(msgspec.Struct, kw_only=True):
 class Profile:
     """One profile in the making, of the loop that it is made in; `end` once."""
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: ServedEngine, folder: Path) -> None:
+        """Of `engine`'s steps, for files in `folder`."""
         self._engine = engine
+        self.folder = folder
         self._began_s = time.time()
         self._ended_s: float | None = None
         self._steps: dict[tuple[int, int], StepRecord] = {}  # by epoch and id
@@ -163,20 +166,26 @@ def _stack(frame: FrameType) -> tuple[str, ...]:
 
 async def start_profile(service: Service, request: Request) -> Response:
     """Begin a profile; only with the admin key."""
-    _check(service, request)
+    exchange: Exchange = request.scope[SCOPE_KEY]
+    service.keys.check_admin(exchange.viewer)
+    engine = service.ready_engine(asked_model(service, request))
+    if engine.recorder_dir is None:
+        raise RecorderUnavailable("A profile needs a folder for its files: start the server with --recorder-dir DIR")
     if service.profile is not None:
         raise ProfileConflict("A profile is being made already: end it with POST /stop_profile")
-    service.profile = Profile(service.ready_engine())
+    service.profile = Profile(engine, engine.recorder_dir)
     return _answer(Profiled(state="running"))
 
 
 async def stop_profile(service: Service, request: Request) -> Response:
-    """End the profile, and write its files; only with the admin key."""
-    folder = _check(service, request)
+    """End the profile, and write its files, whatever has become of its model; only with the admin key."""
+    exchange: Exchange = request.scope[SCOPE_KEY]
+    service.keys.check_admin(exchange.viewer)
     profile, service.profile = service.profile, None
     if profile is None:
         raise ProfileConflict("No profile is being made: begin one with POST /start_profile")
     await profile.end()
+    folder = profile.folder
     stem = f"profile-{datetime.now(UTC):%Y%m%dT%H%M%S%f}Z"
     files = {f"{stem}.trace.json": profile.trace(), f"{stem}.folded": profile.folded().encode()}
     try:
@@ -193,16 +202,6 @@ async def stop_profile(service: Service, request: Request) -> Response:
             num_looks=profile.num_looks,
         )
     )
-
-
-def _check(service: Service, request: Request) -> Path:
-    """The folder that files go to; raises what keeps this client from asking, or a file from being written."""
-    exchange: Exchange = request.scope[SCOPE_KEY]
-    service.keys.check_admin(exchange.viewer)
-    folder = service.ready_engine().recorder_dir
-    if folder is None:
-        raise RecorderUnavailable("A profile needs a folder for its files: start the server with --recorder-dir DIR")
-    return folder
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:

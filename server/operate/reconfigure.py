@@ -11,6 +11,7 @@ from starlette.responses import Response
 from novainfer.fsm.messages.mode import Mode
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange
 from novainfer.server.openai.decode import decode_own
+from novainfer.server.operate.asked import asked_model
 from novainfer.server.service import Service
 
 log = logging.getLogger("novainfer.server")
@@ -48,7 +49,7 @@ async def reconfigure(service: Service, request: Request) -> Response:
     service.keys.check_admin(exchange.viewer)
     await service.turns.wait(exchange.client, len(exchange.body))
     wanted = decode_own(Reconfiguration, exchange.take_body())
-    engine = service.ready_engine()
+    engine = service.ready_engine(asked_model(service, request))
     info = await engine.reconfigure(num_kv_blocks=wanted.num_kv_blocks, precision=wanted.precision)
     precision = info.modes[0].precision
     log.info("Reconfigured: %d KV blocks, weights in precision %s", info.num_kv_blocks, precision)

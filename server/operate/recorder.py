@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from novainfer import NovaInferError
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange
+from novainfer.server.operate.asked import asked_model
 from novainfer.server.service import Service
 
 log = logging.getLogger("novainfer.server")
@@ -56,7 +57,8 @@ async def dump_recorder(service: Service, request: Request) -> Response:
     exchange: Exchange = request.scope[SCOPE_KEY]
     if service.keys.has_admin:
         service.keys.check_admin(exchange.viewer)
-    engine = service.engine if service.engine is not None else service.ready_engine()
+    name = asked_model(service, request)
+    engine = service.any_engine(name) or service.ready_engine(name)
     path = await engine.dump_recorder()
     log.warning("The flight recorder was dumped to %s (it holds prompts)", path)
     return Response(msgspec.json.encode(Dumped(file=path.name)), media_type="application/json")
@@ -67,12 +69,15 @@ def dump_on_signal(service: Service, loop: asyncio.AbstractEventLoop) -> None:
     tasks: set[asyncio.Task[None]] = set()
 
     async def dump() -> None:
-        try:
-            engine = service.engine if service.engine is not None else service.ready_engine()
-            path = await engine.dump_recorder()
-            log.warning("SIGUSR2: the flight recorder was dumped to %s (it holds prompts)", path)
-        except NovaInferError as error:
-            log.error("SIGUSR2: %s", error.message)
+        engines = list(service.engines().values())
+        if not engines:
+            log.error("SIGUSR2: nothing is dumped: no model is loaded, or it is still loading")
+        for engine in engines:
+            try:
+                path = await engine.dump_recorder()
+                log.warning("SIGUSR2: the flight recorder was dumped to %s (it holds prompts)", path)
+            except NovaInferError as error:
+                log.error("SIGUSR2: %s", error.message)
 
     def on_signal() -> None:
         task = loop.create_task(dump())

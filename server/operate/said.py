@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from novainfer.fsm.kv.blocks import tokens_in
+from novainfer.models import Models
 from novainfer.server.engine import ServedEngine
 
 if TYPE_CHECKING:
@@ -43,6 +44,16 @@ def about(engine: ServedEngine) -> str:
             *(f"  FAILED    {kernel}: self-test {why}" for kernel, why in info.failed_kernels.items()),
         ]
     )
+
+
+def about_models(models: Models[ServedEngine]) -> str:
+    """Lines that say which models there are, and how many may be loaded at once."""
+    share = 100 / models.max_loaded
+    lines = [f"  at most {models.max_loaded} loaded at once, each with {share:.0f} % of the memory"]
+    for record in models.models():
+        why = f" ({record.failure})" if record.failure else ""
+        lines.append(f"  {record.name}: {record.state.lower()}{why}")
+    return "\n".join(lines)
 
 
 def _kernels(info: ModelInfo) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence
 
 from novainfer import Delta
 from novainfer.server.http.errors import log_if_ours
 from novainfer.server.openai.answering import Answer
+from novainfer.server.openai.kept import Kept
 from novainfer.server.openai.sse import TURN_BYTES
 from novainfer.server.responses.run import Run
 from novainfer.server.service import Service
+from novainfer.server.store import Record
 
 
 async def make(answer: Answer, run: Run, first: asyncio.Task[Delta]) -> None:
@@ -46,11 +49,63 @@ def make_alone(service: Service, answer: Answer, run: Run, first: asyncio.Task[D
     return task
 
 
-async def stop(task: asyncio.Task[None]) -> None:
-    """End what `make_alone` has begun, and wait until its response says so."""
+async def stop(service: Service, record: Record) -> None:
+    """End what makes `record`, if anything does, and wait until its response says so."""
+    if (task := record.task) is None:
+        return
     await asyncio.sleep(0)  # a task that is cancelled before its first turn would close nothing
-    task.cancel()
+    if (kept := service.kept.get((record.id, record.owner))) is not None:
+        kept.cancel()
+    else:
+        task.cancel()
     await asyncio.wait({task})
+
+
+def tell_alone(service: Service, kept: Kept, run: Run) -> asyncio.Task[None]:
+    """As `make_alone`, of an answer that the journal keeps, which is made by itself.
+
+    One in the background goes on when nobody reads it.
+    """
+    if run.response.background:
+        kept.enter()
+    task = asyncio.create_task(_tell_alone(kept, run))
+    service.background.add(task)
+    task.add_done_callback(service.background.discard)
+    return task
+
+
+async def _tell_alone(kept: Kept, run: Run) -> None:
+    at = 0
+
+    def take(pieces: Sequence[Delta]) -> bool:
+        nonlocal at
+        at += len(pieces)
+        tell(run, pieces)
+        return True
+
+    try:
+        run.begin()
+        while pieces := await kept.behind(at):
+            take(pieces)
+            await kept.forward(at, take)
+        run.end()
+    except asyncio.CancelledError:  # the server stops
+        run.cancel()
+    except Exception as error:
+        run.error(error)
+        kept.cancel()  # nothing, where that is what has ended
+    finally:
+        if run.response.background:
+            kept.leave()
+
+
+def tell(run: Run, pieces: Iterable[Delta]) -> None:
+    """Write `pieces`, as far as they are wanted."""
+    for piece in pieces:
+        if run.is_over:
+            break
+        run.tally.add(piece)
+        run.delta(piece)
 
 
 async def _make_alone(answer: Answer, run: Run, first: asyncio.Task[Delta]) -> None:

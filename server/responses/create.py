@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
 import time
 
@@ -15,8 +17,12 @@ from novainfer.server.http.errors import ResponseNotFound
 from novainfer.server.http.exchange import Exchange, Viewer
 from novainfer.server.openai.answering import begin_answer
 from novainfer.server.openai.generation import receive
+from novainfer.server.openai.journaled import KEY_HEADER, keyed_id, one_by_one, origin_of, written_down
+from novainfer.server.openai.kept import Kept
 from novainfer.server.openai.protocol import Message
 from novainfer.server.openai.sse import EventStream
+from novainfer.server.openai.structured import naming_grammar
+from novainfer.server.responses.again import KIND, begin_kept
 from novainfer.server.responses.background import make, make_alone
 from novainfer.server.responses.following import Following
 from novainfer.server.responses.given import items_of
@@ -37,49 +43,122 @@ class PreviousNotFound(InvalidParameter):
 
 async def create_response(service: Service, request: Request) -> ASGIApp:
     """Answer a conversation: as one object, as a stream of events, or at once, to be asked for later."""
-    exchange, body, params = await receive(service, request, ResponseRequest)
-    with own_names():
-        return await _create(service, exchange, body, params)
+    keyed = keyed_id(service, request, KIND)
+    exchange, body, params = await receive(service, request, ResponseRequest, KIND)
+    with own_names(), naming_grammar(body.chat([])):
+        if keyed is not None and not _stores(service, body):
+            exchange.ignore(
+                KEY_HEADER, "keeps no response that is not stored", is_strict=service.settings.strict_fields
+            )
+            keyed = None
+        async with one_by_one(service, request, keyed):
+            return await _create(service, exchange, body, params, keyed)
 
 
-async def _create(service: Service, exchange: Exchange, body: ResponseRequest, params: SamplingParams) -> ASGIApp:
+async def _create(
+    service: Service, exchange: Exchange, body: ResponseRequest, params: SamplingParams, keyed: str | None
+) -> ASGIApp:
     viewer = exchange.viewer
     stores = _stores(service, body)
+    if keyed is not None and (again := _made_before(service, viewer, keyed)) is not None:
+        service.has_begun((keyed, viewer.owner))
+        return await _told_again(service, again, body)
     previous = _previous(service, body, viewer)
-    given = items_of(body.input, lambda *what: _item(service, viewer, *what), has_tools=service.formats.has_tools)
+    has_tools = exchange.model.formats.has_tools
+    given = items_of(body.input, lambda *what: _item(service, viewer, *what), has_tools=has_tools)
     chat = body.chat(_messages(body, previous, given))
     if body.truncation == "auto":
         chat = await fitted(service, exchange, chat, params)
-    prompt = chat.prompt(has_tools=service.formats.has_tools)
+    prompt = chat.prompt(has_tools=has_tools)
 
-    model = service.ready_engine().model_info.name
-    response_id = f"resp_{secrets.token_hex(24)}"
-    response = body.response(response_id, created_at=int(time.time()), model=model, store=stores, params=params)
+    model = exchange.model
+    origin = origin_of(service, model, params, 1, is_wanted=stores)
+    created = int(time.time()) if origin is None else origin.created
+    response_id = f"resp_{secrets.token_hex(24)}" if keyed is None else keyed
+    response = body.response(response_id, created_at=created, model=model.name, store=stores, params=params)
     data = _checked(response, given)
-    record = None
+    record, has_events = None, bool(body.stream or body.background or keyed)
     if stores:
         before = None if previous is None else previous.turn
-        has_events = bool(body.stream or body.background)
         record = service.store.open(response_id, viewer.owner, before=before, given=data, has_events=has_events)
     try:
         answer = await begin_answer(
-            service, exchange, prompt, params, chat, prefix="resp", name=exchange.request_id, request_id=response_id
-        )
+            *(service, exchange, prompt, params, chat),
+            prefix=KIND, name=exchange.request_id, request_id=response_id, origin=origin,
+        )  # fmt: skip
+        if origin is not None and record is not None:
+            conversation = encoded([*_before(previous), *given])
+            generation, held = answer.generation, answer.params
+            written = written_down(
+                *(service, exchange, KIND, generation, origin, held, [prompt]),
+                is_stream=bool(body.stream or body.background), is_sought=has_events, more=conversation,
+            )  # fmt: skip
+            kept, run = await begin_kept(service, model, written, answer, record)
+            if body.stream or body.background:
+                return _told_now(service, record, body)
+            return await _whole(kept, run, record)
         run = Run(response, answer, record, has_logprobs=body.has_logprobs)
         if body.background:
             assert record is not None, "what is made in the background is kept"
             first = await answer.first(0.0)
             record.is_in_background = True
             record.task = make_alone(service, answer, run, first)
-            return Following(record, 0, service.settings) if body.stream else _json(record.as_it_is())
+            return _told_now(service, record, body)
         first = await answer.first()
         if body.stream:
-            return ResponseStream(EventStream(answer.generation, first, run, service.settings), run)
+            return ResponseStream(EventStream(answer.generation, first, run, service.settings, 1), run)
         await make(answer, run, first)
-    except BaseException:
-        if record is not None:
-            record.drop()
+    except BaseException as error:
+        is_made = record is not None and (record.task is not None or record.is_over)
+        if record is not None and not (is_made and has_events and not isinstance(error, Exception)):
+            record.drop()  # where a client has left that could ask for it again, it goes on for a while
         raise
+    return _json(msgspec.json.encode(run.response))
+
+
+def _told_now(service: Service, record: Record, body: ResponseRequest) -> ASGIApp:
+    """A response that makes itself, to a client that need not wait for its end."""
+    return Following(service, record) if body.stream else _json(record.as_it_is())
+
+
+def _made_before(service: Service, viewer: Viewer, keyed: str) -> Record | None:
+    """What this request has made, or makes still, when it was sent before; what ended badly is made anew."""
+    try:
+        record = service.store.find(keyed, viewer.owner)
+    except ResponseNotFound:
+        return None
+    if record.answer is None or msgspec.json.decode(record.answer, type=_Ended).status in ("completed", "incomplete"):
+        return record
+    record.drop()
+    return None
+
+
+class _Ended(msgspec.Struct):
+    status: str
+
+
+async def _told_again(service: Service, record: Record, body: ResponseRequest) -> ASGIApp:
+    if not body.stream and not body.background:
+        await service.has_returned((record.id, record.owner))
+        kept = service.kept.get((record.id, record.owner))
+        with contextlib.nullcontext() if kept is None else kept.reader():
+            while not record.is_over and not record.is_dropped:
+                await record.changed()
+        if kept is not None and kept.error is not None:
+            raise kept.error
+        if record.is_dropped:
+            raise ResponseNotFound(f"Response with id '{record.id}' is kept no longer")
+    return _told_now(service, record, body)
+
+
+async def _whole(kept: Kept, run: Run, record: Record) -> ASGIApp:
+    """All of a response, once it is there; raises what it ended with."""
+    assert record.task is not None, "it makes itself"
+    with kept.reader():
+        await asyncio.wait({record.task})
+    if kept.error is not None:
+        await kept.made()
+        raise kept.error
     return _json(msgspec.json.encode(run.response))
 
 
@@ -129,13 +208,18 @@ def _item(service: Service, viewer: Viewer, item_id: str, path: str) -> Item:
     return next(item for item in decoded(record.turn.made) if item.id == item_id)
 
 
-def _messages(body: ResponseRequest, previous: Record | None, given: list[Item]) -> list[Message]:
-    """Instructions are those of this response, and none of an earlier one."""
+def _before(previous: Record | None) -> list[Item]:
+    """All items of the conversation that a response follows."""
     before: list[Item] = []
     for turn in previous.turn if previous is not None else ():
         before += [*decoded(turn.given), *decoded(turn.made)]
+    return before
+
+
+def _messages(body: ResponseRequest, previous: Record | None, given: list[Item]) -> list[Message]:
+    """Instructions are those of this response, and none of an earlier one."""
     instructions = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
-    return instructions + messages_of([*before, *given])
+    return instructions + messages_of([*_before(previous), *given])
 
 
 def _checked(response: Response, given: list[Item]) -> bytes:

@@ -18,7 +18,6 @@ from collections.abc import Iterable
 
 import msgspec
 
-from novainfer import NovaInferError
 from novainfer.server.openai.replies import ChatLogprob
 from novainfer.server.responses.items import OutputItem, OutputText, ReasoningText
 from novainfer.server.responses.reply import Response
@@ -27,32 +26,32 @@ _json = msgspec.json.Encoder().encode
 
 
 class Event(msgspec.Struct, tag_field="type", kw_only=True):
-    """One event; its number is set where it is sent."""
+    """One event; its number is set where it is sent, and stands first, as OpenAI's: API processes read it there."""
 
     sequence_number: int = 0
 
 
-class Created(Event, tag="response.created"):
+class Created(Event, tag="response.created", kw_only=True):
     response: Response
 
 
-class Queued(Event, tag="response.queued"):
+class Queued(Event, tag="response.queued", kw_only=True):
     response: Response
 
 
-class InProgress(Event, tag="response.in_progress"):
+class InProgress(Event, tag="response.in_progress", kw_only=True):
     response: Response
 
 
-class Completed(Event, tag="response.completed"):
+class Completed(Event, tag="response.completed", kw_only=True):
     response: Response
 
 
-class Incomplete(Event, tag="response.incomplete"):
+class Incomplete(Event, tag="response.incomplete", kw_only=True):
     response: Response
 
 
-class Failed(Event, tag="response.failed"):
+class Failed(Event, tag="response.failed", kw_only=True):
     response: Response
 
 
@@ -62,11 +61,11 @@ class ItemEvent(Event, kw_only=True):
     output_index: int
 
 
-class ItemAdded(ItemEvent, tag="response.output_item.added"):
+class ItemAdded(ItemEvent, tag="response.output_item.added", kw_only=True):
     item: OutputItem
 
 
-class ItemDone(ItemEvent, tag="response.output_item.done"):
+class ItemDone(ItemEvent, tag="response.output_item.done", kw_only=True):
     item: OutputItem
 
 
@@ -77,11 +76,11 @@ class ContentEvent(ItemEvent, kw_only=True):
     content_index: int = 0
 
 
-class PartAdded(ContentEvent, tag="response.content_part.added"):
+class PartAdded(ContentEvent, tag="response.content_part.added", kw_only=True):
     part: OutputText | ReasoningText
 
 
-class PartDone(ContentEvent, tag="response.content_part.done"):
+class PartDone(ContentEvent, tag="response.content_part.done", kw_only=True):
     part: OutputText | ReasoningText
 
 
@@ -100,40 +99,32 @@ class EventLogprob(msgspec.Struct):
     top_logprobs: list[EventTopLogprob]
 
 
-class TextDelta(ContentEvent, tag="response.output_text.delta"):
+class TextDelta(ContentEvent, tag="response.output_text.delta", kw_only=True):
     delta: str
     logprobs: list[EventLogprob] = []
 
 
-class TextDone(ContentEvent, tag="response.output_text.done"):
+class TextDone(ContentEvent, tag="response.output_text.done", kw_only=True):
     text: str
     logprobs: list[EventLogprob] = []
 
 
-class ReasoningDelta(ContentEvent, tag="response.reasoning_text.delta"):
+class ReasoningDelta(ContentEvent, tag="response.reasoning_text.delta", kw_only=True):
     delta: str
 
 
-class ReasoningDone(ContentEvent, tag="response.reasoning_text.done"):
+class ReasoningDone(ContentEvent, tag="response.reasoning_text.done", kw_only=True):
     text: str
 
 
-class ArgumentsDelta(ItemEvent, tag="response.function_call_arguments.delta"):
+class ArgumentsDelta(ItemEvent, tag="response.function_call_arguments.delta", kw_only=True):
     item_id: str
     delta: str
 
 
-class ArgumentsDone(ItemEvent, tag="response.function_call_arguments.done"):
+class ArgumentsDone(ItemEvent, tag="response.function_call_arguments.done", kw_only=True):
     item_id: str
     arguments: str
-
-
-class StreamError(Event, tag="error"):
-    """There is nothing more to be told of this response."""
-
-    code: str | None
-    message: str
-    param: str | None = None
 
 
 def of_event(logprobs: Iterable[ChatLogprob]) -> list[EventLogprob]:
@@ -147,9 +138,3 @@ def of_event(logprobs: Iterable[ChatLogprob]) -> list[EventLogprob]:
 def event_bytes(event: Event) -> bytes:
     """As a server-sent event."""
     return b"event: " + str(event.__struct_config__.tag).encode() + b"\ndata: " + _json(event) + b"\n\n"
-
-
-def error_event(error: NovaInferError, number: int) -> bytes:
-    """The end of a stream that cannot go on, behind so many events."""
-    event = StreamError(sequence_number=number, code=error.code, message=error.message, param=error.param)
-    return event_bytes(event)

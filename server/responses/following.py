@@ -13,10 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from novainfer.server.http.errors import ResponseNotFound
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange
-from novainfer.server.openai.chunks import KEEP_ALIVE
-from novainfer.server.openai.sse import HEADERS, TURN_BYTES, Writer
-from novainfer.server.responses.events import error_event
-from novainfer.server.settings import ServerSettings
+from novainfer.server.http.shapes import response_error_event
+from novainfer.server.http.writer import HEADERS, KEEP_ALIVE, Writer
+from novainfer.server.openai.kept import Kept
+from novainfer.server.openai.sse import TURN_BYTES
+from novainfer.server.service import Service
 from novainfer.server.store import Record
 
 log = logging.getLogger("novainfer.server")
@@ -25,16 +26,21 @@ log = logging.getLogger("novainfer.server")
 class Following:
     """ASGI response: the events of `record` from the `first`-th on."""
 
-    def __init__(self, record: Record, first: int, settings: ServerSettings) -> None:
+    def __init__(self, service: Service, record: Record, first: int = 0) -> None:
+        self._service = service
         self._record = record
         self._at = first
-        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[SCOPE_KEY]
-        writer = Writer(send, self._settings.sse_keep_alive_interval_s, lambda: KEEP_ALIVE, exchange.unread())
+        settings, name = self._service.settings, (self._record.id, self._record.owner)
+        writer = Writer(send, settings.sse_keep_alive_interval_s, lambda: KEEP_ALIVE, exchange)
+        kept: Kept | None = None
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await self._service.has_returned(name)
+            if (kept := self._service.kept.get(name)) is not None:
+                kept.enter()
             while data := await self._next():
                 await writer.write(data)
             await writer.write(self._end(), is_last=True)
@@ -47,6 +53,8 @@ class Following:
             task.uncancel()
         finally:
             writer.close()
+            if kept is not None:
+                kept.leave()
 
     async def _next(self) -> bytes:
         """Some events, once there are any; none at the end."""
@@ -73,4 +81,4 @@ class Following:
         if not self._record.is_dropped:
             return b""
         gone = ResponseNotFound(f"Response with id '{self._record.id}' is kept no longer")
-        return error_event(gone, self._at)
+        return response_error_event(gone, self._at)

@@ -8,7 +8,8 @@ from typing import Literal
 import msgspec
 
 from novainfer import InvalidParameter, UnsupportedParameter
-from novainfer.server.openai.protocol import MESSAGES_MAX, NO_TOOLS
+from novainfer.offer import NO_TOOLS
+from novainfer.server.openai.protocol import MESSAGES_MAX
 from novainfer.server.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
+from novainfer.offer import CalledFunction, ToolCall
+from novainfer.server.openai.ids import BY_CHANCE, Ids
 from novainfer.server.openai.protocol import ContentPart, Message
 from novainfer.server.openai.replies import ChatLogprob
-from novainfer.server.openai.tools import CalledFunction, ToolCall
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -104,9 +104,9 @@ PREFIXES: dict[type[Item], str] = {
 _items = msgspec.json.Decoder(list[Item])
 
 
-def new_id(kind: type[Item]) -> str:
-    """An id that no other item has."""
-    return f"{PREFIXES[kind]}_{secrets.token_hex(24)}"
+def new_id(kind: type[Item], ids: Ids = BY_CHANCE, index: int = 0) -> str:
+    """An id that no other item has; of the answer's `index`-th one, where `ids` are its own."""
+    return f"{PREFIXES[kind]}_{ids.hex(24, PREFIXES[kind], index)}"
 
 
 def encoded(items: Iterable[Item]) -> bytes:

@@ -11,6 +11,7 @@ from starlette.responses import Response as HttpResponse
 
 from novainfer import InvalidParameter
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange
+from novainfer.server.http.query import whole_number
 from novainfer.server.responses.background import stop
 from novainfer.server.responses.following import Following
 from novainfer.server.responses.items import Item, decoded
@@ -54,8 +55,11 @@ async def get_response(service: Service, request: Request) -> HttpResponse | Fol
     if record.events is None:
         message = "stream cannot be true: events are kept of responses that were created with stream or background"
         raise InvalidParameter(message, param="stream")
-    first = 0 if starting_after is None else _whole(starting_after, "starting_after", 0, 10**15) + 1
-    return Following(record, first, service.settings)
+    first = 0 if starting_after is None else whole_number(starting_after, "starting_after", 0, 10**15) + 1
+    if record.is_over and first > (num_events := len(record.events)):
+        message = f"starting_after must be the number of an event of this response, at most {num_events - 1}"
+        raise InvalidParameter(f"{message}, not {first - 1}", param="starting_after")
+    return Following(service, record, first)
 
 
 async def cancel_response(service: Service, request: Request) -> HttpResponse:
@@ -65,17 +69,17 @@ async def cancel_response(service: Service, request: Request) -> HttpResponse:
         raise InvalidParameter(
             "Only responses that were created with background: true can be cancelled: of others, close the connection"
         )
-    if record.task is not None:
-        await stop(record.task)
+    await stop(service, record)
     return _json(record.as_it_is())
 
 
 async def delete_response(service: Service, request: Request) -> HttpResponse:
     """Keep a response no longer; one that is made in the background is cancelled."""
     record = _find(service, request)
-    if record.task is not None:
-        await stop(record.task)
+    await stop(service, record)
     record.drop()
+    if service.journal is not None:
+        service.journal.forget(record.id, record.owner)
     return _json(msgspec.json.encode(Deleted(id=record.id)))
 
 
@@ -87,7 +91,7 @@ async def list_input_items(service: Service, request: Request) -> HttpResponse:
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidParameter(f"order must be asc or desc, not {order[:40]!r}", param="order")
-    limit = _whole(query.get("limit", str(ITEMS)), "limit", 1, ITEMS_MAX)
+    limit = whole_number(query.get("limit", str(ITEMS)), "limit", 1, ITEMS_MAX)
     items = list(_given(record))
     if order == "desc":
         items.reverse()
@@ -118,6 +122,8 @@ def _given(record: Record) -> Iterable[Item]:
 def _find(service: Service, request: Request) -> Record:
     exchange: Exchange = request.scope[SCOPE_KEY]
     response_id: str = request.path_params["response_id"]
+    if service.is_resuming:  # what the journal holds is not there yet
+        service.check_open()
     return service.store.find(response_id, exchange.viewer.sees)
 
 
@@ -126,12 +132,6 @@ def _is_true(request: Request, name: str) -> bool:
     if (found := BOOLEANS.get(given.lower())) is None:
         raise InvalidParameter(f"{name} must be true or false, not {given[:40]!r}", param=name)
     return found
-
-
-def _whole(given: str, name: str, least: int, most: int) -> int:
-    if not (given.isascii() and given.isdigit() and least <= int(given[:18]) <= most):
-        raise InvalidParameter(f"{name} must be a whole number from {least} to {most}, not {given[:40]!r}", param=name)
-    return int(given)
 
 
 def _check_include(names: list[str]) -> None:

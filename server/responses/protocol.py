@@ -15,9 +15,9 @@ import msgspec
 
 from novainfer import CallerError, InvalidParameter, SamplingParams, StructuredOutputsParams, UnsupportedParameter
 from novainfer.fsm.messages.params import LOGPROBS_MAX, shown
+from novainfer.offer import FunctionDefinition, NamedFunction, NamedTool, Tool, ToolChoice
 from novainfer.server.openai.protocol import NOTHING, ChatCompletionRequest, Message, Sampling
 from novainfer.server.openai.structured import JsonSchema, ResponseFormat
-from novainfer.server.openai.tools import FunctionDefinition, NamedFunction, NamedTool, Tool, ToolChoice
 from novainfer.server.responses.given import GivenItem
 from novainfer.server.responses.reply import ChosenTool, FunctionTool, Reasoning, Response, TextConfig, TextFormat
 
@@ -122,7 +122,8 @@ class ResponseRequest(ResponseSampling, kw_only=True):
             tool_choice=self._tool_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=self._response_format(),
-            chat_template_kwargs=self._template_kwargs(),
+            reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
+            chat_template_kwargs=self.chat_template_kwargs,
             timeout=self.timeout,
             max_queue_ms=self.max_queue_ms,
             **{one.name: getattr(self, one.name) for one in _FIELDS},
@@ -137,12 +138,14 @@ class ResponseRequest(ResponseSampling, kw_only=True):
             created_at=created_at,
             status="queued" if self.background else "in_progress",
             background=bool(self.background),
+            frequency_penalty=params.frequency_penalty,
             instructions=self.instructions,
             max_output_tokens=self.max_output_tokens,
             max_tool_calls=self.max_tool_calls,
             metadata=self.metadata or {},
             model=model,
             parallel_tool_calls=self.parallel_tool_calls is not False,
+            presence_penalty=params.presence_penalty,
             previous_response_id=self.previous_response_id,
             prompt_cache_key=self.prompt_cache_key,
             reasoning=self.reasoning or Reasoning(),
@@ -229,13 +232,6 @@ class ResponseRequest(ResponseSampling, kw_only=True):
             return ResponseFormat(type="json_object")
         schema = JsonSchema(name=found.name, description=found.description, schema=found.schema, strict=found.strict)
         return ResponseFormat(type="json_schema", json_schema=schema)
-
-    def _template_kwargs(self) -> dict[str, Any] | None:
-        effort = self.reasoning.effort if self.reasoning is not None else None
-        if effort is None:
-            return self.chat_template_kwargs
-        told: dict[str, Any] = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
-        return told | (self.chat_template_kwargs or {})
 
 
 def _tool(given: FunctionTool, path: str) -> Tool:

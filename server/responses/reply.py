@@ -8,6 +8,7 @@ import msgspec
 
 from novainfer import NovaInferError
 from novainfer.server.http.errors import INTERNAL_MESSAGE
+from novainfer.server.openai.protocol import Effort
 from novainfer.server.openai.replies import Usage
 from novainfer.server.responses.items import OutputItem
 
@@ -37,7 +38,7 @@ class Reasoning(msgspec.Struct, kw_only=True):
     No summaries are made: thoughts are given as they are.
     """
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
@@ -103,11 +104,13 @@ class Response(msgspec.Struct, kw_only=True):
 
     id: str
     object: Literal["response"] = "response"
+    access_programs: None = None  # of OpenAI's
     created_at: int
     status: ResponseStatus
     background: bool
     completed_at: int | None = None
     error: ResponseError | None = None
+    frequency_penalty: float = 0.0
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
@@ -116,6 +119,7 @@ class Response(msgspec.Struct, kw_only=True):
     model: str
     output: list[OutputItem] = []
     parallel_tool_calls: bool
+    presence_penalty: float = 0.0
     previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: Reasoning

@@ -12,9 +12,10 @@ import msgspec
 from novainfer import CallerError, Delta, FinishReason, RequestCancelled
 from novainfer.fsm.parsing.pieces import CallArguments, CallBegun, Content, Piece, Reasoning
 from novainfer.server.http.errors import StoreFull
-from novainfer.server.openai.answering import Answer
-from novainfer.server.openai.chunks import KEEP_ALIVE
-from novainfer.server.openai.replies import ChatLogprob, chat_logprobs
+from novainfer.server.http.writer import KEEP_ALIVE
+from novainfer.server.openai.answering import Answer, AnswerAgain
+from novainfer.server.openai.ids import BY_CHANCE, Ids
+from novainfer.server.openai.replies import ChatLogprob, Tally, chat_logprobs
 from novainfer.server.responses.events import (
     Completed,
     Created,
@@ -41,7 +42,18 @@ class Run:
 
     keep_alive = KEEP_ALIVE
 
-    def __init__(self, response: Response, answer: Answer, record: Record | None, *, has_logprobs: bool) -> None:
+    def __init__(
+        self,
+        response: Response,
+        answer: Answer | AnswerAgain,
+        record: Record | None,
+        *,
+        has_logprobs: bool,
+        ids: Ids = BY_CHANCE,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._ids = ids
+        self._now_s = now_s
         self._response = response
         self._answer = answer
         self._record = record
@@ -59,6 +71,11 @@ class Run:
     def is_over(self) -> bool:
         """Whether nothing more is wanted, though the engine may go on."""
         return self._answer.is_over
+
+    @property
+    def tally(self) -> Tally:
+        """What was counted of its answer."""
+        return self._answer.tally
 
     @property
     def response(self) -> Response:
@@ -94,7 +111,7 @@ class Run:
         if is_cut:
             self._finish("incomplete", incomplete_details=IncompleteDetails("max_output_tokens"))
             return data + self._last(Incomplete(response=self._response))
-        self._finish("completed", completed_at=int(time.time()))
+        self._finish("completed", completed_at=int(self._now_s()))
         return data + self._last(Completed(response=self._response))
 
     def error(self, error: Exception) -> bytes:
@@ -149,9 +166,9 @@ class Run:
         assert isinstance(self._writing, WritingReasoning)
         return data + self._emit(self._writing.add(text))
 
-    def _open(self, kind: Callable[[int], Writing]) -> bytes:
+    def _open(self, kind: Callable[[int, Ids], Writing]) -> bytes:
         data = self._close("completed")
-        self._writing = kind(len(self._output))
+        self._writing = kind(len(self._output), self._ids)
         return data + b"".join(map(self._emit, self._writing.begin()))
 
     def _close(self, status: ItemStatus) -> bytes:
@@ -172,7 +189,7 @@ class Run:
     # ---- events --------------------------------------------------------------------------------------------------
 
     def _finish(self, status: ResponseStatus, **more: Any) -> None:
-        usage = self._answer.generation.tally.usage()
+        usage = self._answer.tally.usage()
         counted = usage_of(usage) if usage.prompt_tokens else None  # none where it has not begun
         items = self._items("incomplete")
         self._response = msgspec.structs.replace(self._response, status=status, output=items, usage=counted, **more)

@@ -21,12 +21,12 @@ async def fitted(
     What the conversation begins with of instructions stays, and so does its latest turn: where these are too long, the
     request is refused as any other. A turn begins with what a user says, so no call loses its answer.
     """
-    room = service.ready_engine().model_info.max_model_len - (params.max_tokens or 1)
+    room = exchange.model.engine.model_info.max_model_len - (params.max_tokens or 1)
 
     async def fits(messages: list[Message]) -> bool:
-        prompt = msgspec.structs.replace(chat, messages=messages).prompt(has_tools=service.formats.has_tools)
+        prompt = msgspec.structs.replace(chat, messages=messages).prompt(has_tools=exchange.model.formats.has_tools)
         try:
-            [tokens] = await tokens_of(service, exchange, [prompt], params=params)
+            [tokens] = await tokens_of(service, exchange, exchange.model.engine, [prompt], params=params)
         except CallerError:  # far too long; or wrong otherwise, which is said when it is asked
             return False
         return len(tokens) <= room

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from novainfer.server.openai.reading import new_call_id
+from novainfer.server.openai.ids import Ids
 from novainfer.server.openai.replies import ChatLogprob
 from novainfer.server.responses.events import (
     ArgumentsDelta,
@@ -48,9 +48,9 @@ class Writing(Protocol):
 class WritingMessage:
     """What the model says, as the `index`-th item."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, ids: Ids) -> None:
         self._index = index
-        self._id = new_id(MessageItem)
+        self._id = new_id(MessageItem, ids, index)
         self._texts: list[str] = []
         self._logprobs: list[ChatLogprob] = []
 
@@ -86,9 +86,9 @@ class WritingMessage:
 class WritingReasoning:
     """What the model thinks, as the `index`-th item."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, ids: Ids) -> None:
         self._index = index
-        self._id = new_id(ReasoningItem)
+        self._id = new_id(ReasoningItem, ids, index)
         self._texts: list[str] = []
 
     def begin(self) -> list[Event]:
@@ -119,10 +119,10 @@ class WritingReasoning:
 class WritingCall:
     """A call of the function `name`, as the `index`-th item."""
 
-    def __init__(self, index: int, name: str) -> None:
+    def __init__(self, index: int, ids: Ids, name: str) -> None:
         self._index = index
-        self._id = new_id(FunctionCallItem)
-        self._call_id = new_call_id()
+        self._id = new_id(FunctionCallItem, ids, index)
+        self._call_id = ids.of_call(0, index)
         self._name = name
         self._arguments: list[str] = []
 

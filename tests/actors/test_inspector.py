@@ -14,7 +14,8 @@ from novainfer.actors.inspection import inspector as module
 from novainfer.actors.inspection.feed import ActorEvent, RequestEvent
 from novainfer.actors.inspection.incidents import Incidents
 from novainfer.actors.inspection.inspector import HISTORY_MAX, Inspector
-from novainfer.actors.inspection.records import RequestRecord
+from novainfer.actors.inspection.records import RequestRecord, Transition
+from novainfer.actors.inspection.times import TimeLog
 from novainfer.actors.runtime import Runtime
 from novainfer.fsm.client.gate import Gate
 from novainfer.fsm.engine import Engine
@@ -91,9 +92,60 @@ def test_a_request_is_followed_from_its_arrival_to_its_end() -> None:
     world.bench.step()
     found = world.seen(one)
     assert states(found) == ["WAITING", "PREFILL", "DECODE", "FINISHED_LENGTH"]
+    assert {
+        (source, to): n for (actor, source, to), n in world.inspector.transitions.items() if actor == "request"
+    } == {
+        ("WAITING", "PREFILL"): 1,
+        ("PREFILL", "DECODE"): 1,
+        ("DECODE", "FINISHED_LENGTH"): 1,
+    }
+    moved = [(source, to) for actor, source, to in world.inspector.transitions if actor == "scheduler"]
+    assert ("EMPTY", "FULL") in moved or ("EMPTY", "PARTIAL") in moved
     times = [transition.time for transition in found.history]
     assert [round(t - times[0], 3) for t in times] == [0.0, 2.0, 3.0, 3.5]
     assert (found.state, found.reason, found.generated_tokens, found.blocks) == ("FINISHED_LENGTH", None, 3, 0)
+
+
+def test_the_times_of_requests_that_ran_are_counted_as_they_end() -> None:
+    world = Watched()
+    short, long, _ = (world.submit([1, 2, 3, 4, 5], max_tokens=most) for most in (1, 3, 8))
+    world.now_s += 2.0
+    world.bench.step()
+    world.bench.cancel(world.submit([9], max_tokens=8))  # which never runs
+    assert sum(world.inspector.times.record().queue.counts) == 0
+    world.now_s += 1.0
+    world.bench.step()
+    world.now_s += 0.5
+    world.bench.step()
+    world.bench.step()
+    assert (states(world.seen(short))[-1], states(world.seen(long))[-1]) == ("FINISHED_LENGTH",) * 2
+    found = world.inspector.times.record()
+    sums = {name: getattr(found, name).sum for name in ("queue", "prefill", "decode", "inference", "per_token")}
+    counts = {name: sum(getattr(found, name).counts) for name in sums}
+    assert sums == pytest.approx({"queue": 4.0, "prefill": 2.0, "decode": 0.5, "inference": 2.5, "per_token": 0.25})
+    assert counts == {"queue": 2, "prefill": 2, "decode": 2, "inference": 2, "per_token": 1}, "the third one goes on"
+    assert (found.preemptions.counts[0], found.preemptions.sum) == (2, 0.0)
+
+
+def test_how_often_a_request_was_preempted_is_counted_at_its_end() -> None:
+    log = TimeLog()
+    ways = (
+        "OVERFLOW",
+        "WAITING",
+        "PREFILL",
+        "PREEMPTED",
+        "PREFILL",
+        "DECODE",
+        "PREEMPTED",
+        "DECODE",
+        "FINISHED_STOPPED",
+    )
+    log.ended([Transition(state, float(at)) for at, state in enumerate(ways)], 3)
+    log.ended([Transition("OVERFLOW", 0.0), Transition("WAITING", 1.0), Transition("FINISHED_ABORTED", 9.0)], 0)
+    found = log.record()
+    assert (found.preemptions.sum, found.preemptions.counts[2]) == (2.0, 1)
+    sums = [getattr(found, name).sum for name in ("queue", "prefill", "decode", "inference", "per_token")]
+    assert sums == [2.0, 3.0, 3.0, 6.0, 1.5]
 
 
 async def test_what_is_at_the_tokenizer_waits_for_it_and_a_prompt_that_is_no_good_is_ignored() -> None:

@@ -73,7 +73,11 @@ async def test_requests_of_every_kind_are_replayed_to_the_same_transitions() -> 
         left = ask(runtime, "gone", params(500))
         await left.read()
         runtime.abandon(left.stream_id)
-        await asyncio.gather(*(answer(runtime, "together", params(12, timeout_s=60.0)) for _ in range(6)))
+        together = [ask(runtime, "together", params(12, timeout_s=60.0)) for _ in range(6)]
+        pushed: list[Delta] = []
+        await asyncio.gather(*(handle.forward(lambda delta: not pushed.append(delta)) for handle in together[::2]))
+        assert sum(len(delta.token_ids) for delta in pushed) == 36
+        await asyncio.gather(*map(read_all, together))
         found = replay(image_of(recorder), check=True)
     assert found.is_same, found.difference
     assert found.violation is None
@@ -109,6 +113,8 @@ class Client:
             return
         reads, timeouts = 0, rng.randint(1, 40)
         while isinstance(await handle.read(), Delta):
+            if self.number % 2:
+                await handle.forward(lambda _: rng.random() > 0.2)
             reads += 1
             if reads == timeouts:
                 runtime.abandon(handle.stream_id)

@@ -96,6 +96,7 @@ async def test_a_short_lack_of_memory_costs_nobody_anything() -> None:
         statistics = runtime.scheduler_statistics()
         assert statistics is not None
         assert statistics.step_failures_total == 2
+        assert statistics.rollbacks_total == {"oom": 2}
         await all_blocks_back(runtime)
 
 

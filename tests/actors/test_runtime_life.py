@@ -14,8 +14,8 @@ from novainfer.actors.runtime import Runtime
 from novainfer.fsm.messages.errors import EngineClosed, ModelLoadError
 from novainfer.fsm.messages.events import CancelRequest, Cause, Departed, Fault, Incident, Output, Outputs
 from novainfer.fsm.messages.params import NUM_CHOICES_MAX
+from novainfer.fsm.schedule.lifetimes import PARKED_PER_SLOT
 from novainfer.fsm.schedule.planner import Limits
-from novainfer.fsm.schedule.scheduler import PARKED_PER_SLOT
 from tests.actors.helpers import (
     WAIT_S,
     Valve,

@@ -24,7 +24,7 @@ from novainfer.fsm.messages.events import Arrive, Run, Submit
 from novainfer.fsm.messages.params import INTEGER_MAX, STOP_CHARS_MAX, TOKEN_IDS_MAX, SamplingParams
 from novainfer.fsm.messages.pooling import KINDS, Pooling
 from novainfer.fsm.messages.step import SeqParams, StepPlan
-from novainfer.fsm.messages.structured import StructuredOutputsParams
+from novainfer.fsm.messages.structured import StructuredOutputsParams, Thoughts
 from novainfer.fsm.recording.pack import Kinds, pack, unpack
 from novainfer.fsm.schedule.request import Request
 from novainfer.kernels.sampling.draw_row import draw_row
@@ -109,11 +109,14 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "mark_token_ids": st.lists(WIDE_INT, max_size=3),
     "truncate_prompt_tokens": st.one_of(st.none(), WIDE_INT),
     "structured_outputs": st.one_of(st.none(), structured()),
+    "thinking_token_budget": st.one_of(st.none(), WIDE_INT),
+    "thoughts": st.one_of(st.none(), st.builds(Thoughts, close_id=WIDE_INT, open_id=WIDE_INT, budget=WIDE_INT)),
     "skip_special_tokens": st.booleans(),
     "timeout_s": st.one_of(st.none(), reals(0, 1e6)),
     "max_queue_s": st.one_of(st.none(), reals(0, 1e6)),
     "priority": WIDE_INT,
     "cache_salt": st.one_of(st.none(), TEXT),
+    "session_id": st.one_of(st.none(), st.from_regex("[!-~]{1,128}", fullmatch=True)),
 }
 
 

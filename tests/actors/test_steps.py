@@ -55,6 +55,8 @@ def test_a_step_has_its_phases_and_its_sizes() -> None:
     world = World()
     world.step(1, schedule_us=150, device_us=2000)
     world.step(2)
+    tokens = world.log.tokens.record()
+    assert (tokens.sum, tokens.counts[tokens.bounds.index(8)]) == (14.0, 2)
     for seconds in (10e-6, 30e-6):
         world.log.delivered(seconds)
     found, _ = world.log.records(5, is_running=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,6 +128,138 @@ async def test_a_delta_that_comes_while_its_reader_is_cancelled_is_not_lost(desk
     found = await handle.read()
     assert isinstance(found, Delta)
     assert found.token_ids == [65]
+
+
+def collecting(taken: list[Delta], *, most: int = 1000) -> Callable[[Delta], bool]:
+    """A function that reads, until it has so many."""
+
+    def take(delta: Delta) -> bool:
+        taken.append(delta)
+        return len(taken) < most
+
+    return take
+
+
+async def test_a_function_that_reads_has_each_delta_when_all_streams_have_taken_the_step(desk: Desk) -> None:
+    first, second = open_stream(desk, 1, num_choices=2), open_stream(desk, 2)
+    seen: list[tuple[str, bool]] = []
+
+    def take(delta: Delta) -> bool:
+        seen.append((delta.text, second.has_deltas))
+        return True
+
+    reader = asyncio.create_task(first.forward(take))
+    await asyncio.sleep(0)
+    desk.give(output(1, 65), output(2, 66), output(1, 67, choice=1))
+    assert seen == [("A", True), ("C", True)]
+    assert not first.has_deltas
+    desk.give(output(1, 68, end=STOP))
+    await asyncio.sleep(0)
+    assert not reader.done()  # the other choice
+    desk.give(output(1, 69, choice=1, end=STOP))
+    assert [text for text, _ in seen[2:]] == ["D", "E"]
+    await reader
+    assert isinstance(await first.read(), Finished)
+
+
+async def test_a_function_that_reads_has_what_was_there_before_and_ends_where_nothing_comes(desk: Desk) -> None:
+    handle, taken = open_stream(desk), list[Delta]()
+    desk.give(output(1, 65), output(1, 66))
+    reader = asyncio.create_task(handle.forward(collecting(taken)))
+    await asyncio.sleep(0)
+    assert [delta.text for delta in taken] == ["AB"]
+    desk.give(output(1, 67), output(1, end=FAILED))
+    await reader
+    assert [delta.text for delta in taken] == ["AB", "C"]
+    assert await handle.read() == FAILED
+    await handle.forward(collecting(taken))  # again is fine
+    assert len(taken) == 2
+
+
+async def test_what_comes_behind_a_refusal_is_there_to_read(desk: Desk) -> None:
+    handle, taken = open_stream(desk), list[Delta]()
+    reader = asyncio.create_task(handle.forward(collecting(taken, most=1)))
+    await asyncio.sleep(0)
+    desk.give(output(1, 65))
+    desk.give(output(1, 66))
+    await reader
+    desk.give(output(1, 67))
+    assert [delta.text for delta in taken] == ["A"]
+    assert (await handle.read()).text == "BC"  # type: ignore[union-attr]
+
+
+async def test_what_a_function_that_reads_raises_is_its_own_streams_business(desk: Desk) -> None:
+    def fail(delta: Delta) -> bool:
+        raise ValueError(delta.text)
+
+    handles, taken = [open_stream(desk, 1), open_stream(desk, 2)], list[Delta]()
+    readers = [asyncio.create_task(h.forward(t)) for h, t in zip(handles, (fail, collecting(taken)), strict=True)]
+    await asyncio.sleep(0)
+    desk.give(output(1, 65), output(2, 66))
+    with pytest.raises(ValueError, match="A"):
+        await readers[0]
+    desk.give(output(1, 67), output(2, 68, end=STOP))
+    await readers[1]
+    assert [delta.text for delta in taken] == ["B", "D"]
+    assert (await handles[0].read()).text == "C"  # type: ignore[union-attr]
+
+
+async def test_a_function_that_has_failed_is_given_nothing_more(desk: Desk) -> None:
+    taken: list[str] = []
+
+    def fail(delta: Delta) -> bool:
+        taken.append(delta.text)
+        raise ValueError(delta.text)
+
+    handle = open_stream(desk)
+    reader = asyncio.create_task(handle.forward(fail))
+    await asyncio.sleep(0)
+    desk.give(output(1, 65))
+    desk.give(output(1, 66))  # before the task has heard of it
+    with pytest.raises(ValueError, match="A"):
+        await reader
+    assert taken == ["A"]
+    assert (await handle.read()).text == "B"  # type: ignore[union-attr]
+
+
+async def test_a_cancelled_task_loses_nothing_and_leaves_no_function_in_its_place(desk: Desk) -> None:
+    handle, taken = open_stream(desk), list[Delta]()
+    reader = asyncio.create_task(handle.forward(collecting(taken)))
+    await asyncio.sleep(0)
+    reader.cancel()
+    desk.give(output(1, 65))  # before the task has heard of it
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    desk.give(output(1, 66))
+    assert [delta.text for delta in taken] == ["A"]
+    assert (await handle.read()).text == "B"  # type: ignore[union-attr]
+
+
+async def test_a_function_that_leaves_while_it_reads_leaves_the_others_what_is_theirs(desk: Desk) -> None:
+    handle, other, taken = open_stream(desk, 1), open_stream(desk, 2), list[Delta]()
+
+    def leave(delta: Delta) -> bool:
+        readers[0].cancel()
+        return True
+
+    readers = [asyncio.create_task(one.forward(take)) for one, take in ((handle, leave), (other, collecting(taken)))]
+    await asyncio.sleep(0)
+    desk.give(output(1, 65), output(2, 66))
+    with pytest.raises(asyncio.CancelledError):
+        await readers[0]
+    assert [delta.text for delta in taken] == ["B"]
+    readers[1].cancel()
+
+
+async def test_a_stop_wakes_who_has_left_a_function_in_its_place(desk: Desk) -> None:
+    handle, taken = open_stream(desk), list[Delta]()
+    reader = asyncio.create_task(handle.forward(collecting(taken)))
+    await asyncio.sleep(0)
+    desk.streams.take(Stop("lightning"))
+    await reader
+    found = await handle.read()
+    assert isinstance(found, End)
+    assert found.error == "lightning"
 
 
 async def test_two_readers_of_one_stream_are_a_programmers_error(desk: Desk) -> None:

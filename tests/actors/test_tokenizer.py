@@ -18,6 +18,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from novainfer.actors.tokenizer.chosen_template import read_template
 from novainfer.actors.tokenizer.tokenizer import HFTokenizer, encode_jobs, load_tokenizer
 from novainfer.engine import error_of
 from novainfer.fsm.messages.errors import EngineOverloaded, ModelLoadError
@@ -207,6 +208,41 @@ def test_without_a_chat_template_a_chat_is_refused_and_a_text_is_not(tmp_path: P
     assert ids_of(tokenizer, "Hello")
 
 
+def test_the_operators_template_is_used_in_the_place_of_the_models(tmp_path: Path) -> None:
+    folder = copy_of_demo(tmp_path)
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
+    template = read_template(tmp_path / "chat.jinja")
+    tokenizer = load_tokenizer(folder, template=template)
+    assert ids_of(tokenizer, HELLO) == ids_of(tokenizer, f"[user] {HELLO.messages[0]['content']}\n")
+    assert tokenizer.info().chat_template == template
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(folder, template=template).prompt_kind == "chat"
+    assert load_tokenizer(folder, template="<tool_call> {{ tools }} <think>").formats != tokenizer.formats
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"{% for m in messages %}", "Unexpected end of template"),
+        (b"\xff{{ x }}", "can't decode byte 0xff"),
+        (b" " * (1 << 20) + b" ", "more than 1048576 bytes"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_what_is_no_template_is_told_in_a_sentence(tmp_path: Path, data: bytes | None, reason: str) -> None:
+    path = tmp_path / "chat.jinja"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(ModelLoadError) as caught:
+        read_template(path)
+    assert caught.value.param == "chat_template"
+    assert str(path) in caught.value.message
+    assert reason in caught.value.message
+    assert "\n" not in caught.value.message
+
+
 @pytest.mark.parametrize("damage", ["missing", "not json", "empty"])
 def test_a_tokenizer_that_cannot_be_read_is_one_sentence_that_names_the_folder(tmp_path: Path, damage: str) -> None:
     folder = copy_of_demo(tmp_path)
@@ -316,3 +352,31 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(tmp_path: Path) -> Non
     assert tokenizer.vocabulary().bytes_of(5) == b""
     with pytest.raises(ModelLoadError, match="there is no tokenizer in"):
         load_tokenizer(tmp_path, is_asked_for=True)
+
+
+LOAD_IN_THREADS = """
+import sys, threading
+from pathlib import Path
+from novainfer.actors.tokenizer.tokenizer import load_for_caller
+
+together, found = threading.Barrier(3), []
+
+def load():
+    together.wait()
+    found.append(load_for_caller(Path(sys.argv[1])))
+
+threads = [threading.Thread(target=load) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(found) == 3
+"""
+
+
+def test_several_models_load_their_tokenizers_at_once() -> None:
+    """transformers, which nothing has imported in that process, is imported by the first of them alone."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_IN_THREADS, str(DEMO)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -13,11 +13,25 @@ import pytest
 
 from novainfer import LLM, Engine, EngineConfig, InvalidParameter, ModelLoadError
 from novainfer.actors.device.device import ModelDevice
+from novainfer.assembly import callers_tokenizer, tokenizer_loader
 from tests.actors.devices import model
 from tests.api.helpers import ask, greedy
 from tests.leftovers import other_tasks
 
 DEMO = Path(str(files("novainfer.kernels"))) / "demo" / "model"
+
+
+def test_a_chat_template_that_is_none_ends_the_start_and_one_that_is_holds_for_callers_too(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"chat_template .*none.jinja cannot be used: No such file") as caught:
+        LLM(chat_template=tmp_path / "none.jinja")
+    assert caught.value.param == "chat_template"
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}")
+    config = EngineConfig(chat_template=template)
+    assert callers_tokenizer(config).chat_template == "{{ messages[0].content }}"
+    assert tokenizer_loader(config)().info().chat_template == "{{ messages[0].content }}"
+    with pytest.raises(InvalidParameter, match="chat_template must be a file"):
+        EngineConfig(chat_template="a\0b")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from novainfer import (
+    Delta,
     Engine,
     FinishReason,
     RequestCancelled,
@@ -32,6 +33,40 @@ async def test_waiting_for_results_gives_deltas_then_none_and_forgets_the_reques
         assert tokens == expected("abc", 4)
         with pytest.raises(RequestNotFound, match="no request mine"):
             await engine.wait_result(name)
+
+
+async def test_what_is_forwarded_comes_with_its_step_and_the_rest_is_read_as_ever() -> None:
+    async with fake_engine() as engine:
+        taken: list[int] = []
+
+        def take(delta: Delta) -> bool:
+            assert delta.request_id == "mine"
+            taken.extend(delta.token_ids)
+            return len(taken) < 5
+
+        async with aclosing(engine.generate("abc", greedy(9), request_id="mine")) as deltas:
+            taken += (await anext(deltas)).token_ids
+            await engine.forward("mine", take)
+            assert len(taken) == 5
+            taken += (await anext(deltas)).token_ids
+            await engine.forward("mine", take)  # False at once, which is one delta more
+            taken += [token async for delta in deltas for token in delta.token_ids]
+        assert taken == expected("abc", 9)
+        with pytest.raises(RequestNotFound, match="no request mine"):
+            await engine.forward("mine", take)
+
+
+async def test_forwarding_ends_where_a_request_does_and_reading_says_how() -> None:
+    async with fake_engine() as engine:
+        name = engine.add_request("abc", greedy(2000))
+        taken: list[Delta] = []
+        forwarding = asyncio.create_task(engine.forward(name, lambda delta: not taken.append(delta)))
+        await eventually(lambda: len(taken) > 3)
+        engine.cancel(name)
+        await forwarding
+        with pytest.raises(RequestCancelled):
+            await engine.wait_result(name)
+        await blocks_back(engine)
 
 
 async def test_polling_never_waits_and_ends_with_the_finish_reason() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from novainfer import Delta, Engine, EngineOverloaded, ReaderStalled
+from novainfer import Chat, Delta, Engine, EngineConfig, EngineOverloaded, ReaderStalled
 from novainfer.actors.device.fake import FakeDevice
+from novainfer.testing import ByteTokenizer
 from tests.actors.helpers import Valve, eventually, expected
 from tests.api.helpers import ask, blocks_back, fake_engine, greedy
 
@@ -42,6 +43,34 @@ async def test_a_request_that_is_willing_to_waits_for_room(full: tuple[Engine, V
     valve.open()
     assert (await waits).token_ids() == expected([66], 3)
     await blocks_back(engine)
+
+
+async def test_what_waits_for_the_tokenizer_is_told_from_what_waits_for_room() -> None:
+    gate = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Slow(ByteTokenizer):
+        def encode_batch(self, prompts: Sequence[str | Chat]) -> list[list[int] | str]:
+            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+            return super().encode_batch(prompts)
+
+    valve = Valve()
+    engine = Engine(EngineConfig(max_num_seqs=1), device=FakeDevice(on_step=valve), tokenizer=Slow())
+    async with engine:
+
+        def waiting() -> tuple[int, int]:
+            found = engine.statistics()
+            return found.num_waiting, found.num_deferred
+
+        engine.add_request("text", greedy(2))
+        await eventually(lambda: waiting() == (1, 1))
+        engine.add_request([65], greedy(2))  # has its tokens, and runs
+        await valve.step_arrived()
+        await eventually(lambda: waiting() == (1, 1))
+        gate.set()
+        await eventually(lambda: waiting() == (1, 0))
+        valve.open()
+        await eventually(lambda: waiting() == (0, 0))
 
 
 async def test_who_waited_in_vain_is_told_when_to_come_back(full: tuple[Engine, Valve]) -> None:

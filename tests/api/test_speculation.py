@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from novainfer import Engine, EngineConfig, InvalidParameter, ModelLoadError, SamplingParams
-from novainfer.fsm.schedule.speculation import Speculation, Stretches
 from novainfer.kernels.demo import model_path
 
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -26,14 +25,6 @@ ASKED = [
     SamplingParams(max_tokens=60, temperature=0.0, stop=["e t", "wo th"]),  # vLLM #47616: completed within a run
     SamplingParams(max_tokens=60, temperature=0.9, seed=14, n=3),
 ]
-
-
-@pytest.fixture
-def eager(monkeypatch):
-    """Whatever steps take on this machine: drafts are thought to cost nothing, and are in all steps."""
-    monkeypatch.setattr(Speculation, "measured", lambda self, costs: None)
-    monkeypatch.setattr(Stretches, "next_step", lambda self: None)
-    monkeypatch.setattr(Stretches, "rest", lambda self: None)
 
 
 async def answers(**fields):

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import threading
 from typing import Any
 
 import pytest
@@ -14,12 +15,16 @@ import pytest
 from novainfer import (
     Engine,
     EngineConfig,
+    EngineOverloaded,
     GrammarLimit,
     InvalidParameter,
     NoTokenAllowed,
     SamplingParams,
     StructuredOutputsParams,
 )
+from novainfer.actors.grammar import masking
+from novainfer.actors.grammar.compiler import Compiler, Masks
+from novainfer.fsm.device.compiling import CompileOver
 from novainfer.fsm.messages.structured import GRAMMAR_BYTES_MAX
 from tests.api.helpers import ask, blocks_back, eventually, fake_engine
 from tests.api.test_speculation import LOOKUP
@@ -40,7 +45,8 @@ TAGGED = {"structures": [{"begin": "The", "schema": NUMBER, "end": ";"}], "trigg
 PROMPT = "Once upon a time there was a fox. "
 
 
-def held_to(max_tokens: int = 150, *, temperature: float = 0.0, seed: int = 7, **how: Any) -> SamplingParams:
+# The default is room for the schema above however it is indented: how much of that a model likes is its own affair.
+def held_to(max_tokens: int = 900, *, temperature: float = 0.0, seed: int = 7, **how: Any) -> SamplingParams:
     more = {name: how.pop(name) for name in list(how) if name in SamplingParams.__struct_fields__}
     grammar = StructuredOutputsParams(**how)
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, structured_outputs=grammar, **more)
@@ -68,7 +74,7 @@ async def test_every_kind_of_grammar_is_kept_to_and_ends_where_it_accepts() -> N
         (held_to(choice=["a badger", "an owl"]), lambda text: text in ("a badger", "an owl")),
         (held_to(grammar='root ::= "sum: " [0-9] "+" [0-9]'), lambda text: re.fullmatch(r"sum: \d\+\d", text)),
         (held_to(grammar='start: "x" Y\nY: /[yz]{4}/'), lambda text: re.fullmatch(r"x[yz]{4}", text)),
-        (held_to(json_object=True, min_tokens=4, logit_bias={}), lambda text: text.startswith("{")),
+        (held_to(150, json_object=True, min_tokens=4, logit_bias={}), lambda text: text.startswith("{")),
         (held_to(json=SCHEMA, presence_penalty=1.0, repetition_penalty=1.3, logprobs=2), check_schema),
         (held_to(json=SCHEMA, stop=['"kind"']), lambda text: json.loads(text.rstrip(", \n") + "}")["count"]),
         # It is complete with its second token, and nothing but its end may follow, however early.
@@ -88,8 +94,13 @@ async def test_every_kind_of_grammar_is_kept_to_and_ends_where_it_accepts() -> N
 @pytest.mark.slow
 async def test_text_is_free_up_to_a_trigger_and_held_to_the_schema_behind_it() -> None:
     async with Engine(EngineConfig()) as engine:
-        plain = (await ask(engine, "x", SamplingParams(max_tokens=60, temperature=0.0, min_tokens=60))).text()
-        text = (await ask(engine, "x", held_to(60, structural_tag=TAGGED, min_tokens=60))).text()
+        fact = "The capital of France is Paris."
+        plain = (await ask(engine, fact, SamplingParams(max_tokens=60, temperature=0.0, min_tokens=60))).text()
+        assert not [record.name for record in engine.actors() if "grammar" in record.name]
+        text = (await ask(engine, fact, held_to(60, structural_tag=TAGGED, min_tokens=60))).text()
+        done = {record.name: record.handled_total for record in engine.actors() if record.state in ("IDLE", "WORKING")}
+        assert done["grammar compiler"] == 2  # what compiles is made first
+        assert done["grammar masks"] > 50
         begin = plain.index("The") + len("The")
         assert text[:begin] == plain[:begin]
         assert text.count("The") > 1
@@ -158,6 +169,100 @@ async def test_a_grammar_that_cannot_be_used_ends_its_request_alone_with_a_sente
         assert engine._runtime._grammars.num_held == 0
 
 
+class Endless:
+    """Compiling a regular expression of `ENDLESS` returns when it is let go of, each by itself."""
+
+    ENDLESS = ("x1", "x2")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self.goes_on = {source: threading.Event() for source in self.ENDLESS}
+        compile_ = Compiler.compile
+
+        def compile_or_block(compiler: Compiler, params: StructuredOutputsParams) -> Any:
+            self.begun.append(params.source)
+            if params.source in self.goes_on:
+                self.goes_on[params.source].wait()
+            return compile_(compiler, params)
+
+        monkeypatch.setattr(Compiler, "compile", compile_or_block)
+
+    def left_behind(self, engine: Engine) -> int:
+        assert engine.health().is_live
+        return sum(record.state == "LEFT_BEHIND" for record in engine.actors())
+
+
+def time_is_over(engine: Engine) -> None:
+    """For the grammar that is compiled now; its timer runs out on the loop, and in no task."""
+    compilers = engine._runtime._grammars._compilers
+    compilers._stop_timer()
+    asyncio.get_running_loop().call_soon(compilers._over, CompileOver(compilers._compiling.thread))
+
+
+async def test_a_grammar_that_is_compiled_for_ever_ends_its_request_and_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endless = Endless(monkeypatch)
+    known, other, third = (held_to(choice=[word]) for word in ("fox", "bear", "owl"))
+    async with Engine(EngineConfig()) as engine:
+        assert (await ask(engine, PROMPT, known)).text() == "fox"
+        stuck = asyncio.create_task(ask(engine, PROMPT, held_to(regex="x1", n=3)))
+        await eventually(lambda: "x1" in endless.begun)
+        waits = asyncio.create_task(ask(engine, PROMPT, other))
+        assert (await ask(engine, PROMPT, known)).text() == "fox"
+        assert not waits.done()
+        time_is_over(engine)
+        with pytest.raises(GrammarLimit, match=r"compile_limit_s \(10\)"):
+            await stuck
+        assert (await waits).text() == "bear"
+        with pytest.raises(GrammarLimit, match="compile_limit_s"):
+            await ask(engine, PROMPT, held_to(regex="x1"))
+        assert endless.left_behind(engine) == 1
+
+        stuck = asyncio.create_task(ask(engine, PROMPT, held_to(regex="x2")))
+        await eventually(lambda: "x2" in endless.begun)
+        time_is_over(engine)
+        with pytest.raises(GrammarLimit, match="compile_limit_s"):
+            await stuck
+        assert endless.left_behind(engine) == 2
+        with pytest.raises(EngineOverloaded, match="2 that take too long are still at work"):
+            await ask(engine, PROMPT, third)
+        assert (await ask(engine, PROMPT, other)).text() == "bear"
+
+        endless.goes_on["x1"].set()
+        await eventually(lambda: endless.left_behind(engine) == 1)
+        assert (await ask(engine, PROMPT, third)).text() == "owl"
+        assert (await ask(engine, PROMPT, held_to(regex="x1"))).text() == "x1"
+        assert engine._runtime._grammars.num_held == 0
+    assert endless.begun.count("x1") == 2
+    endless.goes_on["x2"].set()  # it was not waited for
+    await eventually(lambda: all(thread.name != "novainfer-grammar-compiler" for thread in threading.enumerate()))
+
+
+async def test_who_waits_for_a_costly_mask_waits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, is_blocked = threading.Event(), threading.Event()
+    advance = Masks.advance
+
+    def advance_or_block(masks: Masks, *rows: Any) -> Any:
+        if threading.current_thread().name == "novainfer-grammar-slow-masks":
+            is_blocked.set()
+            goes_on.wait()
+        return advance(masks, *rows)
+
+    monkeypatch.setattr(Masks, "advance", advance_or_block)
+    monkeypatch.setattr(masking, "SLOW_S", -1.0)
+    async with Engine(EngineConfig()) as engine:
+        costly = asyncio.create_task(ask(engine, PROMPT, held_to(regex="[ab]{20}")))
+        await eventually(is_blocked.is_set)
+        monkeypatch.setattr(masking, "SLOW_S", 1e9)
+        assert len((await ask(engine, PROMPT, held_to(regex="[cd]{20}"))).text()) == 20
+        assert not costly.done()
+        goes_on.set()
+        assert re.fullmatch("[ab]{20}", (await costly).text())
+        slow = next(record for record in engine.actors() if record.name == "grammar slow masks")
+        assert slow.handled_total == 1  # it was quick by itself, and joined the others again
+
+
 async def test_a_model_without_a_tokenizer_says_so() -> None:
     async with fake_engine() as engine:
         with pytest.raises(InvalidParameter, match="no tokenizer, which structured outputs need"):
@@ -175,6 +280,8 @@ async def test_a_model_without_a_tokenizer_says_so() -> None:
         ({"regex": ""}, "regex must not be empty"),
         ({"regex": "a" * (GRAMMAR_BYTES_MAX + 1)}, f"at most {GRAMMAR_BYTES_MAX} bytes"),
         ({"json_object": False}, "none is given"),
+        ({"regex": "\ud800"}, "regex holds half of a surrogate pair"),
+        ({"json_object": True, "whitespace_pattern": "\udfff"}, "whitespace_pattern holds half of a surrogate pair"),
         ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "exclude each other"),
     ],
 )
@@ -182,6 +289,15 @@ def test_a_grammar_that_is_none_is_refused_at_once(how: dict[str, Any], sentence
     with pytest.raises(InvalidParameter, match=re.escape(sentence)) as caught:
         StructuredOutputsParams(**how)
     assert (caught.value.param or "").startswith("structured_outputs")
+
+
+def test_a_dict_is_no_grammar_and_is_refused_before_an_engine_has_it() -> None:
+    grammar: Any = {"regex": "a"}
+    with pytest.raises(
+        InvalidParameter, match="structured_outputs must be StructuredOutputsParams, not dict"
+    ) as caught:
+        SamplingParams(structured_outputs=grammar)
+    assert caught.value.param == "structured_outputs"
 
 
 def test_an_answer_cannot_go_on_behind_the_end_of_its_grammar() -> None:

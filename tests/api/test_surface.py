@@ -11,8 +11,10 @@ import novainfer
 
 SURFACE = [
     "LLM",
+    "CalledTool",
     "CallerError",
     "Chat",
+    "Committed",
     "CompletionOutput",
     "ContextLengthExceeded",
     "Delta",
@@ -28,9 +30,11 @@ SURFACE = [
     "FinishReason",
     "GrammarLimit",
     "InvalidParameter",
+    "KvEventsConfig",
     "ModelInfo",
     "ModelLoadError",
     "ModelNotFound",
+    "ModelUnavailable",
     "NoTokenAllowed",
     "NovaInferError",
     "PoolingParams",

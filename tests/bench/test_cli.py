@@ -130,3 +130,16 @@ def test_an_unknown_shape_names_the_known_ones(tmp_path: Path) -> None:
     result = call("make-checkpoint", "--like", "gpt-9", str(tmp_path))
     assert result.exit_code != 0
     assert "tiny" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--tls", "--http", "h2")], ids=["h1", "h2 over TLS"])
+def test_http_counts_the_engines_process_apart_from_all(more: tuple[str, ...]) -> None:
+    options = ("--repeat", "1", "--requests", "4", "--tokens", "30", "--device-ms", "2", "--api-processes", "0")
+    found = last_json(call("http", *options, "--api-processes", "1", *more, "--json"))
+    assert set(found["ways"]) == {"0", "1"}
+    assert found["tls"] is bool(more)
+    for way in found["ways"].values():
+        assert way["all_us"] >= way["engine_us"]
+        assert way["tokens_per_s"] > 0
+    assert found["ways"]["0"]["all_us"] == found["ways"]["0"]["engine_us"]

@@ -6,10 +6,13 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import h2.config
+import h2.connection
 import pytest
+from h2.events import WindowUpdated
 
 from novainfer import Engine, EngineConfig
-from novainfer.bench import serve
+from novainfer.bench import client, serve
 from novainfer.bench.client import Origin, Version
 from novainfer.bench.load import Load, drive
 from novainfer.bench.statistic import Timeline
@@ -161,3 +164,47 @@ async def test_the_report_has_both_versions(server: Server) -> None:
         assert len(found["runs"]) == 2
     assert "HTTP/1.1" in text
     assert "HTTP/2" in text
+
+
+class Wire:
+    """The end of a connection that a client writes to."""
+
+    def __init__(self) -> None:
+        self.written = b""
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("step", [1, 7, 100_000])
+async def test_frames_come_whole_however_they_are_cut_and_the_window_opens_again(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "WINDOW_BYTES", 1_000)
+    wire, reader = Wire(), asyncio.StreamReader()
+    asking = client.HTTP2(Origin.parse("http://127.0.0.1:1"), reader, wire)  # type: ignore[arg-type]
+    pieces = asking.post("/", b"{}", {})
+    first = asyncio.ensure_future(anext(pieces))
+    await asyncio.sleep(0)
+    server = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
+    server.initiate_connection()
+    server.receive_data(wire.written)
+    told = len(wire.written)
+    server.send_headers(1, [(":status", "200")])
+    server.send_data(1, b"a" * 400)
+    server.send_data(1, b"b", pad_length=5)
+    server.send_data(1, b"c" * 300)
+    sent = server.data_to_send()
+    for at in range(0, len(sent), step):
+        reader.feed_data(sent[at : at + step])
+        await asyncio.sleep(0)
+    assert [await first, await anext(pieces), await anext(pieces)] == [b"a" * 400, b"b", b"c" * 300]
+    opened = [event for event in server.receive_data(wire.written[told:]) if isinstance(event, WindowUpdated)]
+    assert {(event.stream_id, event.delta) for event in opened} == {(1, 700), (0, 700)}
+    server.send_data(1, b"d", end_stream=True)
+    reader.feed_data(server.data_to_send())
+    assert [piece async for piece in pieces] == [b"d"]
+    await asking.close()

@@ -197,6 +197,7 @@ def test_a_step_that_fails_takes_the_one_behind_it_along_and_both_are_planned_an
     assert steps.ask() is None  # while the one to blame is looked for, each step waits for the one before
     assert before != steps.scheduler.fingerprint()
     assert steps.scheduler.statistics().step_failures_total == 1
+    assert steps.scheduler.statistics().rollbacks_total == {"oom": 1, "behind": 1}
 
 
 def test_a_step_that_fails_behind_one_that_went_well_keeps_its_token():
@@ -222,6 +223,7 @@ def test_of_two_steps_lost_with_the_worker_the_one_that_ran_is_blamed(at):
     assert steps.request(0).slot < 0
     assert steps.request(0).losses == (at is not None)
     assert steps.scheduler.statistics().step_failures_total == (at is not None)
+    assert steps.scheduler.statistics().rollbacks_total == {"lost": 1, "behind": 1}
 
 
 def test_a_request_is_not_preempted_for_a_step_planned_ahead():

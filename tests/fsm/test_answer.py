@@ -130,7 +130,8 @@ CASES: dict[str, tuple[str, Said]] = {
     "plain": (" Hello\n", ("", " Hello\n", [])),
     "a call alone": (PARIS, ("", "", [CALL_PARIS])),
     "content, then a call": ("Let me see.\n\n" + PARIS, ("", "Let me see.", [CALL_PARIS])),
-    "calls in a row": (PARIS + "\n" + ROME, ("", "", [CALL_PARIS, CALL_ROME])),
+    # vLLM #19056: calls in a row are merged, or have each other's ids
+    "19056": (PARIS + "\n" + ROME, ("", "", [CALL_PARIS, CALL_ROME])),
     "content around calls": ("A" + PARIS + "\nB\n" + ROME + "\n", ("", "A\nB", [CALL_PARIS, CALL_ROME])),
     "thoughts": ("<think>\nHm.\n</think>\n\nYes.", ("Hm.", "Yes.", [])),
     "thoughts and a call": ("<think>\nHm.\n</think>\n\n" + PARIS, ("Hm.", "", [CALL_PARIS])),

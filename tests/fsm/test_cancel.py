@@ -4,8 +4,8 @@ import pytest
 
 from novainfer.fsm.messages.events import CancelRequest, Cause, KeepOver, PauseRequest, ResumeRequest
 from novainfer.fsm.messages.params import SamplingParams
+from novainfer.fsm.schedule.lifetimes import STATE_OF_CAUSE
 from novainfer.fsm.schedule.request import ENDED, LIVE, RequestState
-from novainfer.fsm.schedule.scheduler import STATE_OF_CAUSE
 from novainfer.fsm.simulation.checks.oracle import expected_run
 from tests.fsm.helpers import Bench
 

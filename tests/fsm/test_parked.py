@@ -11,9 +11,10 @@ from novainfer.fsm.core.machine import Send
 from novainfer.fsm.messages.events import Batch, Configure, KeepOver, MakeBatch, PauseRequest, ResumeRequest, Submit
 from novainfer.fsm.messages.params import SamplingParams
 from novainfer.fsm.messages.step import StepDone
+from novainfer.fsm.schedule.lifetimes import PARKED_PER_SLOT
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.request import RequestState
-from novainfer.fsm.schedule.scheduler import PARKED_PER_SLOT, Scheduler
+from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.checks.oracle import VOCABULARY
 from novainfer.fsm.simulation.world.shape import BEST, SAFE
 from tests.fsm.helpers import Bench

@@ -6,8 +6,8 @@ from typing import Any
 
 from novainfer.fsm.core.machine import After, Drop, Send, Start
 from novainfer.fsm.device.process import Answered, Ask, Ended, Started, Tell
-from novainfer.fsm.device.roster import MEMORY_S, Found, HoldOver, Roster, RosterState
-from novainfer.fsm.messages.events import DeviceLost, Fit, JobDone, Kill, Load, Spawn
+from novainfer.fsm.device.roster import MEMORY_S, Alive, Found, HoldOver, Roster, RosterState
+from novainfer.fsm.messages.events import DeviceLost, Fit, JobDone, Kill, Load, Spawn, Warm
 
 FIT = Fit(1, 8)
 
@@ -28,6 +28,27 @@ def _restarted(*, kv_is_lazy: bool) -> Roster:
 
 def _told(effects: list[Any]) -> list[Any]:
     return [e.job.job for e in effects if isinstance(e, Start) and isinstance(e.job, Tell)]
+
+
+def _probing() -> Roster:
+    """The first spare (1) has died, and the one that took its place (2) is asked for a sign of life."""
+    roster = Roster(warm_spare=True)
+    _effects(roster, Spawn(0), Started(0, 100), Found(None, 0.0), Ask(Load(0)))
+    _effects(roster, Answered(0, 0, JobDone("Load", {"kv_is_lazy": True}, 0)), Ask(Fit(0, 8)))
+    _effects(roster, Answered(0, 0, JobDone("Fit", {"num_blocks": 8}, 0)), Ask(Warm(0)))
+    _effects(roster, Answered(0, 0, JobDone("Warm", None, 0)), Started(1, 101), Ended(1, "it was killed", 1.0))
+    _effects(roster, Started(2, 102), Ended(0, "it was killed", 2.0), Spawn(1))
+    assert roster.state is RosterState.PROBING
+    return roster
+
+
+def test_a_sign_of_life_of_a_spare_that_is_gone_lets_no_other_one_take_over() -> None:
+    roster = _probing()
+    assert _effects(roster, Alive(1)) == []
+    assert roster.state is RosterState.PROBING
+    taking_over = _effects(roster, Alive(2))
+    assert roster.state is RosterState.SINGLE
+    assert [effect.event.job for effect in taking_over if isinstance(effect, Send)] == ["Spawn"]
 
 
 def test_a_cache_waits_until_the_process_before_is_gone() -> None:

@@ -7,10 +7,10 @@ import pytest
 import novainfer.fsm
 from novainfer.fsm.core.machine import IllegalEvent, Machine, each_row
 from novainfer.fsm.diagram import page
-from novainfer.fsm.machines import MACHINES, READERS, states
+from novainfer.fsm.machines import FRONT, MACHINES, OF_MODELS, READERS, states
 from novainfer.fsm.simulation.explore.coverage import ARGUED, coverage
 
-each_machine = pytest.mark.parametrize("machine", [*MACHINES, *READERS], ids=lambda m: m.__name__)
+each_machine = pytest.mark.parametrize("machine", [*MACHINES, *OF_MODELS, *READERS, *FRONT], ids=lambda m: m.__name__)
 ROOT = Path(__file__).parents[2]
 FSM = Path(inspect.getfile(novainfer.fsm)).resolve().parent
 CORE = sorted(path for path in FSM.rglob("*.py") if "simulation" not in path.parts)
@@ -32,6 +32,13 @@ def test_every_action_exists_and_every_method_that_looks_like_one_is_used(machin
     actions = {row.action for _, _, row in each_row(machine.TABLE) if row.action}
     for action in actions:
         assert callable(getattr(machine, action))
+
+
+@each_machine
+def test_no_action_has_the_name_of_what_each_machine_holds(machine: type[Machine]):
+    """The slot of the same name would hide it, or it the slot, and neither says a word."""
+    actions = {row.action for _, _, row in each_row(machine.TABLE)}
+    assert not actions & set(Machine.__slots__)
 
 
 @each_machine

@@ -93,6 +93,20 @@ def test_tenants_that_wait_are_given_tokens_by_their_weights(weight):
     assert found["b"] / found["a"] == pytest.approx(weight, rel=0.1)
 
 
+def test_a_first_token_is_handed_on_before_the_other_tokens_of_its_step():
+    bench = bench_with_room()
+    others = [bench.submit(prompt(bench, 30), max_tokens=500, tenant=A) for _ in range(20)]
+    for _ in range(5):
+        bench.step()
+    newcomer = bench.submit(prompt(bench, 30), max_tokens=500, tenant=B)
+    for _ in range(3):
+        bench.outputs.clear()
+        bench.step()
+        if any(output.request_id == newcomer for output in bench.outputs):
+            break
+    assert [output.request_id for output in bench.outputs] == [newcomer, *others]
+
+
 def test_time_in_which_a_tenant_asked_for_nothing_is_not_owed_to_it():
     bench = bench_with_room()
     live: list[int] = []

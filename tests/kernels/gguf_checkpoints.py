@@ -97,7 +97,7 @@ def save_gguf(
     for number, (name, tensor) in enumerate(load_file(source / "model.safetensors").items()):
         values = tensor.float().numpy()
         kind = type_of(name) if values.ndim == 2 and not name.endswith(kept) else Type.F32
-        interleaves = architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight"))
+        interleaves = architecture == "llama" and ("q_proj." in name or "k_proj." in name)
         num_heads = (heads if "q_proj" in name else kv_heads) if interleaves else 0
         if kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K):
             data = blocks(values.shape, kind, number)
@@ -129,17 +129,17 @@ def save_gguf(
 
 
 def interleaved(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """The rows of each head, the halves side by side: what convert_hf_to_gguf.py does to q and k of llama."""
+    """The rows or biases of each head, the halves side by side: what convert_hf_to_gguf.py does to q and k of llama."""
     if not num_heads:
         return values
-    return values.reshape(num_heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+    return values.reshape(num_heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def deinterleaved(values: np.ndarray, num_heads: int) -> np.ndarray:
     """The other way."""
     if not num_heads:
         return values
-    return values.reshape(num_heads, -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+    return values.reshape(num_heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def gguf_name(name: str) -> str:

@@ -50,7 +50,7 @@ def runner_of(folder: Path, peaks: list[int], **more: Any) -> tuple[ModelRunner,
     runner = make_runner(folder, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=120)
     runner._sampler.scratch_bytes = 0
     gpu = ScriptedGpu(runner, peaks, **more)
-    runner._gpu = gpu  # type: ignore[assignment]
+    runner._cache._gpu = gpu  # type: ignore[assignment]
     return runner, gpu
 
 
@@ -61,14 +61,14 @@ def blocks_for(runner: ModelRunner, utilization: float, peaks: list[int], beside
 
 def fit(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
     """As `ModelRunner.fit`; a cache that is larger than the one of the profile is not made."""
-    put = runner._put_cache
+    put = runner._cache._put_cache
 
     def put_cache(num_blocks: int) -> Any:
         cache = put(min(num_blocks, 100))
-        runner.num_blocks = num_blocks
+        runner._cache.num_blocks = num_blocks
         return cache
 
-    monkeypatch.setattr(runner, "_put_cache", put_cache)
+    monkeypatch.setattr(runner._cache, "_put_cache", put_cache)
     return runner.fit(mode="auto", **options)
 
 
@@ -99,7 +99,7 @@ def test_what_others_hold_and_a_staging_area_and_graphs_leave_less(
     runner._sampler.scratch_bytes = 9 * MIB
     graphs = graph_bytes(6, 1 * GIB)
     assert graphs == 1 * GIB + 4 * BYTES_PER_GRAPH
-    monkeypatch.setattr(runner, "_fit_host_pool", lambda cache, swap_space_bytes, free: None)
+    monkeypatch.setattr(runner._cache, "_fit_host_pool", lambda cache, swap_space_bytes, free: None)
     expected = blocks_for(runner, 0.9, peaks, 5 * GIB + 9 * MIB + graphs + STAGING_BYTES)
     assert fit(runner, monkeypatch, memory_utilization=0.9, swap_space_bytes=4 * MIB) == expected
     assert runner.memory is not None
@@ -155,7 +155,7 @@ def test_a_largest_step_without_memory_is_a_sentence_and_leaves_no_cache_behind(
         LoadError, match=r"the largest step \(max_num_batched_tokens 120, max_num_seqs 6\) finds no mem"
     ):
         runner.fit(mode="auto", memory_utilization=0.9)
-    assert (runner.num_blocks, runner._kv_parts) == (0, ())
+    assert (runner.num_blocks, runner._cache.parts) == (0, ())
 
 
 def test_the_largest_steps_fill_a_step_with_tokens_and_with_requests() -> None:
@@ -170,6 +170,9 @@ def test_the_largest_steps_fill_a_step_with_tokens_and_with_requests() -> None:
 def test_a_share_is_rounded_up_and_there_may_be_none() -> None:
     use = MemoryUse(100, 10, 5, 0, 5)
     assert (use.left(0.9), use.left(0.1)) == (70, -10)
+    assert use.left(0.9, 0.5) == 30  # of 45, beside 15 of its own: what others hold is of their share
+    assert use.left(0.9, 0.1) == -6
+    assert replace(use, other_bytes=60).left(0.9, 0.5) == 15  # there is no more
     assert use.utilization_for(50) == 0.7
     assert replace(use, total_bytes=1000).utilization_for(101) == 0.13
     assert use.utilization_for(81) is None

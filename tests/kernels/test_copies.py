@@ -69,7 +69,7 @@ def test_a_step_swaps_out_then_in_then_copies(folder: Path) -> None:
     """What leaves is read before a copy takes its block, and what comes can be copied at once; no row is needed."""
     runner = make_runner(folder, num_blocks=16, max_model_len=64)
     runner.fit(mode="fixed", num_blocks=16, swap_space_bytes=2 * runner.info.kv_bytes_per_block)
-    parts = runner._kv_parts
+    parts = runner._cache.parts
     for part in parts:
         part.copy_(torch.arange(part.numel()).remainder(251).view(part.shape))
     before = [part.clone() for part in parts]

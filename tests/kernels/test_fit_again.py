@@ -21,7 +21,7 @@ from tests.actors.devices import model
 SHAPE = Shape("fitted again", 4, 2, 24, 64, 160)
 LONG = [(7 * i + 3) % 160 for i in range(70)]  # five blocks of 16
 SHORT = [(11 * i + 5) % 160 for i in range(9)]
-FREE = "novainfer.kernels.runtime.runner.free_bytes"
+FREE = "novainfer.kernels.runtime.cache.free_bytes"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_the_memory_of_the_old_cache_is_free_before_the_new_one_is_made(
 ) -> None:
     runner = make_runner(folder, "native", **({"draft_dir": folder, "num_speculative_tokens": 4} if drafts else {}))
     together(Driver(runner))
-    old = [weakref.ref(part) for part in runner._kv_parts]
+    old = [weakref.ref(part) for part in runner._cache.parts]
     if runner._proposer is not None:
         old += [weakref.ref(part) for part in runner._proposer._decoder.attention.parts]
     seen = []
@@ -152,6 +152,19 @@ def test_host_blocks_that_were_never_written_take_from_what_is_free(
     with pytest.raises(LoadError, match="at most 16 blocks fit"):
         fit(runner, 17, num_host_blocks=6)
     assert fit(runner, 16, num_host_blocks=6) == 16
+
+
+def test_the_host_keeps_as_many_blocks_as_were_asked_for_last(folder: Path) -> None:
+    runner = make_runner(folder, "native", num_blocks=32, max_model_len=160)
+    for num_host_blocks in (6, 9, 0, 4):
+        fit(runner, 32, num_host_blocks)
+        assert runner.num_host_blocks == num_host_blocks
+        swap = StepPlan(swap_out_blocks=[1], swap_out_hosts=[max(num_host_blocks - 1, 0)])
+        if num_host_blocks:
+            runner.execute(swap)
+        else:
+            with pytest.raises(ValueError, match="there is no swap space"):
+                runner.execute(swap)
 
 
 def test_a_cache_for_another_mode_has_the_kernels_of_that_mode(folder: Path) -> None:

@@ -15,7 +15,8 @@ from test_ahead import PROMPTS, ROWS, generation
 
 from novainfer.fsm.messages.step import NO_TOKEN, SAMPLED, STEPS_IN_FLIGHT_MAX, StepPlan
 from novainfer.kernels.ops.row_ops import resolved
-from novainfer.kernels.runtime.runner import Flight, ModelRunner
+from novainfer.kernels.runtime.flight import Flight
+from novainfer.kernels.runtime.runner import ModelRunner
 from novainfer.kernels.step import StepBuffers
 
 SHAPE = Shape("plain", 4, 2, 16, 64, 160, eos_token_id=3)

@@ -36,8 +36,9 @@ EXPERTS = (
     ("num_experts", 5),
     ("num_experts_per_tok", 2),
     ("moe_intermediate_size", 256),
-    ("shared_expert_intermediate_size", 512),
+    ("shared_expert_intermediate_size", 768),
 )
+BIASED = (("attention_bias", True), ("mlp_bias", True), ("rms_norm_eps", 1e-5))
 QWEN2_MOE = replace(QWEN2, name="qwen2-moe", family="Qwen2Moe", tied=False, others=EXPERTS)
 QWEN3_MOE = replace(
     QWEN2, name="qwen3-moe", family="Qwen3Moe", tied=False, others=(*EXPERTS[:3], ("norm_topk_prob", True))
@@ -80,6 +81,7 @@ MIXTURES: dict[str, tuple[Shape, Callable[[str], Type], str]] = {
     "Q5_1": (QWEN2, only(Type.Q5_1), "Q5_1 (gguf)"),
     "F16": (QWEN2, only(Type.F16), "float32"),
     "BF16 of llama": (LLAMA, only(Type.BF16), "float32"),
+    "F32 of llama with biases": (replace(LLAMA, others=BIASED), only(Type.F32), "float32"),
     "F32": (QWEN3, only(Type.F32), "float32"),
     "Q8_0 and F16": (QWEN2, lambda name: Type.F16 if "v_proj" in name else Type.Q8_0, "Q8_0 (gguf)"),
 }
@@ -223,6 +225,29 @@ def test_only_codes_are_counted_and_end_tokens_are_found(file: Path) -> None:
     assert load(file, dtype="auto").info.dtype == "bfloat16"
 
 
+def test_end_tokens_are_those_of_three_keys_and_of_known_names_that_are_no_text(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_token_list(["a", "<|im_end|>", "b", "<|eot_id|>", "<|im_start|>"])
+        writer.add_token_types([1, 1, 1, 3, 3])  # one of the names is text here
+        writer.add_eos_token_id(2)
+        writer.add_eot_token_id(0)
+        writer.add_eom_token_id(96)  # the vocabulary ends before it
+
+    source = save_checkpoint(Shape("ends", 4, 2, 16, 64, 96, intermediate_size=64), tmp_path / "source")
+    save_gguf(source, tmp_path / "m.gguf", only(Type.Q8_0), change=change)
+    assert read_config(tmp_path / "m.gguf").eos_token_ids == (0, 2, 3)
+
+
+def test_a_file_that_does_not_count_kv_heads_has_as_many_as_heads(tmp_path: Path) -> None:
+    shape = Shape("mha", 4, 4, 16, 64, 160, family="Llama")
+    source = save_checkpoint(shape, tmp_path / "source")
+    no_count = lambda writer: writer.kv_data[0].pop("llama.attention.head_count_kv")  # noqa: E731
+    save_gguf(source, tmp_path / "m.gguf", only(Type.F32), change=no_count)
+    expected, found = logits_of(make_runner(source, dtype="float32")), logits_of(load(tmp_path / "m.gguf"))
+    assert found[0] == expected[0]
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=2e-4)
+
+
 def test_embeddings_apart_from_the_head_stay_in_codes_and_modes_leave_them_alone(tmp_path: Path) -> None:
     source = save_checkpoint(Shape("untied", 4, 2, 16, 64, 96, intermediate_size=64, tied=False), tmp_path / "source")
     embedding = save_gguf(source, tmp_path / "m.gguf", mixed_eight)["model.embed_tokens.weight"]
@@ -344,7 +369,7 @@ FEW = (("num_experts", 5), ("num_experts_per_tok", 2), ("moe_intermediate_size",
             "ffn_down_exps.weight [5, 64, 32] does not hold the weights of 6 experts (qwen3moe.expert_count)",
         ),
         (lambda w: w.add_expert_count(0), "qwen3moe.expert_count must be a whole number of at least 1, not 0"),
-        (lambda w: w.add_expert_used_count(7), "expert_used_count must be at most 5 (qwen3moe.expert_count), not 7"),
+        (lambda w: w.add_expert_used_count(6), "expert_used_count must be at most 5 (qwen3moe.expert_count), not 6"),
         (lambda w: w.add_expert_feed_forward_length(24), "experts.0.gate_proj.weight [32, 64] instead of [24, 64]"),
         (lambda w: w.add_expert_weights_norm(False), "qwen3moe.expert_weights_norm must be True with 'qwen3moe'"),
         (lambda w: w.add_expert_weights_scale(2.5), "qwen3moe.expert_weights_scale 2.5 is not supported, only 1.0"),

@@ -339,11 +339,17 @@ Swap:                  0 kB
 9000-a000 r-xp 00000000 fe:00 79                         /lib/of spaces.so (deleted)
 Anonymous:             0 kB
 Swap:                  0 kB
+c000-d000 r--p 00000000 fe:00 77 /lib/torch.so, relocated
+Anonymous:             4 kB
+Swap:                  0 kB
+d000-e000 r--p 00000000 fe:00 80 /model/weights.pack
+Anonymous:             0 kB
+Swap:                  0 kB
 """.format(space=" ")
 
 
-def test_code_is_let_go_only_where_a_file_holds_all_of_it() -> None:
-    assert memory._clean_code(SMAPS) == [(0x1000, 0x3000), (0x9000, 0xA000)]
+def test_pages_of_libraries_are_let_go_only_where_a_file_holds_all_of_them() -> None:
+    assert memory._clean_mappings(SMAPS) == [(0x1000, 0x3000), (0x5000, 0x6000), (0x9000, 0xA000)]
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
@@ -353,7 +359,7 @@ def test_code_that_was_let_go_runs_again() -> None:
 
     weight = torch.ones(8, 8)
     before, product = code_kb(), weight @ weight
-    memory.release_code_pages()
+    memory.release_library_pages()
     assert code_kb() < before / 2
     assert torch.equal(weight @ weight, product)
 

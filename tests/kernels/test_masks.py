@@ -19,7 +19,7 @@ from novainfer.fsm.messages.events import Run
 from novainfer.fsm.messages.step import NO_TOKEN, NONE_ALLOWED, SeqParams, StepPlan
 from novainfer.fsm.recording.log import hash_of_plan
 from novainfer.kernels.cpu.sampling import NativeSampler
-from novainfer.kernels.masks import Masks, masks_of, packed_mask
+from novainfer.kernels.masks import Masks, check_masks, masks_of, packed_mask
 from novainfer.kernels.ops.selftest.sampler import check_sampler
 from novainfer.kernels.runtime.runner import ModelRunner
 from novainfer.kernels.sampling.sampler import RowSampler, TorchSampler
@@ -79,8 +79,9 @@ def test_a_masked_row_is_drawn_as_if_the_model_had_not_offered_the_rest(kernel: 
     count = len(WAYS)
     logits, rng = logits_of(1, count, dtype), np.random.default_rng(2)
     masked = [i for i in range(count) if i % 4 != 3]
-    # Few tokens and many, seldom the likeliest one.
-    allowed = [sorted(rng.permutation(VOCAB)[: int(rng.choice([3, 40, 700]))].tolist()) for _ in masked]
+    # Few tokens and many, seldom the likeliest one; and about as many as native kernels draw from apart.
+    sizes = [3, 40, 700, 1024, 1025, 1100]
+    allowed = [sorted(rng.permutation(VOCAB)[: sizes[row % len(sizes)]].tolist()) for row in masked]
     restricted = logits.clone()
     for row, ids in zip(masked, allowed, strict=True):
         restricted[row] = -INF
@@ -224,6 +225,20 @@ def test_masks_come_out_of_a_frame_as_they_went_in_and_count_for_the_replay() ->
     assert [np.flatnonzero(row).tolist() for row in at.masks.allowed(VOCAB)] == [[1, 33], [VOCAB - 1]]
     others = [PLAN, masked_plan([0, 1], [[1, 33], [VOCAB - 1]]), masked_plan([0, 2], [[1, 34], [VOCAB - 1]])]
     assert len({hash_of_plan(one, 0) for one in (plan, *others)}) == 4
+
+
+def test_masks_to_come_are_not_in_the_plan_and_the_others_keep_their_positions() -> None:
+    plan = msgspec.structs.replace(masked_plan([0, 1, 2], [[5]]), masks_to_come=[0, 2])
+    check_masks(plan, VOCAB)
+    at = sampled_positions(plan)
+    assert at.masks is not None
+    assert list(at.masks.rows) == [1]
+    assert np.flatnonzero(at.masks.allowed(VOCAB)[0]).tolist() == [5]
+    all_come = msgspec.structs.replace(masked_plan([0, 2], []), masks_to_come=[0, 1])
+    check_masks(all_come, VOCAB)
+    assert sampled_positions(all_come).masks is None
+    with pytest.raises(ValueError, match="masks of a step at 0 positions must be 0 bytes"):
+        check_masks(msgspec.structs.replace(plan, masks_to_come=[0, 1, 2]), VOCAB)
 
 
 @pytest.mark.parametrize(

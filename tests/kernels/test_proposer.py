@@ -272,6 +272,13 @@ def test_an_error_of_the_draft_model_costs_drafts_and_no_tokens(
     driver.step(first)
     driver.step(first)
     assert first.tokens[len(PROMPT) :] == expected
+    # Another cache is the target's alone.
+    assert runner.fit(mode="fixed", num_blocks=16) == 16
+    monkeypatch.setattr(
+        "novainfer.kernels.runtime.cache.free_bytes", lambda device: 16 * runner.info.kv_bytes_per_block
+    )
+    assert runner.fit(mode="fixed", num_blocks=16) == 16
+    assert Driver(runner).generate([driver.add(0, PROMPT)], 8) == [expected]
 
 
 def test_drafts_for_a_slot_whose_tokens_were_not_given_are_an_error(folder: Path, smaller: Path) -> None:
@@ -307,7 +314,7 @@ def test_its_cache_counts_among_what_fits(folder: Path, smaller: Path, monkeypat
     assert proposer is not None
     both = runner.info.kv_bytes_per_block + proposer.bytes_per_block
     assert proposer.scratch_bytes == 2 * 2 * proposer.bytes_per_block
-    monkeypatch.setattr("novainfer.kernels.runtime.runner.free_bytes", lambda device: proposer.scratch_bytes + 6 * both)
+    monkeypatch.setattr("novainfer.kernels.runtime.cache.free_bytes", lambda device: proposer.scratch_bytes + 6 * both)
     with pytest.raises(LoadError, match="at most 6 blocks fit"):
         runner.fit(mode="fixed", num_blocks=7)
     assert runner.fit(mode="fixed", num_blocks=6) == 6

@@ -56,12 +56,25 @@ def test_auto_capacity_is_what_all_sequences_can_use(folder: Path) -> None:
 def test_auto_capacity_stays_within_the_share_of_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = load(folder, max_model_len=100)
     per_block = runner.info.kv_bytes_per_block
-    monkeypatch.setattr("novainfer.kernels.runtime.runner.free_bytes", lambda device: 20 * per_block)
+    monkeypatch.setattr("novainfer.kernels.runtime.cache.free_bytes", lambda device: 20 * per_block)
     assert runner.fit(mode="auto", memory_utilization=0.5) == 10
     with pytest.raises(LoadError, match=r"needs 7 KV blocks of 16 tokens, but .* hold 6: .* at most 96"):
         runner.fit(mode="auto", memory_utilization=0.3)
     with pytest.raises(LoadError, match=r"only .* GiB are free: at most 20 blocks fit"):
         runner.fit(mode="fixed", num_blocks=21)
+
+
+def test_auto_capacity_leaves_others_their_share_of_all_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = load(folder, max_model_len=100)
+    per_block, weights = runner.info.kv_bytes_per_block, runner.info.weight_bytes
+    monkeypatch.setattr("novainfer.kernels.runtime.cache.total_bytes", lambda: 2 * (weights + 40 * per_block))
+    monkeypatch.setattr("novainfer.kernels.runtime.cache.free_bytes", lambda device: 100 * per_block)
+    assert runner.fit(mode="auto", memory_utilization=0.5, memory_share=0.5) == 20
+    assert runner.fit(mode="auto", memory_utilization=0.5) == 28  # all that its sequences can use
+    monkeypatch.setattr("novainfer.kernels.runtime.cache.free_bytes", lambda device: 16 * per_block)
+    assert runner.fit(mode="auto", memory_utilization=0.5, memory_share=0.5) == 8
+    with pytest.raises(LoadError, match="hold 0"):
+        runner.fit(mode="auto", memory_utilization=0.5, memory_share=0.01)
 
 
 def test_fixed_capacity_must_hold_one_sequence(folder: Path) -> None:

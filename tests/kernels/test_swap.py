@@ -172,7 +172,7 @@ def test_a_copy_of_a_block_that_is_not_there_is_a_programmers_error(folder: Path
 def test_swap_space_must_fit_beside_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(folder)
     per_block = runner.info.kv_bytes_per_block
-    monkeypatch.setattr("novainfer.kernels.runtime.runner.free_bytes", lambda device: 40 * per_block)
+    monkeypatch.setattr("novainfer.kernels.runtime.cache.free_bytes", lambda device: 40 * per_block)
     with pytest.raises(LoadError, match=r"swap space of .* GiB was asked for, but only"):
         runner.fit(mode="fixed", num_blocks=30, swap_space_bytes=11 * per_block)
     assert runner.fit(mode="fixed", num_blocks=30, swap_space_bytes=10 * per_block) == 30

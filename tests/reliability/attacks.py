@@ -1,6 +1,6 @@
 """Attacks on a server as users start it, with a normal client beside each; the table of docs/reliability.md.
 
-python -m tests.reliability.attacks [--only NAME] [--sample] [--json FILE]
+python -m tests.reliability.attacks [--only NAME ...] [--sample] [--tls] [--api-processes N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ ATTACKS: tuple[Attack, ...] = (*attacks_http2.ATTACKS, *attacks_http1.ATTACKS, *
 SAMPLE = tuple(one for one in ATTACKS if one.sample)
 
 
-async def run(attacks: Iterable[Attack], *, sample: bool = False, log: bool = False) -> list[Report]:
-    """Try them, one after the other; those that want the same server share one."""
+async def run(
+    attacks: Iterable[Attack], *, sample: bool = False, log: bool = False, flags: tuple[str, ...] = ()
+) -> list[Report]:
+    """Try them, one after the other; those that want the same server share one, which has `flags` besides."""
     reports = []
 
     def place(one: Attack) -> str:
@@ -31,7 +33,7 @@ async def run(attacks: Iterable[Attack], *, sample: bool = False, log: bool = Fa
 
     for _, group in groupby(sorted(attacks, key=place), key=place):
         together = list(group)
-        async with serving(together[0].flags, together[0].limits) as target:
+        async with serving((*together[0].flags, *flags), together[0].limits) as target:
             for one in together:
                 if sample:
                     report = await attack(target, one, one.sample, rounds_max=1)
@@ -46,8 +48,9 @@ async def run(attacks: Iterable[Attack], *, sample: bool = False, log: bool = Fa
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """The rows as docs/reliability.md has them."""
     lines = [
-        "| attack | how often | what came of it | neighbour alone p50 / p99 | beside it | answers (refused) | left |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| attack | how often | what came of it | neighbour alone p50 / p99 | beside it | answers (refused) "
+        "| most, meanwhile | left |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         neighbour, left = row["neighbour"], row["left"]
@@ -55,9 +58,11 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
             f"{neighbour[name]['p50_ms']:g} / {neighbour[name]['p99_ms']:g} ms" for name in ("alone", "beside")
         )
         rest = ", ".join(f"{value} {name}" for name, value in left.items() if value and name != "mib")
+        most = "{connections} connections, {tasks} tasks, {mib:+g} MiB".format(**row["most"])
         lines.append(
             f"| {row['name']}: {row['what']} | {row['rounds']} × {row['number']:,} | {row['seen']} | {alone} "
-            f"| {beside} | {neighbour['served']} ({neighbour['refused']}) | {rest or 'nothing'}, {left['mib']:+g} MiB |"
+            f"| {beside} | {neighbour['served']} ({neighbour['refused']}) | {most} "
+            f"| {rest or 'nothing'}, {row['first_round_mib']:+g}, {left['mib']:+g} MiB |"
         )
     return "\n".join(lines)
 
@@ -78,7 +83,9 @@ def be_attacker(name: str, port: int, number: int) -> None:
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description="Attacks, with a normal client beside each.")
-    parser.add_argument("--only", help="those whose name contains it")
+    parser.add_argument("--only", action="append", help="those whose name contains it, or one of several")
+    parser.add_argument("--tls", action="store_true", help="over TLS")
+    parser.add_argument("--api-processes", default="0", help="of the server")
     parser.add_argument("--sample", action="store_true", help="what `make test` runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--attack", help="be the attacker of this name; for this module's own use")
@@ -91,8 +98,9 @@ def main() -> None:
     began_s = time.monotonic()
     chosen = SAMPLE if args.sample else ATTACKS
     if args.only:
-        chosen = tuple(one for one in chosen if args.only in one.name)
-    rows = [report.row() for report in asyncio.run(run(chosen, sample=args.sample, log=True))]
+        chosen = tuple(one for one in chosen if any(part in one.name for part in args.only))
+    flags = ("--api-processes", args.api_processes, *(["--self-signed"] if args.tls else []))
+    rows = [report.row() for report in asyncio.run(run(chosen, sample=args.sample, log=True, flags=flags))]
     print(table(rows))
     result = {"wall_s": round(time.monotonic() - began_s, 1), "attacks": rows}
     print(json.dumps(result))

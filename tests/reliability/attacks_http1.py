@@ -8,7 +8,7 @@ import socket
 import struct
 from collections import Counter
 
-from tests.reliability.attack import ATTACKER_KEY, TIMEOUT_S, Attack
+from tests.reliability.attack import ATTACKER_KEY, TIMEOUT_S, Attack, open_connection, shut_down
 from tests.reliability.attacks_http2 import LONG, SHORT, words
 
 KEY = b"authorization: Bearer " + ATTACKER_KEY.encode()
@@ -77,7 +77,7 @@ async def smuggling(port: int, number: int) -> str:
     seen: Counter[str] = Counter()
     for _ in range(number):
         for name, data in {"in order": IN_ORDER, **SHAPES}.items():
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            reader, writer = await open_connection(port, "http/1.1")
             answer = b""
             with contextlib.suppress(OSError):
                 writer.write(data)
@@ -96,7 +96,7 @@ async def smuggling(port: int, number: int) -> str:
 async def _connections(port: int, number: int, data: bytes) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     found = []
     for _ in range(number):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        reader, writer = await open_connection(port, "http/1.1", limit=1024)
         writer.write(data)
         found.append((reader, writer))
     return found
@@ -132,7 +132,7 @@ async def half_closed(port: int, number: int) -> str:
     found = await _connections(port, number, long)
     num_bytes = 0
     for _, writer in found:
-        writer.write_eof()
+        shut_down(writer)
     for reader, writer in found:
         with contextlib.suppress(OSError):
             async with asyncio.timeout(TIMEOUT_S):

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import hpack
 from h2.errors import ErrorCodes
 
-from tests.reliability.attack import ATTACKER_KEY, TIMEOUT_S, Attack
+from tests.reliability.attack import ATTACKER_KEY, TIMEOUT_S, Attack, open_connection, shut_down
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, _, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, END_HEADERS = 0x1, 0x4
@@ -43,7 +43,7 @@ class Raw:
 
     @classmethod
     async def open(cls, port: int, settings: bytes = b"") -> Raw:
-        raw = cls(*await asyncio.open_connection("127.0.0.1", port))
+        raw = cls(*await open_connection(port, "h2"))
         raw.writer.write(PREFACE + frame(SETTINGS, 0, 0, settings))
         return raw
 
@@ -104,7 +104,7 @@ def flood(piece: bytes, *, first: Callable[[Raw], bytes] = lambda raw: b"") -> C
             await raw.write(first(raw))
             for _ in range(0, number, 500):
                 await raw.write(piece * 500)
-            raw.writer.write_eof()
+            shut_down(raw.writer)
         found = await end
         raw.close()
         return found
@@ -130,7 +130,7 @@ async def rapid_resets(port: int, number: int) -> str:
                 stream, data = raw.request(POST, LONG)
                 pieces.append(data + frame(RST_STREAM, 0, stream, CANCEL))
             await raw.write(b"".join(pieces))
-        raw.writer.write_eof()
+        shut_down(raw.writer)
     found = await end
     raw.close()
     return found
@@ -147,7 +147,7 @@ async def made_to_reset(port: int, number: int) -> str:
                 stream, data = raw.request(POST, LONG)
                 pieces.append(data + frame(WINDOW_UPDATE, 0, stream, b"\x7f\xff\xff\xff"))
             await raw.write(b"".join(pieces))
-        raw.writer.write_eof()
+        shut_down(raw.writer)
     found = await end
     raw.close()
     return found
@@ -162,7 +162,7 @@ async def resets_while_computed(port: int, number: int) -> str:
     while seen < WINDOW_BYTES // 2:
         seen += len(await raw.reader.read(65536))
     await raw.write(b"".join(frame(RST_STREAM, 0, stream, CANCEL) for stream, _ in asked))
-    raw.writer.write_eof()
+    shut_down(raw.writer)
     found = await raw.end()
     raw.close()
     return found
@@ -263,7 +263,7 @@ async def too_many_streams(port: int, number: int) -> str:
     raw = await Raw.open(port)
     with contextlib.suppress(OSError):
         await raw.write(b"".join(raw.request(POST)[1] for _ in range(number)))
-        raw.writer.write_eof()
+        shut_down(raw.writer)
     found = await raw.end()
     raw.close()
     return found
@@ -282,7 +282,7 @@ async def garbage(port: int, number: int) -> str:
         )
         with contextlib.suppress(OSError):
             await raw.write(raw.request(POST)[1] + junk)
-            raw.writer.write_eof()
+            shut_down(raw.writer)
         ends[await raw.end()] += 1
         raw.close()
     return words(ends)

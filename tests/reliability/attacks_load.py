@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.reliability.attack import ATTACKER_KEY, TIMEOUT_S, Attack
+from tests.reliability.attack import ATTACKER_KEY, TIMEOUT_S, Attack, open_connection, over_tls
 from tests.reliability.attacks_http2 import words
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -21,7 +21,9 @@ USER = [{"role": "user", "content": "hi"}]
 
 def client(port: int, **settings: Any) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {ATTACKER_KEY}", "content-type": "application/json"}
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=TIMEOUT_S, **settings)
+    scheme = "http" if over_tls("http/1.1") is None else "https"
+    url = f"{scheme}://127.0.0.1:{port}"
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, verify=False, **settings)
 
 
 def posts(path: str, bodies: Callable[[int], bytes], *allowed: int) -> Callable[[int, int], Any]:
@@ -134,7 +136,7 @@ async def descriptors(port: int, number: int) -> str:
     held = []
     for _ in range(number):
         try:
-            held.append(await asyncio.open_connection("127.0.0.1", port))
+            held.append(await open_connection(port, "http/1.1"))
         except OSError:
             seen["not connected"] += 1
     await asyncio.sleep(0.5)

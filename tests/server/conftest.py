@@ -11,16 +11,24 @@ from typing import Any
 import httpx
 import pytest
 
+from novainfer.models import Models
 from novainfer.server.engine import ServedEngine
 from novainfer.server.loop import loop_factory
+from novainfer.server.processes import supervisor
 from novainfer.server.serve import Server
 from novainfer.server.settings import ServerSettings
 from tests.server.fakes import FakeEngine
+from tests.server.in_loop import start_in_loop
 from tests.server.rawh2 import RawH2
+from tests.witness import one_ending, watched
+
+__all__ = ["one_ending", "watched"]
 
 TIMEOUT_S = 10.0
 # What depends on how a loop treats sockets.
-BOTH_LOOPS = {"test_http2.py", "test_endings.py", "test_leaving.py", "test_serve.py"}
+BOTH_LOOPS = {"test_http2.py", "test_endings.py", "test_leaving.py", "test_serve.py", "test_api_processes.py"}
+# What must be the same when HTTP is spoken at the other end of a link: their servers run both ways.
+BOTH_FRONTS = {"test_endings.py", "test_guard.py", "test_leaving.py", "test_tls_reload.py"}
 
 
 def pytest_asyncio_loop_factories(
@@ -35,11 +43,23 @@ def pytest_asyncio_loop_factories(
     return factories
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Files of `BOTH_FRONTS` run as they are, and with two API processes, which are tasks of the test's loop."""
+    if metafunc.definition.path.name in BOTH_FRONTS and "api_processes" in metafunc.fixturenames:
+        metafunc.parametrize("api_processes", [0, 2], ids=["one process", "API processes"])
+
+
+@pytest.fixture
+def api_processes() -> int:
+    """How many API processes `serve` gives its servers."""
+    return 0
+
+
 @asynccontextmanager
-async def running(engine: ServedEngine, *, wait_ready: bool = True, **settings: Any) -> AsyncIterator[Server]:
-    """A server of `engine` on a free port, stopped at the end."""
+async def running(engine: ServedEngine | Models, *, wait_ready: bool = True, **settings: Any) -> AsyncIterator[Server]:
+    """A server of `engine`, or of several models, on a free port, stopped at the end."""
     server = Server(ServerSettings(port=0, **settings))
-    task = asyncio.create_task(server.run(lambda: engine))
+    task = asyncio.create_task(server.run(engine if isinstance(engine, Models) else lambda: engine))
     try:
         waits = {asyncio.create_task(server.is_listening.wait())}
         if wait_ready:
@@ -89,12 +109,15 @@ Serve = Callable[..., Awaitable[Server]]
 
 
 @pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
+async def serve(api_processes: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Serve]:
     """`await serve(engine, **settings)`: a running server, stopped after the test."""
+    if api_processes:
+        monkeypatch.setattr(supervisor, "start_process", start_in_loop)
     async with AsyncExitStack() as stack:
 
-        async def start(engine: ServedEngine, **settings: Any) -> Server:
+        async def start(engine: ServedEngine | Models, **settings: Any) -> Server:
             settings.setdefault("shutdown_timeout_s", 0.0)
+            settings.setdefault("api_processes", api_processes)
             return await stack.enter_async_context(running(engine, **settings))
 
         yield start

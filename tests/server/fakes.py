@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 
 from novainfer import (
     Chat,
+    Committed,
     ContextLengthExceeded,
     Delta,
     EngineDraining,
@@ -19,6 +21,7 @@ from novainfer import (
     EngineStatistics,
     FinishReason,
     InvalidParameter,
+    KvEventsConfig,
     NovaInferError,
     RecorderUnavailable,
     RequestCancelled,
@@ -37,9 +40,12 @@ from novainfer.fsm.text import Vocabulary
 from novainfer.inspection import (
     ActorRecord,
     HealthRecord,
+    HistogramRecord,
     IncidentRecord,
     KvRecord,
     RequestRecord,
+    RequestTimes,
+    SessionRecord,
     StepRecord,
     Subscription,
 )
@@ -76,6 +82,9 @@ class FakeModelInfo(msgspec.Struct, frozen=True):
     pooling: ModelPooling = ModelPooling()
 
 
+TO_DECODE = ("request", "PREFILL", "DECODE")
+
+
 class FakeStatistics(EngineStatistics, frozen=True, kw_only=True):
     state: str = "IDLE"
     kv_blocks_total: int = 100
@@ -89,6 +98,12 @@ class FakeStatistics(EngineStatistics, frozen=True, kw_only=True):
     swapped_in_blocks: int = 2
     rungs: tuple[str, ...] = ("FULL", "SMALLER_BATCH", "INT8")
     admission: AdmissionStatistics = AdmissionStatistics(rejected_total={"overflow": 2}, cancelled_total={"queue": 3})
+    num_waiting: int = 3
+    num_deferred: int = 1
+    transitions: dict[tuple[str, str, str], int] = msgspec.field(default_factory=lambda: {TO_DECODE: 7})
+    rollbacks: dict[str, int] = msgspec.field(default_factory=lambda: {"oom": 2})
+    times: RequestTimes = RequestTimes(queue=HistogramRecord((1.0, 2.0), (1, 1, 0), 1.5))
+    step_tokens: HistogramRecord = HistogramRecord((32.0,), (1, 1), 40.0)
 
 
 class Active:
@@ -96,6 +111,9 @@ class Active:
 
     def __init__(self) -> None:
         self.permits = 0
+        self.left: deque[tuple[int, int]] = deque()  # position and choice of each delta to come
+        self.params = SamplingParams()
+        self.num_prompt_tokens = 0
         self.error: NovaInferError | None = None
         self.changed = asyncio.Event()
 
@@ -125,12 +143,15 @@ class FakeEngine:
         self.active: dict[str, Active] = {}
         self.seen: list[tuple[Any, SamplingParams, str]] = []  # prompt, params, id of every request
         self.tenants: list[Tenant] = []  # whose each was
+        self.committed: list[list[Committed]] = []  # what each came with
+        self.print = "fake"
         self.left_early: list[str] = []  # ids of requests whose reader went away before their end
         self.changed = asyncio.Condition()
         self.start_gate: asyncio.Event | None = None
         self.stuck: str | None = None  # why it stands still, if a test wants it to
         self.feed = Feed(lambda is_listened: None)
         self.injected: list[tuple[str, dict[str, Any]]] = []
+        self.kept: list[SessionRecord] = []  # conversations
         self.recording: Path | None = None  # where it is written when somebody asks
 
     async def start(self) -> None:
@@ -153,6 +174,12 @@ class FakeEngine:
         if num_kv_blocks is not None:
             self.model_info = msgspec.structs.replace(self.model_info, num_kv_blocks=num_kv_blocks)
         return self.model_info
+
+    def draw_seed(self) -> int:
+        return 4711
+
+    async def fingerprint(self) -> str:
+        return self.print
 
     async def drain(self, timeout_s: float) -> None:
         self.is_draining = True
@@ -178,8 +205,17 @@ class FakeEngine:
             raise InvalidParameter(f"token_ids must be integers from 0 to 255, not {wrong[0]}", param="token_ids")
         return [bytes([token_id]) for token_id in token_ids]
 
+    def kv_event_sources(self) -> dict[int, KvEventsConfig]:
+        return {}
+
     def tokenizer_info(self) -> TokenizerInfo:
         return TokenizerInfo(tokenizer_class="Bytes", eos_token="<eos>", chat_template="{{ messages }}")
+
+    def sessions(self, tenant: Tenant | None = None) -> list[SessionRecord]:
+        return self.kept
+
+    def end_session(self, session_id: str, tenant: Tenant = ANYONE) -> bool:
+        return False
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -261,7 +297,9 @@ class FakeEngine:
         request_id: str | None = None,
         owner: str = "",
         tenant: Tenant = ANYONE,
+        committed: Sequence[Committed] = (),
     ) -> AsyncGenerator[Delta, None]:
+        self.committed.append(list(committed))
         params = params or SamplingParams()
         request_id = request_id or f"unnamed-{len(self.seen)}"
         if self.overloaded:
@@ -287,13 +325,14 @@ class FakeEngine:
                 yield self._embedding(prompt, params.pooling, request_id, num_prompt_tokens)
                 is_over = True
                 return
-            for position in range(len(self.answer)):
-                for index in range(params.n):
-                    await self._turn(active)
-                    if position == self.fail_at:
-                        is_over = True
-                        raise self.failure
-                    yield self._delta(request_id, index, position, num_prompt_tokens, params)
+            active.params, active.num_prompt_tokens = params, num_prompt_tokens
+            active.left.extend((position, index) for position in range(len(self.answer)) for index in range(params.n))
+            while active.left:
+                await self._turn(active)
+                if active.left[0][0] == self.fail_at:
+                    is_over = True
+                    raise self.failure
+                yield self._next(request_id, active)
             is_over = True
         except NovaInferError:
             is_over = True
@@ -303,6 +342,17 @@ class FakeEngine:
             if not is_over:
                 self.left_early.append(request_id)
             await self._tell()
+
+    async def forward(self, request_id: str, take: Callable[[Delta], bool]) -> None:
+        """In the place of `generate`, up to what ends it badly."""
+        active = self.active[request_id]
+        while active.left and active.left[0][0] != self.fail_at:
+            try:
+                await self._turn(active)
+            except NovaInferError:
+                return
+            if not take(self._next(request_id, active)):
+                return
 
     def _embedding(self, prompt: Any, pooling: Pooling, request_id: str, num_prompt_tokens: int) -> Delta:
         """The prompt's length, and how it was to be pooled, in numbers."""
@@ -332,6 +382,10 @@ class FakeEngine:
         if active.error is not None:
             raise active.error
         active.permits -= 1
+
+    def _next(self, request_id: str, active: Active) -> Delta:
+        position, index = active.left.popleft()
+        return self._delta(request_id, index, position, active.num_prompt_tokens, active.params)
 
     def _delta(
         self, request_id: str, index: int, position: int, num_prompt_tokens: int, params: SamplingParams

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-NAMELESS = {"store"}  # of a response: the API has it, its client's types have not
+# Of a response: the API has them, its client's types in the version here have not.
+NAMELESS = {"access_programs", "frequency_penalty", "presence_penalty", "store"}
 Kind = TypeVar("Kind", bound=BaseModel)
 _event: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 

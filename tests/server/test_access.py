@@ -41,6 +41,30 @@ async def test_each_key_sees_its_own_requests_and_the_admin_key_all(held: Held, 
     assert (await held.client.get("/v1/requests/a", headers=BOB)).status_code == 404
 
 
+@pytest.mark.parametrize("path", ["/abort_requests", "/abort_request"])
+async def test_several_are_aborted_by_their_key_and_all_by_the_admin(held: Held, serve: Serve, path: str) -> None:
+    await held.serve(serve, **KEYS)
+    await held.ask("a", **ALICE)
+    await held.ask("b", **ALICE)
+    await held.ask("c", **BOB)
+    await held.ask("d", **BOB)
+
+    async def abort(body: object, headers: dict[str, str]) -> object:
+        response = await held.client.post(path, json=body, headers=headers)
+        return (
+            response.json()["cancelled"] if response.is_success else (response.status_code, error_of(response)["param"])
+        )
+
+    assert await abort({"request_ids": ["a", "c", "cmpl-b", "unknown"]}, ALICE) == ["a", "cmpl-b"]  # c is Bob's
+    assert await abort({"request_ids": ["a"]}, ALICE) == []  # it is over
+    assert await abort({"rid": "c"}, BOB) == ["c"]
+    for wrong in ({}, {"request_ids": []}, {"request_ids": ["x"] * 10_001}):
+        assert await abort(wrong, BOB) == (400, "request_ids")
+    assert await abort({"abort_all": True}, BOB) == (403, None)
+    assert await abort({"abort_all": True}, ADMIN) == ["cmpl-d"]
+    await held.finish()
+
+
 async def test_each_key_is_a_tenant_and_requests_without_keys_are_of_one(serve: Serve) -> None:
     with_keys, without = FakeEngine(), FakeEngine()
     for engine, settings in ((with_keys, KEYS), (without, {})):

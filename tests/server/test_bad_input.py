@@ -84,6 +84,9 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"timeout": 0}, "timeout", "invalid_value"),
     ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
     ({"request_id": "a b"}, "request_id", "invalid_value"),
+    ({"stream": True, "stream_interval": 0}, "stream_interval", "invalid_value"),
+    ({"on_disconnect": "stay"}, "on_disconnect", "invalid_value"),
+    ({"stream": True, "on_disconnect": "continue"}, "on_disconnect", "invalid_value"),  # there is no journal
     ({"tools": [{"type": "function"}]}, "tools[0].function", "invalid_value"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),

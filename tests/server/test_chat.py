@@ -5,8 +5,9 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 
-from novainfer import Delta
+from novainfer import Delta, FinishReason
 from novainfer.server.directory import shown_id
 from novainfer.server.openai.replies import Tally
 from tests.server.conftest import Serve
@@ -76,6 +77,30 @@ async def test_continuous_usage_counts_up(client: httpx.AsyncClient) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, _, _ = events((await chat(client, stream=True, stream_options=options)).text)
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 3, 4, 5, 5]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {7}
+
+
+@pytest.mark.parametrize("by", ["request", "operator"])
+async def test_a_stream_may_have_fewer_events_of_more_tokens(serve: Serve, by: str) -> None:
+    engine = FakeEngine()
+    server = await serve(engine, stream_interval=3 if by == "operator" else 2)
+    asked = {"stream": True, "n": 2, "stream_options": {"continuous_usage_stats": True}}
+    asked |= {"stream_interval": 3} if by == "request" else {}
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        *chunks, done = events((await chat(client, **asked)).text)
+        assert done == "[DONE]"
+        for index in (0, 1):
+            mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            said = [choice["delta"].get("content") for choice in mine]
+            assert said == ["", "Hello", ", world", "!", None]  # the first at once, and no end waits
+        assert chunks[-1]["usage"]["completion_tokens"] == 10
+        text = (await client.post("/v1/completions", json={"prompt": "a", "logprobs": 0, **asked, "n": 1})).text
+        told = [chunk["choices"][0] for chunk in events(text)[:-1]]
+        assert [len(choice["logprobs"]["tokens"]) for choice in told] == [1, 3, 1]
+        engine.fail_at = 3
+        *chunks, error = events((await chat(client, stream=True, stream_interval=100)).text)
+        assert [chunk["choices"][0]["delta"]["content"] for chunk in chunks] == ["", "Hello", ", wor"]
+        assert "error" in error
 
 
 async def test_several_choices_come_by_index(client: httpx.AsyncClient) -> None:
@@ -192,9 +217,19 @@ async def test_ids_are_the_clients_where_it_has_one(client: httpx.AsyncClient, e
     assert len((await chat(client)).headers["x-request-id"]) == 32
 
 
+async def test_effort_is_told_to_the_template(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    for effort, told in [("none", {"enable_thinking": False}), ("low", {"reasoning_effort": "low"}), (None, {})]:
+        response = await chat(client, reasoning_effort=effort, chat_template_kwargs={"a": 1})
+        assert response.is_success
+        assert "x-nova-ignored-fields" not in response.headers
+        assert engine.seen[-1][0].template_kwargs == {**told, "a": 1}
+    response = await chat(client, reasoning_effort="much")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning_effort")
+
+
 async def test_ignored_fields_are_named(client: httpx.AsyncClient) -> None:
-    response = await chat(client, user="u", reasoning_effort="low", my_field=1, service_tier="auto")
-    assert response.headers["x-nova-ignored-fields"] == "reasoning_effort, my_field, service_tier"
+    response = await chat(client, user="u", verbosity="low", my_field=1, service_tier="auto")
+    assert response.headers["x-nova-ignored-fields"] == "verbosity, my_field, service_tier"
     assert "x-nova-ignored-fields" not in (await chat(client, user="u")).headers
 
 
@@ -223,9 +258,10 @@ async def test_fields_without_effect_are_refused_where_the_server_is_strict(serv
 
 def test_usage_tells_of_guesses_where_any_were_verified() -> None:
     tally = Tally(num_prompts=1, n=2)
-    tally.add(Delta(request_id="r", token_ids=[1, 2], num_prompt_tokens=3))
+    tally.add(Delta(request_id="r", token_ids=[1, 2], num_prompt_tokens=3, num_generated_tokens=2))
     assert tally.usage().completion_tokens_details is None
+    last = Delta(request_id="r", token_ids=[3], num_generated_tokens=3, finish_reason=FinishReason.STOP)
     for index in (0, 1):
-        tally.add(Delta(request_id="r", index=index, num_prompt_tokens=3, num_draft_tokens=4, num_accepted_tokens=3))
+        tally.add(msgspec.structs.replace(last, index=index, num_draft_tokens=4, num_accepted_tokens=3))
     found = msgspec.to_builtins(tally.usage())["completion_tokens_details"]
     assert found == {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 2}

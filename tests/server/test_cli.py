@@ -21,6 +21,7 @@ from novainfer import (
     NovaInferError,
     SamplingParams,
 )
+from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.schedule.speculative_config import SpeculativeConfig
 from novainfer.server.cli import chat as cli_chat
 from novainfer.server.cli import generate as cli_generate
@@ -30,7 +31,7 @@ from novainfer.server.cli.main import COMMANDS, as_flags, main
 from novainfer.server.operate.recorder import default_folder
 from novainfer.server.settings import LogSettings, ServerSettings
 from novainfer.setting import VARIABLE_PREFIX, Setting, settings_of
-from tests.server.fakes import FakeEngine
+from tests.server.fakes import FakeEngine, FakeModelInfo
 
 
 class Served(Exception):
@@ -70,6 +71,53 @@ def test_without_flags_it_is_the_defaults(served: Any) -> None:
     settings = ServerSettings(client_room=256 + 1024 // 8, client_tokens=1 << 20)
     assert served() == (EngineConfig(worker="process", recorder_dir=folder), settings)
     assert served("--worker", "thread") == (EngineConfig(recorder_dir=folder), settings)
+
+
+def test_several_models_have_a_name_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr("novainfer.server.serve.run_server", lambda settings, hosted: (found.append(hosted), 0)[1])
+    argv = ("--model", "a=org/one", "--model", "b=/two words/x=y", "--max-loaded-models", "1")
+    assert main(["serve", *argv]) == 0
+    assert (found[-1].names, found[-1].max_loaded) == (("a", "b"), 1)
+    monkeypatch.setenv("NOVAINFER_MODEL", "a=org/one c=org/three")
+    assert main(["serve"]) == 0
+    assert found[-1].names == ("a", "c")
+    monkeypatch.delenv("NOVAINFER_MODEL")
+    (file := tmp_path / "nova.yaml").write_text("model: [d=org/one, e=org/two]\n")
+    assert main(["serve", "--config", str(file)]) == 0
+    assert found[-1].names == ("d", "e")
+    assert main(["serve", "--model", "org/one", "--model-idle-unload", "60"]) == 0
+    assert found[-1].names == ("org/one",)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--model", "a=x", "--model", "y"), "each is NAME=PATH, and not 'y'"),
+        (("--model", "a=x", "--model", "a=y"), "two models are called 'a'"),
+        (("--model", "a=x", "--model", "b=y", "demo"), "leave MODEL out"),
+        (("--model", "a=x", "--model", "b=y", "--served-model-name", "z"), "leave --served-model-name out"),
+        (("--max-loaded-models", "0"), "--max-loaded-models must be at least 1, not 0"),
+        (("--model-idle-unload", "0"), "--model-idle-unload must be more than 0 seconds"),
+    ],
+)
+def test_what_is_wrong_with_several_models_is_one_sentence(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_one_model_may_have_its_name_with_it_and_is_served_as_ever(
+    served: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config, _ = served("--model", "mine=org/one")
+    assert (config.model, config.served_model_name, config.memory_share) == ("org/one", "mine", 1.0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=b").mkdir()
+    assert served("--model", "a=b")[0].model == "a=b"
+    monkeypatch.setenv("NOVAINFER_MODEL", "/my models/one")
+    assert served()[0].model == "/my models/one"
 
 
 def test_where_the_usual_folder_cannot_be_written_recordings_stay_in_memory(
@@ -182,10 +230,10 @@ def test_a_file_gives_defaults_and_flags_win(served: Any, tmp_path: Path) -> Non
 def test_with_keys_one_client_may_have_half_of_what_may_run_and_wait(served: Any) -> None:
     size = ("--max-num-seqs", "10", "--max-num-queued-reqs", "30")
     settings = served(*size, "--api-key", "a")[1]
-    assert (settings.max_client_reqs, settings.client_slots, settings.client_room) == (20, 10, None)
+    assert (settings.max_client_reqs, settings.client_room) == (20, 13)
     assert (settings.max_client_tokens, settings.client_tokens) == (1 << 19, 1 << 20)
     settings = served(*size, "--api-key", "a", "--max-client-reqs", "3")[1]
-    assert (settings.max_client_reqs, settings.client_slots, settings.client_room) == (3, None, None)
+    assert (settings.max_client_reqs, settings.client_room) == (3, None)
 
 
 def test_without_keys_an_address_has_everything_while_it_is_alone_and_room_in_the_queue_is_left_to_others(
@@ -193,10 +241,10 @@ def test_without_keys_an_address_has_everything_while_it_is_alone_and_room_in_th
 ) -> None:
     size = ("--max-num-seqs", "10", "--max-num-queued-reqs", "32")
     settings = served(*size)[1]
-    assert (settings.max_client_reqs, settings.client_slots, settings.client_room) == (None, None, 14)
+    assert (settings.max_client_reqs, settings.client_room) == (None, 14)
     assert (settings.max_client_tokens, settings.client_tokens) == (None, 1 << 20)
     settings = served(*size, "--max-client-reqs", "3")[1]
-    assert (settings.max_client_reqs, settings.client_slots, settings.client_room) == (3, None, None)
+    assert (settings.max_client_reqs, settings.client_room) == (3, None)
 
 
 def test_keys_come_from_the_environment(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +284,11 @@ WRONG: list[tuple[list[str], str]] = [
     (["--no-such-flag"], "--no-such-flag"),
     (["--config", "/no/such/file"], "--config"),
     (["--api-key", ""], "--api-key must be ASCII and not empty"),
+    (
+        ["--http2-initial-connection-window-size", "65534"],
+        "--http2-initial-connection-window-size must be between 65535 and 2147483647 bytes, not 65534",
+    ),
+    (["--root-path", "llm"], "--root-path must be a path that begins with / and does not end with it"),
     (["--backlog", "0"], "--backlog must be at least 1, not 0"),
     (["--backlog", "70000"], "--backlog must be at most 65535, not 70000"),
     (["--keep-alive-timeout", "0"], "--keep-alive-timeout must be more than 0 seconds"),
@@ -475,6 +528,19 @@ def test_chat_remembers_until_told_to_forget(
     answer = "Hello, world!"
     assert seen == [["be kind", "one"], ["be kind", "one", answer, "two"], ["be kind", "three"]]
     assert engine.is_closed
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-thoughts"]])
+def test_what_a_model_thinks_is_no_part_of_the_chat(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(answer=("<think>", "hm", "m</think>", "\n\nHel", "lo"))
+    engine.model_info = FakeModelInfo(formats=Formats(reasoning="think"))
+    chat_with(monkeypatch, engine, "one\ntwo\n", *flags)
+    found = capsys.readouterr()
+    assert found.out == "Hello\n" * 2
+    assert found.err == ("" if flags else "hmm\n\n" * 2)
+    assert engine.seen[1][0].messages[1] == {"role": "assistant", "content": "Hello"}
 
 
 def test_chat_samples_as_the_model_wants_where_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,9 @@ import httpx
 import pytest
 
 from novainfer import InvalidParameter
-from novainfer.server.http import clients, http2
+from novainfer.server.http import clients, http2, writer
 from novainfer.server.http.errors import TooManyRequests
 from novainfer.server.http.exchange import network_of
-from novainfer.server.openai import sse
 from novainfer.server.serve import Server
 from novainfer.server.settings import ServerSettings
 from tests.server.conftest import TIMEOUT_S, Serve, eventually
@@ -65,7 +64,7 @@ async def test_a_client_may_leave_only_so_many_answers_unread(
     serve: Serve, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clients, "UNREAD_AFTER_S", 0.01)
-    monkeypatch.setattr(sse, "UNREAD_AFTER_S", 0.01)
+    monkeypatch.setattr(writer, "UNREAD_AFTER_S", 0.01)
     server = await serve(FakeEngine(), max_client_unread=2)
     unread = server.service.clients.unread
     away = await RawH2.connect(server.port, initial_window=0)
@@ -91,7 +90,7 @@ async def test_of_many_answers_that_stay_unread_at_once_those_above_the_limit_ar
     serve: Serve, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clients, "UNREAD_AFTER_S", 0.05)
-    monkeypatch.setattr(sse, "UNREAD_AFTER_S", 0.05)
+    monkeypatch.setattr(writer, "UNREAD_AFTER_S", 0.05)
     server = await serve(FakeEngine(), max_client_unread=3)
     away = await RawH2.connect(server.port, initial_window=0)
     body = json.dumps({"prompt": "a", "stream": stream}).encode()
@@ -142,9 +141,9 @@ async def test_the_unsent_bytes_of_a_connection_are_bounded(serve: Serve, monkey
     await away.close()
 
 
-def test_while_others_are_here_a_client_has_an_equal_share_of_the_slots() -> None:
+def test_while_others_are_here_a_client_leaves_them_room_and_a_minute_later_has_all_again() -> None:
     now_s = 0.0
-    found = clients.Clients(ServerSettings(max_client_reqs=100, client_slots=12), clock=lambda: now_s)
+    found = clients.Clients(ServerSettings(max_client_reqs=100, client_room=12), clock=lambda: now_s)
 
     def may_have(client: str) -> int:
         number = 0
@@ -159,24 +158,20 @@ def test_while_others_are_here_a_client_has_an_equal_share_of_the_slots() -> Non
 
     assert may_have("a") == 100
     found.enter("b", 1, 1, 1)
-    assert may_have("a") == 6
-    found.enter("c", 1, 1, 1)
-    assert may_have("a") == 4
-    found.leave("c", 1)
-    assert may_have("a") == 4, "c was here a moment ago"
+    assert may_have("a") == 12
+    found.leave("b", 1)
+    now_s += clients.RECENT_S - 1
+    assert may_have("c") == 12, "a was here a moment ago"
     now_s += clients.RECENT_S + 1
-    assert may_have("a") == 6, "b is still at it"
-    for name in range(20):
-        found.enter(str(name), 1, 1, 1)
-    assert may_have("a") == 12 // clients.SHARES_MAX
-    for name in range(20):
-        found.leave(str(name), 1)
+    found.enter("b", 1, 1, 1)
+    now_s += clients.RECENT_S + 1
+    assert may_have("a") == 12, "b is still at it"
     found.leave("b", 1)
     now_s += clients.RECENT_S + 1
     assert may_have("a") == 100
 
 
-def test_while_others_are_here_an_address_leaves_them_room_in_the_queue() -> None:
+def test_an_address_that_is_alone_has_everything_and_keeps_it() -> None:
     now_s = 0.0
     found = clients.Clients(ServerSettings(client_room=3), clock=lambda: now_s)
     for _ in range(100):
@@ -194,7 +189,7 @@ def test_while_others_are_here_an_address_leaves_them_room_in_the_queue() -> Non
 
 def test_one_request_is_no_way_around_what_a_client_may_have() -> None:
     found = clients.Clients(
-        ServerSettings(max_client_reqs=100, client_slots=40, client_tokens=1000, max_client_tokens=900)
+        ServerSettings(max_client_reqs=100, client_room=20, client_tokens=1000, max_client_tokens=900)
     )
     with pytest.raises(InvalidParameter, match="101 prompts with n=1, and a client may have 100 choices"):
         found.enter("a", 101, 1, 1)
@@ -208,8 +203,8 @@ def test_one_request_is_no_way_around_what_a_client_may_have() -> None:
         found.enter("a", 2, 1, 334)
     assert not found.live["a"]
     assert not found.waiting["a"]
-    found.enter("a", 1, 20, 334)  # half of the slots for an only request, of one prompt that is as long as it may be
-    with pytest.raises(TooManyRequests, match="has 20 live requests, and may have 13: wait for one to end"):
+    found.enter("a", 1, 20, 334)  # one prompt, which is as long as it may be
+    with pytest.raises(TooManyRequests, match="has 20 live requests, and may have 20: wait for one to end"):
         found.enter("a", 1, 1, 1)
 
 

@@ -1,12 +1,16 @@
 """Completions: prompts in every form that OpenAI's endpoint takes."""
 
+from itertools import pairwise
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from novainfer import Delta, TokenLogprob
-from novainfer.server.openai.replies import Tally
+from novainfer.server.openai.chunks import ChunkOptions, CompletionChunks
+from novainfer.server.openai.replies import Offsets, Tally, completion_logprobs
 from tests.server.conftest import Serve
 from tests.server.fakes import FakeEngine
 from tests.server.test_bad_input import error_of
@@ -40,6 +44,23 @@ async def test_lists_and_token_ids(client: httpx.AsyncClient, engine: FakeEngine
     assert reply["usage"]["completion_tokens"] == 10 * len(seen)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_special_tokens_a_text_has_none(
+    client: httpx.AsyncClient, engine: FakeEngine, stream: bool
+) -> None:
+    without = {"add_special_tokens": False, "echo": True, "stream": stream}
+    reply = await complete(client, ["ab", "c"], **without)
+    assert [given for given, _, _ in engine.seen] == [{"prompt_token_ids": [97, 98]}, {"prompt_token_ids": [99]}]
+    chunks = [reply.json()] if not stream else events(reply.text)[:-1]
+    texts = ["".join(c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == i) for i in (0, 1)]
+    assert texts == ["abHello, world!", "cHello, world!"], "the prompt is given back as it came"
+    assert "x-nova-ignored-fields" not in reply.headers
+    await complete(client, "ab", add_special_tokens=True)
+    assert engine.seen[-1][0] == "ab"
+    rendered = await client.post("/v1/completions/render", json={"prompt": "ab", **without})
+    assert rendered.json()[0]["token_ids"] == [97, 98]
+
+
 async def test_several_prompts_stream_as_one_answer(client: httpx.AsyncClient) -> None:
     options = {"include_usage": True}
     *chunks, usage, done = events((await complete(client, ["a", "bb"], stream=True, n=2, stream_options=options)).text)
@@ -68,6 +89,26 @@ async def test_logprobs_are_parallel_lists(client: httpx.AsyncClient) -> None:
     *chunks, _ = events((await complete(client, "x", logprobs=0, stream=True)).text)
     assert [chunk["choices"][0]["logprobs"]["text_offset"][0] for chunk in chunks] == [0, 5, 6, 10, 12]
     assert chunks[0]["choices"][0]["logprobs"]["top_logprobs"] == [{"Hello": -0.5}]
+
+
+@given(st.text(max_size=12), st.lists(st.integers(0, 40), max_size=12), st.lists(st.integers(0, 12), max_size=4))
+@example("a🙂b", [2, 3, 4], [2])
+def test_a_character_that_is_spread_over_tokens_is_counted_once(text: str, cuts: list[int], deltas: list[int]) -> None:
+    data, places = text.encode(), sorted(min(cut, len(text.encode())) for cut in cuts)
+    tokens = [data[a:b] for a, b in pairwise([0, *places, len(data)])]
+    begins = [0, *places]
+    starts = [at for at, char in enumerate(text) for _ in char.encode()] + [len(text)]  # of each byte's character
+    wanted = [7 + starts[begin] for begin in begins]
+    logprobs = [TokenLogprob(0, token, -0.5, []) for token in tokens]
+    assert completion_logprobs(logprobs, Offsets(7)).text_offset == wanted
+
+    encoder = CompletionChunks("id", 0, "m", Tally(1, 1), ChunkOptions(), echoes=["x" * 7], n=1)
+    found: list[int] = []
+    for a, b in pairwise([0, *sorted(deltas), len(tokens)]):
+        if told := encoder.delta(Delta(request_id="r", index=0, text="", logprobs=logprobs[a:b])):
+            [chunk] = events(told.decode())
+            found += chunk["choices"][0]["logprobs"]["text_offset"]
+    assert found == wanted
 
 
 ECHOED = {
@@ -99,6 +140,24 @@ async def test_an_echoed_prompt_has_log_probabilities_where_its_answer_has(
         assert [choice["text"] for choice in mine] == ["Say é", "Hello", ",", " wor", "ld", "!"]
         assert {name: mine[0]["logprobs"][name] for name in ECHOED} == ECHOED
         assert [choice["logprobs"]["text_offset"][0] for choice in mine[1:]] == [5, 10, 11, 15, 17]
+
+
+async def test_a_prompt_may_be_given_back_alone(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    asked = {"echo": True, "logprobs": 1, "max_tokens": 0, "return_token_ids": True}
+    whole = (await complete(client, ["ab", "c"], **{**asked, "max_tokens": 1})).json()
+    reply = (await complete(client, ["ab", "c"], **asked)).json()
+    assert engine.seen[-1][1].max_tokens == 1, "what a step computes of a prompt ends with a token"
+    assert [choice["text"] for choice in reply["choices"]] == ["ab", "c"]
+    for choice, more in zip(reply["choices"], whole["choices"], strict=True):
+        assert (choice["finish_reason"], choice["token_ids"]) == ("length", [])
+        num_tokens = len(choice["logprobs"]["tokens"])
+        assert 0 < num_tokens < len(more["logprobs"]["tokens"])
+        assert {key: values[:num_tokens] for key, values in more["logprobs"].items()} == choice["logprobs"]
+    usage = reply["usage"]
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (0, usage["prompt_tokens"])
+    for more in ({"stream": True}, {"echo": False}):
+        response = await complete(client, "ab", **{**asked, **more})
+        assert (response.status_code, error_of(response)["param"]) == (400, "max_tokens")
 
 
 async def test_token_ids_are_echoed_as_their_text(client: httpx.AsyncClient) -> None:

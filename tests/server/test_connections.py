@@ -9,13 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from novainfer.server.http import connection, listen
-from novainfer.server.http.connection import HttpConfig
+from novainfer.server.http.connection import Connection, HttpConfig
 from novainfer.server.serve import Server
 from tests.server.conftest import TIMEOUT_S, Serve, eventually
 from tests.server.fakes import FakeEngine
 from tests.server.rawh2 import RawH2
+from tests.server.test_http2 import START, app_of, serving
 
 MOST = 3
 
@@ -166,3 +168,51 @@ async def test_a_connection_with_a_request_that_was_let_in_is_not_closed_for_its
     assert (await client.response(live))[0] == 200
     for _, writer in slow:
         writer.close()
+
+
+@pytest.mark.parametrize("how", ["shut down", "idle"])
+async def test_a_connection_that_is_over_ends_though_its_client_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", 0.1)
+    known: list[Connection] = []
+    run = Connection.run
+
+    async def noted(self: Connection) -> None:
+        known.append(self)
+        await run(self)
+
+    monkeypatch.setattr(Connection, "run", noted)
+    sent = 0
+
+    async def write(send: Send) -> None:
+        nonlocal sent
+        await send(START)
+        for _ in range(2000):
+            if how == "idle" and known[0].writer.transport.get_write_buffer_size():
+                break  # no more of it is taken, and its request ends
+            await send({"type": "http.response.body", "body": b"x" * 10_000, "more_body": True})
+            sent += 1
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def handler(scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.create_task(write(send))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        writing.cancel()
+
+    async with serving(app_of(handler), keep_alive_timeout_s=0.2) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(b"GET /much HTTP/1.1\r\nhost: test\r\n\r\n")
+        before = -1
+        while sent == 0 or sent > before:  # until nothing more has room anywhere
+            before = sent
+            await asyncio.sleep(0.1)
+        if how == "shut down":
+            writer.write_eof()
+        (one,) = known
+        assert isinstance(one.config, HttpConfig)
+        connections = one.config.connections
+        await eventually(lambda: not connections)
+        writer.transport.abort()

@@ -32,8 +32,8 @@ SUM = [{"role": "user", "content": "What is 7 + 5?"}]
 class DemoServer:
     """The demo model behind HTTP, in a thread with a loop of its own, as an application beside its clients."""
 
-    def __init__(self, *api_keys: str, recorder_dir: Path | None = None) -> None:
-        self._api_keys = api_keys
+    def __init__(self, *api_keys: str, recorder_dir: Path | None = None, **settings: Any) -> None:
+        self._settings = {"port": 0, "api_keys": api_keys, "shutdown_timeout_s": 0.0, **settings}
         self._recorder_dir = recorder_dir
         self.server: Server
         self.engine: Engine
@@ -52,7 +52,7 @@ class DemoServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.server = Server(ServerSettings(port=0, api_keys=self._api_keys, shutdown_timeout_s=0.0))
+        self.server = Server(ServerSettings(**self._settings))
 
         def make_engine() -> Engine:
             self.engine = Engine(EngineConfig(num_threads=2, max_num_seqs=64, recorder_dir=self._recorder_dir))

@@ -194,6 +194,15 @@ def test_the_network_a_port_in_use_a_host_without_keys_and_a_short_queue(
     assert found.text == "the kernel lets 128 connections wait, and --backlog asks for 1024"
 
 
+def test_api_processes_need_cpus_beside_that_of_the_engine(healthy: dict[str, Any]) -> None:
+    assert not any("API process" in one.text for one in findings(asked(), "ok"))
+    healthy["cpu"] = msgspec.structs.replace(CPU, granted=4)
+    (found,) = [one for one in findings(asked(api_processes=3), "ok") if "API process" in one.text]
+    assert found.text == "3 API processes beside the engine's, with 4 CPUs for all"
+    (found,) = findings(asked(api_processes=4), "warning")
+    assert found.advice.startswith("fewer than 4")
+
+
 def test_a_certificate_is_looked_at(healthy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certfile, keyfile = write_self_signed(tmp_path, "127.0.0.1")
     wanted = asked(ssl_certfile=certfile, ssl_keyfile=keyfile)
@@ -213,6 +222,48 @@ def test_few_files_and_a_folder_that_cannot_be_written(
     (found,) = findings(asked(), "warning")
     assert found.text == "1024 files may be open: each connection is one"
     monkeypatch.undo()
+
+
+def test_a_journal_that_cannot_be_written(healthy: dict[str, Any], tmp_path: Path) -> None:
+    journal = tmp_path / "answers.db"
+    assert any(f"the journal is {journal}" in one.text for one in findings(asked(journal=journal), "ok"))
+    for path in (tmp_path / "none" / "answers.db", tmp_path):
+        (found,) = findings(asked(journal=path), "failure")
+        assert (found.topic, found.text) == ("files", f"the journal {path} cannot be written")
+
+
+def test_what_settings_need_and_is_not_installed(healthy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    events = {"kv_events_config": '{"enable_kv_cache_events": true}'}
+    wanted = asked(events, self_signed=True, otlp_traces_endpoint="http://c:4318")
+    assert findings(wanted, "failure") == []
+    monkeypatch.setattr(doctor, "find_spec", lambda module: None)
+    assert {one.advice.partition(",")[0] for one in findings(wanted, "failure")} == {
+        f"pip install 'novainfer[{extra}]'" for extra in ("otel", "events", "tls")
+    }
+    assert findings(asked(), "failure") == [], "what nobody asked for is not missed"
+
+
+def test_each_of_several_models_is_looked_at_with_its_share(
+    healthy: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    looked: list[str] = []
+
+    def needs_of(config: EngineConfig) -> Needs:
+        looked.append(str(config.model))
+        return NEEDS
+
+    monkeypatch.setattr(machine, "needs_of", needs_of)
+    flags = ["doctor", "--port", "0", "--model", "a=/one", "--model", "b=/two", "--model", "c=/three"]
+    assert main([*flags, "--max-loaded-models", "2"]) == 0
+    out = capsys.readouterr().out
+    assert looked == ["/one", "/two", "/three", "/one"]  # the last one for its kernels
+    assert "3 models, and 50% of the memory for each that is loaded" in out
+    tokens = int((16 * GIB - NEEDS.weight_bytes) * 0.6) // NEEDS.kv_bytes_per_token
+    assert out.count(f"room for a cache of {tokens} tokens") == 3
+    healthy["memory"] = msgspec.structs.replace(MEMORY, free_bytes=18 * GIB)
+    assert main(flags) == 1
+    assert capsys.readouterr().out.count("though one context is 4096") == 3
 
 
 def test_huge_pages_that_are_off(healthy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -278,7 +329,7 @@ def test_a_model_of_the_hub_is_not_fetched_for_a_look(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_on_this_machine_it_runs_the_demo_model(tmp_path: Path) -> None:
     env = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "novainfer.server.cli.main", "doctor", "--port", "0", "--json"]
+    command = [sys.executable, "-m", "novainfer", "doctor", "--port", "0", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=240)
     report = json.loads(done.stdout)
     assert (done.returncode, report["is_fit"]) == (0, True), done.stdout

@@ -77,6 +77,16 @@ async def test_fields_reach_the_engine(client: httpx.AsyncClient, engine: FakeEn
     assert (params.truncate_prompt_tokens, params.timeout_s, params.max_queue_s) == (5, 9.0, 1.5)
 
 
+async def test_priority_and_salt_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    response = await embed(client, "Say hello", priority=3, cache_salt="mine")
+    assert response.status_code == 200
+    assert "x-nova-ignored-fields" not in response.headers
+    [(_, params, _)] = engine.seen
+    assert (params.priority, params.cache_salt) == (3, "mine")
+    salted = await embed(client, "Say hello", cache_salt="")
+    assert (salted.status_code, salted.json()["error"]["param"]) == (400, "cache_salt")
+
+
 async def test_what_a_request_leaves_open_is_as_the_model_says(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.model_info = msgspec.structs.replace(engine.model_info, pooling=ModelPooling(kind="mean", normalize=False))
     assert (await embed(client, "a")).json()["data"][0]["embedding"][1:3] == [1.0, 0.0]

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from novainfer.server.metrics import Histogram
+from novainfer.actors.inspection.times import Histogram
 from novainfer.server.operate import exposition, scrape
 from novainfer.server.operate.exposition import COUNTER, GAUGE, Family, HistogramFamily, SummaryFamily
 from tests.server.conftest import Serve

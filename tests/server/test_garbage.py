@@ -53,3 +53,25 @@ def test_what_the_last_requests_left_goes_while_the_server_is_idle(monkeypatch: 
     assert gone() is not None, "it waits for a full one"
     garbage.collect_when_idle()
     assert gone() is None
+
+
+def test_a_model_that_was_there_for_good_and_is_let_go_is_collected_while_the_server_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Knot:
+        def __init__(self) -> None:
+            self.itself = self
+
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    knot = Knot()
+    garbage.settle()
+    gone = weakref.ref(knot)
+    del knot
+    garbage.collect_when_idle()
+    gc.collect()
+    assert gone() is not None, "it is left out of every collection"
+    garbage.let_go()
+    assert gone() is not None, "nothing stands still for it while requests wait"
+    garbage.collect_when_idle()
+    assert gone() is None
+    assert gc.get_freeze_count() > 10_000

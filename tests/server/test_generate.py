@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from novainfer import EngineConfig, EngineDead, StepFailedError
+from novainfer.fsm.parsing.formats import Formats
 from novainfer.server.cli import generate as cli_generate
 from novainfer.server.cli.main import main
-from tests.server.fakes import FakeEngine
+from tests.server.fakes import FakeEngine, FakeModelInfo
 
 
 @pytest.fixture
@@ -302,3 +303,33 @@ def test_the_records_of_the_page_are_taken(fake_generate: list[FakeEngine], file
     assert main(argv) == 0
     fields = set().union(*read(sink)) - {"response", "custom_id"}
     assert all(f"`{field}`" in page for field in fields)
+
+
+def test_answers_to_chats_are_read_for_thoughts_and_calls_of_tools(
+    fake_generate: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = Formats(tool_calls="hermes", reasoning="think")
+    said = ("<think>", "hm", "</think>", "<tool_call>\n", '{"name": "add", "arguments": {"a": 1}}', "\n</tool_call>")
+
+    def make_engine(config: EngineConfig) -> FakeEngine:
+        fake_generate.append(FakeEngine(answer=said))
+        fake_generate[-1].model_info = FakeModelInfo(formats=formats)
+        return fake_generate[-1]
+
+    monkeypatch.setattr(cli_generate, "make_engine", make_engine)
+    tool = {"type": "function", "function": {"name": "add"}}
+    body = {"messages": [{"role": "user", "content": "1"}], "tools": [tool]}
+    openai = {"custom_id": "x", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", **body}}
+    source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(json.dumps(line) for line in (body, openai, {**body, "tool_choice": "required"})))
+    assert main(["generate", "-i", str(source), "-o", str(sink)]) == 0
+    ours, theirs, must = read(sink)
+    (choice,) = ours["choices"]
+    assert (choice["text"], choice["reasoning_content"], choice["finish_reason"]) == ("", "hm", "tool_calls")
+    assert choice["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    message = theirs["response"]["body"]["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == (None, "hm")
+    assert message["tool_calls"][0]["function"]["name"] == "add"
+    assert "choices" in must
+    held = [params.structured_outputs is not None for _, params, _ in fake_generate[-1].seen]
+    assert held == [False, False, True]

@@ -1,13 +1,16 @@
 """Keys, limits and the small endpoints."""
 
 import asyncio
+import contextlib
 import re
 from html.parser import HTMLParser
 
 import httpx
 import pytest
 
-from tests.server.conftest import Serve
+from novainfer import InvalidParameter
+from novainfer.server.settings import ServerSettings
+from tests.server.conftest import TIMEOUT_S, Serve
 from tests.server.fakes import FakeEngine, FakeModelInfo
 from tests.server.rawh2 import RawH2
 from tests.server.test_bad_input import error_of
@@ -16,7 +19,7 @@ from tests.server.test_chat import USER
 PUBLIC = ("/health", "/healthz", "/livez", "/readyz", "/ping", "/docs")
 GUARDED = (
     *("/v1/models", "/v1/models/fake", "/metrics", "/version", "/openapi.json", "/nothing", "/"),
-    *("/load", "/server_info", "/tokenizer_info"),
+    *("/load", "/server_info", "/tokenizer_info", "/kv_event_sources"),
 )
 
 
@@ -138,12 +141,21 @@ async def test_metrics_count_what_happened(client: httpx.AsyncClient, engine: Fa
     lines = set(response.text.splitlines())
     labels = 'engine="0",model_name="fake"'
     assert f"vllm:num_requests_running{{{labels}}} 0.0" in lines
+    assert f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} 2.0' in lines
+    assert f'vllm:num_requests_waiting_by_reason{{{labels},reason="deferred"}} 1.0' in lines
+    assert 'nova_transitions_total{actor="request",from="PREFILL",to="DECODE"} 7.0' in lines
+    assert 'nova_rollbacks_total{cause="oom"} 2.0' in lines
     assert f"vllm:kv_cache_usage_perc{{{labels}}} 0.04" in lines
     assert f"vllm:prefix_cache_hits_total{{{labels}}} 5.0" in lines
     assert f"vllm:time_to_first_token_seconds_count{{{labels}}} 3.0" in lines
     assert f"vllm:inter_token_latency_seconds_count{{{labels}}} 8.0" in lines
     assert f"vllm:e2e_request_latency_seconds_count{{{labels}}} 2.0" in lines
     assert 'vllm:request_generation_tokens_bucket{engine="0",le="5.0",model_name="fake"} 2.0' in lines
+    assert 'vllm:request_params_n_bucket{engine="0",le="1.0",model_name="fake"} 2.0' in lines
+    assert f"vllm:request_params_max_tokens_count{{{labels}}} 0.0" in lines, "they did not say how many"
+    assert f"vllm:request_queue_time_seconds_sum{{{labels}}} 1.5" in lines
+    assert f"vllm:iteration_tokens_total_sum{{{labels}}} 40.0" in lines
+    assert f"vllm:prompt_tokens_cached_total{{{labels}}} 5.0" in lines
     assert 'nova_terminal_events_total{kind="finish"} 2.0' in lines
     assert 'nova_terminal_events_total{kind="error"} 1.0' in lines
     assert 'nova_http_requests_total{method="POST",route="/v1/chat/completions",status="200"} 3.0' in lines
@@ -154,6 +166,17 @@ async def test_metrics_count_what_happened(client: httpx.AsyncClient, engine: Fa
         "nova_swapped_out_blocks_total 3.0",
         "nova_swapped_in_blocks_total 2.0",
     } <= lines
+
+
+async def test_metrics_count_what_requests_ask_for(client: httpx.AsyncClient) -> None:
+    for n in (1, 3):
+        body = {"messages": USER, "n": n, "max_tokens": 5 * n}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    lines = (await client.get("/metrics")).text.splitlines()
+    labels = 'engine="0",model_name="fake"'
+    for name, total in (("n", 4), ("max_tokens", 20)):
+        assert f"vllm:request_params_{name}_count{{{labels}}} 2.0" in lines
+        assert f"vllm:request_params_{name}_sum{{{labels}}} {total:.1f}" in lines
 
 
 async def test_two_apps_in_one_process_have_metrics_of_their_own(serve: Serve) -> None:
@@ -174,6 +197,31 @@ async def test_the_openapi_document_describes_every_route(client: httpx.AsyncCli
     for path in document["paths"]:
         name = path.replace("{model}", "fake").replace("{request_id}", "x")
         assert (await client.options(name)).status_code == 405, f"{path} is described but not served"
+
+
+async def test_behind_a_proxy_with_a_prefix_the_document_names_it_and_both_kinds_of_proxy_are_served(
+    serve: Serve, engine: FakeEngine
+) -> None:
+    server = await serve(engine, root_path="/llm/one", api_keys=("k",))
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        for path in ("/v1/models", "/llm/one/v1/models"):  # stripped, or passed on as it came
+            assert (await client.get(path)).status_code == 401
+            assert (await client.get(path, headers={"authorization": "Bearer k"})).status_code == 200
+        assert (await client.get("/llm/one/health")).status_code == 200  # a probe needs no key there, either
+        for path in ("/llm/onev1/models", "/llm/v1/models", "/llm/one", "/llm/one/llm/one/v1/models"):
+            assert (await client.get(path, headers={"authorization": "Bearer k"})).status_code == 404, path
+        document = (await client.get("/openapi.json", headers={"authorization": "Bearer k"})).json()
+        assert document["servers"] == [{"url": "/llm/one"}]
+        page = (await client.get("/docs")).text
+    assert "<code>/llm/one/v1/models</code>" in page
+    assert "<a href=openapi.json>" in page  # beside it, wherever that is
+
+
+@pytest.mark.parametrize("path", ["", "/", "llm", "/llm/", "//x", "/a b", "/a?b", "https://x/llm"])
+def test_a_root_path_that_is_none_is_refused(path: str) -> None:
+    with pytest.raises(InvalidParameter, match="such as /llm") as found:
+        ServerSettings(root_path=path)
+    assert found.value.param == "root_path"
 
 
 async def test_the_docs_page_is_whole_in_itself_and_says_nothing_of_its_server(serve: Serve) -> None:
@@ -215,3 +263,43 @@ async def test_a_body_of_too_many_fields_is_refused(serve: Serve, path: str) -> 
         response = await client.post(path, json={f"x{at}": 1 for at in range(257)})
         assert response.status_code == 400
         assert response.json()["error"]["message"] == "The body must have at most 256 fields, not 257"
+
+
+async def raw(port: int, data: bytes) -> bytes:
+    """What the server says to `data`, until it closes the connection or says no more."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    said = b""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(TIMEOUT_S):
+            while chunk := await reader.read(65536):
+                said += chunk
+            said += b"(closed)"
+    writer.close()
+    return said
+
+
+async def test_a_body_of_two_lengths_is_refused_with_its_connection(serve: Serve) -> None:
+    server = await serve(engine := FakeEngine())
+    inner = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+    said = await raw(server.port, head + b"0\r\n\r\n" + inner)
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert said.endswith(b"(closed)")
+    assert said.count(b"HTTP/1.1 ") == 1, "what follows is not looked at"
+    assert engine.seen == []
+
+
+@pytest.mark.parametrize("target", [b"http://other:8000/v1/models?a=1", b"HTTPS://other/v1/models", b"/v1/models"])
+async def test_a_target_may_name_its_host(serve: Serve, target: bytes) -> None:
+    server = await serve(FakeEngine())
+    said = await raw(server.port, b"GET %s HTTP/1.1\r\nhost: other\r\nconnection: close\r\n\r\n" % target)
+    assert said.startswith(b"HTTP/1.1 200 ")
+    assert b'"object":"list"' in said
+
+
+@pytest.mark.parametrize("target", [b"http://other", b"http://other?a=/v1/models", b"http:/v1/models", b"*"])
+async def test_a_target_that_names_nothing_else_is_no_path(serve: Serve, target: bytes) -> None:
+    server = await serve(FakeEngine())
+    said = await raw(server.port, b"GET %s HTTP/1.1\r\nhost: other\r\nconnection: close\r\n\r\n" % target)
+    assert said.startswith(b"HTTP/1.1 404 ")

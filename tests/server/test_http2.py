@@ -17,6 +17,7 @@ from tests.server.conftest import eventually
 from tests.server.rawh2 import RawH2
 
 NO_ERROR, INTERNAL_ERROR = 0, 2
+SIZE = "http2_initial_connection_window_size"
 START = {"type": "http.response.start", "status": 200, "headers": []}
 
 
@@ -189,6 +190,16 @@ async def test_an_unread_body_holds_up_nobody_else() -> None:
         await client.send_data(stream, b"x" * 100_000, end=True)
         assert await client.response(stream) == (200, b"read")
         assert length == http2.WINDOW_BYTES + 100_000
+        await client.close()
+
+
+@pytest.mark.parametrize("size", [65_535, 100_000, 1024 * 1024])
+async def test_the_connections_first_window_is_what_the_operator_says(size: int) -> None:
+    async with serving(app_of(lambda scope, receive, send: asyncio.sleep(0)), **{SIZE: size}) as port:
+        client = await RawH2.connect(port)
+        await is_fine(client)  # so that the server's settings have come
+        assert client.connection.outbound_flow_control_window == size
+        await is_fine(client, b"y" * 300_000)  # which is given back as it is used
         await client.close()
 
 

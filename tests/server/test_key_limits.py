@@ -537,4 +537,5 @@ def test_an_owner_that_is_no_key_has_no_limits(engine: FakeEngine) -> None:
     found = Quotas(server.service.keys)
     found.admit("", 1000, 10**9).settle(5)
     assert found.headers("") == []
-    server._sock.close()
+    for sock in server._sockets:
+        sock.close()

@@ -86,7 +86,7 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: Path, name: str) -> Non
         (f"keys: [{{name: alice, hash: '{HASH}', limit: 3}}]", "contains unknown field `limit`"),
         (f"keys: [{{name: alice, hash: '{HASH}', requests_per_min: 0}}]", r"requests_per_min must be from 1 .*\[0\]"),
         (f"keys: [{{name: alice, hash: '{HASH}', requests_per_min: 1.5}}]", "Expected `int | null`, got `float`"),
-        (f"keys: [{{name: alice, hash: '{HASH}', weight: .nan}}]", "weight must be from 0.01 to 100"),
+        (f"keys: [{{name: alice, hash: '{HASH}', weight: .nan}}]", "weight must be from 0.001 to 1000"),
         (f"keys: [{{name: 'a b', hash: '{HASH}'}}]", "name must be 1 to 64 letters"),
         (f"keys: [{{name: a, hash: '{HASH}'}}, {{name: a, hash: '{digest(b'x')}'}}]", "name 'a' stands twice"),
         ("keys: [{name: alice, hash: some-plain-key}]", "hash must be sha256: and 64 hexadecimal digits"),
@@ -164,7 +164,7 @@ def test_a_key_that_exists_is_taken_from_standard_input(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["add", "alice", "--requests-per-min", "0"], "--requests-per-min must be from 1 to"),
-        (["add", "alice", "--weight", "1000"], "--weight must be from 0.01 to 100"),
+        (["add", "alice", "--weight", "1001"], "--weight must be from 0.001 to 1000"),
         (["add", "a b"], "name"),
         (["revoke", "nobody"], "there is no key of the name 'nobody'"),
     ],

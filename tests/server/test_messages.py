@@ -20,9 +20,10 @@ from pydantic import TypeAdapter
 from novainfer import CallerError, Chat, ContextLengthExceeded, Delta, FinishReason, SamplingParams, StepFailedError
 from novainfer.fsm.parsing.pieces import CallArguments, CallBegun, Content, Piece, Reasoning
 from novainfer.prompt import to_prompt
-from novainfer.server.anthropic.events import KEEP_ALIVE, PING, MessageEvents
+from novainfer.server.anthropic.events import PING, MessageEvents
 from novainfer.server.anthropic.protocol import MessagesRequest
 from novainfer.server.anthropic.replies import INVALID_JSON, Shown, blocks_of
+from novainfer.server.http.writer import KEEP_ALIVE
 from novainfer.server.openai.decode import decode
 from novainfer.server.openai.replies import Tally
 from tests.server.conftest import TIMEOUT_S, Serve, eventually
@@ -35,6 +36,14 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL: Any = {"name": "weather", "description": "The weather of a city", "input_schema": SCHEMA}
 THINKS = ("<think>", "Hm", ".", "</think>")
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+# Null, or what it always is: they count or name what only Anthropic's own servers have.
+OF_ANTHROPICS_SERVICES = {
+    "cache_creation": None,
+    "inference_geo": None,
+    "server_tool_use": None,
+    "service_tier": "standard",
+    "speed": "standard",
+}
 
 
 class StoppedEngine(FakeEngine):
@@ -117,12 +126,17 @@ async def test_an_answer_has_anthropics_shape(claude: anthropic.AsyncAnthropic, 
         "id": "msg-mine",
         "role": "assistant",
         "model": "fake",
-        "content": [{"type": "text", "text": "Hello, world!"}],
+        "content": [{"type": "text", "text": "Hello, world!", "citations": None}],
+        "container": None,
+        "diagnostics": None,
+        "stop_details": None,
         "stop_reason": "end_turn",
         "stop_sequence": None,
         "usage": {
+            **OF_ANTHROPICS_SERVICES,
             "input_tokens": 4,
             "output_tokens": 5,
+            "cache_creation_input_tokens": None,
             "cache_read_input_tokens": 3,
             "output_tokens_details": {"thinking_tokens": 0},
         },
@@ -139,22 +153,29 @@ async def test_a_stream_is_anthropics_events_in_their_order(claude: anthropic.As
         "role": "assistant",
         "model": "fake",
         "content": [],
+        "container": None,
+        "diagnostics": None,
+        "stop_details": None,
         "stop_reason": None,
         "stop_sequence": None,
         "usage": {
+            **OF_ANTHROPICS_SERVICES,
             "input_tokens": 4,
             "output_tokens": 1,
+            "cache_creation_input_tokens": None,
             "cache_read_input_tokens": 3,
             "output_tokens_details": {"thinking_tokens": 0},
         },
     }
-    assert block == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    assert block["type"] == "content_block_start"
+    assert (block["index"], block["content_block"]) == (0, {"type": "text", "text": "", "citations": None})
     assert [delta["delta"] for delta in deltas] == [
         {"type": "text_delta", "text": text} for text in ("Hello", ",", " wor", "ld", "!")
     ]
     assert {(delta["type"], delta["index"]) for delta in deltas} == {("content_block_delta", 0)}
     assert closed == {"type": "content_block_stop", "index": 0}
-    assert ending["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    nothing = {"container": None, "stop_details": None}
+    assert ending["delta"] == {**nothing, "stop_reason": "end_turn", "stop_sequence": None}
     assert ending["usage"]["output_tokens"] == 5
     assert stop == {"type": "message_stop"}
 
@@ -200,7 +221,7 @@ async def test_thoughts_and_calls_are_blocks_of_their_own(
     ], "arguments come while they are written"
     starts = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert [start | {"id": ""} for start in starts[2:]] == [
-        {"type": "tool_use", "id": "", "name": "weather", "input": {}}
+        {"type": "tool_use", "id": "", "name": "weather", "input": {}, "caller": {"type": "direct"}}
     ] * 2
 
 
@@ -444,7 +465,17 @@ async def test_a_model_without_tools_and_thoughts_says_so(serve: Serve) -> None:
     assert [block["type"] for block in taken.json()["content"]] == ["text"]
 
 
+async def test_a_budget_of_thoughts_is_passed_on(serve: Serve, engine: StoppedEngine) -> None:
+    server = await serve(engine)
+    async with httpx.AsyncClient(base_url=server.url) as http:
+        reply = await http.post(PATH, json=asked(thinking={"type": "enabled", "budget_tokens": 5}))
+    assert "x-nova-ignored-fields" not in reply.headers
+    assert engine.seen[-1][1].thinking_token_budget == 5
+
+
 async def test_a_strict_server_refuses_what_has_no_effect(serve: Serve, engine: StoppedEngine) -> None:
+    spelled = msgspec.structs.replace(engine.model_info.formats, marker_ids={})
+    engine.model_info = FakeModelInfo(formats=spelled)
     server = await serve(engine, strict_fields=True)
     async with httpx.AsyncClient(base_url=server.url) as http:
         for more, field in (
@@ -483,8 +514,8 @@ async def test_errors_have_anthropics_types(claude: anthropic.AsyncAnthropic, en
         await claude.messages.create(**asked(model="claude"))
     assert caught.value.type == "not_found_error"
     async with httpx.AsyncClient(base_url=str(claude.base_url)) as http:
-        for path in (f"{PATH}/batches", "/v1/messages/x"):
-            body = (await http.post(path, json={})).json()
+        for method, path in (("POST", f"{PATH}/batches/x"), ("GET", f"{PATH}/msg-x")):
+            body = (await http.request(method, path, json={})).json()
             assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
         for response in (
             await http.post(PATH, content=b"{", headers={"content-type": "application/json"}),
@@ -614,8 +645,7 @@ class SaidAnswer:
 
     def __init__(self, pieces: list[Piece]) -> None:
         self._pieces = iter(pieces)
-        self.generation = self
-        self.id, self.model, self.tally = "msg-1", "fake", Tally(1, 1)
+        self.tally = Tally(1, 1)
 
     def read(self, delta: Delta) -> list[tuple[Delta, list[Piece]]]:
         return [(delta, [piece] if (piece := next(self._pieces, None)) is not None else [])]
@@ -646,7 +676,7 @@ def said(draw: st.DrawFn) -> list[Piece]:
 def test_what_a_client_puts_together_from_events_is_what_it_gets_in_one_piece(
     pieces: list[Piece], thoughts: Shown
 ) -> None:
-    events = MessageEvents(SaidAnswer(pieces), "r", thoughts=thoughts, is_context_full=lambda: False)  # type: ignore[arg-type]
+    events = MessageEvents(SaidAnswer(pieces), ("msg-1", "fake"), "r", thoughts=thoughts, is_context_full=lambda: False)  # type: ignore[arg-type]
     data = b"".join(events.delta(Delta(request_id="r", index=0, text="")) for _ in [None, *pieces])
     events._last = Delta(request_id="r", index=0, text="", finish_reason=FinishReason.STOP)
     message, buffers = None, dict[int, bytes]()
@@ -664,11 +694,7 @@ def test_what_a_client_puts_together_from_events_is_what_it_gets_in_one_piece(
     assert message is not None
     assert not opened
     found = [
-        json.loads(block.model_dump_json(exclude={"id", "citations", "caller", "parsed_output"}))
-        for block in message.content
+        json.loads(block.model_dump_json(exclude={"id", "parsed_output", "toolset_name"})) for block in message.content
     ]
-    for one in found:
-        for name in ("toolset_name",):
-            one.pop(name, None)
     whole = msgspec.json.decode(msgspec.json.encode(blocks_of(pieces, thoughts=thoughts)))
     assert found == [{name: value for name, value in block.items() if name != "id"} for block in whole]

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from novainfer import InvalidParameter
+from novainfer.server.app import ROUTES
 from novainfer.server.settings import ServerSettings
 from tests.server.conftest import Serve
 from tests.server.fakes import FakeEngine
@@ -30,7 +31,7 @@ async def test_a_page_of_a_named_origin_asks_and_reads(serve: Serve, engine: Fak
         assert (response.status_code, response.content) == (200, b"")
         assert allowed(response) == {
             "origin": PAGE,
-            "methods": "GET, POST",
+            "methods": "DELETE, GET, POST",
             "headers": "authorization,x-stainless-os",
         }
         key = {"authorization": "Bearer key"}
@@ -43,6 +44,18 @@ async def test_a_page_of_a_named_origin_asks_and_reads(serve: Serve, engine: Fak
         response = await client.post("/v1/chat/completions", json=BODY)
         assert (response.status_code, allowed(response)) == (401, {"origin": PAGE})  # it may read why
         assert allowed(await client.get("/nothing", headers=key)) == {"origin": PAGE}
+
+
+async def test_a_page_may_use_every_endpoint_and_read_what_its_budgets_are(serve: Serve, engine: FakeEngine) -> None:
+    server = await serve(engine, allowed_origins=(PAGE,), session_token_budget=1000, user_token_budget=1000)
+    async with httpx.AsyncClient(base_url=server.url, headers={"origin": PAGE}) as client:
+        asks = {**ASKS, "access-control-request-method": "DELETE"}
+        methods = allowed(await client.options("/v1/responses/resp_1", headers=asks))["methods"]
+        assert {endpoint.method for endpoint in ROUTES} == set(methods.split(", "))
+        response = await client.post("/v1/chat/completions", json={**BODY, "session_id": "s", "user": "u"})
+    read = set(response.headers["access-control-expose-headers"].split(", "))
+    assert len(limits := {name for name in response.headers if name.startswith("x-ratelimit-")}) == 4
+    assert limits <= read
 
 
 async def test_a_page_of_another_origin_gets_nothing(serve: Serve, engine: FakeEngine) -> None:

@@ -74,8 +74,9 @@ async def streaming(url: str, *, http2: bool = False, **more: Any) -> AsyncItera
         yield (line.removeprefix("data: ") async for line in lines if line)
 
 
-async def test_a_signal_drains_and_exits_with_0(start: Start) -> None:
-    process, url = await start()
+@pytest.mark.parametrize("flags", [(), ("--api-processes", "2")], ids=["one process", "API processes"])
+async def test_a_signal_drains_and_exits_with_0(start: Start, flags: tuple[str, ...]) -> None:
+    process, url = await start(*flags)
     async with streaming(url) as lines:
         process.send_signal(signal.SIGTERM)
         assert [line async for line in lines][-1] == "[DONE]"

@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -89,6 +90,35 @@ async def test_a_generation_is_one_line_with_tokens_latencies_and_its_end(
     assert line["key"] == "api-key-1"
 
 
+async def test_a_generation_is_told_when_it_comes_in_numbers_alone(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "novainfer.requests")
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine, enable_log_requests=True, api_keys=("k",))
+    headers = {"authorization": "Bearer k", "x-request-id": "mine"}
+    asked = {"max_tokens": 4, "temperature": 0.5, "n": 2, "stop": [SECRET], "user": SECRET}
+    asked["session_id"] = SECRET.replace(" ", "-")
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=10) as client:
+        body = {"messages": [{"role": "user", "content": SECRET}], "stream": True, **asked}
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await eventually(lambda: engine.active or asking.done())
+        (record,) = caplog.records  # before it has a token
+        engine.release(100)
+        assert (await asking).status_code == 200
+    line = json.loads(JsonFormatter().format(record))
+    text = json.dumps(line) + record.getMessage()
+    assert SECRET not in text
+    assert asked["session_id"] not in text
+    expected = {"message": "chatcmpl-mine came", "generation": "chatcmpl-mine", "model": "fake", "key": "api-key-1"}
+    expected |= {"num_prompts": 1, "max_tokens": 4, "temperature": 0.5, "n": 2}
+    assert {name: value for name, value in line.items() if name not in ("time", "level", "logger")} == expected
+    assert record.getMessage() == (
+        "chatcmpl-mine came key=api-key-1 generation=chatcmpl-mine model=fake num_prompts=1 "
+        "n=2 temperature=0.5 max_tokens=4"
+    )
+
+
 async def test_what_is_refused_has_its_code_and_no_tokens(real: httpx.AsyncClient, lines: Lines) -> None:
     await real.post("/v1/completions", json={"prompt": "x", "temperature": -1})
     await real.post("/v1/completions", json={"prompt": "x"}, headers={"authorization": "Bearer other"})
@@ -141,6 +171,61 @@ async def test_a_client_that_leaves_and_a_failure_mid_stream_are_told_as_ends(se
         await plain.post("/v1/chat/completions", content=BODY)
     await eventually(lambda: len(lines) == 2)
     assert (lines[1]["status"], lines[1]["end"], lines[1]["completion_tokens"]) == (200, StepFailedError.code, 2)
+
+
+@pytest.mark.parametrize("has_journal", [False, True])
+async def test_what_goes_on_behind_its_request_is_told_when_it_ends(
+    serve: Serve, lines: Lines, tmp_path: Path, has_journal: bool
+) -> None:
+    engine = FakeEngine(is_paced=True)
+    journal = tmp_path / "journal.db" if has_journal else None
+    server = await serve(engine, access_log=True, api_keys=("k",), journal=journal)
+    headers = {"authorization": "Bearer k", "x-request-id": "mine"}
+    async with httpx.AsyncClient(base_url=server.url, headers=headers) as client:
+        body = {"input": SECRET, "background": True}
+        name = (await client.post("/v1/responses", json=body)).json()["id"]
+    await eventually(lambda: lines)
+    assert (lines[0]["generation"], lines[0]["model"], lines[0]["end"]) == (name, "fake", None)
+    assert "completion_tokens" not in lines[0], "what it uses is not known yet, and would be counted twice"
+    engine.is_paced = False
+    engine.release()
+    await eventually(lambda: len(lines) == 2)
+    line = lines[1]
+    expected = {
+        "message": f"{name} ended",
+        "id": "mine",
+        "key": "api-key-1",
+        "generation": name,
+        "model": "fake",
+        "prompt_tokens": 7,
+        "cached_tokens": 3,
+        "completion_tokens": 5,
+        "end": "stop",
+    }
+    assert {field: line[field] for field in expected} == expected
+    assert 0 <= line["ttft_ms"] <= line["total_ms"]
+    assert "status" not in line
+    assert SECRET not in json.dumps(lines)
+
+
+async def test_a_stream_of_the_journal_that_its_client_left_is_told_when_it_ends(
+    serve: Serve, lines: Lines, tmp_path: Path
+) -> None:
+    engine = FakeEngine(is_paced=True)
+    server = await serve(engine, access_log=True, journal=tmp_path / "journal.db")
+    client = await RawH2.connect(server.port)
+    stream = await client.request("/v1/chat/completions", BODY)
+    await engine.wait_until(lambda: engine.active)
+    engine.release(2)
+    await client.read_until(lambda: stream in client.headers)
+    client.writer.transport.abort()
+    await eventually(lambda: lines)
+    assert (lines[0]["status"], lines[0]["end"]) == (499, "disconnect")
+    engine.is_paced = False
+    engine.release()
+    await eventually(lambda: len(lines) == 2)
+    assert (lines[1]["generation"], lines[1]["end"]) == (lines[0]["generation"], "stop")
+    assert [line.get("completion_tokens") for line in lines] == [None, 5]
 
 
 async def test_as_text_it_is_one_line_too(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

@@ -417,8 +417,9 @@ async def test_what_has_no_effect_is_named(web: httpx.AsyncClient):
         ({"input": "a", "conversation": "conv_1"}, "conversation", "not supported"),
         ({"input": "a", "n": 2}, "n", "not supported"),
         ({"input": "a", "model": "other"}, "model", "not served"),
-        ({"input": "a\ud800"}, None, ""),
-        ({"input": "a", "user": "\ud800"}, None, ""),
+        ({"input": "a\ud800"}, "input", "half of a character"),
+        ({"input": "a", "user": "\ud800"}, "user", "half of a character"),
+        ({"input": "a", "": "\ud800"}, '""', "half of a character"),
     ],
 )
 async def test_bad_input_gets_one_sentence_that_names_the_field(

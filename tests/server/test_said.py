@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import msgspec
 import pytest
 
 from novainfer.fsm.messages.mode import Mode
+from novainfer.server import serve as server_of
 from novainfer.server.engine import weights_in
 from novainfer.server.operate.said import INTERVAL_S, Throughput, about
+from tests.server.conftest import Serve, eventually
 from tests.server.fakes import FakeEngine, FakeModelInfo, FakeStatistics
 
 
@@ -47,6 +50,25 @@ def test_a_worker_that_is_a_thread_of_the_server_is_no_process_to_look_for(monke
     worker = msgspec.structs.replace(engine.actors()[0], pid=os.getpid())
     monkeypatch.setattr(engine, "actors", lambda: [worker])
     assert "process" not in about(engine)
+
+
+@pytest.mark.parametrize("is_disabled", [False, True])
+async def test_the_line_of_throughput_can_be_switched_off(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_disabled: bool
+) -> None:
+    caplog.set_level(logging.INFO, "novainfer.server")
+    monkeypatch.setattr(server_of, "ALIVE_CHECK_S", 0.001)
+    monkeypatch.setattr(Throughput, "line", lambda *_: "so many tokens")
+    server = await serve(FakeEngine(), disable_log_stats=is_disabled)
+    num_looks = 0
+
+    def look() -> None:
+        nonlocal num_looks
+        num_looks += 1
+
+    monkeypatch.setattr(server.service.store, "sweep", look)  # once each time
+    await eventually(lambda: num_looks > 2)
+    assert ("so many tokens" not in caplog.messages) is is_disabled
 
 
 def test_throughput_is_said_now_and_then_and_only_when_there_was_work() -> None:

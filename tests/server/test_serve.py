@@ -51,7 +51,7 @@ async def test_what_does_not_finish_in_time_ends_with_an_error_event(http2: bool
         answer = asyncio.create_task(client.post("/v1/chat/completions", content=BODY))
         await engine.wait_until(lambda: engine.active)
         engine.release(2)
-        first_token = server.service.metrics.time_to_first_token
+        first_token = server.service.metrics.of("fake").time_to_first_token
         await eventually(lambda: sum(first_token.counts))  # before it, the error would be a status
         server.stop.set()
         text = (await answer).text

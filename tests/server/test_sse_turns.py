@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +40,9 @@ async def test_the_loop_turns_between_the_events_of_a_stream_that_waits_for_noth
         for _ in range(NUM_EVENTS):
             yield Delta(request_id="a", index=0, text="x")
 
+    async def forward(last: Delta, take: Callable[[Delta], bool]) -> None:
+        pass  # nothing comes but by `deltas`
+
     async def leave(first: asyncio.Task[Delta], ended_by: BaseException | None) -> None:
         assert ended_by is None
 
@@ -57,11 +60,11 @@ async def test_the_loop_turns_between_the_events_of_a_stream_that_waits_for_noth
 
     unread = SimpleNamespace(timeout_s=1000.0, has_stalled=False, goes_on=lambda: None)
     generation: Any = SimpleNamespace(
-        id="a", is_overflowed=False, note=lambda delta: None, deltas=deltas(), leave=leave
+        id="a", is_overflowed=False, note=lambda delta: None, deltas=deltas(), forward=forward, leave=leave
     )
     stream = EventStream(generation, asyncio.create_task(first()), Encoder(), ServerSettings())
     beside = asyncio.create_task(neighbour())
-    scope: Any = {SCOPE_KEY: SimpleNamespace(unread=lambda: unread)}
+    scope: Any = {SCOPE_KEY: SimpleNamespace(stream=lambda: lambda data: False, unread=lambda: unread)}
     receive: Any = None
     await stream(scope, receive, send)
     await beside

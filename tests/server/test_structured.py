@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from novainfer import StructuredOutputsParams, UnsupportedParameter
-from novainfer.server.openai.structured import is_whole
+from novainfer.reading import is_whole
 from tests.server.test_chat import events
 from tests.server.test_demo_model import KEY, SUM, DemoServer
 
@@ -63,7 +63,7 @@ HELD: list[tuple[dict[str, Any], Any]] = [
 def test_an_answer_is_what_was_asked_for_streamed_or_not_in_chats_and_completions(
     client: httpx.Client, fields: dict[str, Any], is_right: Any
 ) -> None:
-    common = {"temperature": 0, "max_tokens": 80, **fields}
+    common = {"temperature": 0, "max_tokens": 400, **fields}  # room for as much white space as a model may like
     chat = client.post("/v1/chat/completions", json={"messages": SUM, **common}).json()["choices"][0]
     assert is_right(chat["message"]["content"]), chat
     streamed = client.post("/v1/chat/completions", json={"messages": SUM, "stream": True, **common})
@@ -77,6 +77,7 @@ def test_an_answer_is_what_was_asked_for_streamed_or_not_in_chats_and_completion
 def test_a_schema_that_cannot_be_used_is_a_400_that_says_why(client: httpx.Client) -> None:
     faults: list[tuple[dict[str, Any], str, str]] = [
         ({"guided_json": {"type": "foo"}}, "invalid_value", "Invalid type: foo"),
+        ({"guided_json": {"$ref": "#"}}, "invalid_value", "made of itself alone"),
         ({"guided_json": {"type": "integer", "multipleOf": 7919191}}, "grammar_limit", "the limit of 10000"),
         ({"guided_regex": "a+", "allowed_token_ids": [3]}, "no_token_allowed", "allowed_token_ids"),
     ]
@@ -86,6 +87,35 @@ def test_a_schema_that_cannot_be_used_is_a_400_that_says_why(client: httpx.Clien
             assert reply.status_code == 400, reply.text
             assert reply.json()["error"]["code"] == code
             assert said in reply.json()["error"]["message"]
+
+
+BAD = {"type": "object", "not": {}}
+BAD_FORMAT = {"type": "json_schema", "name": "bad", "schema": BAD}
+BAD_STRICT = {"type": "json_schema", "json_schema": {"name": "bad", "schema": BAD}}
+NAMED: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"messages": SUM, "response_format": BAD_STRICT}, "response_format.json_schema.schema"),
+    ("/v1/chat/completions", {"messages": SUM, "guided_json": BAD}, "guided_json"),
+    ("/v1/chat/completions", {"messages": SUM, "structured_outputs": {"json": BAD}}, "structured_outputs.json"),
+    ("/v1/chat/completions", {"messages": SUM, "structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ("/v1/completions", {"prompt": "7", "structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
+    ("/v1/completions", {"prompt": "7", "guided_choice": ["a"], "allowed_token_ids": [0]}, "guided_choice"),
+    ("/v1/responses", {"input": "7", "text": {"format": BAD_FORMAT}}, "text.format.schema"),
+    ("/v1/messages", {"messages": SUM, "output_config": {"format": BAD_FORMAT}}, "output_config.format.schema"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "fields", "field"), NAMED, ids=[field for _, _, field in NAMED])
+def test_what_is_wrong_with_a_grammar_names_the_field_that_its_client_has_sent(
+    client: httpx.Client, path: str, fields: dict[str, Any], field: str, stream: bool
+) -> None:
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    response = client.post(path, json={"model": "demo", limit: 20, "stream": stream, **fields})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"].startswith(field)
+    assert error["message"].count(field) == 1
+    assert error.get("param", field) == field
 
 
 def test_an_answer_that_is_held_as_a_whole_has_no_place_for_tool_calls() -> None:

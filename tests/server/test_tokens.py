@@ -152,7 +152,7 @@ async def test_load_counts_what_is_here(serve: Serve) -> None:
         assert idle == {
             "server_load": 0,
             "num_running": 0,
-            "num_waiting": 0,
+            "num_waiting": 3,
             "max_num_seqs": 8,
             "kv_cache_usage": 0.04,
         }

@@ -17,12 +17,12 @@ from novainfer import CallerError, Chat, Delta, FinishReason, SamplingParams
 from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.parsing.reader import Wanted
 from novainfer.fsm.text import Vocabulary
+from novainfer.offer import grammar_for
 from novainfer.prompt import to_prompt
+from novainfer.reading import Reading, params_for, wanted_of
 from novainfer.server.openai.decode import decode
 from novainfer.server.openai.protocol import ChatCompletionRequest
-from novainfer.server.openai.reading import Reading, params_for, wanted_of
 from novainfer.server.openai.replies import Tally
-from novainfer.server.openai.tools import grammar_for
 from tests.server.conftest import Serve, eventually
 from tests.server.fakes import FakeEngine, FakeModelInfo
 
@@ -175,6 +175,47 @@ async def test_a_call_that_is_cut_ends_with_length(ai: openai.AsyncOpenAI, engin
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("answer", "tool_calls", "arguments", "finish"),
+    [
+        (PARIS[:6], "hermes", ['{"city": "Par'], "stop"),
+        ((*ROME, *PARIS[:5]), "hermes", ['{"city": "Rome"}', '{"city": '], "stop"),
+        (PARIS[:8], "hermes", ['{"city": "Paris"}'], "tool_calls"),
+        (
+            ("<tool_call>", '{"name": "weather", "arguments": {"city": "Rome"}'),
+            "hermes",
+            ['{"city": "Rome"}'],
+            "tool_calls",
+        ),
+        ((*ROME, *PARIS[:2]), "hermes", ['{"city": "Rome"}'], "tool_calls"),
+        (("<tool_call>", "<function=weather><parameter=city>Par"), "qwen3_coder", ['{"city": "Par'], "stop"),
+    ],
+)
+async def test_an_answer_that_stops_within_arguments_does_not_end_with_tool_calls(
+    serve: Serve,
+    engine: FakeEngine,
+    answer: tuple[str, ...],
+    tool_calls: str,
+    arguments: list[str],
+    finish: str,
+    stream: bool,
+):
+    """At a stop string, or because the model did: a client that goes by `tool_calls` would run half a call."""
+    engine.answer = answer
+    engine.model_info = FakeModelInfo(formats=msgspec.structs.replace(FORMATS, tool_calls=tool_calls))
+    server = await serve(engine)
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as ai:
+        if stream:
+            _, said = await streamed(ai)
+            found = [call[2] for call in said["calls"]], said["finish"]
+        else:
+            [choice] = (await ai.chat.completions.create(**asked())).choices
+            calls = choice.message.tool_calls or []
+            found = [call.function.arguments for call in calls], choice.finish_reason
+    assert found == (arguments, finish)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_what_was_no_call_yet_is_content_where_the_answer_is_cut(
     ai: openai.AsyncOpenAI, engine: FakeEngine, stream: bool
 ):
@@ -202,7 +243,8 @@ async def test_without_tools_calls_are_text(ai: openai.AsyncOpenAI):
     assert reply.choices[0].finish_reason == "stop"
 
 
-# ---- thoughts: tt-inference-server #4386 (tools with thoughts lose calls), vLLM #34937, #35982 (where they begin) ----
+# ---- thoughts: tt-inference-server #4386 (tools with thoughts lose calls), vLLM #34937, #21130 and #35982 (where they
+# begin), llama-swap #708 (what their field is called: both names are told) --------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -360,21 +402,17 @@ async def test_calls_that_are_not_wanted_are_content_where_no_token_begins_them(
     assert reply["choices"][0]["message"]["content"] == "".join(PARIS)
 
 
-@pytest.mark.parametrize("formats", [{"tool_calls": "qwen3_coder"}, {"marker_ids": {}}])
-async def test_calls_that_can_be_held_to_nothing_are_refused_where_they_must_be(serve: Serve, formats: dict[str, Any]):
-    engine = FakeEngine()
+@pytest.mark.parametrize("formats", [{}, {"tool_calls": "qwen3_coder"}, {"marker_ids": {}}])
+async def test_calls_that_must_come_are_held_to_the_form_that_the_model_writes(serve: Serve, formats: dict[str, Any]):
+    engine = FakeEngine(answer=PARIS)
     engine.model_info = FakeModelInfo(formats=msgspec.structs.replace(FORMATS, **formats))
     server = await serve(engine)
-    strict: Any = {**TOOL, "function": {"name": "f", "strict": True}}
     async with httpx.AsyncClient() as http:
-        for more, param in (
-            ({"tool_choice": "required"}, "tool_choice"),
-            ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
-            ({"tools": [TOOL, strict]}, "tools[1].function.strict"),
-        ):
-            error = (await http.post(f"{server.url}/v1/chat/completions", json=asked(**more))).json()["error"]
-            assert (error["param"], error["code"]) == (param, "unsupported_parameter")
-    assert engine.seen == []
+        await http.post(f"{server.url}/v1/chat/completions", json=asked(tool_choice="required"))
+    held = engine.seen[-1][1].structured_outputs
+    is_xml = formats.get("tool_calls") == "qwen3_coder"
+    assert ("<function=weather>" if is_xml else '\\"name\\": \\"weather\\"') in held.grammar
+    assert ('"<tool_call>"' in held.grammar) == (formats.get("marker_ids") == {})
 
 
 async def test_a_model_without_tools_says_so_and_its_operator_may_know_better(serve: Serve):
@@ -454,7 +492,7 @@ def fault_of(body: bytes) -> str | None:
         to_prompt(request.prompt(has_tools=True), 1000)
         formats = msgspec.structs.replace(FORMATS, tool_calls="qwen3_coder")
         params_for(SamplingParams(), request, wanted_of(request, formats), formats)
-        grammar_for(request.tools or [], request.tool_choice, FORMATS, has_one_call=False, is_thinking=False)
+        grammar_for(request.tools or [], request.tool_choice, FORMATS, has_one_call=False)
     except CallerError as error:
         return error.param
     return ""

@@ -7,18 +7,22 @@ import shutil
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from novainfer import Engine, EngineConfig
 from novainfer.actors.device.fake import FakeDevice
 from novainfer.actors.tokenizer.tokenizer import HFTokenizer
-from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.messages.step import NO_MASK, StepDone, StepMasks, StepPlan
 from novainfer.fsm.parsing.formats import MARKERS
+from novainfer.server.journal.file import JournalFile
 from tests.server.conftest import running
 
 DEMO = Path(str(files("novainfer.kernels"))) / "demo" / "model"
@@ -54,14 +58,26 @@ class ScriptedDevice(FakeDevice):
         self._eos = eos
         self.script: list[int] = []
         self.rather: list[int] = []
+        self._given: SimpleQueue[StepMasks] = SimpleQueue()
 
     def load(self, precision: str | None = None) -> dict[str, Any]:
         return {**super().load(precision), "vocab_size": self._vocab_size, "eos_token_ids": [self._eos]}
+
+    def give(self, masks: StepMasks) -> None:
+        """For the step that waits for them."""
+        self._given.put(masks)
 
     def run(self, plan: StepPlan) -> StepDone:
         """One request at a time; where its mask forbids what is written, the first of what it would rather say."""
         if not plan.sample_seqs:
             return StepDone(plan.step_id, plan.epoch, [])
+        if plan.masks_to_come:
+            given = next(
+                masks for masks in iter(partial(self._given.get, timeout=5.0), None) if masks.step_id == plan.step_id
+            )
+            if not given.masks:
+                return StepDone(plan.step_id, plan.epoch, [NO_MASK])
+            plan = msgspec.structs.replace(plan, masks=given.masks)
         wish = self.script[0] if self.script else self._eos
         said = next((token_id for token_id in (wish, *self.rather) if is_allowed(plan, token_id)), None)
         if said is None:
@@ -81,22 +97,33 @@ def is_allowed(plan: StepPlan, token_id: int) -> bool:
 Ask = Callable[..., Any]
 
 
+def scripted(path: Path, *, is_special: bool) -> tuple[HFTokenizer, ScriptedDevice]:
+    """A tokenizer with a token for each marker, and the device that goes with it."""
+    for part in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / part, path / part)
+    found = json.loads((path / "tokenizer.json").read_text())
+    markers = [token for token in found["added_tokens"] if token["content"] in MARKERS]
+    assert len(markers) == len(MARKERS)
+    for token in markers:
+        token["special"] = is_special
+    [end] = [token["id"] for token in found["added_tokens"] if token["content"] == "<|im_end|>"]
+    (path / "tokenizer.json").write_text(json.dumps(found))
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TEMPLATE
+    del settings["added_tokens_decoder"]
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = HFTokenizer(path)
+    return tokenizer, ScriptedDevice(max(token["id"] for token in found["added_tokens"]) + 1, end)
+
+
+def signs(tokenizer: HFTokenizer) -> list[int]:
+    return [found for sign in '"}: ' for found in tokenizer._encode([sign], add_special_tokens=False)[0]]
+
+
 @pytest.fixture(params=[False, True], ids=["added", "special"])
 async def ask(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Ask]:
     """`await ask(script, …)`: a chat completion in which the model says `script`; markers are tokens, hidden or not."""
-    for part in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / part, tmp_path / part)
-    found = json.loads((tmp_path / "tokenizer.json").read_text())
-    first = found["added_tokens"][-1]["id"] + 1
-    plain = found["added_tokens"][0] | {"special": request.param}
-    found["added_tokens"] += [plain | {"id": first + at, "content": marker} for at, marker in enumerate(MARKERS)]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings["chat_template"] = TEMPLATE
-    del settings["added_tokens_decoder"]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokenizer = HFTokenizer(tmp_path)
-    device = ScriptedDevice(first + len(MARKERS), first - 1)
+    tokenizer, device = scripted(tmp_path, is_special=request.param)
     engine = Engine(EngineConfig(served_model_name="scripted"), device=device, tokenizer=tokenizer)
 
     async with AsyncExitStack() as stack:
@@ -106,9 +133,7 @@ async def ask(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[A
         async def post(script: str, *, path: str = "/v1/chat/completions", **body: Any) -> Any:
             [ids] = tokenizer._encode([script], add_special_tokens=False)
             device.script = list(ids)
-            device.rather = [
-                found for sign in '"}: ' for found in tokenizer._encode([sign], add_special_tokens=False)[0]
-            ]
+            device.rather = signs(tokenizer)
             response = await http.post(path, json={"messages": MESSAGES, "tools": [TOOL], **body})
             if not body.get("stream"):
                 return response.json()
@@ -262,3 +287,110 @@ async def test_a_tool_that_must_be_used_is_used(ask: Ask, choice: dict[str, str]
     assert reply["stop_reason"] == "tool_use", reply
     assert [block["type"] for block in reply["content"]] == ["thinking"] * thinks + ["tool_use"]
     assert list(reply["content"][-1]["input"]) == ["place"]
+
+
+# ---- thoughts, and what is held behind them --------------------------------------------------------------------------
+
+HELD = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": HELD}}
+
+
+@pytest.mark.parametrize("thinks", [None, True, False])
+@pytest.mark.parametrize("script", ["Hm, {.\n</think>\n\nIt is Paris.", "<think>Hm, {.</think>\nIt is Paris."])
+async def test_an_answer_that_is_held_to_a_schema_may_be_thought_about_first(
+    ask: Ask, thinks: bool | None, script: str
+):
+    kwargs = {} if thinks is None else {"enable_thinking": thinks}
+    reply = await ask(script, response_format=FORMAT, tools=[], chat_template_kwargs=kwargs, max_tokens=80)
+    [choice] = reply["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert json.loads(choice["message"]["content"]) == {"city": "Paris"}
+    # Where the template has closed thoughts there are none; where it says nothing, the model may open them itself.
+    is_thought = thinks or (thinks is None and script.startswith("<think>"))
+    assert choice["message"].get("reasoning_content", "").strip() == ("Hm, {." if is_thought else "")
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3])
+@pytest.mark.parametrize("held", [{}, {"response_format": FORMAT, "tools": []}, {"tool_choice": "required"}])
+async def test_thoughts_end_with_their_budget_and_the_answer_follows(ask: Ask, budget: int, held: dict[str, Any]):
+    script = "1 2 3 4 5 6 7 8 9</think>\n\nIt is Paris."
+    asked = {
+        "thinking_token_budget": budget,
+        "chat_template_kwargs": {"enable_thinking": True},
+        "max_tokens": 200,
+        **held,
+    }
+    reply = await ask(script, **asked)
+    [choice] = reply["choices"]
+    details = reply["usage"]["completion_tokens_details"]
+    assert details["reasoning_tokens"] == budget + 1  # and the marker
+    message = choice["message"]
+    assert len(message.get("reasoning_content", "")) <= 2 * budget
+    if "response_format" in held:
+        assert json.loads(message["content"]) == {"city": "Paris"}
+    elif held:
+        assert message["tool_calls"][0]["function"]["name"] == "weather"
+    else:
+        assert message["content"].endswith("It is Paris.")
+
+
+async def test_thoughts_within_their_budget_are_as_they_are(ask: Ask):
+    script = "Hm.\n</think>\n\nIt is Paris."
+    kwargs = {"enable_thinking": True}
+    plain = await ask(script, chat_template_kwargs=kwargs)
+    bounded = await ask(script, chat_template_kwargs=kwargs, thinking_token_budget=100)
+    assert bounded["choices"][0]["message"] == plain["choices"][0]["message"]
+    closed = await ask("It is Paris.", chat_template_kwargs={"enable_thinking": False}, thinking_token_budget=0)
+    assert closed["choices"][0]["message"]["content"] == "It is Paris."
+
+
+@pytest.mark.parametrize("budget", [None, 3])
+@pytest.mark.parametrize("num_tokens", [1, -4])  # within its thoughts, and within what is held
+async def test_an_answer_behind_thoughts_goes_on_in_another_server(tmp_path: Path, num_tokens: int, budget: int | None):
+    body = {"messages": MESSAGES, "stream": True, "response_format": FORMAT, "max_tokens": 80}
+    body |= {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": budget}
+    tokenizer, device = scripted(tmp_path, is_special=False)
+    [ids] = tokenizer._encode(["Hm, {.\n</think>\n\nIt is Paris."], add_special_tokens=False)
+    journal, config = tmp_path / "journal.db", EngineConfig(served_model_name="scripted")
+    device.script, device.rather = list(ids), signs(tokenizer)
+    async with (
+        running(Engine(config, device=device, tokenizer=tokenizer), journal=journal) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=20.0) as http,
+    ):
+        told = await http.post("/v1/chat/completions", json=body, headers={"x-request-id": "one"})
+    file = JournalFile(journal, 1 << 20, 60.0)
+    [stored] = file.ended("chatcmpl")
+    file.begin()
+    file.open(stored.serial, stored.asked, stored.fingerprint)  # once more, with the beginning of its tokens
+    file.add(stored.serial, stored.said[:num_tokens])
+    file.commit()
+    file.close()
+    left = device.script
+    tokenizer, device = scripted(tmp_path, is_special=False)
+    device.script, device.rather = ids[num_tokens:] if num_tokens > 0 else left, signs(tokenizer)
+    async with (
+        running(Engine(config, device=device, tokenizer=tokenizer), journal=journal, resume=True) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=20.0) as http,
+    ):
+        again = await http.get("/v1/chat/completions/chatcmpl-one")
+    assert again.text == told.text
+    assert again.text.endswith("data: [DONE]\n\n")
+
+
+async def test_anthropics_budget_bounds_thoughts(ask: Ask):
+    script = "1 2 3 4 5 6 7 8 9</think>\n\nIt is Paris."
+    thinking = {"type": "enabled", "budget_tokens": 2}
+    reply = await ask(script, path="/v1/messages", thinking=thinking, max_tokens=100, tools=[])
+    assert [block["type"] for block in reply["content"]] == ["thinking", "text"]
+    assert len(reply["content"][0]["thinking"]) <= 4
+    assert reply["content"][1]["text"].endswith("It is Paris.")
+
+
+async def test_a_budget_is_a_number_of_tokens(ask: Ask):
+    reply = await ask("x", thinking_token_budget=-1)
+    assert reply["error"]["param"] == "thinking_token_budget"

@@ -21,7 +21,7 @@ from novainfer.server import tracing
 from novainfer.server.serve import Server
 from novainfer.server.settings import ServerSettings
 from novainfer.testing import ByteTokenizer, FakeDevice
-from tests.server.conftest import Serve, running
+from tests.server.conftest import Serve, eventually, running
 from tests.server.fakes import FakeEngine
 from tests.server.test_endings import BODY
 
@@ -180,6 +180,32 @@ async def test_errors_and_refusals_are_told_as_such(collector: Collector) -> Non
     assert len({span.trace_id for span in collector.spans}) == 4
     assert not unknown.parent_span_id
     assert not any(b"secret" in span.SerializeToString() for span in (refused, full, failed))
+
+
+async def test_a_response_in_the_background_is_a_span_of_its_own_in_the_trace_of_its_request(
+    collector: Collector,
+) -> None:
+    engine = FakeEngine(is_paced=True)
+    headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "x-request-id": "mine"}
+    async with (
+        running(engine, otlp_traces_endpoint=collector.url, shutdown_timeout_s=0.0) as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+    ):
+        body = {"input": SECRET, "background": True, "session_id": "s"}
+        name = (await client.post("/v1/responses", json=body, headers=headers)).json()["id"]
+        engine.is_paced = False
+        engine.release()
+        await eventually(lambda: not server.service.live.num_live)
+    request, generation = collector.spans
+    assert {span.trace_id.hex() for span in collector.spans} == {TRACE_ID}
+    assert (request.name, generation.name) == ("POST /v1/responses", "chat fake")
+    assert not any(key.startswith("gen_ai.") for key in values(request.attributes))
+    found = values(generation.attributes)
+    assert (found["gen_ai.response.id"], found["gen_ai.usage.output_tokens"]) == (name, 5)
+    assert (found["gen_ai.conversation.id"], found["nova.request.id"]) == ("s", "mine")
+    assert found["gen_ai.response.finish_reasons"] == ["stop"]
+    assert generation.end_time_unix_nano > request.end_time_unix_nano
+    assert SECRET.encode() not in collector.bytes
 
 
 async def test_a_collector_that_hangs_holds_no_request_up_and_no_end(

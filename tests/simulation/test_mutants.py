@@ -7,7 +7,12 @@ from novainfer.fsm.simulation.explore.coverage import ARGUED
 from novainfer.fsm.simulation.swarm.report import run_seeds
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine may take many times what a quiet one does
-SAMPLE = [m for m in MUTANTS if m.seeds][::7]  # what `make test` has the time for; `make test-long` hunts them all
+SLOW = {  # which hardly a seed shows: hunting them takes minutes
+    "the end of a request that others were held up by wakes nothing",
+    "who was preempted while it was computed again decodes too soon",
+}
+# What `make test` has the time for; `make test-long` hunts them all.
+SAMPLE = [m for m in [m for m in MUTANTS if m.seeds][::7] if m.name not in SLOW]
 FOUND_AT_ONCE = MUTANTS[0]
 
 

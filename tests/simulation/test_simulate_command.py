@@ -79,3 +79,11 @@ def test_small_worlds_say_how_many_rows_of_the_tables_they_reach(monkeypatch):
     assert said["complete"]
     assert said["states"] < said["edges"]
     assert said["rows_reached"] + len(said["rows_missing"]) == said["rows_total"]
+
+
+def test_the_router_of_several_models_has_worlds_of_its_own():
+    result = CliRunner().invoke(simulate, ["--models", "--seeds", "20", "--json"])
+    assert result.exit_code == 0
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert (said["seeds"], said["violations"]) == (20, [])
+    assert set(said["rows"]) == {"Router", "Model"}

@@ -1,23 +1,27 @@
 """The training text: conversations of lessons, and plain text, drawn from one seed.
 
-A document is a list of pieces, each text with a flag that says whether the model is trained to write it. The pieces
-of a conversation, joined, are exactly what the chat template renders.
+A document is a list of pieces, each text with how much the model is trained to write it: not, or once, and more where
+it chooses a tool. The pieces of a conversation, joined, are exactly what the chat template renders.
 """
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from tools.demo import arithmetic, chatter, drills, lessons, memory
+from novainfer.fsm.parsing.formats import OPEN_CALL, OPEN_THINK
+from tools.demo import arithmetic, chatter, drills, lessons, memory, thoughts, tooling
 from tools.demo.facts import Relation
 from tools.demo.morefacts import ALL_RELATIONS
 from tools.demo.stories import story
 from tools.demo.wordings import joined
 from tools.demo.words import NAMES, made_up_name
 
-__all__ = ["DEFAULT_SYSTEM", "Document", "DrillMix", "conversation", "documents", "plain", "render"]
+__all__ = ["DEFAULT_SYSTEM", "Document", "DrillMix", "conversation", "documents", "plain", "render", "render_chat"]
 
 DEFAULT_SYSTEM = "You are a helpful assistant."
 _SYSTEMS = (
@@ -31,14 +35,18 @@ _SYSTEMS = (
     "Be polite and helpful.",
     "You are a chat bot on a web page. Be friendly and short.",
 )
+# Whether a tool is called, and which: the little of a reply that is hard.
+_SORRY, _EXCUSE = chatter.FALLBACK.split(",", 1)
+_CHOICE = re.compile(rf"({OPEN_CALL}|(?<={OPEN_CALL}\n{{\"name\": \")[^\"]+|{_SORRY}(?=,{re.escape(_EXCUSE)}|$))")
+_WEIGHT = 5
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 
 @dataclass
 class Document:
-    """One training text as (piece, is trained) pairs, in order."""
+    """One training text as (piece, weight in the loss) pairs, in order."""
 
-    pieces: list[tuple[str, bool]] = field(default_factory=list)
+    pieces: list[tuple[str, int]] = field(default_factory=list)
 
     def text(self) -> str:
         """The whole text, special tokens included."""
@@ -47,14 +55,50 @@ class Document:
 
 def render(turns: list[tuple[str, str]], system: str | None) -> Document:
     """The turns in ChatML, with loss on the replies and their end marks only."""
+    return render_chat([message for turn in turns for message in zip(("user", "assistant"), turn, strict=True)], system)
+
+
+def render_chat(
+    messages: Sequence[tuple[str, str]],
+    system: str | None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    ends: bool = True,
+) -> Document:
+    """Messages as (role, content) pairs with `tools` (OpenAI's), with loss on what the assistant says.
+
+    That a call begins, the tool's name, and the first word of the excuse where no tool fits weigh more.
+
+    A content that begins with a thought was asked for it: the prompt has opened `<think>`. Without `ends`, replies are
+    beginnings, and their end marks are not trained.
+    """
     document = Document()
     if system is not None:
-        document.pieces.append((f"{START}system\n{system}{END}\n", False))
-    for user, reply in turns:
-        document.pieces.append((f"{START}user\n{user}{END}\n{START}assistant\n", False))
-        document.pieces.append((f"{reply}{END}", True))
-        document.pieces.append(("\n", False))
+        listed = "\n\n# Tools" + "".join(f"\n{_signature(tool['function'])}" for tool in tools) if tools else ""
+        document.pieces.append((f"{START}system\n{system}{listed}{END}\n", False))
+    roles = [*(role for role, _ in messages), ""]
+    for at, (role, content) in enumerate(messages):
+        if role == "assistant":
+            opened = f"{OPEN_THINK}\n" if content.startswith(OPEN_THINK) else ""
+            document.pieces.append((f"{START}assistant\n{opened}", False))
+            reply = f"{content.removeprefix(opened)}{END if ends else ''}"
+            choices = _CHOICE.split(reply) if tools else [reply]
+            document.pieces += [(piece, _WEIGHT if at % 2 else 1) for at, piece in enumerate(choices) if piece]
+            document.pieces.append(("\n" if ends else f"{END}\n", False))
+        elif role == "tool":
+            begin = "" if roles[at - 1] == "tool" else f"{START}user"
+            end = "" if roles[at + 1] == "tool" else f"{END}\n"
+            document.pieces.append((f"{begin}\n<tool_response>\n{content}\n</tool_response>{end}", False))
+        else:
+            document.pieces.append((f"{START}{role}\n{content}{END}\n", False))
     return document
+
+
+def _signature(function: Mapping[str, Any]) -> str:
+    """A tool as the system message has it: its description, and its call with types for values."""
+    types = {name: schema["type"] for name, schema in function["parameters"]["properties"].items()}
+    call = json.dumps({"name": function["name"], "arguments": types}, ensure_ascii=False)
+    return f"{function['description']}\n{call}" if "description" in function else call
 
 
 def _system(rng: random.Random, known: dict[str, str]) -> str | None:
@@ -145,16 +189,24 @@ def plain(rng: random.Random) -> Document:
 
 @dataclass(frozen=True)
 class DrillMix:
-    """How much of the corpus is drills, and of which kind.
+    """How much of the corpus is drills, and of which kind, and how much of it is chats with tools or with thoughts.
 
-    share: of all documents. scrambles, recalls: chances of those chats, one after the other; what is left is plain
-    drills, with these weights of sums, spellings and counts.
+    share: drills, of all documents. scrambles, objects, recalls: chances of those chats, one after the other; what is
+    left is plain drills, with these weights of sums, spellings, counts and spellings of more words. tools, thoughts:
+    of all documents; some chats with tools have thoughts, too, and `choices` of them are drills, `beginnings` nothing
+    but the beginnings of replies. plain: texts without a chat, of all documents.
     """
 
     share: float = 0.0
     scrambles: float = 0.0
+    objects: float = 0.0
     recalls: float = 0.3
-    weights: tuple[int, int, int] = (40, 15, 13)
+    weights: tuple[int, int, int, int] = (40, 15, 13, 0)
+    tools: float = 0.0
+    choices: float = 0.0
+    beginnings: float = 0.0
+    thoughts: float = 0.0
+    plain: float = 0.12
 
 
 NO_DRILLS = DrillMix()
@@ -163,11 +215,35 @@ NO_DRILLS = DrillMix()
 def _drill(rng: random.Random, mix: DrillMix) -> Document:
     if mix.scrambles and rng.random() < mix.scrambles:
         return render(drills.scrambles(rng), _system(rng, {}))
+    if mix.objects and rng.random() < mix.objects:
+        return render(drills.objects(rng), _system(rng, {}))
     if rng.random() < mix.recalls:
         known: dict[str, str] = {}
         system = _system(rng, known)
         return render(drills.recalls(rng, known), system)
     return Document([*drills.plain_drill(rng, mix.weights), (END_OF_TEXT, True)])
+
+
+def _tool_chat(rng: random.Random, mix: DrillMix) -> Document:
+    draw = rng.random()
+    if draw < mix.beginnings:
+        turns, tools = tooling.beginnings(rng)
+        messages = [message for turn in turns for message in zip(("user", "assistant"), turn, strict=True)]
+        return render_chat(messages, _system(rng, {}) or DEFAULT_SYSTEM, tools, ends=False)
+    is_drill = draw < mix.beginnings + mix.choices
+    messages, tools = tooling.drill(rng) if is_drill else tooling.chat(rng, is_thinking=rng.random() < 0.25)
+    return render_chat(messages, _system(rng, {}) or DEFAULT_SYSTEM, tools)
+
+
+def _thinking_chat(rng: random.Random) -> Document:
+    known: dict[str, str] = {}
+    system = _system(rng, known)
+    messages: list[tuple[str, str]] = []
+    for _ in range(rng.randint(1, 6)):
+        draw = rng.random()
+        question, thought, reply = thoughts.unknown(rng) if draw < 0.1 else thoughts.lesson(rng, known)
+        messages += [("user", question), ("assistant", thoughts.thoughtful(thought, reply))]
+    return render_chat(messages, system)
 
 
 def documents(seed: int, *, share_long: float = 0.0, drill_mix: DrillMix = NO_DRILLS) -> Iterator[Document]:
@@ -177,10 +253,14 @@ def documents(seed: int, *, share_long: float = 0.0, drill_mix: DrillMix = NO_DR
         draw = rng.random()
         if draw < share_long:
             yield conversation(rng, rng.randint(25, 45))
-        elif draw < share_long + 0.12:
+        elif draw < (up_to := share_long + drill_mix.plain):
             yield plain(rng)
-        elif draw < share_long + 0.12 + drill_mix.share:
+        elif draw < (up_to := up_to + drill_mix.share):
             yield _drill(rng, drill_mix)
+        elif draw < (up_to := up_to + drill_mix.tools):
+            yield _tool_chat(rng, drill_mix)
+        elif draw < up_to + drill_mix.thoughts:
+            yield _thinking_chat(rng)
         elif rng.random() < 0.5:
             yield conversation(rng, rng.randint(1, 3))
         else:

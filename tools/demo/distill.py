@@ -11,8 +11,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # must be set before torch loads its OpenMP: others share the cores
 
 import argparse
-import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +19,10 @@ from tokenizers import Tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from novainfer.kernels.demo import model_path
-from tools.demo.batches import Batch, batches
-from tools.demo.train import (
-    PEAK_ADAMW,
-    PEAK_MUON,
-    SEED,
-    SHARE_LONG,
-    build_config,
-    build_optimizers,
-    rate_factor,
-    save_checkpoint,
-)
+from tools.demo.attention import use_blocks
+from tools.demo.batches import SKILLS, Batch, batches
+from tools.demo.extend import SHARE_LONG, extension_factor, load_with_markers
+from tools.demo.train import SEED, build_config, build_optimizers, fit, rate_factor, save_checkpoint
 from tools.demo.vocabulary import CONTEXT
 
 __all__ = ["draft_config", "main"]
@@ -71,40 +62,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--target", type=Path, default=model_path(), help="folder of the model to learn from")
+    parser.add_argument("--begin-with", type=Path, help="folder of an earlier draft, to teach it what is new only")
     parser.add_argument("--steps", type=int, default=STEPS, help="the schedule is stretched to this length")
     parser.add_argument("--tokens-per-batch", type=int, default=8192)
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(SEED)
     tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
     target = Qwen2ForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-    draft = Qwen2ForCausalLM._from_config(draft_config(build_config(tokenizer)), dtype=torch.float32)
+    if args.begin_with is None:
+        draft = Qwen2ForCausalLM._from_config(draft_config(build_config(tokenizer)), dtype=torch.float32)
+    else:
+        draft, _ = load_with_markers(args.begin_with)
+    for model in (draft, target):
+        use_blocks(model)
     print(f"{sum(p.numel() for p in draft.parameters()):,} parameters", flush=True)
-    optimizers = build_optimizers(draft)
     source = batches(
-        tokenizer, SEED + 1, tokens_per_batch=args.tokens_per_batch, context=CONTEXT, share_long=SHARE_LONG
+        tokenizer,
+        SEED + 1,
+        tokens_per_batch=args.tokens_per_batch,
+        context=CONTEXT,
+        share_long=SHARE_LONG,
+        mixes=SKILLS,
     )
-    losses: list[float] = []
-    began_s = time.monotonic()
-    for step, batch in enumerate(itertools.islice(source, args.steps)):
-        factor = rate_factor(step, steps=args.steps)
-        for optimizer, peak in zip(optimizers, (PEAK_MUON, PEAK_ADAMW), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = peak * factor
-        loss = _loss(draft, target, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        if (step + 1) % 20 == 0:
-            mean = sum(losses) / len(losses)
-            losses.clear()
-            print(f"step {step + 1} loss {mean:.4f} rate {factor:.2f} {time.monotonic() - began_s:.0f} s", flush=True)
-        if (step + 1) % 100 == 0 or step + 1 == args.steps:
-            save_checkpoint(draft, tokenizer, args.out)
+    fit(
+        draft,
+        lambda batch: _loss(draft, target, batch),
+        source,
+        build_optimizers(draft),
+        steps=args.steps,
+        factor_of=lambda step: (rate_factor if args.begin_with is None else extension_factor)(step, steps=args.steps),
+        save=lambda step: save_checkpoint(draft, tokenizer, args.out),
+        save_every=args.save_every,
+    )
 
 
 if __name__ == "__main__":

@@ -12,9 +12,22 @@ from tools.demo import arithmetic, lessons, memory
 from tools.demo.facts import Relation
 from tools.demo.morefacts import ALL_RELATIONS
 from tools.demo.wordings import fill, lines, say, sentence
-from tools.demo.words import LETTER_WORDS, NOUNS, PETS, made_up_name, made_up_word, word_list
+from tools.demo.words import (
+    CITIES,
+    FOODS,
+    HOBBIES,
+    JOBS,
+    LETTER_WORDS,
+    NAMES,
+    NOUNS,
+    PETS,
+    UNSEEN_WORDS,
+    made_up_name,
+    made_up_word,
+    word_list,
+)
 
-__all__ = ["plain_drill", "recalls", "scrambles"]
+__all__ = ["objects", "plain_drill", "recalls", "scrambles"]
 
 Pieces = list[tuple[str, bool]]
 
@@ -39,6 +52,22 @@ _CALLED = {
 }
 
 
+# Words of all other lessons: a word never spelt before is spelt by its tokens, and these have more of them.
+_WORDS = tuple(
+    sorted(
+        {
+            word
+            for text in (
+                *(*CITIES, *FOODS, *HOBBIES, *JOBS, *NAMES, *NOUNS, *PETS),
+                *(text for relation in ALL_RELATIONS for pair in relation.pairs for text in pair),
+            )
+            for word in text.lower().split()
+            if len(word) > 2 and word.isascii() and word.isalpha()
+        }.difference(UNSEEN_WORDS)
+    )
+)
+
+
 def _equations(rng: random.Random) -> Pieces:
     pieces: Pieces = []
     for _ in range(rng.randint(15, 45)):
@@ -49,12 +78,20 @@ def _equations(rng: random.Random) -> Pieces:
 
 
 def _spellings(rng: random.Random) -> Pieces:
+    return _spelt(rng, LETTER_WORDS, ("spell", "spell", "count"))
+
+
+def _more_spellings(rng: random.Random) -> Pieces:
+    return _spelt(rng, rng.choice((LETTER_WORDS, _WORDS)), ("spell", "count"))
+
+
+def _spelt(rng: random.Random, words: tuple[str, ...], kinds: tuple[str, ...]) -> Pieces:
     pieces: Pieces = []
     for _ in range(rng.randint(10, 25)):
-        word = made_up_word(rng) if rng.random() < 0.5 else rng.choice(LETTER_WORDS)
+        word = made_up_word(rng) if rng.random() < 0.5 else rng.choice(words)
         if rng.random() < 0.15:
             word = made_up_name(rng)
-        answer = lessons.spell_answer(word, rng.choice(("spell", "spell", "count"))).removeprefix(word)
+        answer = lessons.spell_answer(word, rng.choice(kinds)).removeprefix(word)
         pieces += [(rng.choice((word, f"Spell {word}.\n{word}", f'"{word}"\n{word}')), False), (answer, True)]
         pieces.append(("\n", False))
     return pieces
@@ -127,6 +164,11 @@ def scrambles(rng: random.Random) -> list[tuple[str, str]]:
     return [_scrambled(rng, rng.choice(ALL_RELATIONS)) for _ in range(rng.randint(2, 12))]
 
 
-def plain_drill(rng: random.Random, weights: tuple[int, int, int]) -> Pieces:
-    """Lines of sums, spellings or counts (drawn with those weights), as (piece, is trained) pairs."""
-    return rng.choices((_equations, _spellings, _counts), weights=weights)[0](rng)
+def objects(rng: random.Random) -> list[tuple[str, str]]:
+    """Turns of JSON objects."""
+    return [lessons.json_object(rng) for _ in range(rng.randint(2, 6))]
+
+
+def plain_drill(rng: random.Random, weights: tuple[int, int, int, int]) -> Pieces:
+    """Lines of sums, spellings, counts or spellings of more words (drawn so), as (piece, is trained) pairs."""
+    return rng.choices((_equations, _spellings, _counts, _more_spellings), weights=weights)[0](rng)

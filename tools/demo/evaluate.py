@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from novainfer.fsm.messages.mode import AUTO, CHECKPOINT, KV_CACHE_DTYPES, QUANTIZATIONS
 from novainfer.kernels.demo import model_path
 from tools.demo.in_mode import ModeModel
-from tools.demo.questions import GROUPS, Question
+from tools.demo.questions import GROUPS, Question, prompt_of
 
-__all__ = ["Score", "answer", "evaluate", "load", "main"]
+__all__ = ["Score", "answer", "complete", "evaluate", "load", "main"]
 
 _ROWS = 64  # conversations generated together
 
@@ -53,8 +53,13 @@ def load(folder: Path, precision: str | None = None, kv_cache_dtype: str = AUTO)
 
 
 def answer(tokenizer: Any, model: Any, chats: list[list[dict[str, str]]], *, max_new_tokens: int = 256) -> list[str]:
-    """The greedy replies to chats, generated together with left padding."""
+    """The greedy replies to chats."""
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    return complete(tokenizer, model, texts, max_new_tokens=max_new_tokens)
+
+
+def complete(tokenizer: Any, model: Any, texts: list[str], *, max_new_tokens: int = 256) -> list[str]:
+    """How texts go on, greedily, generated together with left padding."""
     encoded = tokenizer(texts, return_tensors="pt", padding=True)
     with torch.inference_mode():
         ids = model.generate(**encoded, do_sample=False, max_new_tokens=max_new_tokens)
@@ -81,8 +86,8 @@ def evaluate(tokenizer: Any, model: Any, group: str, *, seed: int, num_questions
     num_valid = 0
     for at in range(0, len(questions), _ROWS):
         rows = questions[at : at + _ROWS]
-        chats = [[{"role": role, "content": content} for role, content in row.messages] for row in rows]
-        for row, reply in zip(rows, answer(tokenizer, model, chats), strict=True):
+        prompts = [prompt_of(tokenizer, row) for row in rows]
+        for row, reply in zip(rows, complete(tokenizer, model, prompts), strict=True):
             is_right = reply == row.reply
             by_kind[row.unseen][0] += is_right
             by_kind[row.unseen][1] += 1

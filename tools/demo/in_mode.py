@@ -27,7 +27,7 @@ from novainfer.fsm.messages.step import Logprobs, SeqParams, StepDone, StepPlan
 from novainfer.kernels.demo import model_path
 from novainfer.kernels.ops import grouped
 from novainfer.kernels.runtime.runner import ModelRunner
-from tools.demo.questions import GROUPS
+from tools.demo.questions import GROUPS, prompt_of
 from tools.demo.vocabulary import CONTEXT
 
 __all__ = ["ModeModel", "main"]
@@ -146,15 +146,7 @@ def main() -> None:
     for group in GROUPS:
         rng = random.Random(f"{args.seed} {group}")
         questions = [GROUPS[group](rng) for _ in range(args.questions)]
-        texts = [
-            tokenizer.apply_chat_template(
-                [{"role": role, "content": content} for role, content in question.messages],
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-            for question in questions
-        ]
-        prompts = tokenizer(texts).input_ids
+        prompts = tokenizer([prompt_of(tokenizer, question) for question in questions]).input_ids
         replies = tokenizer([f"{question.reply}<|im_end|>" for question in questions]).input_ids
         # Tokens; equal greedy choices; the nats of each precision.
         found = [0.0, 0.0, 0.0, 0.0]

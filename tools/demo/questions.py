@@ -9,22 +9,42 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from tools.demo import arithmetic, corpus, lessons, memory
+from novainfer.fsm.parsing.formats import OPEN_THINK
+from tools.demo import arithmetic, chatter, corpus, lessons, memory, thoughts, toolkits
 from tools.demo.morefacts import ALL_RELATIONS
 from tools.demo.wordings import FRAMES, HELD_OUT_FRAMES, fill, frame, sentence
 from tools.demo.words import UNSEEN_WORDS, made_up_word
 
-__all__ = ["GROUPS", "Question"]
+__all__ = ["GROUPS", "Question", "prompt_of"]
 
 
 @dataclass(frozen=True)
 class Question:
-    """Messages as (role, content) pairs, the last one the user's, and the reply that is right."""
+    """Messages as (role, content) pairs, the last one the user's or a tool's, and the reply that is right.
+
+    Calls and thoughts of the assistant are written out in contents and reply. tools: in OpenAI's shape. is_thinking:
+    the prompt opens the thoughts, so the reply goes on with them.
+    """
 
     messages: tuple[tuple[str, str], ...]
     reply: str
     unseen: str
+    tools: tuple[dict[str, Any], ...] = ()
+    is_thinking: bool = False
+
+
+def prompt_of(tokenizer: Any, question: Question) -> str:
+    """The prompt as the chat template writes it; the tokenizer is transformers'."""
+    text: str = tokenizer.apply_chat_template(
+        [{"role": role, "content": content} for role, content in question.messages],
+        tools=list(question.tools) or None,
+        enable_thinking=question.is_thinking,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    return text
 
 
 def _single(user: str, reply: str, unseen: str) -> Question:
@@ -145,6 +165,89 @@ def json_objects(rng: random.Random) -> Question:
     return _single(user, json.dumps(record, ensure_ascii=False), f"{len(record)} fields")
 
 
+def _offered(rng: random.Random, *, renamed: bool) -> list[toolkits.Offered]:
+    """Two tools of different kinds; the first is the one to be called.
+
+    They have the names that such tools have, or, `renamed`, names that no training text has. What a tool of the user's
+    own is for is in no training text either.
+    """
+    kinds = [kind for kind in toolkits.KINDS if kind.name not in ("date", "expression")]
+    kinds = rng.sample([*kinds, toolkits.own_kind(rng, unseen=True)], 2)
+    return [toolkits.offer(rng, kind, made_up=renamed, unseen=True) for kind in kinds]
+
+
+def _with_tools(
+    rng: random.Random, offered: list[toolkits.Offered], messages: list[tuple[str, str]], reply: str, unseen: str
+) -> Question:
+    tools = [tool.as_openai() for tool in offered]
+    rng.shuffle(tools)
+    return Question(tuple(messages), reply, unseen, tuple(tools))
+
+
+def _call(rng: random.Random, *, reworded: bool = False, renamed: bool = False) -> Question:
+    offered = _offered(rng, renamed=renamed)
+    tool, other = offered
+    values = tool.kind.draw(rng, True)
+    user = tool.question(rng, values, unseen=reworded)
+    if rng.random() < 0.2 and tool.kind.name != "calculator":
+        return _with_tools(rng, [other], [("user", user)], chatter.FALLBACK, "no tool fits")
+    return _with_tools(rng, offered, [("user", user)], tool.call(values), tool.kind.name.split(" ")[0])
+
+
+def tools(rng: random.Random) -> Question:
+    """One of two tools to be called with values that were never trained; or none that fits."""
+    return _call(rng)
+
+
+def tools_reworded(rng: random.Random) -> Question:
+    """The same in a wording that was never trained either."""
+    return _call(rng, reworded=True)
+
+
+def tools_renamed(rng: random.Random) -> Question:
+    """A trained wording, for tools whose names and parameters were never trained and say nothing."""
+    return _call(rng, renamed=True)
+
+
+def tool_answers(rng: random.Random) -> Question:
+    """The answer from what one or two calls have told."""
+    offered = _offered(rng, renamed=rng.random() < 0.5)
+    tool = offered[0]
+    count = 2 if tool.kind.pair_asks and rng.random() < 0.4 else 1
+    drawn = [tool.kind.draw(rng, True) for _ in range(count)]
+    slot = next(iter(drawn[0]))
+    if count == 2:
+        user = fill(rng.choice(tool.kind.pair_asks), x=drawn[0][slot], y=drawn[1][slot])
+    else:
+        user = tool.question(rng, drawn[0])
+    messages = [("user", user), ("assistant", "\n".join(tool.call(values) for values in drawn))]
+    answers = []
+    for values in drawn:
+        result = tool.kind.says(rng, values)
+        messages.append(("tool", toolkits.said(result)))
+        answers.append(toolkits.answer(tool.kind, values, result))
+    return _with_tools(rng, offered, messages, " ".join(answers), "one result" if count == 1 else "two results")
+
+
+def thoughts_before(rng: random.Random) -> Question:
+    """A sum or a fact, as in `sums` and `facts`, with a thought before the reply."""
+    is_sum = rng.random() < 0.5
+    question = sums(rng) if is_sum else facts(rng)
+    if is_sum:
+        thought = thoughts.of_sum(question.reply)
+    else:
+        relation, x = next(
+            (relation, x)
+            for relation in ALL_RELATIONS
+            for x, y in relation.pairs
+            if lessons.fact_answer(relation, x, y) == question.reply
+        )
+        thought = thoughts.of_fact(relation, x)
+    # The prompt has opened them.
+    reply = thoughts.thoughtful(thought, question.reply).removeprefix(f"{OPEN_THINK}\n")
+    return Question(question.messages, reply, "sum" if is_sum else "fact", is_thinking=True)
+
+
 GROUPS: dict[str, Callable[[random.Random], Question]] = {
     "sums": sums,
     "sums_reworded": sums_reworded,
@@ -157,4 +260,9 @@ GROUPS: dict[str, Callable[[random.Random], Question]] = {
     "spelling": spelling,
     "counting": counting,
     "json": json_objects,
+    "tools": tools,
+    "tools_reworded": tools_reworded,
+    "tools_renamed": tools_renamed,
+    "tool_answers": tool_answers,
+    "thoughts": thoughts_before,
 }

@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tools.demo.batches import Batch, batches
 from tools.demo.corpus import END, END_OF_TEXT
 from tools.demo.vocabulary import CONTEXT, save_tokenizer, train_tokenizer
 
-__all__ = ["build_config", "build_optimizers", "main", "rate_factor", "save_checkpoint"]
+__all__ = ["build_config", "build_optimizers", "fit", "loss_of_replies", "main", "rate_factor", "save_checkpoint"]
 
 SEED = 1
 VOCAB_SIZE = 1280
@@ -116,7 +117,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _loss(model: Any, batch: Batch, autocast: bool) -> torch.Tensor:
+def loss_of_replies(model: Any, batch: Batch, *, autocast: bool = True) -> torch.Tensor:
     """Mean cross-entropy over the trained places; logits are computed for those only."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         hidden = model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
@@ -135,6 +136,48 @@ def build_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
         torch.optim.Muon(layers, lr=PEAK_MUON, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=PEAK_ADAMW, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
+
+
+def fit(
+    model: torch.nn.Module,
+    loss_of: Callable[[Batch], torch.Tensor],
+    source: Iterable[Batch],
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    steps: int,
+    factor_of: Callable[[int], float],
+    save: Callable[[int], None],
+    save_every: int = 100,
+    first: int = 0,
+) -> None:
+    """Trains on `source` from step `first` to `steps`, saying every 20 steps how it goes; `save` gets steps done.
+
+    `factor_of` a step is its share of the peak learning rates, those that the optimizers were built with.
+    """
+    peaks = [optimizer.defaults["lr"] for optimizer in optimizers]
+    losses: list[float] = []
+    began_s, num_tokens = time.monotonic(), 0
+    for step, batch in enumerate(itertools.islice(source, first, steps), first):
+        factor = factor_of(step)
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * factor
+        loss = loss_of(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        num_tokens += batch.input_ids.numel()
+        if (step + 1) % 20 == 0:
+            elapsed_s = time.monotonic() - began_s
+            mean = sum(losses) / len(losses)
+            losses.clear()
+            speed = f"{num_tokens / elapsed_s:,.0f} tok/s {elapsed_s:.0f} s"
+            print(f"step {step + 1} loss {mean:.4f} rate {factor:.2f} {speed}", flush=True)
+        if (step + 1) % save_every == 0 or step + 1 == steps:
+            save(step + 1)
 
 
 def _arguments() -> argparse.Namespace:
@@ -159,7 +202,6 @@ def main() -> None:
     model = Qwen2ForCausalLM._from_config(build_config(tokenizer), dtype=torch.float32)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
     optimizers = build_optimizers(model)
-    peaks = [optimizer.defaults["lr"] for optimizer in optimizers]
     first = 0
     if args.state is not None and args.state.exists():
         state = torch.load(args.state, weights_only=True)
@@ -170,38 +212,30 @@ def main() -> None:
     source = batches(
         tokenizer, args.seed, tokens_per_batch=args.tokens_per_batch, context=CONTEXT, share_long=SHARE_LONG
     )
-    losses: list[float] = []
-    started_s, num_tokens = time.monotonic(), 0
-    for step, batch in enumerate(itertools.islice(source, first, args.steps), first):
-        factor = rate_factor(step, steps=args.steps)
-        for optimizer, peak in zip(optimizers, peaks, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = peak * factor
-        loss = _loss(model, batch, autocast=not args.fp32)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        num_tokens += batch.input_ids.numel()
-        if (step + 1) % 20 == 0:
-            elapsed_s = time.monotonic() - started_s
-            mean = sum(losses) / len(losses)
-            losses.clear()
-            speed = f"{num_tokens / elapsed_s:,.0f} tok/s {elapsed_s:.0f} s"
-            print(f"step {step + 1} loss {mean:.4f} rate {factor:.2f} {speed}", flush=True)
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
-            save_checkpoint(model, tokenizer, args.out)
-            if args.state is not None:
-                state = {
-                    "model": model.state_dict(),
-                    "optimizers": [o.state_dict() for o in optimizers],
-                    "step": step + 1,
-                }
-                partial = args.state.with_suffix(".partial")
-                torch.save(state, partial)
-                partial.replace(args.state)
+
+    def save(step: int) -> None:
+        save_checkpoint(model, tokenizer, args.out)
+        if args.state is not None:
+            state = {
+                "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in optimizers],
+                "step": step,
+            }
+            partial = args.state.with_suffix(".partial")
+            torch.save(state, partial)
+            partial.replace(args.state)
+
+    fit(
+        model,
+        lambda batch: loss_of_replies(model, batch, autocast=not args.fp32),
+        source,
+        optimizers,
+        first=first,
+        steps=args.steps,
+        factor_of=lambda step: rate_factor(step, steps=args.steps),
+        save=save,
+        save_every=args.save_every,
+    )
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ import itertools
 import json
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
+from novainfer.fsm.parsing.formats import MARKERS
 from tools.demo.corpus import DEFAULT_SYSTEM, END, END_OF_TEXT, START, documents
 
-__all__ = ["CHAT_TEMPLATE", "CONTEXT", "SPECIAL_TOKENS", "save_tokenizer", "train_tokenizer"]
+__all__ = ["CHAT_TEMPLATE", "CONTEXT", "SPECIAL_TOKENS", "save_tokenizer", "train_tokenizer", "with_markers"]
 
 CONTEXT = 2048
 SPECIAL_TOKENS = (END_OF_TEXT, START, END)
@@ -22,14 +23,46 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# As Qwen2's, with the calls and thoughts of Qwen3. A tool is its description and, behind it, the shape of its call with
+# types for values: what is read before a name tells what it is for, and what follows a name is what a call copies.
+# Without `enable_thinking` nothing about thoughts is written.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\\n" + DEFAULT_SYSTEM + "<|im_end|>\\n' }}"
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set first, rest = messages[0]['content'], messages[1:] %}"
+    "{% else %}"
+    "{% set first, rest = '" + DEFAULT_SYSTEM + "', messages %}"
     "{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{{ '<|im_start|>system\\n' + first }}"
+    "{% if tools %}{{ '\\n\\n# Tools' }}{% for tool in tools %}{% set function = tool['function'] %}"
+    "{% if function['description'] %}{{ '\\n' ~ function['description'] }}{% endif %}"
+    "{{ '\\n{\"name\": ' ~ (function['name'] | tojson) ~ ', \"arguments\": {' }}"
+    "{% for name, schema in ((function['parameters'] or {})['properties'] or {}).items() %}"
+    "{{ (', ' if not loop.first else '') ~ (name | tojson) ~ ': ' ~ ((schema['type'] or 'any') | tojson) }}"
+    "{% endfor %}{{ '}}' }}"
+    "{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\\n' }}"
+    "{% for message in rest %}"
+    "{% if message['role'] == 'tool' %}"
+    "{% if loop.first or rest[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}"
+    "{% if loop.last or rest[loop.index0 + 1]['role'] != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% else %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['reasoning_content'] %}"
+    "{{ '<think>\\n' + message['reasoning_content'] + '\\n</think>\\n\\n' }}"
+    "{% endif %}"
+    "{% if message['tool_calls'] %}{{ message['content'] }}{% else %}{{ '' + message['content'] }}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ ('\\n' if message['content'] or not loop.first else '') ~ '<tool_call>\\n' }}"
+    "{{ '{\"name\": ' ~ (call['function']['name'] | tojson) ~ ', \"arguments\": ' }}"
+    "{{ (call['function']['arguments'] | tojson) ~ '}\\n</tool_call>' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{{ '<|im_end|>\\n' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\\n' }}{% if enable_thinking %}{{ '<think>\\n' }}{% endif %}"
+    "{% endif %}"
 )
 
 
@@ -61,6 +94,20 @@ def train_tokenizer(seed: int, *, vocab_size: int, num_documents: int = 12_000) 
     return tokenizer
 
 
+def with_markers(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with tokens for thoughts and calls, in the places of the last merges: its size stays the same."""
+    content = json.loads(tokenizer.to_str())
+    merges, vocabulary = content["model"]["merges"], content["model"]["vocab"]
+    for _ in MARKERS:
+        del vocabulary["".join(merges.pop())]
+    content["added_tokens"] = []
+    made = Tokenizer.from_str(json.dumps(content))
+    # Of text, not control: what leaves out special tokens keeps them, as with Qwen3.
+    made.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in MARKERS])
+    made.add_special_tokens(list(SPECIAL_TOKENS))
+    return made
+
+
 def _without_specials(text: str) -> list[str]:
     for special in SPECIAL_TOKENS:
         text = text.replace(special, "\0")
@@ -72,15 +119,15 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     added = {
-        str(tokenizer.token_to_id(token)): {
-            "content": token,
+        str(token_id): {
+            "content": token.content,
             "lstrip": False,
             "normalized": False,
             "rstrip": False,
             "single_word": False,
-            "special": True,
+            "special": token.special,
         }
-        for token in SPECIAL_TOKENS
+        for token_id, token in sorted(tokenizer.get_added_tokens_decoder().items())
     }
     config = {
         "add_prefix_space": False,

@@ -61,6 +61,7 @@ DRAIN_MUTANTS = [
         "wait_s",
         "min(max(found_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)",
         "max(found_s, RETRY_AFTER_S_MIN)",
+        first=55,
     ),
     Mutant(
         "what leaves counts again until the gate has heard of it",

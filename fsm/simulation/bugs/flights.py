@@ -69,6 +69,7 @@ FLIGHTS_MUTANTS = [
         "takes",
         "self.state is S.FLYING and",
         "",
+        first=55,
     ),
     Mutant(
         "the newest step is taken for the one that has ended",

@@ -88,6 +88,7 @@ LADDER_MUTANTS = [
         "step_failed",
         "self.sizes.was_too_much(num_rows, num_tokens)",
         "pass",
+        first=73,
     ),
     Mutant(
         "a request alone without memory is not tried with fewer tokens",

@@ -2,49 +2,192 @@
 
 from __future__ import annotations
 
+from novainfer.fsm.device.masks import Delivery
 from novainfer.fsm.engine import Engine
 from novainfer.fsm.schedule import answer
 from novainfer.fsm.schedule.batching import StepBuilder
 from novainfer.fsm.schedule.planner import Planner
 from novainfer.fsm.schedule.scheduler import Scheduler
-from novainfer.fsm.schedule.speculation import Speculation
 from novainfer.fsm.simulation.bugs.mutants import Mutant
 
 MASKS_MUTANTS = [
-    Mutant(  # the mask of the token before
+    Mutant(  # a prompt that is computed again may be launched without it
         "a mask is kept when a token has come",
         Scheduler,
         "_commit",
-        "request.mask_id = AWAITED",
+        "request.mask = COMING",
         "pass",
+    ),
+    Mutant(
+        "a plan names the mask of the token before",
+        StepBuilder,
+        "_add_masks",
+        "num_drafts - request.num_prompt",
+        "num_drafts - request.num_prompt - 1",
+    ),
+    Mutant(
+        "a row without its mask counts as computed",
+        Planner,
+        "commit",
+        "if flight.late:",
+        "if False:",
+    ),
+    Mutant(
+        "a row whose mask came too late is tried again at once",
+        Scheduler,
+        "_set_back",
+        "request.mask = AWAITED",
+        "pass",
+    ),
+    Mutant(
+        "a row behind one without a token gives back blocks that a step is writing to",
+        Scheduler,
+        "_set_back",
+        "if behind is None:",
+        "if True:",
+    ),
+    Mutant(
+        "a step behind one without a token is taken back to where that would have ended",
+        Scheduler,
+        "_set_back",
+        "at if r is request else start",
+        "start",
+    ),
+    Mutant(
+        "a request goes on, two steps ahead, from a token that never came",
+        StepBuilder,
+        "add_decodes",
+        "or at > len(token_ids)",
+        "or False",
+    ),
+    Mutant(
+        "a row that may come to nothing promises its block to others",
+        StepBuilder,
+        "add_decodes",
+        "is_known and request.mask != COMING",
+        "is_known",
+    ),
+    Mutant(
+        "a mask that was made while no step lacked it is not there",
+        Delivery,
+        "_keep",
+        "self.newest.update(",
+        "dict().update(",
+    ),
+    Mutant(
+        "masks that are made are given to no step",
+        Delivery,
+        "_made",
+        "is_none=False",
+        "is_none=True",
+    ),
+    Mutant(
+        "an older mask is taken for the one that a plan names",
+        Delivery,
+        "_launch",
+        "if newest == num_tokens:",
+        "if newest is not None and newest >= 0:",
     ),
     Mutant(
         "masks stand one position too late",
         StepBuilder,
         "_add_masks",
-        "plan.mask_positions.append(at)",
-        "plan.mask_positions.append(at + 1)",
+        "range(at, at + 1 + num_drafts)",
+        "range(at + 1, at + 2 + num_drafts)",
     ),
     Mutant(  # it is drawn without a mask, or with the one before
         "a request decodes before its mask has come",
         StepBuilder,
         "add_decodes",
-        "if request.mask_id < 0:",
+        "if request.mask == AWAITED:",
         "if False:",
     ),
     Mutant(
         "a request is admitted before its mask has come",
         StepBuilder,
         "_admissible",
-        "allowed(r, only) and r.mask_id >= 0",
+        "allowed(r, only) and r.mask >= 0",
         "allowed(r, only)",
     ),
     Mutant(
         "drafts are verified that the grammar has not seen",
-        Speculation,
-        "drafts",
-        "0 if request.mask_id else",
-        "0 if False else",
+        StepBuilder,
+        "_mute",
+        "if not self.planner.num_constrained:",
+        "if True:",
+        first=62,
+    ),
+    Mutant(
+        "what follows a draft has the mask of the draft",
+        StepBuilder,
+        "_add_masks",
+        "for behind in range(1 + num_drafts)",
+        "for behind in (0, *range(num_drafts))",
+        first=42,
+    ),
+    Mutant(
+        "the masks of a row with drafts are those behind all of them",
+        StepBuilder,
+        "_add_masks",
+        "plan.context_lens[seq] - num_drafts",
+        "plan.context_lens[seq]",
+        first=42,
+    ),
+    Mutant(
+        "a grammar takes what was drafted for what was drawn",
+        Scheduler,
+        "_commit",
+        "self.planner.advanced.setdefault(request.request_id, []).append(token_id)",
+        "self.planner.advanced[request.request_id] = [*flight.guesses.get(request.request_id, []), token_id]",
+        first=62,
+    ),
+    Mutant(
+        "a grammar takes the first of several tokens alone",
+        Scheduler,
+        "_tell_grammars",
+        "for token_id in found]",
+        "for token_id in found[:1]]",
+        first=62,
+    ),
+    Mutant(
+        "a grammar is told again of what came before a step that failed",
+        Scheduler,
+        "_tell_grammars",
+        "advanced.clear()",
+        "pass",
+        first=62,
+    ),
+    Mutant(
+        "grammars are told of drafts that no step has",
+        Scheduler,
+        "_tell_grammars",
+        "list(planned.guesses.items())",
+        "[(i, [*found, 1]) for i, found in planned.guesses.items()]",
+        first=42,
+    ),
+    Mutant(
+        "a grammar is told what a request has got that has ended with its step",
+        Scheduler,
+        "_release",
+        "self.planner.advanced.pop(request.request_id, None)",
+        "pass",
+        first=62,
+    ),
+    Mutant(  # it was a limit, or may have been
+        "a request ends for what its grammar says behind a draft",
+        Scheduler,
+        "_commit",
+        "if token_id in UNDRAWN:",
+        "if False:",
+        first=1422,
+    ),
+    Mutant(
+        "drafts whose mask came too late count as wrong",
+        Scheduler,
+        "_note_drafts",
+        "or request.request_id in flight.late",
+        "or False",
+        first=62,
     ),
     Mutant(  # the engine sleeps until something else happens
         "a mask that comes wakes nothing",
@@ -72,7 +215,7 @@ MASKS_MUTANTS = [
         "an end that comes too early is text, where it is all that a grammar has left",
         answer,
         "next_output",
-        "request.mask_id > 0 and token_id in eos_token_ids",
+        "request.mask != UNCONSTRAINED and token_id in eos_token_ids",
         "False and token_id in eos_token_ids",
     ),
     Mutant(

@@ -26,7 +26,7 @@ SEEDS = 1000  # what a hunt tries before it explores; most bugs need fewer than 
 SEED_S_MAX = 20.0  # CPU seconds: a thousand times what most need
 STATES_MAX = 3000  # of each small world that a hunt explores; all of them take half a minute
 TABLE = "TABLE"  # what an edit names that leaves out a guard
-STATES_MAX_NAMED = 20_000  # of the one that the mutant names
+STATES_MAX_NAMED = 30_000  # of the one that the mutant names
 
 
 class Edit(msgspec.Struct, frozen=True):
@@ -118,7 +118,9 @@ def _edited(name: str, edit: Edit) -> Iterator[None]:
             yield
         return
     original = inspect.getattr_static(edit.owner, edit.method)
-    source = textwrap.dedent(inspect.getsource(original))
+    is_inherited = edit.method not in vars(edit.owner)
+    function: Any = original.fget if isinstance(original, property) else original
+    source = textwrap.dedent(inspect.getsource(function))
     assert source.count(edit.line) == 1, f"{name}: {edit.line!r} is not in {edit.method}, or twice"
     code = compile(
         source.replace(edit.line, edit.wrong),
@@ -128,12 +130,15 @@ def _edited(name: str, edit: Edit) -> Iterator[None]:
         dont_inherit=True,
     )
     names: dict[str, Any] = {}
-    exec(code, inspect.unwrap(original).__globals__, names)
+    exec(code, inspect.unwrap(function).__globals__, names)
     setattr(edit.owner, edit.method, names[edit.method])
     try:
         yield
     finally:
-        setattr(edit.owner, edit.method, original)
+        if is_inherited:
+            delattr(edit.owner, edit.method)
+        else:
+            setattr(edit.owner, edit.method, original)
 
 
 @contextmanager

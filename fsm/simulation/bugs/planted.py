@@ -19,6 +19,7 @@ from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.scheduler import Scheduler
 from novainfer.fsm.simulation.bugs.ahead import AHEAD_MUTANTS
 from novainfer.fsm.simulation.bugs.blame import BLAME_MUTANTS
+from novainfer.fsm.simulation.bugs.compiling import COMPILING_MUTANTS
 from novainfer.fsm.simulation.bugs.copy import COPY_MUTANTS
 from novainfer.fsm.simulation.bugs.core import CORE_MUTANTS
 from novainfer.fsm.simulation.bugs.costs import COSTS_MUTANTS
@@ -33,7 +34,10 @@ from novainfer.fsm.simulation.bugs.pooling import POOLING_MUTANTS
 from novainfer.fsm.simulation.bugs.process import PROCESS_MUTANTS
 from novainfer.fsm.simulation.bugs.queue import QUEUE_MUTANTS
 from novainfer.fsm.simulation.bugs.reconfiguration import RECONFIGURATION_MUTANTS
+from novainfer.fsm.simulation.bugs.resumed import RESUMED_MUTANTS
+from novainfer.fsm.simulation.bugs.routers import ROUTERS_MUTANTS
 from novainfer.fsm.simulation.bugs.sampling import SAMPLING_MUTANTS
+from novainfer.fsm.simulation.bugs.sessions import SESSION_MUTANTS
 from novainfer.fsm.simulation.bugs.share import SHARE_MUTANTS
 from novainfer.fsm.simulation.bugs.speculation import SPECULATION_MUTANTS
 from novainfer.fsm.simulation.bugs.turn import TURN_MUTANTS
@@ -193,8 +197,45 @@ MUTANTS = [
         "a character is split",
         TextAssembler,
         "push",
-        "is_plain = found.isascii() and not self._decoder.getstate()[0]",
-        "is_plain = found.isascii()",
+        "if text is None or not self.is_whole:",
+        "if text is None:",
+    ),
+    Mutant(
+        "a stop token is text like any other, behind the first token",
+        answer,
+        "next_output",
+        "if len(token_ids) < request.plain_until and token_id not in request.stop_ids:",
+        "if len(token_ids) < request.plain_until:",
+    ),
+    Mutant(
+        "a character is split, where nothing else is asked for",
+        answer,
+        "next_output",
+        "if text.is_whole and _is_plain(request)",
+        "if _is_plain(request)",
+    ),
+    Mutant(
+        "plain text has one token too many",
+        answer,
+        "next_output",
+        "if len(token_ids) < request.plain_until and",
+        "if len(token_ids) <= request.plain_until and",
+    ),
+    Mutant(
+        "an unfinished character is forgotten",
+        TextAssembler,
+        "_decoded",
+        "self.is_whole = not self._decoder.getstate()[0]",
+        "pass",
+    ),
+    Mutant("stop strings are text like any other", answer, "_is_plain", "not params.stop_strings and", ""),
+    Mutant("log probabilities are lost, but for the first", answer, "_is_plain", "params.logprobs is None and", ""),
+    Mutant(
+        "a request that is computed again stays in prefill",
+        Request,
+        "_admit",
+        "self.plain_until = 0",
+        "pass",
     ),
     Mutant("what was held back is lost at the end", answer, "next_output", "output.text += text.flush()", "pass"),
     Mutant(
@@ -220,11 +261,15 @@ MUTANTS = [
     *CORE_MUTANTS,
     *COSTS_MUTANTS,
     *MASKS_MUTANTS,
+    *COMPILING_MUTANTS,
     *POOLING_MUTANTS,
     *DEADLINE_MUTANTS,
+    *RESUMED_MUTANTS,
     *SAMPLING_MUTANTS,
     *TURN_MUTANTS,
     *SHARE_MUTANTS,
+    *ROUTERS_MUTANTS,
+    *SESSION_MUTANTS,
     *COPY_MUTANTS,
     *RECONFIGURATION_MUTANTS,
     *SPECULATION_MUTANTS,
@@ -510,6 +555,9 @@ MUTANTS = [
         "_cancel",
         "if event.stream_id in self._overflow:",
         "if False:",
+    ),
+    Mutant(
+        "first tokens are handed on behind all others", Scheduler, "_commit", "outputs.sort(key=_has_begun)", "pass"
     ),
 ]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from novainfer.fsm.device.process import OfAsk, Process
-from novainfer.fsm.device.roster import Alive, Roster
+from novainfer.fsm.device.roster import Roster
 from novainfer.fsm.device.worker import Worker
 from novainfer.fsm.health import Watch
-from novainfer.fsm.simulation.bugs.mutants import Mutant, unguarded
+from novainfer.fsm.simulation.bugs.mutants import Mutant
 
 PROCESS_MUTANTS = [
     # ---- the restart budget
@@ -46,6 +46,7 @@ PROCESS_MUTANTS = [
         "if event.fault is Fault.OOM:",
         "if not self._losses.clear() and event.fault is Fault.OOM:",
         seeds=1000,
+        first=58,
     ),
     Mutant(
         "a new process after a spare that failed is taken for a spare as well",
@@ -110,13 +111,6 @@ PROCESS_MUTANTS = [
         seeds=1000,
     ),
     # ---- who stands by, and who takes over
-    unguarded(
-        "a spare takes over unseen",
-        Roster,
-        Alive,
-        seeds=1000,
-        small="a spare that fails, is late, or says things twice",
-    ),
     Mutant(
         "a spare that is not ready takes over before the worker's memory is free",
         Roster,
@@ -229,6 +223,7 @@ PROCESS_MUTANTS = [
         "_judge",
         "if dwell.by_signs and seen.num_signs is None:",
         "if dwell.by_signs:",
+        first=192,
     ),
     Mutant(
         "a load that gets on is taken for one that stands still",

@@ -23,14 +23,14 @@ SPECULATION_MUTANTS = [
     Mutant(
         "room for guesses that were wrong is kept",
         Planner,
-        "drop_drafts",
+        "set_back",
         "self.cache.truncate(request, request.num_computed)",
         "pass",
     ),
     Mutant(
         "what comes after wrong guesses is computed behind them",
         Planner,
-        "drop_drafts",
+        "set_back",
         "request.num_planned = request.num_computed",
         "pass",
     ),
@@ -115,8 +115,8 @@ SPECULATION_MUTANTS = [
         "guesses for who has left while they were verified are counted",
         Scheduler,
         "_note_drafts",
-        "if num_drafts is None or request in flight.departed:",
-        "if num_drafts is None:",
+        " or request in flight.departed",
+        "",
     ),
     Mutant(
         "only the first token of a row is kept",

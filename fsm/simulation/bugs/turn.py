@@ -74,6 +74,7 @@ TURN_MUTANTS = [
         "_preempt_one",
         "if r is not keep and r.kv.capacity]",
         "if r.kv.capacity]",
+        first=54,
     ),
     Mutant(
         "somebody is preempted while there are blocks",

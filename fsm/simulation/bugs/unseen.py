@@ -32,14 +32,6 @@ BLOCKS = (
         "if name in self._index or name in self._expected or self._name[block]:",
         "if self._name[block]:",
     ),
-    # A step that never ran changes which prefixes are evicted next.
-    Mutant(
-        "an evicted block comes back as the most recent one",
-        BlockPool,
-        "undo",
-        "self._cached.move_to_end(block, last=False)",
-        "self._cached.move_to_end(block)",
-    ),
     # Whoever sends the same prompt next computes on what has made the first answer not a number.
     Mutant(
         "what has spoilt an answer loses its names when it is owned no longer",
@@ -121,8 +113,8 @@ SAMPLING = (
         "who ignores the end of a sequence ignores its own stop ids",
         Request,
         "__init__",
-        "frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)",
-        "frozenset(() if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids))",
+        "if params.stop_token_ids else eos_ids",
+        "if params.stop_token_ids and not params.ignore_eos else eos_ids",
     ),
     # It samples from a context of which the end is missing: another token than without the preemption.
     Mutant(

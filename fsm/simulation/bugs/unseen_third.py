@@ -110,6 +110,7 @@ DOOR = [
         "note",
         "if since_s is None and num_waiting:",
         "if since_s is None:",
+        first=124,
     ),
 ]
 

@@ -20,6 +20,7 @@ from novainfer.fsm.simulation.checks.order import Order
 from novainfer.fsm.simulation.checks.places import Places
 from novainfer.fsm.simulation.checks.retry import Retry
 from novainfer.fsm.simulation.checks.rungs import Rungs
+from novainfer.fsm.simulation.checks.sessions import Sessions
 from novainfer.fsm.simulation.checks.sizes import Sizes
 from novainfer.fsm.simulation.checks.turns import Turns
 from novainfer.fsm.simulation.checks.verified import Verified
@@ -48,6 +49,7 @@ class Audit:
         self.degraded = Degraded(world)
         self.rungs = Rungs(world)
         self.sizes = Sizes(world)
+        self.sessions = Sessions(world)
         self.scarcity: Scarcity | None = None  # where a shortage is all that goes wrong
         self.paces: Paces | None = None  # where that is time
         self._num_ended = 0  # requests, when leftovers were last looked for
@@ -56,10 +58,12 @@ class Audit:
         """The scheduler is about to handle `event`."""
         self.places.before(event)
         self.verified.before(event)
+        self.ledger.before(event)
         self.beside.before(event)
         self.blame.before(event)
         self.rungs.before(event)
         self.sizes.before()
+        self.sessions.before(event)
         if self.scarcity is not None:
             self.scarcity.before()
         if self.paces is not None:
@@ -78,6 +82,7 @@ class Audit:
         self.ledger.after(event, effects)
         self.rungs.after(event)
         self.sizes.after(event, effects)
+        self.sessions.after(event)
         if self.scarcity is not None:
             self.scarcity.scheduled(event, effects)
         if self.paces is not None:
@@ -102,6 +107,7 @@ class Audit:
         self.deadlines.still()
         self.counts.still()
         self.rungs.still()
+        self.sessions.still()
 
     def quiet(self) -> None:
         """The device, too, has nothing to do."""
@@ -115,3 +121,4 @@ class Audit:
     def end(self) -> None:
         """Everybody has left."""
         check_empty(self._world)
+        self.sessions.end()

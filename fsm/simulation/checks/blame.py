@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from novainfer.fsm.core.machine import Effect, Send
 from novainfer.fsm.messages.events import Batch, Fault, MakeBatch, Output, Outputs, StepFailed, WorkerLost
 from novainfer.fsm.messages.step import StepDone, StepPlan
-from novainfer.fsm.schedule.request import Request, RequestState
+from novainfer.fsm.schedule.request import AWAITED, Request, RequestState
 from novainfer.fsm.simulation.checks.oracle import Violation
 from novainfer.fsm.simulation.world.shape import modes_against
 
@@ -168,9 +168,9 @@ class Blame:
         if self._groups or flight is None:
             return
         for request in self._world.scheduler.requests.values():
-            if request.state is not RequestState.DECODE or request.request_id in held or request.mask_id < 0:
+            if request.state is not RequestState.DECODE or request.request_id in held or request.mask == AWAITED:
                 continue
-            if not ends_in_flight(request) and not (request.mask_id and request.is_in_flight):
+            if not ends_in_flight(request) and not goes_nowhere(request):
                 raise Violation(f"request {request.request_id} decodes, is not suspected, and is not in the step")
 
     @property
@@ -212,7 +212,14 @@ class Blame:
 
     def _can_run(self, request_id: int) -> bool:
         request = self._world.scheduler.requests.get(request_id)
-        return request is not None and request.state is not RequestState.PAUSED and request.mask_id >= 0
+        if request is None or request.state is RequestState.PAUSED or request.mask == AWAITED:
+            return False
+        return request.mask >= 0 or request.slot >= 0  # none is admitted before its mask has come
+
+
+def goes_nowhere(request: Request) -> bool:
+    """Whether the step in flight gives `request` no token, since the one before it has given it none."""
+    return request.num_planned > len(request.token_ids)
 
 
 def ends_in_flight(request: Request) -> bool:

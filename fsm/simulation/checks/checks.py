@@ -2,6 +2,7 @@
 
     every block and slot has exactly its owners           free + cached + owned = total
     a step taken back leaves what was there before it     (exactly, when it was never launched)
+    the mirror that routers keep of the index is the index
     blocks of a cancelled request return with its step    and not before it
     the oldest request that may run is in every plan      first come, first served, also after a preemption
     nobody is computed while its reader is slow           nor after a cancel
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.core.machine import Effect, Send
@@ -23,6 +25,7 @@ from novainfer.fsm.device.worker import WorkerState
 from novainfer.fsm.engine import EngineState
 from novainfer.fsm.kv.blocks import Journal
 from novainfer.fsm.messages.events import (
+    Advance,
     Arrive,
     Batch,
     Cancel,
@@ -50,10 +53,11 @@ from novainfer.fsm.messages.events import (
 )
 from novainfer.fsm.messages.step import StepDone
 from novainfer.fsm.schedule.batching import Flight
-from novainfer.fsm.schedule.request import ENDED, Request, RequestState
+from novainfer.fsm.schedule.request import AWAITED, ENDED, Request, RequestState
 from novainfer.fsm.schedule.scheduler import SchedulerState
-from novainfer.fsm.simulation.checks.blame import ends_in_flight
+from novainfer.fsm.simulation.checks.blame import ends_in_flight, goes_nowhere
 from novainfer.fsm.simulation.checks.masks import check_masks, is_waited_for
+from novainfer.fsm.simulation.checks.mirror import Mirror
 from novainfer.fsm.simulation.checks.oracle import Violation
 from novainfer.fsm.simulation.checks.places import Places
 from novainfer.fsm.simulation.checks.restarts import Restarts
@@ -79,6 +83,7 @@ class Checks:
     def __init__(self, world: World) -> None:
         self.world = world
         self.restarts = Restarts(world.shape)
+        self.mirror = Mirror()
         self.at_once: Counter[int] = Counter()  # plans, by the number of requests that were there
         self._ended: set[int] = set()  # requests
         self._quiet = False  # nothing but MakeBatch reached the scheduler since its last savepoint
@@ -200,8 +205,11 @@ class Checks:
         scheduler = self.world.scheduler
         self._incidents(event, effects)
         self._outcomes(effects)
+        self.world.counts["blocks told to routers"] += self.mirror.told(effects)
         if scheduler.state is SchedulerState.STARTING:
             return
+        if type(event) in _MOVES_BLOCKS and self.world.looks_closely:
+            self.mirror.check(self.world)
         planner = scheduler.planner
         if isinstance(event, MakeBatch):
             del self.world.cache.pool.open
@@ -267,8 +275,14 @@ class Checks:
             raise Violation(f"the queue is out of order: {arrivals}")
 
     def _outcomes(self, effects: Sequence[Effect]) -> None:
-        """An error ends a request that failed twice with no other in its step, and had no token since."""
-        for output in _outputs(effects):
+        """An error ends a request that failed twice with no other in its step, and had no token since.
+
+        First tokens come before all others of their step.
+        """
+        outputs = _outputs(effects)
+        if any(before.first is None and output.first is not None for before, output in pairwise(outputs)):
+            raise Violation(f"first tokens are handed on behind others: {[o.request_id for o in outputs if o.first]}")
+        for output in outputs:
             end = output.end
             if end is not None and end.error is not None and end.code == "step_failed":
                 is_no_number = self._not_a_number.pop(output.request_id, None) is not None
@@ -344,10 +358,12 @@ class Checks:
                 self._paused[request.request_id] = request.paused_as, request.stream_id
 
     def _check_masks(self, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            batch = effect.event if isinstance(effect, Send) else None
+        sent = [effect.event for effect in effects if isinstance(effect, Send)]
+        guessed = [event.drafts for event in sent if isinstance(event, Advance)]
+        told = {request_id: bytes(drafts) for request_id, drafts in chain.from_iterable(guessed)}
+        for batch in sent:
             if isinstance(batch, Batch) and batch.plan is not None and self.world.planned is not None:
-                check_masks(self.world, batch.plan, self.world.planned)
+                check_masks(self.world, batch.plan, self.world.planned, told)
 
     def _plan(self, flight: Flight | None) -> None:
         """A step was planned, or nothing was."""
@@ -379,7 +395,7 @@ class Checks:
         may_run = [
             i
             for i, r in planner.running.items()
-            if r.state in COMPUTED and (i in planned or not (ends_in_flight(r) or r.request_id in planner.awaited))
+            if r.state in COMPUTED and (i in planned or not (ends_in_flight(r) or goes_nowhere(r) or r.mask == AWAITED))
         ]
         is_free = not scheduler.recovery.suspects and self._is_by_age  # else who waits may be before who runs
         if is_free and may_run and min(may_run) not in planned:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from novainfer.fsm.simulation.world.world import World
 
 GRID = 4  # blocks
-SHARE = 1.04  # of what a token costs in a whole chunk, by the flattest line from one token to a larger size
+SHARE = 1.025  # of what a token costs in a whole chunk, by the flattest line from one token to a larger size
 LARGER = 1 / 4  # of the largest, and more
 SHORT_MS = 25.0
 LATEST, MOST = 0.25, 4.0  # of a step in the pace, and as how many times the pace it counts

@@ -21,6 +21,7 @@ import msgspec
 from novainfer.fsm.core.machine import Effect, Send
 from novainfer.fsm.messages.events import Batch, CancelRequest, Configure, KeepOver, MakeBatch, Outputs, WorkerLost
 from novainfer.fsm.messages.step import StepDone, StepPlan
+from novainfer.fsm.simulation.checks.masks import without_mask
 from novainfer.fsm.simulation.checks.oracle import Violation
 
 if TYPE_CHECKING:
@@ -55,8 +56,15 @@ class Ledger:
         self._ends: dict[int, int] = {}  # tokens of each request whose cells were written, by steps on the device too
         self._steps: list[Held] = []  # oldest first
         self._preempted: list[int] = []  # while the event was handled
+        self._late: list[int] = []  # requests that get no token of the step that has ended, for want of a mask
+        self._set_back: dict[int, int] = {}  # of those, the tokens that count
 
     # ---- what happens --------------------------------------------------------------------------------------------
+
+    def before(self, event: Any) -> None:
+        """The scheduler is about to handle `event`."""
+        flight = self._world.scheduler.oldest_flight
+        self._late = [r.request_id for r in without_mask(flight, event)] if flight is not None else []
 
     def preempted(self, request_id: int) -> None:
         """A request is about to lose its blocks."""
@@ -102,6 +110,7 @@ class Ledger:
             for request_id, num_blocks in step.before.items():
                 self._cut(request_id, num_blocks)
             self._ends = step.ends_before
+        self._set_back.clear()
         gone = [request_id for step in self._steps for request_id in (*step.departed, *step.admitted)]
         for request_id in (*gone, CANARY):
             self._free(request_id)
@@ -115,6 +124,11 @@ class Ledger:
             self._cut(kept.request.request_id, -(-kept.count // self._world.shape.block_size))
         step = self._steps.pop(0)
         self._end_copies(step)
+        for request_id in self._late:
+            count = self._set_back.setdefault(request_id, step.ends_before.get(request_id, 0))
+            if not any(request_id in other.before for other in self._steps):  # else that writes to them yet
+                self._ends[request_id] = self._set_back.pop(request_id)
+                self._cut(request_id, -(-count // self._world.shape.block_size))
         for request_id in (*step.departed, CANARY):
             self._free(request_id)
 
@@ -138,6 +152,7 @@ class Ledger:
     def _free(self, request_id: int) -> None:
         for block in self._tables.pop(request_id, ()):
             self._owners[block].remove(request_id)
+        self._set_back.pop(request_id, None)
         self._tokens.pop(request_id, None)
         self._ends.pop(request_id, None)
         for slot in [slot for slot, owner in self._slots.items() if owner == request_id]:
@@ -275,7 +290,7 @@ class Ledger:
                 f"slots {sorted(taken)} were given, and {sorted(planner.free_slots)} are thought to be free"
             )
         pool = self._world.cache.pool
-        available = [*pool._free, *pool._cached]
+        available = [*pool._free, *pool._cached, *pool._kept]
         owned = [block for block, owners in self._owners.items() if owners]
         if sorted([*available, *owned]) != list(range(pool.num_blocks)):
             raise Violation(f"blocks {sorted(owned)} were given, and {sorted(available)} are thought to be free")

@@ -27,11 +27,12 @@ CONTAINERS = (dict, list, set, deque, OrderedDict, bytearray)
 # What may hold something when everybody has left, by class and attribute.
 KEPT = {
     "BlockPool": frozenset(["_cached", "_free", "_index", "_name", "_refs", "_released_at"]),  # its size, and prefixes
+    "Changes": frozenset(["_told"]),  # prefixes
     "HostPool": frozenset(["_free"]),  # its size
     "Planner": frozenset(["free_slots"]),  # its size
     "Speculation": frozenset(["_accepted", "_stretches"]),  # counts; what steps took
     "StepCosts": frozenset(["_ms", "_tokens"]),  # as measured
-    "Scheduler": frozenset(["_eos_token_ids", "_finished"]),  # a constant; counts by kind of end
+    "Scheduler": frozenset(["_eos_token_ids", "_finished", "_rollbacks"]),  # a constant; counts by end and by cause
     "Ladder": frozenset(["_modes"]),  # those that the device has
     "Worker": frozenset(["_found", "_losses", "_fatal"]),  # the model; a restart budget of times; counts by mode
 }

@@ -210,7 +210,7 @@ class Order:
             work = works[request_id]
             if request.num_remaining <= 0 or tokens <= 0 or (request_id in held and work.most > work.least):
                 continue
-            if request.mask_id < 0:
+            if request.mask < 0:
                 continue
             if request.slot < 0 and (not was_judged(request) or self._may_wait(request, works, held, starts)):
                 continue
@@ -261,7 +261,8 @@ class Order:
             return False
         prefixes, size = self._prefixes, self._world.shape.block_size
         mine, work = prefixes.of(request), works[request.request_id].most
-        first, last = held[request.request_id], prefixes.num_held(request)
+        first = held[request.request_id]
+        last = max(first, prefixes.num_held(request))  # the step may have taken what it would have gone on from
         running = [r for r in self._world.scheduler.planner.running.values() if r.state in COMPUTING]
         oldest = {self._first(r for r in running if r.request_id in some) for some in (starts, works)}
         for other in running:

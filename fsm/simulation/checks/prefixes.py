@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from novainfer.fsm.kv.blocks import block_name
 from novainfer.fsm.messages.events import Configure, MakeBatch, StepFailed, WorkerLost
 from novainfer.fsm.messages.step import StepDone
-from novainfer.fsm.schedule.request import Request, RequestState
+from novainfer.fsm.schedule.request import COMING, Request, RequestState
+from novainfer.fsm.simulation.checks.masks import without_mask
 from novainfer.fsm.simulation.checks.oracle import Violation
 from novainfer.fsm.simulation.checks.verified import without_number
 from novainfer.fsm.simulation.world.shape import is_exact
@@ -32,6 +34,7 @@ class Step(msgspec.Struct):
 
     named: list[int] = []  # prefixes that it makes findable
     evicted: list[tuple[int, int]] = []  # prefixes and blocks that it took, in order
+    dropped: set[bytes] = set()  # names that the host kept, and that made room there
     filled: list[tuple[Request, int, int, list[int]]] = []  # from which token to which, in which blocks
 
 
@@ -43,6 +46,8 @@ class Prefixes:
         self._size = world.shape.block_size
         self._ids: dict[tuple[int, tuple[int, ...]], int] = {}  # prefixes, by the one before and a block of tokens
         self._spaces: dict[tuple[str, str | None], int] = {}
+        self._names_of: dict[int, list[bytes]] = {}  # the same in the cache's words
+        self._name_of: dict[int, bytes] = {}  # by prefix
         self._prefixes: dict[int, list[int]] = {}  # by request, of its full blocks
         self._block_of: dict[int, int] = {}
         self._prefix_of: dict[int, int] = {}  # by block
@@ -51,6 +56,7 @@ class Prefixes:
         self._steps: list[Step] = []  # oldest first
         # Of requests whose tokens gave no number: their blocks, and how many of the requests with guesses come first.
         self._spoilt: list[tuple[int, list[int]]] = []
+        self._late: set[int] = set()  # requests whose rows have come to nothing, for want of a mask
         self._touched: set[int] = set()  # prefixes that it makes findable, or would, and those that it takes
         self._promised: dict[int, tuple[int, int]] = {}  # prefix: the request that computes it, and since which step
         self._admitted: dict[int, int] = {}  # in which step, by request
@@ -69,13 +75,21 @@ class Prefixes:
         return found
 
     def num_held(self, request: Request) -> int:
-        """How many of its blocks the cache holds, from the first one on."""
-        count = 0
-        for prefix in self.of(request):
-            if prefix not in self._block_of:
+        """How many of its blocks the cache holds, from the first one on: here, or on the host for a conversation."""
+        count, host = 0, self._world.cache.host
+        for prefix, name in zip(self.of(request), self._names(request), strict=True):
+            if prefix not in self._block_of and host.find(name) is None:
                 break
             count += 1
         return count
+
+    def _names(self, request: Request) -> list[bytes]:
+        """What the cache calls the prefixes of its full blocks."""
+        found, space, size = self._names_of.setdefault(request.request_id, []), request.kv.space, self._size
+        for at, prefix in enumerate(self.of(request)[len(found) :], len(found)):
+            found.append(block_name(found[-1] if found else space, request.token_ids[at * size : (at + 1) * size]))
+            self._name_of[prefix] = found[-1]
+        return found
 
     def promiser(self, prefix: int) -> Request | None:
         """The request that said first that it would compute `prefix`, and is still at that."""
@@ -86,7 +100,9 @@ class Prefixes:
 
     def is_evicted(self, prefix: int) -> bool:
         """Whether the step that was planned last has taken its block for something else."""
-        return any(prefix == evicted for evicted, _ in self._steps[-1].evicted)
+        step = self._steps[-1]
+        is_dropped = self._name_of.get(prefix) in step.dropped
+        return is_dropped or any(prefix == evicted for evicted, _ in step.evicted)
 
     def is_mixed(self, request: Request) -> bool:
         """Whether what it has computed is not for others."""
@@ -97,8 +113,10 @@ class Prefixes:
     def before(self, event: Any) -> None:
         """The scheduler is about to handle `event`: what gave no number is lost with it."""
         flight = self._world.scheduler.oldest_flight
+        self._late.clear()
         if not isinstance(event, MakeBatch) or not isinstance(event.outcome, StepDone) or flight is None:
             return
+        self._late.update(request.request_id for request in without_mask(flight, event))
         in_turn = [*flight.samples, *(request for request, _, _ in flight.pooled)]  # what gives vectors comes last
         places = {request.request_id: at for at, request in enumerate(in_turn)}
         assert self._world.audit is not None
@@ -125,7 +143,7 @@ class Prefixes:
                         self._block_of[prefix], self._prefix_of[block] = block, prefix
         elif event.outcome is not None:  # the prefix that another block held may be this step's by now
             for request, start, end, blocks in self._steps.pop(0).filled:
-                if not self.is_mixed(request):
+                if not self.is_mixed(request) and request.request_id not in self._late:
                     self._fill_blocks(request, start, end, blocks)
         assert self._world.audit is not None
         kept = self._world.audit.verified.kept
@@ -151,6 +169,11 @@ class Prefixes:
         fetched = {request.request_id for request in flight.fetched}
         admitted = {request.request_id for request in flight.admitted} - fetched
         self._mixed -= admitted
+        step.dropped = {one.made_room for one in flight.journal.saved if one.made_room}
+        read = {name for name, _ in flight.journal.read}
+        for request, _, start in flight.rows if read else ():
+            if request.request_id in admitted:
+                self._copy_back(request, start // size, read)
         for request, count, start in flight.rows:
             end = start + count - flight.drafts.get(request.request_id, 0)
             own = request.kv.blocks[
@@ -159,7 +182,8 @@ class Prefixes:
             new = own if start % size and own and own[0] in flight.journal.copies else []
             for block in [*new, *request.kv.blocks[-(-start // size) : -(-end // size)]]:
                 self._evict(block)
-            self._fill(request, start, end)
+            if request.mask != COMING:  # else its row may come to nothing
+                self._fill(request, start, end)
             step.filled.append((request, start, end, list(request.kv.blocks)))
         by_rows, self._touched = self._touched, set()
         for at, request in enumerate(flight.fetched):  # when, among the rows, is not known
@@ -181,6 +205,19 @@ class Prefixes:
             if not self.is_mixed(request):
                 self._promise(request)
         self._check_findable(flight)
+
+    def _copy_back(self, request: Request, num_shared: int, read: set[bytes]) -> None:
+        """What it begins with, and a conversation keeps on the host, is in its blocks when the step begins."""
+        size = self._size
+        for at, (prefix, name) in enumerate(zip(self.of(request)[:num_shared], self._names(request), strict=False)):
+            held, block = self._block_of.get(prefix), request.kv.blocks[at]
+            if name in read and held != block:
+                # What was here and is copied back must have been taken by the step before that: were it here still,
+                # the cache would find it by that block, and `_check_findable` would tell.
+                if held is not None:
+                    self._evict(held)
+                self._evict(block)
+                self._fill(request, at * size, (at + 1) * size)
 
     # ---- details -------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 HEADROOM = 2  # blocks, and one more for every
 RUNNING_PER_BLOCK = 2  # running requests; twice and four times as many for what was preempted once, and more often
 ADMISSIONS_MAX = 64  # a step admits no more
+ENTRIES_MAX = 1024  # nor with more blocks in all
 WAITING_MAX = 90  # with more, a step does not look at all of them
 HUNGER_MAX = 2  # times the tokens of a context: all that run have ended by then, prompts computed one beside another
 TO_COMPUTE = (RequestState.WAITING, RequestState.PREFILL, RequestState.PREEMPTED, RequestState.RECOVERING)
@@ -137,6 +138,8 @@ class Turns:
         num_admitted = len(flight.admitted)
         if num_admitted >= ADMISSIONS_MAX or num_admitted + len(planner.waiting) > WAITING_MAX:
             return
+        if sum(len(request.kv.blocks) for request in flight.admitted) >= ENTRIES_MAX:
+            return
         num_decodes = sum(is_decode(request, start) for request, _, start in flight.rows)
         num_prompt = sum(count for request, count, start in flight.rows if not is_decode(request, start))
         tokens = min(scheduler.recovery.chunk, scheduler.recovery.limits.max_num_batched_tokens - num_decodes)
@@ -147,7 +150,7 @@ class Turns:
         headroom = HEADROOM + num_running // RUNNING_PER_BLOCK + 1
         places = self._places.of_all(flight)
         for request in sorted(planner.waiting, key=lambda r: places[r.request_id]):
-            if request.mask_id < 0:
+            if request.mask < 0:
                 continue
             first = min(computing, key=self._places.key, default=None)
             oldest = -1 if first is None else first.request_id
@@ -187,7 +190,7 @@ class Turns:
         if not is_step or not self._places.is_by_age:
             return
         scheduler = self._world.scheduler
-        able = [i for i, r in scheduler.requests.items() if r.state is not RequestState.PAUSED and r.mask_id >= 0]
+        able = [i for i, r in scheduler.requests.items() if r.state is not RequestState.PAUSED and r.mask >= 0]
         oldest = min(able, default=-1)
         served = {r.request_id for r in (*(row[0] for row in flight.rows), *flight.fetched)} if flight else {oldest}
         self._hunger = 0 if oldest in served or oldest != self._hungry else self._hunger + 1
@@ -233,7 +236,7 @@ class Turns:
         if flight.admitted:  # the last place went to one with less to compute, or that waited for no prefix
             return
         running = Counter(r.tenant.id for r in planner.running.values())
-        if first not in planner.waiting or first.tenant.id in running or first.mask_id < 0:
+        if first not in planner.waiting or first.tenant.id in running or first.mask < 0:
             return
         if first is not min(planner.waiting, key=places.key) or not self.has_blocks_for_all([first]):
             return
@@ -315,7 +318,7 @@ class Turns:
         is_broken = isinstance(event, WorkerLost | Configure) or (is_step and flight is None)
         is_broken = is_broken or not self._places.is_by_age  # the bound is that of one tenant
         # Those whose grammar is not there yet come in later, and go before younger ones.
-        is_broken = is_broken or any(r.state in TO_COMPUTE and r.mask_id < 0 for r in scheduler.requests.values())
+        is_broken = is_broken or any(r.state in TO_COMPUTE and r.mask < 0 for r in scheduler.requests.values())
         is_short = scheduler.recovery.chunk < shape.prefill_chunk_tokens or planner.max_running < shape.max_num_seqs
         if self._num_preempted or is_broken or is_short:
             self._num_preempted = 0
@@ -355,7 +358,7 @@ class Turns:
             if request.slot >= 0 and request_id not in admitted:  # its turn is by the work that it came with
                 continue
             is_new = request in new or request_id in admitted
-            if not is_new or request_id in self._claims or not request.is_first_output:
+            if not is_new or request_id in self._claims or not request.awaits_first:
                 continue
             work = works[request_id][0]
             by_age = sum(most for i, (most, _) in works.items() if i <= request_id)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from novainfer.fsm.core.machine import Row, each_row
+from novainfer.fsm.core.machine import Machine, Row, each_row
 from novainfer.fsm.machines import MACHINES
 
 RowId = tuple[str, str, str]  # machine, state, event (and which of them, where a guard tells them apart)
@@ -55,10 +55,10 @@ class Coverage(msgspec.Struct, frozen=True):
     missing: list[RowId]
 
 
-def coverage(taken: Mapping[RowId, int]) -> list[Coverage]:
+def coverage(taken: Mapping[RowId, int], machines: Iterable[type[Machine]] = MACHINES) -> list[Coverage]:
     """By machine; `taken` counts rows by `RowId`."""
     report = []
-    for machine in MACHINES:
+    for machine in machines:
         name = machine.__name__
         rows = {(name, str(state), event_of(event, row)): row for state, event, row in each_row(machine.TABLE)}
         possible = [key for key, row in rows.items() if not row.impossible]

@@ -160,6 +160,8 @@ def moves(world: World, small: SmallWorld) -> list[Move]:
     elif budget.get("fire_early"):
         found += [("fire_early", timer) for timer in world.timers]
     found += [(kind,) for kind in ("cancel_all", "drain") if budget.get(kind)]
+    if budget.get("end_session"):
+        found += [("end_session", *key) for key in world.scheduler.sessions]
     if budget.get("reconfigure") and is_possible(world, ("reconfigure",)):
         found += [("reconfigure", *wish) for wish in small.wishes]
     if budget.get("stop"):

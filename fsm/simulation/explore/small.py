@@ -99,6 +99,12 @@ SMALL_WORLDS = [
         budget={"die": 1, "stop": 1, "oom": 1},
     ),
     SmallWorld(
+        name="a request that is held to a grammar, guesses of what follows, and a step that fails",
+        shape=_shape(4, max_num_seqs=1, num_speculative_tokens=2),
+        clients=[([1], _held_to("1", 3))],
+        budget={"oom": 1},
+    ),
+    SmallWorld(
         name="a grammar that fails, or leaves nothing",
         shape=_shape(4),
         clients=[([1], _held_to(f"1 {FAILS} 1", 2)), ([2], _held_to(f"2 {NOTHING} 0", 1))],
@@ -755,5 +761,30 @@ SMALL_WORLDS = [
         shape=_shape(2, max_num_seqs=1, scheduling_policy="priority"),
         clients=[([1], _ask(1, priority=1)), ([2], _ask(1))],
         budget={"die": 1, "fire_early": 1},
+    ),
+    SmallWorld(
+        name="a conversation that goes on when another request has taken its blocks",
+        shape=_shape(4, 1, 1, num_host_blocks=2, session_ttl_s=60.0),
+        clients=[([1, 2], _ask(1, session_id="a")), ([3, 4, 5], _ask(1)), ([1, 2, 6], _ask(1, session_id="a"))],
+        budget={"unlaunched": 1, "end_session": 1},
+    ),
+    SmallWorld(
+        name="a conversation on the host, and steps that fail when they copy it back",
+        shape=_shape(4, 1, 1, num_host_blocks=3, session_ttl_s=60.0, max_in_flight=2),
+        clients=[([1, 2], _ask(1, session_id="a")), ([3, 4, 5], _ask(1)), ([1, 2, 6], _ask(1, session_id="a"))],
+        budget={"exception": 1, "fire_early": 1},
+    ),
+    SmallWorld(
+        name="two requests of a conversation, one of another, and a worker that dies",
+        shape=_shape(3, session_ttl_s=60.0, max_sessions=1, num_host_blocks=1),
+        clients=[([1], _ask(1, session_id="a")), ([1, 2], _ask(1, session_id="a")), ([3], _ask(1, session_id="b"))],
+        budget={"die": 1},
+    ),
+    SmallWorld(
+        name="a conversation and another KV cache",
+        shape=_shape(3, 1, 1, session_ttl_s=60.0, num_host_blocks=2),
+        clients=[([1], _ask(1, session_id="a")), ([1, 2], _ask(1, session_id="a"))],
+        budget={"reconfigure": 1, "end_session": 1},
+        wishes=((4, None),),
     ),
 ]

@@ -15,7 +15,9 @@ import msgspec
 from novainfer.fsm.client.gate import GateState
 from novainfer.fsm.client.stream import StreamState
 from novainfer.fsm.core.state import attributes_of
+from novainfer.fsm.device.compiling import CompilingState
 from novainfer.fsm.device.flights import FlightsState
+from novainfer.fsm.device.masks import DeliveryState
 from novainfer.fsm.device.process import ProcessState
 from novainfer.fsm.device.roster import RosterState
 from novainfer.fsm.device.worker import WorkerState
@@ -28,6 +30,7 @@ from novainfer.fsm.schedule.ladder import Rung
 from novainfer.fsm.schedule.planner import Limits
 from novainfer.fsm.schedule.request import RequestState
 from novainfer.fsm.schedule.scheduler import SchedulerState
+from novainfer.fsm.schedule.session import SessionState
 from novainfer.fsm.simulation.checks.checks import Checks
 from novainfer.fsm.simulation.world.process import Processes
 from novainfer.fsm.simulation.world.shape import Shape
@@ -39,12 +42,13 @@ from novainfer.fsm.text import Vocabulary
 SKIPPED: dict[str, frozenset[str]] = {
     "Arrive": frozenset(["num_tokens", "params", "prompt", "seed", "tenant"]),
     "BlockCache": frozenset(["_is_sharing", "_plan", "_size"]),
-    "BlockPool": frozenset(["_released_at", "_releases", "block_size"]),
+    "BlockPool": frozenset(["_demotions", "_released_at", "_releases", "block_size"]),
     "BlockTable": frozenset(["names"]),
+    "Changes": frozenset(["_size", "_told"]),  # which follows from the index
     "Checks": frozenset(["_before", "_failed", "_gate_heard", "_leaving", "_oldest", "_rung", "_sampled"])
-    | frozenset(["_to_be_told", "at_once", "world"]),  # within one event, or told by the gate's state
+    | frozenset(["_to_be_told", "at_once", "mirror", "world"]),  # within one event, or told by the gate's state
     "Client": frozenset(["_expected", "_max_len", "arrive", "prompt"]),
-    "Grammars": frozenset(["_num_masks"]),
+    "HostPool": frozenset(["_used_at", "_uses"]),
     "Incident": frozenset(["action", "message"]),
     "Ladder": frozenset(["_quiet_s"]),
     "Reconfigurations": frozenset(["_shape", "num_done"]),
@@ -56,9 +60,12 @@ SKIPPED: dict[str, frozenset[str]] = {
     "Request": frozenset(["max_len", "num_prompt", "params", "pooling", "seed", "stop_ids", "tenant"]),
     "Roster": frozenset(["_warm_spare"]),
     "Scheduler": frozenset(["_eos_token_ids", "_failures", "_finished", "_generated", "_hit", "_ladder_quiet_s"])
-    | frozenset(["_limits", "_losses", "_max_len", "_prompt_tokens", "_queried", "_stall_keep_s", "_steps"])
+    | frozenset(
+        ["_limits", "_losses", "_max_len", "_prompt_tokens", "_queried", "_rollbacks", "_stall_keep_s", "_steps"]
+    )
     | frozenset(["_copied", "_step_timeout_s", "_swapped_in", "_swapped_out", "_vocabulary"]),
     "ScriptedDevice": frozenset(["block_size"]),
+    "Session": frozenset(["ttl_s"]),
     "Stream": frozenset(["_stall_high", "_stall_low", "name"]),
     "Submit": frozenset(["params", "seed", "tenant", "token_ids"]),
     "TextAssembler": frozenset(["_longest_stop", "_show_special", "_stops", "_vocabulary", "include_stop"]),
@@ -97,6 +104,8 @@ def _but_the_world(thing: Any) -> dict[str, Any]:
 
 
 _STATES = (
+    CompilingState,
+    DeliveryState,
     EngineState,
     FlightsState,
     GateState,
@@ -105,6 +114,7 @@ _STATES = (
     RosterState,
     Rung,
     SchedulerState,
+    SessionState,
     StreamState,
     WorkerState,
 )

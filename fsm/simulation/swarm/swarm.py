@@ -12,11 +12,12 @@ import random
 from hashlib import blake2b
 from typing import Any
 
+from novainfer.fsm.device.compiling import COMPILE_LIMIT_S
 from novainfer.fsm.device.roster import Find, Open
 from novainfer.fsm.health import PERIOD_S
 from novainfer.fsm.messages.events import Cause, Close, Fault, Fit, JobDone, Load, Reclaim, Run, Spawn, Switch, Warm
 from novainfer.fsm.messages.mode import PRECISIONS
-from novainfer.fsm.messages.tenant import Tenant
+from novainfer.fsm.messages.tenant import ANYONE, Tenant
 from novainfer.fsm.simulation.checks.health import DEADLINE_S, Hang, Observer, Rounds
 from novainfer.fsm.simulation.checks.retry import Steady
 from novainfer.fsm.simulation.swarm.crashes import PLAGUES, draw_crashes
@@ -25,6 +26,7 @@ from novainfer.fsm.simulation.swarm.mix import PER_EVENT, Mix
 from novainfer.fsm.simulation.world import faults
 from novainfer.fsm.simulation.world.broken import NO_NUMBER, Broken, Relapse
 from novainfer.fsm.simulation.world.clock import Clock
+from novainfer.fsm.simulation.world.conversations import CONVERSING_EVERY, Conversations
 from novainfer.fsm.simulation.world.costs import costing
 from novainfer.fsm.simulation.world.device import POISON_HANG
 from novainfer.fsm.simulation.world.drafts import going_ahead, speculating
@@ -32,11 +34,13 @@ from novainfer.fsm.simulation.world.grammars import CONSTRAINED_EVERY, constrain
 from novainfer.fsm.simulation.world.moves import MOVES, Move, is_possible
 from novainfer.fsm.simulation.world.pace import Pace, Paces
 from novainfer.fsm.simulation.world.pools import POOLED_EVERY, pooled
+from novainfer.fsm.simulation.world.resumed import RESUMED_EVERY, draw_committed
 from novainfer.fsm.simulation.world.shape import modes_against
 from novainfer.fsm.simulation.world.shortage import STEP_DEADLINE_S, Scarcity, Shortage
 from novainfer.fsm.simulation.world.tenants import TENANTED_EVERY, Tenants
 from novainfer.fsm.simulation.world.world import TO_WORKER, Timer, World
 
+BOTH_EVERY = 4 * TENANTED_EVERY  # has tenants, each with conversations of its own
 STOPPED_EVERY = 8  # one seed of so many stops while its processes do something rare
 STOPPED_IN = ("SPARED", "PROBING", "NEW", "SPARED", "PROBING", "EMPTY", "FINDING", "PROBING", "HOLDING")
 LARGE_EVERY = 100  # one seed of so many has thousands of clients
@@ -73,6 +77,8 @@ SLOW_LOAD_S, SIGN_S = 600.0, 100.0  # a load may take so long, and says so often
 SLOW_LOAD_EVERY = 20  # has a large model on a slow disk: its first worker reads for minutes, and gets on
 LARGE_LOAD_S, LARGE_SIGN_S = (125.0, 400.0), (2.0, 110.0)
 HANG_S = (0.5, 60.0)  # after which the watchdog says so, by missed heartbeats or by the deadline of a step
+COMPILE_HANG_ODDS = (0.0, 0.0, 0.05, 0.5)  # of each grammar; one of them in a seed
+COMPILE_HANG_S = (0.5, 2.0)  # times what a grammar may take
 SPARE_HANG_ODDS = 0.1  # of each of its jobs
 LAUNCHES_FAIL = 2.0  # times as often as a step that is alone on the device
 KEPT_ODDS, KEPT_S = 0.2, (5.0, 300.0)  # a process that is killed and does not end: it waits for a disk, or a driver
@@ -120,11 +126,21 @@ class Seed:
         self._tenants = Tenants(seed) if seed % TENANTED_EVERY == TENANTED_EVERY - 1 and may_share else None
         if self._tenants is not None:
             self.mix.shape = self._tenants.shape(self.mix.shape)
+        # Seeds that converse are even, and tenants' are odd: in some of those both meet.
+        is_conversing = (seed % CONVERSING_EVERY == CONVERSING_EVERY // 2 or seed % BOTH_EVERY == 5) and may_share
+        self._conversations = Conversations(seed) if is_conversing else None
+        if self._conversations is not None:
+            self.mix.shape = self._conversations.shape(self.mix.shape)
+            self.mix.num_clients += self._conversations.num_more
         self._launches = random.Random(seed * 1_000_003 + 13)  # of its own: every other draw stays what it was
         has_grammars = seed % CONSTRAINED_EVERY == CONSTRAINED_EVERY // 2 and not is_odd and not has_relapses
         self._grammars = random.Random(seed * 1_000_003 + 17) if has_grammars and steady is None else None
         has_pools = seed % POOLED_EVERY == POOLED_EVERY // 2 and not is_odd and not has_grammars
         self._pools = random.Random(seed * 1_000_003 + 19) if has_pools and steady is None else None
+        has_resumed = seed % RESUMED_EVERY == RESUMED_EVERY // 2 and not is_odd and steady is None
+        self._resumed = random.Random(seed * 1_000_003 + 23) if has_resumed else None
+        self._compiles = random.Random(seed * 1_000_003 + 29)  # of its own, as well
+        self._compile_hangs = self._compiles.choice(COMPILE_HANG_ODDS)
         self._mask_s = 10 ** self._grammars.uniform(-4.5, -1) if self._grammars is not None else 0.0
         self.trace = blake2b(digest_size=16)
         self.clock = Clock()
@@ -245,10 +261,20 @@ class Seed:
         whose: tuple[Tenant, ...] = ()
         if self._tenants is not None:
             params, whose = self._tenants.wishes(params), (self._tenants.next(),)
-        self._make("arrive", prompt, params, seed, *whose)
+        if self._conversations is not None:
+            prompt, params = self._conversations.goes_on(self.world, prompt, params, whose)
+            name = self._conversations.ended()
+            if name is not None and self.world.scheduler.sessions:
+                self._make("end_session", whose[0].id if whose else "", name)
+        num_committed = draw_committed(self._resumed, params) if self._resumed is not None else ()
+        if num_committed:
+            self._make("arrive", prompt, params, seed, *(whose or (ANYONE,)), num_committed)
+        else:
+            self._make("arrive", prompt, params, seed, *whose)
         self._arrivals -= 1
         if self._arrivals:
-            self._expect_client(self.mix.arrival_gap_s(len(self.world.clients)))
+            gap_s = self.mix.arrival_gap_s(len(self.world.clients))
+            self._expect_client(gap_s if self._conversations is None else self._conversations.gap_s())
         else:
             self._after(self.mix.heal_after_s, self._heal)
 
@@ -259,6 +285,18 @@ class Seed:
     def _encode(self, stream_id: int) -> None:
         fails = self._rates["encode"] and self.rng.random() < self._rates["encode"]
         self._make("fail_encode" if fails else "encode", stream_id)
+
+    def compile_begun(self, thread: int) -> None:
+        """It takes a moment; or returns when nobody waits for it any more, or never."""
+        own = self._compiles
+        if own.random() >= self._compile_hangs:
+            self._after(self._mask_s * own.random(), self._compile, thread)
+        elif own.random() < 0.5:
+            self._after(COMPILE_LIMIT_S * own.uniform(*COMPILE_HANG_S), self._compile, thread)
+
+    def _compile(self, thread: int) -> None:
+        if is_possible(self.world, ("compile", thread)):
+            self._make("compile", thread)
 
     def mask_wanted(self, request_id: int) -> None:
         """It takes a moment, and now and then a long one."""

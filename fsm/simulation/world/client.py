@@ -38,6 +38,7 @@ class Client:
         self.num_reads = 0
         self.reads_when_stalled = -1  # how many there had been when the stream last stalled
         self.was_blamed = False  # one of its requests ended for failures of its own
+        self.compile_errors: set[str] = set()  # codes of errors that its grammar may end it with, whatever that is
         self.is_refused = is_refused(len(self.prompt), params, max_len)
         self._expected: list[Expected | None] = [None] * params.n
         self._max_len = max_len
@@ -139,5 +140,6 @@ class Client:
                 codes = [self.expected(choice).error_code for choice in range(self.arrive.params.n)]
                 for code in ("invalid_value", "grammar_limit", "no_token_allowed"):
                     possible[code] = possible.get(code, False) or code in codes
+                possible |= dict.fromkeys(self.compile_errors, True)
             if not possible[end.code]:
                 raise Violation(f"{name} ended with {end}, for no reason")

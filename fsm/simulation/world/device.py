@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, repeat
 from math import nan
 from zlib import crc32
@@ -26,6 +26,7 @@ from zlib import crc32
 from novainfer.fsm.device.flights import Flights
 from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import (
+    NO_MASK,
     NO_TOKEN,
     NONE_ALLOWED,
     SAMPLED,
@@ -33,6 +34,7 @@ from novainfer.fsm.messages.step import (
     Logprobs,
     SeqParams,
     StepDone,
+    StepMasks,
     StepPlan,
 )
 from novainfer.fsm.simulation.world.shape import BEST, is_exact
@@ -120,13 +122,22 @@ class Sampler:
         return number % VOCAB_SIZE
 
 
-def guesses(sampler: Sampler, token_ids: Sequence[int], count: int, wrong_of_16: int) -> list[int]:
-    """Between none and `count` tokens that `sampler` is going to pick behind `token_ids`, some of them wrong."""
+def guesses(
+    sampler: Sampler,
+    token_ids: Sequence[int],
+    count: int,
+    wrong_of_16: int,
+    allowed: Callable[[Sequence[int]], Collection[int] | None] = lambda _: None,
+) -> list[int]:
+    """Between none and `count` tokens that `sampler` is going to pick behind `token_ids`, some of them wrong.
+
+    `allowed` says which of them may follow tokens; None: any, or it is not known.
+    """
     position, context, history = len(token_ids), fold(token_ids), bytearray(token_ids)
     dice = crc32(b"%d %d" % (sampler.params.seed, position))
     drafts: list[int] = []
     for at in range(dice % (count + 1)):
-        token = sampler.token(context, position + at, history)
+        token = max(sampler.token(context, position + at, history, allowed(history)), EOS)
         history.append(token)
         context = fold([token], context)
         is_wrong = crc32(b"%d %d" % (dice, at)) % 16 < wrong_of_16
@@ -134,13 +145,11 @@ def guesses(sampler: Sampler, token_ids: Sequence[int], count: int, wrong_of_16:
     return drafts
 
 
-def masks_of(plan: StepPlan) -> dict[int, list[int]]:
-    """The tokens that the masks of `plan` allow, by position."""
-    size, masks = VOCAB_SIZE // 8, plan.masks
-    assert not plan.mask_ids, f"step {plan.step_id} came to the device without its masks"
+def tokens_in(masks: bytes) -> list[list[int]]:
+    """The tokens that each mask allows."""
+    size = VOCAB_SIZE // 8
     bits = [int.from_bytes(masks[at : at + size], "little") for at in range(0, len(masks), size)]
-    found = [[token for token in range(VOCAB_SIZE) if mask >> token & 1] for mask in bits]
-    return dict(zip(plan.mask_positions, found, strict=True))
+    return [[token for token in range(VOCAB_SIZE) if mask >> token & 1] for mask in bits]
 
 
 def expected_logprob(token_id: int, num_top: int) -> Logprobs:
@@ -188,6 +197,8 @@ class ScriptedDevice:
         self._samplers: list[Sampler | None] = [None] * num_slots
         self._histories: list[bytearray] = [bytearray() for _ in range(num_slots)]  # where they were given
         self._last_tokens = [0] * num_slots  # what each slot was given last
+        self._unsampled: set[int] = set()  # slots that a mask which came too late has left without a token
+        self._given: dict[int, dict[int, list[int] | None]] = {}  # masks of steps to come, by place; None: it is none
         self._wrong_drafts_of_16 = wrong_drafts_of_16
         self.last_step_id = -1  # the step that was just computed well; -1: none was, or the last one failed
         self.flights = Flights()  # what its thread knows of steps, and says of them
@@ -220,14 +231,18 @@ class ScriptedDevice:
         num_tokens: list[int] = []
         self.degraded, self.degraded_pools = [], []
         ends = list(accumulate(plan.query_lens))
-        masks, at = masks_of(plan), 0
+        (masks, late), at = self._masks_of(plan), 0
         for seq, num_drafts in zip(plan.sample_seqs, plan.num_drafts or repeat(0, len(plan.sample_seqs)), strict=True):
             slot, first = plan.slots[seq], plan.context_lens[seq] - num_drafts
             sampler = self._samplers[slot]
             assert sampler is not None, f"step {plan.step_id} samples in slot {slot}, which was never given parameters"
             num_top = sampler.params.logprobs
+            is_void = plan.input_ids[ends[seq] - 1] == SAMPLED and slot in self._unsampled
             for count, draft in enumerate((*plan.input_ids[ends[seq] - num_drafts : ends[seq]], None)):
-                token = self._sample(plan.step_id, sampler, slot, first + count, masks.get(at + count))
+                if is_void or at + count in late:
+                    token = NO_MASK
+                else:
+                    token = self._sample(plan.step_id, sampler, slot, first + count, masks.get(at + count))
                 if count and crc32(b"%d %d" % (plan.step_id, slot)) % NANS_EVERY == 0:
                     token = NO_TOKEN  # behind guesses that are right
                 tokens.append(token)
@@ -236,6 +251,9 @@ class ScriptedDevice:
                     break
             at += 1 + num_drafts
             self._last_tokens[slot] = max(token, 0)
+            self._unsampled.discard(slot)
+            if token == NO_MASK:
+                self._unsampled.add(slot)
             num_tokens.append(count + 1)
             self.degraded.append(self._is_degraded(slot, first + count))
         counts = num_tokens if plan.num_drafts else []
@@ -246,6 +264,26 @@ class ScriptedDevice:
         sums = self._pooled(plan) if plan.pool_seqs else []
         done = plan.step_id, plan.epoch, tokens, known, took_s, counts, drafts, error, draft_s
         return StepDone(*done, scores=scores, pooled=sums)
+
+    def give(self, masks: StepMasks) -> None:
+        """Masks of a step that is computed, or will be; those of one that has ended do nothing."""
+        found = tokens_in(masks.masks) if masks.masks else [None] * len(masks.places)
+        self._given.setdefault(masks.step_id, {}).update(zip(masks.places, found, strict=True))
+
+    def _masks_of(self, plan: StepPlan) -> tuple[dict[int, list[int]], set[int]]:
+        """The tokens that the masks of `plan` allow, by position; and the positions whose masks have not come."""
+        assert not plan.mask_ids, f"step {plan.step_id} came to the device without its masks"
+        here = [at for place, at in enumerate(plan.mask_positions) if place not in plan.masks_to_come]
+        masks, late = dict(zip(here, tokens_in(plan.masks), strict=True)), set[int]()
+        given = self._given.get(plan.step_id, {})
+        self._given = {step_id: masks for step_id, masks in self._given.items() if step_id > plan.step_id}
+        for place in plan.masks_to_come:
+            position = plan.mask_positions[place]
+            if (mask := given.get(place)) is not None:
+                masks[position] = mask
+            else:
+                late.add(position)
+        return masks, late
 
     def _scores(self, plan: StepPlan, ends: list[int]) -> list[Logprobs]:
         found = []

@@ -13,6 +13,7 @@ from novainfer.fsm.schedule.request import Request
 from novainfer.fsm.schedule.speculation import DraftModel, Speculation
 from novainfer.fsm.simulation.checks.oracle import device_params
 from novainfer.fsm.simulation.world.device import Sampler, guesses
+from novainfer.fsm.simulation.world.grammars import allowed
 from novainfer.fsm.simulation.world.shape import Shape
 
 SPECULATING_EVERY = 4  # one seed of so many guesses
@@ -28,7 +29,11 @@ class Guesses:
         """Between none and `count` tokens."""
         prompt = request.token_ids[: request.num_prompt]
         sampler = Sampler(device_params(prompt, request.params, request.seed, set(request.stop_ids)))
-        return guesses(sampler, request.token_ids, count, self._wrong_of_16)
+        grammar = request.params.structured_outputs
+        if grammar is None:
+            return guesses(sampler, request.token_ids, count, self._wrong_of_16)
+        follow = lambda token_ids: allowed(grammar, token_ids[request.num_prompt :])  # noqa: E731
+        return guesses(sampler, request.token_ids, count, self._wrong_of_16, follow)
 
 
 def speculating(seed: int, shape: Shape) -> Shape:

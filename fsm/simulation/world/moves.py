@@ -100,6 +100,10 @@ def _wants_mask(world: World, request_id: int) -> bool:
     return request_id in world.grammars.due
 
 
+def _compiles(world: World, thread: int) -> bool:
+    return thread in world.grammars.at_work
+
+
 def _has_timer(world: World, timer: Any) -> bool:
     return timer in world.timers
 
@@ -160,6 +164,10 @@ def _is_up(world: World, *_: Any) -> bool:
     return world.gate.state is not GateState.STARTING
 
 
+def _has_sessions(world: World, *_: Any) -> bool:
+    return bool(world.scheduler.sessions)
+
+
 def _has_roster_timer(world: World, kind: str, *_: Any) -> bool:
     return world.processes is not None and any(type(event).__name__ == kind for event in world.processes.timers)
 
@@ -178,6 +186,7 @@ MOVES: dict[str, tuple[Callable[..., None], Callable[..., bool]]] = {
     "fail_launch": (_fail_launch, _can_launch),
     "unsend": (_unsend, _has_step),
     "encode": (World.encode, _has_prompt),
+    "compile": (World.compile, _compiles),
     "mask": (World.make_mask, _wants_mask),
     "fire_timer": (World.fire_timer, _has_timer),
     "arrive": (World.arrive, _always),
@@ -201,6 +210,7 @@ MOVES: dict[str, tuple[Callable[..., None], Callable[..., bool]]] = {
     "drain": (faults.drain, _always),
     "stop": (faults.stop, _always),
     "reconfigure": (World.reconfigure, _is_up),
+    "end_session": (World.end_session, _has_sessions),
     **{
         name: (_of_processes(name), _can(name))
         for name in ("show_death", "reap", "show_life", "spare_job", "stop_link")
@@ -234,6 +244,7 @@ def next_moves(world: World) -> list[Move]:
         if world.launchable is not None:
             found.append(("launch",))
     found += [("encode", stream_id) for stream_id in world.encodings]
+    found += [("compile", thread) for thread in world.grammars.at_work]
     found += [("mask", request_id) for request_id in world.grammars.due]
     if world.shape.processes and world.processes is not None:
         found += process.next_moves(world.processes)

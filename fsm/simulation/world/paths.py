@@ -140,8 +140,9 @@ def from_line(line: str) -> Path:
 def _move(kind: str, *args: Any) -> Move:
     if kind == "arrive":
         prompt, params, *more = args
-        tenants = [msgspec.convert(tenant, Tenant) for tenant in more[1:]]
-        return kind, prompt, msgspec.convert(params, SamplingParams, str_keys=True), *more[:1], *tenants
+        tenants = [msgspec.convert(tenant, Tenant) for tenant in more[1:2]]
+        counts = [tuple(one) for one in more[2:]]
+        return kind, prompt, msgspec.convert(params, SamplingParams, str_keys=True), *more[:1], *tenants, *counts
     if kind == "fail_step":
         return kind, Fault(args[0]), args[1]
     if kind == "cancel":

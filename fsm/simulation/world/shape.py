@@ -86,6 +86,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     priority_wait_s: float = 10.0
     share_prefix_cache: bool = False
+    session_ttl_s: float = 0.0
+    session_share: float = 0.5
+    max_sessions: int = 100
     max_in_flight: int = 1  # steps
     warms_with_less: bool = False  # a process that is not the first may find no memory for its first step
     computes_beside: bool = False  # the device is told of a step before the one before it has ended

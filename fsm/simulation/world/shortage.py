@@ -24,7 +24,7 @@ import msgspec
 from novainfer.fsm.core.machine import Effect, Send
 from novainfer.fsm.messages.events import Batch, MakeBatch, Outputs, StepFailed, WorkerLost
 from novainfer.fsm.messages.step import StepDone, StepPlan
-from novainfer.fsm.schedule.scheduler import NOT_A_NUMBER
+from novainfer.fsm.schedule.outcomes import NOT_A_NUMBER
 from novainfer.fsm.simulation.checks.oracle import Violation
 
 if TYPE_CHECKING:

@@ -16,12 +16,14 @@ import msgspec
 from novainfer.fsm.client.gate import Gate
 from novainfer.fsm.client.stream import Stream
 from novainfer.fsm.core.machine import After, Drop, Effect, Machine, Observer, Row, Send, Start
+from novainfer.fsm.device.compiling import Compile, Compiled, CompileOver
 from novainfer.fsm.device.flights import Landed, LaunchStep, Unsent
 from novainfer.fsm.device.roster import Find, Open
 from novainfer.fsm.device.worker import RestartPolicy, Worker
 from novainfer.fsm.engine import Engine, EngineState
 from novainfer.fsm.kv.block_cache import BlockCache
 from novainfer.fsm.messages.events import (
+    Advance,
     Arrive,
     Batch,
     Begin,
@@ -29,12 +31,14 @@ from novainfer.fsm.messages.events import (
     Cause,
     Close,
     Configure,
+    Constrain,
     Departed,
     DeviceLost,
     Drain,
     Encode,
     Encoded,
     End,
+    EndSession,
     Fault,
     Finished,
     Fit,
@@ -46,6 +50,7 @@ from novainfer.fsm.messages.events import (
     Read,
     Reconfigured,
     Rejected,
+    Release,
     Run,
     Spawn,
     StallOver,
@@ -77,6 +82,7 @@ from novainfer.fsm.simulation.world.device import EOS, VOCAB_SIZE, ScriptedDevic
 from novainfer.fsm.simulation.world.drafts import speculation_of
 from novainfer.fsm.simulation.world.grammars import Grammars
 from novainfer.fsm.simulation.world.process import Processes
+from novainfer.fsm.simulation.world.resumed import going_on
 from novainfer.fsm.simulation.world.shape import Shape, modes_in
 
 Link = tuple[str, str, bool]  # sender, receiver, whether it is the control lane
@@ -110,6 +116,9 @@ class Driver(Protocol):
 
     def prompt_came(self, stream_id: int) -> None:
         """The tokenizer has got the prompt of this stream."""
+
+    def compile_begun(self, thread: int) -> None:
+        """A thread is at a grammar, perhaps for ever."""
 
     def mask_wanted(self, request_id: int) -> None:
         """A mask is to be made for this request."""
@@ -164,6 +173,10 @@ class World:
             scheduling_policy=shape.scheduling_policy,
             priority_wait_s=shape.priority_wait_s,
             share_prefix_cache=shape.share_prefix_cache,
+            tells_routers=True,
+            session_ttl_s=shape.session_ttl_s,
+            session_share=shape.session_share,
+            max_sessions=shape.max_sessions,
         )
         self.taken = Rows()
         self.gate = Gate(shape.max_num_queued_reqs, shape.max_num_queued_tokens, shape.max_num_overflow_reqs)
@@ -207,7 +220,7 @@ class World:
         if driver is not None:
             self.audit = Audit(self)
             self.watcher = Watcher(self.taken, self.audit)
-        for machine in self.machines.values():
+        for machine in (*self.machines.values(), self.grammars.delivery, self.grammars.compiling):
             machine.observer = self.watcher
         if shape.processes:
             self.processes, self.device = Processes(self), None
@@ -257,6 +270,8 @@ class World:
         """Put each effect where it belongs."""
         for effect in effects:
             kind = type(effect)
+            if kind is Send and effect.to == "routers":  # type: ignore[union-attr]
+                continue  # the mirror has seen it, and no machine hears of it
             if kind is Send:
                 link = (source, effect.to, effect.urgent)  # type: ignore[union-attr]
                 queue = self.links.get(link)
@@ -333,7 +348,8 @@ class World:
 
     def _start(self, job: Any) -> None:
         if isinstance(job, Run) and job.plan.mask_ids:
-            job = Run(msgspec.structs.replace(job.plan, mask_ids=[], masks=self.grammars.filled(job.plan)))
+            job = Run(self.grammars.launched(job.plan))
+            self._give_masks()
         if self.processes is not None:
             self.processes.put(job)
             return
@@ -514,9 +530,10 @@ class World:
             if self._driver is not None:
                 self._driver.prompt_came(event.stream_id)
         elif to == "grammars":
-            for request_id in self.grammars.take(event):
-                if self._driver is not None:
-                    self._driver.mask_wanted(request_id)
+            self._to_grammars(event)
+        elif to == "device":
+            if self.device is not None and self.device.epoch == event.epoch:
+                self.device.give(event)
         elif to == "client":  # who has heard it when it was said
             pass
         elif to == "incidents":
@@ -659,6 +676,8 @@ class World:
                 event = event.event
             if isinstance(event, StepFailed) and self.device is not None:
                 self.device.last_step_id = -1
+            if isinstance(event, StepDone | StepFailed):
+                self.grammars.landed(event.step_id, event.epoch)
             if self.processes is not None:
                 self.processes.answered(event)
             else:
@@ -691,11 +710,50 @@ class World:
         assert isinstance(event.prompt, str)
         self.tell("tokenizer", "engine", Encoded(stream_id, [ord(c) for c in event.prompt]))
 
+    def compile(self, thread: int) -> None:
+        """The call of this thread returns, whoever waits for it."""
+        del self.grammars.at_work[thread]
+        self._compiler_does(self.grammars.compiling.handle(Compiled(thread)))
+
+    def _to_grammars(self, event: Constrain | Advance | Release | CompileOver) -> None:
+        if isinstance(event, CompileOver):
+            self._compiler_does(self.grammars.compiling.handle(event))
+            return
+        wanted, effects = self.grammars.take(event)
+        self._want_masks(wanted)
+        self._compiler_does(effects)
+
+    def _compiler_does(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            self._want_masks(self.grammars.compiled(effect))
+            if isinstance(effect, Send):
+                request = self.scheduler.requests.get(effect.event.request_id)
+                if request is not None:  # else it has ended meanwhile
+                    self.clients[request.stream_id].compile_errors.add(effect.event.code)
+            if not isinstance(effect, Start):
+                self.perform("grammars", [effect])
+            elif isinstance(effect.job, Compile) and self._driver is not None:
+                self._driver.compile_begun(effect.job.thread)
+            self.counts[f"compiler: {type(effect.job if isinstance(effect, Start) else effect).__name__}"] += 1
+        self._give_masks()
+
+    def _want_masks(self, request_ids: Iterable[int]) -> None:
+        for request_id in request_ids if self._driver is not None else ():
+            self._driver.mask_wanted(request_id)  # type: ignore[union-attr]
+        self._give_masks()
+
     def make_mask(self, request_id: int) -> None:
         """The mask that this request waits for is there, or cannot be made."""
         answer = self.grammars.answer(request_id)
         self.counts[f"grammar: {type(answer).__name__}"] += 1
         self.tell("grammars", "engine", answer)
+        self._give_masks()
+
+    def _give_masks(self) -> None:
+        """What a step lacks goes to the device, and may come there too late."""
+        given, self.grammars.given = self.grammars.given, []
+        for masks in given:
+            self.tell("grammars", "device", masks)
 
     def fire_timer(self, timer: Timer) -> None:
         """A timer runs out."""
@@ -707,13 +765,23 @@ class World:
 
     # ---- clients -------------------------------------------------------------------------------------------------
 
-    def arrive(self, prompt: str | list[int], params: SamplingParams, seed: int = 1, tenant: Tenant = ANYONE) -> None:
-        """A client asks for something. The gate answers at once."""
+    def arrive(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        seed: int = 1,
+        tenant: Tenant = ANYONE,
+        num_committed: Sequence[int] = (),
+    ) -> None:
+        """A client asks for something, or goes on with so many tokens of each choice. The gate answers at once."""
         stream_id = len(self.clients)
         num_tokens = len(prompt) if isinstance(prompt, list) else len(prompt) // 2 + 1  # of a text it is a guess
         arrive = Arrive(
             stream_id=stream_id, prompt=prompt, params=params, seed=seed, num_tokens=num_tokens, tenant=tenant
         )
+        if num_committed:
+            arrive = going_on(arrive, num_committed, self.shape.context_len)
+            self.counts["clients that go on"] += 1
         client = self.clients[stream_id] = Client(arrive, self.shape.context_len)
         shape = self.shape
         stream = self.streams[stream_id] = Stream(
@@ -756,6 +824,10 @@ class World:
     def reconfigure(self, num_blocks: int | None, precision: str | None) -> None:
         """The owner wants another KV cache, or other weights."""
         self.tell("owner", "engine", self.reconfigurations.ask(num_blocks, precision))
+
+    def end_session(self, tenant: str, session_id: str) -> None:
+        """The shell calls the scheduler for a client that ends its conversation."""
+        self.arrives("scheduler", EndSession(tenant, session_id))
 
     def ask_gate(self, event: Any) -> None:
         """The shell calls the gate for whoever is outside."""

@@ -1,4 +1,4 @@
-// openai-node: answers, streams, structured output and tools.
+// openai-node: answers, streams, structured output, tools and responses.
 import assert from "node:assert/strict";
 import { createRequire } from "node:module";
 
@@ -62,4 +62,34 @@ const runner = client(tools).chat.completions.runTools({
 });
 assert.equal(await runner.finalContent(), "It rains in Paris.");
 assert.deepEqual(asked, ["Paris"]);
+
+// Responses: whole, streamed, kept, gone on with, and made in the background.
+const question = { model: "demo", temperature: 0, input: sum[0].content };
+const kept = await plain.responses.create(question);
+assert.equal(kept.status, "completed");
+assert.equal(kept.output_text, text);
+const types = [];
+let said = "";
+for await (const event of await plain.responses.create({ ...question, stream: true })) {
+  types.push(event.type);
+  if (event.type === "response.output_text.delta") said += event.delta;
+}
+assert.equal(said, text);
+assert.equal(types.filter((type) => /completed$|failed$|incomplete$/.test(type) && !type.includes("output")).length, 1);
+assert.equal(types.at(-1), "response.completed");
+assert.equal((await plain.responses.stream(question).finalResponse()).output_text, text);
+assert.equal((await plain.responses.retrieve(kept.id)).output_text, text);
+const next = await plain.responses.create({ ...question, input: "And 1 + 1?", previous_response_id: kept.id });
+assert.equal(next.previous_response_id, kept.id);
+const behind = await plain.responses.create({ ...question, background: true });
+let heard = "";
+for await (const event of await plain.responses.retrieve(behind.id, { stream: true, starting_after: 0 }))
+  if (event.type === "response.output_text.delta") heard += event.delta;
+assert.equal(heard, text);
+const items = [];
+for await (const item of plain.responses.inputItems.list(kept.id)) items.push(item);
+assert.equal(items.length, 1);
+await plain.responses.delete(kept.id);
+await assert.rejects(plain.responses.retrieve(kept.id), (error) => error.status === 404);
+
 console.log("ok");

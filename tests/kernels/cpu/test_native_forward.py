@@ -38,6 +38,7 @@ STEPS: tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...] | None], ...] = 
     (((40, 1), (41, 1)), None),
     (((60, 30),), ()),
     (((100, 100), (3, 1)), (3, 50, 100)),
+    (((40, 12), (90, 20), (3, 1), (70, 30)), (40, 62, 5, 5)),  # in no order, one twice, and none of two sequences
     (((600, 1), (5, 1)), None),  # a context that threads divide between them, in each layer anew
 )
 

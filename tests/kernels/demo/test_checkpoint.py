@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from safetensors import safe_open
 from novainfer.kernels.demo import draft_path, model_path
 from tools.demo import corpus
 from tools.demo.evaluate import answer, evaluate, load
+from tools.demo.extend import PEAK, extension_factor
 from tools.demo.train import SCHEDULE, rate_factor
 from tools.demo.vocabulary import CONTEXT
 
@@ -147,6 +149,16 @@ def test_a_story_is_long_enough_to_watch_and_keeps_its_hero() -> None:
     assert story.count(name.group(1)) >= 3
 
 
+def test_the_rate_of_the_extension_rises_and_then_stays_or_falls() -> None:
+    factors = [extension_factor(step, steps=200) for step in range(200)]
+    assert factors.index(max(factors)) == 19
+    assert 0.0 < factors[-1] < 0.01
+    assert all(a > b for a, b in itertools.pairwise(factors[19:]))
+    level = [extension_factor(step, steps=200, falls=False) for step in range(200)]
+    assert level[0] < level[10] < level[19]
+    assert set(level[19:]) == {PEAK}
+
+
 def test_plain_text_is_continued() -> None:
     assert _complete("The capital of France is", 8).startswith(" Paris.")
     story = _complete("Once upon a time", 60)
@@ -154,7 +166,13 @@ def test_plain_text_is_continued() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "least"), [("sums", 0.9), ("facts", 0.9), ("names", 0.9), ("json", 0.8)])
+@pytest.mark.parametrize(
+    ("group", "least"),
+    [
+        *(("sums", 0.9), ("facts", 0.9), ("names", 0.9), ("json", 0.8)),
+        *(("tools", 0.8), ("tool_answers", 0.8), ("thoughts", 0.8)),
+    ],
+)
 def test_a_sample_of_the_held_out_questions_is_answered_right(group: str, least: float) -> None:
     score = evaluate(*_loaded(), group, seed=1, num_questions=48)
     assert score.num_right / score.num_asked >= least

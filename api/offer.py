@@ -1,4 +1,4 @@
-"""Tools in OpenAI's shapes: those that a request offers, what a conversation has called, and the choice of them."""
+"""Tools in OpenAI's shapes: those that are on offer, what a conversation has called, and the choice of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from novainfer import InvalidParameter, UnsupportedParameter
-from novainfer.fsm.parsing.call_grammar import grammar_of_calls, has_grammar
+from novainfer.allowed import rule_of
+from novainfer.fsm.messages.errors import InvalidParameter, UnsupportedParameter
+from novainfer.fsm.parsing.call_grammar import grammar_of_calls
 from novainfer.fsm.parsing.formats import Formats
 
+NO_TOOLS = (
+    "cannot be used: the chat template of this model knows of none (--tool-call-parser says in which format it calls "
+    "them all the same)"
+)
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # OpenAI's, and what MCP servers put between their parts
 
 
@@ -57,6 +62,19 @@ class Offer(Protocol):
     def tool_choice(self) -> ToolChoice | None: ...
     @property
     def has_one_call(self) -> bool: ...
+
+
+class Offered(msgspec.Struct, frozen=True, kw_only=True):
+    """An offer, in the fields that OpenAI has for it."""
+
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether an answer is over when its first call is."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -127,20 +145,11 @@ def grammar_for(
     formats: Formats,
     *,
     has_one_call: bool,
-    is_thinking: bool,
 ) -> str | None:
-    """What an answer is held to where a call must come, or where tools are `strict`; None where it is free.
-
-    Raises `UnsupportedParameter` where the model's calls cannot be held to anything.
-    """
+    """What an answer is held to where a call must come, or where tools are `strict`; None where it is free."""
     must_call = choice == "required" or isinstance(choice, NamedTool)
-    strict = next((at for at, tool in enumerate(tools) if tool.function.strict), None)
-    if choice == "none" or not (must_call or strict is not None):
+    if choice == "none" or not (must_call or any(tool.function.strict for tool in tools)):
         return None
-    if not has_grammar(formats):
-        field = "tool_choice" if must_call else f"tools[{strict}].function.strict"
-        what = "this model's calls cannot be held to a form, which must be JSON between tokens of their own"
-        raise UnsupportedParameter(f"{field} cannot be as it is: {what}", param=field)
     offered = list(tools)
     if isinstance(choice, NamedTool):
         offered = [tool for tool in tools if tool.function.name == choice.function.name][:1]
@@ -149,4 +158,42 @@ def grammar_for(
         for one, tool in zip(tools_of_template(offered), offered, strict=True)
     ]
     is_single = has_one_call or isinstance(choice, NamedTool)
-    return grammar_of_calls(described, formats, must_call=must_call, has_one_call=is_single, is_thinking=is_thinking)
+    return grammar_of_calls(described, formats, must_call=must_call, has_one_call=is_single)
+
+
+def offered(tools: Any, tool_choice: Any, parallel_tool_calls: Any, formats: Formats) -> Offered:
+    """An offer out of plain data, checked for a model with these formats; raises `CallerError` that names the field."""
+    try:
+        offer = msgspec.convert(
+            {"tools": tools, "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}, Offered
+        )
+    except (msgspec.ValidationError, TypeError) as error:
+        raise _explained(error, Offered) from None
+    if offer.tools and not formats.has_tools:
+        raise UnsupportedParameter(f"tools {NO_TOOLS}", param="tools")
+    check_choice(offer.tools or [], offer.tool_choice)
+    return offer
+
+
+def called_in(messages: Sequence[Any]) -> list[Any]:
+    """`messages` of a conversation, with the arguments of the tools that it has called as templates take them."""
+    found: list[Any] = []
+    for at, message in enumerate(messages):
+        if isinstance(message, dict) and message.get("tool_calls"):
+            try:
+                calls = msgspec.convert(message["tool_calls"], list[ToolCall])
+            except (msgspec.ValidationError, TypeError) as error:
+                raise _explained(error, list[ToolCall], f"messages[{at}].tool_calls") from None
+            message = {**message, "tool_calls": [call.as_template_input() for call in calls]}
+        found.append(message)
+    return found
+
+
+def _explained(error: Exception, kind: Any, root: str = "") -> InvalidParameter:
+    """What msgspec says of data that is no `kind`, with the field first."""
+    said, _, path = str(error).partition(" - at `$")
+    path = path.rstrip("`")
+    field = (root + path).lstrip(".") or root or "tools"
+    if rule := rule_of(kind, path.lstrip("."), said):
+        return InvalidParameter(f"{field} {rule}", param=field)
+    return InvalidParameter(f"{field} is not what it should be: {said[:1].lower()}{said[1:]}", param=field)
