@@ -58,8 +58,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int,
         says(
             LISTEN,
-            "Processes that speak HTTP and TLS for the engine's, which has the API; 0: it speaks HTTP itself. Each has "
-            "file descriptors (ulimit -n) of its own, and so as many connections as one server without them.",
+            "Processes that speak HTTP and TLS for the engine's, which has the API, each with file descriptors "
+            "(ulimit -n), and so connections, of its own; 0: the engine's speaks HTTP itself.",
         ),
     ] = 0
     backlog: Annotated[int, says(LISTEN, "Connections that may wait to be accepted.")] = 1024

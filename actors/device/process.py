@@ -96,6 +96,7 @@ class ProcessLink:
         self.roster = Roster(warm_spare=warm_spare)
         self._inbox: deque[Any] = deque()
         self._is_turning = False
+        self._num_waiting = 0  # events for the loop's next turn: what comes after them does not overtake them
         self._was_up = False  # before, who starts the engine is told by an error, and needs no warning as well
         self._seen: dict[int, _Seen] = {}  # all whose process is not reaped, by serial
         self._serials: dict[Child, int] = {}
@@ -230,8 +231,11 @@ class ProcessLink:
             if isinstance(event, JobDone) and event.job == "Warm":
                 self._on_progress = None
                 self._was_up = True
-            if isinstance(event, JobDone | JobFailed):
-                loop.call_soon(self._deliver, event)  # some answers are there already: never within the turn that asks
+            if isinstance(event, JobDone | JobFailed) or self._num_waiting:
+                self._num_waiting += 1
+                loop.call_soon(
+                    self._deliver_later, event
+                )  # some answers are there already: never within the turn that asks
             else:
                 self._deliver(event)
         elif isinstance(effect, After):
@@ -240,6 +244,10 @@ class ProcessLink:
             self._timers.pop(type(effect.event)).cancel()
         else:
             self._do(effect)
+
+    def _deliver_later(self, event: Any) -> None:
+        self._num_waiting -= 1
+        self._deliver(event)
 
     def _fire(self, event: Any) -> None:
         del self._timers[type(event)]

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from novainfer.fsm import health
+from novainfer.fsm.core.machine import Send
 from novainfer.fsm.device import roster
 from novainfer.fsm.messages.events import (
     Close,
@@ -191,6 +192,15 @@ async def test_a_process_that_is_lost_to_the_capture_of_graphs_is_followed_by_on
         assert not (await line.up(1))[1].value["graphs"]
         assert isinstance(await line.ask(Switch(Mode(), 1)), JobDone)
     assert "no CUDA graphs from the next process on: one was lost as it captured them" in caplog.messages
+
+
+async def test_a_loss_that_is_seen_with_an_answer_does_not_overtake_it() -> None:
+    async with linked() as line:
+        failed, lost = JobFailed("Switch", "a fault", 0), DeviceLost(0, "it has ended")
+        line.link._perform(Send("", failed))
+        line.link._perform(Send("", lost))
+        told = [await line.next(), await line.next()]
+        assert [type(event) for event in told] == [JobFailed, DeviceLost]
 
 
 async def test_a_frozen_process_is_silent_and_a_hung_one_is_not(tmp_path: Path) -> None:

@@ -183,10 +183,10 @@ async def test_an_answer_that_is_sent_back_is_rendered_as_the_model_has_written_
     assert again["token_ids"][: len(written)] == written
 
 
-async def test_a_stop_string_may_end_in_a_call(ask: Ask):
+async def test_a_stop_string_may_end_in_a_call_which_is_then_none_to_run(ask: Ask):
     reply = await ask("Yes" + CALL, stop=["null"])
     [choice] = reply["choices"]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "null")
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "null")
     arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
     assert arguments == WRITTEN.partition("null")[0]
 
