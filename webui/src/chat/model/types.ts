@@ -78,6 +78,31 @@ export interface Usage {
   reasoningTokens: number;
 }
 
+/** What a page knows of an answer that is being made; it is kept nowhere. */
+export interface Status {
+  phase: "waiting" | "streaming" | "retrying" | "reconnecting";
+  /** When it is asked for again, in ms since 1970; null where it is not waited for. */
+  retryAt: number | null;
+  /** How often it was asked for, or reconnected, without anything new. */
+  tries: number;
+  /** False where another tab makes it, and this one sees it grow. */
+  isOurs: boolean;
+}
+
+/** What is wrong with a conversation's settings, so that nothing can be asked with them. */
+export interface Fault {
+  field: "schema" | "tools";
+  /** Which tool; null for a schema. */
+  index: number | null;
+  message: string;
+}
+
+/** A model of the server, as `GET /v1/models` tells. */
+export interface Model {
+  id: string;
+  contextLength: number | null; // in tokens
+}
+
 /** What went wrong, by what can be done about it; `message` is the server's own sentence. */
 export type Trouble =
   | { kind: "queue_full"; message: string; retryAt: number } // ms since 1970
