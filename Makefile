@@ -10,19 +10,26 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # The strict editable install links file by file (so that mypy and editors see the folders as one package): a new or
 # removed file needs the links made again, which takes a second. `.venv/.files` changes when the list does.
-FILES := $(shell find api fsm kernels actors server bench -type f ! -path '*/__pycache__/*' ! -path '*/prebuilt/*' 2>/dev/null | LC_ALL=C sort)
+# The built page is left out: the server reads it where it lies.
+FILES := $(shell find api fsm kernels actors server bench -type f ! -path '*/__pycache__/*' ! -path '*/prebuilt/*' ! -path '*/built/*' 2>/dev/null | LC_ALL=C sort)
 ifneq ($(FILES),$(shell cat .venv/.files 2>/dev/null))
 .PHONY: $(LINKS)
 endif
 
+# The page: what it is built of, the packages that build it, and the file that a build ends with.
+WEBUI := $(shell find webui -type f ! -path 'webui/node_modules/*' ! -path 'webui/tests/*' 2>/dev/null)
+MODULES := webui/node_modules/.package-lock.json
+PAGE := server/page/built/index.html
+TRIED := .venv/.webui
+
 export OMP_WAIT_POLICY := passive
 
-.PHONY: setup serve test test-long check format lint types imports docs bench gpu-check wheel clients clean help
+.PHONY: setup serve test test-long check format lint types imports webui webui-check docs bench gpu-check wheel clients clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
 
-setup: $(LINKS)  ## create .venv and install NovaInfer with its development tools into it
+setup: $(LINKS) $(TRIED)  ## create .venv and install NovaInfer with its development tools into it
 
 $(STAMP): pyproject.toml .ci/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -38,6 +45,21 @@ $(LINKS): $(STAMP)
 	@echo "$(FILES)" > .venv/.files
 	@touch $@
 
+# A machine without npm's registry has all but the page, and is asked for it no second time until webui/ changes.
+$(TRIED): $(WEBUI) | $(LINKS)
+	@$(MAKE) --no-print-directory $(PAGE) > .venv/webui.log 2>&1 || \
+	    echo "The page at / was not built (.venv/webui.log says why); all else works. To try again: make webui"
+	@touch $@
+
+webui: $(PAGE)   ## build the page that is served at /: with this machine's Node, or else with one from PyPI
+
+$(MODULES): webui/package-lock.json | $(STAMP)
+	webui/with-node npm ci --no-audit --no-fund --loglevel=error --fetch-retries=1 --fetch-timeout=30000
+	@touch $@
+
+$(PAGE): $(WEBUI) $(MODULES)
+	webui/with-node npm run --silent build -- --logLevel warn || (rm -f $@; exit 1)
+
 serve: setup     ## serve the demo model (or MODEL=path) at http://127.0.0.1:$(PORT)
 	$(BIN)/novainfer serve $(MODEL) --port $(PORT) $(ARGS)
 
@@ -50,7 +72,7 @@ test-long: setup ## run everything, including what takes longer
 clients: setup   ## the environments of other people's clients, which tests/clients drives
 	$(BIN)/python tests/clients/environments.py $(ARGS)
 
-check: format lint types imports test  ## what CI runs
+check: format lint types imports webui-check test  ## what CI runs
 
 format: setup
 	$(BIN)/ruff format --check .
@@ -64,6 +86,11 @@ types: setup
 
 imports: setup
 	$(BIN)/lint-imports
+
+webui-check: setup
+	@test -e $(MODULES) || echo "webui/ is not checked: its packages are not installed (make webui)"
+	@test ! -e $(MODULES) || { cd webui && ./with-node npm run --silent format && ./with-node npm run --silent check && \
+	    ./with-node npm run --silent test -- --passWithNoTests; }
 
 docs: setup      ## write the generated pages again: state machines, the tree, the reference
 	$(BIN)/python -m novainfer.fsm.diagram docs/machines.md
@@ -89,4 +116,4 @@ wheel: setup     ## make dist/*.whl, with the native kernels of every instructio
 	ls -l dist
 
 clean:           ## remove the venv and caches
-	rm -rf .venv .gpu .clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .gpu .clients webui/node_modules server/page/built build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -34,6 +34,7 @@ from novainfer.server.operate.inspection import REQUEST_STATES
 from novainfer.server.operate.openapi import Endpoint, build_openapi
 from novainfer.server.operate.reconfigure import Configuration, Reconfiguration, reconfigure
 from novainfer.server.operate.sessions import EndedSession, SessionList, end_session, list_sessions
+from novainfer.server.page.files import Page
 from novainfer.server.responses.create import create_response
 from novainfer.server.responses.kept import (
     Deleted,
@@ -269,7 +270,23 @@ def create_app(service: Service) -> ASGIApp:
         Endpoint("GET", "/openapi.json", openapi, "This document", None),
         Endpoint("GET", "/docs", docs, "The same as a page", None, is_public=True),
     )
-    return Guard(*_routed(service, (*ROUTES, *about)))
+    return Guard(*_routed(service, (*ROUTES, *about, *(_page_routes() if service.settings.webui else ()))))
+
+
+def _page_routes() -> tuple[Endpoint, ...]:
+    """The page's own, which are no part of the API: its document leaves them out."""
+    built = Page()
+
+    async def index(service: Service, request: Request) -> Response:
+        return built.index(request)
+
+    async def asset(service: Service, request: Request) -> Response:
+        return built.asset(request)
+
+    return (
+        *(Endpoint("GET", path, index, "The page", None, is_public=True) for path in ("/", "/inspector")),
+        Endpoint("GET", "/assets/{name}", asset, "A file of the page", None, is_public=True),
+    )
 
 
 def create_metrics_app(service: Service) -> ASGIApp:

@@ -92,6 +92,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     metrics_public: Annotated[bool, says(ACCESS, "Let /metrics be read without a key at the server's own port.")] = (
         False
     )
+    webui: Annotated[
+        bool, says(ACCESS, "Serve the page: a chat at / and an inspector at /inspector; their files need no key.")
+    ] = True
     metrics_compat: Annotated[bool, says(ACCESS, "Add the names to /metrics that older versions of vLLM had.")] = False
     allowed_origins: Annotated[
         tuple[str, ...],

@@ -27,8 +27,9 @@ from novainfer.server.settings import ServerSettings
 
 log = logging.getLogger("novainfer.server")
 
-# Probes, and a page that is the same on every server; a browser sends no key for it.
-PUBLIC_PATHS = frozenset({"/health", "/healthz", "/livez", "/readyz", "/ping", "/docs"})
+# Probes, and pages that are the same on every server; a browser sends no key for them.
+PUBLIC_PATHS = frozenset({"/health", "/healthz", "/livez", "/readyz", "/ping", "/docs", "/", "/inspector"})
+PUBLIC_FOLDER = "/assets/"  # the page's scripts and styles; nothing else is below it
 METRICS_PATH = "/metrics"
 KEY_BYTES_MAX = 1024  # of one that a request carries: a longer one is none of ours, and is not looked at
 # Words that a key would have in an address, where proxies, logs and browsers' histories keep it.
@@ -107,7 +108,8 @@ class KeyRing:
 
     def identify(self, scope: Scope) -> Viewer:
         """Who sent this request; raises `AuthenticationError` when it needs a key and carries none that is known."""
-        needs_key = self.are_needed and scope["path"] not in self._public
+        path = scope["path"]
+        needs_key = self.are_needed and path not in self._public and not path.startswith(PUBLIC_FOLDER)
         if needs_key and (word := _word_in_query(scope["query_string"])):
             what = f"{word!r} in the address: addresses are logged, so a key there is refused, and should be revoked"
             raise AuthenticationError(f"{what}. Send it as the header `Authorization: Bearer KEY`")
