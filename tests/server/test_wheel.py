@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from novainfer.kernels.cpu.levels import LEVELS
+from novainfer.server.page.files import BUILT
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240.0
@@ -35,6 +36,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(ROOT / name, tree / name)
         else:
             (tree / name).unlink(missing_ok=True)  # it was taken away, and not committed yet
+    if BUILT.is_dir():  # as `make setup` has made it here
+        shutil.copytree(BUILT, tree / "server" / "page" / "built")
     run("make", "-C", str(tree), "--old-file=setup", "wheel", f"BIN={Path(sys.executable).parent}")
     (found,) = (tree / "dist").glob("novainfer-*.whl")
     return found
@@ -80,7 +83,10 @@ def test_the_wheel_holds_the_rooms_and_the_models_and_nothing_else(wheel: Path) 
     tracked = run("git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", *rooms).split()
     here = {name.removeprefix("api/") for name in tracked if (ROOT / name).is_file()}
     assert {Path(name).name.rpartition("-")[0] for name in native} == {level.name for level in LEVELS}
-    assert names - native == {f"novainfer/{name}" for name in here}
+    page = {
+        path.relative_to(ROOT).as_posix() for path in BUILT.glob("**/*") if path.is_file() and path.suffix != ".json"
+    }
+    assert names - native == {f"novainfer/{name}" for name in here | page}
 
 
 @pytest.mark.long
@@ -103,6 +109,10 @@ def test_the_wheel_serves_with_native_kernels_and_without_a_compiler(
             response = httpx.post(f"{found[1]}/v1/completions", json=body, timeout=TIMEOUT_S)
             assert response.status_code == 200
             assert response.json()["choices"][0]["text"]
+            page = httpx.get(f"{found[1]}/")
+            assert page.status_code == (200 if BUILT.is_dir() else 404)
+            for name in re.findall(r"""(?:src|href)="./(assets/[^"]+)""", page.text):
+                assert httpx.get(f"{found[1]}/{name}").content == (BUILT / name).read_bytes()
         finally:
             server.send_signal(signal.SIGTERM)
         server.stdout.read()
