@@ -15,7 +15,6 @@ export const en = {
   rename: "Rename",
   save: "Save",
   undo: "Undo",
-  menu: "Menu",
   numberBetween: (min: number | undefined, max: number | undefined) =>
     min !== undefined && max !== undefined
       ? `A number from ${min} to ${max}.`
@@ -43,6 +42,7 @@ export const en = {
   titleOf: "Title",
   deleted: (title: string) => `“${title}” was deleted.`,
   isAnswering: "is answering",
+  menuFiles: "Import and export",
   exportOne: "Export",
   exportAll: "Export all conversations",
   importFile: "Import…",
@@ -80,6 +80,7 @@ export const en = {
   tooLarge: (name: string) => `${name} is larger than 1 MB.`,
   dropHere: "Drop text files here",
   characters: count("# character", "# characters"),
+  faulty: "The settings need mending",
   composerHint: "Answers can be wrong. Check what matters.",
 
   // Messages
@@ -117,6 +118,7 @@ export const en = {
   // Under an answer
   tokens: count("# token", "# tokens"),
   tokensPerSecond: (rate: string) => `${rate} tokens/s`,
+  duration: (ms: number) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`),
   firstToken: (time: string) => `first token ${time}`,
   promptTokens: count("prompt # token", "prompt # tokens"),
   cachedTokens: (cached: number, all: number) => `${cached} of ${all} prompt tokens cached`,
@@ -154,7 +156,9 @@ export const en = {
   tryNow: "Try now",
   keyNeeded: "The server wants an API key.",
   keyLabel: "API key",
-  keyNote: "It is kept in this browser and sent to this server only.",
+  keyNote: "It is sent to this server only.",
+  keyRemember: "Keep it beyond this tab",
+  keyForget: "Forget the key",
   keyUse: "Use this key",
   contextExceeded: "The conversation has outgrown what the model can read.",
   contextHelp: "What makes it shorter:",

@@ -15,7 +15,6 @@ export const zh: Messages = {
   rename: "重命名",
   save: "保存",
   undo: "撤销",
-  menu: "菜单",
   numberBetween: (min, max) =>
     min !== undefined && max !== undefined
       ? `请输入 ${min} 到 ${max} 之间的数字。`
@@ -42,6 +41,7 @@ export const zh: Messages = {
   titleOf: "标题",
   deleted: (title) => `已删除“${title}”。`,
   isAnswering: "正在回答",
+  menuFiles: "导入与导出",
   exportOne: "导出",
   exportAll: "导出全部对话",
   importFile: "导入…",
@@ -77,6 +77,7 @@ export const zh: Messages = {
   tooLarge: (name) => `${name} 大于 1 MB。`,
   dropHere: "将文本文件拖放到此处",
   characters: count("# 个字符"),
+  faulty: "设置有误，请修正",
   composerHint: "回答可能有误，重要内容请自行核实。",
 
   thread: "消息",
@@ -112,6 +113,7 @@ export const zh: Messages = {
 
   tokens: count("# 个词元"),
   tokensPerSecond: (rate) => `${rate} 词元/秒`,
+  duration: (ms) => (ms < 1000 ? `${Math.round(ms)} 毫秒` : `${(ms / 1000).toFixed(1)} 秒`),
   firstToken: (time) => `首词元 ${time}`,
   promptTokens: count("提示 # 个词元"),
   cachedTokens: (cached, all) => `提示 ${all} 个词元中 ${cached} 个来自缓存`,
@@ -146,7 +148,9 @@ export const zh: Messages = {
   tryNow: "立即重试",
   keyNeeded: "服务器需要 API 密钥。",
   keyLabel: "API 密钥",
-  keyNote: "密钥保存在此浏览器中，只发送给本服务器。",
+  keyNote: "密钥只发送给本服务器。",
+  keyRemember: "关闭标签页后仍保留",
+  keyForget: "忘记密钥",
   keyUse: "使用此密钥",
   contextExceeded: "对话已超出模型可读取的长度。",
   contextHelp: "可以这样缩短：",
