@@ -40,6 +40,7 @@ export interface Attachment {
 /** How far an answer is. `cut`: the page was closed or reloaded, or the connection lost, before its end. */
 export type AnswerState = "waiting" | "streaming" | "done" | "stopped" | "cut" | "failed";
 
+/** An assistant's answer. Times and usage are those of the last time it was asked for, where it was continued. */
 export interface Answer {
   state: AnswerState;
   model: string;
@@ -100,7 +101,11 @@ export interface Fault {
 /** A model of the server, as `GET /v1/models` tells. */
 export interface Model {
   id: string;
-  contextLength: number | null; // in tokens
+  contextLength: number | null; // in tokens; null while it is not loaded
+  hasTools: boolean;
+  /** Whether its thoughts are told from its answer, so that they can be switched off. */
+  hasReasoning: boolean;
+  isLoaded: boolean;
 }
 
 /** What went wrong, by what can be done about it; `message` is the server's own sentence. */
@@ -108,7 +113,7 @@ export type Trouble =
   | { kind: "queue_full"; message: string; retryAt: number } // ms since 1970
   | { kind: "key"; message: string }
   | { kind: "context"; message: string }
-  | { kind: "limit"; message: string; retryAt: number | null }
+  | { kind: "limit"; message: string; retryAt: number | null; mayRetry: boolean }
   | { kind: "loading"; message: string; retryAt: number }
   | { kind: "connection"; message: string }
   | { kind: "refused"; message: string; param: string | null }
