@@ -2,9 +2,6 @@
 import type { ChatMessage, ChatRequest } from "../../api/wire";
 import type { Attachment, Fault, Message, Settings, ToolDefinition } from "./types";
 
-/** What the server takes as a seed, drawn by the page so that it can be shown and used again. */
-export const SEED_MAX = 2 ** 31 - 1;
-
 /** The request for the answer behind `path`; `continued`: for more of the answer that `path` ends with. */
 export function requestOf(settings: Settings, path: readonly Message[], seed: number, continued = false): ChatRequest {
   const body: ChatRequest = {
