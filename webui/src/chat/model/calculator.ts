@@ -86,8 +86,9 @@ function tokensOf(expression: string): Token[] {
   for (let found = TOKEN.exec(expression); found !== null; found = TOKEN.exec(expression)) {
     const [, number, name, sign] = found;
     const kind = number !== undefined ? "number" : name !== undefined ? "name" : "sign";
-    tokens.push({ kind, text: number ?? name ?? (sign === "**" ? "^" : sign!), at });
+    const text = number ?? name ?? sign!;
     at = TOKEN.lastIndex;
+    tokens.push({ kind, text: text === "**" ? "^" : text, at: at - text.length });
   }
   const rest = expression.slice(at).trim();
   if (rest !== "") throw new NotArithmetic(`${JSON.stringify(rest[0])} at ${at + 1} is not arithmetic`);

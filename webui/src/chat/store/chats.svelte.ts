@@ -197,7 +197,13 @@ export class Chats {
   edit(id: Id, text: string, attachments?: Attachment[]): void {
     const old = this.#messages.get(id);
     if (old?.role !== "user") return;
-    const question = this.#add(old.conversation, old.parent, "user", text, $state.snapshot(attachments) ?? old.attachments);
+    const question = this.#add(
+      old.conversation,
+      old.parent,
+      "user",
+      text,
+      $state.snapshot(attachments) ?? old.attachments,
+    );
     this.#ask(question);
   }
 

@@ -26,7 +26,7 @@ test.each([
 
 test.each([
   ["1 +", "the end at 4, where a number should be"],
-  ["(1", 'the end at 3, where ) should be'],
+  ["(1", "the end at 3, where ) should be"],
   ["1 2", '"2" at 3, where the end should be'],
   ["1,5", '"," at 2, where the end should be'],
   ["1 / 0", "division by zero"],
@@ -36,15 +36,15 @@ test.each([
   ["alert(1)", "there is no function or constant alert"],
   ["constructor(1)", "there is no function or constant constructor"],
   ["__proto__", '"_" at 1 is not arithmetic'],
-  ["Math.PI", "there is no function or constant Math"],
+  ["Math.PI", '"." at 5 is not arithmetic'],
   ["1; 2", '";" at 2 is not arithmetic'],
   ["round(1, 2, 3)", "round takes 1 to 2 arguments, not 3"],
   ["", "the end at 1, where a number should be"],
   ["(".repeat(500), "it nests deeper than 100"],
   ["2^".repeat(400) + "2", "it nests deeper than 100"],
   ["1+".repeat(1000), "expression is longer than 1000 characters"],
-])("%s has no value", (expression, message) => {
-  expect(() => calculate(expression)).toThrow(message.replace("Math.PI", "Math"));
+])("%.20s has no value", (expression, message) => {
+  expect(() => calculate(expression)).toThrow(message);
   expect(() => calculate(expression)).toThrow(NotArithmetic);
 });
 

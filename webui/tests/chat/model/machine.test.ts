@@ -92,7 +92,12 @@ describe("the table", () => {
 });
 
 test("a stream without ids that is lost is cut, with what there is", () => {
-  const machine = after(begun()[0], { type: "opened" }, { type: "chunk", hasId: false }, { type: "lost", trouble, now: 0 });
+  const machine = after(
+    begun()[0],
+    { type: "opened" },
+    { type: "chunk", hasId: false },
+    { type: "lost", trouble, now: 0 },
+  );
   expect(machine).toMatchObject({ state: "CUT", trouble });
   expect(stateOf(machine)).toBe("cut");
 });
