@@ -1,0 +1,42 @@
+/** The inspector's words in the language of the page; they are apart from the chat's, which does not load them. */
+import { i18n } from "../../i18n/i18n.svelte";
+import { en, type Text } from "./en";
+import { zh } from "./zh";
+
+const LANGUAGES: Record<string, Text> = { en, zh };
+
+export const text = {
+  get t(): Text {
+    return LANGUAGES[i18n.language] ?? en;
+  },
+};
+
+/** 1,234, or 1.2 M where it is longer than a column. */
+export function count(value: number): string {
+  const isLong = Math.abs(value) >= 100_000;
+  const form = isLong ? { notation: "compact" as const, maximumFractionDigits: 1 } : { maximumFractionDigits: 0 };
+  return new Intl.NumberFormat(i18n.language, form).format(value);
+}
+
+/** As short as it stays exact to a few parts in a hundred: 0.4 ms, 12 ms, 1.2 s, 48 s, 3 min 5 s. */
+export function duration(seconds: number): string {
+  if (seconds < 0.0995) {
+    const ms = seconds * 1000;
+    return text.t.milliseconds(ms.toFixed(ms < 9.95 ? 1 : 0));
+  }
+  if (seconds < 60) return text.t.seconds(seconds.toFixed(seconds < 9.95 ? (seconds < 1 ? 2 : 1) : 0));
+  const [minutes, rest] = [Math.floor(seconds / 60), Math.floor(seconds % 60)];
+  if (minutes < 60) return `${minutes} min ${rest} s`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+export function clock(time: number): string {
+  const form = {
+    hour: "2-digit",
+    minute: "2-digit",
+    second: "2-digit",
+    fractionalSecondDigits: 3,
+    hour12: false,
+  } as const;
+  return new Intl.DateTimeFormat(i18n.language, form).format(time * 1000);
+}
