@@ -41,9 +41,14 @@ def _missing() -> str:
 
 
 @pytest.fixture(scope="module", params=FRONTS)
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """The server of this file, once over each version of HTTP; a file may name more flags as `FLAGS`."""
-    with serving(*FRONTS[request.param], *getattr(request.module, "FLAGS", ())) as server:
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The server of this file, once over each version of HTTP; a file may name more flags as `FLAGS`.
+
+    `{folder}` in one of them is a new folder.
+    """
+    folder = str(tmp_path_factory.mktemp("served"))
+    flags = [flag.replace("{folder}", folder) for flag in getattr(request.module, "FLAGS", ())]
+    with serving(*FRONTS[request.param], *flags) as server:
         yield server
 
 

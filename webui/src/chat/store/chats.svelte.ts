@@ -367,6 +367,7 @@ export class Chats {
         for (const message of messages) this.#keepMessage(message);
       }
       await this.#writer.flush();
+      if (this.#query.trim() !== "") await this.#search(this.#query); // what is new may have it, too
       return { conversations: archived.map(({ conversation }) => conversation.id) };
     } catch (error) {
       if (error instanceof Unfit) return { refusal: { path: error.path, message: error.message } };
