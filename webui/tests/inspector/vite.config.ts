@@ -1,6 +1,6 @@
 /**
  * The inspector on a feed that is made up, to look at it without a server that is busy: `npx vite --config tests/inspector/vite.config.ts`,
- * then /inspector. `RUNNING` says how many requests run (32), `SERVER` where the endpoints come from that are not made up.
+ * then /inspector. `RUNNING` says how many requests run (32; 0: the server's own feed), `SERVER` where the endpoints come from that are not made up.
  */
 import { svelte } from "@sveltejs/vite-plugin-svelte";
 import type { ServerResponse } from "node:http";
@@ -33,6 +33,6 @@ function madeUp(): Plugin {
 
 export default defineConfig({
   root,
-  plugins: [svelte(), madeUp()],
+  plugins: [svelte(), ...(process.env.RUNNING === "0" ? [] : [madeUp()])],
   server: { proxy: { "/v1/": process.env.SERVER ?? "http://127.0.0.1:8000" } },
 });

@@ -1,26 +1,15 @@
 /** Questions to the server from the inspector: addresses below wherever the page lies, and the key that goes with them. */
+import { Keys } from "../../chat/store/keys";
 
-const KEY_NAME = "novainfer.key";
+const keys = new Keys();
 
-/** The key that this page sends; the chat has the same. It stays in this browser. */
-export const key = $state({ value: read() });
-
-function read(): string {
-  try {
-    return localStorage.getItem(KEY_NAME) ?? "";
-  } catch {
-    return ""; // a browser that keeps nothing
-  }
-}
+/** The key that this page sends: the chat's, as it keeps it. */
+export const key = $state({ value: keys.value ?? "" });
 
 export function setKey(value: string): void {
   key.value = value.trim();
-  try {
-    if (key.value) localStorage.setItem(KEY_NAME, key.value);
-    else localStorage.removeItem(KEY_NAME);
-  } catch {
-    // it is known until the page is closed
-  }
+  if (key.value) keys.give(key.value, keys.state.isRemembered);
+  else keys.forget();
 }
 
 /** `path` below the folder that the page is in: `/inspector` and `/below/some/root/inspector` work alike. */

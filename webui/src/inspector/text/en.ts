@@ -27,7 +27,7 @@ export const en = {
   waitingHelp: "What you see is how it was when the connection was lost.",
   loading: "Waiting for the first snapshot …",
   key: "API key",
-  keyHelp: "It stays in this browser and is sent to this server only.",
+  keyHelp: "It is kept for this tab, unless the chat remembers it, and sent to this server only.",
   useKey: "Use",
   close: "Close",
   language: "Language",
@@ -133,7 +133,7 @@ export const en = {
   goOn: "Go on",
   flame: "Phases of the last steps",
   flameHelp:
-    "Each bar is a phase of a step; the newest is at the right. Under them: tokens of each step against the budget, and the number of sequences.",
+    "Each bar is a phase of a step; the newest is at the right. A row is empty where that phase is not told apart: most devices sample within their kernel, and tokens become text while the next step is scheduled. Under them: the tokens and the sequences of each step.",
   phases: { schedule: "schedule", kernel: "kernel", sample: "sample", detokenise: "detokenise", send: "send" },
   phase: "Phase",
   stepSays: (id: number, phase: string, took: string, seqs: number, tokens: number) =>

@@ -29,7 +29,7 @@ export const zh: Text = {
   waitingHelp: "您看到的是连接中断时的状态。",
   loading: "正在等待第一个快照……",
   key: "API 密钥",
-  keyHelp: "只保存在此浏览器中，只发送给此服务器。",
+  keyHelp: "只在此标签页中保留（除非聊天页面已记住），只发送给此服务器。",
   useKey: "使用",
   close: "关闭",
   language: "语言",
@@ -125,7 +125,8 @@ export const zh: Text = {
   freeze: "冻结",
   goOn: "继续",
   flame: "最近步骤的各阶段",
-  flameHelp: "每条是一个步骤的一个阶段，最新的在右边。下方：每步的 token 数与预算，以及序列数。",
+  flameHelp:
+    "每条是一个步骤的一个阶段，最新的在右边。某阶段没有单独计时时该行为空：多数设备在内核中采样，反分词在调度下一步时进行。下方：每步的 token 数和序列数。",
   phases: { schedule: "调度", kernel: "内核", sample: "采样", detokenise: "反分词", send: "发送" },
   phase: "阶段",
   stepSays: (id, phase, took, seqs, tokens) => `步骤 ${id}，${phase}：${took} · ${seqs} 个序列，${tokens} 个 token`,

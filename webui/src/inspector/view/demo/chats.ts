@@ -1,69 +1,68 @@
-/** Chats of several kinds that the demo sends: what they ask is what the model that comes with the server can answer. */
+/** What the demo asks for: chats and texts of several kinds, which the model that comes with the server can go on with. */
+
+export interface Asked {
+  path: "v1/chat/completions" | "v1/completions";
+  body: Record<string, unknown>;
+}
 
 interface Message {
   role: "system" | "user" | "assistant";
   content: string;
 }
 
-export interface DemoChat {
-  messages: Message[];
-  max_tokens: number;
-  temperature: number;
-}
-
-/** Long enough to fill a dozen blocks: chats that begin with it share them. */
-export const SHARED_SYSTEM = Array.from(
+/** Long enough to fill a dozen blocks: what begins with it shares them. */
+export const SHARED = Array.from(
   { length: 10 },
   (_, at) => `Rule ${at + 1}: be friendly, be brief, and say it when you do not know something.`,
 ).join(" ");
 
 const PLACES = ["Norway", "Peru", "Kenya", "Japan", "France", "Egypt", "Canada", "India"];
 const NAMES = ["Anna", "Bo", "Cleo", "Dan", "Ida", "Lev", "Mia", "Zorblat"];
+const SCHEMA = {
+  type: "object",
+  properties: { name: { type: "string" }, age: { type: "integer" }, pet: { type: "string" } },
+  required: ["name", "age", "pet"],
+  additionalProperties: false,
+};
 
 const user = (content: string): Message => ({ role: "user", content });
+const rules: Message = { role: "system", content: SHARED };
 
-type Kind = (pick: (values: string[]) => string, number: number) => DemoChat;
+type Random = () => number;
+const pick = (values: string[], random: Random) => values[Math.floor(random() * values.length)]!;
 
-const KINDS: Kind[] = [
-  (pick) => ({ messages: [user(`What is the capital of ${pick(PLACES)}?`)], max_tokens: 40, temperature: 0 }),
-  (pick) => ({
-    messages: [user(`Tell me a story about a dragon called ${pick(NAMES)}`)],
-    max_tokens: 300,
-    temperature: 0.9,
-  }),
-  (pick) => ({
-    messages: [{ role: "system", content: SHARED_SYSTEM }, user(`What is the capital of ${pick(PLACES)}?`)],
-    max_tokens: 60,
-    temperature: 0.5,
-  }),
-  (_pick, number) => ({
-    messages: [user(`Count from ${number % 20} to ${60 + (number % 30)}`)],
-    max_tokens: 400,
-    temperature: 0,
-  }),
-  (pick) => ({
-    messages: [
-      user(`My name is ${pick(NAMES)}.`),
-      { role: "assistant", content: "Nice to meet you!" },
-      user("What is my name?"),
-    ],
-    max_tokens: 40,
-    temperature: 0,
-  }),
-  (pick) => ({
-    messages: [{ role: "system", content: SHARED_SYSTEM }, user(`Write a poem about ${pick(NAMES)}`)],
-    max_tokens: 200,
-    temperature: 0.8,
-  }),
-  (pick) => ({
-    messages: [user(`JSON with name ${pick(NAMES)}, age ${10 + NAMES.length} and pet cat`)],
-    max_tokens: 60,
-    temperature: 0,
-  }),
-];
+const chat = (messages: Message[], max_tokens: number, more: object = {}): Asked => ({
+  path: "v1/chat/completions",
+  body: { messages, max_tokens, temperature: 0.8, ...more },
+});
 
-/** The chat with this number: kinds take turns, and what differs within a kind is drawn by `random`. */
-export function demoChat(number: number, random: () => number = Math.random): DemoChat {
-  const pick = (values: string[]) => values[Math.floor(random() * values.length)]!;
-  return KINDS[number % KINDS.length]!(pick, number);
+/** Chats with this number: kinds take turns, and what differs within a kind is drawn. */
+export function chats(number: number, random: Random): Asked {
+  const [place, name] = [pick(PLACES, random), pick(NAMES, random)];
+  const kinds = [
+    () => chat([rules, user(`What is the capital of ${place}?`)], 60),
+    () => chat([user(`Tell me a story about a dragon called ${name}`)], 300),
+    () => chat([user(`My name is ${name}.`), { role: "assistant", content: "Hello!" }, user("What is my name?")], 40),
+    () => chat([rules, user(`Write a poem about ${name}`)], 200),
+    () => chat([user(`Count from ${number % 20} to ${60 + (number % 30)}`)], 400, { temperature: 0 }),
+  ];
+  return kinds[number % kinds.length]!();
 }
+
+/** So many texts over one connection; every other time they begin alike, and half of the time they are long. */
+export function texts(number: number, width: number, random: Random): Asked {
+  const beginning = number % 2 ? `${SHARED} ` : "";
+  const prompt = Array.from({ length: width }, () => `${beginning}Once upon a time ${pick(NAMES, random)}`);
+  return { path: "v1/completions", body: { prompt, max_tokens: number % 4 < 2 ? 200 : 40, temperature: 0.9 } };
+}
+
+/** An answer by a schema: its grammar is compiled, and masks go to the sampler. */
+export function byGrammar(random: Random): Asked {
+  const schema = { type: "json_schema", json_schema: { name: "pet", schema: SCHEMA, strict: true } };
+  const asked = `JSON with name ${pick(NAMES, random)}, age ${10 + Math.floor(40 * random())} and pet cat`;
+  return chat([user(asked)], 80, { temperature: 0, response_format: schema });
+}
+
+/** A long answer, to be read slowly or left early. */
+export const longAnswer = (random: Random): Asked =>
+  chat([user(`Count from ${Math.floor(9 * random())} to 99`)], 900, { temperature: 0 });

@@ -14,7 +14,6 @@ export interface Scene {
   steps: StepNow[];
   until: number;
   window_s: number;
-  maxSeqs: number;
   width: number;
   labels: Record<(typeof PHASES)[number], string>;
 }
@@ -42,20 +41,21 @@ function rows(context: CanvasRenderingContext2D, palette: Palette, { width }: Sc
 function batches(context: CanvasRenderingContext2D, palette: Palette, scene: Scene, perSecond: number): void {
   const [from, bottom] = [scene.until - scene.window_s, HEIGHT - 1];
   const inSight = scene.steps.filter(({ began }) => began >= from - 0.5 && began <= scene.until);
-  const budget = Math.max(1, ...inSight.map((step) => step.budget));
+  // Both on one scale, up to the fullest step in sight: against the budget, a step that only decodes would be a hair.
+  const most = 1.1 * Math.max(8, ...inSight.map(({ num_tokens, num_seqs }) => Math.max(num_tokens, num_seqs)));
   context.fillStyle = palette.of("--bg-sunk");
   context.fillRect(0, FLAME_HEIGHT + BATCH_GAP, scene.width, BATCH_HEIGHT);
   context.fillStyle = palette.of("--i-prefill");
   for (const { began, phases, num_tokens } of inSight) {
     const took = phases.reduce((sum, { began_ms, took_ms }) => Math.max(sum, began_ms + took_ms), 1) / 1000;
-    const height = Math.max(1, (num_tokens / budget) * (BATCH_HEIGHT - 4));
+    const height = Math.max(1, (num_tokens / most) * (BATCH_HEIGHT - 4));
     context.fillRect((began - from) * perSecond, bottom - height, Math.max(1, took * perSecond - 0.5), height);
   }
   context.strokeStyle = palette.of("--i-send");
   context.lineWidth = 1.5;
   context.beginPath();
   inSight.forEach(({ began, num_seqs }, at) => {
-    const y = bottom - (num_seqs / Math.max(1, scene.maxSeqs)) * (BATCH_HEIGHT - 4);
+    const y = bottom - (num_seqs / most) * (BATCH_HEIGHT - 4);
     context[at ? "lineTo" : "moveTo"]((began - from) * perSecond, y);
   });
   context.stroke();
