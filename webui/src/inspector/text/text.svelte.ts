@@ -11,12 +11,32 @@ export const text = {
   },
 };
 
-/** 1,234, or 1.2 M where it is longer than a column. */
-export function count(value: number): string {
-  const isLong = Math.abs(value) >= 100_000;
-  const form = isLong ? { notation: "compact" as const, maximumFractionDigits: 1 } : { maximumFractionDigits: 0 };
-  return new Intl.NumberFormat(i18n.language, form).format(value);
+/** Formats by language: to make one takes twenty times as long as to use it, and a busy view writes thousands a second. */
+function kept<T>(make: (language: string) => T): () => T {
+  const made = new Map<string, T>();
+  return () => {
+    const { language } = i18n;
+    const known = made.get(language) ?? make(language);
+    made.set(language, known);
+    return known;
+  };
 }
+
+const whole = kept((language) => new Intl.NumberFormat(language, { maximumFractionDigits: 0 }));
+const compact = kept((language) => new Intl.NumberFormat(language, { notation: "compact", maximumFractionDigits: 1 }));
+const timeOfDay = kept(
+  (language) =>
+    new Intl.DateTimeFormat(language, {
+      hour: "2-digit",
+      minute: "2-digit",
+      second: "2-digit",
+      fractionalSecondDigits: 3,
+      hour12: false,
+    }),
+);
+
+/** 1,234, or 1.2 M where it is longer than a column. */
+export const count = (value: number): string => (Math.abs(value) >= 100_000 ? compact() : whole()).format(value);
 
 /** As short as it stays exact to a few parts in a hundred: 0.4 ms, 12 ms, 1.2 s, 48 s, 3 min 5 s. */
 export function duration(seconds: number): string {
@@ -30,13 +50,4 @@ export function duration(seconds: number): string {
   return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-export function clock(time: number): string {
-  const form = {
-    hour: "2-digit",
-    minute: "2-digit",
-    second: "2-digit",
-    fractionalSecondDigits: 3,
-    hour12: false,
-  } as const;
-  return new Intl.DateTimeFormat(i18n.language, form).format(time * 1000);
-}
+export const clock = (time: number): string => timeOfDay().format(time * 1000);
