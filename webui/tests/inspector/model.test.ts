@@ -20,6 +20,7 @@ describe("percentiles", () => {
   it("are values that were seen, by nearest rank", () => {
     const values = Array.from({ length: 100 }, (_, at) => 100 - at);
     expect(percentiles(values)).toEqual({ p50: 50, p95: 95, p99: 99 });
+    expect(percentiles([3, 1, 2])!.p50).toBe(2);
     expect(percentiles([7])).toEqual({ p50: 7, p95: 7, p99: 7 });
     expect(percentiles([])).toBeNull();
   });

@@ -85,6 +85,13 @@ describe("the state", () => {
     expect(state.incidents[0]!.number).toBe(INCIDENTS_MAX + 4);
   });
 
+  it("keeps its rates until a frame brings others", () => {
+    const rates = { ...state.rates, tokens_s: 12 };
+    frame({ rates });
+    frame({ rates: null });
+    expect(state.rates).toEqual(rates);
+  });
+
   it("adds up what was lost", () => {
     frame({ lost: 3 });
     frame({ lost: 4 });
