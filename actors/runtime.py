@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,17 +30,20 @@ from novainfer.actors.core.watchdog import Watchdog
 from novainfer.actors.device.device import sentence_of, with_limit
 from novainfer.actors.device.link import DeviceLink, MakeLink
 from novainfer.actors.grammar.grammars import Grammars
+from novainfer.actors.inspection.frames import ActorNow, StepLimits
 from novainfer.actors.inspection.incidents import Incidents
 from novainfer.actors.inspection.inspector import Inspector
 from novainfer.actors.inspection.overview import FREEZE_ACTOR, THAW_ACTOR, Overview
 from novainfer.actors.inspection.recorder import Recorder
 from novainfer.actors.inspection.records import HealthRecord, SessionRecord
 from novainfer.actors.inspection.steps import StepLog, StepRecord
+from novainfer.actors.inspection.watch import Sources, Watch
 from novainfer.actors.routers.publisher import KvEventPublisher
 from novainfer.actors.tokenizer.threads import TokenizerThreads
 from novainfer.actors.tokenizer.tokenizer import Tokenizer
 from novainfer.fsm.client.gate import Gate, GateState
 from novainfer.fsm.client.stream import STALL_TIMEOUT_S, Stream
+from novainfer.fsm.core.machine import Machine
 from novainfer.fsm.device.worker import RestartPolicy, Worker, WorkerState
 from novainfer.fsm.engine import Engine, EngineState
 from novainfer.fsm.kv.blocks import tokens_in
@@ -70,6 +73,7 @@ from novainfer.fsm.messages.events import (
     JobFailed,
     Launch,
     MakeBatch,
+    Outputs,
     Prompt,
     PromptKind,
     Reconfigure,
@@ -157,8 +161,10 @@ class Runtime:
         }
         self.incidents = Incidents(lambda stream_id: self.inspector.who(stream_id))
         self.incidents.subscribe(self.recorder.on_incident)
-        self.inspector = Inspector(self._gate, self._engine, self._streams, self.incidents, self._actors)
         self.steps = StepLog()
+        self.inspector = Inspector(
+            self._gate, self._engine, self._streams, self.incidents, self._actors, plans=self.steps.plans
+        )
         self._admission = Admission(
             self._gate, self._streams, ask=self._actors["gate"].handle, expected_s=self._expected_s
         )
@@ -191,6 +197,23 @@ class Runtime:
             threads=self._threads,
             grammars=self._grammars,
             worker_pid=lambda: self._link.pid,
+        )
+        self.inspector.observe(
+            self._gate, self._engine, self._worker, *self._link.machines(), *self._grammars.machines()
+        )
+        self.watch = Watch(
+            Sources(
+                inspector=self.inspector,
+                steps=self.steps,
+                incidents=self.incidents,
+                streams=self._streams,
+                actors=self._actors_now,
+                machines=self._machines,
+                planner=lambda: self.inspector.planner,
+                generated=lambda: self._scheduler.num_generated if self._scheduler is not None else 0,
+                limits=self._step_limits,
+                is_running=lambda: self._worker.state is WorkerState.RUNNING,
+            )
         )
         self._others: dict[str, Callable[[Any], None]] = {  # that machines speak to, and that have no mailbox
             "streams": self._to_streams,
@@ -384,6 +407,7 @@ class Runtime:
         """Stop every actor, also when some of them are broken; what streams are left hear why."""
         self.watchdog.stop()
         self.inspector.feed.close()
+        self.watch.close()
         self.recorder.close()
         stop = Stop(self.error)
         takers: list[Callable[[Any], None]] = [self._actors[name].handle for name in ("engine", "gate")]
@@ -552,8 +576,11 @@ class Runtime:
     def _deliver(self) -> int:
         started_s = time.perf_counter()
         try:
-            self._streams.take(self._undelivered.popleft())
+            outputs = self._undelivered.popleft()
+            self._streams.take(outputs)
             self.steps.delivered(time.perf_counter() - started_s)
+            if self.watch.is_watched and type(outputs) is Outputs:
+                self.watch.delivered(outputs.outputs)
         except Exception as error:
             self._died("streams", error)
         return MESSAGES_MAX  # readers are next
@@ -671,6 +698,33 @@ class Runtime:
     def actors(self) -> list[ActorStatistics]:
         """Each actor's state, dwell time and mailbox depth."""
         return [actor.statistics() for actor in self._actors.values()]
+
+    def _actors_now(self) -> list[ActorNow]:
+        scheduler = self._scheduler
+        if scheduler is None or self.inspector.planner is None:
+            return self.overview.now(restarts=0, rung=None)
+        return self.overview.now(restarts=scheduler.num_losses, rung=scheduler.recovery.ladder.rung)
+
+    def _machines(self) -> Iterator[Machine]:
+        """All but requests and streams, which are many."""
+        for actor in self._actors.values():
+            if actor.machine is not None:
+                yield actor.machine
+        scheduler = self._scheduler
+        if scheduler is not None and self.inspector.planner is not None:
+            yield scheduler.recovery.ladder
+            yield from scheduler.sessions.values()
+        yield from self._link.machines()
+        yield from self._grammars.machines()
+
+    def _step_limits(self) -> StepLimits:
+        ready = self._ready
+        is_up = ready is not None and ready.done() and not ready.cancelled() and ready.exception() is None
+        return StepLimits(
+            max_num_seqs=self._limits.max_num_seqs,
+            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            max_model_len=ready.result().max_model_len if ready is not None and is_up else 0,
+        )
 
     def last_steps(self, last: int) -> list[StepRecord]:
         """The newest `last` steps by phase."""

@@ -27,10 +27,12 @@ from novainfer.actors.core.streams import StreamHandle
 from novainfer.actors.device.device import Device
 from novainfer.actors.device.spec import DeviceSpec, Progress
 from novainfer.actors.inspection.feed import FEED_EVENTS_MAX, Subscription
+from novainfer.actors.inspection.frames import Taken
 from novainfer.actors.inspection.incidents import IncidentRecord
 from novainfer.actors.inspection.records import ActorRecord, HealthRecord, KvRecord, RequestRecord, SessionRecord
 from novainfer.actors.inspection.steps import PhaseTotals, StepRecord
 from novainfer.actors.inspection.times import STEP_TOKENS, HistogramRecord, RequestTimes
+from novainfer.actors.inspection.watch import Watcher
 from novainfer.actors.routers.config import KvEventsConfig
 from novainfer.actors.tokenizer.tokenizer import Tokenizer
 from novainfer.arguments import must_be, must_be_seconds, must_have
@@ -535,6 +537,20 @@ class Engine:
         Use it in `with`: while there is a listener, each transition costs a few microseconds.
         """
         return self._runtime.inspector.subscribe(owner, limit=limit)
+
+    def watch(self, owner: str | None = None) -> Watcher:
+        """Everything as it is, and then what changes, twenty times a second at most: what the page's inspector shows.
+
+        Use it in `with`: while there is one who watches, frames take up to a hundredth of the loop's time.
+        """
+        return self._runtime.watch.subscribe(owner)
+
+    def taken(self, machine: str, state: str, event: str, to: str, owner: str | None = None) -> list[Taken]:
+        """The last hundred times that a row of a machine's table was taken, since somebody began to look.
+
+        Raises `InvalidParameter` where there is no such machine.
+        """
+        return self._runtime.inspector.taken(machine, state, event, to, owner)
 
     def health(self) -> HealthRecord:
         """Whether everything moves, and whether a request sent now would be taken."""

@@ -1,6 +1,7 @@
-"""The records that `Engine.requests()`, `actors()`, `kv()`, `steps()`, `events()`, `errors()`, `health()` give."""
+"""The records that an `Engine` tells of itself with: `requests()`, `actors()`, `kv()`, `steps()`, `watch()` …"""
 
 from novainfer.actors.inspection.feed import ActorEvent, FeedEvent, IncidentEvent, LostEvent, RequestEvent, Subscription
+from novainfer.actors.inspection.frames import Frame, RequestNow, Snapshot, Taken
 from novainfer.actors.inspection.incidents import IncidentRecord
 from novainfer.actors.inspection.records import (
     ActorRecord,
@@ -21,6 +22,7 @@ from novainfer.actors.inspection.times import (
     HistogramRecord,
     RequestTimes,
 )
+from novainfer.actors.inspection.watch import Watcher
 from novainfer.fsm.health import Late
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "ActorRecord",
     "ChoiceRecord",
     "FeedEvent",
+    "Frame",
     "HealthRecord",
     "Histogram",
     "HistogramRecord",
@@ -42,10 +45,14 @@ __all__ = [
     "LostEvent",
     "PhaseTotals",
     "RequestEvent",
+    "RequestNow",
     "RequestRecord",
     "RequestTimes",
     "SessionRecord",
+    "Snapshot",
     "StepRecord",
     "Subscription",
+    "Taken",
     "Transition",
+    "Watcher",
 ]

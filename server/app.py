@@ -30,6 +30,7 @@ from novainfer.server.operate.asked import OF_MODEL
 from novainfer.server.operate.docs_page import HEADERS as DOCS_HEADERS
 from novainfer.server.operate.docs_page import docs_page
 from novainfer.server.operate.events import stream_events
+from novainfer.server.operate.frames import stream_frames
 from novainfer.server.operate.inspection import REQUEST_STATES
 from novainfer.server.operate.openapi import Endpoint, build_openapi
 from novainfer.server.operate.reconfigure import Configuration, Reconfiguration, reconfigure
@@ -68,6 +69,7 @@ SESSIONS = {
     "limit": "at most so many conversations, up to 1000 (100)",
     "after": "only those behind this id, in the order of ids: the last one of the page before",
 }
+ROW = {"state": "in which it was", "event": "that it took", "to": "the state that it went to"}
 STATE = {"state": f"only those in this state: {one_of(REQUEST_STATES)}", "limit": "at most so many"}
 
 _ready = partial(
@@ -204,6 +206,14 @@ ROUTES: tuple[Endpoint, ...] = (
     Endpoint(
         *("GET", "/v1/machines", inspection.list_machines, "The tables that decide", inspection.MachineList),
         errors=(401,),
+    ),
+    Endpoint(
+        *("GET", "/v1/machines/{name}/taken", inspection.list_taken, "When a row was taken lately"),
+        inspection.TakenList, errors=LOOKS, query=ROW | OF_MODEL,
+    ),
+    Endpoint(
+        *("GET", "/v1/inspector", stream_frames, "Everything as it is, and what changes", None),
+        errors=LOOKS, media_types=("text/event-stream",), query=OF_MODEL,
     ),
     Endpoint(
         *("GET", "/v1/steps", inspection.list_steps, "The last steps by phase", inspection.StepList),

@@ -23,7 +23,7 @@ from novainfer import (
     RequestTimeout,
 )
 from novainfer.fsm.parsing.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, Formats
-from novainfer.inspection import Subscription
+from novainfer.inspection import Subscription, Watcher
 from novainfer.models import Lease, Models
 from novainfer.server.directory import RequestDirectory
 from novainfer.server.engine import ServedEngine
@@ -106,7 +106,7 @@ class Service:
         self.returning: dict[tuple[str, str], Returning] = {}  # answers that go on when their model is there
         self.left_open = LeftOpen(settings.journal_ttl_s)  # answers that go on when their client comes back
         self.go_on: Callable[[Stored], None] | None = None  # lets one of those do so, or end
-        self.feeds: set[Subscription] | None = set()  # clients that listen to events; None: no more are taken
+        self.feeds: set[Subscription | Watcher] | None = set()  # clients that listen or watch; None: no more are taken
         self.was_ready = False
         self.began_at = datetime.now(UTC).replace(microsecond=0)
         self._longest = 0  # context of a model that was loaded

@@ -28,13 +28,14 @@ MAILBOX_LIMIT = 65_536
 
 
 class ActorStatistics(msgspec.Struct, frozen=True):
-    """One actor at one moment: its state, seconds in it, and messages waiting."""
+    """One actor at one moment: its state, seconds in it, and messages waiting, of so many at most on each lane."""
 
     name: str
     state: str
     dwell_s: float
     mailbox_depth: int
     handled_total: int
+    mailbox_max: int = MAILBOX_LIMIT
 
 
 class Actor:
@@ -151,7 +152,7 @@ class Actor:
         now_s = self._loop.time() if self._loop else self._state_since_s
         depth = len(self._data) + len(self._control)
         state = "DEAD" if self._is_dead else str(self.machine.state) if self.machine else "RUNNING"
-        return ActorStatistics(self.name, state, now_s - self._state_since_s, depth, self._handled)
+        return ActorStatistics(self.name, state, now_s - self._state_since_s, depth, self._handled, self._limit)
 
     def handle(self, event: Any) -> None:
         """Let the machine take `event` now, and perform its effects; only its owner may call this from outside."""

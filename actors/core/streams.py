@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.client.stream import STALL_TIMEOUT_S, Stream, StreamState
-from novainfer.fsm.core.machine import After, Drop, Effect, Send
+from novainfer.fsm.core.machine import After, Drop, Effect, Observer, Send
 from novainfer.fsm.messages.events import End, Finished, Output, Outputs, Read, StallOver, Stop
 from novainfer.fsm.messages.outputs import Delta
 from novainfer.fsm.recording.log import read_code
@@ -170,6 +170,7 @@ class Streams:
         self.stalls_total = 0
         self._gone = gone  # hears of each stream that is forgotten
         self._streams: dict[int, tuple[Stream, StreamHandle]] = {}
+        self._observer: Observer | None = None
         self._to_push: list[StreamHandle] = []  # that have something new, for a function that reads
         self._recorder: Recorder | None = None
         self._codes: Codes | None = None
@@ -182,6 +183,7 @@ class Streams:
     def add(self, stream_id: int, name: str, num_choices: int) -> StreamHandle:
         """Open a stream; `name` is the request id its deltas carry."""
         stream = Stream(stream_id, name, num_choices, stall_timeout_s=self._stall_timeout_s)
+        stream.observer = self._observer
         handle = StreamHandle(stream, self._perform, self.forget)
         if self._recorder is not None:
             self._recorder.adds(stream, not self._streams)
@@ -213,6 +215,12 @@ class Streams:
             self._took = recorder.recording.took
         for _, handle in self._streams.values():
             handle._log = recorder.log if recorder is not None else None
+
+    def observe(self, observer: Observer | None) -> None:
+        """Let `observer` look at all streams; None: nobody. It hears of each token."""
+        self._observer = observer
+        for stream, _ in self._streams.values():
+            stream.observer = observer
 
     def machines(self) -> dict[int, Stream]:
         """The machines of the streams that are open, by id."""

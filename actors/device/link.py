@@ -17,6 +17,7 @@ from novainfer.actors.core.thread import JobThread
 from novainfer.actors.device.device import Device
 from novainfer.actors.device.faulty import PROCESS_ONLY, FaultyDevice, injection
 from novainfer.actors.device.jobs import Jobs, leaves_unusable
+from novainfer.fsm.core.machine import Machine
 from novainfer.fsm.health import Sighting
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.events import DeviceLost, Kill, Run
@@ -63,6 +64,9 @@ class DeviceLink(Protocol):
 
     def overdue(self, actor: str, message: str) -> bool:
         """One of `sightings` is late; True when something is done about it, which is an incident of its own."""
+
+    def machines(self) -> Iterable[Machine]:
+        """The machines that live on the loop for it."""
 
     def inject(self, kind: str, **how: Any) -> None:
         """Let the device fail (`novainfer.actors.device.faulty`); raises `InvalidParameter` when it cannot be done."""
@@ -139,6 +143,10 @@ class ThreadLink:
     def overdue(self, actor: str, message: str) -> bool:
         """There is nothing beside the worker."""
         return False
+
+    def machines(self) -> Iterable[Machine]:
+        """None: those of a device live with it, in its thread."""
+        return ()
 
     def inject(self, kind: str, **how: Any) -> None:
         """Let the device fail from its next step on."""

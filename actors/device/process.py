@@ -26,7 +26,7 @@ from novainfer.actors.device.link import Deliver
 from novainfer.actors.device.spec import DeviceSpec
 from novainfer.actors.device.wire import Beat, Hello, LogLine, Ping, Progress, UnsendableError, Unsent, WithoutGraphs
 from novainfer.fsm.core.dwell import DYING_LIMIT_S
-from novainfer.fsm.core.machine import After, Drop, Effect, Send, Start
+from novainfer.fsm.core.machine import After, Drop, Effect, Machine, Send, Start
 from novainfer.fsm.device.process import Answered, Ask, Ended, Finish, Process, Started, StartFailed, Tell
 from novainfer.fsm.device.roster import (
     CLOSE_S,
@@ -181,6 +181,12 @@ class ProcessLink:
             self._take(SpareOverdue(spare.serial, message, asyncio.get_running_loop().time()))
             return True
         return False
+
+    def machines(self) -> Iterable[Machine]:
+        """The roster, and those of its processes that are not gone."""
+        roster = self.roster
+        processes = (roster.worker, roster.spare, *roster.ending.values())
+        return (roster, *(process for process in processes if process is not None))
 
     def inject(self, kind: str, **how: Any) -> None:
         """Let the worker's process fail, or end it."""

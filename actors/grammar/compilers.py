@@ -60,7 +60,7 @@ class Compilers:
         self.compiler: Any = None  # made in the first thread, with the first request; or the error that it is not
         self._asked: dict[int, Constrain] = {}  # by request; before the compiler is there, all of them wait for it
         self._kept: OrderedDict[Key, Any] = OrderedDict()
-        self._compiling = Compiling()
+        self.compiling = Compiling()
         self._answer: Any = None  # of the thread that is through
         self._timer: asyncio.TimerHandle | None = None
         self._thread = self._make_thread(0)
@@ -115,7 +115,7 @@ class Compilers:
     def unwant(self, request_id: int) -> None:
         """This request has ended, whatever it has got."""
         del self._asked[request_id]
-        self._perform(self._compiling.handle(Unwanted(request_id)))
+        self._perform(self.compiling.handle(Unwanted(request_id)))
 
     def _look(self, asked: Constrain) -> None:
         if isinstance(self.compiler, Exception):
@@ -126,7 +126,7 @@ class Compilers:
             self._kept.move_to_end(asked.grammar.key)
             self._found(asked.request_id, kept)
         else:
-            self._perform(self._compiling.handle(Wanted(asked.request_id, asked.grammar.key)))
+            self._perform(self.compiling.handle(Wanted(asked.request_id, asked.grammar.key)))
 
     def _fail(self, request_id: int, error: Any) -> None:
         self._failed(request_id, error.message, error.code)
@@ -171,7 +171,7 @@ class Compilers:
             return
         else:
             self._answer = answer
-        self._perform(self._compiling.handle(Compiled(number)))
+        self._perform(self.compiling.handle(Compiled(number)))
 
     # ---- what the machine decides --------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class Compilers:
 
     def _over(self, event: CompileOver) -> None:
         self._timer = None
-        self._perform(self._compiling.handle(event))
+        self._perform(self.compiling.handle(event))
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

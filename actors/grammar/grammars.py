@@ -24,7 +24,7 @@ import msgspec
 from novainfer.actors.core.thread import JobThread
 from novainfer.actors.grammar.compilers import Compilers
 from novainfer.actors.grammar.masking import Advanced, Constrained, Made, MaskMaker
-from novainfer.fsm.core.machine import Effect, Start
+from novainfer.fsm.core.machine import Effect, Machine, Start
 from novainfer.fsm.device import masks as delivering
 from novainfer.fsm.device.masks import Delivery, Give, Gone, Held, Landed, Launched, LaunchWith, MaskName
 from novainfer.fsm.health import GrammarState, Sighting
@@ -61,6 +61,10 @@ class Grammars:
         self._masking = JobThread("novainfer-grammar-masks", self._together.work, self._take)
         self._slow = JobThread("novainfer-grammar-slow-masks", self._alone.work, self._take)
         self._giving_up: asyncio.TimerHandle | None = None
+
+    def machines(self) -> tuple[Machine, ...]:
+        """Those that live here."""
+        return self._delivery, self._compilers.compiling
 
     # ---- life ----------------------------------------------------------------------------------------------------
 

@@ -18,13 +18,18 @@ import msgspec
 from novainfer.actors.core.mailbox import Actor
 from novainfer.actors.core.streams import Streams
 from novainfer.actors.inspection.feed import ActorEvent, Feed, FeedEvent, IncidentEvent, RequestEvent, Subscription
+from novainfer.actors.inspection.frames import Percentiles, RequestNow, Taken
 from novainfer.actors.inspection.incidents import IncidentRecord, Incidents
+from novainfer.actors.inspection.notes import Choice, Note
+from novainfer.actors.inspection.recent import RecentTimes
 from novainfer.actors.inspection.records import ChoiceRecord, KvRecord, RequestRecord, Transition
-from novainfer.actors.inspection.times import TimeLog
+from novainfer.actors.inspection.rows import Rows
+from novainfer.actors.inspection.times import DECODE, TimeLog
 from novainfer.fsm.client.gate import Gate
 from novainfer.fsm.client.stream import Stream, StreamState
 from novainfer.fsm.core.machine import Machine, Observer
 from novainfer.fsm.engine import Engine, EngineState
+from novainfer.fsm.machines import MACHINES
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.events import Submit
 from novainfer.fsm.messages.params import SamplingParams
@@ -34,43 +39,21 @@ from novainfer.fsm.schedule.request import ENDED, Request, RequestState
 from novainfer.fsm.schedule.scheduler import Scheduler
 
 ENDED_REQUESTS_MAX = 1024  # the newest: about 2 MB
+ENDED_TOLD_MAX = 100  # to the page, each choice for itself
 HISTORY_MAX = 64  # transitions of one request; when there are more, those after the first few go
 HISTORY_KEPT_FIRST = 8
 
 OVERFLOW = "OVERFLOW"  # the state of a stream that the gate has not let in yet; the scheduler does not know it
 CAME = str(RequestState.WAITING)  # the state of one that was let in; at first it is being tokenised
 QUEUED = (RequestState.WAITING, RequestState.PREEMPTED)
-
-
-class _Note:
-    """What is known of one stream beside its requests."""
-
-    __slots__ = ("arrived_s", "came", "choices", "id", "max_tokens", "num_choices", "num_live", "owner")
-
-    def __init__(self, name: str, owner: str, params: SamplingParams, came: Transition, arrived_s: float) -> None:
-        self.id = name
-        self.owner = owner
-        self.num_choices = self.num_live = params.n
-        self.max_tokens = params.max_tokens
-        self.came = came
-        self.arrived_s = arrived_s
-        self.choices: list[_Choice] = []
-
-
-class _Choice:
-    """One request, since when it is in its state, and which states it has been in."""
-
-    __slots__ = ("history", "note", "request", "since_s")
-
-    def __init__(self, request: Request, note: _Note | None, since_s: float) -> None:
-        self.request = request
-        self.note = note
-        self.since_s = since_s
-        self.history: list[Transition] = []
+COUNTED = frozenset({"gate", "engine", "scheduler", "worker", "ladder", "session"})  # in `transitions`, with requests
 
 
 class Inspector(Observer):
-    """Answers what there is to know of requests and blocks; `clock` is monotonic, in seconds."""
+    """Answers what there is to know of requests and blocks; `clock` is monotonic, in seconds.
+
+    `plans` is called when the scheduler has committed a step, and begins to plan.
+    """
 
     def __init__(
         self,
@@ -80,6 +63,7 @@ class Inspector(Observer):
         incidents: Incidents,
         actors: dict[str, Actor],
         *,
+        plans: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._gate = gate
@@ -89,26 +73,45 @@ class Inspector(Observer):
         self._actors = actors
         self._clock = clock
         self._epoch_s = time.time() - clock()  # turns the clock into the time of day
-        self._notes: dict[int, _Note] = {}  # by stream, in order of arrival
+        self._notes: dict[int, Note] = {}  # by stream, in order of arrival
         self._whose: dict[int, tuple[str, str]] = {}  # request id and owner of the streams that ended last
         self._ended: deque[tuple[str, RequestRecord]] = deque(maxlen=ENDED_REQUESTS_MAX)  # with its owner
-        self._choices: dict[int, _Choice] = {}  # by request, until it ends
+        self._choices: dict[int, Choice] = {}  # by request, until it ends
         self._scheduler: Scheduler | None = None
         self.times = TimeLog()
         self.transitions: Counter[tuple[str, str, str]] = Counter()  # by actor and both states, which are few
+        self.rows = Rows(self._now, self._who_is)
+        self.ended: deque[RequestNow] = deque(maxlen=ENDED_TOLD_MAX)  # the newest last
+        self.num_ended = 0
+        self.first_tokens = RecentTimes()  # how long they took
+        self._plans = plans
         self.feed = Feed(self._on_listened)
         self._stop_incidents: Callable[[], None] = lambda: None
 
     # ---- what happens --------------------------------------------------------------------------------------------
 
+    def observe(self, *machines: Machine) -> None:
+        """Look at these, and at what they make; before they take anything."""
+        for machine in machines:
+            machine.observer = self
+
     def watch(self, scheduler: Scheduler) -> None:
         """The scheduler is there: look at it, and at the requests that it makes."""
         self._scheduler = scheduler
-        scheduler.observer = self
+        self.observe(scheduler)
+
+    def plans(self) -> None:
+        """As `Observer.plans`."""
+        self._plans()
 
     def took(self, machine: Machine, before: StrEnum, event: Any) -> None:
         """As `Observer.took`."""
         kind = type(machine)
+        if kind is Stream:  # of which each takes every token, while it is observed
+            if machine.state is not before:
+                self.rows.took(machine, before, event)
+            return
+        self.rows.took(machine, before, event)
         if kind is Request:
             if machine.state is not before:
                 self._moved(machine, before)  # type: ignore[arg-type]
@@ -116,6 +119,8 @@ class Inspector(Observer):
         if type(event) is Submit and (request := machine.requests.get(event.request_id)):  # type: ignore[attr-defined]
             self._choice_of(request)
         name = kind.__name__.lower()
+        if name not in COUNTED:
+            return
         if machine.state is not before:
             self.transitions[name, before, machine.state] += 1
         if machine.state is not before and self.feed.is_listened and name in self._actors:  # the ladder is none
@@ -128,17 +133,17 @@ class Inspector(Observer):
     def arrived(self, stream_id: int, name: str, owner: str, params: SamplingParams) -> None:
         """A stream was let in, or waits to be."""
         came = Transition(OVERFLOW if self._gate.is_overflowed(stream_id) else CAME, self._now())
-        note = self._notes[stream_id] = _Note(name, owner, params, came, self._clock())
+        note = self._notes[stream_id] = Note(stream_id, name, owner, params, came, self._clock())
         if self.feed.is_listened:
             self._publish(note, 0, None, came.state)
 
-    def _choice_of(self, request: Request) -> _Choice:
+    def _choice_of(self, request: Request) -> Choice:
         """What is known of `request`; one that is new is in its first state from now on."""
         choice = self._choices.get(request.request_id)
         if choice is not None:
             return choice
         note = self._notes.get(request.stream_id)
-        choice = self._choices[request.request_id] = _Choice(request, note, self._clock())
+        choice = self._choices[request.request_id] = Choice(request, note, self._clock())
         if note is None:
             return choice
         note.choices.append(choice)
@@ -159,8 +164,10 @@ class Inspector(Observer):
         history = choice.history
         if len(history) >= HISTORY_MAX:
             del history[HISTORY_KEPT_FIRST]
-        history.append(Transition(str(request.state), self._epoch_s + now_s))
         has_ended = request.state in ENDED
+        if before is RequestState.PREFILL and (request.state is RequestState.DECODE or request.num_generated):
+            self._has_begun(choice, now_s)
+        history.append(Transition(str(request.state), self._epoch_s + now_s))
         if has_ended:
             del self._choices[request.request_id]
             self.times.ended(history, request.num_generated)
@@ -170,6 +177,7 @@ class Inspector(Observer):
         if self.feed.is_listened:
             self._publish(note, request.choice, str(before), str(request.state))
         if has_ended:
+            self._tell_end(choice.now(None, self._epoch_s + now_s, 0))
             note.num_live -= 1
             if not note.num_live:
                 self._notes.pop(request.stream_id, None)
@@ -178,6 +186,19 @@ class Inspector(Observer):
                     del self._whose[next(iter(self._whose))]
                 self._ended.append((note.owner, self._record(note, {}, now_s)))
                 note.choices.clear()
+
+    def _has_begun(self, choice: Choice, now_s: float) -> None:
+        """A request has been prefilled; the first time, its first token is there."""
+        if choice.note is not None and not any(one.state == DECODE for one in choice.history):
+            self.first_tokens.observe(now_s, now_s - choice.note.arrived_s)
+
+    def first_tokens_ms(self) -> Percentiles | None:
+        """How long the first tokens of the last ten seconds took, from their requests' arrival."""
+        return self.first_tokens.percentiles_ms(self._clock())
+
+    def _tell_end(self, now: RequestNow) -> None:
+        self.ended.append(now)
+        self.num_ended += 1
 
     def forgotten(self, stream: Stream) -> None:
         """This stream is not read any more; one that never came to the scheduler has ended with that."""
@@ -188,6 +209,7 @@ class Inspector(Observer):
         state, now_s = _end_of(stream), self._clock()
         history = [note.came, Transition(str(state), self._epoch_s + now_s)]
         self._ended.append((note.owner, self._bare(note, str(state), None, 0.0, history)))
+        self._tell_end(note.bare(str(state), None, history[-1].time))
         if self.feed.is_listened:
             self._publish(note, 0, note.came.state, str(state))
 
@@ -199,6 +221,28 @@ class Inspector(Observer):
         return self._whose.get(stream_id)  # the incident that ends a request is told of after its end
 
     # ---- questions -----------------------------------------------------------------------------------------------
+
+    def live(self) -> Iterator[tuple[Note, Choice | None]]:
+        """Every choice that lives, in order of arrival; those of a stream that the scheduler has not got are one."""
+        for note in self._notes.values():
+            if not note.choices:
+                yield note, None
+            for choice in note.choices:
+                if choice.request.state not in ENDED:
+                    yield note, choice
+
+    def now(self, note: Note, choice: Choice | None, *, is_next: bool = False) -> RequestNow:
+        """One of `live`, as it is told; `is_next`: it is the first in the queue."""
+        if choice is not None:
+            waits_for = self._reason(choice.request, 0 if is_next else None)
+            return choice.now(waits_for, self._epoch_s + choice.since_s, self.num_blocks(choice.request))
+        overflow = {note.stream_id: 0} if self._gate.is_overflowed(note.stream_id) else {}
+        record = self._unsubmitted(note.stream_id, note, overflow, self._clock())
+        return note.bare(record.state, record.reason, note.came.time)
+
+    def num_blocks(self, request: Request) -> int:
+        """Blocks that a request has."""
+        return len(self._scheduler.planner.cache.table_of(request)) if self._scheduler is not None else 0
 
     def requests(self, owner: str | None = None, ids: Collection[str] | None = None) -> list[RequestRecord]:
         """Those that live, in order of arrival, then those that ended, the newest first.
@@ -244,14 +288,14 @@ class Inspector(Observer):
 
     def kv(self) -> KvRecord | None:
         """KV blocks by the state of their owner; None before there are any."""
-        planner = self._planner
+        planner = self.planner
         if planner is None:
             return None
         cache = planner.cache
         pool = cache.statistics()
         blocks: Counter[str] = Counter(free=pool.num_free, cached=pool.num_cached)
         seen: set[int] = set()  # of a block with several owners the first one's state counts
-        for request in self._owners():
+        for request in self.owners():
             num_seen = len(seen)
             seen.update(cache.table_of(request))
             if len(seen) > num_seen:
@@ -263,6 +307,15 @@ class Inspector(Observer):
             host_total=cache.num_host_blocks,
             host_used=cache.num_host_blocks - cache.num_host_blocks_free,
         )
+
+    def taken(self, machine: str, state: str, event: str, to: str, owner: str | None) -> list[Taken]:
+        """As `Rows.last`, by the name of the machine; raises `InvalidParameter` where there is none."""
+        kind = next((kind for kind in MACHINES if kind.__name__ == machine), None)
+        if kind is None:
+            names = ", ".join(kind.__name__ for kind in MACHINES)
+            raise InvalidParameter(f"there is no machine {machine[:80]!r}: it is one of {names}", param="name")
+        self.rows.look()
+        return self.rows.last(kind, state, event, to, owner)
 
     def subscribe(self, owner: str | None, *, limit: int) -> Subscription:
         """Listen to transitions and incidents; `owner` as in `requests`."""
@@ -279,15 +332,20 @@ class Inspector(Observer):
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
+    def _who_is(self, machine: Machine) -> tuple[str, str]:
+        """The id that is shown for this machine, and its owner."""
+        stream_id = getattr(machine, "stream_id", None)
+        return (self.who(stream_id) if stream_id is not None else None) or ("", "")
+
     def _now(self) -> float:
         """The time of day, in seconds since 1970."""
         return self._epoch_s + self._clock()
 
     @property
-    def _planner(self) -> Planner | None:
+    def planner(self) -> Planner | None:
         return self._scheduler.planner if self._scheduler is not None else None
 
-    def _owners(self) -> Iterator[Request]:
+    def owners(self) -> Iterator[Request]:
         """Every request that may own blocks."""
         assert self._scheduler is not None
         yield from self._scheduler.planner.running.values()
@@ -295,7 +353,7 @@ class Inspector(Observer):
             yield from flight.departed
 
     def _positions(self) -> dict[int, int]:
-        planner = self._planner
+        planner = self.planner
         waiting: Iterable[Request] = planner.waiting if planner is not None else ()
         return {request.request_id: at for at, request in enumerate(waiting)}
 
@@ -312,7 +370,7 @@ class Inspector(Observer):
             return "swapped"
         if state not in QUEUED:
             return None
-        planner = self._planner
+        planner = self.planner
         assert planner is not None
         if request.waits_for is not None and planner.cache.is_promised(request.waits_for):
             return "prefix"
@@ -323,7 +381,7 @@ class Inspector(Observer):
             return "blocks"
         return "queue"
 
-    def _record(self, note: _Note, positions: dict[int, int], now_s: float) -> RequestRecord:
+    def _record(self, note: Note, positions: dict[int, int], now_s: float) -> RequestRecord:
         """Of a stream that the scheduler has (or had)."""
         choices = [self._choice(choice, positions, now_s) for choice in note.choices]
         at = next((at for at, choice in enumerate(note.choices) if not choice.request.ended), -1)
@@ -349,7 +407,7 @@ class Inspector(Observer):
             history=shown.history,
         )
 
-    def _choice(self, choice: _Choice, positions: dict[int, int], now_s: float) -> ChoiceRecord:
+    def _choice(self, choice: Choice, positions: dict[int, int], now_s: float) -> ChoiceRecord:
         request = choice.request
         ended = request.ended
         cache = None  # blocks go back right after the end of a request, or with its step
@@ -370,7 +428,7 @@ class Inspector(Observer):
             history=list(choice.history),
         )
 
-    def _unsubmitted(self, stream_id: int, note: _Note, overflow: dict[int, int], now_s: float) -> RequestRecord:
+    def _unsubmitted(self, stream_id: int, note: Note, overflow: dict[int, int], now_s: float) -> RequestRecord:
         """Of a stream that the scheduler has not got yet."""
         state, position = CAME, overflow.get(stream_id)
         reason: str | None = "queue"
@@ -384,7 +442,7 @@ class Inspector(Observer):
 
     def _bare(
         self,
-        note: _Note,
+        note: Note,
         state: str,
         reason: str | None,
         dwell_s: float,
@@ -414,15 +472,12 @@ class Inspector(Observer):
     # ---- the feed ------------------------------------------------------------------------------------------------
 
     def _on_listened(self, is_listened: bool) -> None:
-        for actor in self._actors.values():
-            if actor.machine is not None and actor.machine is not self._scheduler:  # which is always observed
-                actor.machine.observer = self if is_listened else None
         if is_listened:
             self._stop_incidents = self._incidents.subscribe(self._incident)
         else:
             self._stop_incidents()
 
-    def _publish(self, note: _Note, choice: int, source: str | None, target: str) -> None:
+    def _publish(self, note: Note, choice: int, source: str | None, target: str) -> None:
         now = self._now()
         self.feed.publish(RequestEvent(time=now, id=note.id, choice=choice, source=source, target=target), note.owner)
 

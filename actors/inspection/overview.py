@@ -10,6 +10,7 @@ from typing import Any
 from novainfer.actors.core.mailbox import Actor
 from novainfer.actors.core.watchdog import WORKER, Watchdog
 from novainfer.actors.grammar.grammars import Grammars
+from novainfer.actors.inspection.frames import ActorNow
 from novainfer.actors.inspection.inspector import shown_name
 from novainfer.actors.inspection.records import ActorRecord, HealthRecord
 from novainfer.actors.tokenizer.threads import TokenizerThreads
@@ -17,7 +18,7 @@ from novainfer.fsm.engine import DEVICELESS, EngineState
 from novainfer.fsm.health import RECOVERY_READY_S
 from novainfer.fsm.messages.errors import InvalidParameter
 
-ENGINE, TOKENIZER = "engine", "tokenizer"
+ENGINE, SCHEDULER, TOKENIZER = "engine", "scheduler", "tokenizer"
 FREEZE_ACTOR, THAW_ACTOR = "freeze_actor", "thaw_actor"
 
 
@@ -64,6 +65,28 @@ class Overview:
             for name, state, thread in self._grammars.threads()
         ]
         return records
+
+    def now(self, *, restarts: int, rung: str | None) -> list[ActorNow]:
+        """As the page is told of them: `restarts` of the worker, and the scheduler's `rung`."""
+        now, found = time.time(), []
+        for record in self.actors():
+            actor = self._actors.get(WORKER if record.name == shown_name(WORKER) else record.name)
+            machine = actor.machine if actor is not None else None
+            found.append(
+                ActorNow(
+                    name=record.name,
+                    state=record.state,
+                    since=round(now - record.dwell_s, 2),
+                    deadline_s=machine.DWELLS[machine.state].limit_s if machine is not None else None,
+                    mailbox_depth=record.mailbox_depth,
+                    mailbox_max=actor.statistics().mailbox_max if actor is not None else None,
+                    handled_total=record.handled_total,
+                    restarts=restarts if record.name == shown_name(WORKER) else 0,
+                    rung=rung if record.name == SCHEDULER else None,
+                    pid=record.pid,
+                )
+            )
+        return found
 
     def health(self, *, state: str, is_ready: bool, why_not: str | None) -> HealthRecord:
         """Whether everything moves, and whether a request would be taken; `why_not` is what is known beside it."""

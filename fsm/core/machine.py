@@ -188,6 +188,9 @@ class Observer:
     def took(self, machine: Machine, before: StrEnum, event: Any) -> None:
         """`machine` has taken `event` in the state `before`; it was not ignored."""
 
+    def plans(self) -> None:
+        """The scheduler has taken in how a step ended, and now plans what follows."""
+
 
 _Nested = TypeVar("_Nested", bound="Machine")
 

@@ -584,6 +584,10 @@ class BlockCache:
         """The blocks of `request`, in the order of its tokens."""
         return request.kv.blocks
 
+    def look(self, unit: int) -> tuple[int, bytes]:
+        """How many own this block, steps that copy it among them, and the name of what it holds; b"": none."""
+        return self.pool.look(unit)
+
     def num_copied(self, request: Request) -> int:
         """Blocks on the host that hold a copy of `request`."""
         return len(request.kv.host_blocks)

@@ -232,6 +232,10 @@ class BlockPool:
         """By which names these blocks are found; b"": by none."""
         return [self._name[block] for block in blocks]
 
+    def look(self, block: int) -> tuple[int, bytes]:
+        """How many own `block`, and by which name it is found; b"": by none."""
+        return self._refs[block], self._name[block]
+
     def is_writable(self, block: int, num_reading: int) -> bool:
         """Whether `block` has one owner, beside `num_reading` that a copy keeps it for, and no name to live up to."""
         return self._refs[block] - num_reading == 1 and not self._name[block]

@@ -182,6 +182,9 @@ class KVCache(Protocol):
     def table_of(self, request: Request) -> list[int]:
         """The units that `request` has, in the order of its tokens: for people and checkers."""
 
+    def look(self, unit: int) -> tuple[int, bytes]:
+        """How many own `unit`, steps that copy it among them, and the name of the prefix that it holds; b"": none."""
+
     def num_copied(self, request: Request) -> int:
         """Units on the host that hold a copy of `request`."""
 

@@ -147,7 +147,7 @@ class StepDone(msgspec.Struct, frozen=True, omit_defaults=True):
     whose mask allows nothing, and `NO_MASK` of one whose mask has not come, or that goes on (`SAMPLED`) from such a
     one. `logprobs` are those of the tokens, and empty when no row asked; `scores` are what the
     plan's `score_rows` ask for, and `pooled` the sums of its `pool_seqs`: doubles, little-endian. `took_s` is how long
-    the step took, in seconds; 0 where that was not measured.
+    the step took, in seconds, and `sample_s` how long of that it chose tokens; 0 where that was not measured.
     """
 
     step_id: int
@@ -162,3 +162,4 @@ class StepDone(msgspec.Struct, frozen=True, omit_defaults=True):
     cycle_s: float = 0.0  # seconds since the step before it ended on this device; 0 where none has, or none well
     scores: list[Logprobs] = []  # [num_scores]
     pooled: list[bytes] = []  # [num_pools] of hidden_size doubles each
+    sample_s: float = 0.0

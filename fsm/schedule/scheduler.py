@@ -205,6 +205,16 @@ class Scheduler(Outcomes):
         self._losses = 0
         self.costs = StepCosts()
 
+    @property
+    def num_losses(self) -> int:
+        """How often the worker was lost."""
+        return self._losses
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were committed, since the start."""
+        return self._generated
+
     def statistics(self) -> SchedulerStatistics:
         """An immutable record of the moment."""
         paused = sum(r.state is RequestState.PAUSED for r in self.planner.running.values())
@@ -312,6 +322,8 @@ class Scheduler(Outcomes):
             outputs = self._commit(flight, outcome)
         else:
             outputs = self._roll_back(flight, outcome)
+        if self.observer is not None:
+            self.observer.plans()
         state = self._plan(outputs, event)
         self._tell_routers()
         return state

@@ -15,7 +15,7 @@ from novainfer import EngineClosed, InvalidParameter, RequestNotFound
 from novainfer.fsm.core.machine import Machine, each_row
 from novainfer.fsm.machines import MACHINES, states
 from novainfer.fsm.schedule.request import RequestState
-from novainfer.inspection import ActorRecord, IncidentRecord, RequestRecord, StepRecord
+from novainfer.inspection import ActorRecord, IncidentRecord, RequestRecord, StepRecord, Taken
 from novainfer.server.directory import shown_id
 from novainfer.server.engine import ServedEngine
 from novainfer.server.http.errors import one_of
@@ -119,6 +119,13 @@ class MachineList(msgspec.Struct, kw_only=True):
 
     object: str = "list"
     data: list[MachineTable]
+
+
+class TakenList(msgspec.Struct, kw_only=True):
+    """The answer of `GET /v1/machines/{name}/taken`: at most a hundred times, the newest last."""
+
+    object: str = "list"
+    data: list[Taken]
 
 
 class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -249,6 +256,17 @@ async def list_errors(service: Service, request: Request) -> Response:
 async def list_machines(service: Service, request: Request) -> Response:
     """The tables that decide everything."""
     return Response(_MACHINES, media_type="application/json")
+
+
+async def list_taken(service: Service, request: Request) -> Response:
+    """The last times that a row of a table was taken, since somebody began to look; of whom, as far as it may know."""
+    named = {name: request.query_params.get(name) for name in ("state", "event", "to")}
+    if missing := [name for name, value in named.items() if value is None]:
+        raise InvalidParameter(f"{missing[0]} is required: the row is that of a state, an event and a state to go to")
+    sees = _viewer(request).sees
+    state, event, to = map(str, named.values())
+    found = _engine(service, request).taken(request.path_params["name"], state, event, to, sees)
+    return _json(TakenList(data=[msgspec.structs.replace(one, of=shown_id(one.of)) for one in found]))
 
 
 async def inject_fault(service: Service, request: Request) -> Response:
