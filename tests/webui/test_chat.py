@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 FLAGS = ("--admin-key", ADMIN_KEY)
+# IndexedDB of a machine that is busy: it opens half a second later.
+LATE_STORAGE = """
+    const listen = EventTarget.prototype.addEventListener;
+    IDBOpenDBRequest.prototype.addEventListener = function (type, hear, how) {
+        const late = (event) => setTimeout(() => hear.call(this, event), 500);
+        listen.call(this, type, type === "success" ? late : hear, how);
+    };
+"""
 
 
 async def test_an_answer_comes_with_its_figures_and_the_next_one_finds_its_prompt_in_the_cache(
@@ -47,6 +55,17 @@ async def test_an_answer_comes_with_its_figures_and_the_next_one_finds_its_promp
     assert int(cached.split()[0]) > 0
     assert await page.title() == "What is the capital of France? – NovaInfer"
     assert await faults_of_access(page) == []
+
+
+async def test_what_is_asked_before_the_browser_has_opened_its_storage_is_answered_and_kept(
+    served: Served, page: Page
+) -> None:
+    await page.add_init_script(LATE_STORAGE)
+    await page.goto(served.url)
+    await ask(page, "What is the capital of France?")
+    assert "Paris" in await ended(page)
+    await page.reload()
+    assert "Paris" in await ended(page)
 
 
 async def test_stop_ends_the_answer_on_the_server_and_continue_goes_on_behind_its_last_word(

@@ -51,13 +51,16 @@ export class Chats {
   readonly #client: Client;
   readonly #answerings = new Map<Id, { answering: Answering; release: Release }>();
   readonly #loaded = new Set<Id>();
+  readonly #loading = new Set<Id>();
   readonly #inheriting = new Set<Id>();
   readonly #writer = new Writer((changes) => this.#write(changes));
-  readonly #pagehide = (): void => void this.#writer.flush();
+  readonly #pagehide = (): void => this.#leave();
+  readonly #pageshow = (event: PageTransitionEvent): void => void (event.persisted && this.#comeBack());
   #database: Database | null = null;
   #neighbours: Neighbours | null = null;
   #searching: ReturnType<typeof setTimeout> | undefined;
   #latest = 0;
+  #wishedId: Id | null = null;
 
   /** True when what was kept has been read; before that there are no conversations. */
   isReady = $state(false);
@@ -109,10 +112,11 @@ export class Chats {
     void this.refreshModels();
     this.#neighbours = new Neighbours(this.#name, (news) => void this.#hear(news));
     addEventListener("pagehide", this.#pagehide);
+    addEventListener("pageshow", this.#pageshow);
     try {
       this.#database = await Database.open(this.#name);
       for (const conversation of await this.#database.conversations()) {
-        this.#conversations.set(conversation.id, conversation);
+        if (!this.#conversations.has(conversation.id)) this.#conversations.set(conversation.id, conversation);
       }
       for (const message of await this.#database.unfinished()) void this.#inherit(message.id);
     } catch (error) {
@@ -125,8 +129,9 @@ export class Chats {
   /** Write what is not written yet, and let go of everything; answers that are being made are left as they are. */
   async close(): Promise<void> {
     removeEventListener("pagehide", this.#pagehide);
+    removeEventListener("pageshow", this.#pageshow);
     clearTimeout(this.#searching);
-    for (const { answering } of this.#answerings.values()) answering.abandon();
+    this.#leave();
     await this.#writer.flush();
     for (const { release } of this.#answerings.values()) release();
     this.#neighbours?.close();
@@ -137,8 +142,9 @@ export class Chats {
 
   /** Show a conversation, or with null an empty page on which a new one begins. */
   async show(id: Id | null): Promise<void> {
+    this.#wishedId = id;
     if (id !== null) await this.#load(id);
-    this.#openId = id;
+    if (this.#wishedId === id) this.#openId = id; // else another one was wished for meanwhile
   }
 
   rename(id: Id, title: string): void {
@@ -190,6 +196,7 @@ export class Chats {
     if (conversation.leaf !== null && this.status(conversation.leaf) !== null) return false;
     const question = this.#add(conversation.id, conversation.leaf, "user", text, $state.snapshot(attachments));
     this.#ask(question);
+    void this.#writer.flush(); // what somebody has written does not wait
     return true;
   }
 
@@ -472,7 +479,7 @@ export class Chats {
     const conversation = newConversation(newId(), this.#now(), this.#nextSettings);
     this.#loaded.add(conversation.id);
     this.#keepConversation(conversation);
-    this.#openId = conversation.id;
+    this.#openId = this.#wishedId = conversation.id;
     return conversation;
   }
 
@@ -527,12 +534,31 @@ export class Chats {
     if (this.#openId === id) this.#openId = null;
   }
 
+  /** The page goes away. Its connections go before it does, which is no trouble of an answer: what is kept says how far each came. */
+  #leave(): void {
+    for (const { answering } of this.#answerings.values()) answering.abandon();
+    void this.#writer.flush();
+  }
+
+  /** A page that the browser had put by is shown again, without the connections that it had. */
+  #comeBack(): void {
+    for (const [id, { release }] of [...this.#answerings]) {
+      this.#answerings.delete(id);
+      this.#statuses.delete(id);
+      release();
+      void this.#inherit(id);
+    }
+  }
+
   async #load(id: Id): Promise<void> {
     if (this.#loaded.has(id) || this.#database === null) return;
+    this.#loading.add(id); // from here on it hears what is new
     const messages = await this.#database.messagesIn(id);
+    this.#loading.delete(id);
     if (this.#loaded.has(id)) return;
     this.#loaded.add(id);
-    for (const message of messages) if (!this.#answerings.has(message.id)) this.#messages.set(message.id, message);
+    // What is known already is newer than what was read: an answer that is being made, or was found to be cut.
+    for (const message of messages) if (!this.#messages.has(message.id)) this.#messages.set(message.id, message);
   }
 
   async #messagesIn(id: Id): Promise<Message[]> {
@@ -567,7 +593,9 @@ export class Chats {
     for (const id of news.messages) {
       const message = await this.#database.message(id);
       if (message === undefined || this.#answerings.has(id)) continue;
-      if (this.#loaded.has(message.conversation)) this.#messages.set(id, message);
+      const { conversation } = message;
+      const isWanted = this.#loaded.has(conversation) || this.#loading.has(conversation) || this.#messages.has(id);
+      if (isWanted) this.#messages.set(id, message);
       const state = message.answer?.state;
       if (state === "waiting" || state === "streaming") void this.#inherit(id);
     }

@@ -87,6 +87,8 @@ export class Database {
     }
     for (const conversation of conversations) work.push(transaction.objectStore("conversations").put(conversation));
     for (const message of messages) work.push(kept.put(message));
+    // Of a page that goes away only what was told to commit is kept. What is removed is looked up first: it ends by itself.
+    if (removed.length === 0) transaction.commit();
     await Promise.all([...work, transaction.done]);
   }
 
