@@ -8,6 +8,7 @@ from itertools import islice
 
 from novainfer.actors.inspection.frames import RequestNow
 from novainfer.actors.inspection.inspector import ENDED_TOLD_MAX, Inspector
+from novainfer.actors.inspection.notes import Choice, Note
 from novainfer.fsm.schedule.request import Request, RequestState
 
 LIVE_TOLD_MAX = 2048  # choices, those that came first
@@ -37,10 +38,15 @@ class RequestChanges:
         for now in inspector.ended:
             self._ended[now.key] = None
 
-    def all(self) -> list[RequestNow]:
+    def all(self, first_waiting: Request | None) -> list[RequestNow]:
         """All that are told of: those that have ended, and those that live, the newest last."""
-        live = [self._inspector.now(note, choice) for note, choice in islice(self._inspector.live(), LIVE_TOLD_MAX)]
-        return [now for now in self._inspector.ended if now.key in self._ended] + live
+        live = islice(self._inspector.live(), LIVE_TOLD_MAX)
+        ended = [now for now in self._inspector.ended if now.key in self._ended]
+        return ended + [self._now(note, choice, first_waiting) for note, choice in live]
+
+    def _now(self, note: Note, choice: Choice | None, first_waiting: Request | None) -> RequestNow:
+        is_next = choice is not None and choice.request is first_waiting
+        return self._inspector.now(note, choice, is_next=is_next)
 
     def update(self, first_waiting: Request | None) -> tuple[list[RequestNow], list[tuple[str, int, int]], list[str]]:
         """Those that have come, changed or ended; tokens and blocks of others; keys of those that are told no more."""
@@ -62,7 +68,7 @@ class RequestChanges:
             key = note.key if choice is None else choice.key
             known = before.pop(key, None)
             if known is None or known.state != state or is_waiting or request is None:
-                now = inspector.now(note, choice, is_next=request is first_waiting and request is not None)
+                now = self._now(note, choice, first_waiting)
                 if known is None or _differs(known, now):
                     changed.append(now)
                     known = _Told(now)

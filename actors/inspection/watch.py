@@ -213,7 +213,7 @@ class Watch:
                 for kind, states in self._states.items()
             ],
             actors=list(self._actors.values()),
-            requests=self._requests.all(),
+            requests=self._requests.all(_first_waiting(planner)),
             kv=self._kv.map(planner.limits.block_size) if self._kv is not None and planner is not None else None,
             steps=self._told_steps(),
             rates=self._rates,
@@ -229,8 +229,7 @@ class Watch:
         """What has changed since the last one; None where the KV cache is another one."""
         of, now_s = self._of, self._clock()
         planner = of.planner()
-        first = planner.waiting[0] if planner is not None and planner.waiting else None
-        requests, progress, gone = self._requests.update(first)
+        requests, progress, gone = self._requests.update(_first_waiting(planner))
         steps, self._next_step, num_lost = of.steps.told(
             self._next_step, of.limits().max_num_batched_tokens, is_running=of.is_running()
         )
@@ -392,6 +391,10 @@ class Watcher:
 
 
 # ---- frames ------------------------------------------------------------------------------------------------------
+
+
+def _first_waiting(planner: Planner | None) -> Request | None:
+    return planner.waiting[0] if planner is not None and planner.waiting else None
 
 
 def _empty(now: float, incidents: list[IncidentRecord]) -> Frame:

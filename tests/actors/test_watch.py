@@ -1,0 +1,273 @@
+"""Who watches an engine knows at each moment what one who begins then is told; nobody who watches costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import pytest
+
+from novainfer.actors.core.streams import StreamHandle
+from novainfer.actors.device.fake import FakeDevice
+from novainfer.actors.inspection import changes, watch
+from novainfer.actors.inspection.frames import Frame, Snapshot
+from novainfer.actors.inspection.watch import FRAME_S, LATEST_S, Watcher
+from novainfer.actors.runtime import Runtime
+from novainfer.fsm.messages.events import Cause, Fault, Incident
+from tests.actors.helpers import LIMITS, Valve, answer, ask, eventually, params, read_all, running
+from tests.actors.mirror import Mirror, known
+
+PROMPT = [65, 66, 67, 68, 69]
+
+
+def small(**more: Any) -> Any:
+    """A few slots and blocks: requests wait, are preempted, and prefixes are evicted."""
+    return msgspec.structs.replace(LIMITS, max_num_seqs=6, block_size=4, prefill_chunk_tokens=16, **more)
+
+
+def take(watcher: Watcher) -> Snapshot | Frame | None:
+    """What is there, without waiting."""
+    coming = watcher.__anext__()
+    try:
+        coming.send(None)
+    except StopIteration as found:
+        return found.value  # type: ignore[no-any-return]
+    coming.close()
+    return None
+
+
+def catch_up(runtime: Runtime, mirror: Mirror, watcher: Watcher) -> None:
+    """A frame is made now, and all that is there is taken."""
+    runtime.watch._tell_all(runtime.watch._frame())
+    while (one := take(watcher)) is not None:
+        mirror.take(one)
+
+
+def fresh(runtime: Runtime) -> dict[str, Any]:
+    """What one who begins now is told."""
+    with runtime.watch.subscribe(None) as late:
+        first = take(late)
+    assert isinstance(first, Snapshot)
+    return known(first)
+
+
+async def load(runtime: Runtime, chance: random.Random, num: int) -> None:
+    """Clients that come and go, some of them before they have their answer."""
+    stems = [[65 + i] * 9 for i in range(3)]
+
+    async def client() -> None:
+        await asyncio.sleep(0)
+        handle = ask(runtime, [*chance.choice(stems), chance.randrange(65, 90)], params(chance.randrange(1, 30)))
+        if chance.random() < 0.2:
+            runtime.cancel(handle.stream_id, Cause.CLIENT)
+        await read_all(handle)
+
+    await asyncio.gather(*(client() for _ in range(num)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_watcher_knows_what_one_who_begins_now_is_told(seed: int) -> None:
+    chance = random.Random(seed)
+    async with running(FakeDevice(num_blocks=24), limits=small()) as runtime:
+        with runtime.watch.subscribe(None) as watcher:
+            mirror, loading = Mirror(), asyncio.ensure_future(load(runtime, chance, 40))
+            while not loading.done():
+                await asyncio.sleep(0.002)
+                catch_up(runtime, mirror, watcher)
+                assert mirror.known() == fresh(runtime)
+            await loading
+            catch_up(runtime, mirror, watcher)
+            assert mirror.known() == fresh(runtime)
+            assert mirror.num_snapshots == 1
+            assert mirror.num_frames > 5
+            assert {"DECODE", "Finish", "FINISHED_LENGTH"} <= {
+                word for row in mirror.machines["Request"][1] for word in row
+            }
+            assert mirror.evicted
+            ids = [step.id for step in mirror.steps]
+            assert ids == sorted(set(ids)), "each step once, in order"
+            assert len(ids) + mirror.lost >= runtime.steps.num_launched - 1
+
+
+async def test_a_watcher_that_is_slow_gets_one_frame_that_tells_it_all() -> None:
+    async with running(FakeDevice(num_blocks=24), limits=small()) as runtime:
+        with runtime.watch.subscribe(None) as slow:
+            mirror = Mirror()
+            mirror.take(take(slow))  # type: ignore[arg-type]
+            for _ in range(5):
+                await load(runtime, random.Random(1), 8)
+                runtime.watch._tell_all(runtime.watch._frame())
+            mirror.take(take(slow))  # type: ignore[arg-type]
+            assert take(slow) is None
+            assert mirror.num_frames == 1
+            assert mirror.known() == fresh(runtime)
+            assert len(mirror.steps) <= watch.STEPS_MAX
+            assert len(mirror.steps) + mirror.lost >= runtime.steps.num_launched - 1
+            assert mirror.lost > 0
+
+
+async def test_one_that_has_missed_too_much_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "GONE_MAX", 20)
+    monkeypatch.setattr(changes, "ENDED_TOLD_MAX", 4)
+    async with running() as runtime:
+        with runtime.watch.subscribe(None) as slow:
+            mirror = Mirror()
+            mirror.take(take(slow))  # type: ignore[arg-type]
+            for _ in range(40):
+                await answer(runtime, PROMPT)
+                runtime.watch._tell_all(runtime.watch._frame())
+            while (one := take(slow)) is not None:
+                mirror.take(one)
+            assert mirror.num_snapshots == 2
+            assert mirror.known() == fresh(runtime)
+
+
+async def test_a_key_is_told_of_its_own_requests_only() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve)) as runtime:
+        with runtime.watch.subscribe("alice") as alice, runtime.watch.subscribe(None) as admin:
+            handles = [
+                runtime.add(f"r{i}", PROMPT, params(4), 0, owner) for i, owner in enumerate(("alice", "bob", "alice"))
+            ]
+            await eventually(lambda: valve.plans)
+            runtime.incidents.take(incident(handles[1]))
+            runtime.incidents.take(incident(handles[0]))
+            valve.open()
+            await asyncio.gather(*map(read_all, handles))
+            runtime.watch._tell_all(runtime.watch._frame())
+            seen, all_seen = Mirror(), Mirror()
+            for mirror, watcher in ((seen, alice), (all_seen, admin)):
+                while (one := take(watcher)) is not None:
+                    mirror.take(one)
+            assert len(all_seen.requests) == 3
+            own = {f"{handles[0].stream_id}.0", f"{handles[2].stream_id}.0"}
+            assert set(seen.requests) == own
+            assert seen.incidents == [1]
+            assert all_seen.incidents == [0, 1]
+            assert seen.machines == all_seen.machines, "all else is told to everybody"
+        with runtime.watch.subscribe("bob") as bob:
+            first = take(bob)
+        assert isinstance(first, Snapshot)
+        assert {now.owner for now in first.requests} == {"bob"}
+        assert [record.number for record in first.incidents] == [0]
+
+
+def incident(handle: StreamHandle) -> Incident:
+    return Incident(kind=Fault.OOM, message="too much", action="none", stream_ids=[handle.stream_id])
+
+
+async def test_a_row_that_was_taken_is_told_with_its_times_and_whose_they_were() -> None:
+    async with running() as runtime:
+        await answer(runtime, PROMPT)
+        row = ("Request", "PREFILL", "Prefilled", "DECODE")
+        assert runtime.inspector.taken(*row, None) == [], "nobody had looked before"
+        for name, owner in (("one", "alice"), ("two", "bob")):
+            await read_all(runtime.add(name, PROMPT, params(4), 0, owner))
+        assert [one.of for one in runtime.inspector.taken(*row, None)] == ["one", "two"]
+        assert [one.of for one in runtime.inspector.taken(*row, "bob")] == ["", "two"]
+        for _ in range(120):
+            await answer(runtime, PROMPT)
+        taken = runtime.inspector.taken(*row, None)
+        assert len(taken) == 100
+        assert [one.time for one in taken] == sorted(one.time for one in taken)
+        with runtime.watch.subscribe(None) as watcher:
+            mirror = Mirror()
+            mirror.take(take(watcher))  # type: ignore[arg-type]
+        assert mirror.machines["Request"][1][row[1:]] == 123
+
+
+async def test_rates_are_of_now_and_percentiles_of_what_clients_met() -> None:
+    async with running(FakeDevice(step_s=0.01)) as runtime:
+        with runtime.watch.subscribe(None) as watcher:
+            await asyncio.gather(*(read_all(ask(runtime, PROMPT, params(20))) for _ in range(4)))
+            runtime.watch._looked_s = float("-inf")
+            frame = runtime.watch._frame()
+        assert frame is not None
+        rates = frame.rates
+        assert rates is not None
+        assert rates.tokens_s == 80
+        assert (rates.running, rates.waiting) == (0, 0)
+        for found in (rates.ttft_ms, rates.inter_token_ms):
+            assert found is not None
+            assert 9 <= found.p50 <= found.p95 <= found.p99
+        assert take(watcher) is not None
+
+
+async def test_nobody_who_watches_costs_nothing_and_the_end_of_an_engine_is_the_end_of_watching() -> None:
+    async with running() as runtime:
+        handle = ask(runtime, PROMPT, params(2))
+        stream = runtime._streams.find(handle.stream_id)
+        assert stream is not None
+        assert stream.observer is None
+        watcher = runtime.watch.subscribe(None)
+        assert stream.observer is runtime.inspector
+        watcher.close()
+        assert stream.observer is None
+        assert runtime.watch._timer is None
+        watcher = runtime.watch.subscribe(None)
+        await read_all(handle)
+    seen = [one async for one in watcher]
+    assert isinstance(seen[0], Snapshot)
+    late = runtime.watch.subscribe(None)
+    assert [type(one) async for one in late] == [Snapshot]
+
+
+async def test_frames_come_by_themselves_and_later_where_they_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as runtime, aclosing(stay_busy(runtime)) as busy:
+        with runtime.watch.subscribe(None) as watcher:
+            await anext(busy)
+            assert isinstance(await anext(watcher), Snapshot)
+            assert isinstance(await anext(watcher), Frame)
+            loop, timer = asyncio.get_running_loop(), runtime.watch._timer
+            assert timer is not None
+            assert timer.when() - loop.time() < FRAME_S + 0.5
+            watcher.spent(0.002)  # of which a hundredth is a fifth of a second
+            runtime.watch._tick()
+            assert runtime.watch._timer is not None
+            assert 0.19 < runtime.watch._timer.when() - loop.time() < LATEST_S
+            watcher.spent(60.0)
+            runtime.watch._tick()
+            assert runtime.watch._timer.when() - loop.time() <= LATEST_S
+            timer.cancel()
+
+
+async def stay_busy(runtime: Runtime) -> Any:
+    """Something to tell, as long as it is wanted."""
+    handle = ask(runtime, PROMPT, params(100_000))
+    yield handle
+    runtime.cancel(handle.stream_id, Cause.CLIENT)
+    await read_all(handle)
+
+
+async def test_a_reconfigured_cache_is_told_anew() -> None:
+    async with running(FakeDevice(num_blocks=24), limits=small()) as runtime:
+        with runtime.watch.subscribe(None) as watcher:
+            mirror = Mirror()
+            mirror.take(take(watcher))  # type: ignore[arg-type]
+            assert len(mirror.owner) == 24
+            await runtime.reconfigure(32, None)
+            catch_up(runtime, mirror, watcher)
+            assert (len(mirror.owner), mirror.num_snapshots) == (32, 2)
+            assert mirror.known() == fresh(runtime)
+
+
+async def test_waiting_requests_say_for_what_and_leave_the_list_when_many_have_ended() -> None:
+    valve = Valve()
+    async with running(FakeDevice(on_step=valve), limits=small()) as runtime:
+        with runtime.watch.subscribe(None) as watcher:
+            handles = [ask(runtime, PROMPT, params(2)) for _ in range(120)]
+            await eventually(lambda: len(valve.plans) == 1)
+            await eventually(lambda: runtime._scheduler is not None and len(runtime._scheduler.requests) == 120)
+            mirror = Mirror()
+            catch_up(runtime, mirror, watcher)
+            assert len(mirror.requests) == 120
+            assert {found[1] for found in mirror.requests.values()} <= {None, "slots", "queue", "prefix", "blocks"}
+            assert sum(found[0] == "PREFILL" for found in mirror.requests.values()) <= 6
+            valve.open()
+            await asyncio.gather(*map(read_all, handles))
+            catch_up(runtime, mirror, watcher)
+            assert len(mirror.requests) == changes.ENDED_TOLD_MAX
+            assert mirror.known() == fresh(runtime)
