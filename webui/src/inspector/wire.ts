@@ -117,7 +117,7 @@ export interface KvChange {
 
 export interface StepNow {
   id: number;
-  began: number; // its first phase
+  began: number; // its plan
   phases: Phase[]; // in order; one of which nothing is known is left out
   num_seqs: number;
   num_tokens: number;
@@ -127,9 +127,9 @@ export interface StepNow {
 }
 
 /**
- * "schedule" has the commit of the step before (its tokens become text there) and the plan; "kernel" is all that the device does, from the
- * launch to its answer, where it does not tell "sample" apart; "send" is handing tokens to their readers, while the device computes the
- * next step. With two steps in flight, phases of neighbours overlap.
+ * "schedule" is the plan, up to the launch; "kernel" is all that the device does, from the launch to its answer, where it does not tell
+ * "sample" apart (a GPU does not); "detokenise" is the commit, in which tokens become text, and "send" is handing that to its readers:
+ * both mostly while the device computes the next step. With two steps in flight, phases of neighbours overlap.
  */
 export interface Phase {
   name: "schedule" | "kernel" | "sample" | "detokenise" | "send";
