@@ -168,6 +168,11 @@ class Watch:
         entry = self._entries.get(actor)
         return entry.dwell_s if entry is not None else 0.0
 
+    def limit_s(self, state: StrEnum) -> float | None:
+        """For how long an actor may be in `state`; None: any time, or it is counted from its signs of life."""
+        dwell = DWELLS[type(state)][state]
+        return None if dwell.by_signs else dwell.seconds(self._step_timeout_s)
+
     def _update(self, entry: _Entry, seen: Sighting, elapsed_s: float, watched_s: float) -> None:
         is_same = entry.seen_in is seen.state and entry.since_s == seen.since_s and entry.num_signs == seen.num_signs
         entry.dwell_s = entry.dwell_s + watched_s if is_same else 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
 
 import msgspec
 
@@ -103,6 +104,10 @@ class Watchdog:
     def dwell_s(self, actor: str) -> float:
         """How long `actor` has been in its state while the watchdog looked."""
         return self._watch.dwell_s(actor)
+
+    def limit_s(self, state: StrEnum) -> float | None:
+        """For how long an actor may be in `state`; None: any time."""
+        return self._watch.limit_s(state)
 
     def _fire(self) -> None:
         assert self._loop is not None

@@ -77,7 +77,7 @@ class Overview:
                     name=record.name,
                     state=record.state,
                     since=round(now - record.dwell_s, 2),
-                    deadline_s=machine.DWELLS[machine.state].limit_s if machine is not None else None,
+                    deadline_s=self._watchdog.limit_s(machine.state) if machine is not None else None,
                     mailbox_depth=record.mailbox_depth,
                     mailbox_max=actor.statistics().mailbox_max if actor is not None else None,
                     handled_total=record.handled_total,

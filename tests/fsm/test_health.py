@@ -217,3 +217,11 @@ def test_where_no_signs_are_given_a_load_may_take_hours() -> None:
     world.look()
     world.enter(WorkerState.LOADING)
     assert world.run(10 * LOAD_STALL_LIMIT_S).ok
+
+
+def test_a_state_that_a_step_is_in_may_last_as_long_as_that_and_one_that_gives_signs_has_no_other_limit() -> None:
+    watch = Watch(STEP_S)
+    assert watch.limit_s(WorkerState.RUNNING) == STEP_S
+    assert watch.limit_s(WorkerState.LOADING) is None
+    assert watch.limit_s(GateState.OPEN) is None
+    assert watch.limit_s(WorkerState.WARMING) == dwell_limit_s(WorkerState.WARMING, STEP_S)
