@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from tests.webui.rig import START_S, Served
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 ADMIN_KEY = "for-drills"
 STORY = "Tell me a story about a dragon called Ida"  # some 140 tokens
-STORY_STEPS = 120
+ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
 
 
 def field(page: Page) -> Locator:
@@ -70,15 +69,28 @@ async def until(condition: Callable[[], Awaitable[Any]]) -> Any:
 
 async def live(server: Served) -> list[dict[str, Any]]:
     """The requests that the server works on, or has waiting."""
-    async with server.api(headers={"authorization": f"Bearer {ADMIN_KEY}"}) as api:
+    async with server.api(headers=ADMIN) as api:
         listed = (await api.get("/v1/requests")).json()["data"]
     return [one for one in listed if not one["state"].startswith(("FINISHED", "OVERFLOW"))]
 
 
-@asynccontextmanager
-async def slow(server: Served, num_steps: int = STORY_STEPS, seconds: float = 0.1) -> AsyncIterator[None]:
-    """The next steps take so much longer each: answers are long enough to do something meanwhile."""
-    async with server.api(headers={"authorization": f"Bearer {ADMIN_KEY}"}) as api:
-        body = {"kind": "stall", "num_steps": num_steps, "seconds": seconds}
-        assert (await api.post("/v1/faults", json=body)).status_code == 200
-        yield
+async def ask_slowly(server: Served, page: Page, text: str = STORY) -> None:
+    """Ask, and have each step of the answer take a tenth of a second: long enough to do something meanwhile.
+
+    Its first step takes so long that the others can be told to. What is left of them is void when the answer has ended.
+    """
+    async with server.api(headers=ADMIN) as api:
+
+        async def is_told() -> bool:
+            # Told before its request has come to the device it would be void, so it is told until the first step is over.
+            for one in await live(server):
+                body = {"kind": "stall", "num_steps": 1000, "seconds": 0.1, "request": one["id"]}
+                is_taken = (await api.post("/v1/faults", json=body)).status_code == 200
+                if is_taken and one["state"] == "DECODE":
+                    return True
+            return False
+
+        first = {"kind": "stall", "num_steps": 1, "seconds": 0.7}
+        assert (await api.post("/v1/faults", json=first)).status_code == 200
+        await ask(page, text)
+        await until(is_told)

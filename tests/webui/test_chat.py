@@ -14,12 +14,12 @@ from tests.webui.talk import (
     STORY,
     answers,
     ask,
+    ask_slowly,
     button,
     ended,
     field,
     has_begun,
     live,
-    slow,
     text_of,
     until,
 )
@@ -72,13 +72,12 @@ async def test_stop_ends_the_answer_on_the_server_and_continue_goes_on_behind_it
     served: Served, page: Page
 ) -> None:
     await page.goto(served.url)
-    async with slow(served, num_steps=30):
-        await ask(page, STORY)
-        await has_begun(page)
-        assert len(await live(served)) == 1
-        await button(page, "Stop").click()
-        before = await ended(page)
-        await until(lambda: _none(served))
+    await ask_slowly(served, page)
+    await has_begun(page)
+    assert len(await live(served)) == 1
+    await button(page, "Stop").click()
+    before = await ended(page)
+    await until(lambda: _none(served))
     await page.get_by_text("Stopped.").wait_for()
     await answers(page).last.get_by_role("button", name="Continue").first.click()
     await until(lambda: _longer(page, before))
@@ -96,12 +95,11 @@ async def _longer(page: Page, before: str) -> bool:
 
 async def test_escape_stops_and_arrow_up_edits_the_last_question(served: Served, page: Page) -> None:
     await page.goto(served.url)
-    async with slow(served, num_steps=30):
-        await ask(page, STORY)
-        await has_begun(page)
-        await page.keyboard.press("Escape")
-        await ended(page)
-        await until(lambda: _none(served))
+    await ask_slowly(served, page)
+    await has_begun(page)
+    await page.keyboard.press("Escape")
+    await ended(page)
+    await until(lambda: _none(served))
     await field(page).press("ArrowUp")
     edited = page.get_by_role("textbox", name="Edit the question")
     await edited.wait_for()
@@ -140,12 +138,11 @@ async def test_an_edited_question_and_a_regenerated_answer_are_branches(served: 
 
 async def test_an_answer_that_a_reload_cut_is_kept_and_shown_as_cut(served: Served, page: Page) -> None:
     await page.goto(served.url)
-    async with slow(served, num_steps=30):
-        await ask(page, STORY)
-        await has_begun(page)
-        await page.reload()
-        await page.get_by_text("The answer was cut off here.").wait_for()
-        await until(lambda: _none(served))
+    await ask_slowly(served, page)
+    await has_begun(page)
+    await page.reload()
+    await page.get_by_text("The answer was cut off here.").wait_for()
+    await until(lambda: _none(served))
     before = await ended(page)
     assert before.startswith("Once")
     await answers(page).last.get_by_role("button", name="Continue").first.click()
@@ -224,18 +221,17 @@ async def test_two_tabs_share_conversations_and_either_can_stop_an_answer(
     second = await context.new_page()
     watched = Watched(second, served.url)
     await second.goto(served.url)
-    async with slow(served, num_steps=60):
-        await ask(page, STORY)
-        await has_begun(page)
-        listed = second.get_by_role("navigation", name="Conversations").get_by_role("listitem")
-        await listed.get_by_role("button").first.click()
-        begun = await has_begun(second)
-        await until(lambda: _longer(second, begun))  # it grows there, too
-        assert len(await live(served)) == 1, "and is made once"
-        await button(second, "Stop").click()
-        text = await ended(page)
-        await until(lambda: _none(served))
-        assert await ended(second) == text
+    await ask_slowly(served, page)
+    await has_begun(page)
+    listed = second.get_by_role("navigation", name="Conversations").get_by_role("listitem")
+    await listed.get_by_role("button").first.click()
+    begun = await has_begun(second)
+    await until(lambda: _longer(second, begun))  # it grows there, too
+    assert len(await live(served)) == 1, "and is made once"
+    await button(second, "Stop").click()
+    text = await ended(page)
+    await until(lambda: _none(served))
+    assert await ended(second) == text
     watched.check()
 
 
