@@ -196,7 +196,7 @@ def time_is_over(engine: Engine) -> None:
     """For the grammar that is compiled now; its timer runs out on the loop, and in no task."""
     compilers = engine._runtime._grammars._compilers
     compilers._stop_timer()
-    asyncio.get_running_loop().call_soon(compilers._over, CompileOver(compilers._compiling.thread))
+    asyncio.get_running_loop().call_soon(compilers._over, CompileOver(compilers.compiling.thread))
 
 
 async def test_a_grammar_that_is_compiled_for_ever_ends_its_request_and_harms_no_other(
