@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,6 +37,13 @@ class Purse:
         self.used = self.reserved = self.num_live = 0
 
 
+class Hold(NamedTuple):
+    """What one request has reserved, and in which purse: one that is ended may have a successor of its name."""
+
+    purse: Purse
+    num_tokens: int
+
+
 class Budgets:
     """The purses of all conversations, or of all users; `most` tokens for each, None: they are counted only.
 
@@ -48,8 +56,8 @@ class Budgets:
         self._keep_ns, self._num_max, self._is_daily = keep_ns, num_max, is_daily
         self._purses: OrderedDict[Hashable, Purse] = OrderedDict()  # least recently used first
 
-    def admit(self, key: Hashable, num_tokens: int, now_ns: int) -> int | Spent:
-        """Let a request in that may take so many tokens: how many it has reserved, which `settle` wants.
+    def admit(self, key: Hashable, num_tokens: int, now_ns: int) -> Hold | Spent:
+        """Let a request in that may take so many tokens: what it has reserved, which `settle` wants.
 
         Where nothing is used, any request is let in: one that asks for more than there may ever be ends in a debt.
         """
@@ -64,27 +72,28 @@ class Budgets:
         purse.reserved += reserved
         purse.num_live += 1
         self._forget(now_ns)
-        return reserved
+        return Hold(purse, reserved)
 
-    def admit_again(self, key: Hashable, now_ns: int) -> int:
+    def admit_again(self, key: Hashable, now_ns: int) -> Hold:
         """A request goes on that was let in elsewhere: it is counted as it ends, and reserves nothing."""
-        self._touched(key, now_ns).num_live += 1
+        purse = self._touched(key, now_ns)
+        purse.num_live += 1
         self._forget(now_ns)
-        return 0
+        return Hold(purse, 0)
 
     def restore(self, key: Hashable, num_tokens: int, began_ns: int, used_at_ns: int) -> None:
         """One that was known to a server before this one; those that were used least recently come first."""
         purse = self._touched(key, used_at_ns)
         purse.began_ns, purse.used = began_ns, num_tokens
 
-    def settle(self, key: Hashable, reserved: int, num_tokens: int, now_ns: int) -> None:
+    def settle(self, key: Hashable, hold: Hold, num_tokens: int, now_ns: int) -> None:
         """A request has ended, and has used so many tokens."""
-        purse = self._purses.get(key)
-        if purse is None or not purse.num_live:  # it was ended meanwhile
+        purse = hold.purse
+        if self._purses.get(key) is not purse:  # it was ended meanwhile
             return
         self._touched(key, now_ns)
         purse.num_live -= 1
-        purse.reserved -= min(reserved, purse.reserved)
+        purse.reserved -= hold.num_tokens
         purse.used += num_tokens
 
     def find(self, key: Hashable, now_ns: int) -> Purse | None:

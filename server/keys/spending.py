@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from starlette.requests import Request
 
 from novainfer import InvalidParameter
-from novainfer.fsm.client.budget import Budgets, Spent
+from novainfer.fsm.client.budget import Budgets, Hold, Spent
 from novainfer.fsm.messages.params import SESSION_ID, SESSION_ID_IS
 from novainfer.server.http.errors import BudgetSpent
 from novainfer.server.keys.counted import Counted, Keep, keep_nothing
@@ -98,13 +98,13 @@ class Held:
 
     def __init__(self, spending: Spending) -> None:
         self._spending = spending
-        self.shares: list[tuple[Budgets, tuple[str, str], int]] = []
+        self.shares: list[tuple[Budgets, tuple[str, str], Hold]] = []
 
     def settle(self, num_tokens: int) -> None:
         """It has used so many tokens."""
         shares, self.shares = self.shares, []
-        for budgets, key, reserved in shares:
-            budgets.settle(key, reserved, num_tokens, self._spending.clock())
+        for budgets, key, hold in shares:
+            budgets.settle(key, hold, num_tokens, self._spending.clock())
             self._spending.told(budgets, key)
 
 

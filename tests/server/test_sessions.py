@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from novainfer import Engine, EngineConfig
-from novainfer.fsm.client.budget import Budgets, Purse, Spent
+from novainfer.fsm.client.budget import Budgets, Hold, Purse, Spent
 from novainfer.fsm.client.quota import DAY_NS
 from novainfer.models import Models
 from tests.api.helpers import fake_engine
@@ -152,23 +152,48 @@ async def test_of_several_models_each_tells_what_it_keeps_and_all_of_them_end_it
         assert await listed(client) == {}
 
 
+def admitted(budgets: Budgets, name: str, num_tokens: int, now_ns: int) -> Hold:
+    hold = budgets.admit(name, num_tokens, now_ns)
+    assert isinstance(hold, Hold)
+    return hold
+
+
 def test_budgets_reserve_settle_and_forget() -> None:
     budgets = Budgets(100, keep_ns=10, num_max=2, is_daily=True)
-    assert budgets.admit("a", 1000, 0) == 100  # nothing is used: one that asks for more is let in, and owes
+    first = admitted(budgets, "a", 1000, 0)
+    assert first.num_tokens == 100  # nothing is used: one that asks for more is let in, and owes
     assert isinstance(budgets.admit("a", 1, 0), Spent)
-    budgets.settle("a", 100, 30, 1)
-    assert budgets.admit("a", 70, 2) == 70
+    budgets.settle("a", first, 30, 1)
+    second = admitted(budgets, "a", 70, 2)
     found = budgets.admit("a", 1, 3)
     assert found == Spent(most=100, used=100, wanted=1, wait_ns=None)  # what is reserved may come back
-    budgets.settle("a", 70, 70, 4)
+    budgets.settle("a", second, 70, 4)
     found = budgets.admit("a", 1, 5)
     assert isinstance(found, Spent)
     assert found.wait_ns == DAY_NS - 5
-    assert budgets.admit("a", 100, DAY_NS) == 100
+    assert admitted(budgets, "a", 100, DAY_NS).num_tokens == 100
     for name in ("b", "c", "d"):
-        budgets.settle(name, budgets.admit(name, 1, DAY_NS), 1, DAY_NS)
+        budgets.settle(name, admitted(budgets, name, 1, DAY_NS), 1, DAY_NS)
     assert set(budgets.items(DAY_NS + 1)) == {"a", "d"}  # what is here stays, and the latest
     assert set(budgets.items(DAY_NS + 10)) == {"a"}
+
+
+def test_what_ends_behind_the_end_of_its_conversation_is_nothing_to_the_next_one_of_that_name() -> None:
+    budgets = Budgets(100, keep_ns=10, num_max=2, is_daily=False)
+    old = admitted(budgets, "a", 10, 0)
+    assert budgets.end("a")
+    budgets.settle("a", old, 10, 1)
+    assert budgets.find("a", 1) is None
+    for _ in range(2):
+        old = admitted(budgets, "a", 10, 2)
+        assert budgets.end("a")
+        new = admitted(budgets, "a", 80, 3)
+        budgets.settle("a", old, 10, 4)
+        budgets.settle("a", new, 50, 5)
+        purse = budgets.find("a", 5)
+        assert purse is not None
+        assert (purse.used, purse.reserved, purse.num_live) == (50, 0, 0)
+        assert budgets.end("a")
 
 
 def test_a_request_looks_at_few_of_very_many_budgets() -> None:
