@@ -4,7 +4,7 @@ import { applyKv, blockAt, countsOf, gridOf, kvOf, type KvDirt } from "../../src
 import { percentiles } from "../../src/inspector/model/percentiles";
 import { ageOf, inSight, shown, type Filter, type Order } from "../../src/inspector/model/requests";
 import { Ring } from "../../src/inspector/model/ring";
-import { barAt, bars, phaseTimes } from "../../src/inspector/model/steps";
+import { barAt, bars, gaps, phaseTimes } from "../../src/inspector/model/steps";
 import type { RequestNow, StepNow } from "../../src/inspector/wire";
 
 describe("a ring", () => {
@@ -62,6 +62,13 @@ describe("the table of requests", () => {
     expect(ids({}, { column: "blocks", isDown: true })).toEqual(["b", "c", "a"]);
     expect(ids({}, { column: "age", isDown: true })).toEqual(["b", "a", "c"]);
     expect(ids({}, { column: "prompt_tokens", isDown: false })).toEqual(["a", "b", "c"]);
+  });
+
+  it("begins with those that live, the newest first", () => {
+    expect(ids({}, { column: null, isDown: false })).toEqual(["a", "b", "c"]);
+    const ended = { state: "FINISHED_LENGTH" };
+    const mixed = [request("d", { ...ended, arrived: 30 }), request("e", {}), request("f", { arrived: 12 }), all[2]!];
+    expect(shown(mixed, none, { column: null, isDown: false }, 40).map(({ id }) => id)).toEqual(["f", "e", "d", "c"]);
   });
 
   it("counts the age of one that has ended up to its end", () => {
@@ -177,6 +184,15 @@ describe("the flame", () => {
     expect(barAt(seen, 0.02, 1, 0)!.step.id).toBe(2);
     expect(barAt(seen, 0.02, 0, 0)).toBeUndefined();
     expect(barAt(seen, 0.012, 0, 0.005)!.step.id).toBe(2);
+  });
+
+  it("tells a gap of what was not told from a pause of the engine", () => {
+    expect(gaps(steps, 12, 2)).toEqual([]);
+    const [gap, ...more] = gaps([step(1, 10), step(4, 11), step(5, 11.98)], 12, 2);
+    expect(more).toEqual([]);
+    expect([gap!.began, gap!.ended]).toEqual([10.05, 11]);
+    expect(gaps([step(1, 10), step(4, 10.04)], 12, 2)).toEqual([]); // two in flight overlap
+    expect(gaps([step(1, 10), step(4, 11), step(5, 11.98)], 12, 0.5)).toEqual([]);
   });
 
   it("gives the times of each phase", () => {

@@ -10,8 +10,9 @@ export interface Filter {
   waits_for: string; // "": any
 }
 
+/** Of the columns; null: those that live first, and of each kind the newest. */
 export interface Order {
-  column: Column;
+  column: Column | null;
   isDown: boolean;
 }
 
@@ -23,6 +24,8 @@ export const ageOf = (request: RequestNow, now: number) =>
 
 export const isNumber = (column: Column) => /age|tokens|blocks/.test(column);
 
+const ofArrival = (a: RequestNow, b: RequestNow) => a.arrived - b.arrived || (a.key < b.key ? -1 : 1);
+
 export function shown(requests: Iterable<RequestNow>, filter: Filter, order: Order, now: number): RequestNow[] {
   const text = filter.text.trim().toLowerCase();
   const found: RequestNow[] = [];
@@ -33,12 +36,14 @@ export function shown(requests: Iterable<RequestNow>, filter: Filter, order: Ord
     found.push(one);
   }
   const sign = order.isDown ? -1 : 1;
+  const { column } = order;
+  if (column === null) return found.sort((a, b) => Number(hasEnded(a)) - Number(hasEnded(b)) || ofArrival(b, a));
   const valueOf = (one: RequestNow) =>
-    order.column === "age" ? ageOf(one, now) : (one[order.column] ?? (isNumber(order.column) ? -1 : ""));
+    column === "age" ? ageOf(one, now) : (one[column] ?? (isNumber(column) ? -1 : ""));
   return found.sort((a, b) => {
     const [x, y] = [valueOf(a), valueOf(b)];
     // What is equal stays in the order of arrival, so that rows do not dance.
-    return x === y ? a.arrived - b.arrived || (a.key < b.key ? -1 : 1) : (x < y ? -1 : 1) * sign;
+    return x === y ? ofArrival(a, b) : (x < y ? -1 : 1) * sign;
   });
 }
 

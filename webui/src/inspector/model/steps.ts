@@ -31,6 +31,22 @@ export function bars(steps: readonly StepNow[], until: number, window_s: number)
   return found;
 }
 
+/** When a step ended. */
+export const endOf = ({ began, phases }: StepNow): number =>
+  phases.reduce((last, { began_ms, took_ms }) => Math.max(last, began + (began_ms + took_ms) / 1000), began);
+
+/** Where steps in sight were not told: their numbers are missing. */
+export function gaps(steps: readonly StepNow[], until: number, window_s: number): { began: number; ended: number }[] {
+  const found = [];
+  for (let at = steps.length - 1; at > 0; at--) {
+    const [before, after] = [steps[at - 1]!, steps[at]!];
+    const [began, ended] = [endOf(before), after.began];
+    if (ended < until - window_s) break;
+    if (after.id > before.id + 1 && ended > began && began <= until) found.push({ began, ended });
+  }
+  return found;
+}
+
 /** How long each phase took in the steps that are shown, in ms. */
 export function phaseTimes(steps: readonly StepNow[]): Record<Phase, number[]> {
   const times: Record<Phase, number[]> = { schedule: [], kernel: [], sample: [], detokenise: [], send: [] };

@@ -36,9 +36,13 @@ export const en = {
   tokensPerSecond: "tokens/s",
   running: "running",
   waiting: "waiting",
-  lost: (count: string) => `${count} details dropped: this page was slow`,
+  lost: (count: string) =>
+    `Left out: ${count} steps or evictions, for a frame has its bounds, as has the time that it may take.`,
   seconds: (value: string) => `${value} s`,
   milliseconds: (value: string) => `${value} ms`,
+  microseconds: (value: string) => `${value} µs`,
+  minutes: (minutes: number, seconds: number) => `${minutes} min ${seconds} s`,
+  hours: (hours: number, minutes: number) => `${hours} h ${minutes} min`,
 
   // Machines
   machinesHelp:
@@ -51,13 +55,14 @@ export const en = {
     Worker: "the device's side",
     Roster: "which device processes there are",
     Process: "one device process",
-    Flights: "steps on the device",
+    Flights: "steps on the device: it lives in the process of that, and is not seen here",
     Compiling: "grammars on their way",
     Delivery: "masks for the sampler",
     Ladder: "what is given up when memory is short",
     Session: "a conversation whose KV is kept",
     Stream: "an answer and its reader",
   } as Record<string, string>,
+  howMany: (count: number, shown: string) => (count ? `${shown} now` : "none now"),
   diagram: (name: string) => `State diagram of ${name}`,
   arrow: (from: string, to: string, events: string, count: string) =>
     `${from} to ${to}: ${events}; taken ${count} times`,
@@ -133,7 +138,7 @@ export const en = {
   goOn: "Go on",
   flame: "Phases of the last steps",
   flameHelp:
-    "Each bar is a phase of a step; the newest is at the right. A row is empty where that phase is not told apart: most devices sample within their kernel, and tokens become text while the next step is scheduled. Under them: the tokens and the sequences of each step.",
+    "Each bar is a phase of a step; the newest is at the right. A row is empty where a phase is not told apart: a GPU samples within its kernel. Grey: steps of which nothing was told. Under them: the tokens and the sequences of each step.",
   phases: { schedule: "schedule", kernel: "kernel", sample: "sample", detokenise: "detokenise", send: "send" },
   phase: "Phase",
   stepSays: (id: number, phase: string, took: string, seqs: number, tokens: number) =>
@@ -144,7 +149,6 @@ export const en = {
   ttft: "Time to first token",
   interToken: "Between tokens",
   throughput: "Tokens per second",
-  chartNow: (values: string) => `Now: ${values}`,
   noSteps: "No step yet.",
 
   // Faults
@@ -171,9 +175,8 @@ export const en = {
   demo: "Demo",
   demoHelp: "Drives chats of several kinds against the served model for one minute, so that everything moves.",
   atOnce: "At once",
-  start: "Start",
-  stop: "Stop",
-  demoEnds: (seconds: number) => `ends in ${seconds} s`,
+  stop: (seconds: number) => `Stop · ${seconds} s`,
+  settings: "Colours, language, key",
   demoDid: (done: string, failed: string, tokens: string) => `${done} chats done, ${failed} refused, ${tokens} tokens`,
 };
 

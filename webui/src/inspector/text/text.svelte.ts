@@ -38,16 +38,17 @@ const timeOfDay = kept(
 /** 1,234, or 1.2 M where it is longer than a column. */
 export const count = (value: number): string => (Math.abs(value) >= 100_000 ? compact() : whole()).format(value);
 
-/** As short as it stays exact to a few parts in a hundred: 0.4 ms, 12 ms, 1.2 s, 48 s, 3 min 5 s. */
+/** As short as it stays exact to a few parts in a hundred: 40 µs, 0.4 ms, 12 ms, 1.2 s, 48 s, 3 min 5 s. */
 export function duration(seconds: number): string {
+  if (seconds > 0 && seconds < 0.0000995) return text.t.microseconds((seconds * 1e6).toFixed(0));
   if (seconds < 0.0995) {
     const ms = seconds * 1000;
-    return text.t.milliseconds(ms.toFixed(ms < 9.95 ? 1 : 0));
+    return text.t.milliseconds(ms.toFixed(ms > 0 && ms < 9.95 ? 1 : 0));
   }
   if (seconds < 60) return text.t.seconds(seconds.toFixed(seconds < 9.95 ? (seconds < 1 ? 2 : 1) : 0));
   const [minutes, rest] = [Math.floor(seconds / 60), Math.floor(seconds % 60)];
-  if (minutes < 60) return `${minutes} min ${rest} s`;
-  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  if (minutes < 60) return text.t.minutes(minutes, rest);
+  return text.t.hours(Math.floor(minutes / 60), minutes % 60);
 }
 
 export const clock = (time: number): string => timeOfDay().format(time * 1000);

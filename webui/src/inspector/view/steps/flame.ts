@@ -1,6 +1,6 @@
 /** Draws the flame: a row for each phase, under them the tokens of each step against the budget, and its sequences. */
 import { colourOf } from "../../model/colours";
-import { bars, PHASES, type Bar } from "../../model/steps";
+import { bars, gaps, PHASES, type Bar } from "../../model/steps";
 import type { StepNow } from "../../wire";
 import type { Palette } from "../colours.svelte";
 
@@ -23,6 +23,7 @@ export function drawFlame(context: CanvasRenderingContext2D, palette: Palette, s
   const seen = bars(scene.steps, scene.until, scene.window_s);
   const perSecond = scene.width / scene.window_s;
   rows(context, palette, scene);
+  untold(context, palette, scene, perSecond);
   for (const { phase, row, left, took, step } of seen) {
     context.fillStyle = palette.of(step.is_failed ? "--i-failed" : colourOf(phase));
     context.fillRect(left * perSecond, row * ROW + 3, Math.max(1, took * perSecond - 0.5), ROW - 6);
@@ -35,6 +36,16 @@ export function drawFlame(context: CanvasRenderingContext2D, palette: Palette, s
 function rows(context: CanvasRenderingContext2D, palette: Palette, { width }: Scene): void {
   context.fillStyle = palette.of("--bg-sunk");
   for (let row = 0; row < PHASES.length; row++) context.fillRect(0, row * ROW + 1, width, ROW - 2);
+}
+
+/** Steps of which nothing was told leave a gap, which is no pause of the engine. */
+function untold(context: CanvasRenderingContext2D, palette: Palette, scene: Scene, perSecond: number): void {
+  const from = scene.until - scene.window_s;
+  context.fillStyle = palette.of("--i-free");
+  for (const { began, ended } of gaps(scene.steps, scene.until, scene.window_s)) {
+    const [left, width] = [(began - from) * perSecond, (ended - began) * perSecond];
+    for (let row = 0; row < PHASES.length; row++) context.fillRect(left, row * ROW + 1, width, ROW - 2);
+  }
 }
 
 /** Under the flame, on its time: a bar of tokens for each step, and a line of sequences. */

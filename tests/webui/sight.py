@@ -1,0 +1,114 @@
+"""The inspector by its roles and names, as its reader finds things, and requests to look at."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from tests.webui.rig import Served
+from tests.webui.talk import ADMIN, until
+
+if TYPE_CHECKING:
+    from playwright.async_api import Locator, Page
+
+VIEWS = ("machines", "actors", "requests", "kv", "steps", "faults")
+NUM_REQUESTS = 32
+SHARED = "Be friendly, be brief, and say it when you do not know something. " * 8
+
+
+@asynccontextmanager
+async def running(server: Served, num_requests: int = NUM_REQUESTS, seconds: float = 0.05) -> AsyncIterator[None]:
+    """So many requests, which begin alike and go on for as long as one looks: their steps take `seconds` each."""
+    prompt = [f"{SHARED}This is story {number}. Once upon a time" for number in range(num_requests)]
+    body = {"model": "demo", "temperature": 0.8, "ignore_eos": True}
+    async with server.api(headers=ADMIN) as api:
+        await one_more(server)  # their beginning is cached
+        stall = {"kind": "stall", "num_steps": 2000, "seconds": seconds}
+        assert (await api.post("/v1/faults", json=stall)).status_code == 200
+        task = asyncio.create_task(_read(api, {**body, "prompt": prompt, "max_tokens": 1500, "stream": True}))
+
+        async def all_write() -> bool:
+            assert not task.done(), task.exception() or "it ended"
+            return len([one for one in await requests(server) if one["state"] == "DECODE"]) == num_requests
+
+        try:
+            await until(all_write)
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def _read(api: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    async with api.stream("POST", "/v1/completions", json=body) as reply:
+        assert reply.status_code == 200, await reply.aread()
+        async for _ in reply.aiter_bytes():
+            pass
+
+
+async def one_more(server: Served) -> None:
+    """A short request, to its end."""
+    async with server.api(headers=ADMIN) as api:
+        body = {"model": "demo", "prompt": SHARED, "max_tokens": 2}
+        assert (await api.post("/v1/completions", json=body)).status_code == 200
+
+
+async def told(server: Served, path: str) -> Any:
+    """What the API says."""
+    async with server.api(headers=ADMIN) as api:
+        return (await api.get(path)).json()
+
+
+async def requests(server: Served) -> list[dict[str, Any]]:
+    """All requests that the API lists."""
+    return list((await told(server, "/v1/requests"))["data"])
+
+
+async def first(server: Served) -> dict[str, Any]:
+    """The feed's snapshot."""
+    async with server.api(headers=ADMIN) as api, api.stream("GET", "/v1/inspector") as reply:
+        async for line in reply.aiter_lines():
+            return dict(json.loads(line.removeprefix("data: ")))
+    raise AssertionError("the feed ended")
+
+
+async def open_inspector(page: Page, server: Served, key: str = "") -> None:
+    """The page, live; `key` is as if it had been entered in this tab."""
+    if key:
+        await page.add_init_script(f"sessionStorage.setItem('novainfer.key', '{key}')")
+    await page.goto(f"{server.url}/inspector")
+    await is_live(page)
+
+
+async def is_live(page: Page) -> None:
+    """The feed comes, and a view of it is shown."""
+    await page.get_by_role("status").get_by_text("live", exact=True).wait_for()
+    await page.locator("main > :not(p)").first.wait_for()
+
+
+async def view(page: Page, name: str) -> Locator:
+    """Go to a view as its reader does."""
+    link = page.get_by_role("navigation", name="Views").locator(f'[href="#{name}"]')
+    await link.click()
+    main = page.get_by_role("main", name=await link.inner_text())
+    await main.wait_for()
+    return main
+
+
+async def figure(page: Page, name: str) -> float:
+    """What the head of the page says is running, or waiting, or made each second."""
+    return number(await page.get_by_role("banner").locator("li", has_text=name).inner_text())
+
+
+def number(text: str) -> float:
+    """The first number of a text, as it is written in English."""
+    found = re.search(r"[\d,]+(\.\d+)?", text)
+    assert found is not None, text
+    return float(found[0].replace(",", ""))
