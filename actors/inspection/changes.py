@@ -9,6 +9,7 @@ from itertools import islice
 from novainfer.actors.inspection.frames import RequestNow
 from novainfer.actors.inspection.inspector import ENDED_TOLD_MAX, Inspector
 from novainfer.actors.inspection.notes import Choice, Note
+from novainfer.fsm.schedule.planner import Planner
 from novainfer.fsm.schedule.request import Request, RequestState
 
 LIVE_TOLD_MAX = 2048  # choices, those that came first
@@ -38,8 +39,9 @@ class RequestChanges:
         for now in inspector.ended:
             self._ended[now.key] = None
 
-    def all(self, first_waiting: Request | None) -> list[RequestNow]:
+    def all(self, planner: Planner | None) -> list[RequestNow]:
         """All that are told of: those that have ended, and those that live, the newest last."""
+        first_waiting = _first_waiting(planner)
         live = islice(self._inspector.live(), LIVE_TOLD_MAX)
         ended = [now for now in self._inspector.ended if now.key in self._ended]
         return ended + [self._now(note, choice, first_waiting) for note, choice in live]
@@ -48,13 +50,15 @@ class RequestChanges:
         is_next = choice is not None and choice.request is first_waiting
         return self._inspector.now(note, choice, is_next=is_next)
 
-    def update(self, first_waiting: Request | None) -> tuple[list[RequestNow], list[tuple[str, int, int]], list[str]]:
+    def update(self, planner: Planner | None) -> tuple[list[RequestNow], list[tuple[str, int, int]], list[str]]:
         """Those that have come, changed or ended; tokens and blocks of others; keys of those that are told no more."""
         inspector, told, before = self._inspector, dict[str, _Told](), self._told
         changed: list[RequestNow] = []
         progress: list[tuple[str, int, int]] = []
         num_told = num_waiting = num_running = 0
         states: Counter[str] = Counter()
+        first_waiting = _first_waiting(planner)
+        table_of = planner.cache.table_of if planner is not None else lambda request: []
         for note, choice in inspector.live():
             request = choice.request if choice is not None else None
             state = request.state if request is not None else RequestState.WAITING
@@ -76,7 +80,7 @@ class RequestChanges:
                 changed.append(inspector.now(note, choice))
                 known = _Told(changed[-1])
             else:
-                num_tokens, num_blocks = request.num_generated, inspector.num_blocks(request)
+                num_tokens, num_blocks = request.num_generated, len(table_of(request))
                 if known.num_tokens != num_tokens or known.num_blocks != num_blocks:
                     known.num_tokens, known.num_blocks = num_tokens, num_blocks
                     progress.append((key, num_tokens, num_blocks))
@@ -100,6 +104,10 @@ class RequestChanges:
             del self._ended[oldest]
             gone.append(oldest)
         return gone
+
+
+def _first_waiting(planner: Planner | None) -> Request | None:
+    return planner.waiting[0] if planner is not None and planner.waiting else None
 
 
 def _differs(known: _Told, now: RequestNow) -> bool:

@@ -16,7 +16,7 @@ FREE, CACHED, STEP = range(3)
 STATES = ("FREE", "CACHED", "STEP", *(str(state) for state in RequestState if state not in ENDED), "ENDED")
 INDEX = {state: STATES.index(str(state)) for state in RequestState if state not in ENDED}
 OF_ENDED = STATES.index("ENDED")
-LOOKED_AT_MAX = 512  # blocks of nobody's, each time: .1 ms
+LOOKED_AT_MAX = 128  # blocks of nobody's, each time: 25 us
 LOOKED_AT_MORE = 4096  # where the counts say that something has changed
 EVICTED_MAX = 1024  # told at once
 

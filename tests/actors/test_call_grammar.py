@@ -7,13 +7,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from novainfer.actors.grammar.compiler import LIMITS, Compiler
+from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.messages.structured import StructuredOutputsParams
 from novainfer.fsm.parsing.call_grammar import grammar_of_calls
 from novainfer.fsm.parsing.formats import HERMES, MARKERS, QWEN3_CODER, Formats
+from novainfer.fsm.parsing.qwen_xml import XmlCall, types_of_tools
 
 DEMO = Path(str(files("novainfer.kernels"))) / "demo" / "model"
 PARAMETERS: dict[str, Any] = {
@@ -108,6 +111,76 @@ PLACE = '{"x": 1.5}'
 )
 def test_xml_calls_of_a_strict_tool_fit_its_schema(tokenizer: Any, parameters: Any, is_right: bool) -> None:
     assert taken(tokenizer, xml_call("weather", **parameters), [FREE, WEATHER], format=QWEN3_CODER) is is_right
+
+
+LETTERS = {"type": "string", "minLength": 2, "maxLength": 4}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (LETTERS, ("ab", "a\nb", "abcd"), ("a", "abcde", "ab\n</parameter>\n<parameter=")),
+        ({"type": "string", "pattern": "^[0-9]{2}$"}, ("12",), ("1", "123", "a12")),
+        ({"type": "string", "pattern": "a/b"}, ("a/b", "xa/by\n"), ("a", "ab")),
+        ({"type": "string", "pattern": "^x", "maxLength": 3}, ("x", "x\ny"), ("yx", "x123")),
+        ({"const": "on"}, ("on",), ("off", '"on"')),
+        ({"type": "string", "const": "on"}, ("on",), ("off", '"on"')),
+        ({"const": 5}, ("5",), ("6", '"5"')),
+        ({"enum": ["a", 1, None]}, ('"a"', "1", "null"), ("a", "2")),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, ("5", "null"), ("soon", '"5"')),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "title": "T"}, ("null", "a b", "5"), ()),
+        ({"anyOf": [{"const": "a"}, LETTERS]}, ("a", "bc"), ("b", "bcdef")),
+        ({"anyOf": [LETTERS, {"type": "null"}]}, ('"ab"', "null"), ("ab", '"a"')),
+        (
+            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
+            ('"a"', "[1]"),
+            ("a", "[true]"),
+        ),
+        ({"type": ["string", "null"]}, ("null", "a b"), ()),
+        ({"type": ["string"], "allOf": [LETTERS, {"type": "string", "pattern": "b"}]}, ("ab",), ("b", "cd")),
+        ({"properties": {"x": {"type": "integer"}}, "required": ["x"], "type": "object"}, ('{"x": 1}',), ("{}", "x")),
+        ({"type": "string", "format": "date", "description": "When."}, ("soon", ""), ()),
+        ({}, ("a", "1", "{"), ()),
+        (True, ("a", "1"), ()),
+    ],
+)
+def test_a_text_of_a_strict_tools_xml_call_fits_its_schema(
+    tokenizer: Any, schema: Any, right: tuple[str, ...], wrong: tuple[str, ...]
+) -> None:
+    parameters = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
+    tool = {"function": {"name": "set", "strict": True, "parameters": parameters}}
+    types = types_of_tools([tool])
+
+    def arguments(value: str) -> Any:
+        call = XmlCall(types)
+        call.feed(xml_call("set", value=value).split("\x00")[2])
+        assert call.is_whole
+        return json.loads(call.take_arguments())
+
+    for value in right:
+        assert taken(tokenizer, xml_call("set", value=value), [tool], format=QWEN3_CODER), value
+        jsonschema.validate(arguments(value), parameters)
+    for value in wrong:
+        assert not taken(tokenizer, xml_call("set", value=value), [tool], format=QWEN3_CODER), value
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "not": {"const": "x"}},
+        {"type": "string", "anyOf": [{"type": "integer"}]},
+        {"type": "string", "minLength": -1},
+        {"type": "string", "maxLength": 1.5},
+        {"type": "string", "pattern": 5},
+        {"type": "string", "allOf": [{"allOf": []}]},
+        {"type": "string", "anyOf": {}},
+    ],
+)
+def test_what_no_grammar_of_xml_calls_can_say_is_refused(schema: Any) -> None:
+    tool = {"function": {"name": "set", "strict": True, "parameters": {"properties": {"value": schema}}}}
+    with pytest.raises(InvalidParameter, match="of the parameter 'value'") as refused:
+        grammar_of_calls([tool], Formats(tool_calls=QWEN3_CODER, marker_ids={}), must_call=True)
+    assert refused.value.param == "tools"
 
 
 def test_xml_calls_of_other_tools_have_their_envelope(tokenizer: Any) -> None:

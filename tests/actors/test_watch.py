@@ -224,7 +224,7 @@ async def test_frames_come_by_themselves_and_later_where_they_cost_more(monkeypa
             loop, timer = asyncio.get_running_loop(), runtime.watch._timer
             assert timer is not None
             assert timer.when() - loop.time() < FRAME_S + 0.5
-            watcher.spent(0.002)  # of which a hundredth is a fifth of a second
+            watcher.spent(0.001)  # which is half a hundredth of a fifth of a second
             runtime.watch._tick()
             assert runtime.watch._timer is not None
             assert 0.19 < runtime.watch._timer.when() - loop.time() < LATEST_S
