@@ -220,7 +220,7 @@ class StepLog:
         """Those from the launch of this number on that have ended and are told in order, the oldest first.
 
         Then the number of the next one to be told, and how many are not kept any more. A step is told with all of its
-        phases: once its outputs are handed on, or one behind it has ended, or it has been so for a while.
+        phases: once it has failed, its outputs are handed on, or one behind it has ended, or it has been so for a while.
         """
         steps = self._steps
         first = self.num_launched - len(steps)  # the number of the oldest that is kept
@@ -231,7 +231,8 @@ class StepLog:
         for at in range(number - first, len(steps)):
             step = steps[at]
             is_old = at + 1 < num_done or (step.done_s is not None and now_s - step.done_s > TOLD_AFTER_S)
-            if step.outputs is None and not is_old and (is_running or step.outcome):
+            is_whole = step.outputs is not None or step.outcome not in ("", "done")
+            if not is_whole and not is_old and (is_running or step.outcome):
                 break
             found.append(self._now(step, budget))
         return found, number + len(found), lost

@@ -186,3 +186,79 @@ def test_a_step_whose_predecessor_failed_is_called_discarded() -> None:
     world.log.returned(StepFailed(1, 0, Fault.OOM, "no memory"))
     world.log.returned(StepFailed(2, 0, Fault.EXCEPTION, "it follows one that failed", launched=False))
     assert [record.outcome for record in world.log.records(5, is_running=False)] == ["oom", "discarded"]
+
+
+# ---- what a flame is told -------------------------------------------------------------------------------------------
+
+
+def told(
+    world: World, number: int = 0, *, is_running: bool = True
+) -> tuple[list[tuple[int, str, list[str]]], int, int]:
+    found, following, lost = world.log.told(number, 64, is_running=is_running)
+    return [(step.id, step.outcome, [phase.name for phase in step.phases]) for step in found], following, lost
+
+
+def test_a_step_is_told_once_it_has_all_of_its_phases() -> None:
+    world = World()
+    world.log.asked(MakeBatch())
+    world.wait(100)
+    world.log.planned(Launch(plan(1)))
+    world.log.launched(plan(1))
+    world.wait(2000)
+    done = StepDone(1, 0, [7, 8], sample_s=400e-6)
+    world.log.returned(done)
+    assert told(world) == ([], 0, 0), "its outputs are not handed on"
+    world.wait(50)
+    world.log.asked(MakeBatch(done))
+    world.wait(300)
+    world.log.plans()
+    world.wait(70)
+    world.log.planned(Launch(plan(2)))
+    world.log.handed_on()
+    world.log.launched(plan(2))
+    world.wait(20)
+    world.log.delivered(20e-6)
+    (step,), following, lost = world.log.told(0, 64, is_running=True)
+    assert [(p.name, p.began_ms, p.took_ms) for p in step.phases] == [
+        ("schedule", 0.0, 0.1),
+        ("kernel", 0.1, 1.6),
+        ("sample", 1.7, 0.4),
+        ("detokenise", 2.15, 0.3),
+        ("send", 2.52, 0.02),
+    ]
+    assert (step.id, step.num_seqs, step.num_tokens, step.budget, step.is_failed) == (1, 3, 7, 64, False)
+    assert (following, lost) == (1, 0)
+    record = world.log.records(2, is_running=True)[0]
+    assert (record.sample_us, record.commit_us, record.schedule_us) == (400.0, 300.0, 100.0)
+    world.log.returned(StepDone(2, 0, [7, 8]))
+    (second,) = world.log.told(1, 64, is_running=True)[0] or [None]
+    assert second is None, "nor are those of the next one"
+    world.wait(300_000)
+    (second,), *_ = world.log.told(1, 64, is_running=True)
+    assert [(p.name, p.took_ms) for p in second.phases] == [("schedule", 0.07), ("kernel", 0.02)], "there were none"
+
+
+def test_steps_are_told_in_order_each_once_and_those_that_are_forgotten_are_counted() -> None:
+    world = World(limit=4)
+    for step_id in range(1, 4):
+        world.step(step_id)
+    found, following, lost = told(world)
+    assert [(step_id, outcome) for step_id, outcome, _ in found] == [(1, "done"), (2, "done")]
+    assert (following, lost) == (2, 0)
+    for step_id in range(4, 10):
+        world.step(step_id)
+    world.log.launched(plan(10))
+    world.log.returned(StepFailed(10, 0, Fault.OOM, "too much"))
+    found, following, lost = told(world, following, is_running=False)
+    assert [(step_id, outcome) for step_id, outcome, _ in found] == [(7, "done"), (8, "done"), (9, "done"), (10, "oom")]
+    assert (following, lost) == (10, 4)
+
+
+def test_a_step_whose_worker_was_lost_is_told_as_lost() -> None:
+    world = World()
+    world.step(1, device_us=None)
+    assert told(world) == ([], 0, 0), "it runs"
+    assert told(world, is_running=False) == ([(1, "lost", ["schedule"])], 1, 0)
+    world.step(2, epoch=1)
+    world.log.delivered(5e-6)
+    assert [step_id for step_id, *_ in told(world)[0]] == [1]
