@@ -220,7 +220,7 @@ class StepLog:
         """Those from the launch of this number on that have ended and are told in order, the oldest first.
 
         Then the number of the next one to be told, and how many are not kept any more. A step is told with all of its
-        phases: once it has failed, its outputs are handed on, or one behind it has ended, or it has been so for a while.
+        phases: once it has failed, its outputs are handed on, one behind it has ended, or it has been so for a while.
         """
         steps = self._steps
         first = self.num_launched - len(steps)  # the number of the oldest that is kept
