@@ -82,7 +82,7 @@ async def ask_slowly(server: Served, page: Page, text: str = STORY) -> None:
     async with server.api(headers=ADMIN) as api:
 
         async def is_told() -> bool:
-            # Told before its request has come to the device it would be void, so it is told until the first step is over.
+            # Told before the request has come to the device it would be void: it is told until the first step is over.
             for one in await live(server):
                 body = {"kind": "stall", "num_steps": 1000, "seconds": 0.1, "request": one["id"]}
                 is_taken = (await api.post("/v1/faults", json=body)).status_code == 200

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.webui.line import BROKEN, line_to
 from tests.webui.rig import Served, Watched, faults_of_access
 from tests.webui.talk import (
     ADMIN_KEY,
@@ -148,6 +149,27 @@ async def test_an_answer_that_a_reload_cut_is_kept_and_shown_as_cut(served: Serv
     await answers(page).last.get_by_role("button", name="Continue").first.click()
     await until(lambda: _longer(page, before))
     assert (await ended(page)).startswith(before)
+
+
+async def test_an_answer_whose_connection_is_lost_is_kept_and_continued_by_a_button(
+    served: Served, context: BrowserContext
+) -> None:
+    async with line_to(served.url) as line:
+        page = await context.new_page()
+        watched = Watched(page, line.url)
+        watched.allow(BROKEN)
+        await page.goto(line.url)
+        await ask_slowly(served, page)
+        begun = await has_begun(page)
+        line.cut()
+        await page.get_by_text("The connection was lost.").wait_for()
+        before = await ended(page)
+        assert before.startswith(begun)
+        line.mend()
+        await answers(page).last.get_by_role("status").get_by_role("button", name="Continue").click()
+        await until(lambda: _longer(page, before))
+        assert (await ended(page)).startswith(before)
+        watched.check()
 
 
 async def test_a_conversation_is_renamed_found_deleted_and_brought_back(served: Served, page: Page) -> None:
