@@ -92,7 +92,8 @@ async def test_a_watcher_knows_what_one_who_begins_now_is_told(seed: int) -> Non
             assert len(ids) + mirror.lost >= runtime.steps.num_launched - 1
 
 
-async def test_a_watcher_that_is_slow_gets_one_frame_that_tells_it_all() -> None:
+async def test_a_watcher_that_is_slow_gets_one_frame_that_tells_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "STEPS_MAX", 64)
     async with running(FakeDevice(num_blocks=24), limits=small()) as runtime:
         with runtime.watch.subscribe(None) as slow:
             mirror = Mirror()
