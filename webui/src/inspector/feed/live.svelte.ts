@@ -4,6 +4,7 @@
  */
 import type { Frame, Snapshot } from "../wire";
 import { apply, begin, SLICES, type Slice, type State } from "../model/state";
+import { Ring } from "../model/ring";
 import { address, headers } from "./server.svelte";
 import { FeedStream, type Link } from "./stream";
 
@@ -33,11 +34,17 @@ export class Live {
   });
   private pending: (Snapshot | Frame)[] = [];
   private picture = 0;
+  private readonly spacings = new Ring<number>(8); // of the last frames, in seconds
   private told_ms = 0; // when the newest frame came, on the page's own clock
 
   /** The server's time now, as far as this page can tell. */
   now(): number {
     return this.state ? this.state.time + Math.min(1, (performance.now() - this.told_ms) / 1000) : Date.now() / 1000;
+  }
+
+  /** How far apart frames have come lately, in seconds: what is newer may not have been told yet. */
+  spacing(): number {
+    return Math.min(1, Math.max(0, ...this.spacings.toArray()));
   }
 
   /** Opens the stream; what it returns closes it. */
@@ -80,6 +87,7 @@ export class Live {
         this.state = begin(message, this.state);
         SLICES.forEach((slice) => changed.add(slice));
       } else if (this.state) {
+        this.spacings.push(message.time - this.state.time);
         apply(this.state, message).forEach((slice) => changed.add(slice));
       }
     }

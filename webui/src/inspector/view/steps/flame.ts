@@ -65,9 +65,9 @@ function batches(context: CanvasRenderingContext2D, palette: Palette, scene: Sce
   context.strokeStyle = palette.of("--i-send");
   context.lineWidth = 1.5;
   context.beginPath();
-  inSight.forEach(({ began, num_seqs }, at) => {
+  inSight.forEach(({ id, began, num_seqs }, at) => {
     const y = bottom - (num_seqs / most) * (BATCH_HEIGHT - 4);
-    context[at ? "lineTo" : "moveTo"]((began - from) * perSecond, y);
+    context[inSight[at - 1]?.id === id - 1 ? "lineTo" : "moveTo"]((began - from) * perSecond, y);
   });
   context.stroke();
 }
