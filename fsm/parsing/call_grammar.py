@@ -7,13 +7,18 @@ is `strict`, and are any JSON object where it is not.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.parsing.formats import CLOSE_CALL, OPEN_CALL, QWEN3_CODER, Formats
+from novainfer.fsm.parsing.qwen_xml import SAY_NOTHING, STRING, types_of
 
 # Between the tokens of arguments: as templates write it, or indented.
 SPACES = r"( |\n[ \t]{0,32})?"
+ANY_TEXT = r"/(.|\n)*/"
+NO_TAG = r"~/(.|\n)*<\/parameter>(.|\n)*/"
 
 
 def grammar_of_calls(
@@ -68,22 +73,76 @@ def _xml_call(at: int, function: Mapping[str, Any], formats: Formats) -> list[st
 
 
 def _xml_parameter(rule: str, name: str, kind: Any, shared: Mapping[str, Any]) -> list[str]:
-    """One parameter: text as it is, up to its tag, and anything else as JSON."""
+    """One parameter: text as it is, up to its tag, where its reader takes text, and anything else as JSON."""
     begin = json.dumps(f"<parameter={name}>\n")
-    texts = kind.get("enum") if isinstance(kind, Mapping) else None
-    if not isinstance(kind, Mapping) or (
-        kind.get("type", "string") == "string" and texts is None and "$ref" not in kind
-    ):
+    if _takes_any_text(kind):
         return [f"{rule}: {begin} {rule}_value", _xml_text(f"{rule}_value")]
-    end = json.dumps("\n</parameter>\n")
-    if texts and all(isinstance(text, str) for text in texts):
-        return [f"{rule}: {begin} ({' | '.join(map(json.dumps, texts))}) {end}"]
+    if types_of(kind) == STRING:
+        return [f"{rule}: {begin} {rule}_value", _xml_text(f"{rule}_value", _text_of(kind, name))]
     value = {**shared, **kind, "x-guidance": {"whitespace_pattern": SPACES}}
+    end = json.dumps("\n</parameter>\n")
     return [f"{rule}: {begin} {rule}_value {end}", f"{rule}_value: %json {json.dumps(value)}"]
 
 
-def _xml_text(rule: str) -> str:
-    return rf'{rule}[suffix="\n</parameter>\n"]: /(.|\n)*/'
+def _takes_any_text(kind: Any) -> bool:
+    """Whether whatever is written there becomes a value that fits: what is of no other type is a string."""
+    if not isinstance(kind, Mapping):
+        return True
+    said = {key: value for key, value in kind.items() if key not in SAY_NOTHING}
+    if not said:
+        return True
+    if said.keys() == {"anyOf"} and isinstance(said["anyOf"], list):
+        others = [one for one in said["anyOf"] if not _takes_any_text(one)]
+        return len(others) < len(said["anyOf"]) and all(_is_bare(one) for one in others)
+    return said.keys() == {"type"} and "string" in types_of(kind)
+
+
+def _is_bare(kind: Any) -> bool:
+    """Whether a type is all that it says."""
+    return isinstance(kind, Mapping) and kind.keys() - SAY_NOTHING == {"type"}
+
+
+def _text_of(kind: Mapping[str, Any], name: str) -> str:
+    """The texts that fit, as what a terminal of Lark may be; raises `InvalidParameter` for what none can say."""
+    parts: list[str] = []
+    for key, value in kind.items():
+        if key in ("enum", "const"):
+            texts = value if key == "enum" and isinstance(value, list) else [value]
+            parts.append(_one_of([json.dumps(text) for text in texts if isinstance(text, str)]))
+        elif key in ("anyOf", "oneOf", "allOf") and isinstance(value, list) and all(map(_is_text, value)):
+            each = [_text_of(one, name) for one in value]
+            parts += each if key == "allOf" else [_one_of(each)]
+        elif key in ("minLength", "maxLength") and type(value) is int and value >= 0:
+            parts.append(rf"/(.|\n){{{f'{value},' if key == 'minLength' else f'0,{value}'}}}/")
+        elif key == "pattern" and isinstance(value, str):
+            parts.append(_text_with(value))
+        elif key not in SAY_NOTHING and key != "type":
+            what = f"{key} of the parameter {name[:64]!r}, in the format in which this model calls"
+            raise InvalidParameter(f"tools cannot be held to: {what}", param="tools")
+    return " & ".join(parts or [ANY_TEXT])
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether it says itself that it is a string, as far as it is looked into."""
+    return isinstance(kind, Mapping) and types_of(kind) == STRING and "allOf" not in kind
+
+
+def _one_of(terminals: Sequence[str]) -> str:
+    return f"({' | '.join(terminals)})"
+
+
+def _text_with(pattern: str) -> str:
+    """The texts in which it is found; at its ends it may say that it is all of one."""
+    begin, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
+    found = pattern[begin : len(pattern) - end].replace("\n", r"\n")
+    found = re.sub(r"(\\.)|/", lambda one: one[1] or r"\/", found)
+    around = [r"(.|\n)*" * (not is_there) for is_there in (begin, end)]
+    return f"/{around[0]}(?:{found}){around[1]}/"
+
+
+def _xml_text(rule: str, text: str = ANY_TEXT) -> str:
+    """Text that does not hold the tag that ends it."""
+    return rf'{rule}[suffix="\n</parameter>\n"]: ({text}) & {NO_TAG}'
 
 
 def _json_call(at: int, function: Mapping[str, Any], formats: Formats) -> list[str]:

@@ -29,7 +29,19 @@ CHOICE_DEPTH_MAX = 8  # of anyOf in anyOf: deeper ones are any type
 Types = frozenset[str]  # of JSON Schema; none: any
 ANY: Types = frozenset()
 STRING: Types = frozenset(["string"])
-_KINDS = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+_KINDS = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+EVERY: Types = frozenset([*_KINDS.values(), "number"])  # that JSON has
+SAY_NOTHING = frozenset(  # keywords of a schema, of what fits it
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "format")
+)
 
 
 class _At(StrEnum):
@@ -210,7 +222,10 @@ def types_of_tools(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Ty
 
 
 def types_of(schema: Any, depth: int = 0) -> Types:
-    """The types that a value may have by its JSON schema; `depth` is that of its choices, within others."""
+    """The types that a value may have by its JSON schema; `depth` is that of its choices, within others.
+
+    `ANY` where nothing is said of it.
+    """
     if not isinstance(schema, dict) or depth == CHOICE_DEPTH_MAX:
         return ANY
     said = schema.get("type")
@@ -225,11 +240,14 @@ def types_of(schema: Any, depth: int = 0) -> Types:
         if isinstance(schema.get(several), list):
             each = [types_of(one, depth + 1) for one in schema[several]]
             return frozenset().union(*each) if all(each) else ANY
-    return ANY
+    return ANY if schema.keys() <= SAY_NOTHING else EVERY
 
 
 def json_of(text: str, types: Types) -> str:
-    """A value as JSON: what it says where that is of one of `types`, else a string of it."""
+    """A value as JSON: what it says where that is of one of `types`, else a string of it.
+
+    Where it may be something else than a string, a string may come in quotes, as grammars want it then.
+    """
     said = text.strip()
     lower = said.lower()
     if lower in ("true", "false") and (not types or "boolean" in types):
@@ -241,9 +259,9 @@ def json_of(text: str, types: Types) -> str:
     except (ValueError, RecursionError):
         return _quoted(text)
     kind = _KINDS.get(type(value))
-    if kind is None or (types and kind not in types and not (kind == "integer" and "number" in types)):
-        return _quoted(text)
-    return said
+    if not types:
+        return _quoted(text) if kind == "string" else said
+    return said if kind in types or (kind == "integer" and "number" in types) else _quoted(text)
 
 
 def _refuse(constant: str) -> float:

@@ -458,6 +458,10 @@ def test_choices_within_choices_without_an_end_are_any_type():
         ("[1", {"type": "array"}, '"[1"'),
         ("NaN", {"type": "number"}, '"NaN"'),
         ('"a"', {}, '"\\"a\\""'),
+        ('"a"', {"type": "integer"}, '"\\"a\\""'),
+        ('"a"', {"type": ["string", "null"]}, '"a"'),  # as grammars want it, where it may be something else
+        ('"a"', {"$ref": "#/$defs/colour"}, '"a"'),
+        ("a", {"$ref": "#/$defs/colour"}, '"a"'),
         ("true", {}, "true"),
         ("5", {"enum": [1, 5]}, "5"),
         ("5", {"enum": ["5"]}, '"5"'),
