@@ -135,7 +135,7 @@ def test_a_limit_that_is_met_in_the_middle_of_an_answer_ends_it_with_an_event_th
     assert last["error"]["code"] == "grammar_limit"
     assert "step_lexer_fuel (200000)" in last["error"]["message"]
     assert client.post("/v1/chat/completions", json=body | {"stream": False}).status_code == 400
-    held = {"messages": SUM, "guided_choice": ["fine"]}
+    held = {"messages": SUM, "guided_choice": ["fine"], "chat_template_kwargs": {"enable_thinking": False}}
     assert client.post("/v1/chat/completions", json=held).json()["choices"][0]["message"]["content"] == "fine"
 
 
