@@ -1,12 +1,20 @@
 /** Figures that follow from what is written down of an answer. */
 import type { Answer } from "../model/types";
 
-/** Tokens after the first, by the time they took: what a reader sees as speed. Null where it cannot be told. */
+// No model writes faster than this for one reader.
+const RATE_MAX = 5_000;
+
+/**
+ * Tokens after the first, by the time they took: what a reader sees as speed. Of an answer that came in one piece (of a page that
+ * was busy, or a proxy that gathers) all of its time counts. Null where it cannot be told.
+ */
 export function tokensPerSecond(answer: Answer): number | null {
   const { usage, firstTokenMs, endedMs } = answer;
   if (usage === null || usage.completionTokens < 2 || firstTokenMs === null || endedMs === null) return null;
   const seconds = (endedMs - firstTokenMs) / 1000;
-  return seconds > 0 ? (usage.completionTokens - 1) / seconds : null;
+  const rate = (usage.completionTokens - 1) / seconds;
+  if (seconds > 0 && rate <= RATE_MAX) return rate;
+  return endedMs > 0 ? (1000 * usage.completionTokens) / endedMs : null;
 }
 
 /** Probability of a token, from 0 to 1. */
