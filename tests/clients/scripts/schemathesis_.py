@@ -42,7 +42,8 @@ found = subprocess.run(
         "run",
         f"{DEMO}/openapi.json",
         f"--checks={CHECKS}",
-        "--exclude-path=/v1/events",  # has no end
+        "--exclude-path=/v1/events",  # has no end, as the next one
+        "--exclude-path=/v1/inspector",
         "--phases=examples,coverage,fuzzing",
         "--max-examples=20",
         "--seed=1",
