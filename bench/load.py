@@ -75,24 +75,29 @@ async def drive(
 
     async def client(number: int) -> None:
         own = shared[number % connections] if shared else await connect(origin, "h1")
-        for prompt in waiting:
-            started = time.perf_counter()
-            line = await _ask(own, load, prompt, max_tokens)
-            lines.append(line)
-            began_s.append(started)
-            whole_s.append(time.perf_counter() - started)
-            if line.error is not None and not shared:  # what is left in the pipe would spoil the next answer
+        try:
+            for prompt in waiting:
+                started = time.perf_counter()
+                line = await _ask(own, load, prompt, max_tokens)
+                lines.append(line)
+                began_s.append(started)
+                whole_s.append(time.perf_counter() - started)
+                if line.error is not None and not shared:  # what is left in the pipe would spoil the next answer
+                    await own.close()
+                    own = await connect(origin, "h1")
+        finally:
+            if not shared:
                 await own.close()
-                own = await connect(origin, "h1")
-        if not shared:
-            await own.close()
 
     started = time.perf_counter()
+    all_clients = (client(number) for number in range(min(clients, len(prompts))))
     try:
-        await asyncio.gather(*(client(number) for number in range(min(clients, len(prompts)))))
+        ends = await asyncio.gather(*all_clients, return_exceptions=True)  # each closes what it has opened
     finally:
         for one in shared:
             await one.close()
+    if failed := next((end for end in ends if end is not None), None):
+        raise failed
     return Drive(wall_s=time.perf_counter() - started, timelines=lines, began_s=began_s, whole_s=whole_s)
 
 
