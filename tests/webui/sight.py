@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 VIEWS = ("machines", "actors", "requests", "kv", "steps", "faults")
 NUM_REQUESTS = 32
+SLOWED_STEPS = 20
 SHARED = "Be friendly, be brief, and say it when you do not know something. " * 8
 
 
@@ -29,8 +31,8 @@ async def running(server: Served, num_requests: int = NUM_REQUESTS, seconds: flo
     body = {"model": "demo", "temperature": 0.8, "ignore_eos": True}
     async with server.api(headers=ADMIN) as api:
         await one_more(server)  # their beginning is cached
-        stall = {"kind": "stall", "num_steps": 2000, "seconds": seconds}
-        assert (await api.post("/v1/faults", json=stall)).status_code == 200
+        is_over = asyncio.Event()
+        slowed = asyncio.create_task(_slow(server, api, seconds, is_over))
         task = asyncio.create_task(_read(api, {**body, "prompt": prompt, "max_tokens": 1500, "stream": True}))
 
         async def all_write() -> bool:
@@ -41,9 +43,23 @@ async def running(server: Served, num_requests: int = NUM_REQUESTS, seconds: flo
             await until(all_write)
             yield
         finally:
+            is_over.set()
+            await slowed
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+
+
+async def _slow(server: Served, api: httpx.AsyncClient, seconds: float, is_over: asyncio.Event) -> None:
+    """Each step takes so much longer; a few at a time, for another fault waits until those before it are over."""
+    while not is_over.is_set():
+        before = await last_step(server)
+        await api.post("/v1/faults", json={"kind": "stall", "num_steps": SLOWED_STEPS, "seconds": seconds})
+
+        async def are_over(before: int = before) -> bool:
+            return is_over.is_set() or await last_step(server) >= before + SLOWED_STEPS
+
+        await until(are_over)
 
 
 async def _read(api: httpx.AsyncClient, body: dict[str, Any]) -> None:
@@ -69,6 +85,12 @@ async def told(server: Served, path: str) -> Any:
 async def requests(server: Served) -> list[dict[str, Any]]:
     """All requests that the API lists."""
     return list((await told(server, "/v1/requests"))["data"])
+
+
+async def last_step(server: Served) -> int:
+    """The number of the last step that has ended; -1: there was none."""
+    steps = (await told(server, "/v1/steps"))["data"]
+    return int(steps[-1]["step_id"]) if steps else -1
 
 
 async def first(server: Served) -> dict[str, Any]:
@@ -112,3 +134,63 @@ def number(text: str) -> float:
     found = re.search(r"[\d,]+(\.\d+)?", text)
     assert found is not None, text
     return float(found[0].replace(",", ""))
+
+
+class Relay:
+    """A way to the server that can be cut: bytes as they are, so that it is the same for both versions of HTTP."""
+
+    def __init__(self, server: Served) -> None:
+        to = urlsplit(server.url)
+        self._to = to.hostname, to.port
+        self._scheme = to.scheme
+        self._port = 0
+        self._listener: asyncio.Server | None = None
+        self._ends: set[asyncio.StreamWriter] = set()
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def url(self) -> str:
+        return f"{self._scheme}://{self.host}"
+
+    async def open(self) -> None:
+        """Let connections through, at the same port as before."""
+        self._listener = await asyncio.start_server(self._relay, "127.0.0.1", self._port)
+        self._port = self._listener.sockets[0].getsockname()[1]
+
+    async def cut(self) -> None:
+        """End those that there are, and let no others through."""
+        if self._listener is not None:
+            self._listener.close()
+        for end in tuple(self._ends):
+            end.transport.abort()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        other_reader, other_writer = await asyncio.open_connection(*self._to)
+        self._ends |= {writer, other_writer}
+        with suppress(OSError):
+            async with asyncio.TaskGroup() as both:
+                both.create_task(_pass(reader, other_writer))
+                both.create_task(_pass(other_reader, writer))
+        self._ends -= {writer, other_writer}
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+@asynccontextmanager
+async def relayed(server: Served) -> AsyncIterator[Relay]:
+    """A relay to this server."""
+    relay = Relay(server)
+    await relay.open()
+    try:
+        yield relay
+    finally:
+        await relay.cut()

@@ -15,6 +15,7 @@ from tests.webui.sight import (
     VIEWS,
     figure,
     first,
+    last_step,
     number,
     one_more,
     open_inspector,
@@ -231,10 +232,6 @@ async def test_steps_have_bars_and_percentiles(looking: Page, served: Served) ->
 
 async def _has_bars(flame: Locator) -> bool:
     return len(await colours(flame)) > 5
-
-
-async def last_step(served: Served) -> int:
-    return int((await told(served, "/v1/steps"))["data"][-1]["step_id"])
 
 
 async def test_axe_finds_nothing_serious_in_any_view(looking: Page, served: Served) -> None:
