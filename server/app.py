@@ -248,7 +248,7 @@ ROUTES: tuple[Endpoint, ...] = (
         *("POST", "/stop_profile", profile.stop_profile, "End the profile, and write its files", profile.Profiled),
         errors=(401, 403, 409, 503),
     ),
-    *(_ready("GET", path) for path in ("/health", "/healthz", "/readyz", "/ping")),
+    *(_ready("GET", path) for path in ("/health", "/healthz", "/readyz", "/ready", "/ping")),
     _ready("POST", "/ping"),
     Endpoint("GET", "/livez", info.live, "Does everything move?", info.Alive, errors=(503,), is_public=True),
     METRICS,

@@ -20,7 +20,7 @@ requests_log = logging.getLogger("novainfer.requests")
 
 PATH_CHARS_MAX = 256
 # Asked every few seconds by machines: told at the level DEBUG, unless the answer is bad, and not to be expected.
-PROBES = frozenset({"/health", "/healthz", "/livez", "/readyz", "/ping", "/metrics", "/load"})
+PROBES = frozenset({"/health", "/healthz", "/livez", "/readyz", "/ready", "/ping", "/metrics", "/load"})
 
 EXPECTED = frozenset({ModelLoading.code, EngineDraining.code})  # of a server that starts, or stops
 

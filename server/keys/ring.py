@@ -28,7 +28,7 @@ from novainfer.server.settings import ServerSettings
 log = logging.getLogger("novainfer.server")
 
 # Probes, and pages that are the same on every server; a browser sends no key for them.
-PUBLIC_PATHS = frozenset({"/health", "/healthz", "/livez", "/readyz", "/ping", "/docs", "/", "/inspector"})
+PUBLIC_PATHS = frozenset({"/health", "/healthz", "/livez", "/readyz", "/ready", "/ping", "/docs", "/", "/inspector"})
 PUBLIC_FOLDER = "/assets/"  # the page's scripts and styles; nothing else is below it
 METRICS_PATH = "/metrics"
 KEY_BYTES_MAX = 1024  # of one that a request carries: a longer one is none of ours, and is not looked at

@@ -16,7 +16,7 @@ from tests.server.rawh2 import RawH2
 from tests.server.test_bad_input import error_of
 from tests.server.test_chat import USER
 
-PUBLIC = ("/health", "/healthz", "/livez", "/readyz", "/ping", "/docs")
+PUBLIC = ("/health", "/healthz", "/livez", "/readyz", "/ready", "/ping", "/docs")
 GUARDED = (
     *("/v1/models", "/v1/models/fake", "/metrics", "/version", "/openapi.json", "/nothing"),
     *("/load", "/server_info", "/tokenizer_info", "/kv_event_sources"),
@@ -86,7 +86,7 @@ async def test_nothing_is_served_while_the_model_loads(serve: Serve) -> None:
     engine.start_gate = asyncio.Event()
     server = await serve(engine, wait_ready=False)
     async with httpx.AsyncClient(base_url=server.url) as client:
-        for path in ("/health", "/healthz", "/readyz", "/ping", "/v1/models"):
+        for path in ("/health", "/healthz", "/readyz", "/ready", "/ping", "/v1/models"):
             response = await client.get(path)
             assert response.status_code == 503
             assert error_of(response)["code"] == "model_loading"

@@ -46,6 +46,13 @@ async def test_a_page_of_a_named_origin_asks_and_reads(serve: Serve, engine: Fak
         assert allowed(await client.get("/nothing", headers=key)) == {"origin": PAGE}
 
 
+async def test_an_origin_is_the_same_in_capitals(serve: Serve, engine: FakeEngine) -> None:
+    server = await serve(engine, allowed_origins=(PAGE,))
+    async with httpx.AsyncClient(base_url=server.url, headers={"origin": PAGE.upper()}) as client:
+        assert allowed(await client.get("/v1/models")) == {"origin": PAGE.upper()}
+        assert allowed(await client.options("/v1/models", headers=ASKS))["origin"] == PAGE.upper()
+
+
 async def test_a_page_may_use_every_endpoint_and_read_what_its_budgets_are(serve: Serve, engine: FakeEngine) -> None:
     server = await serve(engine, allowed_origins=(PAGE,), session_token_budget=1000, user_token_budget=1000)
     async with httpx.AsyncClient(base_url=server.url, headers={"origin": PAGE}) as client:
