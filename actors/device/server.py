@@ -186,7 +186,10 @@ class DeviceServer:
 
     def _receive(self, flags: int = 0) -> None:
         """Give the reader what has come; what raises MemoryError on the way is there the next time."""
-        self._unread = self._unread or self._sock.recv(RECV_BYTES, flags)
+        try:
+            self._unread = self._unread or self._sock.recv(RECV_BYTES, flags)
+        except ConnectionError:  # an engine that is killed leaves unread what was said to it
+            _exit(EXIT_ORPHANED)
         if not self._unread:
             _exit(EXIT_ORPHANED)
         self._reader.take(self._unread)

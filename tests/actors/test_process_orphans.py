@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from novainfer.actors.device.child import SERVER_MODULE
+from novainfer.actors.device.wire import EXIT_ORPHANED
 from tests.actors.helpers import eventually
 from tests.actors.links import appears, is_gone
 
@@ -60,3 +64,21 @@ async def test_it_is_gone_when_its_engine_is(tmp_path: Path, device: str, number
                 os.kill(pid, signal.SIGSTOP)
         engine.send_signal(number)
     await eventually(lambda: all(map(is_gone, pids)))
+
+
+def test_an_engine_that_leaves_something_unread_is_gone_all_the_same() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    our_life, their_life = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    numbers = (theirs.fileno(), their_life.fileno(), os.getpid())
+    with ours, our_life, theirs, their_life:
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-m", SERVER_MODULE, *map(str, numbers)],
+            pass_fds=numbers[:2],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        theirs.close()
+        assert ours.recv(1, socket.MSG_PEEK), "it gives a sign of life, which nobody takes"
+        time.sleep(0.2)  # until it waits for what it is told
+    _, said = server.communicate(timeout=20)
+    assert (server.returncode, said) == (EXIT_ORPHANED, "")
