@@ -87,6 +87,9 @@ async def test_machines_light_up_and_count_and_an_arrow_tells_its_last_times(loo
     ids = {one["id"] for one in await requests(served)}
     assert await times.count() <= 100
     assert set(await times.all_inner_texts()) <= ids
+    before = number(await panel.locator("ul b").inner_text())
+    await one_more(served)
+    await panel.locator("ul b", has_text=re.compile(f"^(?!{before:,.0f}$)")).wait_for()
     await panel.get_by_role("button", name="Close").click()
     await panel.wait_for(state="detached")
     assert await arrow.get_attribute("aria-pressed") == "false"

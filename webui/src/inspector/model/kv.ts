@@ -56,7 +56,7 @@ export interface Grid {
   cell: number; // pixels, its gap included
 }
 
-const CELL_MAX = 18;
+const CELL_MAX = 24;
 const CELL_MIN = 3;
 
 /** The largest cells with which `total` of them fit into `width` and, if it can be, `height` pixels. */
