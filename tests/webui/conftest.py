@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from novainfer.server.page.files import Page as Built
-from tests.webui.rig import AXE, CHROMIUM, TIMEOUT_MS, Served, Watched, serving
+from tests.webui.rig import AXE, CHROMIUM, ONE_SEED, TIMEOUT_MS, Served, Watched, serving
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Page
@@ -74,6 +74,7 @@ async def context(browser: Browser, context_options: dict[str, Any]) -> AsyncIte
     """A profile with nothing in it: several pages of it are several tabs."""
     context = await browser.new_context(ignore_https_errors=True, locale="en-GB", **context_options)
     context.set_default_timeout(TIMEOUT_MS)
+    await context.add_init_script(ONE_SEED)
     yield context
     await context.close()
 

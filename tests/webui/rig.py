@@ -25,6 +25,11 @@ CHROMIUM = shutil.which("chromium")
 START_S = 120.0
 TIMEOUT_MS = 30_000.0
 SHOTS = os.environ.get("NOVAINFER_SCREENSHOTS")  # a folder: pictures for docs/ are written there
+# All answers have one seed: the demo model is sampled, and one time in a hundred the capital of France is another town.
+ONE_SEED = """
+    const draw = crypto.getRandomValues.bind(crypto);
+    crypto.getRandomValues = (into) => (into instanceof Uint32Array ? into.fill(2 * 13) : draw(into));
+"""
 # WCAG's own rules; "minor" ones are matters of taste.
 SERIOUS = ("serious", "critical")
 

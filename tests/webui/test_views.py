@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.webui.rig import Served, Watched, faults_of_access, shoot
+from tests.webui.rig import ONE_SEED, Served, Watched, faults_of_access, shoot
 from tests.webui.talk import STORY, answers, ask, button, ended, field
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ async def _opened(browser: Browser, served: Served, **how: object) -> Page:
     """A tab of another profile, such as a phone's."""
     options = {"ignore_https_errors": True, "locale": "en-GB", **how}
     context = await browser.new_context(**options)  # type: ignore[arg-type]
+    await context.add_init_script(ONE_SEED)
     page = await context.new_page()
     page.watched = Watched(page, served.url)  # type: ignore[attr-defined]
     await page.goto(served.url)
