@@ -13,7 +13,7 @@ from typing import Any
 
 from novainfer.fsm.messages.errors import InvalidParameter
 from novainfer.fsm.parsing.formats import CLOSE_CALL, OPEN_CALL, QWEN3_CODER, Formats
-from novainfer.fsm.parsing.qwen_xml import SAY_NOTHING, STRING, types_of
+from novainfer.fsm.parsing.qwen_xml import SAY_NOTHING, STRING, is_name, types_of
 
 # Between the tokens of arguments: as templates write it, or indented.
 SPACES = r"( |\n[ \t]{0,32})?"
@@ -36,7 +36,10 @@ def grammar_of_calls(
         r"SPACE: /[ \n]{1,4}/",
     ]
     for at, tool in enumerate(tools):
-        rules += make(at, tool["function"], formats)
+        function = tool["function"]
+        if function.get("strict") and (function.get("parameters") or {}).get("type", "object") != "object":
+            raise _cannot_say(f"parameters of the tool {function['name']!r} that are no object")
+        rules += make(at, function, formats)
     if must_call:
         start = "SPACE? call" if has_one_call else "SPACE? call (SPACE? call)*"
     elif OPEN_CALL in formats.marker_ids:
@@ -53,16 +56,23 @@ def _xml_call(at: int, function: Mapping[str, Any], formats: Formats) -> list[st
     """Its parameters in the order of the schema where the tool is `strict`, and else any of them in any order."""
     closed = _marker(CLOSE_CALL, formats)
     schema: Mapping[str, Any] = function.get("parameters") or {}
-    given, required = schema.get("properties") or {}, schema.get("required") or ()
+    given, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(given, Mapping) or not isinstance(required, list):
+        raise _cannot_say(f"properties and required of the tool {function['name']!r}")
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     is_strict, rules, parts = bool(function.get("strict")), list[str](), list[str]()
     for nth, (name, kind) in enumerate(given.items()):
+        if not is_name(name):
+            if is_strict:
+                raise _cannot_say(f"the name of the parameter {name[:64]!r}")
+            continue
         rule = f"parameter_{at}_{nth}"
         parts.append(rule + ("" if is_strict and name in required else "?" if is_strict else ""))
         rules += _xml_parameter(rule, name, kind if is_strict else {}, shared)
-    if not is_strict:
-        parts = [f"({' | '.join(parts)})*"] if parts else [f"any_parameter_{at}*"]
-    if not is_strict and not given:
+    if not is_strict and parts:
+        parts = [f"({' | '.join(parts)})*"]
+    elif not is_strict:
+        parts = [f"any_parameter_{at}*"]
         rules += [
             f'any_parameter_{at}: "<parameter=" PARAMETER_{at} ">\\n" any_value_{at}',
             f"PARAMETER_{at}: /[A-Za-z0-9_.-]{{1,64}}/",
@@ -108,27 +118,29 @@ def _text_of(kind: Mapping[str, Any], name: str) -> str:
     for key, value in kind.items():
         if key in ("enum", "const"):
             texts = value if key == "enum" and isinstance(value, list) else [value]
-            parts.append(_one_of([json.dumps(text) for text in texts if isinstance(text, str)]))
+            each = [json.dumps(text) for text in texts if isinstance(text, str)]
         elif key in ("anyOf", "oneOf", "allOf") and isinstance(value, list) and all(map(_is_text, value)):
-            each = [_text_of(one, name) for one in value]
-            parts += each if key == "allOf" else [_one_of(each)]
+            each = [f"({_text_of(one, name)})" for one in value]
+        else:
+            each = []
+        if each:
+            parts += each if key == "allOf" else [f"({' | '.join(each)})"]
         elif key in ("minLength", "maxLength") and type(value) is int and value >= 0:
             parts.append(rf"/(.|\n){{{f'{value},' if key == 'minLength' else f'0,{value}'}}}/")
         elif key == "pattern" and isinstance(value, str):
             parts.append(_text_with(value))
         elif key not in SAY_NOTHING and key != "type":
-            what = f"{key} of the parameter {name[:64]!r}, in the format in which this model calls"
-            raise InvalidParameter(f"tools cannot be held to: {what}", param="tools")
+            raise _cannot_say(f"{key} of the parameter {name[:64]!r}")
     return " & ".join(parts or [ANY_TEXT])
+
+
+def _cannot_say(what: str) -> InvalidParameter:
+    return InvalidParameter(f"tools cannot be held to: {what}, in the format in which this model calls", param="tools")
 
 
 def _is_text(kind: Any) -> bool:
     """Whether it says itself that it is a string, as far as it is looked into."""
     return isinstance(kind, Mapping) and types_of(kind) == STRING and "allOf" not in kind
-
-
-def _one_of(terminals: Sequence[str]) -> str:
-    return f"({' | '.join(terminals)})"
 
 
 def _text_with(pattern: str) -> str:

@@ -268,6 +268,11 @@ def _refuse(constant: str) -> float:
     raise ValueError(constant)
 
 
+def is_name(text: str) -> bool:
+    """Whether a parameter of this name is read as one."""
+    return _may_be_name(text) and ">" not in text and bool(text) and text == text.strip()
+
+
 def _may_be_name(text: str) -> bool:
     return len(text) <= NAME_CHARS_MAX and "\n" not in text and "<" not in text
 

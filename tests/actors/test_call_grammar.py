@@ -174,6 +174,9 @@ def test_a_text_of_a_strict_tools_xml_call_fits_its_schema(
         {"type": "string", "pattern": 5},
         {"type": "string", "allOf": [{"allOf": []}]},
         {"type": "string", "anyOf": {}},
+        {"type": "string", "oneOf": []},
+        {"type": "string", "enum": [5]},
+        {"type": "string", "enum": 5},
     ],
 )
 def test_what_no_grammar_of_xml_calls_can_say_is_refused(schema: Any) -> None:
@@ -181,6 +184,28 @@ def test_what_no_grammar_of_xml_calls_can_say_is_refused(schema: Any) -> None:
     with pytest.raises(InvalidParameter, match="of the parameter 'value'") as refused:
         grammar_of_calls([tool], Formats(tool_calls=QWEN3_CODER, marker_ids={}), must_call=True)
     assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("format", [HERMES, QWEN3_CODER])
+@pytest.mark.parametrize(
+    "parameters", [{"type": "array"}, {"type": ["object"]}, {"properties": ["a"]}, {"required": 5}]
+)
+def test_parameters_that_no_call_can_have_are_the_clients_fault(tokenizer: Any, format: str, parameters: Any) -> None:
+    tool = {"function": {"name": "set", "strict": True, "parameters": parameters}}
+    with pytest.raises((InvalidParameter, AssertionError)) as refused:  # or what makes grammars of schemas says so
+        taken(tokenizer, xml_call("set"), [tool], format=format)
+    assert format == HERMES or refused.type is InvalidParameter
+
+
+@pytest.mark.parametrize("name", ["", " a", "a>b", "<a", "a\nb", "a" * 257])
+def test_a_parameter_of_a_name_that_no_xml_call_can_have_is_refused_or_left_out(tokenizer: Any, name: str) -> None:
+    function = {"name": "set", "parameters": {"properties": {name: {}, "b c": {}}}}
+    with pytest.raises(InvalidParameter, match="the name of the parameter"):
+        taken(tokenizer, xml_call("set"), [{"function": {**function, "strict": True}}], format=QWEN3_CODER)
+    assert taken(tokenizer, xml_call("set", **{"b c": "1"}), [{"function": function}], format=QWEN3_CODER)
+    assert not taken(tokenizer, xml_call("set", **{name: "1"}), [{"function": function}], format=QWEN3_CODER)
+    function["parameters"] = {"properties": {name: {}}}
+    assert taken(tokenizer, xml_call("set"), [{"function": function}], format=QWEN3_CODER)
 
 
 def test_xml_calls_of_other_tools_have_their_envelope(tokenizer: Any) -> None:
