@@ -19,10 +19,10 @@ WAITING = frozenset({RequestState.WAITING, RequestState.PREEMPTED, RequestState.
 class _Told:
     """What was told of one choice."""
 
-    __slots__ = ("cached", "num_blocks", "num_tokens", "state", "waits_for")
+    __slots__ = ("num_blocks", "num_tokens", "state", "waits_for")
 
     def __init__(self, now: RequestNow) -> None:
-        self.state, self.waits_for, self.cached = now.state, now.waits_for, now.cached_tokens
+        self.state, self.waits_for = now.state, now.waits_for
         self.num_tokens, self.num_blocks = now.output_tokens, now.blocks
 
 
@@ -73,12 +73,9 @@ class RequestChanges:
             known = before.pop(key, None)
             if known is None or known.state != state or is_waiting or request is None:
                 now = self._now(note, choice, first_waiting)
-                if known is None or _differs(known, now):
+                if known is None or (known.state, known.waits_for) != (now.state, now.waits_for):
                     changed.append(now)
                     known = _Told(now)
-            elif known.cached != request.num_cached:
-                changed.append(inspector.now(note, choice))
-                known = _Told(changed[-1])
             else:
                 num_tokens, num_blocks = request.num_generated, len(table_of(request))
                 if known.num_tokens != num_tokens or known.num_blocks != num_blocks:
@@ -108,11 +105,3 @@ class RequestChanges:
 
 def _first_waiting(planner: Planner | None) -> Request | None:
     return planner.waiting[0] if planner is not None and planner.waiting else None
-
-
-def _differs(known: _Told, now: RequestNow) -> bool:
-    return (
-        (known.state, known.waits_for, known.cached) != (now.state, now.waits_for, now.cached_tokens)
-        or known.num_tokens != now.output_tokens
-        or known.num_blocks != now.blocks
-    )

@@ -161,8 +161,7 @@ class Watch:
         began_s = time.thread_time()  # a thread that waits for its CPU takes none of the loop's
         self._tell_all(self._frame())
         spent_s, self._spent_s = time.thread_time() - began_s + self._spent_s, 0.0
-        pause_s = min(max(FRAME_S, spent_s / SHARE), LATEST_S)
-        self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick)
+        self._timer = asyncio.get_running_loop().call_later(pause_s(spent_s), self._tick)
 
     def _tell_all(self, frame: Frame | None) -> None:
         """None: what there is to see is another, and everybody begins anew."""
@@ -389,6 +388,11 @@ class Watcher:
         frame, self._frame = self._frame, None
         assert frame is not None
         return frame
+
+
+def pause_s(spent_s: float) -> float:
+    """Seconds until the next frame, where so many were spent on the last one."""
+    return min(max(FRAME_S, spent_s / SHARE), LATEST_S)
 
 
 # ---- frames ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -423,3 +424,11 @@ async def test_a_slot_is_found_by_the_name_of_a_request_that_runs() -> None:
         with pytest.raises(ValueError, match="does not run"):
             runtime.inspector.slot_of("another")
         valve.open()
+
+
+async def test_a_step_has_its_commit_apart_from_the_plan_behind_it() -> None:
+    async with running() as runtime:
+        await answer(runtime, PROMPT)
+        records = runtime.last_steps(100)
+    assert all(record.commit_us is not None for record in records)
+    assert all(record.commit_us <= later.schedule_us for record, later in itertools.pairwise(records))

@@ -48,6 +48,19 @@ def test_info_says_what_was_loaded(folder: Path) -> None:
     assert set(info.kernels) == {"linear", "attention", "ops", "forward", "sampler"}
 
 
+def test_a_step_says_how_long_it_chose_tokens_and_only_where_it_did(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(folder, max_model_len=128)
+    runner.fit(mode="fixed", num_blocks=8)
+    ticks = iter(range(1000))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    first = StepPlan([0], [8], [8], list(range(8)), [0], [0], [0], [0], admissions=[SeqParams(slot=0)])
+    assert runner.execute(first).sample_s == 1.0
+    chunk = StepPlan([0], [8], [16], list(range(8)), [], [], [], [])
+    assert runner.execute(chunk).sample_s == 0.0
+
+
 def test_auto_capacity_is_what_all_sequences_can_use(folder: Path) -> None:
     runner = load(folder, max_model_len=100)
     assert runner.fit(mode="auto", memory_utilization=0.5) == 4 * 7  # seven blocks of 16 hold 100 tokens
