@@ -140,3 +140,20 @@ def test_who_reads_on_keeps_it():
     first.use()
     store.open("c", "")
     assert (first.is_dropped, second.is_dropped) == (False, True)
+
+
+def test_who_is_asked_for_goes_after_those_who_are_not_and_lives_longer():
+    now_s = 0.0
+    store = ResponseStore(2, MOST_BYTES, TTL_S, lambda: now_s)
+    for name in ("a", "b"):
+        store.open(name, "").end(b"{}", b"[]", [f"{name}-item"])
+    store.find("a", None)
+    store.open("c", "").end(b"{}", b"[]", [])
+    with pytest.raises(ResponseNotFound):
+        store.find("b", None)
+    now_s = TTL_S - 1
+    store.find_maker("a-item", None)
+    now_s = TTL_S + 1
+    store.find("a", None)
+    with pytest.raises(ResponseNotFound):
+        store.find("c", None)

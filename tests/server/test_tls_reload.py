@@ -115,6 +115,20 @@ async def test_sighup_reads_the_certificate_again(serve: Serve, tmp_path: Path) 
             signal.signal(number, before[number])
 
 
+async def test_a_file_of_keys_and_a_certificate_are_both_read_again(
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "novainfer.server")
+    certfile, keyfile = write_self_signed(tmp_path, "127.0.0.1")
+    (tmp_path / "keys.yaml").write_text("keys: []\n")
+    files = {"ssl_certfile": certfile, "ssl_keyfile": keyfile, "keys_file": tmp_path / "keys.yaml"}
+    server = await serve(FakeEngine(), **files)
+    write_self_signed(tmp_path, "127.0.0.1")
+    server.reload()
+    assert await presented(server) == der(certfile)
+    await eventually(lambda: "keys.yaml was read again" in caplog.text)
+
+
 async def test_without_a_certificate_there_is_nothing_to_read(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "novainfer.server")
     server = await serve(FakeEngine())
