@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from tests.webui.rig import TIMEOUT_MS, Served, Watched
+from tests.webui.rig import TIMEOUT_MS, Served, Watched, faults_of_access
 from tests.webui.sight import (
     NUM_REQUESTS,
     figure,
@@ -37,6 +37,8 @@ async def test_a_key_is_asked_for_and_one_that_is_wrong_is_asked_for_again(
     watched.allow("401")
     await page.goto(f"{served.url}/inspector")
     field = page.get_by_role("main").get_by_label("API key")
+    await field.wait_for()
+    assert await faults_of_access(page) == []
     for key, status in (("nobody's", 401), ("alice", 200)):
         await page.get_by_role("alert").get_by_text("key needed").wait_for()
         await field.fill(key)
@@ -116,6 +118,7 @@ async def test_an_oom_is_shown_with_what_was_done_and_whom_it_touched(drilling: 
     touched = incident.get_by_role("button")
     assert set(await touched.all_inner_texts()) == set(of_api["requests"]) <= ids
     assert await touched.count() > 0
+    assert await faults_of_access(drilling) == []
     await touched.first.click()
     await drilling.get_by_role("region", name=of_api["requests"][0]).locator("tbody td").first.wait_for()
 
