@@ -152,6 +152,7 @@ class Runtime:
             self._route,
             gone=self._forgotten,
             died=partial(self._died, "streams"),
+            moved=lambda stream, before, event: self.inspector.rows.took(stream, before, event),
             stall_timeout_s=timeouts.stall_timeout_s,
         )
         self._actors = {

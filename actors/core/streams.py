@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from novainfer.fsm.client.stream import STALL_TIMEOUT_S, Stream, StreamState
-from novainfer.fsm.core.machine import After, Drop, Effect, Observer, Send
+from novainfer.fsm.core.machine import After, Drop, Effect, Send
 from novainfer.fsm.messages.events import End, Finished, Output, Outputs, Read, StallOver, Stop
 from novainfer.fsm.messages.outputs import Delta
 from novainfer.fsm.recording.log import read_code
@@ -25,19 +25,36 @@ if TYPE_CHECKING:
 
 
 READ = Read()
+Moved = Callable[[Stream, StreamState, Any], None]  # hears of a stream that an event took from a state to another
 
 
 class StreamHandle:
     """One stream's reading end; for one reader at a time."""
 
-    __slots__ = ("_forget", "_log", "_perform", "_read_code", "_stream", "_take", "_waiter", "is_over", "prompt_field")
+    __slots__ = (
+        "_forget",
+        "_log",
+        "_moved",
+        "_perform",
+        "_read_code",
+        "_stream",
+        "_take",
+        "_waiter",
+        "is_over",
+        "prompt_field",
+    )
 
     def __init__(
-        self, stream: Stream, perform: Callable[[Stream, Sequence[Effect]], None], forget: Callable[[int], None]
+        self,
+        stream: Stream,
+        perform: Callable[[Stream, Sequence[Effect]], None],
+        forget: Callable[[int], None],
+        moved: Moved,
     ) -> None:
         self._stream = stream
         self._perform = perform
         self._forget = forget
+        self._moved = moved
         self._waiter: asyncio.Future[None] | None = None
         self._take: Callable[[Delta], bool] | None = None  # what reads in the place of the task that waits
         self._log: bytearray | None = None  # the recorder's
@@ -83,6 +100,8 @@ class StreamHandle:
             else:
                 more.append(effect)
         if more:
+            if self._stream.state is StreamState.OPEN:  # all that a read leads to: its reader has caught up
+                self._moved(self._stream, StreamState.STALLED, READ)
             self._perform(self._stream, more)
         if found is not None and type(found) is not Delta:
             self.is_over = True
@@ -160,9 +179,11 @@ class Streams:
         gone: Callable[[Stream], None] = lambda stream: None,
         *,
         died: Callable[[Exception], None] = lambda error: None,
+        moved: Moved = lambda stream, before, event: None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         self._route = route
+        self._moved = moved
         self._died = died  # hears of an exception that no caller would hear of
         self._stall_timeout_s = stall_timeout_s
         self._timers: dict[int, tuple[asyncio.TimerHandle, StallOver]] = {}
@@ -170,7 +191,6 @@ class Streams:
         self.stalls_total = 0
         self._gone = gone  # hears of each stream that is forgotten
         self._streams: dict[int, tuple[Stream, StreamHandle]] = {}
-        self._observer: Observer | None = None
         self._to_push: list[StreamHandle] = []  # that have something new, for a function that reads
         self._recorder: Recorder | None = None
         self._codes: Codes | None = None
@@ -183,8 +203,7 @@ class Streams:
     def add(self, stream_id: int, name: str, num_choices: int) -> StreamHandle:
         """Open a stream; `name` is the request id its deltas carry."""
         stream = Stream(stream_id, name, num_choices, stall_timeout_s=self._stall_timeout_s)
-        stream.observer = self._observer
-        handle = StreamHandle(stream, self._perform, self.forget)
+        handle = StreamHandle(stream, self._perform, self.forget, self._moved)
         if self._recorder is not None:
             self._recorder.adds(stream, not self._streams)
             handle._log = self._recorder.log if self._recorder is not None else None
@@ -215,12 +234,6 @@ class Streams:
             self._took = recorder.recording.took
         for _, handle in self._streams.values():
             handle._log = recorder.log if recorder is not None else None
-
-    def observe(self, observer: Observer | None) -> None:
-        """Let `observer` look at all streams; None: nobody. It hears of each token."""
-        self._observer = observer
-        for stream, _ in self._streams.values():
-            stream.observer = observer
 
     def machines(self) -> dict[int, Stream]:
         """The machines of the streams that are open, by id."""
@@ -254,14 +267,14 @@ class Streams:
     def _take(self, event: Any) -> None:
         if isinstance(event, Stop):
             for stream, handle in list(self._streams.values()):
-                self._perform(stream, stream.handle(event))
+                self._handle(stream, event)
                 handle.wake()
             return
         streams, to_push = self._streams, self._to_push
         if isinstance(event, StallOver):
             if event.stream_id in streams:
                 stream, handle = streams[event.stream_id]
-                self._perform(stream, stream.handle(event))
+                self._handle(stream, event)
                 handle.wake()
             return
         assert isinstance(event, Outputs)
@@ -272,14 +285,23 @@ class Streams:
             if entry is None:  # its reader has left
                 continue
             stream, handle = entry
+            before = stream.state
             if effects := stream.handle(output):
                 self._perform(stream, effects)
+            if stream.state is not before:
+                self._moved(stream, before, output)
             if handle._take is not None:
                 to_push.append(handle)
                 continue
             waiter = handle._waiter
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
+
+    def _handle(self, stream: Stream, event: StallOver | Stop) -> None:
+        before = stream.state
+        self._perform(stream, stream.handle(event))
+        if stream.state is not before:
+            self._moved(stream, before, event)
 
     def _perform(self, stream: Stream, effects: Sequence[Effect]) -> None:
         """What concerns others than the reader. Only a stream that stalls, or did, has such effects."""

@@ -107,10 +107,6 @@ class Inspector(Observer):
     def took(self, machine: Machine, before: StrEnum, event: Any) -> None:
         """As `Observer.took`."""
         kind = type(machine)
-        if kind is Stream:  # of which each takes every token, while it is observed
-            if machine.state is not before:
-                self.rows.took(machine, before, event)
-            return
         self.rows.took(machine, before, event)
         if kind is Request:
             if machine.state is not before:

@@ -220,27 +220,39 @@ async def test_rates_are_of_now_and_percentiles_of_what_clients_met() -> None:
         assert take(watcher) is not None
 
 
-async def test_nobody_who_watches_costs_nothing_and_the_end_of_an_engine_is_the_end_of_watching() -> None:
+async def test_the_end_of_an_engine_is_the_end_of_watching_and_nothing_is_left_of_who_has_left() -> None:
     async with running() as runtime:
-        handle = ask(runtime, PROMPT, params(2))
-        stream = runtime._streams.find(handle.stream_id)
-        assert stream is not None
-        assert stream.observer is None
-        watcher = runtime.watch.subscribe(None)
-        assert stream.observer is runtime.inspector
-        watcher.close()
-        assert stream.observer is None
+        runtime.watch.subscribe(None).close()
         assert runtime.watch._timer is None
+        assert not runtime.watch.is_watched
         watcher = runtime.watch.subscribe(None)
-        await read_all(handle)
+        await answer(runtime, PROMPT)
     seen = [one async for one in watcher]
     assert isinstance(seen[0], Snapshot)
     late = runtime.watch.subscribe(None)
     assert [type(one) async for one in late] == [Snapshot]
 
 
-def test_a_pause_is_two_hundred_times_as_long_as_what_frames_took_and_within_its_bounds() -> None:
-    assert [watch.pause_s(spent_s) for spent_s in (0.0, 0.0001, 0.001, 0.1)] == [FRAME_S, FRAME_S, 0.2, LATEST_S]
+async def test_streams_are_counted_where_they_come_into_another_state_whether_anybody_watches_or_not() -> None:
+    async with running() as runtime:
+        await answer(runtime, PROMPT)
+        slow = ask(runtime, PROMPT, params(1800))
+        await eventually(lambda: slow.state == "STALLED")
+        while slow.state == "STALLED":
+            slow.read_nowait()
+        await eventually(lambda: slow.state == "STALLED" or slow.is_over)
+        await read_all(slow)
+        open_, closed, stalled = "OPEN", "CLOSED", "STALLED"
+        found = counted(runtime, "Stream")
+        assert found[open_, "Output", stalled] == found[stalled, "Read", open_] >= 1
+        assert found[open_, "Output", closed] == 2
+        left = ask(runtime, PROMPT, params(1800))
+        await eventually(lambda: left.has_deltas)
+    assert counted(runtime, "Stream")[open_, "Stop", closed] == 1
+
+
+def test_a_pause_is_a_hundred_and_twenty_five_times_as_long_as_what_frames_took_and_within_its_bounds() -> None:
+    assert [watch.pause_s(spent_s) for spent_s in (0.0, 0.0001, 0.001, 0.1)] == [FRAME_S, FRAME_S, 0.125, LATEST_S]
 
 
 async def test_frames_come_by_themselves_and_what_a_watcher_has_spent_counts() -> None:
