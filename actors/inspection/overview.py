@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Any
 
 from novainfer.actors.core.mailbox import Actor
@@ -69,15 +70,17 @@ class Overview:
     def now(self, *, restarts: int, rung: str | None) -> list[ActorNow]:
         """As the page is told of them: `restarts` of the worker, and the scheduler's `rung`."""
         now, found = time.time(), []
+        states: dict[str, StrEnum] = {TOKENIZER: self._threads.sighting().state}
+        states |= {name: state for name, state, _ in self._grammars.threads()}
+        states |= {shown_name(name): actor.machine.state for name, actor in self._actors.items() if actor.machine}
         for record in self.actors():
             actor = self._actors.get(WORKER if record.name == shown_name(WORKER) else record.name)
-            machine = actor.machine if actor is not None else None
             found.append(
                 ActorNow(
                     name=record.name,
                     state=record.state,
                     since=round(now - record.dwell_s, 2),
-                    deadline_s=self._watchdog.limit_s(machine.state) if machine is not None else None,
+                    deadline_s=self._watchdog.limit_s(states[record.name]) if record.name in states else None,
                     mailbox_depth=record.mailbox_depth,
                     mailbox_max=actor.statistics().mailbox_max if actor is not None else None,
                     handled_total=record.handled_total,

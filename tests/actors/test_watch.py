@@ -20,6 +20,7 @@ from novainfer.actors.inspection.watch import FRAME_S, LATEST_S, Watcher
 from novainfer.actors.runtime import Runtime
 from novainfer.fsm.device.roster import Roster
 from novainfer.fsm.device.worker import RestartPolicy
+from novainfer.fsm.health import ENCODE_LIMIT_S
 from novainfer.fsm.machines import MACHINES
 from novainfer.fsm.messages.events import Cause, Fault, Incident, Output
 from tests.actors.devices import spec
@@ -413,3 +414,17 @@ async def test_machines_that_are_gone_are_in_no_state_and_a_lost_worker_is_count
             catch_up(runtime, mirror, watcher)
             assert mirror.machines["Process"][0] == {}
             roster.worker = held
+
+
+async def test_an_actor_has_its_states_deadline_and_so_has_a_thread() -> None:
+    async with running() as runtime:
+
+        def deadlines() -> dict[str, tuple[str, float | None]]:
+            return {now.name: (now.state, now.deadline_s) for now in runtime.overview.now(restarts=0, rung=None)}
+
+        assert deadlines()["tokenizer"] == ("IDLE", None)
+        runtime.inject("freeze_actor", actor="tokenizer")
+        handle = ask(runtime, "some text")
+        await eventually(lambda: deadlines()["tokenizer"] == ("ENCODING", ENCODE_LIMIT_S))
+        runtime.inject("thaw_actor", actor="tokenizer")
+        await read_all(handle)
