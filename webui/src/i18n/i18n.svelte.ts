@@ -1,4 +1,5 @@
 /** The language of the page: the browser's where the page speaks it, else English; a choice is kept in this browser. */
+import { keep, kept } from "../ui/kept";
 import { en, type Messages } from "./en";
 import { zh } from "./zh";
 
@@ -18,7 +19,7 @@ export function preferred(wanted: readonly string[]): Language {
 }
 
 function stored(): Language {
-  const value = localStorage.getItem(KEY);
+  const value = kept(KEY);
   return isLanguage(value) ? value : preferred(navigator.languages);
 }
 
@@ -40,7 +41,7 @@ class I18n {
 
   choose(language: Language): void {
     this.#language = language;
-    localStorage.setItem(KEY, language);
+    keep(KEY, language);
     this.#show();
   }
 

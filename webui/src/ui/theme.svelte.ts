@@ -1,11 +1,13 @@
 /** Light, dark, or as the system has it: chosen once for chat and inspector, and kept in this browser. */
+import { keep, kept } from "./kept";
+
 export const THEMES = ["system", "light", "dark"] as const;
 export type Theme = (typeof THEMES)[number];
 
 const KEY = "novainfer.theme";
 
 function stored(): Theme {
-  const value = localStorage.getItem(KEY);
+  const value = kept(KEY);
   return THEMES.find((theme) => theme === value) ?? "system";
 }
 
@@ -22,7 +24,7 @@ class ThemeChoice {
 
   set(theme: Theme): void {
     this.#now = theme;
-    localStorage.setItem(KEY, theme);
+    keep(KEY, theme);
     this.#show();
   }
 

@@ -1,4 +1,5 @@
-/** The API key: kept for this tab, or beyond it where its owner wants that. */
+/** The API key: kept for this tab, or beyond it where its owner wants that; where the browser keeps nothing, by this page alone. */
+import { keep, kept } from "../../ui/kept";
 
 const NAME = "novainfer.key";
 
@@ -12,8 +13,8 @@ export class Keys {
   #isRemembered: boolean;
 
   constructor() {
-    const remembered = tried(() => localStorage.getItem(NAME));
-    this.#key = remembered ?? tried(() => sessionStorage.getItem(NAME));
+    const remembered = kept(NAME);
+    this.#key = remembered ?? kept(NAME, true);
     this.#isRemembered = remembered !== null;
   }
 
@@ -28,26 +29,13 @@ export class Keys {
   give(key: string, isRemembered: boolean): void {
     this.forget();
     this.#key = key;
-    const isKept = tried(() => {
-      (isRemembered ? localStorage : sessionStorage).setItem(NAME, key);
-      return true;
-    });
-    this.#isRemembered = isRemembered && isKept === true;
+    this.#isRemembered = keep(NAME, key, !isRemembered) && isRemembered;
   }
 
   forget(): void {
     this.#key = null;
     this.#isRemembered = false;
-    tried(() => localStorage.removeItem(NAME));
-    tried(() => sessionStorage.removeItem(NAME));
-  }
-}
-
-/** Browsers that are told to keep nothing throw; the key is held by this page then, and no longer. */
-function tried<T>(what: () => T): T | null {
-  try {
-    return what();
-  } catch {
-    return null;
+    keep(NAME, null);
+    keep(NAME, null, true);
   }
 }

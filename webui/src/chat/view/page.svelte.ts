@@ -1,5 +1,6 @@
 /** What is open on the page and where the reader is; nothing of it is kept with the conversations. */
 import { MediaQuery } from "svelte/reactivity";
+import { keep, kept } from "../../ui/kept";
 import type { Id } from "../model/types";
 
 /** Below this width the sidebar lies over the conversation, below the second the settings do. */
@@ -10,7 +11,7 @@ const SIDEBAR_KEY = "novainfer.sidebar";
 export class Page {
   readonly narrow = new MediaQuery(NARROW);
   readonly medium = new MediaQuery(MEDIUM);
-  #isSidebarWanted = $state(localStorage.getItem(SIDEBAR_KEY) !== "hidden");
+  #isSidebarWanted = $state(kept(SIDEBAR_KEY) !== "hidden");
   #isDrawerOpen = $state(false);
   isSettingsOpen = $state(false);
   isKeysOpen = $state(false);
@@ -32,7 +33,7 @@ export class Page {
       return;
     }
     this.#isSidebarWanted = isOpen;
-    localStorage.setItem(SIDEBAR_KEY, isOpen ? "shown" : "hidden");
+    keep(SIDEBAR_KEY, isOpen ? "shown" : "hidden");
   }
 
   /** What lies over the conversation and keeps its controls from being reached. */
