@@ -40,6 +40,21 @@ LATE_STORAGE = """
 """
 
 
+# A disk that is full while `isFull` says so, and a browser that was told to keep nothing of any page.
+FULL_DISK = """
+    const put = IDBObjectStore.prototype.put;
+    IDBObjectStore.prototype.put = function (...given) {
+        if (window.isFull) throw new DOMException("no room", "QuotaExceededError");
+        return put.apply(this, given);
+    };
+"""
+NOTHING_KEPT = """
+    for (const name of ["localStorage", "sessionStorage", "indexedDB"])
+        Object.defineProperty(window, name, { get() { throw new DOMException("refused", "SecurityError"); } });
+"""
+UNKEPT = "This browser keeps nothing for this page"
+
+
 async def test_an_answer_comes_with_its_figures_and_the_next_one_finds_its_prompt_in_the_cache(
     served: Served, page: Page
 ) -> None:
@@ -67,6 +82,42 @@ async def test_what_is_asked_before_the_browser_has_opened_its_storage_is_answer
     assert "Paris" in await ended(page)
     await page.reload()
     assert "Paris" in await ended(page)
+
+
+async def test_what_there_was_no_room_for_is_exported_and_is_kept_when_there_is_some(
+    served: Served, page: Page, tmp_path: Path
+) -> None:
+    await page.add_init_script(FULL_DISK)
+    await page.goto(served.url)
+    await field(page).wait_for()
+    await page.evaluate("window.isFull = true")
+    await ask(page, "What is the capital of France?")
+    assert "Paris" in await ended(page)
+    await page.get_by_text(UNKEPT).wait_for()
+    await button(page, "Import and export").click()
+    async with page.expect_download() as download:
+        await page.get_by_role("menuitem", name="Export all conversations").click()
+    await (await download.value).save_as(file := tmp_path / "chats.json")
+    exported = json.loads(file.read_text(encoding="utf-8"))
+    assert [len(one["messages"]) for one in exported["conversations"]] == [2]
+    await page.evaluate("window.isFull = false")
+    await page.get_by_text(UNKEPT).wait_for(state="detached")
+    await page.reload()
+    assert "Paris" in await ended(page)
+    assert await page.get_by_role("article", name="You").inner_text() == "What is the capital of France?"
+
+
+async def test_a_browser_that_keeps_nothing_is_told_and_answers(served: Served, page: Page) -> None:
+    await page.add_init_script(NOTHING_KEPT)
+    await page.goto(served.url)
+    await ask(page, "What is the capital of France?")
+    assert "Paris" in await ended(page)
+    await page.get_by_text(UNKEPT).wait_for()
+    await page.set_viewport_size({"width": 390, "height": 800})
+    await page.reload()
+    await page.get_by_text(UNKEPT).wait_for()
+    await page.goto(f"{served.url}/inspector")
+    await page.get_by_text("live", exact=True).wait_for()
 
 
 async def test_stop_ends_the_answer_on_the_server_and_continue_goes_on_behind_its_last_word(

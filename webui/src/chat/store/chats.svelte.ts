@@ -465,12 +465,10 @@ export class Chats {
   async #search(query: string): Promise<void> {
     const wanted = query.trim();
     await this.#writer.flush();
-    let found: Set<Id>;
-    if (this.#database !== null) found = await this.#database.having(wanted);
-    else {
-      const all = [...this.#messages.values()];
-      const having = all.filter(({ content }) => content.toLowerCase().includes(wanted.toLowerCase()));
-      found = new Set(having.map(({ conversation }) => conversation));
+    const found = (await this.#database?.having(wanted)) ?? new Set<Id>();
+    // What could not be written is only here.
+    for (const { conversation, content } of this.#messages.values()) {
+      if (content.toLowerCase().includes(wanted.toLowerCase())) found.add(conversation);
     }
     if (this.#query === query) this.#inTexts = found;
   }
@@ -562,18 +560,21 @@ export class Chats {
   }
 
   async #messagesIn(id: Id): Promise<Message[]> {
-    if (this.#database !== null) return this.#database.messagesIn(id);
-    return [...this.#messages.values()].filter(({ conversation }) => conversation === id);
+    const kept = (await this.#database?.messagesIn(id)) ?? [];
+    const known = [...this.#messages.values()].filter(({ conversation }) => conversation === id);
+    // What is known here is the newer: it may be of what could not be written.
+    return [...new Map([...kept, ...known].map((message) => [message.id, message])).values()];
   }
 
-  async #write(changes: Changes): Promise<void> {
-    if (this.#database === null) return;
+  /** Whether it is written; what is not stays with the writer, and `unkept` says so until some of it is. */
+  async #write(changes: Changes): Promise<boolean> {
+    if (this.#database === null) return this.isReady; // before it is open all waits; where there is none, nothing does
     try {
       await this.#database.write(changes);
       this.unkept = null;
     } catch (error) {
       this.unkept = messageOf(error);
-      return;
+      return false;
     }
     this.#neighbours?.tell({
       type: "changed",
@@ -581,6 +582,7 @@ export class Chats {
       messages: changes.messages.map(({ id }) => id),
       removed: changes.removed,
     });
+    return true;
   }
 
   // ---- other tabs ----------------------------------------------------------------------------------------------
