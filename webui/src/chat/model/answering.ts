@@ -6,11 +6,14 @@ import { begun, statusOf, stateOf, step, takenUp, type Effect, type Event, type 
 import { isLeaving, retryOf, troubleInStream, troubleOf } from "./trouble";
 import type { Message, Status } from "./types";
 
-/** Is told of the message as it is now, at most every `TELL_MS`, and of each change of its status; `null`: it is over. */
+/** Is told of the message as it is now, some times a second, and of each change of its status; `null`: it is over. */
 export type Tell = (message: Message, status: Status | null) => void;
 
 // What is drawn more often than this is drawn in vain: tokens come up to 300 times a second.
 const TELL_MS = 40;
+const TELL_MS_MAX = 1000;
+// Of the time, what drawing may take: a table of a thousand rows takes longer each time, and its reader wants to scroll and to stop.
+const DRAWING_SHARE = 1 / 4;
 // The longest that timers can wait for, some 24 days.
 const TIMER_MS_MAX = 2 ** 31 - 1;
 
@@ -20,6 +23,7 @@ export class Answering {
   #connection = new AbortController(); // of the last request; what comes from others is not listened to
   #waiting: ReturnType<typeof setTimeout> | undefined;
   #telling: ReturnType<typeof setTimeout> | undefined;
+  #pause_ms = TELL_MS;
   readonly #client: Client;
   readonly #body: ChatRequest | null;
   readonly #tell: Tell;
@@ -160,12 +164,18 @@ export class Answering {
   }
 
   #tellSoon(): void {
-    this.#telling ??= setTimeout(() => this.#tellNow(), TELL_MS);
+    this.#telling ??= setTimeout(() => this.#tellNow(), this.#pause_ms);
   }
 
   #tellNow(): void {
     clearTimeout(this.#telling);
     this.#telling = undefined;
+    const began = performance.now();
     this.#tell(this.#message, statusOf(this.#machine));
+    // What is drawn of it is drawn before the next task.
+    setTimeout(() => {
+      const pause_ms = (performance.now() - began) / DRAWING_SHARE;
+      this.#pause_ms = Math.min(Math.max(TELL_MS, pause_ms), TELL_MS_MAX);
+    });
   }
 }
