@@ -147,7 +147,7 @@ class KvPicture:
         begin = self._looked_at
         end = min(begin + (LOOKED_AT_MAX if is_right else LOOKED_AT_MORE), self.total)
         self._look(range(begin, end))
-        self._looked_at = end % self.total
+        self._looked_at = end if end < self.total else 0  # of no blocks, too: a worker that starts has none yet
 
     # ---- what is told --------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ same states and counts; of steps, evictions and incidents, which only grow, the 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -43,6 +44,8 @@ from novainfer.fsm.machines import MACHINES
 from novainfer.fsm.messages.events import Output
 from novainfer.fsm.schedule.planner import Planner
 from novainfer.fsm.schedule.request import Request
+
+logger = logging.getLogger(__name__)
 
 FRAME_S = 0.05
 SHARE = 0.008  # of the loop's time
@@ -110,9 +113,14 @@ class Watch:
         if is_first:
             self._start()
         watcher = Watcher(self, owner)
-        self._tell_all(self._frame())
+        try:
+            self._tell_all(self._frame())
+            watcher.show(self.snapshot())
+        except BaseException:
+            if is_first:
+                self._stop()
+            raise
         self._watchers.append(watcher)
-        watcher.show(self.snapshot())
         if self._is_closed:
             watcher.end()
         return watcher
@@ -156,7 +164,13 @@ class Watch:
 
     def _tick(self) -> None:
         began_s = time.thread_time()  # a thread that waits for its CPU takes none of the loop's
-        self._tell_all(self._frame())
+        try:
+            self._tell_all(self._frame())
+        except Exception:
+            # To be told nothing for ever would look like an engine that stands still: they come again, and begin anew.
+            logger.exception("a frame could not be made: those who watch are let go")
+            for watcher in tuple(self._watchers):
+                watcher.end()
         spent_s, self._spent_s = time.thread_time() - began_s + self._spent_s, 0.0
         self._timer = asyncio.get_running_loop().call_later(pause_s(spent_s), self._tick)
 

@@ -24,7 +24,7 @@ from novainfer.fsm.health import ENCODE_LIMIT_S
 from novainfer.fsm.machines import MACHINES
 from novainfer.fsm.messages.events import Cause, Fault, Incident, Output
 from tests.actors.devices import spec
-from tests.actors.helpers import LIMITS, Valve, answer, ask, eventually, params, read_all, running
+from tests.actors.helpers import LIMITS, Valve, answer, ask, eventually, make_runtime, params, read_all, running
 from tests.actors.mirror import Mirror, known
 
 PROMPT = [65, 66, 67, 68, 69]
@@ -232,6 +232,34 @@ async def test_the_end_of_an_engine_is_the_end_of_watching_and_nothing_is_left_o
     assert isinstance(seen[0], Snapshot)
     late = runtime.watch.subscribe(None)
     assert [type(one) async for one in late] == [Snapshot]
+
+
+async def test_one_that_begins_before_there_are_blocks_is_told_of_them_when_there_are() -> None:
+    runtime = make_runtime(FakeDevice(num_blocks=24), limits=small())
+    with runtime.watch.subscribe(None) as watcher:
+        mirror = Mirror()
+        catch_up(runtime, mirror, watcher)
+        await asyncio.sleep(2 * FRAME_S)  # frames are made by themselves
+        await runtime.start()
+        catch_up(runtime, mirror, watcher)
+        assert mirror.known() == fresh(runtime)
+        assert len(mirror.known()["owner"]) == 24
+    await runtime.aclose()
+
+
+async def test_where_no_frame_can_be_made_those_who_watch_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as runtime:
+        watcher = runtime.watch.subscribe(None)
+        monkeypatch.setattr(runtime.watch, "_frame", lambda: 1 / 0)
+        async with asyncio.timeout(20 * FRAME_S):
+            assert [type(one) async for one in watcher] == [Snapshot]
+        watcher.close()
+        with pytest.raises(ZeroDivisionError):
+            runtime.watch.subscribe(None)
+        assert runtime.watch._timer is None
+        monkeypatch.undo()
+        with runtime.watch.subscribe(None) as another:
+            assert isinstance(take(another), Snapshot)
 
 
 async def test_streams_are_counted_where_they_come_into_another_state_whether_anybody_watches_or_not() -> None:
