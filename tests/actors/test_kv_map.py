@@ -137,3 +137,10 @@ def test_a_cache_of_another_size_is_another_one() -> None:
     assert picture.is_of(bench.scheduler.planner.cache)
     bench.scheduler.planner.cache.refit(12, 0)
     assert not picture.is_of(bench.scheduler.planner.cache)
+
+
+def test_a_cache_without_blocks_as_while_a_worker_starts_is_a_map_of_none() -> None:
+    account = Account(Bench(num_blocks=0))
+    assert account.update() is None
+    account.check()
+    assert account.picture.map(4).total == 0
