@@ -19,7 +19,12 @@ describe("the stream of the feed", () => {
       return next ? Promise.resolve(next()) : Promise.reject(new TypeError("no connection"));
     });
     const handlers = { message: (data: string) => messages.push(data), link: (now: Link) => links.push(now) };
-    stream = new FeedStream("/v1/inspector", () => ({ authorization: "Bearer k" }), handlers, get as typeof fetch);
+    stream = new FeedStream(
+      () => "/v1/inspector",
+      () => ({ authorization: "Bearer k" }),
+      handlers,
+      get as typeof fetch,
+    );
   });
   afterEach(() => {
     stream.close();

@@ -341,7 +341,12 @@ export class Chats {
   giveKey(key: string, isRemembered: boolean): void {
     this.#keys.give(key.trim(), isRemembered);
     this.key = this.#keys.state;
-    void this.refreshModels();
+    void this.#askAgain();
+  }
+
+  /** What failed without a key: of several models the answer's has to be known first. */
+  async #askAgain(): Promise<void> {
+    await this.refreshModels();
     const leaf = this.open?.leaf ?? null;
     if (leaf !== null && this.#messages.get(leaf)?.answer?.trouble?.kind === "key") this.retry(leaf);
   }

@@ -5,6 +5,7 @@
 import type { Frame, Snapshot } from "../wire";
 import { apply, begin, SLICES, type Slice, type State } from "../model/state";
 import { Ring } from "../model/ring";
+import { models } from "./models.svelte";
 import { address, headers } from "./server.svelte";
 import { FeedStream, type Link } from "./stream";
 
@@ -28,12 +29,13 @@ export class Live {
     incidents: 0,
   });
 
-  private readonly stream = new FeedStream(address("v1/inspector"), headers, {
+  private readonly stream = new FeedStream(() => address(models.of("v1/inspector")), headers, {
     message: (data) => this.take(JSON.parse(data) as Snapshot | Frame),
     link: (now, retryAt) => ([this.link, this.retryAt] = [now, retryAt]),
   });
   private pending: (Snapshot | Frame)[] = [];
   private picture = 0;
+  private isOver = false;
   private readonly spacings = new Ring<number>(8); // of the last frames, in seconds
   private told_ms = 0; // when the newest frame came, on the page's own clock
 
@@ -53,12 +55,13 @@ export class Live {
     const seen = () => {
       clearTimeout(hidden);
       if (document.hidden) hidden = setTimeout(() => this.stream.close(), HIDDEN_MS);
-      else if (this.link === "closed") this.stream.open();
+      else if (this.link === "closed") this.reopen();
     };
     const timer = setInterval(() => this.link === "live" && this.beat++, 250);
     document.addEventListener("visibilitychange", seen);
-    this.stream.open();
+    this.reopen();
     return () => {
+      this.isOver = true;
       clearTimeout(hidden);
       clearInterval(timer);
       document.removeEventListener("visibilitychange", seen);
@@ -67,7 +70,17 @@ export class Live {
     };
   }
 
+  /** Begin anew, as with another key. */
   reopen(): void {
+    void models.look().then(() => this.isOver || this.stream.open());
+  }
+
+  /** Watch another model, of which nothing is known yet. */
+  choose(model: string): void {
+    models.choose(model);
+    this.stream.close();
+    this.pending = [];
+    this.state = null;
     this.stream.open();
   }
 

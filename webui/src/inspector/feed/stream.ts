@@ -23,7 +23,7 @@ export class FeedStream {
   private wait_ms = FIRST_WAIT_MS;
 
   constructor(
-    private readonly url: string,
+    private readonly url: () => string,
     private readonly headers: () => Record<string, string>,
     private readonly handlers: Handlers,
     private readonly get: typeof fetch = (...asked) => fetch(...asked),
@@ -50,7 +50,7 @@ export class FeedStream {
   private async read(abort: AbortController): Promise<void> {
     let least_ms = 0;
     try {
-      const reply = await this.get(this.url, { headers: this.headers(), signal: abort.signal, cache: "no-store" });
+      const reply = await this.get(this.url(), { headers: this.headers(), signal: abort.signal, cache: "no-store" });
       if (reply.status === 401 || reply.status === 403) return this.end(abort, "refused");
       if (reply.status === 404) return this.end(abort, "absent");
       least_ms = 1000 * Number(reply.headers.get("retry-after") ?? 0) || 0;

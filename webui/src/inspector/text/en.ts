@@ -30,6 +30,7 @@ export const en = {
   keyHelp: "It is kept for this tab, unless the chat remembers it, and sent to this server only.",
   useKey: "Use",
   close: "Close",
+  model: "Model",
   language: "Language",
   theme: "Colours",
   themes: { system: "As the system", light: "Light", dark: "Dark" },

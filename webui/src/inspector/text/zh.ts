@@ -32,6 +32,7 @@ export const zh: Text = {
   keyHelp: "只在此标签页中保留（除非聊天页面已记住），只发送给此服务器。",
   useKey: "使用",
   close: "关闭",
+  model: "模型",
   language: "语言",
   theme: "颜色",
   themes: { system: "跟随系统", light: "浅色", dark: "深色" },
