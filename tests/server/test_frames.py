@@ -102,6 +102,33 @@ async def test_the_feed_ends_with_the_engine_and_there_are_not_too_many(
         assert all([one["type"] == "frame" async for one in feed])
 
 
+async def test_a_feed_of_which_nothing_is_told_shows_that_it_lives_and_goes_on(held: Held, serve: Serve) -> None:
+    await held.serve(serve, sse_keep_alive_interval_s=0.01)
+    async with asyncio.timeout(TIMEOUT_S), held.client.stream("GET", FEED) as response:
+        lines = response.aiter_lines()
+        async for line in lines:
+            if line.startswith(":"):
+                break
+        asking = asyncio.create_task(held.ask("one"))
+        async for line in lines:
+            if line.startswith("data: ") and "cmpl-one" in line:
+                break
+        await asking
+
+
+async def test_who_leaves_makes_room_for_another(held: Held, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("novainfer.server.operate.frames.LISTENERS_MAX", 1)
+    await held.serve(serve)
+    for _ in range(3):
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:  # that a client has gone is known a moment later
+                async with held.client.stream("GET", FEED) as response:
+                    if response.status_code == 200:
+                        assert (await anext(response.aiter_lines())).startswith("data: ")
+                        break
+                await asyncio.sleep(0.01)
+
+
 async def test_the_last_times_of_a_row_are_found_by_it_and_what_is_no_row_is_refused_by_its_name(
     held: Held, serve: Serve
 ) -> None:
