@@ -293,7 +293,9 @@ class ModelDevice:
         """One step; the allocators' out-of-memory errors become MemoryError."""
         with _memory_errors():
             flight = self._model.launch(plan)
-            return flight.done() if flight.is_through else _ModelFlight(flight)
+            if not flight.is_through:
+                return _ModelFlight(flight)
+            return msgspec.structs.replace(flight.done(), sample_s=self._model.sample_s)
 
     def give(self, masks: StepMasks) -> None:
         """What is given before the model is there, or when it goes, is for no step."""

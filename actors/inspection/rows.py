@@ -5,14 +5,13 @@ To count is a lookup in a table of a few hundred rows; times are kept only once 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
 from novainfer.actors.inspection.frames import RowCount, Taken
 from novainfer.fsm.core.machine import Machine
-from novainfer.fsm.machines import MACHINES
 
 TAKEN_MAX = 100  # times of one row
 
@@ -25,13 +24,13 @@ class Rows:
     def __init__(self, clock: Callable[[], float], who: Callable[[Machine], tuple[str, str]]) -> None:
         self._clock = clock
         self._who = who
-        self._counts: dict[type[Machine], dict[Row, int]] = {kind: {} for kind in MACHINES}
-        self._last: dict[type[Machine], dict[Row, deque[tuple[float, str, str]]]] | None = None
+        self._counts: defaultdict[type[Machine], dict[Row, int]] = defaultdict(dict)
+        self._last: defaultdict[type[Machine], dict[Row, deque[tuple[float, str, str]]]] | None = None
 
     def look(self) -> None:
         """Keep the last times of each row from now on."""
         if self._last is None:
-            self._last = {kind: {} for kind in MACHINES}
+            self._last = defaultdict(dict)
 
     def took(self, machine: Machine, before: StrEnum, event: Any) -> None:
         """As `Observer.took`."""
@@ -51,7 +50,9 @@ class Rows:
 
     def last(self, kind: type[Machine], state: str, event: str, to: str, owner: str | None) -> list[Taken]:
         """The last times of one row, the newest last; of others than `owner` it is not told who they were."""
-        for (before, of_event, after), times in (self._last or {}).get(kind, {}).items():
+        if self._last is None:
+            return []
+        for (before, of_event, after), times in self._last[kind].items():
             if (str(before), of_event.__name__, str(after)) == (state, event, to):
                 return [
                     Taken(time, state, event, to, of if owner is None or whose == owner else "")

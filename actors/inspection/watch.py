@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
@@ -40,7 +40,6 @@ from novainfer.actors.inspection.rows import Row, row_counts
 from novainfer.actors.inspection.steps import StepLog
 from novainfer.fsm.client.stream import Stream
 from novainfer.fsm.core.machine import Machine
-from novainfer.fsm.machines import MACHINES
 from novainfer.fsm.messages.events import Output
 from novainfer.fsm.schedule.planner import Planner
 from novainfer.fsm.schedule.request import Request
@@ -96,7 +95,7 @@ class Watch:
     def _begin(self) -> None:
         """Nothing is told yet."""
         self._requests = RequestChanges(self._of.inspector)
-        self._rows: dict[type[Machine], dict[Row, int]] = {kind: {} for kind in MACHINES}
+        self._rows: defaultdict[type[Machine], dict[Row, int]] = defaultdict(dict)
         self._states: dict[type[Machine], dict[str, int]] = {}
         self._actors: dict[str, ActorNow] = {}
         self._rates = Rates(tokens_s=0.0, running=0, waiting=0, ttft_ms=None, inter_token_ms=None)

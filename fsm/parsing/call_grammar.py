@@ -37,8 +37,10 @@ def grammar_of_calls(
     ]
     for at, tool in enumerate(tools):
         function = tool["function"]
-        if function.get("strict") and (function.get("parameters") or {}).get("type", "object") != "object":
-            raise _cannot_say(f"parameters of the tool {function['name']!r} that are no object")
+        kind = (function.get("parameters") or {}).get("type", "object")
+        if function.get("strict") and kind != "object":
+            what = f"parameters of the tool {function['name']!r} that are no object but {str(kind)[:64]!r}"
+            raise _cannot_say(what)
         rules += make(at, function, formats)
     if must_call:
         start = "SPACE? call" if has_one_call else "SPACE? call (SPACE? call)*"

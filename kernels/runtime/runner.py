@@ -97,7 +97,7 @@ class ModelRunner:
         self._is_ahead = kernels.device.type != "cpu"  # it is told of steps, and computes them beside the host
         self._proposer = proposer
         self._draft_failures = 0  # since the draft model did well
-        self._sample_s = 0.0  # that the step has taken to choose tokens; on CUDA, to tell the device to
+        self.sample_s = 0.0  # that the last step has taken to choose tokens; 0 where the host does not wait for that
 
     @classmethod
     def load(
@@ -358,7 +358,7 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan) -> Flight:
         self._masks.begin(plan)
-        self._sample_s = 0.0
+        self.sample_s = 0.0
         step = self._lay_out(plan)
         hidden = None if step is None else self._decoder.forward(step)
         at = sampled_positions(plan)
@@ -372,7 +372,7 @@ class ModelRunner:
             return Flight(partial(_outcome, plan, at, draw, late, pooled), _recorded(self._kernels.device))
         if self._is_ahead:
             self._wait()
-        done = _outcome(plan, at, draw, late, pooled, sample_s=0.0 if self._is_ahead else self._sample_s)
+        done = _outcome(plan, at, draw, late, pooled)
         if plan.score_rows and hidden is not None:
             done = msgspec.structs.replace(done, scores=self._score(hidden[len(at.slots) : num_known], plan))
         if draw is not None:
@@ -448,7 +448,8 @@ class ModelRunner:
             logits = self._decoder.head(hidden[rows]) if rows.start else first
             began_s = time.perf_counter()
             draws.append(self._sampler.draw(logits, part))
-            self._sample_s += time.perf_counter() - began_s
+            if not self._is_ahead:
+                self.sample_s += time.perf_counter() - began_s
         return joined(draws), late
 
     def _score(self, hidden: Tensor, plan: StepPlan) -> list[Logprobs]:
@@ -468,15 +469,7 @@ class ModelRunner:
         del self._decoder, self._modes, self._sampler, self._buffers, self._kernels
 
 
-def _outcome(
-    plan: StepPlan,
-    at: Positions,
-    draw: Draw | None,
-    late: Sequence[int],
-    pooled: Pooled | None,
-    *,
-    sample_s: float = 0.0,
-) -> StepDone:
+def _outcome(plan: StepPlan, at: Positions, draw: Draw | None, late: Sequence[int], pooled: Pooled | None) -> StepDone:
     """What a step that has ended gives, but for what a draft model makes of it."""
     if draw is None:
         return StepDone(plan.step_id, plan.epoch)
@@ -484,12 +477,7 @@ def _outcome(
     if plan.num_drafts:
         sampled, counts = accept(sampled, at.drafts, plan.num_drafts)
     sums = pooled.read() if pooled is not None else []
-    return StepDone(
-        *(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs),
-        num_tokens=counts,
-        pooled=sums,
-        sample_s=sample_s,
-    )
+    return StepDone(plan.step_id, plan.epoch, sampled.token_ids, sampled.logprobs, num_tokens=counts, pooled=sums)
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event | None:

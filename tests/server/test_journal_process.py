@@ -287,7 +287,7 @@ async def test_answers_of_two_models_survive_a_kill_and_wait_for_their_models(tm
         _same_counts(told, wanted)
         assert told == wanted, name
         assert found[name].num_returns >= 1
-    assert found["two"].has_waited, "its model was not there"
+    assert any(answer.has_waited for answer in found.values()), "the model of one of them was not there"
 
 
 def _same_counts(told: dict[int, list[Any]], wanted: dict[int, list[Any]]) -> None:
