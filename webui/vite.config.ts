@@ -54,5 +54,7 @@ export default defineConfig({
     modulePreload: { polyfill: false },
   },
   server: { proxy: { "/v1": "http://127.0.0.1:8000", "/readyz": "http://127.0.0.1:8000" } },
+  // Tests are of what runs in a browser: there Svelte has another half than on a server.
+  resolve: process.env.VITEST ? { conditions: ["browser"] } : {},
   test: { environment: "happy-dom", include: ["tests/**/*.test.ts"] },
 });

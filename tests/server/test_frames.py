@@ -106,13 +106,11 @@ async def test_a_feed_of_which_nothing_is_told_shows_that_it_lives_and_goes_on(h
     await held.serve(serve, sse_keep_alive_interval_s=0.01)
     async with asyncio.timeout(TIMEOUT_S), held.client.stream("GET", FEED) as response:
         lines = response.aiter_lines()
-        async for line in lines:
-            if line.startswith(":"):
-                break
+        while not (await anext(lines)).startswith(":"):
+            pass
         asking = asyncio.create_task(held.ask("one"))
-        async for line in lines:
-            if line.startswith("data: ") and "cmpl-one" in line:
-                break
+        while "cmpl-one" not in await anext(lines):
+            pass
         await asking
 
 
