@@ -75,6 +75,12 @@ export function leafBelow(messages: Messages, id: Id): Id {
   return leaf;
 }
 
+/** Whether a message, or what is attached to it, has `text`, whatever its case. */
+export function hasText({ content, attachments }: Message, text: string): boolean {
+  const wanted = text.toLowerCase();
+  return [content, ...attachments.map((one) => one.text)].some((one) => one.toLowerCase().includes(wanted));
+}
+
 /** What an unnamed conversation is called: the beginning of its first question, or "" before there is one. */
 export function titleOf(question: string): string {
   const line = question.trim().split("\n", 1)[0]!.trim();

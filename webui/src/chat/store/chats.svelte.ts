@@ -6,7 +6,7 @@ import { SvelteMap } from "svelte/reactivity";
 import { baseOf, Client, Refused } from "../../api/client";
 import { Answering } from "../model/answering";
 import { calculated } from "../model/calculator";
-import { leafBelow, pathTo, shownPath, titleOf, type Shown } from "../model/conversation";
+import { hasText, leafBelow, pathTo, shownPath, titleOf, type Shown } from "../model/conversation";
 import { newAnswer, newConversation, newMessage, NO_SETTINGS } from "../model/fresh";
 import { newId, newSeed } from "../model/ids";
 import { faultsOf, nameOf, requestOf } from "../model/request";
@@ -472,9 +472,7 @@ export class Chats {
     await this.#writer.flush();
     const found = (await this.#database?.having(wanted)) ?? new Set<Id>();
     // What could not be written is only here.
-    for (const { conversation, content } of this.#messages.values()) {
-      if (content.toLowerCase().includes(wanted.toLowerCase())) found.add(conversation);
-    }
+    for (const message of this.#messages.values()) if (hasText(message, wanted)) found.add(message.conversation);
     if (this.#query === query) this.#inTexts = found;
   }
 

@@ -1,5 +1,6 @@
 /** Conversations and their messages in IndexedDB. A transaction writes all that belongs together, so that a text and how far it is agree. */
 import { openDB, type DBSchema, type IDBPDatabase } from "idb";
+import { hasText } from "../model/conversation";
 import type { Conversation, Id, Message } from "../model/types";
 
 const VERSION = 1;
@@ -60,13 +61,10 @@ export class Database {
 
   /** The conversations with `text` in a message, whatever its case. One message at a time: a long past is not held at once. */
   async having(text: string): Promise<Set<Id>> {
-    const wanted = text.toLowerCase();
     const found = new Set<Id>();
     for await (const cursor of this.db.transaction("messages").store) {
-      const { conversation, content, attachments } = cursor.value;
-      if (found.has(conversation)) continue;
-      const texts = [content, ...attachments.map((attachment) => attachment.text)];
-      if (texts.some((one) => one.toLowerCase().includes(wanted))) found.add(conversation);
+      const { conversation } = cursor.value;
+      if (!found.has(conversation) && hasText(cursor.value, text)) found.add(conversation);
     }
     return found;
   }

@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { leafBelow, pathTo, shownPath, titleOf } from "../../../src/chat/model/conversation";
+import { hasText, leafBelow, pathTo, shownPath, titleOf } from "../../../src/chat/model/conversation";
 import { assistant, mapOf, user } from "../build";
 
 const messages = mapOf(
@@ -48,4 +48,10 @@ test("a title is the first line of a question, and not too long", () => {
   expect([...long]).toHaveLength(60);
   expect(long.endsWith("…")).toBe(true);
   expect(titleOf("👩".repeat(100))).toBe("👩".repeat(59) + "…"); // no half of a character
+});
+
+test("a text is found in a message and in what is attached to it, whatever its case", () => {
+  const message = { ...user("q", null, "Look at this"), attachments: [{ name: "notes", text: "the Dragon sleeps" }] };
+  expect(["look", "dragon S"].map((text) => hasText(message, text))).toEqual([true, true]);
+  expect(["notes", "lookt"].map((text) => hasText(message, text))).toEqual([false, false]);
 });
