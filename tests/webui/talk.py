@@ -77,7 +77,7 @@ async def live(server: Served) -> list[dict[str, Any]]:
 async def ask_slowly(server: Served, page: Page, text: str = STORY) -> None:
     """Ask, and have each step of the answer take a tenth of a second: long enough to do something meanwhile.
 
-    Its first step takes so long that the others can be told to. What is left of them is void when the answer has ended.
+    Its first steps take so long that the others can be told to, on a busy machine, too. What is left of them is void when the answer has ended.
     """
     async with server.api(headers=ADMIN) as api:
 
@@ -90,7 +90,7 @@ async def ask_slowly(server: Served, page: Page, text: str = STORY) -> None:
                     return True
             return False
 
-        first = {"kind": "stall", "num_steps": 1, "seconds": 0.7}
+        first = {"kind": "stall", "num_steps": 4, "seconds": 0.5}
         assert (await api.post("/v1/faults", json=first)).status_code == 200
         await ask(page, text)
         await until(is_told)
