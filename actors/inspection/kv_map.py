@@ -18,7 +18,6 @@ INDEX = {state: STATES.index(str(state)) for state in RequestState if state not 
 OF_ENDED = STATES.index("ENDED")
 LOOKED_AT_MAX = 128  # blocks of nobody's, each time: 25 us
 LOOKED_AT_MORE = 4096  # where the counts say that something has changed
-EVICTED_MAX = 1024  # told at once
 
 
 class _Table:

@@ -24,16 +24,15 @@ from novainfer.actors.inspection.changes import RequestChanges
 from novainfer.actors.inspection.frames import (
     ActorNow,
     Frame,
-    KvChange,
     MachineNow,
     Rates,
-    RowCount,
     Snapshot,
     StepLimits,
     StepNow,
 )
 from novainfer.actors.inspection.incidents import IncidentRecord, Incidents
 from novainfer.actors.inspection.inspector import Inspector
+from novainfer.actors.inspection.joining import INCIDENTS_MAX, bounded, empty, joined, tells
 from novainfer.actors.inspection.kv_map import KvPicture
 from novainfer.actors.inspection.recent import RecentCount, RecentTimes
 from novainfer.actors.inspection.rows import Row, row_counts
@@ -50,9 +49,6 @@ FRAME_S = 0.05
 SHARE = 0.008  # of the loop's time
 LATEST_S = 1.0  # between two frames, whatever they take
 SLOWLY_S = 0.2  # between two looks at what only people read: actors, rates, streams
-STEPS_MAX = 512  # in one frame: a second of steps of 2 ms
-EVICTED_MAX = 1024
-INCIDENTS_MAX = 100
 SNAPSHOT_STEPS = 256
 GONE_MAX = 4096  # of those that a slow watcher has not heard: then it begins anew
 TIMED_MAX = 64  # streams whose tokens are timed: a sample of them, where there are more
@@ -179,7 +175,7 @@ class Watch:
             snapshot = self.snapshot()
             for watcher in self._watchers:
                 watcher.show(snapshot)
-        elif _tells(frame):
+        elif tells(frame):
             for watcher in self._watchers:
                 watcher.push(frame)
 
@@ -191,7 +187,7 @@ class Watch:
         for watcher in self._watchers:
             seen = record if watcher.owner is None else self._of.incidents.seen_by(watcher.owner, record)
             if seen is not None:
-                watcher.push(_empty(time.time(), incidents=[seen]))
+                watcher.push(empty(time.time(), incidents=[seen]))
 
     # ---- times of tokens -----------------------------------------------------------------------------------------
 
@@ -253,7 +249,7 @@ class Watch:
         machines = self._look_at_machines()
         if is_another:
             return None
-        return _bounded(
+        return bounded(
             Frame(
                 time=time.time(),
                 machines=machines,
@@ -340,9 +336,9 @@ class Watcher:
         """What has changed, behind what it has not taken."""
         if self.owner is not None:
             frame = self._own(frame)
-            if not _tells(frame):
+            if not tells(frame):
                 return
-        self._frame = frame if self._frame is None else _joined(self._frame, frame)
+        self._frame = frame if self._frame is None else joined(self._frame, frame)
         if len(self._frame.gone) > GONE_MAX:
             self.show(self._watch.snapshot())
         self._wake()
@@ -403,91 +399,3 @@ class Watcher:
 def pause_s(spent_s: float) -> float:
     """Seconds until the next frame, where so many were spent on the last one."""
     return min(max(FRAME_S, spent_s / SHARE), LATEST_S)
-
-
-# ---- frames ------------------------------------------------------------------------------------------------------
-
-
-def _empty(now: float, incidents: list[IncidentRecord]) -> Frame:
-    return Frame(
-        time=now,
-        machines=[],
-        actors=[],
-        requests=[],
-        progress=[],
-        gone=[],
-        kv=None,
-        steps=[],
-        rates=None,
-        incidents=incidents,
-        lost=0,
-    )
-
-
-def _tells(frame: Frame) -> bool:
-    """Whether there is anything in it."""
-    lists = (frame.machines, frame.actors, frame.requests, frame.progress, frame.gone, frame.steps, frame.incidents)
-    return any(lists) or frame.kv is not None or frame.rates is not None or frame.lost > 0
-
-
-def _bounded(frame: Frame) -> Frame:
-    """The newest of what only grows, and how many there were before."""
-    kv, lost = frame.kv, frame.lost
-    num_steps, num_incidents = len(frame.steps) - STEPS_MAX, len(frame.incidents) - INCIDENTS_MAX
-    num_evicted = len(kv.evicted) - EVICTED_MAX if kv is not None else 0
-    if num_steps <= 0 and num_incidents <= 0 and num_evicted <= 0:
-        return frame
-    lost += max(num_steps, 0) + max(num_incidents, 0) + max(num_evicted, 0)
-    if kv is not None:
-        kv = KvChange(kv.blocks, kv.evicted[-EVICTED_MAX:], kv.host_used)
-    steps, incidents = frame.steps[-STEPS_MAX:], frame.incidents[-INCIDENTS_MAX:]
-    return msgspec.structs.replace(frame, kv=kv, steps=steps, incidents=incidents, lost=lost)
-
-
-def _joined(before: Frame, after: Frame) -> Frame:
-    """One frame that tells what two would."""
-    requests = {now.key: now for now in before.requests}
-    progress = {key: (key, tokens, blocks) for key, tokens, blocks in before.progress}
-    for now in after.requests:
-        requests[now.key] = now
-        progress.pop(now.key, None)
-    for key, tokens, blocks in after.progress:
-        if key in requests:
-            requests[key] = msgspec.structs.replace(requests[key], output_tokens=tokens, blocks=blocks)
-        else:
-            progress[key] = key, tokens, blocks
-    for key in after.gone:
-        requests.pop(key, None)
-        progress.pop(key, None)
-    return _bounded(
-        Frame(
-            time=after.time,
-            machines=_joined_machines(before.machines, after.machines),
-            actors=list(({now.name: now for now in before.actors} | {now.name: now for now in after.actors}).values()),
-            requests=list(requests.values()),
-            progress=list(progress.values()),
-            gone=before.gone + after.gone,
-            kv=_joined_kv(before.kv, after.kv),
-            steps=before.steps + after.steps,
-            rates=after.rates or before.rates,
-            incidents=before.incidents + after.incidents,
-            lost=before.lost + after.lost,
-        )
-    )
-
-
-def _joined_machines(before: list[MachineNow], after: list[MachineNow]) -> list[MachineNow]:
-    found = {machine.name: machine for machine in before}
-    for machine in after:
-        rows: dict[tuple[str, str, str], RowCount] = {}
-        for row in (*(found[machine.name].rows if machine.name in found else ()), *machine.rows):
-            rows[row.state, row.event, row.to] = row
-        found[machine.name] = MachineNow(machine.name, machine.states, list(rows.values()))
-    return list(found.values())
-
-
-def _joined_kv(before: KvChange | None, after: KvChange | None) -> KvChange | None:
-    if before is None or after is None:
-        return after or before
-    blocks = {change[0]: change for change in (*before.blocks, *after.blocks)}
-    return KvChange(list(blocks.values()), before.evicted + after.evicted, after.host_used)

@@ -14,7 +14,7 @@ import pytest
 from novainfer.actors.core.streams import StreamHandle
 from novainfer.actors.device.fake import FakeDevice
 from novainfer.actors.device.process import ProcessLink
-from novainfer.actors.inspection import changes, watch
+from novainfer.actors.inspection import changes, joining, watch
 from novainfer.actors.inspection.frames import Frame, Snapshot
 from novainfer.actors.inspection.watch import FRAME_S, LATEST_S, Watcher
 from novainfer.actors.runtime import Runtime
@@ -116,7 +116,7 @@ async def test_a_watcher_knows_what_one_who_begins_now_is_told(seed: int) -> Non
 
 
 async def test_a_watcher_that_is_slow_gets_one_frame_that_tells_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "STEPS_MAX", 64)
+    monkeypatch.setattr(joining, "STEPS_MAX", 64)
     async with running(FakeDevice(num_blocks=24), limits=small()) as runtime:
         with runtime.watch.subscribe(None) as slow, runtime.watch.subscribe(None) as quick:
             mirror, each = Mirror(), Mirror()
@@ -128,7 +128,7 @@ async def test_a_watcher_that_is_slow_gets_one_frame_that_tells_it_all(monkeypat
             assert take(slow) is None
             assert mirror.num_frames == 1
             assert mirror.known() == fresh(runtime)
-            assert len(mirror.steps) <= watch.STEPS_MAX
+            assert len(mirror.steps) <= joining.STEPS_MAX
             assert len(mirror.steps) + mirror.lost >= runtime.steps.num_launched - 1
             assert mirror.lost > 0
             assert mirror.evicted == each.evicted

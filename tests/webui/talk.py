@@ -77,7 +77,8 @@ async def live(server: Served) -> list[dict[str, Any]]:
 async def ask_slowly(server: Served, page: Page, text: str = STORY) -> None:
     """Ask, and have each step of the answer take a tenth of a second: long enough to do something meanwhile.
 
-    Its first steps take so long that the others can be told to, on a busy machine, too. What is left of them is void when the answer has ended.
+    Its first steps take so long that the others can be told to, on a busy machine, too. What is left of them is void
+    when the answer has ended.
     """
     async with server.api(headers=ADMIN) as api:
 
