@@ -89,7 +89,7 @@ SMALL_WORLDS = [
     SmallWorld(
         name="two requests that are held to grammars, and a step that fails",
         shape=_shape(6),
-        clients=[([1], _held_to("1", 2)), ([2], _held_to("2", 2))],
+        clients=[([1], _held_to("1", 2)), ([2], _held_to("2", 1))],
         budget={"exception": 1},
     ),
     SmallWorld(
